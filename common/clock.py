@@ -1,0 +1,40 @@
+"""Time as a dependency: the pure cores take a Clock, services pass SystemClock, tests pass ManualClock."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Seconds since an arbitrary start, never going backwards, and wall-clock nanoseconds for records."""
+
+    def monotonic(self) -> float: ...
+
+    def time_ns(self) -> int: ...
+
+
+class SystemClock:
+    """The machine's clocks."""
+
+    def monotonic(self) -> float:
+        return time.monotonic()
+
+    def time_ns(self) -> int:
+        return time.time_ns()
+
+
+class ManualClock:
+    """A clock that moves only when told to; for tests and the executable model."""
+
+    def __init__(self, start: float = 0.0) -> None:
+        self.now = start
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time_ns(self) -> int:
+        return int(self.now * 1e9)
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds

@@ -1,0 +1,70 @@
+"""Block hashes: a SHA-256 chain over full blocks of tokens, rooted in everything that K/V content depends on.
+
+    H_k = SHA-256(H_{k-1} || tokens of block k as little-endian int32)
+    root = SHA-256(version || model || tokenizer || block size || cache domain || tagged extra keys)
+
+Every part of the root is length-prefixed and tagged, so that a cache domain "foo" never collides with an adapter "foo".
+A key (`BlockHash`) is the first 16 bytes of H_k; the chain itself is carried on with the full 32 bytes.
+"""
+
+from __future__ import annotations
+
+import array
+import hashlib
+import sys
+from collections.abc import Iterable, Sequence
+
+from common.types import BlockHash
+
+HASH_VERSION = b"quire-block-hash-v1"
+KEY_BYTES = 16
+
+
+def chain_root(
+    model_fingerprint: str,
+    tokenizer_fingerprint: str,
+    block_size: int,
+    cache_domain: str = "",
+    extra_keys: Iterable[tuple[str, str]] = (),
+) -> bytes:
+    """Return the 32-byte root of a hash chain. `extra_keys` are (tag, value), e.g. ("adapter", "name@version")."""
+    digest = hashlib.sha256(HASH_VERSION)
+    parts = [("model", model_fingerprint), ("tokenizer", tokenizer_fingerprint), ("block_size", str(block_size))]
+    parts += [("domain", cache_domain), *(("extra:" + tag, value) for tag, value in extra_keys)]
+    for tag, value in parts:
+        for field in (tag.encode(), value.encode()):
+            digest.update(len(field).to_bytes(4, "little") + field)
+    return digest.digest()
+
+
+def little_endian_int32(tokens: Sequence[int]) -> bytes:
+    """Pack token ids as little-endian int32; 4 bytes a token."""
+    packed = array.array("i", tokens)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def extend(parent: bytes, block_tokens: Sequence[int]) -> bytes:
+    """Return the 32-byte link after `parent` (32 bytes) for one full block of tokens."""
+    return hashlib.sha256(parent + little_endian_int32(block_tokens)).digest()
+
+
+def key_of(link: bytes) -> BlockHash:
+    """Return the 16-byte key of a 32-byte link."""
+    return BlockHash(link[:KEY_BYTES])
+
+
+def chain(root: bytes, tokens: Sequence[int], block_size: int) -> list[bytes]:
+    """Return the 32-byte links of all full blocks of `tokens`, in order; the partial last block has none."""
+    links: list[bytes] = []
+    parent, packed, width = root, little_endian_int32(tokens), 4 * block_size
+    for end in range(width, len(packed) + 1, width):
+        parent = hashlib.sha256(parent + packed[end - width : end]).digest()
+        links.append(parent)
+    return links
+
+
+def chain_keys(root: bytes, tokens: Sequence[int], block_size: int) -> list[BlockHash]:
+    """Return the 16-byte keys of all full blocks of `tokens`, in order."""
+    return [key_of(link) for link in chain(root, tokens, block_size)]

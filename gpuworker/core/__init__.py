@@ -1,0 +1,1 @@
+"""Pure decisions of the gpuworker package: standard library and `common` contracts only."""

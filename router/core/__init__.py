@@ -1,0 +1,1 @@
+"""Pure decisions of the router package: standard library and `common` contracts only."""
