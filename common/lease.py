@@ -1,0 +1,221 @@
+"""The lease protocol as data: what a GPU worker (W) and a KV manager (M) say to each other, and the port between them.
+
+W touches only blocks in its rows or its lease pool; M grants again only what a report freed. Every loss of the stream is a
+resync: W sends an inventory, M rebuilds its ledger from that alone. These classes mirror `protos/quire/kvmanager/v1` one to
+one; both cores, the embedded mode and the executable model use them directly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from common.errors import Mismatch
+from common.types import BlockHash, BlockId, FinishReason, MissReason, PoolIdentity, SequenceId, SequencePhase
+
+# ---------------------------------------------------------------- W -> M
+
+
+@dataclass(frozen=True, slots=True)
+class Attach:
+    """First message of a session. `incarnation` is 16 bytes: start time in ns, then random; `session` counts attaches.
+
+    `max_num_seqs` bounds the sequences that hold rows at once (running and draining): M admits no more.
+    """
+
+    worker_id: str
+    incarnation: bytes
+    session: int
+    epoch_seen: int
+    identity: PoolIdentity
+    num_blocks: int
+    address: str = ""
+    prefix_caching: bool = True
+    max_num_seqs: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Queue a sequence for blocks. `known` tokens exist; it may grow to `max_len`; `chain` keys its full blocks.
+
+    An empty `chain` although a full block is known means that the sequence is not to be cached. `fork_of` names a
+    sequence with the same known tokens at submission, whose partial last block may be copied.
+    """
+
+    sequence: SequenceId
+    known: int
+    max_len: int
+    priority: int = 0
+    chain: tuple[BlockHash, ...] = ()
+    fork_of: SequenceId | None = None
+    request_id: str = ""
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class InventorySequence:
+    """One live sequence at the instant of an attach. `row` is empty when WAITING; `reserve.known` is its current length."""
+
+    reserve: Reserve
+    phase: SequencePhase
+    arrival: int
+    row: tuple[BlockId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A block that holds the K/V of a completed, sealed block. `parent` indexes the inventory's claims; -1 starts a chain."""
+
+    block: BlockId
+    hash: BlockHash
+    parent: int
+    last_used: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """Everything W holds, taken between two steps after the old session was dropped. Claims stand parents first."""
+
+    sequences: tuple[InventorySequence, ...] = ()
+    pool: tuple[BlockId, ...] = ()
+    claims: tuple[Claim, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What changed since the last report. M applies the columns in the order in which they stand here.
+
+    `seal` lists parents first. `trim` gives (sequence, leading blocks trimmed in all). `stalled` is the complete set of
+    sequences that found no block, None when unchanged. `lease_want` is a level: blocks that running sequences will bind
+    within the runway. A sequence has at most one `preempted` followed by one `finished`.
+    """
+
+    step: int = 0
+    reserve: tuple[Reserve, ...] = ()
+    bind: tuple[tuple[SequenceId, BlockId], ...] = ()
+    seal: tuple[tuple[BlockId, BlockHash], ...] = ()
+    trim: tuple[tuple[SequenceId, int], ...] = ()
+    returned: tuple[BlockId, ...] = ()
+    preempted: tuple[tuple[SequenceId, int], ...] = ()
+    finished: tuple[tuple[SequenceId, FinishReason], ...] = ()
+    stalled: tuple[SequenceId, ...] | None = None
+    lease_want: int = 0
+    computed: tuple[tuple[SequenceId, int], ...] = ()
+    step_seconds: float = 0.0
+    running: int = 0
+    waiting: int = 0
+
+
+# ---------------------------------------------------------------- M -> W
+
+
+@dataclass(frozen=True, slots=True)
+class AttachOk:
+    """The manager has rebuilt its ledger from the inventory; the session is live."""
+
+    epoch: int
+    lease_target: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttachRejected:
+    """The manager refuses the worker; `retry` tells whether trying again later can help."""
+
+    reason: str
+    mismatches: tuple[Mismatch, ...] = ()
+    retry: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Copy a block on the compute stream; the first `length` mod block_size slots (all of them if 0) hold known tokens."""
+
+    src: BlockId
+    dst: BlockId
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """Give a waiting sequence its row. row[:n_shared] keep fill and hash; the rest is reset. A copy's dst is in the rest."""
+
+    sequence: SequenceId
+    row: tuple[BlockId, ...]
+    n_shared: int
+    cached_tokens: int = 0
+    miss_reason: MissReason = MissReason.NEVER_SEEN
+    diverged_at: int = 0
+    decision_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Preempt:
+    """Give up the blocks of a running sequence; it goes back to the queue. The decision names victim and beneficiary."""
+
+    sequence: SequenceId
+    decision_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What M grants and orders. W applies the columns in this order, at the cut-off of its next step."""
+
+    lease_target: int
+    copy: tuple[Copy, ...] = ()
+    admit: tuple[Admit, ...] = ()
+    lease: tuple[BlockId, ...] = ()
+    preempt: tuple[Preempt, ...] = ()
+    cancel: tuple[SequenceId, ...] = ()
+
+
+# ---------------------------------------------------------------- the port
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """A way to the manager is open; W must drop its old session and answer with Attach and Inventory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """The manager answered `session` with AttachOk."""
+
+    session: int
+    ok: AttachOk
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """A batch of `session`; W drops it when that session is not its current one."""
+
+    session: int
+    batch: Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Detached:
+    """`session` is lost, for whatever reason; W goes on with the blocks that it has."""
+
+    session: int
+
+
+LeaseEvent = Connected | Attached | Granted | Detached
+
+
+class LeaseChannel(Protocol):
+    """How the engine reaches its KV manager. Called from the engine's thread only; no method blocks.
+
+    `gpuworker/lease_client.py` implements it over gRPC, `cli/embedded.py` over a manager core in the same process.
+    """
+
+    def poll(self) -> list[LeaseEvent]:
+        """Return what arrived since the last call, in order."""
+        ...
+
+    def attach(self, attach: Attach, inventory: Inventory) -> None:
+        """Open a session; the answer comes as Attached, or as Detached."""
+        ...
+
+    def send(self, session: int, report: Report) -> None:
+        """Queue a report of the session; dropped silently when that session is gone."""
+        ...

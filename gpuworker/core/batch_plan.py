@@ -1,0 +1,78 @@
+"""What one step computes, and the port through which the engine runs it.
+
+A plan is made by the pure core from block tables alone; a runner turns it into kernels. The runner keeps the tokens of
+every running sequence on the device, so a step may be planned while the token it starts from is still being drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from common.lease import Copy
+from common.types import BlockId, SamplingParams, SequenceId, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRow:
+    """One sequence's part of a step: positions start .. start+length-1 are computed and their K/V written.
+
+    `blocks` is the row's snapshot and covers position start+length-1; TRIMMED stands for blocks that no layer reads any
+    more. When `samples`, the last position holds the last known token and the next one is drawn.
+    """
+
+    sequence: SequenceId
+    start: int
+    length: int
+    blocks: tuple[BlockId, ...]
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: block copies first, in order, then every row. Rows of decodes stand before rows of prefills."""
+
+    step: int
+    rows: tuple[ScheduledRow, ...]
+    copies: tuple[Copy, ...] = ()
+
+    @property
+    def scheduled_tokens(self) -> int:
+        """Positions that the step computes; at most the token budget."""
+        return sum(row.length for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step drew: tokens per sampling sequence (one, unless it speculates), log-probabilities where asked for."""
+
+    step: int
+    drawn: dict[SequenceId, tuple[int, ...]]
+    logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+class StepRunner(Protocol):
+    """Runs plans in the order of `submit`, on a device; called from the engine's thread.
+
+    At most two steps are unfinished at a time. A future fails with EngineFailure when the step did; the content of the KV
+    cache is then unknown.
+    """
+
+    def add(self, sequence: SequenceId, tokens: Sequence[int], sampling: SamplingParams, prompt_tokens: int) -> None:
+        """Take over a sequence that was admitted: its known tokens, of which the first `prompt_tokens` are prompt."""
+        ...
+
+    def remove(self, sequence: SequenceId) -> None:
+        """Forget a sequence; no unfinished step contains it."""
+        ...
+
+    def submit(self, plan: StepPlan) -> Future[StepResult]:
+        """Start a step, or queue it behind the running one."""
+        ...
+
+    def close(self) -> None:
+        """Finish what was submitted and free the device."""
+        ...
