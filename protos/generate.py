@@ -1,4 +1,4 @@
-"""Generates the Python code of every .proto beside it, or (`--check`) says which committed file differs from what would be generated."""
+"""Generates the Python code of every .proto beside it, or says (`--check`) which committed file is out of date."""
 
 from __future__ import annotations
 

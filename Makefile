@@ -1,0 +1,75 @@
+# Everything that is done with Quire from a clone; `make` alone lists it. Needs only Python (3.11 or newer) and pip.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+MODEL  ?= gpuworker/demo_model/checkpoint
+TESTS  ?= tests
+# More OpenMP threads than cores makes every tensor operation crawl; the tests run several processes at once.
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo up test check fmt lint types protos protos-baseline pins bench-split bench-waste bench-prefix clean
+
+help: ## List what make can do
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(STAMP) ## Make the environment in .venv (once; again when pyproject.toml or constraints.txt change)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Quire needs Python 3.11 or newer; set PYTHON=...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on --quiet -c constraints.txt -e '.[gpuworker,local,dev]'
+	@touch $@
+
+demo: $(STAMP) ## Start the whole stack, ask the demo model a few things, show the cache and a trace, stop
+	$(BIN)/quire demo
+
+up: $(STAMP) ## Run the whole stack in the foreground (MODEL=DIR to serve another checkpoint)
+	$(BIN)/quire up --model $(MODEL)
+
+test: $(STAMP) ## Run the tests (TESTS=PATH for some of them)
+	$(BIN)/python -m pytest $(TESTS)
+	@if [ "$(TESTS)" = tests ] && [ -d tests/triton_interpreted ]; then \
+		TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/triton_interpreted; fi
+
+check: $(STAMP) lint types ## All that must be clean: ruff, mypy, import contracts, buf, drift of generated code
+	$(BIN)/lint-imports
+	$(BIN)/buf lint
+	@if [ -f protos/baseline.binpb ]; then $(BIN)/buf breaking --against protos/baseline.binpb; fi
+	$(BIN)/python protos/generate.py --check
+
+fmt: $(STAMP) ## Format the code and mend what ruff can mend
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+lint: $(STAMP) ## Check style and format
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(STAMP) ## Check types
+	$(BIN)/mypy
+
+protos: $(STAMP) ## Generate the Python code of the .proto files, beside them
+	$(BIN)/python protos/generate.py
+
+protos-baseline: $(STAMP) ## Make today's .proto files the ones that later ones must not break
+	$(BIN)/buf build -o protos/baseline.binpb
+
+pins: $(STAMP) ## Write what is installed now into constraints.txt
+	@{ sed -n '/^#/p' constraints.txt; $(BIN)/python -m pip freeze --exclude-editable | sed 's/+[a-z0-9.]*$$//'; } > constraints.new
+	@mv constraints.new constraints.txt && touch $(STAMP)
+
+bench-split: $(STAMP) ## Measure the cost of the manager in a process of its own
+	$(BIN)/python -m bench.split
+
+bench-waste: $(STAMP) ## Measure the waste of blocks over used slots
+	$(BIN)/python -m bench.waste
+
+bench-prefix: $(STAMP) ## Measure what the prefix cache saves
+	$(BIN)/python -m bench.prefix
+
+clean: ## Remove the environment, caches and run-time files
+	rm -rf $(VENV) .quire .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
