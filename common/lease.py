@@ -219,3 +219,7 @@ class LeaseChannel(Protocol):
     def send(self, session: int, report: Report) -> None:
         """Queue a report of the session; dropped silently when that session is gone."""
         ...
+
+    def reconnect(self) -> None:
+        """Give up the current session, if any, and open another: Connected comes when that is possible."""
+        ...
