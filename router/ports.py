@@ -1,0 +1,124 @@
+"""The router's ports: what its parts need of each other, as Protocols; `main` alone names the classes behind them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from common.types import BlockHash, Decision, PoolIdentity, SamplingParams
+from quire.inference.v1 import inference_pb2
+from router.core.events import GenerateEvent, ValidatedRequest
+
+
+@dataclass(frozen=True, slots=True)
+class CallContext:
+    """What a call brings besides its message. Times are readings of Clock.monotonic (seconds)."""
+
+    arrived: float
+    deadline: float | None = None
+    traceparent: str = ""
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """What is served; `identity` has the parts that no worker has told yet empty or zero."""
+
+    name: str
+    identity: PoolIdentity
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    has_chat_template: bool
+
+
+class Frontend(Protocol):
+    """Serves validated requests; gRPC and HTTP share one, and so one admission."""
+
+    def generate(self, request: ValidatedRequest) -> AsyncGenerator[GenerateEvent, None]:
+        """Admit, route and stream one request; closing the generator (`aclosing`) cancels it at the worker.
+
+        Raises Overloaded, Unavailable, DeadlineExceeded, AlreadyExists or InvalidRequest (larger than any pool) before
+        the first event, and Unavailable or EngineFailure later when the request was lost with its worker.
+        """
+        ...
+
+
+class RequestValidator(Protocol):
+    """Turns a request of the wire into one that the frontend can serve."""
+
+    async def validate(self, request: inference_pb2.GenerateRequest, call: CallContext) -> ValidatedRequest:
+        """Tokenise (off the event loop), fill in defaults, check every field.
+
+        Raises InvalidRequest with all violations at once, Unsupported for `resume` and for constraints.
+        """
+        ...
+
+
+class TextCodec(Protocol):
+    """The checkpoint's tokenizer and chat template."""
+
+    async def encode(self, prompt: inference_pb2.Prompt, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text, of a chat rendered with the template, or the ids as they were given.
+
+        Raises InvalidRequest when the prompt is empty or cannot be encoded.
+        """
+        ...
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids. Raises InvalidRequest for an id outside the vocabulary."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """What a push completed: text to send, and the stop string that ended the output, if one did.
+
+    `taken` counts the pushed tokens that belong to the output: all, unless a stop string ended it earlier.
+    """
+
+    text: str
+    taken: int
+    stop_string: str | None = None
+
+
+class TextAssembler(Protocol):
+    """Makes text of one sequence's output tokens, in order."""
+
+    def push(self, token_ids: Sequence[int]) -> TextDelta:
+        """Take the next output tokens. After a `stop_string` was returned nothing may be pushed."""
+        ...
+
+    def finish(self) -> str:
+        """Return the text that was held back (an incomplete character, the beginning of a stop string)."""
+        ...
+
+
+class TextAssemblers(Protocol):
+    """Makes assemblers. The frontend keeps a stop *token* back from them unless `sampling.include_stop` is set."""
+
+    def assembler(self, sampling: SamplingParams) -> TextAssembler:
+        """Return the assembler of one new sequence."""
+        ...
+
+
+class PrefixIndex(Protocol):
+    """Which worker holds how much of a prefix, as the index in Redis tells."""
+
+    @property
+    def connected(self) -> bool:
+        """Whether the last lookup got an answer."""
+        ...
+
+    async def lookup(self, chain: Sequence[BlockHash]) -> Mapping[str, int]:
+        """Return hit blocks by worker id; empty when the index cannot be asked. Never raises, never waits long."""
+        ...
+
+
+class DecisionSink(Protocol):
+    """Where decision records go: the ring, the log and the span of the request."""
+
+    def record(self, decision: Decision) -> None:
+        """Keep a record; must not block."""
+        ...
