@@ -1,0 +1,291 @@
+"""Reads options from flags, environment and a TOML file; whatever is wrong is reported at once, before anything starts.
+
+    flag  >  QUIRE_<SERVICE>_<KEY>  >  QUIRE_<KEY>  >  [service] table in the file  >  top level of the file  >  default
+
+The file is named by `--config`, else by QUIRE_CONFIG. Environment and file are shared by all services: a key that any of
+them knows is accepted by each, a key that none knows is an error. Pydantic checks the values and converts them.
+(pydantic-settings reads the same sources, but stops at the first bad value and forgets which source a value came from.)
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Final, NoReturn, TypeVar, get_args, get_origin
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from common.errors import FieldViolation, InvalidConfig
+from common.options import Settings
+
+SettingsT = TypeVar("SettingsT", bound=Settings)
+
+ENV_PREFIX: Final = "QUIRE_"
+_NO_VALUE: Final = object()
+
+
+@dataclass(slots=True)
+class Reading:
+    """What one pass over the sources found: values, where each came from in the user's words, and what was wrong."""
+
+    settings: type[Settings]
+    known: Mapping[str, type[Settings]]
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    violations: list[FieldViolation] = field(default_factory=list)
+
+    def violate(self, where: str, what: str) -> None:
+        self.violations.append(FieldViolation(where, what))
+
+    def take(self, found: Mapping[str, tuple[str, Any]]) -> None:
+        """Lay one source (key -> origin, value) over those before it; one of an exclusive group displaces the others."""
+        for group in self.settings.exclusive:
+            given = [key for key in group if key in found]
+            if len(given) > 1:
+                others = " and ".join(found[key][0] for key in given[1:])
+                self.violate(found[given[0]][0], f"given together with {others}; expected at most one of them")
+            if given:
+                for key in group:
+                    self.values.pop(key, None)
+        for key, (origin, value) in found.items():
+            self.values[key], self.origins[key] = value, origin
+
+
+def load(
+    settings: type[SettingsT],
+    argv: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+    known: Iterable[type[Settings]] | None = None,
+    prog: str | None = None,
+) -> SettingsT:
+    """Return the options in `argv` (without the program's name), environment and file, laid over each other.
+
+    `known` are the option classes of all programs that share environment and file (default: all that are installed).
+    Raises InvalidConfig with every violation; exits on `--help`.
+    """
+    environ = os.environ if environ is None else environ
+    classes: list[type[Settings]] = [*(installed_settings() if known is None else known), settings]
+    reading = Reading(settings, {each.service: each for each in classes})
+    flags, config = _read_flags(reading, argv, prog)
+    config = config or environ.get(ENV_PREFIX + "CONFIG")
+    if config:
+        _read_file(reading, Path(config))
+    _read_environment(reading, environ)
+    reading.take(flags)
+    return _validate(reading, settings)
+
+
+def load_or_exit(settings: type[SettingsT], argv: Sequence[str] | None = None, prog: str | None = None) -> SettingsT:
+    """Return the options of this process; on bad ones print every violation to stderr and exit with status 2.
+
+    `prog` names the command in the help, where that is not the program itself (`quire up`).
+    """
+    try:
+        return load(settings, sys.argv[1:] if argv is None else argv, prog=prog)
+    except InvalidConfig as error:
+        refuse(error)
+
+
+def refuse(error: InvalidConfig) -> NoReturn:
+    """Print each violation on a line of its own to stderr, and exit with status 2."""
+    count = len(error.violations)
+    lines = [f"{count} bad option{'s' if count > 1 else ''}; nothing was started."]
+    lines += [f"  {violation.field}: {violation.description}" for violation in error.violations]
+    print("\n".join(lines), file=sys.stderr)  # noqa: T201
+    sys.exit(2)
+
+
+def installed_settings() -> list[type[Settings]]:
+    """Return the option classes of every program installed here, by the entry-point group `quire.settings`."""
+    return [point.load() for point in entry_points(group="quire.settings")]
+
+
+def flag_of(key: str) -> str:
+    """Return the flag of a key: block_size -> --block-size."""
+    return "--" + key.replace("_", "-")
+
+
+def env_of(key: str, info: FieldInfo) -> str:
+    """Return the environment variable that sets a key: its own name where it has one, else QUIRE_<KEY>."""
+    extra = info.json_schema_extra
+    own = extra.get("env") if isinstance(extra, dict) else None
+    return str(own) if own else ENV_PREFIX + key.upper()
+
+
+def build_parser(settings: type[Settings], prog: str | None = None) -> argparse.ArgumentParser:
+    """Return the parser of a program's flags; its help shows each default and environment variable."""
+    parser = _Parser(prog, "%(prog)s [--OPTION VALUE ...]", formatter_class=_HelpFormatter, allow_abbrev=False)
+    parser.description = sys.modules[settings.__module__].__doc__
+    parser.add_argument("--config", metavar="FILE", help="TOML file with options (environment: QUIRE_CONFIG)")
+    groups: dict[type, argparse._ArgumentGroup] = {}
+    for key, info in settings.model_fields.items():
+        owner = next(base for base in reversed(settings.__mro__) if key in getattr(base, "model_fields", {}))
+        if owner not in groups:
+            groups[owner] = parser.add_argument_group(owner.__doc__)
+        _add_flag(groups[owner], key, info)
+    return parser
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Wide, and without brackets around a value: `nargs="?"` only serves to note a missing one."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34, width=120)
+
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        return super()._format_args(action, default_metavar).strip("[]")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Leaves it to the caller to report what is wrong together with everything else."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InvalidConfig(FieldViolation("command line", message))
+
+
+def _add_flag(group: argparse._ArgumentGroup, key: str, info: FieldInfo) -> None:
+    text = f"{info.description or ''} ({_default(info)}{env_of(key, info)})".replace("%", "%%")
+    common: dict[str, Any] = {"dest": key, "default": argparse.SUPPRESS, "help": text}
+    if info.annotation is bool:
+        group.add_argument(flag_of(key), action=argparse.BooleanOptionalAction, **common)
+        return
+    action = "append" if get_origin(info.annotation) is tuple else "store"
+    group.add_argument(flag_of(key), action=action, nargs="?", const=_NO_VALUE, metavar=_metavar(key, info), **common)
+
+
+def _default(info: FieldInfo) -> str:
+    if info.is_required():
+        return "required; "
+    if isinstance(info.default, bool):
+        return f"default {'on' if info.default else 'off'}; "
+    return "" if info.default in (None, ()) else f"default {info.default}; "
+
+
+def _metavar(key: str, info: FieldInfo) -> str:
+    choices = [each for each in get_args(info.annotation) if isinstance(each, str)]
+    return "|".join(choices) or key.rpartition("_")[2].upper()
+
+
+def _read_flags(
+    reading: Reading, argv: Sequence[str], prog: str | None
+) -> tuple[dict[str, tuple[str, Any]], str | None]:
+    """Return the flags as key -> (origin, value) and the value of --config; note flags that nobody knows."""
+    parser = build_parser(reading.settings, prog)
+    try:
+        parsed, rest = parser.parse_known_args(list(argv))
+    except InvalidConfig as error:
+        reading.violations += error.violations
+        return {}, None
+    _refuse_unknown_flags(reading, rest)
+    found = vars(parsed)
+    config = found.pop("config")
+    flags: dict[str, tuple[str, Any]] = {}
+    for key, value in found.items():
+        if value is _NO_VALUE or (isinstance(value, list) and _NO_VALUE in value):
+            reading.violate(flag_of(key), "has no value; expected one after it")
+        else:
+            flags[key] = (flag_of(key), value)
+    return flags, config
+
+
+def _refuse_unknown_flags(reading: Reading, rest: Sequence[str]) -> None:
+    flags = [flag_of(key) for key in (*reading.settings.model_fields, "config")]
+    after_flag = False
+    for word in rest:
+        name, has_value, _ = word.partition("=")
+        if word.startswith("-"):
+            reading.violate(name, "is no flag here" + _nearest(name, flags))
+        elif not after_flag:
+            reading.violate(word, "was not expected; options start with --")
+        after_flag = word.startswith("-") and not has_value
+
+
+def _read_environment(reading: Reading, environ: Mapping[str, str]) -> None:
+    """Take QUIRE_* (and names such as REDIS_URL that a field claims); a variable for this service alone wins."""
+    shared: dict[str, tuple[str, Any]] = {}
+    own: dict[str, tuple[str, Any]] = {}
+    names = {ENV_PREFIX + "CONFIG"}
+    for service, settings in reading.known.items():
+        for key, info in settings.model_fields.items():
+            general, special = ENV_PREFIX + key.upper(), ENV_PREFIX + f"{service}_{key}".upper()
+            names |= {general, special}
+            if settings is reading.settings:
+                shared |= _first(environ, key, general, env_of(key, info))
+                own |= _first(environ, key, special)
+    for name in sorted(environ):
+        if name.startswith(ENV_PREFIX) and name not in names:
+            reading.violate(name, "is no variable that Quire knows" + _nearest(name, names))
+    reading.take(shared)
+    reading.take(own)
+
+
+def _first(environ: Mapping[str, str], key: str, *names: str) -> dict[str, tuple[str, Any]]:
+    name = next((name for name in names if name in environ), None)
+    return {} if name is None else {key: (name, environ[name])}
+
+
+def _read_file(reading: Reading, path: Path) -> None:
+    """Take the top level of a TOML file, then the table of this service; note every key that nobody knows."""
+    try:
+        content = tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        return reading.violate(str(path), f"cannot be read ({error}); expected a TOML file")
+    except tomllib.TOMLDecodeError as error:
+        return reading.violate(str(path), f"is not valid TOML: {error}")
+    tables = {name: content.pop(name) for name in list(content) if name in reading.known}
+    everywhere = {key for settings in reading.known.values() for key in settings.model_fields}
+    reading.take(_known_keys(reading, path, content, everywhere))
+    for name, table in tables.items():
+        if not isinstance(table, dict):
+            reading.violate(f"{name} in {path}", f"is a value; expected a table [{name}]")
+            continue
+        found = _known_keys(reading, path, table, set(reading.known[name].model_fields), f"{name}.")
+        if name == reading.settings.service:
+            reading.take(found)
+    return None
+
+
+def _known_keys(
+    reading: Reading, path: Path, table: Mapping[str, Any], known: set[str], prefix: str = ""
+) -> dict[str, tuple[str, Any]]:
+    for key in table.keys() - known:
+        reading.violate(f"{prefix}{key} in {path}", "is no key that Quire knows" + _nearest(key, known))
+    mine = reading.settings.model_fields.keys() & table.keys()
+    return {key: (f"{prefix}{key} in {path}", table[key]) for key in sorted(mine)}
+
+
+def _validate(reading: Reading, settings: type[SettingsT]) -> SettingsT:
+    try:
+        result = settings.model_validate(reading.values)
+    except ValidationError as error:
+        for problem in error.errors():
+            reading.violate(*_in_words(problem, reading.origins))
+        raise InvalidConfig(*reading.violations) from None
+    if reading.violations:
+        raise InvalidConfig(*reading.violations)
+    return result
+
+
+def _in_words(problem: ErrorDetails, origins: Mapping[str, str]) -> tuple[str, str]:
+    """Return where a value came from, and what is wrong with it, from one of pydantic's errors."""
+    expected = problem["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+    if not problem["loc"]:
+        return "options", expected
+    key = str(problem["loc"][0])
+    if problem["type"] == "missing":
+        return flag_of(key), "is missing; it has no default"
+    return origins.get(key, flag_of(key)), f"is {problem['input']!r}; {expected}"
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""

@@ -1,0 +1,175 @@
+"""Options from flags, environment and a TOML file: precedence, conversion, and every mistake reported at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from pydantic import Field
+
+from common.config import installed_settings, load, load_or_exit
+from common.errors import InvalidConfig
+from common.options import Address, Addresses, BlockSize, Bytes, Count, Port, ServiceSettings, Settings
+
+
+class Other(Settings):
+    """options of another service"""
+
+    service: ClassVar[str] = "other"
+    beyond: int = Field(0, description="known elsewhere")
+
+
+class Demo(ServiceSettings):
+    """options of the demo"""
+
+    service: ClassVar[str] = "demo"
+    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("kv_blocks", "kv_memory"),)
+
+    port: Port = Field(1, description="a port")
+    block_size: BlockSize = Field(16, description="slots in a block")
+    kv_blocks: Count | None = Field(None, description="blocks")
+    kv_memory: Bytes | None = Field(None, description="bytes")
+    worker: Addresses = Field((), description="workers")
+    manager: Address = Field("127.0.0.1:50052", description="the manager")
+    deterministic: bool = Field(False, description="the same bits")
+
+
+def demo(*argv: str, **environ: str) -> Demo:
+    return load(Demo, argv, environ, known=[Other])
+
+
+def violations(*argv: str, **environ: str) -> dict[str, str]:
+    with pytest.raises(InvalidConfig) as caught:
+        demo(*argv, **environ)
+    return {violation.field: violation.description for violation in caught.value.violations}
+
+
+def toml(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "quire.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_defaults_hold_when_nothing_is_given() -> None:
+    assert (demo().port, demo().block_size, demo().worker, demo().deterministic) == (1, 16, (), False)
+
+
+def test_each_source_wins_over_the_one_below_it(tmp_path: Path) -> None:
+    file = toml(tmp_path, "port = 2\n[demo]\nport = 3\n")
+    assert demo("--config", file).port == 3
+    assert demo("--config", file, QUIRE_PORT="4").port == 4
+    assert demo("--config", file, QUIRE_PORT="4", QUIRE_DEMO_PORT="5").port == 5
+    assert demo("--config", file, "--port", "6", QUIRE_PORT="4", QUIRE_DEMO_PORT="5").port == 6
+
+
+def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
+    assert demo(QUIRE_CONFIG=toml(tmp_path, "block_size = 64")).block_size == 64
+
+
+def test_a_repeated_flag_makes_a_list_and_so_does_a_comma_in_the_environment(tmp_path: Path) -> None:
+    assert demo("--worker", "a:1", "--worker", "[::1]:2").worker == ("a:1", "[::1]:2")
+    assert demo(QUIRE_WORKER="a:1, b:2").worker == ("a:1", "b:2")
+    assert demo("--config", toml(tmp_path, 'worker = ["a:1"]')).worker == ("a:1",)
+
+
+@pytest.mark.parametrize(("text", "size"), [("1000", 1000), ("4GiB", 4 << 30), ("1.5k", 1500), ("512 MiB", 512 << 20)])
+def test_bytes_may_carry_a_unit(text: str, size: int) -> None:
+    assert demo("--kv-memory", text).kv_memory == size
+
+
+def test_a_switch_has_a_negative() -> None:
+    assert demo("--deterministic").deterministic
+    assert not demo("--no-deterministic", QUIRE_DETERMINISTIC="true").deterministic
+
+
+def test_redis_url_is_read_by_its_usual_name_and_by_quires_own() -> None:
+    assert demo(REDIS_URL="redis://a").redis_url == "redis://a"
+    assert demo(REDIS_URL="redis://a", QUIRE_REDIS_URL="redis://b").redis_url == "redis://b"
+
+
+def test_keys_of_other_services_are_accepted_and_left_to_them(tmp_path: Path) -> None:
+    file = toml(tmp_path, 'beyond = "not checked here"\n[other]\nbeyond = 1\n')
+    assert demo("--config", file, QUIRE_BEYOND="x", QUIRE_OTHER_BEYOND="y").port == 1
+
+
+def test_everything_wrong_is_reported_at_once(tmp_path: Path) -> None:
+    file = toml(tmp_path, "blok_size = 4\nmanager = 'nowhere'\n[other]\nbeyon = 1\n")
+    found = violations(
+        *("--config", file, "--prot", "3", "--block-size", "17", "--kv-memory", "much"),
+        QUIRE_PORT="70000",
+        QUIRE_WORKR="a:1",
+    )
+    assert found == {
+        "--prot": "is no flag here; did you mean --port?",
+        f"blok_size in {file}": "is no key that Quire knows; did you mean block_size?",
+        f"other.beyon in {file}": "is no key that Quire knows; did you mean beyond?",
+        "QUIRE_WORKR": "is no variable that Quire knows; did you mean QUIRE_WORKER?",
+        "QUIRE_PORT": "is '70000'; expected less than or equal to 65535",
+        "--block-size": "is '17'; expected a power of two from 4 to 256",
+        "--kv-memory": "is 'much'; expected a number of bytes such as 512MiB, 4GiB or 1000000",
+        f"manager in {file}": "is 'nowhere'; expected HOST:PORT, with [..] around an IPv6 address",
+    }
+
+
+@pytest.mark.parametrize("size", [4, 8, 16, 32, 64, 128, 256])
+def test_block_sizes_are_powers_of_two(size: int) -> None:
+    assert demo("--block-size", str(size)).block_size == size
+
+
+@pytest.mark.parametrize("size", ["0", "2", "12", "512", "-16"])
+def test_other_block_sizes_are_refused(size: str) -> None:
+    assert violations("--block-size", size) == {"--block-size": f"is '{size}'; expected a power of two from 4 to 256"}
+
+
+def test_a_flag_without_its_value_is_named_along_with_the_rest() -> None:
+    assert violations("--manager", "--port", "x") == {
+        "--manager": "has no value; expected one after it",
+        "--port": "is 'x'; expected a valid integer, unable to parse string as an integer",
+    }
+
+
+def test_a_stray_word_is_refused() -> None:
+    assert violations("serve") == {"serve": "was not expected; options start with --"}
+
+
+def test_exclusive_options_of_one_source_are_refused() -> None:
+    assert violations("--kv-blocks", "4", "--kv-memory", "1k") == {
+        "--kv-blocks": "given together with --kv-memory; expected at most one of them"
+    }
+
+
+def test_an_exclusive_option_displaces_the_other_of_a_lower_source() -> None:
+    settings = demo("--kv-blocks", "4", QUIRE_KV_MEMORY="1k")
+    assert (settings.kv_blocks, settings.kv_memory) == (4, None)
+
+
+def test_a_file_that_is_missing_or_broken_is_named(tmp_path: Path) -> None:
+    missing = str(tmp_path / "none.toml")
+    assert violations("--config", missing)[missing].startswith("cannot be read")
+    broken = toml(tmp_path, "port = ")
+    assert violations("--config", broken)[broken].startswith("is not valid TOML")
+
+
+def test_help_shows_default_and_environment_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        demo("--help")
+    text = capsys.readouterr().out
+    assert done.value.code == 0
+    assert "--block-size SIZE" in text
+    assert "slots in a block (default 16; QUIRE_BLOCK_SIZE)" in text
+    assert "options of every service" in text
+    assert "(REDIS_URL)" in text
+
+
+def test_a_process_with_bad_options_says_so_and_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        load_or_exit(Demo, ["--port", "x", "--bogus"])
+    lines = capsys.readouterr().err.splitlines()
+    assert done.value.code == 2
+    assert lines[0] == "2 bad options; nothing was started."
+    assert len(lines) == 3
+
+
+def test_the_services_of_this_package_are_known() -> None:
+    assert {settings.service for settings in installed_settings()} >= {"router", "kvmanager", "gpuworker"}
