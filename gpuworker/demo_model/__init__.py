@@ -1,0 +1,7 @@
+"""The demo model: a small checkpoint that ships with the repository, and everything that makes and judges it."""
+
+from pathlib import Path
+from typing import Final
+
+CHECKPOINT: Final = Path(__file__).parent / "checkpoint"
+"""Directory of the checkpoint: Hugging Face format, Qwen3 architecture, bfloat16, with tokenizer and chat template."""
