@@ -2,8 +2,8 @@
 
     flag  >  QUIRE_<SERVICE>_<KEY>  >  QUIRE_<KEY>  >  [service] table in the file  >  top level of the file  >  default
 
-The file is named by `--config`, else by QUIRE_CONFIG. Environment and file are shared by all services: a key that any of
-them knows is accepted by each, a key that none knows is an error. Pydantic checks the values and converts them.
+The file is named by `--config`, else by QUIRE_CONFIG. Environment and file are shared by all services: a key that any
+of them knows is accepted by each, a key that none knows is an error. Pydantic checks the values and converts them.
 (pydantic-settings reads the same sources, but stops at the first bad value and forgets which source a value came from.)
 """
 
@@ -47,7 +47,7 @@ class Reading:
         self.violations.append(FieldViolation(where, what))
 
     def take(self, found: Mapping[str, tuple[str, Any]]) -> None:
-        """Lay one source (key -> origin, value) over those before it; one of an exclusive group displaces the others."""
+        """Lay one source (key -> origin, value) over those before it; one of an exclusive group displaces the rest."""
         for group in self.settings.exclusive:
             given = [key for key in group if key in found]
             if len(given) > 1:

@@ -1,0 +1,1 @@
+"""gRPC as Quire uses it: server and channel with their limits, health, and the one mapping of errors to statuses."""

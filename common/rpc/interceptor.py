@@ -1,0 +1,95 @@
+"""Server interceptors as context managers around a handler of any kind; and the one that maps errors to statuses.
+
+gRPC has four kinds of handler, and those that stream responses come in two forms: they yield, or they call `write`. An
+`Around` runs around all of them: it is entered before the handler and sees the exception that left it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, aclosing
+from types import TracebackType
+from typing import Any, TypeAlias
+
+import grpc
+from grpc import aio
+
+from common.errors import QuireError
+from common.rpc.status import abort, error_from_rpc
+
+log = logging.getLogger(__name__)
+
+Context: TypeAlias = "aio.ServicerContext[Any, Any]"
+# (full method name, context of the RPC) -> what runs around its handler
+Around = Callable[[str, Context], AbstractAsyncContextManager[object]]
+_KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
+
+
+class AroundInterceptor(aio.ServerInterceptor):
+    """Runs an `Around` around every handler of a server."""
+
+    def __init__(self, around: Around) -> None:
+        self._around = around
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        handler = await continuation(handler_call_details)
+        return None if handler is None else _wrap(handler, self._around, handler_call_details.method)
+
+
+class ErrorsToStatuses:
+    """Around a handler: QuireErrors become statuses with details, bugs become INTERNAL without a word of their text.
+
+    Cancellation, and an RPC that the handler aborted by itself, pass untouched.
+    """
+
+    def __init__(self, method: str, context: Context) -> None:
+        self._method, self._context = method, context
+
+    async def __aenter__(self) -> None:
+        return None
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, aio.AioRpcError):
+            error = error_from_rpc(error)
+        if isinstance(error, QuireError):
+            await abort(self._context, error)
+        if error is None or isinstance(error, aio.AbortError | asyncio.CancelledError | GeneratorExit):
+            return
+        log.error("unexpected error in %s", self._method, exc_info=error)
+        await abort(self._context, QuireError("internal error; the server's log has the details"))
+
+
+def _wrap(handler: grpc.RpcMethodHandler[Any, Any], around: Around, method: str) -> grpc.RpcMethodHandler[Any, Any]:
+    kind = next(name for name in _KINDS if getattr(handler, name))
+    behaviour = getattr(handler, kind)
+    make = getattr(grpc, f"{kind}_rpc_method_handler")
+    wrapped: grpc.RpcMethodHandler[Any, Any] = make(
+        _around_behaviour(behaviour, around, method),
+        request_deserializer=handler.request_deserializer,
+        response_serializer=handler.response_serializer,
+    )
+    return wrapped
+
+
+def _around_behaviour(behaviour: Callable[..., Any], around: Around, method: str) -> Callable[..., Any]:
+    """Return `behaviour` with `around` around it, yielding if it yields: gRPC tells the two forms apart by that."""
+
+    async def call(request: Any, context: Context) -> Any:
+        async with around(method, context):
+            return await behaviour(request, context)
+
+    async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
+        async with around(method, context), aclosing(behaviour(request, context)) as responses:
+            async for response in responses:
+                yield response
+
+    return stream if inspect.isasyncgenfunction(behaviour) else call

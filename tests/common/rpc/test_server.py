@@ -1,0 +1,89 @@
+"""A server's health, reflection, limits and port over a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from common.errors import InvalidConfig, Unavailable
+from common.rpc.health import wait_until_serving
+from common.rpc.server import RpcServer, open_channel
+
+SERVICE = "quire.inference.v1.InferenceService"
+STATUS = health_pb2.HealthCheckResponse
+
+
+@pytest.fixture
+async def rpc() -> AsyncIterator[RpcServer]:
+    server = RpcServer([SERVICE])
+    await server.start("127.0.0.1", 0)
+    yield server
+    await server.stop(0)
+
+
+@pytest.fixture
+async def channel(rpc: RpcServer) -> AsyncIterator[aio.Channel]:
+    async with open_channel(f"127.0.0.1:{rpc.port}") as opened:
+        yield opened
+
+
+async def health(channel: aio.Channel, service: str = "") -> int:
+    response = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service))
+    return int(response.status)
+
+
+async def test_a_server_is_not_serving_until_it_is_ready(rpc: RpcServer, channel: aio.Channel) -> None:
+    assert [await health(channel), await health(channel, SERVICE)] == [STATUS.NOT_SERVING] * 2
+    await rpc.ready()
+    assert [await health(channel), await health(channel, SERVICE)] == [STATUS.SERVING] * 2
+
+
+async def test_a_draining_server_says_so_while_it_finishes_what_runs(rpc: RpcServer, channel: aio.Channel) -> None:
+    await rpc.ready()
+    watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE))
+    assert (await watch.read()).status == STATUS.SERVING
+    stopping = asyncio.create_task(rpc.stop(5))
+    assert (await watch.read()).status == STATUS.NOT_SERVING
+    watch.cancel()
+    await stopping
+
+
+async def test_waiting_ends_when_the_server_becomes_ready(rpc: RpcServer, channel: aio.Channel) -> None:
+    waiting = asyncio.create_task(wait_until_serving(channel, timeout=10))
+    await health(channel)
+    assert not waiting.done()
+    await rpc.ready()
+    await waiting
+
+
+async def test_waiting_gives_up_in_time(channel: aio.Channel) -> None:
+    with pytest.raises(Unavailable, match=r"not serving after 0\.2 s"):
+        await wait_until_serving(channel, timeout=0.2)
+
+
+async def test_reflection_lists_the_services(channel: aio.Channel) -> None:
+    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    call = stub.ServerReflectionInfo(iter([request]))
+    names = {each.name for each in (await call.read()).list_services_response.service}
+    call.cancel()
+    assert names == {SERVICE, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+
+
+async def test_a_port_that_is_taken_is_refused_by_name(rpc: RpcServer) -> None:
+    second = RpcServer([SERVICE])
+    with pytest.raises(InvalidConfig, match=f"cannot listen on 127.0.0.1:{rpc.port}"):
+        await second.start("127.0.0.1", rpc.port)
+
+
+async def test_two_processes_worth_of_servers_may_share_a_port() -> None:
+    first, second = RpcServer([SERVICE], reuse_port=True), RpcServer([SERVICE], reuse_port=True)
+    port = await first.start("127.0.0.1", 0)
+    assert await second.start("127.0.0.1", port) == port
+    await first.stop(0)
+    await second.stop(0)
