@@ -1,0 +1,61 @@
+"""A pool's identity, and what differs between two, to and from their protos."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from common.errors import Mismatch
+from common.types import KvGeometry, PoolIdentity
+from quire.kvmanager.v1 import kvmanager_pb2
+from quire.types.v1 import types_pb2
+
+
+def identity_to_proto(identity: PoolIdentity) -> types_pb2.PoolIdentity:
+    """Return the proto of an identity."""
+    shape = identity.kv_geometry
+    return types_pb2.PoolIdentity(
+        model_fingerprint=identity.model_fingerprint,
+        tokenizer_fingerprint=identity.tokenizer_fingerprint,
+        block_size=identity.block_size,
+        hash_version=identity.hash_version,
+        kv_geometry=types_pb2.KvGeometry(
+            num_layers=shape.num_layers,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim_k=shape.head_dim_k,
+            head_dim_v=shape.head_dim_v,
+            dtype=shape.dtype,
+            window=shape.window,
+        ),
+    )
+
+
+def identity_from_proto(message: types_pb2.PoolIdentity) -> PoolIdentity:
+    """Return the identity in a proto."""
+    shape = message.kv_geometry
+    return PoolIdentity(
+        model_fingerprint=message.model_fingerprint,
+        tokenizer_fingerprint=message.tokenizer_fingerprint,
+        block_size=message.block_size,
+        hash_version=message.hash_version,
+        kv_geometry=KvGeometry(
+            num_layers=shape.num_layers,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim_k=shape.head_dim_k,
+            head_dim_v=shape.head_dim_v,
+            dtype=shape.dtype,
+            window=shape.window,
+        ),
+    )
+
+
+def mismatches_to_proto(mismatches: Iterable[Mismatch]) -> list[kvmanager_pb2.IdentityDifference]:
+    """Return the manager's view of what differs: `ours` is the manager's value."""
+    return [
+        kvmanager_pb2.IdentityDifference(field=each.field, manager=each.ours, worker=each.theirs, flag=each.flag)
+        for each in mismatches
+    ]
+
+
+def mismatches_from_proto(messages: Iterable[kvmanager_pb2.IdentityDifference]) -> tuple[Mismatch, ...]:
+    """Return what differs as the manager saw it: `ours` stays the manager's value."""
+    return tuple(Mismatch(each.field, each.manager, each.worker, each.flag) for each in messages)

@@ -1,0 +1,277 @@
+"""The messages of the lease protocol to and from their protos; the inventory has a file of its own (`inventory_wire`).
+
+Used on both ends. Whatever a peer may send that means nothing raises ProtocolViolation, never anything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final, TypeVar
+
+from common import packing
+from common.errors import ProtocolViolation
+from common.identity_wire import identity_from_proto, identity_to_proto, mismatches_from_proto, mismatches_to_proto
+from common.lease import Admit, Attach, AttachOk, AttachRejected, Batch, Copy, Preempt, Report, Reserve
+from common.types import BlockHash, BlockId, FinishReason, MissReason, SequenceId
+from quire.kvmanager.v1 import kvmanager_pb2
+from quire.types.v1 import types_pb2
+
+INCARNATION_BYTES: Final = 16
+
+FINISH_TO_PROTO: Final = {
+    reason: types_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason
+}
+MISS_TO_PROTO: Final = {reason: types_pb2.MissReason.Value(f"MISS_REASON_{reason.name}") for reason in MissReason}
+_FINISH_FROM_PROTO: Final[dict[int, FinishReason]] = {number: reason for reason, number in FINISH_TO_PROTO.items()}
+_MISS_FROM_PROTO: Final[dict[int, MissReason]] = {number: reason for reason, number in MISS_TO_PROTO.items()}
+
+_ReasonT = TypeVar("_ReasonT", FinishReason, MissReason)
+
+
+# ---------------------------------------------------------------- W -> M
+
+
+def attach_to_proto(attach: Attach) -> kvmanager_pb2.Attach:
+    """Return the proto of an Attach; the session travels in the envelope."""
+    return kvmanager_pb2.Attach(
+        worker_id=attach.worker_id,
+        incarnation=attach.incarnation,
+        epoch_seen=attach.epoch_seen,
+        identity=identity_to_proto(attach.identity),
+        num_blocks=attach.num_blocks,
+        address=attach.address,
+        prefix_caching=attach.prefix_caching,
+        max_num_seqs=attach.max_num_seqs,
+    )
+
+
+def attach_from_proto(message: kvmanager_pb2.Attach, session: int) -> Attach:
+    """Return the Attach of `session`. Raises ProtocolViolation when it names no worker, incarnation or pool."""
+    if not message.worker_id or len(message.incarnation) != INCARNATION_BYTES:
+        raise ProtocolViolation(f"Attach needs a worker id and an incarnation of {INCARNATION_BYTES} bytes")
+    if not (message.num_blocks and message.max_num_seqs and message.identity.block_size):
+        raise ProtocolViolation("Attach needs blocks, a block size and at least one sequence")
+    return Attach(
+        worker_id=message.worker_id,
+        incarnation=message.incarnation,
+        session=session,
+        epoch_seen=message.epoch_seen,
+        identity=identity_from_proto(message.identity),
+        num_blocks=message.num_blocks,
+        address=message.address,
+        prefix_caching=message.prefix_caching,
+        max_num_seqs=message.max_num_seqs,
+    )
+
+
+def reserve_to_proto(reserve: Reserve) -> kvmanager_pb2.Reserve:
+    """Return the proto of a Reserve."""
+    return kvmanager_pb2.Reserve(
+        sequence=reserve.sequence,
+        known=reserve.known,
+        max_len=reserve.max_len,
+        priority=reserve.priority,
+        chain=packing.pack_hashes(reserve.chain),
+        fork_of=reserve.fork_of,
+        request_id=reserve.request_id,
+        traceparent=reserve.traceparent,
+    )
+
+
+def reserve_from_proto(message: kvmanager_pb2.Reserve) -> Reserve:
+    """Return the Reserve in a proto."""
+    return Reserve(
+        sequence=SequenceId(message.sequence),
+        known=message.known,
+        max_len=message.max_len,
+        priority=message.priority,
+        chain=packing.unpack_hashes(message.chain),
+        fork_of=SequenceId(message.fork_of) if message.HasField("fork_of") else None,
+        request_id=message.request_id,
+        traceparent=message.traceparent,
+    )
+
+
+def report_to_proto(report: Report) -> kvmanager_pb2.Report:
+    """Return the proto of a Report; columns that are empty cost nothing."""
+    message = kvmanager_pb2.Report(
+        step=report.step,
+        reserve=map(reserve_to_proto, report.reserve),
+        returned=packing.pack_blocks(report.returned),
+        finished_sequences=packing.pack_sequences(sequence for sequence, _ in report.finished),
+        finished_reasons=(FINISH_TO_PROTO[reason] for _, reason in report.finished),
+        lease_want=report.lease_want,
+        step_seconds=report.step_seconds,
+        running=report.running,
+        waiting=report.waiting,
+    )
+    if report.bind:
+        message.bind_sequences = packing.pack_sequences(sequence for sequence, _ in report.bind)
+        message.bind_blocks = packing.pack_blocks(block for _, block in report.bind)
+    if report.seal:
+        message.seal_blocks = packing.pack_blocks(block for block, _ in report.seal)
+        message.seal_hashes = packing.pack_hashes(key for _, key in report.seal)
+    message.trim_sequences, message.trim_counts = _pack_pairs(report.trim)
+    message.preempted_sequences, message.preempted_known = _pack_pairs(report.preempted)
+    message.computed_sequences, message.computed_lengths = _pack_pairs(report.computed)
+    if report.stalled is not None:
+        message.stalled.sequences = packing.pack_sequences(report.stalled)
+    return message
+
+
+def report_from_proto(message: kvmanager_pb2.Report) -> Report:
+    """Return the Report in a proto. Raises ProtocolViolation when the columns of a table differ in length."""
+    stalled = packing.unpack_sequences(message.stalled.sequences) if message.HasField("stalled") else None
+    return Report(
+        step=message.step,
+        reserve=tuple(map(reserve_from_proto, message.reserve)),
+        bind=_unpack_binds(message),
+        seal=_unpack_seals(message),
+        trim=_unpack_pairs("trim", message.trim_sequences, message.trim_counts),
+        returned=tuple(packing.unpack_blocks(message.returned)),
+        preempted=_unpack_pairs("preempted", message.preempted_sequences, message.preempted_known),
+        finished=_unpack_finished(message),
+        stalled=None if stalled is None else tuple(stalled),
+        lease_want=message.lease_want,
+        computed=_unpack_pairs("computed", message.computed_sequences, message.computed_lengths),
+        step_seconds=message.step_seconds,
+        running=message.running,
+        waiting=message.waiting,
+    )
+
+
+def _pack_pairs(pairs: Iterable[tuple[SequenceId, int]]) -> tuple[bytes, bytes]:
+    if not pairs:
+        return b"", b""
+    return packing.pack_sequences(each for each, _ in pairs), packing.pack_u32(value for _, value in pairs)
+
+
+def _unpack_pairs(what: str, sequences: bytes, values: bytes) -> tuple[tuple[SequenceId, int], ...]:
+    if not sequences and not values:
+        return ()
+    left, right = packing.unpack_sequences(sequences), packing.unpack_u32(values)
+    packing.parallel(what, left, right)
+    return tuple(zip(left, right, strict=True))
+
+
+def _unpack_binds(message: kvmanager_pb2.Report) -> tuple[tuple[SequenceId, BlockId], ...]:
+    if not message.bind_sequences and not message.bind_blocks:
+        return ()
+    sequences, blocks = packing.unpack_sequences(message.bind_sequences), packing.unpack_blocks(message.bind_blocks)
+    packing.parallel("bind", sequences, blocks)
+    return tuple(zip(sequences, blocks, strict=True))
+
+
+def _unpack_seals(message: kvmanager_pb2.Report) -> tuple[tuple[BlockId, BlockHash], ...]:
+    if not message.seal_blocks and not message.seal_hashes:
+        return ()
+    blocks, keys = packing.unpack_blocks(message.seal_blocks), packing.unpack_hashes(message.seal_hashes)
+    packing.parallel("seal", blocks, keys)
+    return tuple(zip(blocks, keys, strict=True))
+
+
+def _unpack_finished(message: kvmanager_pb2.Report) -> tuple[tuple[SequenceId, FinishReason], ...]:
+    sequences = packing.unpack_sequences(message.finished_sequences)
+    packing.parallel("finished", sequences, message.finished_reasons)
+    reasons = [_reason(_FINISH_FROM_PROTO, number) for number in message.finished_reasons]
+    return tuple(zip(sequences, reasons, strict=True))
+
+
+def _reason(known: dict[int, _ReasonT], number: int) -> _ReasonT:
+    try:
+        return known[number]
+    except KeyError:
+        raise ProtocolViolation(f"{number} is no reason that is known here") from None
+
+
+# ---------------------------------------------------------------- M -> W
+
+
+def attach_ok_to_proto(ok: AttachOk) -> kvmanager_pb2.AttachOk:
+    """Return the proto of an AttachOk."""
+    return kvmanager_pb2.AttachOk(epoch=ok.epoch, lease_target=ok.lease_target)
+
+
+def attach_ok_from_proto(message: kvmanager_pb2.AttachOk) -> AttachOk:
+    """Return the AttachOk in a proto."""
+    return AttachOk(message.epoch, message.lease_target)
+
+
+def rejected_to_proto(rejected: AttachRejected) -> kvmanager_pb2.AttachRejected:
+    """Return the proto of an AttachRejected; `ours` in a mismatch is the manager's value."""
+    differences = mismatches_to_proto(rejected.mismatches)
+    return kvmanager_pb2.AttachRejected(reason=rejected.reason, differences=differences, retry=rejected.retry)
+
+
+def rejected_from_proto(message: kvmanager_pb2.AttachRejected) -> AttachRejected:
+    """Return the AttachRejected in a proto; `ours` in a mismatch is the manager's value."""
+    return AttachRejected(message.reason, mismatches_from_proto(message.differences), message.retry)
+
+
+def batch_to_proto(batch: Batch) -> kvmanager_pb2.Batch:
+    """Return the proto of a Batch."""
+    message = kvmanager_pb2.Batch(
+        lease_target=batch.lease_target,
+        admit=map(_admit_to_proto, batch.admit),
+        lease=packing.pack_blocks(batch.lease),
+        cancel=packing.pack_sequences(batch.cancel),
+    )
+    if batch.copy:
+        message.copy_src = packing.pack_blocks(each.src for each in batch.copy)
+        message.copy_dst = packing.pack_blocks(each.dst for each in batch.copy)
+        message.copy_len = packing.pack_u32(each.length for each in batch.copy)
+    if batch.preempt:
+        message.preempt_sequences = packing.pack_sequences(each.sequence for each in batch.preempt)
+        message.preempt_decision_ids.extend(each.decision_id for each in batch.preempt)
+    return message
+
+
+def batch_from_proto(message: kvmanager_pb2.Batch) -> Batch:
+    """Return the Batch in a proto. Raises ProtocolViolation when the columns of a table differ in length."""
+    return Batch(
+        lease_target=message.lease_target,
+        copy=_unpack_copies(message),
+        admit=tuple(map(_admit_from_proto, message.admit)),
+        lease=tuple(packing.unpack_blocks(message.lease)),
+        preempt=_unpack_preempts(message),
+        cancel=tuple(packing.unpack_sequences(message.cancel)),
+    )
+
+
+def _admit_to_proto(admit: Admit) -> kvmanager_pb2.Admit:
+    return kvmanager_pb2.Admit(
+        sequence=admit.sequence,
+        row=packing.pack_blocks(admit.row),
+        n_shared=admit.n_shared,
+        cached_tokens=admit.cached_tokens,
+        miss_reason=MISS_TO_PROTO[admit.miss_reason],
+        diverged_at=admit.diverged_at,
+        decision_id=admit.decision_id,
+    )
+
+
+def _admit_from_proto(message: kvmanager_pb2.Admit) -> Admit:
+    return Admit(
+        sequence=SequenceId(message.sequence),
+        row=tuple(packing.unpack_blocks(message.row)),
+        n_shared=message.n_shared,
+        cached_tokens=message.cached_tokens,
+        miss_reason=_reason(_MISS_FROM_PROTO, message.miss_reason),
+        diverged_at=message.diverged_at,
+        decision_id=message.decision_id,
+    )
+
+
+def _unpack_copies(message: kvmanager_pb2.Batch) -> tuple[Copy, ...]:
+    if not message.copy_src and not message.copy_dst and not message.copy_len:
+        return ()
+    sources, targets = packing.unpack_blocks(message.copy_src), packing.unpack_blocks(message.copy_dst)
+    lengths = packing.unpack_u32(message.copy_len)
+    packing.parallel("copy", sources, targets, lengths)
+    return tuple(map(Copy, sources, targets, lengths))
+
+
+def _unpack_preempts(message: kvmanager_pb2.Batch) -> tuple[Preempt, ...]:
+    sequences = packing.unpack_sequences(message.preempt_sequences)
+    packing.parallel("preempt", sequences, message.preempt_decision_ids)
+    return tuple(map(Preempt, sequences, message.preempt_decision_ids))

@@ -1,0 +1,135 @@
+"""Hypothesis strategies for every message of the lease protocol, over the whole range that the wire can carry."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from hypothesis import strategies as st
+
+from common import lease
+from common.errors import Mismatch
+from common.types import (
+    TRIMMED,
+    BlockHash,
+    BlockId,
+    FinishReason,
+    KvGeometry,
+    MissReason,
+    PoolIdentity,
+    SequenceId,
+    SequencePhase,
+)
+
+T = TypeVar("T")
+
+u32 = st.integers(0, 2**32 - 1)
+u64 = st.integers(0, 2**64 - 1)
+text = st.text(max_size=12)
+blocks = st.integers(0, 2**31 - 1).map(BlockId)
+row_blocks = blocks | st.just(TRIMMED)
+hashes = st.binary(min_size=16, max_size=16).map(BlockHash)
+sequences = u32.map(SequenceId)
+seconds = st.floats(0, 1e6, width=32)
+
+
+def tuples_of(strategy: st.SearchStrategy[T], max_size: int = 6) -> st.SearchStrategy[tuple[T, ...]]:
+    return st.lists(strategy, max_size=max_size).map(tuple)
+
+
+identities = st.builds(
+    PoolIdentity,
+    model_fingerprint=text,
+    tokenizer_fingerprint=text,
+    block_size=st.sampled_from([4, 16, 256]),
+    kv_geometry=st.builds(KvGeometry, u32, u32, u32, u32, text, u32),
+    hash_version=text,
+)
+attaches = st.builds(
+    lease.Attach,
+    worker_id=st.text(min_size=1, max_size=12),
+    incarnation=st.binary(min_size=16, max_size=16),
+    session=u32,
+    epoch_seen=u64,
+    identity=identities,
+    num_blocks=st.integers(1, 2**32 - 1),
+    address=text,
+    prefix_caching=st.booleans(),
+    max_num_seqs=st.integers(1, 2**32 - 1),
+)
+reserves = st.builds(
+    lease.Reserve,
+    sequence=sequences,
+    known=u32,
+    max_len=u32,
+    priority=st.integers(-(2**31), 2**31 - 1),
+    chain=tuples_of(hashes),
+    fork_of=st.none() | sequences,
+    request_id=text,
+    traceparent=text,
+)
+reports = st.builds(
+    lease.Report,
+    step=u64,
+    reserve=tuples_of(reserves, 3),
+    bind=tuples_of(st.tuples(sequences, blocks)),
+    seal=tuples_of(st.tuples(blocks, hashes)),
+    trim=tuples_of(st.tuples(sequences, u32)),
+    returned=tuples_of(blocks),
+    preempted=tuples_of(st.tuples(sequences, u32)),
+    finished=tuples_of(st.tuples(sequences, st.sampled_from(FinishReason))),
+    stalled=st.none() | tuples_of(sequences),
+    lease_want=u32,
+    computed=tuples_of(st.tuples(sequences, u32)),
+    step_seconds=seconds,
+    running=u32,
+    waiting=u32,
+)
+batches = st.builds(
+    lease.Batch,
+    lease_target=u32,
+    copy=tuples_of(st.builds(lease.Copy, blocks, blocks, u32)),
+    admit=tuples_of(
+        st.builds(
+            lease.Admit,
+            sequence=sequences,
+            row=tuples_of(row_blocks),
+            n_shared=u32,
+            cached_tokens=u32,
+            miss_reason=st.sampled_from(MissReason),
+            diverged_at=u32,
+            decision_id=text,
+        )
+    ),
+    lease=tuples_of(blocks),
+    preempt=tuples_of(st.builds(lease.Preempt, sequences, text)),
+    cancel=tuples_of(sequences),
+)
+rejections = st.builds(
+    lease.AttachRejected, text, tuples_of(st.builds(Mismatch, text, text, text, text)), st.booleans()
+)
+
+
+@st.composite
+def claims(draw: st.DrawFn) -> tuple[lease.Claim, ...]:
+    """Claims with parents before their children."""
+    count = draw(st.integers(0, 40))
+    return tuple(
+        lease.Claim(draw(blocks), draw(hashes), draw(st.integers(-1, index - 1)), draw(u32)) for index in range(count)
+    )
+
+
+inventories = st.builds(
+    lease.Inventory,
+    sequences=tuples_of(
+        st.builds(
+            lease.InventorySequence,
+            reserve=reserves,
+            phase=st.sampled_from(SequencePhase),
+            arrival=u32,
+            row=tuples_of(row_blocks, 30),
+        ),
+        10,
+    ),
+    pool=tuples_of(blocks, 60),
+    claims=claims(),
+)
