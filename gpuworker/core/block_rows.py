@@ -1,0 +1,118 @@
+"""What the worker knows of its blocks: the lease pool, how far each block is filled, and what the sealed ones hold.
+
+`fill[b]` counts the leading slots of b that all steps planned so far write, in stream order. A claim says which content
+a sealed block of a completed step holds; it outlives the row, so that an inventory can offer the block to the cache.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from common.errors import ProtocolViolation
+from common.lease import Claim
+from common.types import TRIMMED, BlockHash, BlockId
+
+
+class Content(NamedTuple):
+    """What a sealed block holds: its hash, its parent's (None at the start of a chain), depth and step of last use."""
+
+    hash: BlockHash
+    parent: BlockHash | None
+    depth: int
+    last_used: int
+
+
+class BlockRows:
+    """Pool, fill, holders and content claims of all blocks; the rows themselves belong to the sequences."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.pool: deque[BlockId] = deque()
+        self.fill = [0] * num_blocks
+        self.holders = [0] * num_blocks
+        self.content: dict[BlockId, Content] = {}
+
+    def lease(self, block: BlockId) -> None:
+        """Take a block into the pool. Its claim goes now: no inventory may offer the content of an unbound block."""
+        self._refuse_if_held(block)
+        self.drop_claim(block)
+        self.pool.append(block)
+
+    def drop_claim(self, block: BlockId) -> None:
+        """Forget which content a block holds."""
+        self.content.pop(block, None)
+
+    def bind(self) -> BlockId | None:
+        """Take the head of the pool into a row, empty; None when the pool is."""
+        if not self.pool:
+            return None
+        block = self.pool.popleft()
+        self.reset(block)
+        self.holders[block] = 1
+        return block
+
+    def reset(self, block: BlockId) -> None:
+        """Make a block empty: no slot counts as written, no content is claimed."""
+        self.fill[block] = 0
+        self.drop_claim(block)
+
+    def reset_fresh(self, blocks: Iterable[BlockId], copied: frozenset[BlockId]) -> None:
+        """Empty the blocks that an admission grants anew, except those into which the same batch copied."""
+        for block in blocks:
+            self._refuse_if_held(block)
+            if block not in copied:
+                self.reset(block)
+
+    def copy(self, src: BlockId, dst: BlockId, slots: int) -> None:
+        """Account for a copy queued now: dst gets those of its first `slots` that src holds at this point."""
+        self._refuse_if_held(dst)
+        self.drop_claim(dst)
+        self.fill[dst] = min(self.fill[src], slots)
+
+    def hold(self, row: Iterable[BlockId]) -> None:
+        """Count a row as holder of its blocks."""
+        for block in row:
+            self.holders[block] += 1
+
+    def let_go(self, row: Iterable[BlockId], step: int) -> None:
+        """Count a row as gone; what its blocks hold was last used at `step`."""
+        for block in row:
+            if block != TRIMMED:
+                self.holders[block] -= 1
+                content = self.content.get(block)
+                if content is not None:
+                    self.content[block] = content._replace(last_used=step)
+
+    def claims(self) -> tuple[Claim, ...]:
+        """Return the claims whose ancestors are claimed too, parents first.
+
+        An ancestor may have been granted again while a freed child was not yet overwritten: such a child is left out.
+        """
+        found: list[Claim] = []
+        index: dict[BlockHash, int] = {}
+        for block, content in sorted(self.content.items(), key=lambda item: (item[1].depth, item[0])):
+            parent = self.parent_index(content, index)
+            if parent is not None:
+                index.setdefault(content.hash, len(found))
+                found.append(Claim(block, content.hash, parent, content.last_used))
+        return tuple(found)
+
+    def parent_index(self, content: Content, index: dict[BlockHash, int]) -> int | None:
+        """Return where the parent's claim stands, -1 at the start of a chain, None when nobody claims the parent."""
+        return -1 if content.parent is None else index.get(content.parent)
+
+    def _refuse_if_held(self, block: BlockId) -> None:
+        if self.holders[block] or block in self.pool:
+            raise ProtocolViolation(f"block {block} was granted anew while the worker still holds it")
+
+    def clone(self) -> BlockRows:
+        """Return an independent copy."""
+        twin = BlockRows(0)
+        twin.pool, twin.fill, twin.holders = self.pool.copy(), self.fill.copy(), self.holders.copy()
+        twin.content = self.content.copy()
+        return twin
+
+    def state_key(self) -> tuple[object, ...]:
+        """Return everything that decides the future, hashable; last use only orders an inventory's claims."""
+        return tuple(self.pool), tuple(self.fill), frozenset((b, c.hash) for b, c in self.content.items())

@@ -1,0 +1,390 @@
+"""The worker's side of the lease protocol: it runs steps on granted blocks and says what each block holds.
+
+Three rules keep it safe. It touches only blocks in its rows and its pool. A report that frees blocks of a sequence goes
+only when no step in flight contains it. Every break voids what was not delivered: the next session starts from an
+inventory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from common.errors import AlreadyExists, FieldViolation, InvalidRequest, NotFound
+from common.lease import Admit, Batch, Copy, Inventory, InventorySequence, Report
+from common.types import TRIMMED, BlockHash, BlockId, FinishReason, SequenceId, SequencePhase, Usage
+from gpuworker.core.batch_plan import ScheduledRow, StepPlan, StepResult
+from gpuworker.core.block_rows import BlockRows, Content
+from gpuworker.core.invariants import violations
+from gpuworker.core.outcomes import AgentConfig, Applied, Completion, Counts, Finished
+from gpuworker.core.report_builder import Load, ReportBuilder, SessionState
+from gpuworker.core.sequence import NewSequence, Sequence
+from gpuworker.core.step_scheduler import StepScheduler
+from gpuworker.core.stopping import Ending
+
+MAX_STEPS_IN_FLIGHT = 2
+
+
+class LeaseAgent:
+    """Sequences, blocks, steps in flight and the report of one worker. Not thread-safe: the engine's thread owns it."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        self.config = config
+        self._hashing = config.prefix_caching and not config.window
+        self._block_shift = config.block_size.bit_length() - 1
+        self._blocks = BlockRows(config.num_blocks)
+        self._scheduler = StepScheduler(
+            self._blocks, config.block_size, config.max_num_batched_tokens, config.long_prefill_cap
+        )
+        self._report = ReportBuilder()
+        self._sequences: dict[SequenceId, Sequence] = {}
+        self._in_flight: deque[StepPlan] = deque()
+        self._copies: list[Copy] = []
+        self._lease_target = 0
+        self._next_step = 1
+        self._arrivals = 0
+        self._last_sequence = -1
+        self._deferred = 0
+        self._clear_events()
+
+    def _clear_events(self) -> None:
+        self._finished: list[Finished] = []
+        self._preempted: list[SequenceId] = []
+        self._forgotten: list[SequenceId] = []
+
+    # ------------------------------------------------------------ what clients ask for
+
+    def submit(self, new: NewSequence) -> None:
+        """Queue a sequence for blocks. Raises InvalidRequest with the numbers when it could never run."""
+        self._check_id(new.sequence)
+        hashed = self._hashing and not new.no_cache
+        sequence = Sequence(new, self._arrivals, hashed)
+        self._refuse_impossible(sequence)
+        self._arrivals += 1
+        self._last_sequence = new.sequence
+        self._sequences[new.sequence] = sequence
+        self._report.reserve(sequence.reserve())
+
+    def _check_id(self, sequence: SequenceId) -> None:
+        if sequence <= self._last_sequence:
+            raise AlreadyExists(f"sequence {sequence}: ids rise, and {self._last_sequence} was used already")
+
+    def _refuse_impossible(self, sequence: Sequence) -> None:
+        prompt, limit, config = sequence.prompt_tokens, sequence.limit, self.config
+        if not 0 < prompt < limit:
+            text = f"{prompt} tokens, with room for {limit} in all: at least one is needed and one must be left to draw"
+            raise InvalidRequest(FieldViolation("prompt", text))
+        needed = -(-limit // config.block_size)
+        if needed > config.num_blocks:
+            text = (
+                f"{limit} tokens (prompt {prompt}) need {needed} blocks of {config.block_size}; "
+                f"the worker has {config.num_blocks}: shorten the prompt or lower max_tokens"
+            )
+            raise InvalidRequest(FieldViolation("sampling.max_tokens", text))
+
+    def cancel(self, sequence: SequenceId, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """End a sequence, in whatever phase it is; nothing when it is unknown or has ended already."""
+        found = self._sequences.get(sequence)
+        if found is not None and found.phase is not SequencePhase.DRAINING_FINISH:
+            self._end(found, Ending(reason))
+            self._leave_if_idle(found)
+
+    # ------------------------------------------------------------ what the manager grants and orders
+
+    def apply(self, batch: Batch) -> Applied:
+        """Apply a batch of the current session by columns. Raises ProtocolViolation on a block that is still held."""
+        self._lease_target = batch.lease_target
+        for copy in batch.copy:
+            self._copy(copy)
+        copied = frozenset(copy.dst for copy in batch.copy)
+        admitted = tuple([admit for admit in batch.admit if self._admit(admit, copied)])
+        for block in batch.lease:
+            self._blocks.lease(block)
+        preempting = tuple([order for order in batch.preempt if self._preempt(order.sequence)])
+        for sequence in batch.cancel:
+            self.cancel(sequence)
+        self._report.applied()
+        taken = {admit.sequence for admit in admitted}
+        dropped = tuple([admit.sequence for admit in batch.admit if admit.sequence not in taken])
+        return Applied(admitted, preempting, dropped, len(batch.lease))
+
+    def _copy(self, copy: Copy) -> None:
+        slots = copy.length % self.config.block_size or self.config.block_size
+        self._blocks.copy(copy.src, copy.dst, slots)
+        self._copies.append(copy)
+
+    def _admit(self, admit: Admit, copied: frozenset[BlockId]) -> bool:
+        """Empty the granted blocks, always; give the row to the sequence if it still waits."""
+        sequence = self._sequences.get(admit.sequence)
+        waits = sequence is not None and sequence.phase is SequencePhase.WAITING
+        self._reset_granted(admit, copied, waits)
+        if sequence is None or not waits:
+            return False
+        sequence.start(admit.row, admit.cached_tokens)
+        self._blocks.hold(admit.row)
+        self._uncover_last_known(sequence, admit.n_shared)
+        self._scheduler.add(sequence)
+        return True
+
+    def _reset_granted(self, admit: Admit, copied: frozenset[BlockId], waits: bool) -> None:
+        """Also for an admission that is dropped (`waits` false): a second sharer may be on its way to these blocks."""
+        self._blocks.reset_fresh(admit.row[admit.n_shared :], copied)
+
+    def _uncover_last_known(self, sequence: Sequence, n_shared: int) -> None:
+        """Leave the slot of the last known token unfilled in a copied block: its logits must be computed."""
+        index, offset = divmod(len(sequence.tokens) - 1, self.config.block_size)
+        if n_shared <= index < len(sequence.row):
+            block = sequence.row[index]
+            self._blocks.fill[block] = min(self._blocks.fill[block], offset)
+
+    def _preempt(self, sequence_id: SequenceId) -> bool:
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None or sequence.phase is not SequencePhase.RUNNING:
+            return False
+        sequence.phase = SequencePhase.DRAINING_PREEMPT
+        self._scheduler.remove(sequence)
+        self._leave_if_idle(sequence)
+        return True
+
+    # ------------------------------------------------------------ steps
+
+    def plan(self) -> StepPlan | None:
+        """Plan the next step; None when two are in flight or nothing can run. An idle worker calls it too."""
+        if len(self._in_flight) >= MAX_STEPS_IN_FLIGHT:
+            return None
+        step = self._scheduler.compose()
+        self._report.bind(step.bound)
+        self._report.stalled = tuple(sorted(step.stalled))
+        self._deferred = step.deferred
+        self._return_excess()
+        if not step.rows:
+            return None
+        plan = StepPlan(self._next_step, tuple(step.rows), tuple(self._copies))
+        self._copies.clear()
+        self._next_step += 1
+        self._in_flight.append(plan)
+        return plan
+
+    def _return_excess(self) -> None:
+        """Give back what lies in the pool above the lease target, last leased first; without a session it stays."""
+        pool = self._blocks.pool
+        if self._report.state is SessionState.OPEN and len(pool) > self._lease_target:
+            self._report.give_back([pool.pop() for _ in range(len(pool) - self._lease_target)])
+
+    def complete(self, result: StepResult) -> Completion:
+        """Take in the oldest step in flight: deliver tokens, seal blocks, let drained sequences go."""
+        plan = self._in_flight.popleft()
+        if plan.step != result.step:
+            raise ValueError(f"step {result.step} completed, but {plan.step} is the oldest in flight")
+        tokens: dict[SequenceId, tuple[int, ...]] = {}
+        computed, shift, drawn = 0, self._block_shift, result.drawn
+        for row in plan.rows:
+            sequence = self._sequences[row.sequence]
+            sequence.in_flight -= 1
+            if row.samples:
+                sequence.sampling -= 1
+                self._deliver(sequence, drawn[row.sequence], tokens)
+            start, end = row.start, row.start + row.length
+            computed += row.length
+            if end >> shift != start >> shift:
+                self._close_blocks(sequence, row)
+            if start < sequence.recompute_below:
+                sequence.recomputed += min(end, sequence.recompute_below) - start
+            if sequence.phase is not SequencePhase.RUNNING:
+                self._leave_if_idle(sequence)
+        lengths = [(row.sequence, row.start + row.length) for row in plan.rows] if not plan.step & 3 else ()
+        self._report.computed(plan.step, result.seconds, lengths)
+        return self._completion(tokens, computed)
+
+    def departures(self) -> Completion:
+        """Return what ended since the last completion without a step: call it after `apply` and `cancel`."""
+        return self._completion({}, 0)
+
+    def _completion(self, tokens: dict[SequenceId, tuple[int, ...]], computed: int) -> Completion:
+        completion = Completion(tokens, tuple(self._finished), tuple(self._preempted), tuple(self._forgotten), computed)
+        if self._finished or self._preempted or self._forgotten:
+            self._clear_events()
+        return completion
+
+    def _deliver(self, sequence: Sequence, drawn: tuple[int, ...], tokens: dict[SequenceId, tuple[int, ...]]) -> None:
+        """Accept what a step drew, up to a stop; drop it when the sequence has ended. A preempted one still gets it."""
+        if sequence.phase is SequencePhase.DRAINING_FINISH:
+            return
+        for count, token in enumerate(drawn, start=1):
+            ending = sequence.accept(token, self.config.block_size)
+            if ending is not None:
+                drawn = drawn[:count]
+                self._end(sequence, ending)
+                break
+        tokens[sequence.new.sequence] = drawn
+
+    def _close_blocks(self, sequence: Sequence, row: ScheduledRow) -> None:
+        """Seal each block whose last slot this row wrote, as the snapshot names it; none past what was accepted."""
+        end = row.start + row.length
+        if sequence.hashed:
+            for index in range(row.start >> self._block_shift, min(end, len(sequence.tokens)) >> self._block_shift):
+                self._seal(row.blocks[index], sequence.chain, index)
+        if self.config.window:
+            self._trim(sequence, end)
+
+    def _seal(self, block: BlockId, chain: list[BlockHash], index: int) -> None:
+        parent = chain[index - 1] if index else None
+        self._blocks.content[block] = Content(chain[index], parent, index, self._next_step - 1)
+        self._report.seal(block, chain[index])
+
+    def _trim(self, sequence: Sequence, next_position: int) -> None:
+        """Free leading blocks that no position from `next_position` on reads; steps in flight start there or later."""
+        gone = max(0, next_position - self.config.window + 1) >> self._block_shift
+        if gone <= sequence.trimmed or sequence.phase is not SequencePhase.RUNNING:
+            return
+        self._blocks.let_go(sequence.row[sequence.trimmed : gone], self._next_step - 1)
+        sequence.row[sequence.trimmed : gone] = [TRIMMED] * (gone - sequence.trimmed)
+        sequence.snapshot = None
+        sequence.trimmed = gone
+        self._report.trim(sequence.id, gone)
+
+    # ------------------------------------------------------------ how sequences leave
+
+    def _end(self, sequence: Sequence, ending: Ending) -> None:
+        """Say that a sequence is over and keep it out of later steps; its row stays until no step in flight has it."""
+        if sequence.phase is SequencePhase.RUNNING:
+            self._scheduler.remove(sequence)
+        sequence.phase = SequencePhase.DRAINING_FINISH
+        sequence.reason = ending.reason
+        self._finished.append(Finished(sequence.id, ending.reason, ending.stop_token, sequence.usage()))
+
+    def _leave_if_idle(self, sequence: Sequence) -> None:
+        """Release the row of a draining sequence, unless a step in flight contains it."""
+        if not sequence.draining or not self._may_release(sequence):
+            return
+        if sequence.row:
+            self._blocks.let_go(sequence.row, self._next_step - 1)
+            self._forgotten.append(sequence.id)
+        if sequence.phase is SequencePhase.DRAINING_FINISH:
+            self._forget(sequence)
+            return
+        sequence.requeue()
+        self._preempted.append(sequence.id)
+        self._report.preempted(sequence.id, len(sequence.tokens))
+
+    def _may_release(self, sequence: Sequence) -> bool:
+        return sequence.in_flight == 0
+
+    def _forget(self, sequence: Sequence) -> None:
+        del self._sequences[sequence.id]
+        self._report.finished(sequence.id, sequence.reason)
+
+    # ------------------------------------------------------------ sessions
+
+    def detach(self) -> None:
+        """The session is lost. Steps go on with rows and pool; pending content goes, the next inventory has it all."""
+        self._report.state = SessionState.DETACHED
+        self._discard_content()
+
+    def _discard_content(self) -> None:
+        self._report.discard()
+
+    def inventory(self) -> Inventory:
+        """Open a session: return everything held at this instant. Content is recorded from now on."""
+        self.detach()
+        self._report.state = SessionState.OPENING
+        live = [s for s in self._sequences.values() if self._in_inventory(s)]
+        return Inventory(tuple(map(_inventory_of, live)), tuple(self._blocks.pool), self._blocks.claims())
+
+    def _in_inventory(self, sequence: Sequence) -> bool:
+        """Draining rows too: else the manager grants their blocks again while a step still writes them."""
+        return True
+
+    def attached(self, lease_target: int) -> None:
+        """The manager has rebuilt its ledger from the inventory; reports may go."""
+        self._lease_target = lease_target
+        self._report.state = SessionState.OPEN
+
+    def take_report(self) -> Report | None:
+        """Return what the manager must hear now; None when there is nothing to say, or no session to say it in."""
+        if self._report.state is not SessionState.OPEN:
+            return None
+        running = self._scheduler.running
+        want = self._scheduler.lease_want(self.config.runway_slots)
+        return self._report.take(Load(want, running, len(self._sequences) - running))
+
+    # ------------------------------------------------------------ levels
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence is live or any step in flight."""
+        return bool(self._sequences or self._in_flight)
+
+    @property
+    def steps_in_flight(self) -> int:
+        """Planned and not completed; at most two."""
+        return len(self._in_flight)
+
+    def counts(self) -> Counts:
+        """Return levels for metrics."""
+        draining = sum(s.draining for s in self._sequences.values())
+        running = self._scheduler.running
+        return Counts(
+            running=running,
+            waiting=len(self._sequences) - running - draining,
+            draining=draining,
+            stalled=len(self._report.stalled),
+            deferred=self._deferred,
+            pool=len(self._blocks.pool),
+            lease_target=self._lease_target,
+            steps_in_flight=len(self._in_flight),
+        )
+
+    def known_tokens(self, sequence: SequenceId) -> tuple[int, ...]:
+        """Return prompt and output so far, for the runner when the sequence is admitted. Raises NotFound."""
+        return tuple(self._live(sequence).tokens)
+
+    def phase(self, sequence: SequenceId) -> SequencePhase:
+        """Return where a live sequence is. Raises NotFound."""
+        return self._live(sequence).phase
+
+    def usage(self, sequence: SequenceId) -> Usage:
+        """Return what a live sequence has cost so far. Raises NotFound; for an ended one see Finished."""
+        return self._live(sequence).usage()
+
+    def _live(self, sequence: SequenceId) -> Sequence:
+        try:
+            return self._sequences[sequence]
+        except KeyError:
+            raise NotFound(f"sequence {sequence} is not live") from None
+
+    # ------------------------------------------------------------ checks and copies
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError with every rule of the bookkeeping that does not hold."""
+        found = violations(self._sequences, self._blocks, self._in_flight, self.config.block_size)
+        if found:
+            raise AssertionError("; ".join(found))
+
+    def clone(self) -> LeaseAgent:
+        """Return an independent copy, for searches over many futures."""
+        twin = LeaseAgent.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        twin._sequences = {key: s.clone() for key, s in self._sequences.items()}
+        twin._blocks = self._blocks.clone()
+        twin._scheduler = self._scheduler.clone(twin._blocks, twin._sequences)
+        twin._report = self._report.clone()
+        twin._in_flight = self._in_flight.copy()
+        twin._copies = self._copies.copy()
+        twin._finished, twin._preempted = self._finished.copy(), self._preempted.copy()
+        twin._forgotten = self._forgotten.copy()
+        return twin
+
+    def state_key(self) -> tuple[object, ...]:
+        """Return everything that decides the future, hashable; counters that only name things are left out."""
+        return (
+            tuple([s.state_key() for s in self._sequences.values()]),
+            self._blocks.state_key(),
+            self._report.state_key(),
+            tuple([plan.rows for plan in self._in_flight]),
+            tuple(self._copies),
+            self._lease_target,
+        )
+
+
+def _inventory_of(sequence: Sequence) -> InventorySequence:
+    return InventorySequence(sequence.reserve(), sequence.phase, sequence.arrival, sequence.blocks())

@@ -1,0 +1,69 @@
+"""Which manager the worker obeys: sessions, epochs, and what counts as said in the current session.
+
+The worker is the fence for its blocks. It draws the session number, so whatever was sent in an earlier session, in
+either direction, is void; it refuses a manager whose epoch is below the highest that it has accepted, so two managers
+do no harm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from common.lease import Attach, AttachOk, Batch, Inventory, Report
+from gpuworker.core.lease_agent import LeaseAgent
+from gpuworker.core.outcomes import Applied
+
+
+class LeaseSession:
+    """The sessions of one incarnation, one after the other. `attach` is the template of every Attach message."""
+
+    def __init__(self, agent: LeaseAgent, attach: Attach) -> None:
+        self.agent = agent
+        self.session = attach.session
+        self.epoch_seen = attach.epoch_seen
+        self.open = False
+        self._attach = attach
+
+    def connect(self) -> tuple[Attach, Inventory]:
+        """Start a new session, whatever became of the last; return its first two messages. Call between two steps."""
+        self.session += 1
+        self.open = False
+        inventory = self.agent.inventory()
+        return replace(self._attach, session=self.session, epoch_seen=self.epoch_seen), inventory
+
+    def accept(self, session: int, ok: AttachOk) -> bool:
+        """Take up the session with a manager that answered; False when the answer is void or the manager outdated."""
+        if not self.is_current(session):
+            return False
+        if not self.accepts_epoch(ok.epoch):
+            self.lose(session)
+            return False
+        self.epoch_seen = max(self.epoch_seen, ok.epoch)
+        self.open = True
+        self.agent.attached(ok.lease_target)
+        return True
+
+    def receive(self, session: int, batch: Batch) -> Applied | None:
+        """Apply a batch of the current session; None for any other, also one that was buffered before a break."""
+        if not self.open or not self.is_current(session):
+            return None
+        return self.agent.apply(batch)
+
+    def lose(self, session: int) -> None:
+        """A session is lost, for whatever reason; nothing when it is not the current one."""
+        if self.is_current(session):
+            self.open = False
+            self.agent.detach()
+
+    def take_report(self) -> tuple[int, Report] | None:
+        """Return the session and its next report; None when there is nothing to say or no session."""
+        report = self.agent.take_report() if self.open else None
+        return None if report is None else (self.session, report)
+
+    def is_current(self, session: int) -> bool:
+        """Whether a message belongs to the session that counts."""
+        return session == self.session
+
+    def accepts_epoch(self, epoch: int) -> bool:
+        """Whether a manager is at least as new as the newest that was obeyed."""
+        return epoch >= self.epoch_seen

@@ -1,0 +1,75 @@
+"""What the lease agent is configured with, and what it tells the engine: effects of batches and steps, and levels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from common.lease import Admit, Preempt
+from common.types import FinishReason, SequenceId, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class AgentConfig:
+    """Sizes and policies of one worker.
+
+    `block_size` is a power of two. `long_prefill_cap` bounds one prompt's share of a step while others run too; 0 is no
+    bound. `window` > 0 is the widest attention window of a model whose layers all have one.
+    """
+
+    num_blocks: int
+    block_size: int
+    max_num_batched_tokens: int = 2048
+    long_prefill_cap: int = 0
+    window: int = 0
+    prefix_caching: bool = True
+    runway_slots: int = 32
+    max_num_seqs: int = 256
+
+
+class Finished(NamedTuple):
+    """A sequence that ended, with what it cost; its row may still be held by a step in flight."""
+
+    sequence: SequenceId
+    reason: FinishReason
+    stop_token: int | None
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What a batch changed: admissions that took effect, preemptions ordered of running sequences, blocks leased."""
+
+    admitted: tuple[Admit, ...] = ()
+    preempting: tuple[Preempt, ...] = ()
+    dropped: tuple[SequenceId, ...] = ()
+    leased: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What a step, or a command between steps, brought about.
+
+    `tokens` are newly delivered ids. `preempted` wait again. The rows of `forgotten` are gone and no step in flight has
+    them: the runner may drop its state. `computed` counts the positions of the step.
+    """
+
+    tokens: dict[SequenceId, tuple[int, ...]]
+    finished: tuple[Finished, ...] = ()
+    preempted: tuple[SequenceId, ...] = ()
+    forgotten: tuple[SequenceId, ...] = ()
+    computed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Levels for metrics and for the engine's loop. `draining` keep rows for steps in flight only."""
+
+    running: int
+    waiting: int
+    draining: int
+    stalled: int
+    deferred: int
+    pool: int
+    lease_target: int
+    steps_in_flight: int

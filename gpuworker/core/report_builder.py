@@ -1,0 +1,181 @@
+"""Collects what the next report says. Content is recorded only within a session; the inventory has what was before.
+
+Levels (stalled set, lease want) are compared with what this session was told last; columns add up until they are sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from common.lease import Report, Reserve
+from common.types import BlockHash, BlockId, FinishReason, SequenceId
+
+COMPUTED_EVERY = 4
+"""Steps between two reports of computed lengths; they serve traces only."""
+
+
+class SessionState(Enum):
+    """DETACHED: nothing is recorded. OPENING: the inventory is taken, content is recorded. OPEN: reports may go."""
+
+    DETACHED = 0
+    OPENING = 1
+    OPEN = 2
+
+
+@dataclass(slots=True)
+class Load:
+    """Levels of the moment that every report carries."""
+
+    lease_want: int
+    running: int
+    waiting: int
+
+
+class ReportBuilder:
+    """Pending content of the next report of one session."""
+
+    def __init__(self) -> None:
+        self.state = SessionState.DETACHED
+        self.stalled: tuple[SequenceId, ...] = ()
+        self._step = 0
+        self._step_seconds = 0.0
+        self.discard()
+
+    @property
+    def recording(self) -> bool:
+        """Whether content is kept for the session."""
+        return self.state is not SessionState.DETACHED
+
+    def discard(self) -> None:
+        """Forget all pending content and what the last session was told."""
+        self._clear_columns()
+        self._told_stalled: tuple[SequenceId, ...] | None = None
+        self._told_want: int | None = None
+        self._applied = False
+
+    def _clear_columns(self) -> None:
+        self._reserve: list[Reserve] = []
+        self._bind: list[tuple[SequenceId, BlockId]] = []
+        self._seal: list[tuple[BlockId, BlockHash]] = []
+        self._trim: dict[SequenceId, int] = {}
+        self._returned: list[BlockId] = []
+        self._preempted: list[tuple[SequenceId, int]] = []
+        self._finished: list[tuple[SequenceId, FinishReason]] = []
+        self._computed: list[tuple[SequenceId, int]] = []
+
+    def reserve(self, reserve: Reserve) -> None:
+        """A sequence waits for blocks."""
+        if self.recording:
+            self._reserve.append(reserve)
+
+    def bind(self, bound: Iterable[tuple[SequenceId, BlockId]]) -> None:
+        """Rows took blocks from the pool, in this order."""
+        if self.recording:
+            self._bind.extend(bound)
+
+    def seal(self, block: BlockId, key: BlockHash) -> None:
+        """A block is full and computed."""
+        if self.recording:
+            self._seal.append((block, key))
+
+    def trim(self, sequence: SequenceId, blocks: int) -> None:
+        """The first `blocks` of a row are out of every window."""
+        if self.recording:
+            self._trim[sequence] = blocks
+
+    def give_back(self, blocks: Iterable[BlockId]) -> None:
+        """Blocks of the pool go back, unbound."""
+        if self.recording:
+            self._returned.extend(blocks)
+
+    def preempted(self, sequence: SequenceId, known: int) -> None:
+        """A row is gone, its sequence waits again with `known` tokens."""
+        if self.recording:
+            self._preempted.append((sequence, known))
+
+    def finished(self, sequence: SequenceId, reason: FinishReason) -> None:
+        """A sequence is gone, with its row if it had one."""
+        if self.recording:
+            self._finished.append((sequence, reason))
+
+    def applied(self) -> None:
+        """A batch took effect: a worker that is still stalled must say so, or the manager would wait for it."""
+        self._applied = True
+
+    def computed(self, step: int, seconds: float, lengths: Iterable[tuple[SequenceId, int]]) -> None:
+        """A step completed; keep every few steps how far each of its rows has come."""
+        self._step, self._step_seconds = step, seconds
+        if self.recording and step % COMPUTED_EVERY == 0:
+            self._computed = list(lengths)
+
+    def take(self, load: Load) -> Report | None:
+        """Return the next report, None when there is nothing to say or no session to say it in."""
+        if self.state is not SessionState.OPEN or not self._worth_sending(load):
+            return None
+        stalled = self.stalled if self.stalled != self._told_stalled else None
+        report = Report(
+            step=self._step,
+            reserve=tuple(self._reserve),
+            bind=tuple(self._bind),
+            seal=tuple(self._seal),
+            trim=tuple(self._trim.items()),
+            returned=tuple(self._returned),
+            preempted=tuple(self._preempted),
+            finished=tuple(self._finished),
+            stalled=stalled,
+            lease_want=load.lease_want,
+            computed=tuple(self._computed),
+            step_seconds=self._step_seconds,
+            running=load.running,
+            waiting=load.waiting,
+        )
+        self._clear_columns()
+        self._told_stalled, self._told_want, self._applied = self.stalled, load.lease_want, False
+        return report
+
+    def _worth_sending(self, load: Load) -> bool:
+        return bool(
+            self._has_columns()
+            or load.lease_want != self._told_want
+            or self.stalled != self._told_stalled
+            or (self.stalled and self._applied)
+        )
+
+    def _has_columns(self) -> bool:
+        return bool(
+            self._bind
+            or self._seal
+            or self._reserve
+            or self._finished
+            or self._preempted
+            or self._returned
+            or self._trim
+            or self._computed
+        )
+
+    def clone(self) -> ReportBuilder:
+        """Return an independent copy."""
+        twin = ReportBuilder.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        for name in ("_reserve", "_bind", "_seal", "_trim", "_returned", "_preempted", "_finished", "_computed"):
+            setattr(twin, name, getattr(self, name).copy())
+        return twin
+
+    def state_key(self) -> tuple[object, ...]:
+        """Return everything that decides what will be reported, hashable; times and traces left out."""
+        return (
+            self.state,
+            self.stalled,
+            self._told_stalled,
+            self._told_want,
+            self._applied,
+            tuple(self._reserve),
+            tuple(self._bind),
+            tuple(self._seal),
+            tuple(self._trim.items()),
+            tuple(self._returned),
+            tuple(self._preempted),
+            tuple(self._finished),
+        )

@@ -1,0 +1,183 @@
+"""One sequence at the worker: its tokens, its hash chain, its row of blocks, and how far the device has come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.hashing import extend, key_of
+from common.lease import Reserve
+from common.types import BlockHash, BlockId, FinishReason, SequenceId, SequencePhase, Usage
+from gpuworker.core.stopping import Ending, StopRule
+
+
+@dataclass(frozen=True, slots=True)
+class NewSequence:
+    """A sequence as the engine submits it.
+
+    `sequence` rises from one submission to the next. `chain` has the keys of the prompt's full blocks, `chain_tail` the
+    32-byte link of the last of them, or the root. `max_len` bounds prompt and output together, in tokens.
+    """
+
+    sequence: SequenceId
+    request_id: str
+    tokens: tuple[int, ...]
+    chain: tuple[BlockHash, ...]
+    chain_tail: bytes
+    max_len: int
+    stop: StopRule
+    priority: int = 0
+    fork_of: SequenceId | None = None
+    no_cache: bool = False
+    traceparent: str = ""
+
+
+class Sequence:
+    """State of a live sequence. Positions count from 0; position p holds token p.
+
+    `pos` is the next position to compute, counting steps in flight; `sampling` counts the tokens that steps in flight
+    will draw, so `len(tokens) + sampling` tokens are known when the next step starts.
+    """
+
+    __slots__ = (
+        "arrival",
+        "cached_tokens",
+        "chain",
+        "hashed",
+        "in_flight",
+        "limit",
+        "link",
+        "new",
+        "phase",
+        "pos",
+        "preemptions",
+        "prompt_tokens",
+        "reason",
+        "recompute_below",
+        "recomputed",
+        "row",
+        "sampling",
+        "seniority",
+        "snapshot",
+        "tokens",
+        "trimmed",
+    )
+
+    def __init__(self, new: NewSequence, arrival: int, hashed: bool) -> None:
+        self.new = new
+        self.arrival = arrival
+        self.seniority = (-new.priority, arrival)
+        self.tokens = list(new.tokens)
+        self.prompt_tokens = len(new.tokens)
+        self.limit = new.stop.limit(self.prompt_tokens, new.max_len)
+        self.hashed = hashed
+        self.chain = list(new.chain) if hashed else []
+        self.link = new.chain_tail
+        self.phase = SequencePhase.WAITING
+        self.row: list[BlockId] = []
+        self.snapshot: tuple[BlockId, ...] | None = None
+        self.pos = 0
+        self.in_flight = 0
+        self.sampling = 0
+        self.trimmed = 0
+        self.cached_tokens: int | None = None
+        self.reason = FinishReason.CANCELLED
+        self.recomputed = 0
+        self.recompute_below = 0
+        self.preemptions = 0
+
+    @property
+    def id(self) -> SequenceId:
+        """The sequence's id, unique within the worker's incarnation."""
+        return self.new.sequence
+
+    @property
+    def draining(self) -> bool:
+        """Whether the sequence is out of all later plans and keeps its row only for steps in flight."""
+        return self.phase in (SequencePhase.DRAINING_FINISH, SequencePhase.DRAINING_PREEMPT)
+
+    def start(self, row: tuple[BlockId, ...], cached_tokens: int) -> None:
+        """Run on `row`. Hits count at the first admission only; what a later one repeats is recomputed work."""
+        self.phase = SequencePhase.RUNNING
+        self.row = list(row)
+        self.snapshot = row
+        self.pos = 0
+        self.trimmed = 0
+        if self.cached_tokens is None:
+            self.cached_tokens = cached_tokens
+
+    def requeue(self) -> None:
+        """Wait again, after a preemption, with every token that is known."""
+        self.phase = SequencePhase.WAITING
+        self.recompute_below = max(self.recompute_below, self.pos)
+        self.row, self.snapshot, self.pos = [], None, 0
+        self.preemptions += 1
+
+    def blocks(self) -> tuple[BlockId, ...]:
+        """Return the row as a tuple, made anew only after it changed."""
+        if self.snapshot is None:
+            self.snapshot = tuple(self.row)
+        return self.snapshot
+
+    def append_block(self, block: BlockId) -> None:
+        """Add a block at the end of the row."""
+        self.row.append(block)
+        self.snapshot = None
+
+    def accept(self, token: int, block_size: int) -> Ending | None:
+        """Add a drawn token; extend the chain when it fills a block; return how it ends the sequence, or None."""
+        tokens = self.tokens
+        tokens.append(token)
+        length = len(tokens)
+        if self.hashed and length % block_size == 0:
+            self.link = extend(self.link, tokens[-block_size:])
+            self.chain.append(key_of(self.link))
+        new = self.new
+        return new.stop.ending(token, length - self.prompt_tokens, length, self.limit)
+
+    def reserve(self) -> Reserve:
+        """Return what the manager must know to queue this sequence, at its present length."""
+        new = self.new
+        return Reserve(
+            sequence=new.sequence,
+            known=len(self.tokens),
+            max_len=self.limit,
+            priority=new.priority,
+            chain=tuple(self.chain),
+            fork_of=new.fork_of if len(self.tokens) == self.prompt_tokens else None,
+            request_id=new.request_id,
+            traceparent=new.traceparent,
+        )
+
+    def usage(self) -> Usage:
+        """Return what the sequence has cost so far, in tokens."""
+        return Usage(
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens or 0,
+            output_tokens=len(self.tokens) - self.prompt_tokens,
+            recomputed_tokens=self.recomputed,
+            preemptions=self.preemptions,
+        )
+
+    def clone(self) -> Sequence:
+        """Return an independent copy."""
+        twin = Sequence.__new__(Sequence)
+        for name in Sequence.__slots__:
+            setattr(twin, name, getattr(self, name))
+        twin.tokens = self.tokens.copy()
+        twin.chain = self.chain.copy()
+        twin.row = self.row.copy()
+        return twin
+
+    def state_key(self) -> tuple[object, ...]:
+        """Return everything that decides the sequence's future, hashable."""
+        return (
+            self.new.sequence,
+            self.arrival,
+            tuple(self.tokens),
+            self.phase,
+            tuple(self.row),
+            self.pos,
+            self.in_flight,
+            self.sampling,
+            self.trimmed,
+        )

@@ -1,0 +1,167 @@
+"""Composes one step: decodes first, chunks of prompts fill the rest of one token budget.
+
+Readiness is a property of blocks: a sequence computes from its first slot that nobody has filled, whoever filled those
+before it. There is no owner of a shared prefix, so nothing is lost when any one of the sequences that share it ends.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass, field
+
+from common.types import BlockId, SequenceId
+from gpuworker.core.batch_plan import ScheduledRow
+from gpuworker.core.block_rows import BlockRows
+from gpuworker.core.sequence import Sequence
+
+
+@dataclass(slots=True)
+class Composition:
+    """What became of the running sequences in one step.
+
+    `bound` are blocks that rows took from the pool; `stalled` found none; `deferred` counts those that found no budget
+    and keep their order.
+    """
+
+    rows: list[ScheduledRow] = field(default_factory=list)
+    bound: list[tuple[SequenceId, BlockId]] = field(default_factory=list)
+    stalled: list[SequenceId] = field(default_factory=list)
+    deferred: int = 0
+
+
+def _seniority(sequence: Sequence) -> tuple[int, int]:
+    return sequence.seniority
+
+
+class StepScheduler:
+    """The running sequences in seniority order: higher priority first, then earlier arrival."""
+
+    def __init__(self, blocks: BlockRows, block_size: int, budget: int, long_prefill_cap: int) -> None:
+        self.blocks = blocks
+        self.block_size = block_size
+        self.shift = block_size.bit_length() - 1
+        self.budget = budget
+        self.long_prefill_cap = long_prefill_cap
+        self.decoding: list[Sequence] = []
+        self.prefilling: list[Sequence] = []
+
+    @property
+    def running(self) -> int:
+        """How many sequences are running."""
+        return len(self.decoding) + len(self.prefilling)
+
+    def add(self, sequence: Sequence) -> None:
+        """Let an admitted sequence take part in steps."""
+        insort(self.prefilling, sequence, key=_seniority)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Leave a sequence out of all later steps."""
+        (self.prefilling if sequence in self.prefilling else self.decoding).remove(sequence)
+
+    def compose(self) -> Composition:
+        """Compose the next step from every running sequence whose next token can be drawn or brought nearer."""
+        step = Composition()
+        left = self._compose_decodes(step, self.budget)
+        self._compose_prefills(step, left)
+        return step
+
+    def _compose_decodes(self, step: Composition, left: int) -> int:
+        fill, shift = self.blocks.fill, self.shift
+        for sequence in self.decoding:
+            if len(sequence.tokens) + sequence.sampling >= sequence.limit:
+                continue  # its last token is being drawn
+            if not left:
+                step.deferred += 1
+                continue
+            start = sequence.pos
+            index = start >> shift
+            if index == len(sequence.row) and not self._bind(sequence, step):
+                continue
+            fill[sequence.row[index]] += 1
+            sequence.pos = start + 1
+            sequence.sampling += 1
+            sequence.in_flight += 1
+            blocks = sequence.snapshot or sequence.blocks()
+            step.rows.append(ScheduledRow(sequence.new.sequence, start, 1, blocks, True))
+            left -= 1
+        return left
+
+    def _compose_prefills(self, step: Composition, left: int) -> None:
+        cap = self.long_prefill_cap if self.running > 1 else 0
+        done = []
+        for sequence in self.prefilling:
+            self.advance(sequence)
+            if not left:
+                step.deferred += 1
+                continue
+            start = sequence.pos
+            length = self._take(sequence, min(left, cap) if cap else left, step)
+            if not length:
+                continue
+            left -= length
+            samples = sequence.pos == len(sequence.tokens)
+            sequence.in_flight += 1
+            step.rows.append(ScheduledRow(sequence.id, start, length, sequence.blocks(), samples))
+            if samples:
+                sequence.sampling += 1
+                done.append(sequence)
+        for sequence in done:
+            self.prefilling.remove(sequence)
+            insort(self.decoding, sequence, key=_seniority)
+
+    def advance(self, sequence: Sequence) -> None:
+        """Move past positions that any row has filled; the last known token is left for the sequence itself."""
+        last, size, fill, row = len(sequence.tokens) - 1, self.block_size, self.blocks.fill, sequence.row
+        while sequence.pos < last:
+            index = sequence.pos >> self.shift
+            filled = index * size + fill[row[index]] if index < len(row) else 0
+            if filled <= sequence.pos:
+                return
+            sequence.pos = min(filled, last)
+
+    def _take(self, sequence: Sequence, room: int, step: Composition) -> int:
+        """Write up to `room` unfilled positions in a row from `pos` on; return how many."""
+        start, end = sequence.pos, min(sequence.pos + room, len(sequence.tokens))
+        fill, row, size = self.blocks.fill, sequence.row, self.block_size
+        while sequence.pos < end:
+            index, offset = sequence.pos >> self.shift, sequence.pos & (size - 1)
+            if index == len(row) and not self._bind(sequence, step):
+                break
+            if fill[row[index]] > offset:
+                break  # another row filled it: a slot is written once, the next step goes on behind it
+            length = min(size - offset, end - sequence.pos)
+            fill[row[index]] += length
+            sequence.pos += length
+        return sequence.pos - start
+
+    def _bind(self, sequence: Sequence, step: Composition) -> bool:
+        block = self.blocks.bind()
+        if block is None:
+            step.stalled.append(sequence.id)
+            return False
+        sequence.append_block(block)
+        step.bound.append((sequence.id, block))
+        return True
+
+    def lease_want(self, runway_slots: int) -> int:
+        """Return how many blocks the running sequences will bind within their next `runway_slots` slots.
+
+        The token that reaches a sequence's limit is never computed, so its slot is never needed.
+        """
+        want, shift, round_up = 0, self.shift, self.block_size - 1
+        for sequence in self.decoding:
+            slots = min(sequence.pos + runway_slots, sequence.limit - 1)
+            want += max(0, ((slots + round_up) >> shift) - len(sequence.row))
+        for sequence in self.prefilling:
+            slots = min(len(sequence.tokens) - 1 + runway_slots, sequence.limit - 1)
+            want += max(0, ((slots + round_up) >> shift) - len(sequence.row))
+        return want
+
+    def clone(self, blocks: BlockRows, sequences: dict[SequenceId, Sequence]) -> StepScheduler:
+        """Return a copy over cloned blocks and sequences."""
+        twin = StepScheduler.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        twin.blocks = blocks
+        twin.decoding = [sequences[s.id] for s in self.decoding]
+        twin.prefilling = [sequences[s.id] for s in self.prefilling]
+        return twin

@@ -1,0 +1,48 @@
+"""When a sequence ends by itself: end-of-sequence and stop tokens, and the limits on its length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from common.types import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Why a sequence ended, with the token that stopped it (None when a limit did)."""
+
+    reason: FinishReason
+    stop_token: int | None = None
+
+
+LENGTH = Ending(FinishReason.LENGTH)
+
+
+@dataclass(frozen=True, slots=True)
+class StopRule:
+    """What ends a sequence. Stop tokens count only from output token number `min_tokens` on; that token may be one.
+
+    `eos_ids` are the checkpoint's end-of-sequence tokens, which `ignore_eos` switches off; `stop_token_ids` are the
+    request's own. Stop *strings* are the router's: it sees text, the worker does not.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    eos_ids: frozenset[int] = frozenset()
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    stopping: frozenset[int] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        ending = self.stop_token_ids if self.ignore_eos else self.stop_token_ids | self.eos_ids
+        object.__setattr__(self, "stopping", ending)
+
+    def limit(self, prompt_tokens: int, max_len: int) -> int:
+        """Return the length in tokens, prompt and output, at which the sequence ends whatever it draws."""
+        return min(max_len, prompt_tokens + self.max_tokens)
+
+    def ending(self, token: int, output_tokens: int, length: int, limit: int) -> Ending | None:
+        """Return how `token` ends the sequence, or None. Both counts include it."""
+        if token in self.stopping and output_tokens >= self.min_tokens:
+            return Ending(FinishReason.STOP, token)
+        return LENGTH if length >= limit else None

@@ -1,0 +1,81 @@
+"""Drives a LeaseAgent by hand: submits prompts, plays the manager, completes steps with chosen tokens."""
+
+from __future__ import annotations
+
+from common.hashing import chain, chain_root, key_of
+from common.lease import Admit, Batch, Copy, Inventory, Preempt
+from common.types import BlockHash, BlockId, SequenceId
+from gpuworker.core.batch_plan import StepPlan, StepResult
+from gpuworker.core.lease_agent import LeaseAgent
+from gpuworker.core.outcomes import AgentConfig, Applied, Completion
+from gpuworker.core.sequence import NewSequence
+from gpuworker.core.stopping import StopRule
+
+EOS = 99
+
+
+def keys(tokens: range | list[int], block_size: int) -> tuple[BlockHash, ...]:
+    """Keys of the full blocks of `tokens`, from the root that every prompt here has."""
+    return tuple(key_of(link) for link in chain(chain_root("m", "t", block_size), list(tokens), block_size))
+
+
+class Driver:
+    """An attached agent on a tiny pool, and short words for what its manager and its engine do."""
+
+    def __init__(self, num_blocks: int = 8, block_size: int = 4, lease_target: int = 0, **config: int) -> None:
+        self.block_size = block_size
+        self.agent = LeaseAgent(AgentConfig(num_blocks, block_size, **config))
+        self.inventory: Inventory = self.agent.inventory()
+        self.agent.attached(lease_target)
+        self.lease_target = lease_target
+
+    def submit(self, sequence: int, tokens: range | list[int], max_tokens: int = 4, **more: object) -> SequenceId:
+        root = chain_root("m", "t", self.block_size)
+        links = chain(root, list(tokens), self.block_size)
+        rule = StopRule(max_tokens, eos_ids=frozenset({EOS}), min_tokens=int(str(more.pop("min_tokens", 0))))
+        new = NewSequence(
+            SequenceId(sequence),
+            f"r{sequence}",
+            tuple(tokens),
+            tuple(map(key_of, links)),
+            links[-1] if links else root,
+            len(tokens) + max_tokens,
+            rule,
+            **more,  # type: ignore[arg-type]
+        )
+        self.agent.submit(new)
+        return new.sequence
+
+    def admit(self, sequence: int, row: list[int], shared: int = 0, copy: tuple[Copy, ...] = ()) -> Applied:
+        admit = Admit(SequenceId(sequence), blocks(row), shared, shared * self.block_size)
+        return self.agent.apply(Batch(self.lease_target, copy=copy, admit=(admit,)))
+
+    def lease(self, granted: list[int], target: int | None = None) -> Applied:
+        self.lease_target = len(granted) if target is None else target
+        return self.agent.apply(Batch(self.lease_target, lease=blocks(granted)))
+
+    def preempt(self, sequence: int) -> Applied:
+        return self.agent.apply(Batch(self.lease_target, preempt=(Preempt(SequenceId(sequence)),)))
+
+    def plan(self) -> StepPlan:
+        plan = self.agent.plan()
+        assert plan is not None
+        return plan
+
+    def rows(self) -> list[tuple[int, int, int, tuple[int, ...], bool]]:
+        """Plan a step; return its rows as plain tuples."""
+        return [(r.sequence, r.start, r.length, r.blocks, r.samples) for r in self.plan().rows]
+
+    def complete(self, plan: StepPlan, token: int = 50) -> Completion:
+        """Complete a step in which every sampling row drew `token`."""
+        drawn = {row.sequence: (token,) for row in plan.rows if row.samples}
+        completion = self.agent.complete(StepResult(plan.step, drawn))
+        self.agent.check_invariants()
+        return completion
+
+    def step(self, token: int = 50) -> Completion:
+        return self.complete(self.plan(), token)
+
+
+def blocks(ids: list[int]) -> tuple[BlockId, ...]:
+    return tuple(map(BlockId, ids))
