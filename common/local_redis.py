@@ -86,11 +86,15 @@ class LocalRedis:
                 time.sleep(_POLL_S)
 
     def kill(self) -> None:
-        """End it at once (SIGKILL), as a crash would; it has nothing to save."""
+        """End it at once (SIGKILL), as a crash would."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
+
+    def stop(self) -> None:
+        """End it; at once, as it has nothing to save."""
+        self.kill()
 
     def __enter__(self) -> Self:
         self.start()
@@ -99,7 +103,7 @@ class LocalRedis:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.kill()
+        self.stop()
 
     def _argv(self) -> list[str]:
         options = {

@@ -54,6 +54,8 @@ _FOREIGN: Final[Mapping[grpc.StatusCode, type[errors.QuireError]]] = {
     grpc.StatusCode.UNIMPLEMENTED: errors.Unsupported,
 }
 
+_CODE_OF_NUMBER: Final[Mapping[int, grpc.StatusCode]] = {code.value[0]: code for code in grpc.StatusCode}
+
 DetailT = TypeVar("DetailT", bound=Message)
 
 
@@ -78,7 +80,7 @@ def details_of(error: errors.QuireError) -> list[Message]:
     return [info]
 
 
-def to_status(error: errors.QuireError) -> status_pb2.Status:
+def status_of(error: errors.QuireError) -> status_pb2.Status:
     """Return the error as google.rpc.Status, its message cut to what trailers hold."""
     status = status_pb2.Status(code=code_of(error).value[0], message=str(error)[:_MAX_MESSAGE_CHARS])
     for detail in details_of(error):
@@ -88,28 +90,36 @@ def to_status(error: errors.QuireError) -> status_pb2.Status:
 
 async def abort(context: aio.ServicerContext[Any, Any], error: errors.QuireError) -> NoReturn:
     """End the RPC of `context` with the status of `error`."""
-    status = to_status(error)
+    status = status_of(error)
     trailers = ((DETAILS_KEY, status.SerializeToString()),)
     await context.abort(code_of(error), status.message, trailers)
 
 
 def error_from_rpc(error: aio.AioRpcError) -> errors.QuireError:
-    """Return what a failed RPC means here, with everything that the other side said.
+    """Return what a failed RPC means here, with everything that the other side said; see error_from_status."""
+    packed = next((value for key, value in error.trailing_metadata() or () if key == DETAILS_KEY), None)
+    if isinstance(packed, bytes):
+        return error_from_status(status_pb2.Status.FromString(packed))
+    message = error.details() or error.code().name
+    return error_from_status(status_pb2.Status(code=error.code().value[0], message=message))
+
+
+def error_from_status(status: status_pb2.Status) -> errors.QuireError:
+    """Return the error that a status (of an RPC, or inside a message) stands for.
 
     In an IdentityMismatch `ours` and `theirs` are swapped, so that "here" is always the process that reads it.
     """
-    message = error.details() or error.code().name
-    status = _rich_status(error)
     info = _detail(status, error_details_pb2.ErrorInfo)
     if info is None or info.domain != DOMAIN:
-        foreign = _FOREIGN.get(error.code())
-        return foreign(message) if foreign else errors.QuireError(f"{error.code().name}: {message}")
+        code = _CODE_OF_NUMBER[status.code]
+        foreign = _FOREIGN.get(code)
+        return foreign(status.message) if foreign else errors.QuireError(f"{code.name}: {status.message}")
     if plain := _PLAIN.get(info.reason):
-        return plain(message)
-    return _rebuilt(status, info, message)
+        return plain(status.message)
+    return _rebuilt(status, info)
 
 
-def _rebuilt(status: status_pb2.Status | None, info: error_details_pb2.ErrorInfo, message: str) -> errors.QuireError:
+def _rebuilt(status: status_pb2.Status, info: error_details_pb2.ErrorInfo) -> errors.QuireError:
     """Return an error whose class carries more than a message, from its details."""
     retry = _detail(status, error_details_pb2.RetryInfo)
     seconds = retry.retry_delay.ToTimedelta().total_seconds() if retry else 1.0
@@ -120,22 +130,19 @@ def _rebuilt(status: status_pb2.Status | None, info: error_details_pb2.ErrorInfo
         first = quota.violations[0]
         return errors.Overloaded(errors.QuotaViolation(first.subject, first.description), seconds)
     if info.reason == errors.IdentityMismatch.reason:
-        fields = [key.removesuffix(".here") for key in info.metadata if key.endswith(".here")]
-        parts = ([info.metadata[f"{name}.{part}"] for part in ("there", "here", "flag")] for name in fields)
-        return errors.IdentityMismatch(
-            tuple(errors.Mismatch(name, *three) for name, three in zip(fields, parts, strict=True))
-        )
-    return errors.Unavailable(message, seconds) if retry else errors.QuireError(message)
+        return _rebuilt_mismatch(info)
+    return errors.Unavailable(status.message, seconds) if retry else errors.QuireError(status.message)
 
 
-def _rich_status(error: aio.AioRpcError) -> status_pb2.Status | None:
-    trailers = error.trailing_metadata() or ()
-    packed = next((value for key, value in trailers if key == DETAILS_KEY), None)
-    return status_pb2.Status.FromString(packed) if isinstance(packed, bytes) else None
+def _rebuilt_mismatch(info: error_details_pb2.ErrorInfo) -> errors.IdentityMismatch:
+    fields = sorted(key.removesuffix(".here") for key in info.metadata if key.endswith(".here"))
+    parts = ([info.metadata[f"{name}.{part}"] for part in ("there", "here", "flag")] for name in fields)
+    found = (errors.Mismatch(name, *three) for name, three in zip(fields, parts, strict=True))
+    return errors.IdentityMismatch(tuple(found))
 
 
-def _detail(status: status_pb2.Status | None, kind: type[DetailT]) -> DetailT | None:
-    for packed in status.details if status else ():
+def _detail(status: status_pb2.Status, kind: type[DetailT]) -> DetailT | None:
+    for packed in status.details:
         if packed.Is(kind.DESCRIPTOR):
             detail = kind()
             packed.Unpack(detail)
