@@ -1,0 +1,92 @@
+"""What the router needs to know of a checkpoint besides its tokenizer: context, vocabulary, ends of sequence, defaults.
+
+Standard library only. Numbers that a multi-modal checkpoint keeps in its `text_config` are found there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.errors import FieldViolation, InvalidConfig
+from common.fingerprint import tokenizer_fingerprint
+
+_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
+_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Facts from config.json and generation_config.json.
+
+    `max_model_len` is in tokens, prompt and output together. `sampling_defaults` has those of temperature, top_p,
+    top_k, min_p and repetition_penalty that the checkpoint recommends; `max_new_tokens` is None where it has no advice.
+    """
+
+    directory: Path
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    sampling_defaults: Mapping[str, float]
+    max_new_tokens: int | None
+    tokenizer_fingerprint: str
+
+
+def read_checkpoint(directory: Path) -> Checkpoint:
+    """Read a folder in Hugging Face format. Raises InvalidConfig when config.json is missing or lacks a number."""
+    path = directory / "config.json"
+    if not path.is_file():
+        what = f"no config.json in {directory}; expected the folder of a checkpoint in Hugging Face format"
+        raise InvalidConfig(FieldViolation("--model", what))
+    config = read_json(path)
+    generation = read_json(directory / "generation_config.json")
+    eos = generation.get("eos_token_id")
+    return Checkpoint(
+        directory=directory,
+        max_model_len=_number(config, _CONTEXT_KEYS, path),
+        vocab_size=_number(config, ("vocab_size",), path),
+        eos_token_ids=_ids(_look(config, "eos_token_id") if eos is None else eos),
+        sampling_defaults=_sampling_defaults(generation),
+        max_new_tokens=generation.get("max_new_tokens"),
+        tokenizer_fingerprint=tokenizer_fingerprint(directory),
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; an empty one when there is no such file. Raises InvalidConfig for bad JSON."""
+    if not path.is_file():
+        return {}
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InvalidConfig(FieldViolation("--model", f"{path} is not valid JSON: {error}")) from None
+    return content
+
+
+def _look(config: Mapping[str, Any], key: str) -> Any:
+    value = config.get(key)
+    return value if value is not None else config.get("text_config", {}).get(key)
+
+
+def _number(config: Mapping[str, Any], keys: tuple[str, ...], path: Path) -> int:
+    found = next((value for key in keys if isinstance(value := _look(config, key), int)), None)
+    if found is None:
+        raise InvalidConfig(FieldViolation("--model", f"{path} has no number under {' or '.join(keys)}"))
+    return found
+
+
+def _ids(value: int | list[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def _sampling_defaults(generation: Mapping[str, Any]) -> dict[str, float]:
+    """Keep the numbers; checkpoints say "no top_k" by null, 0 or -1, and here it is 0."""
+    found = {key: generation[key] for key in _SAMPLING_KEYS if isinstance(generation.get(key), int | float)}
+    if found.get("top_k", 0) < 0:
+        found["top_k"] = 0
+    return found

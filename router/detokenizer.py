@@ -1,0 +1,169 @@
+"""Text of a sequence of tokens as they come: only whole characters, and in sum what decoding all at once gives.
+
+Two kinds of tokenizer, which nearly all language models use, spell every token as bytes: byte-level BPE, and
+sentencepiece with byte fallback. For them a token's bytes come from a table, and an incremental UTF-8 decoder keeps
+back the one to three bytes of an unfinished character. Any other decoder (WordPiece, word suffixes, Metaspace) is asked
+twice over a small window of tokens, without and with the new ones, and the difference is the new text.
+
+(`DecodeStream` of the tokenizers library was tried, 0.23: on random tokens with byte fallback it differs from the full
+decode in a third of all sequences or raises; it never releases an invalid byte at the end.)
+
+Bytes that are no UTF-8 become U+FFFD, one for each ill-formed run as the Unicode standard recommends. There the byte
+fallback of the tokenizers library differs: one wrong byte turns all characters of its run into U+FFFD, also those
+before it, which a stream has sent by then.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import tokenizers
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# A window that ends in U+FFFD is held back in case the character completes; no character needs more tokens than this.
+_MOST_HELD_BACK = 8
+
+
+class Detokenizer(Protocol):
+    """Makes text of one sequence of tokens."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Take the next tokens; return the text that they complete."""
+        ...
+
+    def finish(self) -> str:
+        """Return what was kept back: U+FFFD for a character that never completed, or nothing."""
+        ...
+
+
+def detokenizers(inner: tokenizers.Tokenizer) -> Callable[[bool], Detokenizer]:
+    """Return the factory of a tokenizer's detokenizers; its argument says whether special tokens are left out."""
+    special = frozenset(key for key, token in inner.get_added_tokens_decoder().items() if token.special)
+    spelling = _spelling(json.loads(inner.to_str())["decoder"])
+    if spelling is None:
+        return lambda skip_special_tokens: WindowDetokenizer(inner, skip_special_tokens)
+    every = _TokenBytes(inner, spelling.to_bytes, frozenset())
+    visible = _TokenBytes(inner, spelling.to_bytes, special)
+    return lambda skip_special_tokens: BytesDetokenizer(visible if skip_special_tokens else every, spelling.strip)
+
+
+@dataclass(frozen=True, slots=True)
+class _Spelling:
+    """How tokens are written as bytes, and which character is stripped how often from the beginning of the text."""
+
+    to_bytes: Callable[[str], bytes]
+    strip: tuple[str, int] = ("", 0)
+
+
+class _TokenBytes(dict[int, bytes]):
+    """The bytes of each token, filled in as tokens are met; ids without a token, and hidden ones, have none."""
+
+    def __init__(self, inner: tokenizers.Tokenizer, to_bytes: Callable[[str], bytes], hidden: frozenset[int]) -> None:
+        super().__init__()
+        self._inner, self._to_bytes, self._hidden = inner, to_bytes, hidden
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = None if token_id in self._hidden else self._inner.id_to_token(token_id)
+        self[token_id] = b"" if token is None else self._to_bytes(token)
+        return self[token_id]
+
+
+class BytesDetokenizer:
+    """For tokenizers that spell tokens as bytes."""
+
+    def __init__(self, token_bytes: dict[int, bytes], strip: tuple[str, int]) -> None:
+        self._bytes = token_bytes
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._stripped, self._strips_left = strip
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        table = self._bytes
+        return self._strip(self._utf8.decode(b"".join([table[token_id] for token_id in token_ids])))
+
+    def finish(self) -> str:
+        return self._strip(self._utf8.decode(b"", True))
+
+    def _strip(self, text: str) -> str:
+        while self._strips_left and text:
+            if text[0] != self._stripped:
+                self._strips_left = 0
+                break
+            text = text[1:]
+            self._strips_left -= 1
+        return text
+
+
+class WindowDetokenizer:
+    """For any other decoder: new text is what the window's text gains when the new tokens join it."""
+
+    def __init__(self, inner: tokenizers.Tokenizer, skip_special_tokens: bool) -> None:
+        self._inner, self._skip = inner, skip_special_tokens
+        # Tokens whose text was sent and which the next ones may join with, then tokens that are held back.
+        self._sent: list[int] = []
+        self._held: list[int] = []
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        return "".join([self._push(token_id) for token_id in token_ids])
+
+    def finish(self) -> str:
+        text = self._new_text()
+        self._held = []
+        return text
+
+    def _push(self, token_id: int) -> str:
+        self._held.append(token_id)
+        text = self._new_text()
+        if not text or (text.endswith(_REPLACEMENT) and len(self._held) < _MOST_HELD_BACK):
+            return ""
+        self._sent, self._held = self._held, []
+        return text
+
+    def _new_text(self) -> str:
+        before = self._inner.decode(self._sent, skip_special_tokens=self._skip)
+        return self._inner.decode(self._sent + self._held, skip_special_tokens=self._skip)[len(before) :]
+
+
+def _spelling(decoder: dict[str, Any] | None) -> _Spelling | None:
+    """Return how the decoder of a tokenizer.json spells bytes; None for a decoder that does not."""
+    parts = [] if decoder is None else decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    kinds = [part["type"] for part in parts]
+    if kinds in (["ByteLevel"], ["ByteLevel", "Fuse"], ["Fuse", "ByteLevel"]):
+        return _Spelling(_byte_level)
+    replaces = [part for part in parts if part["type"] == "Replace"]
+    strips = [part for part in parts if part["type"] == "Strip"]
+    plain = all("String" in part["pattern"] for part in replaces) and all(part["stop"] == 0 for part in strips)
+    order = ["Replace"] * len(replaces) + ["ByteFallback", "Fuse"] + ["Strip"] * len(strips)
+    if kinds != order or not plain or len(strips) > 1:
+        return None
+    replacements = [(part["pattern"]["String"], part["content"]) for part in replaces]
+    strip = (strips[0]["content"], strips[0]["start"]) if strips else ("", 0)
+    return _Spelling(lambda token: _byte_fallback(token, replacements), strip)
+
+
+def _byte_fallback(token: str, replacements: Sequence[tuple[str, str]]) -> bytes:
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        return bytes.fromhex(token[3:5])
+    for old, new in replacements:
+        token = token.replace(old, new)
+    return token.encode()
+
+
+def _byte_level(token: str) -> bytes:
+    try:
+        return bytes([_BYTE_OF[character] for character in token])
+    except KeyError:
+        return token.encode()  # an added token in plain text
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Return GPT-2's alphabet: printable Latin-1 stands for itself, the other bytes for U+0100 on, in order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
