@@ -1,0 +1,113 @@
+"""The one interface of attention and cache write, which every backend implements (torch, Triton, C++).
+
+A backend is bound to a KV cache. For each step it is told once what the step computes (`begin`: the place to plan work
+that all layers share), then called once per layer: it writes K and V of all tokens of the step into their slots and only
+then attends, so that a row may read what another row of the same step has just written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from common.errors import FieldViolation, InvalidConfig
+from gpuworker.kv_cache import KvCache
+
+Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """How one layer attends.
+
+    `scale` multiplies the scores; `softcap` bounds them to ±softcap by tanh; `window` counts the positions that a query
+    sees, itself included; `sinks` [num_heads] are logits of a key without value that enters the softmax's denominator.
+    """
+
+    layer: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """What a step computes, as seen by attention; R rows, T tokens. Row r has the queries query_start[r] : query_start[r+1].
+
+    Arrays lie on the host; the tensors of the same names in `device` hold the same numbers on the device.
+    Rows with one query stand first: `num_decodes` of them.
+    """
+
+    num_decodes: int
+    query_start: Int32Array  # [R + 1], where each row's queries begin; the last entry is T
+    context_len: Int32Array  # [R], positions of K/V that exist once this step's are written
+    block_table: Int32Array  # [R, max_blocks], padded with 0; trimmed blocks are 0 too, no query sees them
+    slot_mapping: Int32Array  # [T], block * block_size + offset
+    device: DeviceTables
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return len(self.context_len)
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.slot_mapping)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTables:
+    """The arrays of `AttentionMetadata` on the device, int32, of the same shapes."""
+
+    query_start: torch.Tensor
+    context_len: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+
+
+class AttentionBackend(Protocol):
+    """Attention over one KV cache. Used by one thread; steps and layers come in order."""
+
+    def begin(self, step: AttentionMetadata) -> None:
+        """Plan what all layers of the step share; called before its first layer."""
+        ...
+
+    def write_and_attend(
+        self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Write key and value into their slots, then attend from every query over its row's context, causally.
+
+        query [T, num_heads, head_dim_k], key [T, num_kv_heads, head_dim_k], value [T, num_kv_heads, head_dim_v], all of any
+        strides; returns [T, num_heads, head_dim_v] in the type of `query`.
+        """
+        ...
+
+
+BackendFactory = Callable[[KvCache], AttentionBackend]
+
+
+def _torch_backend(cache: KvCache) -> AttentionBackend:
+    from gpuworker.kernels.torch_attention import TorchAttention
+
+    return TorchAttention(cache)
+
+
+BACKENDS: dict[str, BackendFactory] = {"torch": _torch_backend}
+
+
+def make_backend(name: str, cache: KvCache) -> AttentionBackend:
+    """Return the backend called `name` on `cache`; "auto" is the fastest that this device can run.
+
+    Raises InvalidConfig for an unknown name.
+    """
+    chosen = "torch" if name == "auto" else name
+    if chosen not in BACKENDS:
+        raise InvalidConfig(FieldViolation("--attention", f"{name!r}; expected auto, {', '.join(BACKENDS)}"))
+    return BACKENDS[chosen](cache)

@@ -1,0 +1,75 @@
+"""The device that steps run on: which one, in what precision, with how many threads, and how much memory is free."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+import torch
+
+from common.errors import FieldViolation, InvalidConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
+
+
+def pick_device(name: str) -> torch.device:
+    """Return the device called `name`; "auto" is the first CUDA device, else the CPU.
+
+    Raises InvalidConfig when the device is unknown or not there.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InvalidConfig(FieldViolation("--device", f"{name!r} is no device; expected auto, cpu or cuda")) from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidConfig(FieldViolation("--device", f"{name!r} was asked for and no CUDA device is usable; try cpu"))
+    return device
+
+
+def pick_dtype(name: str, of_checkpoint: torch.dtype | None) -> torch.dtype:
+    """Return the precision called `name`; "auto" is that of the checkpoint, float32 when it names none.
+
+    Raises InvalidConfig for an unknown name.
+    """
+    if name == "auto":
+        return of_checkpoint if of_checkpoint in DTYPES.values() else torch.float32
+    if name not in DTYPES:
+        raise InvalidConfig(FieldViolation("--dtype", f"{name!r}; expected auto, {', '.join(DTYPES)}"))
+    return DTYPES[name]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name without "torch.", e.g. "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def default_threads() -> int:
+    """Return the number of threads for tensor operations on CPU: one less than the cores that this process may use.
+
+    With a thread for every core, one busy neighbour (the I/O thread, another service) stalls each parallel region.
+    """
+    return max(1, len(os.sched_getaffinity(0)) - 1)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the memory that this process can still take on the device, in bytes; a container's limit counts."""
+    if device.type == "cuda":
+        free: int = torch.cuda.mem_get_info(device)[0]
+        return free
+    available = int(psutil.virtual_memory().available)
+    if _CGROUP_LIMIT.is_file() and (limit := _CGROUP_LIMIT.read_text().strip()).isdigit():
+        available = min(available, max(0, int(limit) - int(_CGROUP_USED.read_text())))
+    return available
+
+
+def total_bytes(device: torch.device) -> int:
+    """Return the memory of the device in bytes."""
+    if device.type == "cuda":
+        total: int = torch.cuda.mem_get_info(device)[1]
+        return total
+    return int(psutil.virtual_memory().total)

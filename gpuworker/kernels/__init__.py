@@ -1,0 +1,1 @@
+"""Implementations of the attention interface (`gpuworker/attention.py`)."""

@@ -1,0 +1,1 @@
+"""Models: loading a checkpoint, running it on the paged cache, and the test that it runs right."""

@@ -1,0 +1,141 @@
+"""Loads a decoder checkpoint in Hugging Face format, or makes one with random weights from its configuration."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from common.errors import FieldViolation, InvalidConfig, Unsupported
+from gpuworker.devices import pick_dtype
+from gpuworker.models.hosted import HostedModel
+
+LOAD_FORMATS = ("auto", "dummy")
+_LAYER_KINDS = {"full_attention", "sliding_attention"}
+_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Where a model comes from: a directory or a hub name. `load_format` "dummy" draws weights from `seed`."""
+
+    model: str
+    dtype: str = "auto"
+    load_format: str = "auto"
+    seed: int = 0
+
+
+def checkpoint_directory(model: str) -> Path:
+    """Return the directory of a checkpoint; a hub name is downloaded.
+
+    Raises InvalidConfig when there is neither.
+    """
+    directory = Path(model).expanduser()
+    if directory.is_dir():
+        return directory
+    try:
+        return Path(snapshot_download(model, allow_patterns=_HUB_FILES))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        what = f"{model!r} is no directory here, and the hub did not give it: {error}"
+        raise InvalidConfig(FieldViolation("--model", what)) from error
+
+
+def load_model(source: ModelSource, device: torch.device) -> HostedModel:
+    """Return the model on the device, ready for its self-test.
+
+    Raises InvalidConfig when the checkpoint cannot be read, Unsupported when its kind cannot run on a paged cache.
+    """
+    directory = checkpoint_directory(source.model)
+    config = read_config(directory)
+    refuse_unsupported(config)
+    dtype = pick_dtype(source.dtype, config.dtype)
+    if source.load_format == "dummy":
+        return HostedModel(_random_model(config, dtype, source.seed, device))
+    if source.load_format != "auto":
+        what = f"{source.load_format!r}; expected one of {', '.join(LOAD_FORMATS)}"
+        raise InvalidConfig(FieldViolation("--load-format", what))
+    try:
+        module = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
+    except (OSError, ValueError, RuntimeError) as error:
+        raise InvalidConfig(FieldViolation("--model", f"cannot load {directory}: {error}")) from error
+    return HostedModel(module.to(device))
+
+
+def read_config(directory: Path) -> PretrainedConfig:
+    """Return the configuration of a checkpoint. Raises InvalidConfig when there is none, or of an unknown kind."""
+    if not (directory / "config.json").is_file():
+        what = f"no config.json in {directory}; expected a checkpoint in Hugging Face format"
+        raise InvalidConfig(FieldViolation("--model", what))
+    try:
+        return AutoConfig.from_pretrained(directory)
+    except (OSError, ValueError, KeyError) as error:
+        raise InvalidConfig(FieldViolation("--model", f"cannot read {directory}/config.json: {error}")) from error
+
+
+def refuse_unsupported(config: PretrainedConfig) -> None:
+    """Raise Unsupported for what a short self-test would not show: layers and rotary scalings that depend on more than
+    a token's own position and the keys before it.
+    """
+    text = config.get_text_config()
+    unknown = set(getattr(text, "layer_types", None) or ()) - _LAYER_KINDS
+    if unknown:
+        raise Unsupported(
+            f"{text.model_type} has layers of kind {', '.join(sorted(unknown))}; only {_LAYER_KINDS} work"
+        )
+    if getattr(text, "is_encoder_decoder", False):
+        raise Unsupported(f"{text.model_type} is an encoder-decoder; only decoders work")
+    if "dynamic" in rope_types(text):
+        raise Unsupported(
+            f"{text.model_type} scales its rotary embedding by the longest sequence of the batch (dynamic)"
+        )
+
+
+def rope_types(config: PretrainedConfig) -> set[str]:
+    """Return the kinds of rotary scaling that the layers use; empty without rotary embedding."""
+    parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    return {str(part.get("rope_type", "default")) for part in (nested or [parameters])} if parameters else set()
+
+
+def context_limit(config: PretrainedConfig) -> int:
+    """Return how many positions the model can be run at: what its position embeddings span.
+
+    "longrope" changes the embedding of every position at once when a batch passes its original length, so K/V of shorter
+    sequences would no longer fit: such a model is run up to that length.
+    """
+    text = config.get_text_config()
+    limit = int(getattr(text, "max_position_embeddings", 0) or 0)
+    if "longrope" in rope_types(text):
+        parameters = text.rope_parameters
+        original = parameters.get("original_max_position_embeddings") or getattr(
+            text, "original_max_position_embeddings", limit
+        )
+        _log.warning("longrope: running up to its original length of %d positions, not %d", original, limit)
+        return int(original)
+    return limit or 2048
+
+
+def eos_token_ids(directory: Path) -> tuple[int, ...]:
+    """Return the ids that end a generation: those of generation_config.json, else of config.json; rising, no duplicates."""
+    for name in ("generation_config.json", "config.json"):
+        path = directory / name
+        found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        if found is not None:
+            return tuple(sorted(set(found if isinstance(found, list) else [found])))
+    return ()
+
+
+def _random_model(config: PretrainedConfig, dtype: torch.dtype, seed: int, device: torch.device) -> PreTrainedModel:
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices), device:
+        torch.manual_seed(seed)
+        module: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+    return module

@@ -1,0 +1,114 @@
+"""The start-up self-test: does the model, hosted on a paged cache, compute what it computes by itself?
+
+A model whose attention never reaches us, or reaches us without something that it depends on, runs without any exception
+and writes nonsense. So before anything is served, two sequences of sixteen random tokens are run three ways: by the model's
+own eager attention; one of them packed through a recorder of all calls; and both side by side, in chunks and single tokens,
+through a small paged cache. The model is refused unless every layer called once and all logits agree.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from common.errors import Unsupported
+from common.types import KvGeometry
+from gpuworker.attention import BackendFactory, LayerAttention
+from gpuworker.devices import dtype_name
+from gpuworker.kernels.torch_attention import attend_packed
+from gpuworker.kv_cache import KvCache
+from gpuworker.models.hosted import HostedModel
+from gpuworker.step_inputs import attention_arrays, attention_metadata, pack_rows, to_device
+
+_TOKENS = 16
+_BLOCK_SIZE = 4
+_BLOCK_TABLE = np.array([[6, 1, 4, 3], [0, 5, 2, 7]], dtype=np.int32)
+# Per step: start and length of the two sequences. Two prefills; a decode beside a chunk; two decodes.
+_STEPS = (((0, 9), (0, 6)), ((9, 1), (6, 9)), ((10, 1), (15, 1)))
+# Relative error of a position's logits (mean removed). In 16 bits one token may go to another expert: the median counts.
+_TOLERANCE_32, _TOLERANCE_16 = 2e-3, 2e-1
+
+
+class CallRecorder:
+    """Attends over one packed sequence without a cache and keeps what each layer asked for."""
+
+    def __init__(self) -> None:
+        self.layers: list[LayerAttention] = []
+        self.shapes: list[tuple[int, int, int]] = []  # kv_heads, head_dim_k, head_dim_v
+
+    def write_and_attend(
+        self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """See `AttentionBackend`."""
+        self.layers.append(layer)
+        self.shapes.append((key.shape[1], key.shape[2], value.shape[2]))
+        return attend_packed(layer, query, key, value)
+
+
+def self_test(model: HostedModel, backend: BackendFactory) -> KvGeometry:
+    """Run the test and return the shape of a token's K/V as the layers really make it.
+
+    Raises Unsupported, saying why, when the model cannot be hosted.
+    """
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(model.vocab_size, (2, _TOKENS), generator=generator).to(model.device)
+    reference = model.reference_logits(tokens)
+    recorder = CallRecorder()
+    everything = torch.arange(_TOKENS, device=model.device)
+    packed = model.forward(tokens[0], everything, everything, recorder)
+    geometry = _geometry(model, recorder)
+    _compare(model, packed, reference[0], "packed")
+    chunked, of_eager = _run_chunked(model, KvCache(geometry, 8, _BLOCK_SIZE, model.device), backend, tokens, reference)
+    _compare(model, chunked, of_eager, "through the paged cache")
+    return geometry
+
+
+def _geometry(model: HostedModel, recorder: CallRecorder) -> KvGeometry:
+    kind, layers = model.config.model_type, int(model.config.num_hidden_layers)
+    called = [layer.layer for layer in recorder.layers]
+    if sorted(called) != list(range(layers)):
+        raise Unsupported(
+            f"{kind} cannot be served: {len(set(called))} of its {layers} layers gave their attention to the paged cache"
+            f" ({len(called)} calls); its attention is computed inside the model (ALiBi, or an older style of code)"
+        )
+    if len(set(recorder.shapes)) != 1:
+        raise Unsupported(f"{kind} cannot be served: its layers differ in K/V shape: {sorted(set(recorder.shapes))}")
+    _check_windows(model, recorder)
+    windows = [layer.window for layer in recorder.layers]
+    widest = 0 if None in windows else max(window or 0 for window in windows)
+    return KvGeometry(layers, *recorder.shapes[0], dtype=dtype_name(model.dtype), window=widest)
+
+
+def _check_windows(model: HostedModel, recorder: CallRecorder) -> None:
+    kinds = getattr(model.config, "layer_types", None) or ()
+    for layer in recorder.layers:
+        if layer.layer < len(kinds) and kinds[layer.layer] == "sliding_attention" and layer.window is None:
+            raise Unsupported(f"{model.config.model_type}: layer {layer.layer} slides, but does not say its window")
+
+
+def _run_chunked(
+    model: HostedModel, cache: KvCache, backend: BackendFactory, tokens: torch.Tensor, reference: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the logits of all positions that the steps compute, [N, vocab], and those of `reference`."""
+    attention, ours, theirs = backend(cache), [], []
+    for step in _STEPS:
+        start, length = np.array(step, dtype=np.int32).T
+        rows = pack_rows(start, length, _BLOCK_TABLE, _BLOCK_SIZE)
+        *tables, row, position = to_device([*attention_arrays(rows), rows.row_of_token, rows.positions], model.device)
+        attention.begin(attention_metadata(rows, tables))
+        keep = torch.arange(len(position), device=model.device)
+        ours.append(model.forward(tokens[row, position], position.long(), keep, attention))
+        theirs.append(reference[row, position])
+    return torch.cat(ours), torch.cat(theirs)
+
+
+def _compare(model: HostedModel, ours: torch.Tensor, eager: torch.Tensor, how: str) -> None:
+    centred = eager - eager.mean(dim=-1, keepdim=True)
+    errors = (ours - eager).norm(dim=-1) / centred.norm(dim=-1).clamp_min(1e-6)
+    exact = model.dtype == torch.float32
+    error, tolerance = (errors.max(), _TOLERANCE_32) if exact else (errors.median(), _TOLERANCE_16)
+    if not float(error) <= tolerance:
+        raise Unsupported(
+            f"{model.config.model_type} cannot be served: run {how}, its logits differ from its own eager attention by"
+            f" {float(error):.2g} (relative; at most {tolerance:g} is allowed)"
+        )

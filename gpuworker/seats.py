@@ -1,0 +1,74 @@
+"""Where the runner keeps its sequences: each has a seat, one row of the token table and of the block tables.
+
+The token table lies on the device and holds the tokens of every seated sequence, so that a step takes the token that the
+step before it drew without a trip to the host. The block tables lie on the host and are kept from step to step, because a
+row seldom gains more than one block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from common.types import BlockId, SequenceId
+from gpuworker.attention import Int32Array
+from gpuworker.core.batch_plan import ScheduledRow
+from gpuworker.sampler import SampledRow
+
+
+@dataclass(slots=True)
+class Seat:
+    """One seated sequence; `blocks` is the row as it stands in the block table."""
+
+    index: int
+    sampled: SampledRow
+    blocks: tuple[BlockId, ...] = ()
+
+
+class Seats:
+    """Gives seats, and keeps the block tables of those who sit. Used by the engine's thread only."""
+
+    def __init__(self, count: int, max_blocks: int) -> None:
+        self._free = list(range(count))[::-1]
+        self._taken: dict[SequenceId, Seat] = {}
+        self._table = np.zeros((count, max_blocks), dtype=np.int32)
+
+    def __len__(self) -> int:
+        return len(self._taken)
+
+    def __getitem__(self, sequence: SequenceId) -> Seat:
+        return self._taken[sequence]
+
+    def take(self, sequence: SequenceId, sampled: SampledRow) -> Seat:
+        """Seat a sequence. Raises ValueError when it has a seat already or none is free: the caller's mistake."""
+        if sequence in self._taken or not self._free:
+            why = "is seated already" if sequence in self._taken else f"finds all {len(self._taken)} seats taken"
+            raise ValueError(f"sequence {sequence} {why}")
+        seat = self._taken[sequence] = Seat(self._free.pop(), sampled)
+        return seat
+
+    def leave(self, sequence: SequenceId) -> None:
+        """Free the seat of a sequence."""
+        self._free.append(self._taken.pop(sequence).index)
+
+    def block_table(self, rows: Sequence[ScheduledRow], width: int) -> Int32Array:
+        """Return [R, width], the block tables of the rows; trimmed blocks are 0."""
+        index = np.empty(len(rows), dtype=np.int64)
+        for n, row in enumerate(rows):
+            seat = self._taken[row.sequence]
+            index[n] = seat.index
+            if row.blocks is not seat.blocks:
+                self._update(seat, row.blocks)
+        return self._table[index, :width]
+
+    def _update(self, seat: Seat, blocks: tuple[BlockId, ...]) -> None:
+        """Write what changed: mostly a row is the old one with blocks added."""
+        known = len(seat.blocks)
+        same = known <= len(blocks) and blocks[:known] == seat.blocks
+        changed = np.array(blocks[known:] if same else blocks, dtype=np.int32)
+        begin = known if same else 0
+        end = min(len(blocks), self._table.shape[1])
+        self._table[seat.index, begin:end] = np.maximum(changed[: end - begin], 0)
+        seat.blocks = blocks

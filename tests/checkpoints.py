@@ -1,0 +1,153 @@
+"""Tiny checkpoints with random weights in Hugging Face format, each with a tokenizer, and what transformers makes of them.
+
+Weights are drawn widely (0.3), so that greedy outputs vary from token to token and the two best logits lie well apart.
+A checkpoint is made once per process, in a temporary directory that goes away with it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+SPECIAL = ("<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>", "<|end|>")
+VOCAB_SIZE = 264
+EOS = SPECIAL.index("</s>")
+MAX_POSITIONS = 1024
+WINDOW = 8
+_TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_POSITIONS,
+}
+_GPT_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "n_embd": 64,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": MAX_POSITIONS,
+}
+_COMMON: dict[str, Any] = {"initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": EOS, "pad_token_id": 0}
+
+# What Quire serves and, below, what it must refuse.
+SERVED: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", _SHAPE),
+    "qwen3": ("Qwen3Config", {**_SHAPE, "head_dim": 32}),
+    "mistral": ("MistralConfig", {**_SHAPE, "sliding_window": WINDOW}),
+    "gemma2": (
+        "Gemma2Config",
+        {**_SHAPE, "head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 16, "tie_word_embeddings": False},
+    ),
+    "gpt2": ("GPT2Config", _GPT_SHAPE),
+    "gpt_oss": (
+        "GptOssConfig",
+        {**_SHAPE, "head_dim": 16, "sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {
+            **_SHAPE,
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 4,
+            "n_group": 2,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 12,
+        },
+    ),
+}
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "falcon": (
+        "FalconConfig",
+        {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+    ),
+    "bloom": ("BloomConfig", {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "n_layer": 2, "n_head": 4}),
+    "gptj": ("GPTJConfig", {**_GPT_SHAPE, "n_layer": 2, "rotary_dim": 8}),
+}
+
+
+def config_of(kind: str) -> PretrainedConfig:
+    """Return the configuration of one of the kinds above."""
+    name, options = (SERVED | REFUSED)[kind]
+    config: PretrainedConfig = getattr(transformers, name)(**options, **_COMMON)
+    config.architectures = [name.removesuffix("Config") + ("LMHeadModel" if kind == "gpt2" else "ForCausalLM")]
+    return config
+
+
+@functools.cache
+def checkpoint(kind: str, seed: int = 0) -> Path:
+    """Return the directory of a checkpoint of one of the kinds above: weights, configuration and tokenizer."""
+    directory = _root() / f"{kind}-{seed}"
+    with torch.random.fork_rng([]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config_of(kind), dtype=torch.float32, attn_implementation="eager")
+    model.save_pretrained(directory)
+    tokenizer().save_pretrained(directory)
+    return directory
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer with one token a byte, so that any text has one and characters span tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate((*SPECIAL, *alphabet))}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list(SPECIAL))
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    made.chat_template = _TEMPLATE
+    return made
+
+
+@functools.cache
+def reference_model(directory: Path) -> PreTrainedModel:
+    """Return the model as transformers runs it, in float32 on CPU, with an end only where the caller puts one."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def hf_greedy(directory: Path, prompt: Sequence[int], count: int) -> list[int]:
+    """Return the `count` tokens that Hugging Face `generate` appends greedily to a prompt; no token ends it."""
+    return list(_generate(directory, tuple(prompt), count))
+
+
+@functools.cache
+def _generate(directory: Path, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
+    ids = torch.tensor([prompt])
+    options: dict[str, Any] = {"max_new_tokens": count, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    with torch.inference_mode():
+        out = reference_model(directory).generate(ids, **options)
+    return tuple(out[0, len(prompt) :].tolist())
+
+
+@functools.cache
+def _root() -> Path:
+    root = Path(tempfile.mkdtemp(prefix="quire-checkpoints-"))
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    return root

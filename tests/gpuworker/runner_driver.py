@@ -1,0 +1,108 @@
+"""Drives a StepRunner by hand: sequences on scattered blocks, plans that mix prefills in odd chunks with decodes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from common.types import BlockId, SamplingParams, SequenceId
+from gpuworker.attention import make_backend
+from gpuworker.core.batch_plan import ScheduledRow, StepPlan, StepResult
+from gpuworker.kv_cache import KvCache
+from gpuworker.model_runner import ModelRunner, RunnerLimits
+from gpuworker.models.hosted import HostedModel
+from gpuworker.models.loader import ModelSource, load_model
+from gpuworker.models.self_test import self_test
+
+CPU = torch.device("cpu")
+GREEDY = SamplingParams(temperature=0.0)
+SLOTS = 2048
+
+
+def hosted(directory: Path) -> HostedModel:
+    """Return a model that computes in float32."""
+    return load_model(ModelSource(str(directory), dtype="float32"), CPU)
+
+
+def runner_on(model: HostedModel, block_size: int = 16, max_num_seqs: int = 8, max_model_len: int = 256) -> ModelRunner:
+    """Return a runner with one thread on a cache of 2048 slots."""
+    geometry = self_test(model, lambda cache: make_backend("auto", cache))
+    cache = KvCache(geometry, SLOTS // block_size, block_size, CPU)
+    limits = RunnerLimits(max_num_seqs, max_model_len, threads=1)
+    return ModelRunner(model, cache, make_backend("auto", cache), limits)
+
+
+@dataclass
+class Stream:
+    """One sequence as the driver sees it."""
+
+    sequence: SequenceId
+    prompt: Sequence[int]
+    count: int
+    chunk: int
+    blocks: tuple[BlockId, ...]
+    scheduled: int = 0
+    output: list[int] = field(default_factory=list)
+
+    @property
+    def last_position(self) -> int:
+        """The last position that is ever computed: that of the last token but one."""
+        return len(self.prompt) + self.count - 2
+
+    def next_row(self) -> ScheduledRow | None:
+        """Return the next chunk of the prompt or the next decode; None once all is scheduled."""
+        if self.scheduled > self.last_position:
+            return None
+        length = min(self.chunk, len(self.prompt) - self.scheduled) if self.scheduled < len(self.prompt) else 1
+        start, self.scheduled = self.scheduled, self.scheduled + length
+        return ScheduledRow(self.sequence, start, length, self.blocks, samples=self.scheduled >= len(self.prompt))
+
+
+class Driver:
+    """Runs streams through a runner, with one step in flight while the next is planned."""
+
+    def __init__(self, runner: ModelRunner, block_size: int = 16, seed: int = 0) -> None:
+        self.runner = runner
+        self._block_size = block_size
+        self._free = [BlockId(block) for block in range(SLOTS // block_size)]
+        random.Random(seed).shuffle(self._free)
+        self._streams: dict[SequenceId, Stream] = {}
+        self._step = 0
+
+    def add(self, prompt: Sequence[int], count: int, chunk: int = 1 << 20, sampling: SamplingParams = GREEDY) -> Stream:
+        """Start a stream of `count` tokens after the prompt, prefilled `chunk` tokens a step."""
+        needed = -(-(len(prompt) + count) // self._block_size)
+        blocks, self._free = tuple(self._free[:needed]), self._free[needed:]
+        assert len(blocks) == needed
+        stream = Stream(SequenceId(len(self._streams) + 1), prompt, count, chunk, blocks)
+        self._streams[stream.sequence] = stream
+        self.runner.add(stream.sequence, prompt, sampling, len(prompt))
+        return stream
+
+    def step(self) -> Future[StepResult] | None:
+        """Submit one step over all streams; None when nothing is left to schedule."""
+        rows = [row for stream in self._streams.values() if (row := stream.next_row())]
+        if not rows:
+            return None
+        rows.sort(key=lambda row: row.length > 1)
+        self._step += 1
+        return self.runner.submit(StepPlan(self._step, tuple(rows)))
+
+    def run(self) -> None:
+        """Step until all streams have all their tokens."""
+        flying: list[Future[StepResult]] = []
+        while (future := self.step()) is not None or flying:
+            if future is not None:
+                flying.append(future)
+            if len(flying) == 2 or future is None:
+                self.take(flying.pop(0).result(timeout=60))
+
+    def take(self, result: StepResult) -> None:
+        """Append what a step drew."""
+        for sequence, tokens in result.drawn.items():
+            self._streams[sequence].output.extend(tokens)
