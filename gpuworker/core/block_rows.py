@@ -31,6 +31,7 @@ class BlockRows:
         self.pool: deque[BlockId] = deque()
         self.fill = [0] * num_blocks
         self.holders = [0] * num_blocks
+        self.held = 0
         self.content: dict[BlockId, Content] = {}
 
     def lease(self, block: BlockId) -> None:
@@ -50,6 +51,7 @@ class BlockRows:
         block = self.pool.popleft()
         self.reset(block)
         self.holders[block] = 1
+        self.held += 1
         return block
 
     def reset(self, block: BlockId) -> None:
@@ -73,6 +75,7 @@ class BlockRows:
     def hold(self, row: Iterable[BlockId]) -> None:
         """Count a row as holder of its blocks."""
         for block in row:
+            self.held += not self.holders[block]
             self.holders[block] += 1
 
     def let_go(self, row: Iterable[BlockId], step: int) -> None:
@@ -80,6 +83,7 @@ class BlockRows:
         for block in row:
             if block != TRIMMED:
                 self.holders[block] -= 1
+                self.held -= not self.holders[block]
                 content = self.content.get(block)
                 if content is not None:
                     self.content[block] = content._replace(last_used=step)
@@ -110,6 +114,7 @@ class BlockRows:
         """Return an independent copy."""
         twin = BlockRows(0)
         twin.pool, twin.fill, twin.holders = self.pool.copy(), self.fill.copy(), self.holders.copy()
+        twin.held = self.held
         twin.content = self.content.copy()
         return twin
 

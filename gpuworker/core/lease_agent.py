@@ -332,6 +332,8 @@ class LeaseAgent:
             pool=len(self._blocks.pool),
             lease_target=self._lease_target,
             steps_in_flight=len(self._in_flight),
+            pending_prefill=sum(max(0, len(s.tokens) - s.pos - 1) for s in self._sequences.values()),
+            unheld=self.config.num_blocks - self._blocks.held - len(self._blocks.pool),
         )
 
     def known_tokens(self, sequence: SequenceId) -> tuple[int, ...]:

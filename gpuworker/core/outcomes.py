@@ -63,7 +63,8 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Levels for metrics and for the engine's loop. `draining` keep rows for steps in flight only."""
+    """Levels for metrics and for the engine's loop. `draining` keep rows for steps in flight only; `pending_prefill` counts
+    known tokens that no step has computed or begun to, `unheld` blocks that neither a row nor the pool has."""
 
     running: int
     waiting: int
@@ -73,3 +74,5 @@ class Counts:
     pool: int
     lease_target: int
     steps_in_flight: int
+    pending_prefill: int
+    unheld: int

@@ -1,0 +1,70 @@
+"""What every benchmark shares: figures as a table and as a line of JSON, medians, bootstrap intervals."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+_RESAMPLES = 10_000
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the flags that every benchmark has."""
+    flags = argparse.ArgumentParser(description=description)
+    flags.add_argument("--json", action="store_true", help="end with one line of JSON: bench, machine, figures")
+    return flags
+
+
+def machine() -> dict[str, str | int]:
+    """Return what the figures depend on: processor, cores, Python and (if it is loaded) torch."""
+    torch = sys.modules.get("torch")
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count() or 0,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__) if torch is not None else "",
+        "system": platform.system(),
+    }
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor()
+
+
+def median_interval(samples: Sequence[float], seed: int = 0) -> tuple[float, float, float]:
+    """Return the median and its 95 % interval by the percentile bootstrap (Efron 1979), 10 000 resamples."""
+    rng = random.Random(seed)
+    medians = sorted(statistics.median(rng.choices(samples, k=len(samples))) for _ in range(_RESAMPLES))
+    return statistics.median(samples), medians[int(0.025 * _RESAMPLES)], medians[int(0.975 * _RESAMPLES)]
+
+
+def report(bench: str, figures: Mapping[str, float], notes: Mapping[str, str], as_json: bool) -> None:
+    """Print figures with what each means; and, if asked, the JSON object as the last line."""
+    table = Table(box=None, header_style="bold", pad_edge=False, title=f"bench.{bench}", title_justify="left")
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    table.add_column("what it is")
+    for name, value in figures.items():
+        table.add_row(name, _readable(value), notes.get(name, ""))
+    Console(highlight=False).print(table)
+    if as_json:
+        rounded = {name: round(float(value), 6) for name, value in figures.items()}
+        print(json.dumps({"bench": bench, "machine": machine(), "figures": rounded}))
+
+
+def _readable(value: float) -> str:
+    return f"{value:.0f}" if value == int(value) and abs(value) >= 10 else f"{value:.4g}"

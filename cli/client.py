@@ -1,0 +1,51 @@
+"""What the commands share when they talk to a router: its address, a channel, and errors in words."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+from rich.console import Console
+
+from common.errors import QuireError, Unavailable
+from common.rpc.status import error_from_rpc
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+
+
+def add_address(parser: argparse.ArgumentParser) -> None:
+    """Add the flag that names the router."""
+    address = os.environ.get("QUIRE_ADDRESS", DEFAULT_ADDRESS)
+    text = "HOST:PORT of the router (default %(default)s; environment: QUIRE_ADDRESS)"
+    parser.add_argument("--address", default=address, help=text)
+
+
+@asynccontextmanager
+async def router_channel(address: str) -> AsyncIterator[grpc.aio.Channel]:
+    """Open a channel; a failed call inside raises the QuireError that the service meant."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        try:
+            yield channel
+        except grpc.aio.AioRpcError as error:
+            meant = error_from_rpc(error)
+            if isinstance(meant, Unavailable) and "connect" in str(meant).lower():
+                meant = Unavailable(f"no router answers at {address}; start one with  quire up --model DIR")
+            raise meant from error
+
+
+def run_command(body: Callable[[Console], Coroutine[Any, Any, None]]) -> int:
+    """Run a command's body; print an error in one line and return the exit status."""
+    try:
+        asyncio.run(body(Console(highlight=False)))
+    except QuireError as error:
+        print(f"quire: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0

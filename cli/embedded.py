@@ -1,0 +1,77 @@
+"""A GPU worker with the KV manager's core in its own process: no RPC between them. Kept for honest comparison.
+
+`EmbeddedChannel` is the lease protocol's port over a ledger in memory. `python -m cli.embedded` takes the flags
+of `quire-gpuworker`; `--manager` is not used. Blocks are not published to Redis and the manager's decisions are not traced.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Sequence
+
+from common.clock import Clock, SystemClock
+from common.config import load_or_exit
+from common.lease import Attach, Attached, AttachOk, Connected, Granted, Inventory, LeaseEvent, Report
+from gpuworker.config import GpuWorkerSettings
+from kvmanager.core.ledger import Ledger, LedgerConfig
+
+
+class EmbeddedChannel:
+    """Implements `common.lease.LeaseChannel`: every report is applied and answered at once, on the engine's thread."""
+
+    def __init__(self, clock: Clock, runway: str = "lease") -> None:
+        self._clock, self._runway = clock, runway
+        self._events: list[LeaseEvent] = [Connected()]
+        self._ids = itertools.count(1)
+        self.ledger: Ledger | None = None
+
+    def poll(self) -> list[LeaseEvent]:
+        """Return the answers to what was sent."""
+        events, self._events = self._events, []
+        return events
+
+    def attach(self, attach: Attach, inventory: Inventory) -> None:
+        """Make the ledger of this worker from its inventory."""
+        config = LedgerConfig(
+            num_blocks=attach.num_blocks,
+            block_size=attach.identity.block_size,
+            prefix_caching=attach.prefix_caching,
+            window=attach.identity.kv_geometry.window,
+            max_num_seqs=attach.max_num_seqs,
+            runway=self._runway,
+        )
+        self.ledger = Ledger(config, self._clock, lambda: f"m-{next(self._ids)}")
+        self.ledger.rebuild(inventory)
+        self._events.append(Attached(attach.session, AttachOk(epoch=1, lease_target=0)))
+        self._answer(attach.session)
+
+    def send(self, session: int, report: Report) -> None:
+        """Apply a report and queue what the ledger grants for it."""
+        assert self.ledger is not None
+        self.ledger.apply(report)
+        self._answer(session)
+
+    def reconnect(self) -> None:
+        """Start a session from a new inventory."""
+        self._events.append(Connected())
+
+    def _answer(self, session: int) -> None:
+        assert self.ledger is not None
+        batch = self.ledger.schedule()
+        if batch is not None:
+            self._events.append(Granted(session, batch))
+        self.ledger.drain_index_events()
+        self.ledger.drain_decisions()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a GPU worker with its manager inside."""
+    from gpuworker.main import run
+
+    settings = load_or_exit(GpuWorkerSettings, argv, prog="python -m cli.embedded")
+    return run(settings, EmbeddedChannel(SystemClock()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""The `quire` command: picks the subcommand; each lives in a module of its own and is imported only when it runs."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "up": "run the whole suite in the foreground",
+    "demo": "start a suite, ask the demo model a few things, show the cache and a trace, stop",
+    "generate": "stream an answer",
+    "status": "show the queue and the workers",
+    "trace": "draw where a request's time went, and why",
+}
+
+
+def usage() -> str:
+    """Return what `quire` alone prints."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  quire {name:<{width}}  {what}" for name, what in COMMANDS.items()]
+    services = "Services of their own: quire-router, quire-kvmanager, quire-gpuworker."
+    head = "usage: quire COMMAND [...]   (quire COMMAND --help tells its options)"
+    return "\n".join([head, "", *lines, "", services])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(usage())
+        return 0
+    if words[0] not in COMMANDS:
+        print(f"quire: there is no command {words[0]!r}\n\n{usage()}", file=sys.stderr)
+        return 2
+    command = importlib.import_module(f"cli.{words[0]}")
+    return int(command.main(words[1:]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

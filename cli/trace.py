@@ -1,0 +1,36 @@
+"""`quire trace ID`: the spans of one request across the services, drawn as a tree with its decisions."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from cli.client import add_address, router_channel, run_command
+from cli.trace_view import render_trace
+from quire.decision.v1 import decision_pb2 as pb
+from quire.decision.v1 import decision_pb2_grpc as rpc
+
+
+def request_of(name: str) -> pb.GetTraceRequest:
+    """Return the query for a trace id (32 hexadecimal digits) or else a request id."""
+    if re.fullmatch(r"[0-9a-f]{32}", name):
+        return pb.GetTraceRequest(trace_id=name)
+    return pb.GetTraceRequest(request_id=name)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `quire trace`."""
+    flags = argparse.ArgumentParser("quire trace", description=__doc__)
+    flags.add_argument("id", help="trace id or request id, as `quire generate` prints it")
+    add_address(flags)
+    args = flags.parse_args(argv)
+
+    async def body(console: Console) -> None:
+        async with router_channel(args.address) as channel:
+            answer = await rpc.DecisionServiceStub(channel).GetTrace(request_of(args.id), timeout=5.0)
+        console.print(render_trace(answer))
+
+    return run_command(body)

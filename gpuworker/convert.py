@@ -1,0 +1,103 @@
+"""From the router's messages to what the engine takes, and the worker's own state back into messages."""
+
+from __future__ import annotations
+
+from common.errors import FieldViolation, InvalidRequest
+from common.packing import unpack_hashes, unpack_u32
+from common.types import SamplingParams, SequenceId
+from gpuworker.core.sequence import NewSequence
+from gpuworker.core.stopping import StopRule
+from gpuworker.ports import EngineLoad, EngineRequest
+from quire.gpuworker.v1 import gpuworker_pb2 as pb
+from quire.types.v1 import types_pb2 as types
+
+_MASK = (1 << 64) - 1
+
+
+def fold_seed(seed: int, index: int) -> int:
+    """Return the seed of sequence `index` of a request: the request's own for 0, else splitmix64 of both.
+
+    Draws depend on (seed, position) only; siblings must not draw alike. Constants: Steele, Lea and Flood (2014).
+    """
+    if index == 0:
+        return seed & _MASK
+    z = (seed + index * 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
+
+def sampling_params(message: types.SamplingParams, index: int) -> SamplingParams:
+    """Return the sampling of one sequence; the router has filled in every default."""
+    return SamplingParams(
+        temperature=message.temperature,
+        top_p=message.top_p,
+        top_k=message.top_k,
+        min_p=message.min_p,
+        max_tokens=message.max_tokens,
+        min_tokens=message.min_tokens,
+        stop_token_ids=tuple(message.stop_token_ids),
+        repetition_penalty=message.repetition_penalty,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+        seed=fold_seed(message.seed, index),
+        ignore_eos=message.ignore_eos,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+    )
+
+
+def engine_request(
+    message: pb.Submit, sequence: SequenceId, fork_of: SequenceId | None, max_model_len: int, traceparent: str
+) -> EngineRequest:
+    """Return the engine's form of a submit. InvalidRequest when its parts contradict each other."""
+    tokens = unpack_u32(message.prompt_token_ids)
+    before = message.output_tokens_before
+    if not 0 < len(tokens) < max_model_len or before >= len(tokens):
+        raise InvalidRequest(
+            FieldViolation(
+                "prompt_token_ids",
+                f"{len(tokens)} tokens, {before} of them earlier output; expected 1 to {max_model_len - 1}, with a prompt",
+            )
+        )
+    sampling = sampling_params(message.sampling, message.index)
+    prompt_tokens = len(tokens) - before
+    stop = StopRule(
+        max_tokens=sampling.max_tokens - before,
+        min_tokens=max(0, sampling.min_tokens - before),
+        eos_ids=frozenset(message.eos_token_ids),
+        stop_token_ids=frozenset(sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos,
+    )
+    new = NewSequence(
+        sequence=sequence,
+        request_id=message.request_id,
+        tokens=tuple(tokens),
+        chain=() if message.no_cache else unpack_hashes(message.chain),
+        chain_tail=message.chain_tail,
+        max_len=min(max_model_len, prompt_tokens + sampling.max_tokens),
+        stop=stop,
+        priority=message.priority,
+        fork_of=fork_of,
+        no_cache=message.no_cache,
+        traceparent=traceparent,
+    )
+    return EngineRequest(new, sampling, prompt_tokens, traced=bool(traceparent))
+
+
+def load_message(load: EngineLoad, draining: bool) -> pb.Load:
+    """Return what heartbeats carry."""
+    return pb.Load(
+        running=load.running,
+        waiting=load.waiting,
+        num_blocks=load.num_blocks,
+        unheld_blocks=load.unheld_blocks,
+        pending_prefill_tokens=load.pending_prefill_tokens,
+        decode_step_seconds=load.decode_step_seconds,
+        prefill_seconds_per_token=load.prefill_seconds_per_token,
+        step_age_seconds=load.step_age_seconds,
+        step_predicted_seconds=load.step_predicted_seconds,
+        steps=load.steps,
+        manager_attached=load.manager_attached,
+        draining=draining,
+    )

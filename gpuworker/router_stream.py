@@ -1,0 +1,171 @@
+"""One router's stream, seen from the worker: its handles, its sequences, their deadlines and spans, and its outputs.
+
+Lives on the I/O loop. The stream's single writer waits on `ready` and packs whatever has gathered into one message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from opentelemetry.trace import Tracer
+
+from common.errors import AlreadyExists, QuireError
+from common.lease import Admit
+from common.rpc.status import to_status
+from common.types import FinishReason, SequenceId
+from gpuworker.convert import engine_request
+from gpuworker.engine import Engine
+from gpuworker.output_buffer import OutputBuffer
+from gpuworker.ports import EngineOutputs, SequenceFinished
+from gpuworker.spans import SequenceSpans
+from quire.gpuworker.v1 import gpuworker_pb2 as pb
+from quire.types.v1 import types_pb2 as types
+
+
+@dataclass(slots=True)
+class _Live:
+    """A sequence that this stream's router waits for."""
+
+    handle: int
+    submitted: float
+    spans: SequenceSpans | None = None
+    deadline: asyncio.TimerHandle | None = None
+    drawn: int = 0
+
+
+class RouterStream:
+    """Everything between one open stream and the engine."""
+
+    def __init__(
+        self, engine: Engine, next_sequence: Callable[[], SequenceId], max_model_len: int, tracer: Tracer
+    ) -> None:
+        self._engine, self._next_sequence, self._max_model_len = engine, next_sequence, max_model_len
+        self._tracer = tracer
+        self._live: dict[SequenceId, _Live] = {}
+        self._by_handle: dict[int, SequenceId] = {}
+        self._outputs = OutputBuffer()
+        self._first: deque[pb.StreamResponse] = deque()
+        self.ready = asyncio.Event()
+        self.closed = False
+
+    @property
+    def sequences(self) -> frozenset[SequenceId]:
+        """Those that have not finished."""
+        return frozenset(self._live)
+
+    # ------------------------------------------------------------ from the router
+
+    def submit(self, message: pb.Submit) -> SequenceId | None:
+        """Hand a sequence to the engine; None, and a Refused to the router, when it cannot be served."""
+        sequence = self._next_sequence()
+        live = _Live(message.handle, time.monotonic())
+        try:
+            if message.handle in self._by_handle:
+                raise AlreadyExists(f"handle {message.handle} names a sequence of this stream already")
+            live.spans = self._open_spans(message, sequence)
+            traceparent = live.spans.reserve_traceparent if live.spans is not None else ""
+            fork_of = self._by_handle.get(message.fork_of) if message.HasField("fork_of") else None
+            request = engine_request(message, sequence, fork_of, self._max_model_len, traceparent)
+        except QuireError as refused:
+            status = to_status(refused).SerializeToString()
+            self.push(pb.StreamResponse(refused=pb.Refused(handle=message.handle, status=status)))
+            return None
+        if message.HasField("timeout_seconds"):
+            loop = asyncio.get_running_loop()
+            live.deadline = loop.call_later(
+                max(0.0, message.timeout_seconds), self._engine.cancel, sequence, FinishReason.DEADLINE
+            )
+        self._live[sequence], self._by_handle[message.handle] = live, sequence
+        self._engine.submit(request)
+        return sequence
+
+    def _open_spans(self, message: pb.Submit, sequence: SequenceId) -> SequenceSpans | None:
+        if not message.traceparent:
+            return None
+        attributes: dict[str, str | int] = {
+            "quire.request_id": message.request_id,
+            "quire.index": message.index,
+            "quire.sequence": sequence,
+            "quire.prompt_tokens": len(message.prompt_token_ids) // 4,
+        }
+        spans = SequenceSpans(self._tracer, message.traceparent, attributes)
+        return spans if spans.recording else None
+
+    def cancel(self, message: pb.Cancel) -> None:
+        """End a sequence that the router no longer wants; unknown handles are ignored."""
+        sequence = self._by_handle.get(message.handle)
+        if sequence is not None:
+            name = types.FinishReason.Name(message.reason).removeprefix("FINISH_REASON_")
+            reason = FinishReason[name] if name in FinishReason.__members__ else FinishReason.CANCELLED
+            self._engine.cancel(sequence, reason)
+
+    def close(self) -> None:
+        """The router is gone: cancel what it left."""
+        self.closed = True
+        self.ready.set()
+        for sequence in list(self._live):
+            self._engine.cancel(sequence, FinishReason.CANCELLED)
+
+    # ------------------------------------------------------------ to the router
+
+    def push(self, message: pb.StreamResponse) -> None:
+        """Send a message of its own, before gathered outputs."""
+        self._first.append(message)
+        self.ready.set()
+
+    def take(self) -> pb.StreamResponse | None:
+        """Return the next message for the writer; None when there is nothing to send."""
+        if self._first:
+            return self._first.popleft()
+        if self._outputs:
+            return pb.StreamResponse(outputs=self._outputs.take())
+        self.ready.clear()
+        return None
+
+    def deliver(self, outputs: EngineOutputs) -> None:
+        """Take over what concerns this stream's sequences, in the order in which a router must see it."""
+        for admit in outputs.admitted:
+            self._deliver_admit(admit)
+        self._trace_chunks(outputs)
+        for sequence, tokens in outputs.tokens:
+            if (live := self._live.get(sequence)) is not None:
+                live.drawn += len(tokens)
+                self._outputs.tokens(outputs.step, live.handle, tokens, outputs.logprobs.get(sequence, ()))
+        for sequence in outputs.preempted:
+            if (live := self._live.get(sequence)) is not None:
+                self._outputs.preempted(live.handle)
+                if live.spans is not None:
+                    live.spans.preempted()
+        for end in outputs.finished:
+            self._deliver_end(end)
+        if self._outputs:
+            self.ready.set()
+
+    def _deliver_admit(self, admit: Admit) -> None:
+        live = self._live.get(admit.sequence)
+        if live is None:
+            return
+        self._outputs.admitted(live.handle, admit, time.monotonic() - live.submitted)
+        if live.spans is not None:
+            live.spans.admitted(admit)
+
+    def _deliver_end(self, end: SequenceFinished) -> None:
+        live = self._live.pop(end.sequence, None)
+        if live is None:
+            return
+        self._by_handle.pop(live.handle, None)
+        self._outputs.finished(live.handle, end)
+        if live.deadline is not None:
+            live.deadline.cancel()
+        if live.spans is not None:
+            live.spans.finished(end)
+
+    def _trace_chunks(self, outputs: EngineOutputs) -> None:
+        for chunk in outputs.chunks:
+            live = self._live.get(chunk.sequence)
+            if live is not None and live.spans is not None:
+                live.spans.chunk(chunk, draws_more=live.drawn > 0)

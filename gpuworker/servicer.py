@@ -1,0 +1,143 @@
+"""The worker's gRPC service: one stream for each router, its heartbeat, and what the worker says of itself."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+
+import grpc
+from opentelemetry.trace import Tracer
+
+from common.errors import FieldViolation, IdentityMismatch, InvalidRequest, Unavailable
+from common.identity_wire import identity_from_proto
+from common.types import PoolIdentity, SequenceId
+from gpuworker.convert import load_message
+from gpuworker.engine import Engine
+from gpuworker.ports import EngineLoad, EngineOutputs
+from gpuworker.router_stream import RouterStream
+from quire.gpuworker.v1 import gpuworker_pb2 as pb
+from quire.gpuworker.v1 import gpuworker_pb2_grpc as rpc
+
+HEARTBEAT_SECONDS = 0.5
+
+
+class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
+    """Serves routers; `deliver` is the engine's sink and may be called from its thread."""
+
+    def __init__(self, info: pb.WorkerInfo, identity: PoolIdentity, memory: pb.MemoryLedger, tracer: Tracer) -> None:
+        self._info, self._identity, self._memory, self._tracer = info, identity, memory, tracer
+        self._engine: Engine | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._streams: set[RouterStream] = set()
+        self._owner: dict[SequenceId, RouterStream] = {}
+        self._ids = itertools.count(1)
+        self.draining = False
+
+    def serve(self, engine: Engine) -> None:
+        """Begin to take sequences for this engine; called on the I/O loop."""
+        self._engine, self._loop = engine, asyncio.get_running_loop()
+
+    @property
+    def live_sequences(self) -> int:
+        """Sequences that some router waits for."""
+        return len(self._owner)
+
+    # ------------------------------------------------------------ engine -> routers
+
+    def deliver(self, outputs: EngineOutputs) -> None:
+        """Hand a step's outputs to the I/O loop; any thread."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._deliver, outputs)
+
+    def _deliver(self, outputs: EngineOutputs) -> None:
+        if len(self._streams) == 1:
+            concerned = self._streams
+        else:
+            named = itertools.chain(
+                (admit.sequence for admit in outputs.admitted),
+                (sequence for sequence, _ in outputs.tokens),
+                outputs.preempted,
+                (end.sequence for end in outputs.finished),
+                (chunk.sequence for chunk in outputs.chunks),
+            )
+            concerned = {self._owner[sequence] for sequence in named if sequence in self._owner}
+        for stream in concerned:
+            stream.deliver(outputs)
+        for end in outputs.finished:
+            stream_of = self._owner.pop(end.sequence, None)
+            if stream_of is not None and stream_of.closed and not stream_of.sequences:
+                self._streams.discard(stream_of)
+
+    # ------------------------------------------------------------ RPCs
+
+    async def GetWorker(  # noqa: N802
+        self, request: pb.GetWorkerRequest, context: grpc.aio.ServicerContext[pb.GetWorkerRequest, pb.GetWorkerResponse]
+    ) -> pb.GetWorkerResponse:
+        """Identity, load and the byte ledger."""
+        return pb.GetWorkerResponse(info=self._info, load=self._load(), memory=self._memory)
+
+    async def Stream(  # noqa: N802
+        self,
+        request_iterator: AsyncIterator[pb.StreamRequest],
+        context: grpc.aio.ServicerContext[pb.StreamRequest, pb.StreamResponse],
+    ) -> AsyncIterator[pb.StreamResponse]:
+        """Serve one router until it goes; what it leaves behind is cancelled."""
+        if self._engine is None or self.draining:
+            raise Unavailable("the worker is starting or draining")
+        await self._greet(request_iterator)
+        stream = RouterStream(self._engine, self._next_sequence, self._info.max_model_len, self._tracer)
+        stream.push(pb.StreamResponse(hello=pb.WorkerHello(info=self._info)))
+        self._streams.add(stream)
+        reader = asyncio.create_task(self._read(stream, request_iterator))
+        heart = asyncio.create_task(self._beat(stream))
+        try:
+            while not stream.closed:
+                message = stream.take()
+                if message is not None:
+                    yield message
+                else:
+                    await stream.ready.wait()
+        finally:
+            reader.cancel()
+            heart.cancel()
+            stream.close()
+            if not stream.sequences:
+                self._streams.discard(stream)
+
+    async def _greet(self, requests: AsyncIterator[pb.StreamRequest]) -> None:
+        """Read the router's Hello; InvalidRequest without one, IdentityMismatch when its pool is not this one."""
+        first = await anext(aiter(requests), None)
+        if first is None or first.WhichOneof("message") != "hello":
+            raise InvalidRequest(FieldViolation("message", "the first message of a stream must be hello"))
+        if first.hello.HasField("identity"):
+            differences = self._identity.differences(identity_from_proto(first.hello.identity))
+            if differences:
+                raise IdentityMismatch(differences)
+
+    async def _read(self, stream: RouterStream, requests: AsyncIterator[pb.StreamRequest]) -> None:
+        try:
+            async for request in requests:
+                match request.WhichOneof("message"):
+                    case "submit":
+                        sequence = stream.submit(request.submit)
+                        if sequence is not None:
+                            self._owner[sequence] = stream
+                    case "cancel":
+                        stream.cancel(request.cancel)
+                    case _:
+                        pass
+        finally:
+            stream.close()
+
+    async def _beat(self, stream: RouterStream) -> None:
+        while True:
+            stream.push(pb.StreamResponse(heartbeat=pb.Heartbeat(load=self._load())))
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+
+    def _load(self) -> pb.Load:
+        load = self._engine.load() if self._engine is not None else EngineLoad()
+        return load_message(load, self.draining)
+
+    def _next_sequence(self) -> SequenceId:
+        return SequenceId(next(self._ids))
