@@ -1,0 +1,71 @@
+"""The router's own memory of where it sent which prefix.
+
+For a few seconds what was routed counts as a hit there, although its blocks are not computed or published yet: a burst
+of siblings then goes to one place. For some minutes it stands in for the index while that cannot be asked.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+
+from common.types import BlockHash
+
+BURST_SECONDS = 5.0
+MEMORY_SECONDS = 600.0
+MAX_BLOCKS = 200_000
+# A prefix that was remembered this recently is not written again.
+_FRESH_SECONDS = 0.5
+
+
+class OptimisticIndex:
+    """Which worker was sent which chain, and when; above `max_blocks` blocks the least recently routed leave first."""
+
+    def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
+        self._max_blocks = max_blocks
+        self._sent: OrderedDict[BlockHash, dict[str, float]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._sent)
+
+    def remember(self, worker_id: str, chain: Sequence[BlockHash], now: float) -> None:
+        """Note that the prompt of `chain` went to a worker. Deepest blocks enter first, and so leave first."""
+        chain = chain[: self._max_blocks]
+        if chain and now - self._sent.get(chain[-1], {}).get(worker_id, float("-inf")) < _FRESH_SECONDS:
+            return
+        for block in reversed(chain):
+            self._sent.setdefault(block, {})[worker_id] = now
+            self._sent.move_to_end(block)
+        while len(self._sent) > self._max_blocks:
+            self._sent.popitem(last=False)
+
+    def forget(self, worker_id: str) -> None:
+        """A worker lost its cache: nothing that was sent there counts any more."""
+        for block, times in list(self._sent.items()):
+            times.pop(worker_id, None)
+            if not times:
+                del self._sent[block]
+
+    def lookup(
+        self, chain: Sequence[BlockHash], worker_ids: Collection[str], now: float, max_age: float = BURST_SECONDS
+    ) -> dict[str, int]:
+        """Return blocks of `chain` sent to each of the workers within `max_age` seconds.
+
+        A parent is remembered whenever its child is, so each worker's depth is found by bisection.
+        """
+        oldest = now - max_age
+        hits = {}
+        for worker_id in worker_ids:
+            low, high = 0, len(chain)
+            while low < high:
+                middle = (low + high) // 2
+                if self._sent.get(chain[middle], _NOWHERE).get(worker_id, float("-inf")) >= oldest:
+                    low = middle + 1
+                else:
+                    high = middle
+            if low:
+                hits[worker_id] = low
+        return hits
+
+
+_NOWHERE: dict[str, float] = {}

@@ -1,0 +1,83 @@
+"""Rates that the router learns of a worker: exponential averages, and a step's time as a line over its batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+_MIN_WEIGHT = 0.1
+_HALF_LIFE_S = 10.0
+
+
+@dataclass(slots=True)
+class Average:
+    """An exponential average: its memory halves in `half_life` seconds, and each sample weighs a tenth at least."""
+
+    half_life: float = _HALF_LIFE_S
+    value: float | None = None
+    updated: float = 0.0
+
+    def add(self, sample: float, now: float) -> None:
+        """Take in a sample of the moment `now` (seconds)."""
+        if self.value is None:
+            self.value = sample
+        else:
+            weight = max(_MIN_WEIGHT, 1.0 - 0.5 ** ((now - self.updated) / self.half_life))
+            self.value += weight * (sample - self.value)
+        self.updated = now
+
+    def age(self, now: float) -> float:
+        """Return seconds since the last sample; infinity before the first."""
+        return now - self.updated if self.value is not None else float("inf")
+
+
+@dataclass(slots=True)
+class StepLine:
+    """Seconds of a decode step = base + slope x running sequences, by exponentially weighted least squares.
+
+    Each sample weighs 0.95 times the next one. Until batch sizes have varied, the slope is the one at which a full
+    batch takes twice the time of an empty one, as where K/V and weights cost as much to read.
+    """
+
+    full_batch: int
+    _decay: float = 0.95
+    _weight: float = 0.0
+    _x: float = 0.0
+    _y: float = 0.0
+    _xx: float = 0.0
+    _xy: float = 0.0
+
+    def add(self, running: int, seconds: float) -> None:
+        """Take in a step of `running` sequences."""
+        keep = self._decay
+        self._weight = keep * self._weight + 1.0
+        self._x = keep * self._x + running
+        self._y = keep * self._y + seconds
+        self._xx = keep * self._xx + running * running
+        self._xy = keep * self._xy + running * seconds
+
+    def predict(self, running: float) -> float | None:
+        """Return seconds of a step with `running` sequences; None before the first sample."""
+        if not self._weight:
+            return None
+        mean_x, mean_y = self._x / self._weight, self._y / self._weight
+        variance = self._xx / self._weight - mean_x * mean_x
+        if variance >= 1.0:
+            slope = max(0.0, (self._xy / self._weight - mean_x * mean_y) / variance)
+        else:
+            slope = mean_y / (self.full_batch + mean_x)
+        return max(mean_y + slope * (running - mean_x), 0.1 * mean_y)
+
+
+@dataclass(slots=True)
+class Rates:
+    """What one worker has shown: seconds a prompt token, a decode step, a whole sequence; output tokens a sequence."""
+
+    step: StepLine
+    prefill_token: Average = field(default_factory=Average)
+    sequence: Average = field(default_factory=Average)
+    output_tokens: Average = field(default_factory=Average)
+
+    def finished(self, seconds: float, output_tokens: int, now: float) -> None:
+        """Take in a sequence that ran to its end."""
+        self.sequence.add(seconds, now)
+        self.output_tokens.add(output_tokens, now)

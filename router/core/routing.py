@@ -1,0 +1,211 @@
+"""The choice of a worker: one continuous cost in predicted seconds, filters with reasons, and a record of all of it.
+
+    cost(w) = queue_delay(w) + prefill(prompt - hit(w)) + decode_pressure(w)
+
+    queue_delay      prompt tokens ahead, and the wait for a place in the batch or for blocks
+    prefill          uncached prompt tokens, and the step that draws the first token
+    decode_pressure  the steps of the expected output, each as slow as a batch with this request in it
+
+There is no mode switch between affinity and balance: a hit is worth the prefill it saves, and a busy worker loses by its
+queue and its slower steps.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from common.clock import Clock
+from common.types import Candidate, Decision, DecisionKind
+from router.core.worker_model import WorkerModel
+
+# Costs closer than this are equal: signals are not better than that, and equal workers must not be taken in order.
+TIE_SECONDS = 1e-4
+# Sequences of a worker's batch that may wait at the worker, so that it never runs out between two messages.
+OVERCOMMIT = 2
+# What is assumed until the first worker has shown better.
+PRIOR_PREFILL_TOKEN_S = 1e-4
+PRIOR_STEP_S = 0.02
+PRIOR_OUTPUT_TOKENS = 64.0
+# A worker whose manager is away grants nothing new: about what a restart of the manager takes.
+MANAGER_AWAY_S = 1.0
+
+
+class Outcome(StrEnum):
+    """What became of a placement."""
+
+    PLACED = "placed"
+    WAIT = "wait"
+    NO_WORKER = "no_worker"
+    TOO_LARGE = "too_large"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What is to be placed: `prompt_tokens` include output of an earlier run; `max_length` bounds one sequence."""
+
+    request_id: str
+    prompt_tokens: int
+    max_length: int
+    max_tokens: int
+    sequences: int = 1
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A routing decision; `worker` is None unless the outcome is PLACED. `first_token_s` is predicted seconds."""
+
+    outcome: Outcome
+    decision: Decision
+    worker: WorkerModel | None = None
+    hit_blocks: int = 0
+    first_token_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    worker: WorkerModel
+    hit_blocks: int
+    queue_delay: float
+    prefill: float
+    decode_pressure: float
+
+    @property
+    def total(self) -> float:
+        return self.queue_delay + self.prefill + self.decode_pressure
+
+    def candidate(self) -> Candidate:
+        terms = (
+            ("queue_delay", self.queue_delay),
+            ("prefill", self.prefill),
+            ("decode_pressure", self.decode_pressure),
+            ("hit_blocks", float(self.hit_blocks)),
+        )
+        return Candidate(self.worker.worker_id, self.total, terms)
+
+
+class Router:
+    """Chooses workers. `seed` breaks ties; with a decision's id it gives the same pick again."""
+
+    def __init__(self, clock: Clock, new_id: Callable[[], str], seed: int) -> None:
+        self._clock, self._new_id, self._seed = clock, new_id, seed
+
+    def route(
+        self,
+        placement: Placement,
+        workers: Sequence[WorkerModel],
+        hits: Mapping[str, int],
+        absent: Collection[tuple[str, str]] = (),
+    ) -> Choice:
+        """Return the choice among `workers`; `hits` are blocks by worker id, `absent` names of others with reasons."""
+        now, fallback = self._clock.monotonic(), _Fallback.of(workers)
+        costs: list[_Cost] = []
+        out = [Candidate(name, rejected=reason) for name, reason in absent]
+        verdicts = set()
+        for worker in workers:
+            verdict, reason = _filter(worker, placement, now)
+            verdicts.add(verdict)
+            if verdict is Outcome.PLACED:
+                costs.append(_cost(worker, placement, hits.get(worker.worker_id, 0), fallback))
+            else:
+                out.append(Candidate(worker.worker_id, rejected=reason))
+        decision_id = self._new_id()
+        best, tied = self._pick(costs, decision_id) if costs else (None, 0)
+        outcome = next((each for each in _BEST_FIRST if each in verdicts), Outcome.NO_WORKER)
+        decision = Decision(
+            decision_id=decision_id,
+            kind=DecisionKind.ROUTING,
+            time_ns=self._clock.time_ns(),
+            chosen=best.worker.worker_id if best else outcome.value,
+            request_id=placement.request_id,
+            candidates=(*(cost.candidate() for cost in costs), *out),
+            signal_ages=tuple((f"{worker.worker_id}.heartbeat", now - worker.heartbeat_at) for worker in workers),
+            figures=(
+                ("prompt_tokens", float(placement.prompt_tokens)),
+                ("tied", float(tied)),
+                ("seed", float(self._seed)),
+            ),
+            traceparent=placement.traceparent,
+        )
+        if best is None:
+            return Choice(outcome, decision)
+        return Choice(outcome, decision, best.worker, best.hit_blocks, best.queue_delay + best.prefill)
+
+    def _pick(self, costs: list[_Cost], decision_id: str) -> tuple[_Cost, int]:
+        """Return the cheapest, or by lot one of those that tie with it, and how many tie."""
+        cheapest = min(cost.total for cost in costs)
+        tied = [cost for cost in costs if cost.total <= cheapest + TIE_SECONDS]
+        return tied[zlib.crc32(f"{self._seed}:{decision_id}".encode()) % len(tied)], len(tied)
+
+
+_BEST_FIRST = (Outcome.PLACED, Outcome.WAIT, Outcome.NO_WORKER, Outcome.TOO_LARGE)
+
+
+def _filter(worker: WorkerModel, placement: Placement, now: float) -> tuple[Outcome, str]:
+    """Return PLACED when the worker may be chosen, else what stands against it and in which words."""
+    capacity = worker.capacity
+    if placement.max_length > capacity.max_model_len:
+        return Outcome.TOO_LARGE, f"too large: {placement.max_length} tokens of at most {capacity.max_model_len}"
+    if (needed := capacity.blocks(placement.max_length)) > capacity.num_blocks:
+        return Outcome.TOO_LARGE, f"too large: {needed} blocks of {capacity.num_blocks} in its pool"
+    if trouble := worker.trouble(now):
+        return Outcome.NO_WORKER, f"{trouble[0].value}: {trouble[1]}"
+    limit = max(OVERCOMMIT * capacity.max_num_seqs, placement.sequences)
+    if worker.sequences + placement.sequences > limit:
+        return Outcome.WAIT, f"over limit: {worker.sequences} sequences of at most {limit}"
+    return Outcome.PLACED, ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Fallback:
+    """What is assumed of a worker that has shown nothing yet: the mean of those that have."""
+
+    prefill_token: float
+    step: float
+    output_tokens: float
+
+    @staticmethod
+    def of(workers: Sequence[WorkerModel]) -> _Fallback:
+        rates = [worker.rates for worker in workers]
+        return _Fallback(
+            _mean([rate.prefill_token.value for rate in rates], PRIOR_PREFILL_TOKEN_S),
+            _mean([rate.step.predict(1) for rate in rates], PRIOR_STEP_S),
+            _mean([rate.output_tokens.value for rate in rates], PRIOR_OUTPUT_TOKENS),
+        )
+
+
+def _mean(values: Sequence[float | None], prior: float) -> float:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else prior
+
+
+def _cost(worker: WorkerModel, placement: Placement, hit_blocks: int, fallback: _Fallback) -> _Cost:
+    capacity, rates = worker.capacity, worker.rates
+    per_token = fallback.prefill_token if rates.prefill_token.value is None else rates.prefill_token.value
+    running = min(worker.sequences + placement.sequences, capacity.max_num_seqs)
+    step = rates.step.predict(running)
+    if step is None:
+        step = fallback.step * (1.0 + (running - 1) / capacity.max_num_seqs)
+    hit_blocks = min(hit_blocks, (placement.prompt_tokens - 1) // capacity.block_size)
+    uncached = placement.prompt_tokens - hit_blocks * capacity.block_size
+    horizon = min(float(placement.max_tokens), fallback.output_tokens)
+    stay = rates.sequence.value if rates.sequence.value is not None else fallback.output_tokens * step
+    delay = worker.pending_prefill_tokens * per_token + _wait_for_room(worker, placement, hit_blocks, stay)
+    if not worker.load.manager_attached:
+        delay += MANAGER_AWAY_S
+    return _Cost(worker, hit_blocks, delay, uncached * per_token + step, horizon * step)
+
+
+def _wait_for_room(worker: WorkerModel, placement: Placement, hit_blocks: int, stay: float) -> float:
+    """Return predicted seconds until enough sequences, each staying `stay` seconds, have left.
+
+    By Little's law `n` sequences that stay for `stay` seconds leave at the rate n / stay, and blocks likewise.
+    """
+    capacity = worker.capacity
+    places = worker.sequences + placement.sequences - capacity.max_num_seqs
+    blocks = capacity.blocks(placement.prompt_tokens) - hit_blocks - worker.unheld_blocks
+    held = max(1, capacity.num_blocks - worker.unheld_blocks)
+    return max(0.0, places * stay / capacity.max_num_seqs, blocks * stay / held)

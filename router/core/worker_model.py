@@ -1,0 +1,133 @@
+"""What the router believes of one worker: its last heartbeat, what was sent to it since, and its learnt rates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from router.core.rates import Rates, StepLine
+
+
+class WorkerState(StrEnum):
+    """Whether a worker may be given work; all but CONNECTED come with a reason."""
+
+    CONNECTING = "connecting"
+    CONNECTED = "connected"
+    DRAINING = "draining"
+    HUNG = "hung"
+    MISMATCHED = "mismatched"
+
+
+HUNG_FACTOR = 10.0
+HUNG_FLOOR_S = 5.0
+HEARTBEAT_LIMIT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The limits of a worker, as it told them when it connected."""
+
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_model_len: int
+
+    def blocks(self, tokens: int) -> int:
+        """Blocks that hold `tokens`."""
+        return -(-tokens // self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One heartbeat. Rates are 0 until the worker has learnt them (seconds a decode step, seconds a prompt token)."""
+
+    running: int = 0
+    waiting: int = 0
+    unheld_blocks: int = 0
+    pending_prefill_tokens: int = 0
+    decode_step_seconds: float = 0.0
+    prefill_seconds_per_token: float = 0.0
+    step_age_seconds: float = 0.0
+    step_predicted_seconds: float = 0.0
+    manager_attached: bool = True
+    draining: bool = False
+
+
+@dataclass(slots=True)
+class _Placed:
+    """What this router sent to the worker: since the last heartbeat, and everything that is still there."""
+
+    sequences: int = 0
+    prefill_tokens: int = 0
+    blocks: int = 0
+
+
+@dataclass(slots=True)
+class WorkerModel:
+    """One incarnation of a worker as routing sees it.
+
+    A heartbeat is up to 0.5 s old, so what this router placed since is added; and no figure is believed to be below
+    what this router itself has outstanding there, which covers a submit that crossed the heartbeat on the wire.
+    """
+
+    worker_id: str
+    capacity: Capacity
+    load: Load
+    heartbeat_at: float
+    rates: Rates = field(init=False)
+    draining: bool = False
+    _since: _Placed = field(default_factory=_Placed)
+    _outstanding: _Placed = field(default_factory=_Placed)
+
+    def __post_init__(self) -> None:
+        self.rates = Rates(StepLine(full_batch=max(1, self.capacity.max_num_seqs)))
+
+    def heartbeat(self, load: Load, now: float) -> None:
+        """Take in a heartbeat: it replaces what was estimated since the last one."""
+        self.load, self.heartbeat_at, self._since = load, now, _Placed()
+        if load.decode_step_seconds > 0:
+            self.rates.step.add(load.running, load.decode_step_seconds)
+        if load.prefill_seconds_per_token > 0:
+            self.rates.prefill_token.add(load.prefill_seconds_per_token, now)
+
+    def placed(self, sequences: int, prefill_tokens: int, blocks: int) -> None:
+        """Count what was just submitted; negative numbers take back what finished."""
+        for ledger in (self._since, self._outstanding):
+            ledger.sequences += sequences
+            ledger.prefill_tokens += prefill_tokens
+            ledger.blocks += blocks
+
+    @property
+    def outstanding(self) -> int:
+        """Sequences of this router at the worker."""
+        return self._outstanding.sequences
+
+    @property
+    def sequences(self) -> int:
+        """Sequences at the worker now, waiting ones included."""
+        told = self.load.running + self.load.waiting + self._since.sequences
+        return max(told, self._outstanding.sequences)
+
+    @property
+    def pending_prefill_tokens(self) -> int:
+        """Prompt tokens at the worker that are not computed yet."""
+        told = self.load.pending_prefill_tokens + self._since.prefill_tokens
+        return max(told, self._outstanding.prefill_tokens)
+
+    @property
+    def unheld_blocks(self) -> int:
+        """Blocks that no sequence holds, cached ones included."""
+        told = self.load.unheld_blocks - self._since.blocks
+        return min(max(told, 0), self.capacity.num_blocks)
+
+    def trouble(self, now: float) -> tuple[WorkerState, str] | None:
+        """Return why the worker may not be given work, if so: it drains, or its step or its heartbeat is late."""
+        load = self.load
+        limit = max(HUNG_FACTOR * load.step_predicted_seconds, HUNG_FLOOR_S)
+        if load.step_age_seconds > limit:
+            return WorkerState.HUNG, f"its step runs for {load.step_age_seconds:.1f} s; at most {limit:.1f} s expected"
+        if now - self.heartbeat_at > HEARTBEAT_LIMIT_S:
+            return WorkerState.HUNG, f"no heartbeat for {now - self.heartbeat_at:.1f} s"
+        if self.draining or load.draining:
+            return WorkerState.DRAINING, "it finishes what it has and takes nothing new"
+        return None

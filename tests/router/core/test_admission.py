@@ -1,0 +1,106 @@
+"""What may enter the router, with the numbers of what may not."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.errors import AlreadyExists, DeadlineExceeded, Overloaded, QuotaViolation
+from router.core.admission import Admission, AdmissionLimits, check_deadline
+
+
+def test_a_request_is_queued_then_runs_then_is_gone() -> None:
+    books = Admission(AdmissionLimits())
+    books.enter("r", 10, "", now=0.0)
+    assert (books.queued, books.running, books.tokens_in_flight) == (1, 0, 10)
+    books.start("r", now=0.0)
+    assert (books.queued, books.running, books.tokens_in_flight) == (0, 1, 10)
+    books.leave("r")
+    assert (books.queued, books.running, books.tokens_in_flight) == (0, 0, 0)
+
+
+def test_a_full_queue_refuses_with_its_numbers() -> None:
+    books = Admission(AdmissionLimits(max_queued=2))
+    for name in ("a", "b"):
+        books.enter(name, 1, "", now=0.0)
+    with pytest.raises(Overloaded) as refused:
+        books.enter("c", 1, "", now=0.0)
+    assert refused.value.violation == QuotaViolation("router.queue", "2 requests wait; at most 2")
+    assert refused.value.retry_after_s == 1.0
+    assert books.queued == 2
+
+
+def test_running_requests_leave_room_in_the_queue() -> None:
+    books = Admission(AdmissionLimits(max_queued=1))
+    books.enter("a", 1, "", now=0.0)
+    books.start("a", now=0.0)
+    books.enter("b", 1, "", now=0.0)
+    assert (books.queued, books.running) == (1, 1)
+
+
+def test_tokens_in_flight_are_bounded() -> None:
+    books = Admission(AdmissionLimits(max_tokens_in_flight=100))
+    books.enter("a", 60, "", now=0.0)
+    with pytest.raises(Overloaded, match="60 tokens in flight and 41 more requested; at most 100"):
+        books.enter("b", 41, "", now=0.0)
+    books.enter("c", 40, "", now=0.0)
+    assert books.tokens_in_flight == 100
+
+
+def test_an_id_in_use_is_refused_until_its_request_left() -> None:
+    books = Admission(AdmissionLimits())
+    books.enter("r", 1, "", now=0.0)
+    with pytest.raises(AlreadyExists):
+        books.enter("r", 1, "", now=0.0)
+    books.leave("r")
+    books.enter("r", 1, "", now=0.0)
+
+
+def test_retry_after_is_the_mean_gap_between_starts() -> None:
+    books = Admission(AdmissionLimits(max_queued=0 + 3))
+    for at, name in ((0.0, "a"), (4.0, "b")):
+        books.enter(name, 1, "", now=at)
+        books.start(name, now=at)
+    assert books.retry_after(now=5.0) == 4.0
+    assert books.retry_after(now=10.0) == 6.0
+    assert books.retry_after(now=1000.0) == 30.0
+
+
+def test_a_request_that_lost_its_worker_comes_back_into_a_full_queue() -> None:
+    books = Admission(AdmissionLimits(max_queued=1))
+    books.enter("a", 1, "", now=0.0)
+    books.start("a", now=0.0)
+    books.enter("b", 1, "", now=0.0)
+    books.requeue("a")
+    assert (books.queued, books.running) == (2, 0)
+
+
+class HalfForEach:
+    def check(self, tenant: str, tokens: int, tokens_in_flight: int) -> QuotaViolation | None:
+        if tokens + tokens_in_flight > 50:
+            return QuotaViolation(f"tenant.{tenant}", f"{tokens_in_flight} + {tokens} tokens of 50")
+        return None
+
+
+def test_a_tenant_at_its_quota_does_not_stop_another() -> None:
+    books = Admission(AdmissionLimits(), HalfForEach())
+    books.enter("a", 40, "red", now=0.0)
+    with pytest.raises(Overloaded, match=r"tenant\.red: 40 \+ 20 tokens of 50"):
+        books.enter("b", 20, "red", now=0.0)
+    books.enter("c", 20, "blue", now=0.0)
+    books.leave("a")
+    books.enter("d", 20, "red", now=0.0)
+
+
+def test_no_deadline_is_always_met() -> None:
+    check_deadline(now=5.0, deadline=None, first_token_s=1e9)
+
+
+def test_a_deadline_that_has_passed_is_refused() -> None:
+    with pytest.raises(DeadlineExceeded, match=r"passed 1\.000 s ago"):
+        check_deadline(now=5.0, deadline=4.0, first_token_s=0.0)
+
+
+def test_a_first_token_after_the_deadline_is_refused_with_both_figures() -> None:
+    with pytest.raises(DeadlineExceeded, match=r"2\.000 s are left.*predicted in 2\.500 s"):
+        check_deadline(now=5.0, deadline=7.0, first_token_s=2.5)
+    check_deadline(now=5.0, deadline=7.0, first_token_s=1.9)

@@ -1,0 +1,62 @@
+"""Learnt rates: exact values of averages and of the line through step times."""
+
+from __future__ import annotations
+
+import pytest
+
+from router.core.rates import Average, StepLine
+
+
+def test_the_first_sample_is_the_average() -> None:
+    average = Average()
+    average.add(3.0, now=1.0)
+    assert average.value == 3.0
+
+
+def test_a_sample_after_one_half_life_weighs_half() -> None:
+    average = Average(half_life=10.0)
+    average.add(4.0, now=0.0)
+    average.add(8.0, now=10.0)
+    assert average.value == pytest.approx(6.0)
+
+
+def test_a_sample_at_the_same_moment_weighs_a_tenth() -> None:
+    average = Average()
+    average.add(0.0, now=5.0)
+    average.add(10.0, now=5.0)
+    assert average.value == pytest.approx(1.0)
+
+
+def test_age_counts_from_the_last_sample() -> None:
+    average = Average()
+    assert average.age(7.0) == float("inf")
+    average.add(1.0, now=5.0)
+    assert average.age(7.0) == 2.0
+
+
+def test_a_line_without_samples_predicts_nothing() -> None:
+    assert StepLine(full_batch=8).predict(1) is None
+
+
+def test_one_batch_size_predicts_a_full_batch_at_twice_the_empty_one() -> None:
+    line = StepLine(full_batch=8)
+    line.add(running=4, seconds=0.012)
+    assert line.predict(4) == pytest.approx(0.012)
+    empty, full = line.predict(0), line.predict(8)
+    assert empty is not None
+    assert full == pytest.approx(2 * empty)
+
+
+def test_two_batch_sizes_fix_the_line() -> None:
+    line = StepLine(full_batch=64)
+    line.add(running=2, seconds=0.010)
+    line.add(running=12, seconds=0.030)
+    assert line.predict(7) == pytest.approx(0.020)
+    assert line.predict(32) == pytest.approx(0.070)
+
+
+def test_a_falling_line_is_flat() -> None:
+    line = StepLine(full_batch=64)
+    for running, seconds in ((2, 0.03), (12, 0.01)):
+        line.add(running, seconds)
+    assert line.predict(2) == line.predict(12)

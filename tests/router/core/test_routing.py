@@ -1,0 +1,245 @@
+"""The choice of a worker: each term of the cost by hand, each filter with its reason, ties, and no hot spot."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+
+from common.clock import ManualClock
+from common.types import Decision
+from router.core.optimistic import OptimisticIndex
+from router.core.routing import TIE_SECONDS, Choice, Outcome, Placement, Router
+from router.core.worker_model import Capacity, Load, WorkerModel
+from tests.router.core.test_optimistic import chain
+
+CAPACITY = Capacity(num_blocks=64, block_size=16, max_num_seqs=4, max_model_len=512)
+STEP, TOKEN = 0.01, 0.001
+
+
+def worker(name: str, load: Load | None = None, capacity: Capacity = CAPACITY) -> WorkerModel:
+    """Return a worker that has shown a step of 10 ms for one sequence and 1 ms a prompt token."""
+    model = WorkerModel(name, capacity, Load(unheld_blocks=capacity.num_blocks), heartbeat_at=0.0)
+    model.heartbeat(Load(running=1, decode_step_seconds=STEP, prefill_seconds_per_token=TOKEN), now=0.0)
+    model.heartbeat(load or Load(unheld_blocks=capacity.num_blocks), now=0.0)
+    return model
+
+
+def router(seed: int = 1) -> Router:
+    numbers = itertools.count(1)
+    return Router(ManualClock(), lambda: f"d{next(numbers)}", seed)
+
+
+def placement(prompt: int = 100, output: int = 20, sequences: int = 1) -> Placement:
+    return Placement("r", prompt, prompt + output, output, sequences)
+
+
+def terms(choice: Choice, name: str) -> dict[str, float]:
+    return dict(next(candidate.terms for candidate in choice.decision.candidates if candidate.name == name))
+
+
+def rejected(choice: Choice) -> dict[str, str]:
+    return {candidate.name: candidate.rejected for candidate in choice.decision.candidates if candidate.rejected}
+
+
+# ------------------------------------------------------------ the terms
+
+
+def test_an_idle_worker_costs_its_prefill_and_its_steps() -> None:
+    found = terms(router().route(placement(prompt=100, output=20), [worker("w0")], {}), "w0")
+    assert found["queue_delay"] == 0.0
+    assert found["prefill"] == pytest.approx(100 * TOKEN + STEP)
+    assert found["decode_pressure"] == pytest.approx(20 * STEP)
+
+
+def test_a_hit_saves_its_prefill() -> None:
+    found = terms(router().route(placement(prompt=100), [worker("w0")], {"w0": 5}), "w0")
+    assert found["prefill"] == pytest.approx(20 * TOKEN + STEP)
+
+
+def test_the_last_token_of_a_prompt_is_always_computed() -> None:
+    found = terms(router().route(placement(prompt=32), [worker("w0")], {"w0": 2}), "w0")
+    assert found["prefill"] == pytest.approx(16 * TOKEN + STEP)
+    assert found["hit_blocks"] == 1
+
+
+def test_prompt_tokens_ahead_delay_the_start() -> None:
+    busy = worker("w0", Load(unheld_blocks=64, pending_prefill_tokens=500))
+    assert terms(router().route(placement(), [busy], {}), "w0")["queue_delay"] == pytest.approx(500 * TOKEN)
+
+
+def test_a_full_batch_delays_by_the_time_until_a_place_is_free() -> None:
+    full = worker("w0", Load(running=4, unheld_blocks=64))
+    full.rates.sequence.add(8.0, now=0.0)
+    assert terms(router().route(placement(), [full], {}), "w0")["queue_delay"] == pytest.approx(1 * 8.0 / 4)
+
+
+def test_missing_blocks_delay_by_the_time_until_they_are_free() -> None:
+    full = worker("w0", Load(running=1, unheld_blocks=4))
+    full.rates.sequence.add(6.0, now=0.0)
+    found = terms(router().route(placement(prompt=100), [full], {}), "w0")
+    assert found["queue_delay"] == pytest.approx((7 - 4) * 6.0 / 60)
+
+
+def test_a_worker_without_its_manager_is_a_second_dearer() -> None:
+    alone = worker("w0", Load(unheld_blocks=64, manager_attached=False))
+    assert terms(router().route(placement(), [alone], {}), "w0")["queue_delay"] == 1.0
+
+
+def test_a_fuller_batch_makes_slower_steps() -> None:
+    one, three = worker("w0"), worker("w1", Load(running=2, unheld_blocks=64))
+    choice = router().route(placement(), [one, three], {})
+    assert terms(choice, "w1")["decode_pressure"] > terms(choice, "w0")["decode_pressure"]
+
+
+def test_a_new_worker_is_assumed_to_be_like_the_others() -> None:
+    new = WorkerModel("new", CAPACITY, Load(unheld_blocks=64), heartbeat_at=0.0)
+    choice = router().route(placement(), [worker("w0"), new], {})
+    assert terms(choice, "new") == pytest.approx(terms(choice, "w0"))
+
+
+def test_predicted_time_to_the_first_token_leaves_out_the_steps_after_it() -> None:
+    choice = router().route(placement(prompt=100), [worker("w0")], {})
+    assert choice.first_token_s == pytest.approx(100 * TOKEN + STEP)
+
+
+# ------------------------------------------------------------ the choice
+
+
+def chosen(choice: Choice) -> str:
+    assert choice.worker is not None
+    return choice.worker.worker_id
+
+
+def test_a_hit_wins_over_an_equal_worker() -> None:
+    assert chosen(router().route(placement(), [worker("w0"), worker("w1")], {"w1": 3})) == "w1"
+
+
+def test_a_long_queue_outweighs_a_hit() -> None:
+    busy = worker("w1", Load(unheld_blocks=64, pending_prefill_tokens=50))
+    assert chosen(router().route(placement(), [worker("w0"), busy], {"w1": 3})) == "w0"
+    assert chosen(router().route(placement(), [worker("w0"), busy], {"w1": 4})) == "w1"
+
+
+def test_equal_workers_are_taken_by_lot_and_the_lot_can_be_drawn_again() -> None:
+    first, again = router(seed=7), router(seed=7)
+    workers = [worker(f"w{n}") for n in range(4)]
+    picks = [chosen(first.route(placement(), workers, {})) for _ in range(100)]
+    assert [chosen(again.route(placement(), workers, {})) for _ in range(100)] == picks
+    assert min(Counter(picks).values()) >= 10
+    assert set(picks) == {"w0", "w1", "w2", "w3"}
+
+
+def test_a_difference_below_the_tie_is_none() -> None:
+    nearly = worker("w1")
+    nearly.rates.prefill_token.value = TOKEN + TIE_SECONDS / 200
+    choice = router().route(placement(), [worker("w0"), nearly], {})
+    assert dict(choice.decision.figures)["tied"] == 2
+
+
+# ------------------------------------------------------------ the filters
+
+
+def test_a_worker_with_twice_its_batch_is_over_limit() -> None:
+    choice = router().route(placement(), [worker("w0", Load(running=4, waiting=4, unheld_blocks=64))], {})
+    assert choice.outcome is Outcome.WAIT
+    assert rejected(choice) == {"w0": "over limit: 8 sequences of at most 8"}
+
+
+def test_more_sequences_than_the_limit_fit_an_idle_worker() -> None:
+    assert router().route(placement(sequences=20), [worker("w0")], {}).outcome is Outcome.PLACED
+
+
+def test_a_request_larger_than_every_pool_is_refused_with_the_numbers() -> None:
+    small = worker("w0", capacity=Capacity(num_blocks=8, block_size=16, max_num_seqs=4, max_model_len=4096))
+    choice = router().route(placement(prompt=120, output=20), [small], {})
+    assert choice.outcome is Outcome.TOO_LARGE
+    assert rejected(choice) == {"w0": "too large: 9 blocks of 8 in its pool"}
+
+
+def test_a_request_longer_than_the_context_is_refused_with_the_numbers() -> None:
+    choice = router().route(placement(prompt=500, output=20), [worker("w0")], {})
+    assert choice.outcome is Outcome.TOO_LARGE
+    assert rejected(choice) == {"w0": "too large: 520 tokens of at most 512"}
+
+
+def test_a_larger_worker_that_is_busy_is_waited_for() -> None:
+    small = worker("small", capacity=Capacity(num_blocks=4, block_size=16, max_num_seqs=4, max_model_len=512))
+    busy = worker("busy", Load(running=8, unheld_blocks=64))
+    assert router().route(placement(), [small, busy], {}).outcome is Outcome.WAIT
+
+
+def test_draining_and_hung_workers_are_left_out_with_their_reasons() -> None:
+    draining = worker("draining", Load(unheld_blocks=64, draining=True))
+    hung = worker("hung", Load(unheld_blocks=64, step_age_seconds=12.0, step_predicted_seconds=0.01))
+    choice = router().route(placement(), [draining, hung], {}, absent=[("lost", "connecting: refused")])
+    assert choice.outcome is Outcome.NO_WORKER
+    assert rejected(choice) == {
+        "lost": "connecting: refused",
+        "draining": "draining: it finishes what it has and takes nothing new",
+        "hung": "hung: its step runs for 12.0 s; at most 5.0 s expected",
+    }
+
+
+# ------------------------------------------------------------ the record
+
+
+def test_the_record_has_every_candidate_and_the_age_of_each_signal() -> None:
+    clock = ManualClock(3.0)
+    late = Router(clock, lambda: "d1", seed=5)
+    old, new = worker("w0"), worker("w1")
+    new.heartbeat(Load(unheld_blocks=64), now=2.5)
+    record: Decision = late.route(placement(), [old, new], {"w1": 2}).decision
+    assert (record.decision_id, record.chosen, record.request_id) == ("d1", "w1", "r")
+    assert [candidate.name for candidate in record.candidates] == ["w0", "w1"]
+    assert all(candidate.cost is not None for candidate in record.candidates)
+    assert dict(record.signal_ages) == {"w0.heartbeat": 3.0, "w1.heartbeat": 0.5}
+    assert dict(record.figures) == {"prompt_tokens": 100.0, "tied": 1.0, "seed": 5.0}
+
+
+def test_a_candidates_terms_sum_to_its_cost() -> None:
+    choice = router().route(placement(), [worker("w0", Load(running=3, unheld_blocks=9))], {"w0": 1})
+    (candidate,) = choice.decision.candidates
+    assert candidate.cost == pytest.approx(sum(value for name, value in candidate.terms if name != "hit_blocks"))
+
+
+# ------------------------------------------------------------ no hot spot
+
+
+def test_a_thousand_requests_with_one_prefix_do_not_pile_up_on_one_worker() -> None:
+    """Requests come faster than a worker serves them; all share 6 of their 7 blocks, remembered optimistically."""
+    capacity = Capacity(num_blocks=4096, block_size=16, max_num_seqs=64, max_model_len=512)
+    workers = [worker(f"w{n}", capacity=capacity) for n in range(4)]
+    memory, choose, served = OptimisticIndex(), router(), Counter[str]()
+    running: list[WorkerModel] = []
+    for number in range(1000):
+        keys = chain("shared" + chr(ord("A") + number % 26))
+        hits = memory.lookup(keys, [each.worker_id for each in workers], now=0.0)
+        choice = choose.route(placement(prompt=113), workers, hits)
+        while choice.worker is None:
+            running.pop(0).placed(sequences=-1, prefill_tokens=-113 + 96, blocks=-8)
+            choice = choose.route(placement(prompt=113), workers, hits)
+        choice.worker.placed(sequences=1, prefill_tokens=113 - 96, blocks=8)
+        memory.remember(choice.worker.worker_id, keys, now=0.0)
+        running.append(choice.worker)
+        served[choice.worker.worker_id] += 1
+    assert sum(served.values()) == 1000
+    assert min(served.values()) >= 200
+    assert max(served.values()) <= 300
+
+
+def test_a_quiet_trickle_with_one_prefix_stays_on_one_worker() -> None:
+    workers = [worker(f"w{n}") for n in range(4)]
+    memory, choose, served = OptimisticIndex(), router(), Counter[str]()
+    for _ in range(50):
+        keys = chain("shared")
+        choice = choose.route(placement(prompt=100), workers, memory.lookup(keys, ["w0", "w1", "w2", "w3"], now=0.0))
+        memory.remember(chosen(choice), keys, now=0.0)
+        served[chosen(choice)] += 1
+    assert len(served) == 1
+
+
+def test_without_any_worker_nothing_is_chosen() -> None:
+    choice = router().route(placement(), [], {})
+    assert (choice.outcome, choice.worker, choice.decision.chosen) == (Outcome.NO_WORKER, None, "no_worker")
