@@ -1,0 +1,105 @@
+"""The blocks of one worker and their four states. It checks each transition and knows nothing of hashes' meaning."""
+
+from __future__ import annotations
+
+from common.errors import ProtocolViolation
+from common.types import BlockId
+from kvmanager.core.block import Block, BlockState
+from kvmanager.core.eviction import EvictionOrder
+from kvmanager.core.free_list import FreeList
+
+
+class BlockPool:
+    """FREE + LEASED + ROW + CACHED = all blocks, after each method."""
+
+    __slots__ = ("blocks", "cached", "free", "leased")
+
+    def __init__(self, num_blocks: int) -> None:
+        ids = [BlockId(block) for block in range(num_blocks)]
+        self.blocks = [Block(block) for block in ids]
+        self.free = FreeList(num_blocks, ids)
+        self.cached = EvictionOrder(num_blocks)
+        self.leased = 0
+
+    @property
+    def available(self) -> int:
+        """Blocks that may be granted: free ones and, by eviction, cached ones."""
+        return len(self.free) + len(self.cached)
+
+    @property
+    def in_rows(self) -> int:
+        """Blocks that at least one row holds."""
+        return len(self.blocks) - len(self.free) - len(self.cached) - self.leased
+
+    def get(self, block: BlockId) -> Block:
+        """Return a block by its id. Raises ProtocolViolation when the pool has no such block."""
+        if not 0 <= block < len(self.blocks):
+            raise ProtocolViolation(f"block {block} is not one of the {len(self.blocks)} of this pool")
+        return self.blocks[block]
+
+    def take(self) -> Block:
+        """Take the first free block into a row, with one reference. Raises IndexError when none is free."""
+        block = self.blocks[self.free.popleft()]
+        block.state, block.refs = BlockState.ROW, 1
+        return block
+
+    def lease(self) -> BlockId:
+        """Lease the first free block to the worker. Raises IndexError when none is free."""
+        block = self.blocks[self.free.popleft()]
+        block.state = BlockState.LEASED
+        self.leased += 1
+        return block.id
+
+    def bind(self, block_id: BlockId) -> Block:
+        """Move a leased block into a row, with one reference. Raises ProtocolViolation when it is not leased."""
+        block = self._leased(block_id, "bound")
+        block.state, block.refs = BlockState.ROW, 1
+        self.leased -= 1
+        return block
+
+    def give_back(self, block_id: BlockId) -> None:
+        """Free a leased block that the worker returned. Raises ProtocolViolation when it is not leased."""
+        block = self._leased(block_id, "returned")
+        block.state = BlockState.FREE
+        self.leased -= 1
+        self.free.append(block.id)
+
+    def hold(self, block: Block) -> None:
+        """Add a reference to a block of a row or of the cache."""
+        if block.state is BlockState.CACHED:
+            self.cached.remove(block.id)
+            block.state = BlockState.ROW
+        block.refs += 1
+
+    def drop(self, block: Block) -> bool:
+        """Drop a reference of a row; a registered block without any goes to the cache. Return whether it is free now."""
+        block.refs -= 1
+        if block.refs:
+            return False
+        if block.hash is not None:
+            block.state = BlockState.CACHED
+            self.cached.append(block.id)
+            return False
+        block.state = BlockState.FREE
+        self.free.append(block.id)
+        return True
+
+    def uncache(self) -> Block:
+        """Free the cached block that is next in the order of eviction; the caller forgets its hash."""
+        block = self.blocks[self.cached.popleft()]
+        block.state = BlockState.FREE
+        self.free.append(block.id)
+        return block
+
+    def _leased(self, block_id: BlockId, verb: str) -> Block:
+        block = self.get(block_id)
+        if block.state is not BlockState.LEASED:
+            raise ProtocolViolation(f"block {block_id} was {verb} although it is {block.state.value}, not leased")
+        return block
+
+    def clone(self) -> BlockPool:
+        """Return an independent copy."""
+        new = BlockPool.__new__(type(self))
+        new.blocks = [block.clone() for block in self.blocks]
+        new.free, new.cached, new.leased = self.free.clone(), self.cached.clone(), self.leased
+        return new

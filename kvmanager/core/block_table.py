@@ -1,0 +1,28 @@
+"""A frozen view of one sequence's row, for operators and tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.types import TRIMMED, BlockId, SequenceId, SequencePhase
+from kvmanager.core.block import Block
+from kvmanager.core.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTable:
+    """Blocks of a sequence in order; the first `n_shared` were hits at admission, `sealed_blocks` are registered."""
+
+    sequence: SequenceId
+    request_id: str
+    phase: SequencePhase
+    row: tuple[BlockId, ...]
+    n_shared: int
+    sealed_blocks: int
+
+
+def table_of(sequence: Sequence, blocks: list[Block]) -> BlockTable:
+    """Return the view of `sequence` now."""
+    sealed = sum(blocks[block].hash is not None for block in sequence.row if block != TRIMMED)
+    row = tuple(sequence.row)
+    return BlockTable(sequence.id, sequence.request_id, sequence.phase, row, sequence.n_shared, sealed)

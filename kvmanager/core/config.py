@@ -1,0 +1,44 @@
+"""What one worker's ledger is told at attach: the size of the pool and the policy of the runway."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Runway = Literal["lease", "max"]
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerConfig:
+    """One worker's pool. `block_size` and `window` count slots, `runway_slots` and `runway_reach` slots a running sequence.
+
+    `window` is above 0 when every layer is windowed: nothing is cached then. `runway` "lease" keeps a pool of leased
+    blocks ahead of need: for `runway_slots` also by evicting, up to `runway_reach` from free blocks alone. "max" gives
+    each sequence all blocks of its max_len at admission. `watermark` is the part of the pool that an admission leaves
+    free for the growth of those that run; `ghosts` bounds the memory of evicted hashes (0: four for each block).
+    """
+
+    num_blocks: int
+    block_size: int
+    prefix_caching: bool = True
+    window: int = 0
+    max_num_seqs: int = 256
+    runway: Runway = "lease"
+    runway_slots: int = 32
+    runway_reach: int = 128
+    watermark: float = 0.01
+    ghosts: int = 0
+
+    def blocks_for(self, tokens: int) -> int:
+        """Return how many blocks hold `tokens` slots."""
+        return -(-tokens // self.block_size)
+
+    @property
+    def caches(self) -> bool:
+        """Whether sealed blocks are kept and published."""
+        return self.prefix_caching and not self.window
+
+    @property
+    def watermark_blocks(self) -> int:
+        """Blocks that an admission beside running sequences leaves free."""
+        return int(self.watermark * self.num_blocks)

@@ -1,0 +1,55 @@
+"""What the manager counts: totals over a ledger's life, and the state of its pool at an instant."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+
+@dataclass(slots=True)
+class Totals:
+    """Rising counters. Prefix statistics count once a request, at admission, in blocks; recompute is counted apart."""
+
+    preemptions: int = 0
+    evictions: int = 0
+    admissions: int = 0
+    rejections: int = 0
+    ignored_seals: int = 0
+    prefix_query_blocks: int = 0
+    prefix_hit_blocks: int = 0
+    recompute_query_blocks: int = 0
+    recompute_hit_blocks: int = 0
+    misses_by_reason: dict[str, int] = field(default_factory=dict)
+
+    def count_admission(self, queried: int, hits: int, reason: str, recompute: bool) -> None:
+        """Count one admission; a prompt below a block is no query, which is not the same as no hits."""
+        self.admissions += 1
+        if recompute:
+            self.recompute_query_blocks += queried
+            self.recompute_hit_blocks += hits
+            return
+        self.prefix_query_blocks += queried
+        self.prefix_hit_blocks += hits
+        self.misses_by_reason[reason] = self.misses_by_reason.get(reason, 0) + 1
+
+    def clone(self) -> Totals:
+        """Return an independent copy."""
+        return replace(self, misses_by_reason=self.misses_by_reason.copy())
+
+
+@dataclass(frozen=True, slots=True)
+class PoolCounts:
+    """One worker's pool now. Of the waiting sequences, `capacity` lack blocks and `deferred` were not tried yet."""
+
+    num_blocks: int
+    free: int
+    leased: int
+    row: int
+    cached: int
+    pinned: int
+    running: int
+    waiting: int
+    preempting: int
+    lease_target: int
+    deferred: int
+    capacity: int
+    totals: Totals

@@ -1,0 +1,68 @@
+"""Decision records: what the manager chose, of what, and why; with ids and time from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from common.clock import Clock
+from common.types import Candidate, Decision, DecisionKind
+from kvmanager.core.sequence import Sequence
+
+Figures = dict[str, float]
+
+
+class DecisionLog:
+    """Makes records and keeps them until they are drained."""
+
+    __slots__ = ("_clock", "_ids", "_records")
+
+    def __init__(self, clock: Clock, ids: Callable[[], str]) -> None:
+        self._clock = clock
+        self._ids = ids
+        self._records: list[Decision] = []
+
+    def record(
+        self,
+        kind: DecisionKind,
+        chosen: str,
+        subject: Sequence | None,
+        reasons: tuple[str, ...],
+        figures: Figures,
+        candidates: tuple[Candidate, ...] = (),
+    ) -> str:
+        """Add a record about `subject` (None: the worker as a whole) and return its id."""
+        return self._add(
+            Decision(
+                self._ids(), kind, self._clock.time_ns(), chosen, subject.request_id if subject else "", candidates,
+                reasons, figures=tuple(figures.items()), traceparent=subject.traceparent if subject else "",
+                beneficiary=subject.name if subject and kind is DecisionKind.EVICTION else "",
+            )
+        )  # fmt: skip
+
+    def preempted(
+        self, victim: Sequence, beneficiary: Sequence, figures: Figures, candidates: tuple[Candidate, ...]
+    ) -> str:
+        """Add the record of a preemption and return its id."""
+        reasons = ("pool is used up", "lowest priority, then latest arrival")
+        return self._add(
+            Decision(
+                self._ids(), DecisionKind.PREEMPTION, self._clock.time_ns(), victim.name, victim.request_id, candidates,
+                reasons, victim=victim.name, beneficiary=beneficiary.name, figures=tuple(figures.items()),
+                traceparent=victim.traceparent,
+            )
+        )  # fmt: skip
+
+    def _add(self, decision: Decision) -> str:
+        self._records.append(decision)
+        return decision.decision_id
+
+    def drain(self) -> tuple[Decision, ...]:
+        """Return the records since the last call."""
+        records, self._records = tuple(self._records), []
+        return records
+
+    def clone(self) -> DecisionLog:
+        """Return an independent copy that shares the clock and the source of ids."""
+        new = DecisionLog(self._clock, self._ids)
+        new._records = self._records.copy()
+        return new

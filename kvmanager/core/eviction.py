@@ -1,0 +1,32 @@
+"""Which cached block is forgotten next: one LRU order of released blocks.
+
+A released row is appended tail first, so a child always stands before a copy of its parent, and plain LRU forgets leaves
+first without a tree or a search. After a rebuild the order of release is unknown; depth, deepest first, keeps the rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from common.types import BlockId
+from kvmanager.core.free_list import FreeList
+
+
+class EvictionOrder(FreeList):
+    """Cached blocks, the next to be evicted first."""
+
+    __slots__ = ()
+
+
+class Restored(NamedTuple):
+    """A cached block of an inventory: its depth in its chain (0 is the first block) and the step that last used it."""
+
+    block: BlockId
+    depth: int
+    last_used: int
+
+
+def order_after_rebuild(restored: Iterable[Restored]) -> list[BlockId]:
+    """Return the blocks in the order of eviction: deepest first, then the one that was used longest ago."""
+    return [each.block for each in sorted(restored, key=lambda each: (-each.depth, each.last_used))]

@@ -1,0 +1,28 @@
+"""Copy-on-write for sequences of one prompt: full blocks are shared, the partial last block is copied, never shared.
+
+A fork computes its last known token by itself, for its logits. So a copy covers known - 1 slots: one that held the last token
+too would leave nothing to compute, and the fork would wait for ever.
+"""
+
+from __future__ import annotations
+
+from common.types import TRIMMED, BlockId
+from kvmanager.core.sequence import Sequence
+
+
+def shared_full_blocks(parent: Sequence, limit: int) -> list[BlockId]:
+    """Return up to `limit` leading blocks of the parent's row; the caller knows that its tokens fill them."""
+    shared = parent.row[:limit]
+    return shared[: shared.index(TRIMMED)] if TRIMMED in shared else shared
+
+
+def copy_length(known: int, block_size: int) -> int:
+    """Return how many leading tokens of the fork the copy covers: 0 when its last block holds only the last token."""
+    return known - 1 if (known - 1) % block_size else 0
+
+
+def copy_source(parent: Sequence, index: int) -> BlockId | None:
+    """Return the parent's block at `index`, the place of the fork's partial block; None when it has none, or trimmed it."""
+    if index >= len(parent.row) or parent.row[index] == TRIMMED:
+        return None
+    return parent.row[index]

@@ -1,0 +1,139 @@
+"""All workers of one pool: who may attach, under which epoch, and which session's reports count.
+
+Workers fence blocks by the epoch they have accepted, so a manager must not answer an attach with a lower one. Two services may
+exchange blocks only when their pool identities are equal; the first attach fixes the identity unless it was configured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from common.clock import Clock
+from common.errors import IdentityMismatch, NotFound
+from common.lease import Attach, AttachOk, AttachRejected, Inventory
+from common.types import PoolIdentity
+from kvmanager.core.config import LedgerConfig, Runway
+from kvmanager.core.ledger import Ledger
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerConfig:
+    """What every ledger of this manager has in common. `identity` None: the first attach fixes it."""
+
+    identity: PoolIdentity | None = None
+    runway: Runway = "lease"
+    runway_slots: int = 32
+    runway_reach: int = 128
+    watermark: float = 0.01
+
+
+@dataclass(slots=True)
+class Session:
+    """One worker's live session. `ready` is set once its inventory is in and its ledger rebuilt."""
+
+    attach: Attach
+    ledger: Ledger
+    ready: bool = False
+    signals: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[bytes, int]:
+        """What names the session: the worker's incarnation and its count of attaches."""
+        return (self.attach.incarnation, self.attach.session)
+
+
+class Manager:
+    """Sessions by worker id, and the epoch."""
+
+    def __init__(self, config: ManagerConfig, clock: Clock, decision_ids: Callable[[], str], epoch: int = 0) -> None:
+        self._config = config
+        self._clock = clock
+        self._decision_ids = decision_ids
+        self._sessions: dict[str, Session] = {}
+        self.identity = config.identity
+        self.epoch = epoch
+
+    # ------------------------------------------------------------ epoch
+
+    def adopt_epoch(self, redis_counter: int = 0, state_file: int = 0, seen: int = 0) -> int:
+        """Take 1 + the highest of the given numbers and of the own epoch, and return it.
+
+        Redis alone does not do: it may have been wiped, and every worker would refuse its small numbers for ever.
+        """
+        self.epoch = 1 + max(redis_counter, state_file, seen, self.epoch)
+        return self.epoch
+
+    def needs_epoch(self, attach: Attach) -> bool:
+        """Return whether the worker has accepted a higher epoch than this manager has."""
+        return attach.epoch_seen > self.epoch
+
+    # ------------------------------------------------------------ attach
+
+    def attach(self, attach: Attach) -> Session | AttachRejected:
+        """Open a session whose ledger waits for the inventory, or say why not."""
+        rejected = self._refusal(attach)
+        if rejected is not None:
+            return rejected
+        self.identity = self.identity or attach.identity
+        session = Session(attach, Ledger(self._ledger_config(attach), self._clock, self._decision_ids))
+        self._sessions[attach.worker_id] = session
+        return session
+
+    def _refusal(self, attach: Attach) -> AttachRejected | None:
+        if self.identity is not None:
+            mismatches = self.identity.differences(attach.identity)
+            if mismatches:
+                return AttachRejected(str(IdentityMismatch(mismatches)), mismatches)
+        if attach.num_blocks < 1 or attach.max_num_seqs < 1 or not attach.worker_id:
+            return AttachRejected("an attach needs a worker id, at least one block and at least one sequence")
+        if attach.worker_id in self._sessions:
+            return AttachRejected(f"a session of worker {attach.worker_id} is live", retry=True)
+        return None
+
+    def _ledger_config(self, attach: Attach) -> LedgerConfig:
+        config = self._config
+        return LedgerConfig(
+            attach.num_blocks,
+            attach.identity.block_size,
+            prefix_caching=attach.prefix_caching,
+            window=attach.identity.kv_geometry.window,
+            max_num_seqs=attach.max_num_seqs,
+            runway=config.runway,
+            runway_slots=config.runway_slots,
+            runway_reach=config.runway_reach,
+            watermark=config.watermark,
+        )
+
+    def complete(self, session: Session, inventory: Inventory) -> AttachOk:
+        """Rebuild the ledger from the inventory and return the answer. Schedule right after: a waiting worker sends nothing.
+
+        Raises ProtocolViolation when the inventory contradicts itself, ValueError while a higher epoch is needed.
+        """
+        if self.needs_epoch(session.attach):
+            raise ValueError(f"worker {session.attach.worker_id} has accepted epoch {session.attach.epoch_seen}")
+        session.ledger.rebuild(inventory)
+        session.ready = True
+        return AttachOk(self.epoch, session.ledger.lease_target(refill=False))
+
+    # ------------------------------------------------------------ sessions
+
+    def current(self, session: Session) -> bool:
+        """Return whether reports of this session count; those that were queued before a break do not."""
+        return self._sessions.get(session.attach.worker_id) is session
+
+    def detach(self, session: Session) -> None:
+        """Forget a session that broke or violated the protocol; one that was replaced before is left alone."""
+        if self.current(session):
+            del self._sessions[session.attach.worker_id]
+
+    def ledger(self, worker_id: str) -> Ledger:
+        """Return the ledger of an attached worker. Raises NotFound."""
+        session = self._sessions.get(worker_id)
+        if session is None or not session.ready:
+            raise NotFound(f"no worker {worker_id} is attached")
+        return session.ledger
+
+    def workers(self) -> tuple[str, ...]:
+        """Return the ids of the attached workers, sorted."""
+        return tuple(sorted(worker for worker, session in self._sessions.items() if session.ready))

@@ -1,0 +1,56 @@
+"""Who gives up its blocks when the pool is used up: the lowest priority, and of those the latest.
+
+"Latest" is by arrival, which a sequence keeps for life: one that was preempted and started again is no later for that. So
+the senior sequence of the highest priority is never a victim, and a sequence is preempted at most once for each block by
+which it and its seniors may still grow: that bounds the work that is lost and lets every sequence end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from common.types import TRIMMED, Candidate
+from kvmanager.core.block import Block
+from kvmanager.core.sequence import Sequence
+
+
+def private_blocks(sequence: Sequence, blocks: list[Block]) -> int:
+    """Return how many blocks of a row no other row holds: what its preemption frees."""
+    return sum(blocks[block].refs == 1 for block in sequence.row if block != TRIMMED)
+
+
+def tokens_lost(sequence: Sequence, blocks: list[Block], block_size: int) -> int:
+    """Return how many of its tokens must be computed again if its sealed blocks stay cached.
+
+    The manager hears of lengths late (at admission, and now and then for traces), so the figure may be some tokens low.
+    """
+    sealed = sum(block == TRIMMED or blocks[block].hash is not None for block in sequence.row)
+    return max(0, max(sequence.known, sequence.computed) - sealed * block_size)
+
+
+def seniority(sequence: Sequence) -> tuple[int, int]:
+    """Return the key by which sequences are ordered, the most senior first."""
+    return (-sequence.priority, sequence.arrival)
+
+
+def choose_victim(running: Iterable[Sequence], blocks: list[Block]) -> Sequence | None:
+    """Return the least senior of the running sequences whose preemption frees a block; None when nobody's does."""
+    for sequence in sorted(running, key=seniority, reverse=True):
+        if private_blocks(sequence, blocks):
+            return sequence
+    return None
+
+
+def candidates(running: Iterable[Sequence], blocks: list[Block]) -> tuple[Candidate, ...]:
+    """Return every running sequence with the terms of the choice, the first to be preempted first."""
+    found = []
+    for sequence in sorted(running, key=seniority, reverse=True):
+        freed = private_blocks(sequence, blocks)
+        terms = (
+            ("priority", float(sequence.priority)),
+            ("arrival", float(sequence.arrival)),
+            ("private_blocks", float(freed)),
+            ("known", float(sequence.known)),
+        )
+        found.append(Candidate(sequence.name, terms=terms, rejected="" if freed else "frees no block"))
+    return tuple(found)

@@ -1,0 +1,65 @@
+"""One live sequence as the manager knows it: lengths, place in the order, and its row of blocks."""
+
+from __future__ import annotations
+
+from common.lease import Reserve
+from common.types import BlockHash, BlockId, SequenceId, SequencePhase
+
+
+class Sequence:
+    """`known` tokens exist, it may grow to `max_blocks` blocks; `chain` keys its full blocks and grows as they are sealed.
+
+    `cacheable` is False when its owner asked that nothing of it be cached. `computed` is what the worker last said
+    for traces. `recompute` is set once it was preempted: its next admission is no new query of the prefix cache.
+    """
+
+    __slots__ = (
+        "arrival", "cacheable", "chain", "computed", "fork_of", "id", "known", "max_blocks", "max_len", "n_shared",
+        "phase", "preemptions", "priority", "queued_at", "recompute", "request_id", "row", "traceparent", "trimmed",
+    )  # fmt: skip
+
+    def __init__(self, reserve: Reserve, arrival: int, block_size: int, queued_at: float) -> None:
+        self.id: SequenceId = reserve.sequence
+        self.known = reserve.known
+        self.max_len = reserve.max_len
+        self.max_blocks = -(-max(reserve.max_len, reserve.known) // block_size)
+        self.priority = reserve.priority
+        self.chain: list[BlockHash] = list(reserve.chain)
+        self.cacheable = bool(reserve.chain) or reserve.known < block_size
+        self.fork_of = reserve.fork_of
+        self.request_id = reserve.request_id
+        self.traceparent = reserve.traceparent
+        self.arrival = arrival
+        self.queued_at = queued_at
+        self.phase = SequencePhase.WAITING
+        self.row: list[BlockId] = []
+        self.n_shared = 0
+        self.trimmed = 0
+        self.computed = 0
+        self.preemptions = 0
+        self.recompute = False
+
+    @property
+    def name(self) -> str:
+        """How records call it: by its request where that is known."""
+        return self.request_id or f"sequence {self.id}"
+
+    @property
+    def growth(self) -> int:
+        """Blocks that it may still bind."""
+        return self.max_blocks - len(self.row)
+
+    def key(self) -> tuple[object, ...]:
+        """Return what decisions depend on as a hashable value, without times and arrival."""
+        return (
+            self.id, self.known, self.max_blocks, self.priority, tuple(self.chain), self.cacheable, self.fork_of,
+            self.phase.value, tuple(self.row), self.n_shared, self.trimmed, self.recompute,
+        )  # fmt: skip
+
+    def clone(self) -> Sequence:
+        """Return an independent copy."""
+        new = Sequence.__new__(Sequence)
+        for name in Sequence.__slots__:
+            setattr(new, name, getattr(self, name))
+        new.chain, new.row = self.chain.copy(), self.row.copy()
+        return new
