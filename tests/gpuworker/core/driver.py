@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from common.hashing import chain, chain_root, key_of
 from common.lease import Admit, Batch, Copy, Inventory, Preempt
 from common.types import BlockHash, BlockId, SequenceId
@@ -22,17 +24,17 @@ def keys(tokens: range | list[int], block_size: int) -> tuple[BlockHash, ...]:
 class Driver:
     """An attached agent on a tiny pool, and short words for what its manager and its engine do."""
 
-    def __init__(self, num_blocks: int = 8, block_size: int = 4, lease_target: int = 0, **config: int) -> None:
+    def __init__(self, num_blocks: int = 8, block_size: int = 4, lease_target: int = 0, **config: Any) -> None:
         self.block_size = block_size
         self.agent = LeaseAgent(AgentConfig(num_blocks, block_size, **config))
         self.inventory: Inventory = self.agent.inventory()
         self.agent.attached(lease_target)
         self.lease_target = lease_target
 
-    def submit(self, sequence: int, tokens: range | list[int], max_tokens: int = 4, **more: object) -> SequenceId:
+    def submit(self, sequence: int, tokens: range | list[int], max_tokens: int = 4, **more: Any) -> SequenceId:
         root = chain_root("m", "t", self.block_size)
         links = chain(root, list(tokens), self.block_size)
-        rule = StopRule(max_tokens, eos_ids=frozenset({EOS}), min_tokens=int(str(more.pop("min_tokens", 0))))
+        rule = StopRule(max_tokens, eos_ids=frozenset({EOS}), min_tokens=more.pop("min_tokens", 0))
         new = NewSequence(
             SequenceId(sequence),
             f"r{sequence}",
@@ -41,14 +43,16 @@ class Driver:
             links[-1] if links else root,
             len(tokens) + max_tokens,
             rule,
-            **more,  # type: ignore[arg-type]
+            **more,
         )
         self.agent.submit(new)
         return new.sequence
 
+    def admission(self, sequence: int, row: list[int], shared: int = 0) -> Admit:
+        return Admit(SequenceId(sequence), blocks(row), shared, shared * self.block_size)
+
     def admit(self, sequence: int, row: list[int], shared: int = 0, copy: tuple[Copy, ...] = ()) -> Applied:
-        admit = Admit(SequenceId(sequence), blocks(row), shared, shared * self.block_size)
-        return self.agent.apply(Batch(self.lease_target, copy=copy, admit=(admit,)))
+        return self.agent.apply(Batch(self.lease_target, copy=copy, admit=(self.admission(sequence, row, shared),)))
 
     def lease(self, granted: list[int], target: int | None = None) -> Applied:
         self.lease_target = len(granted) if target is None else target
@@ -68,7 +72,7 @@ class Driver:
 
     def complete(self, plan: StepPlan, token: int = 50) -> Completion:
         """Complete a step in which every sampling row drew `token`."""
-        drawn = {row.sequence: (token,) for row in plan.rows if row.samples}
+        drawn: dict[SequenceId, tuple[int, ...]] = {row.sequence: (token,) for row in plan.rows if row.samples}
         completion = self.agent.complete(StepResult(plan.step, drawn))
         self.agent.check_invariants()
         return completion

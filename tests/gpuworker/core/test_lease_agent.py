@@ -1,0 +1,332 @@
+"""What a batch does to blocks, and what reports and inventories say of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.errors import NotFound, ProtocolViolation
+from common.lease import Admit, Batch, Claim, Copy, Report
+from common.types import TRIMMED, BlockId, SequenceId, SequencePhase
+from gpuworker.core.lease_agent import LeaseAgent
+from tests.gpuworker.core.driver import Driver, blocks, keys
+
+
+def report_of(worker: Driver) -> Report:
+    report = worker.agent.take_report()
+    assert report is not None
+    return report
+
+
+def test_a_submission_is_reported_as_a_reservation() -> None:
+    worker = Driver()
+    worker.submit(0, range(6), max_tokens=5, priority=2, traceparent="t")
+    (reserve,) = report_of(worker).reserve
+    assert (reserve.sequence, reserve.known, reserve.max_len, reserve.priority) == (0, 6, 11, 2)
+    assert (reserve.chain, reserve.request_id, reserve.traceparent) == (keys(range(6), 4), "r0", "t")
+
+
+def test_a_sequence_that_is_not_to_be_cached_has_no_chain_and_seals_nothing() -> None:
+    worker = Driver()
+    worker.submit(0, range(6), no_cache=True)
+    worker.admit(0, [0, 1])
+    assert report_of(worker).reserve[0].chain == ()
+    worker.step()
+    worker.agent.cancel(SequenceId(0))
+    report = report_of(worker)
+    assert (len(report.finished), report.seal) == (1, ())
+
+
+def test_shared_blocks_keep_their_content_and_fresh_ones_lose_it() -> None:
+    worker = Driver()
+    worker.submit(0, range(8))
+    worker.admit(0, [0, 1])
+    worker.step()
+    worker.agent.cancel(SequenceId(0))
+    worker.submit(1, [*range(4), 70, 71])
+    worker.admit(1, [0, 1], shared=1)
+    assert worker.agent.inventory().claims == (Claim(BlockId(0), keys(range(4), 4)[0], -1, 1),)
+    assert worker.rows() == [(1, 4, 2, (0, 1), True)]
+
+
+def test_a_dropped_admission_resets_its_fresh_blocks_all_the_same() -> None:
+    worker = Driver()
+    worker.submit(0, range(8))
+    worker.admit(0, [0, 1])
+    worker.step()
+    worker.agent.cancel(SequenceId(0))
+    applied = worker.admit(1, [0, 1])  # the manager had not yet heard that sequence 1 was cancelled
+    assert (applied.admitted, applied.dropped) == ((), (1,))
+    worker.submit(2, [*range(40, 44), 70])
+    worker.admit(2, [0, 2], shared=1)
+    assert worker.rows() == [(2, 0, 5, (0, 2), True)], "the old content of block 0 is not trusted"
+
+
+def test_a_lease_drops_the_claim_at_once_and_the_fill_when_bound() -> None:
+    worker = Driver()
+    worker.submit(0, range(8))
+    worker.admit(0, [0, 1])
+    worker.step()
+    worker.agent.cancel(SequenceId(0))
+    worker.lease([0])
+    inventory = worker.agent.inventory()
+    assert (inventory.pool, inventory.claims) == ((0,), ())
+
+
+def test_a_claim_without_its_parents_claim_is_left_out() -> None:
+    worker = Driver()
+    worker.submit(0, range(12))
+    worker.admit(0, [0, 1, 2])
+    worker.step()
+    worker.agent.cancel(SequenceId(0))
+    first, second, third = keys(range(12), 4)
+    assert worker.agent.inventory().claims == (
+        Claim(BlockId(0), first, -1, 1),
+        Claim(BlockId(1), second, 0, 1),
+        Claim(BlockId(2), third, 1, 1),
+    )
+    worker.agent.attached(1)
+    worker.lease([1])
+    assert worker.agent.inventory().claims == (Claim(BlockId(0), first, -1, 1),)
+
+
+def test_a_pool_above_the_target_gives_back_the_last_leased() -> None:
+    worker = Driver()
+    worker.lease([1, 2, 3], target=1)
+    assert worker.agent.plan() is None
+    assert report_of(worker).returned == (3, 2)
+    assert worker.agent.counts().pool == 1
+
+
+def test_without_a_session_nothing_is_given_back() -> None:
+    worker = Driver()
+    worker.lease([1, 2, 3], target=1)
+    worker.agent.detach()
+    worker.agent.plan()
+    assert worker.agent.inventory().pool == (1, 2, 3)
+
+
+def test_a_copy_fills_what_its_source_holds_at_that_point() -> None:
+    worker = Driver(max_num_batched_tokens=2)
+    worker.submit(0, range(7), max_tokens=2)
+    worker.submit(1, range(7), max_tokens=2, fork_of=0)
+    worker.admit(0, [0, 1])
+    for _ in range(3):
+        worker.step()  # six of seven positions are computed
+    copy = Copy(BlockId(1), BlockId(2), 7)
+    worker.admit(1, [0, 2], shared=1, copy=(copy,))
+    plan = worker.plan()
+    assert plan.copies == (copy,)
+    assert [(r.sequence, r.start, r.length) for r in plan.rows] == [(0, 6, 1), (1, 6, 1)]
+
+
+def test_a_copy_never_covers_the_last_known_token() -> None:
+    worker = Driver()
+    worker.submit(0, range(7))
+    worker.submit(1, range(7), fork_of=0)
+    worker.admit(0, [0, 1])
+    worker.step()
+    worker.admit(1, [0, 2], shared=1, copy=(Copy(BlockId(1), BlockId(2), 7),))
+    assert worker.rows()[1] == (1, 6, 1, (0, 2), True), "its logits are needed, so slot 6 is computed again"
+
+
+def test_a_full_block_is_copied_but_for_its_last_slot() -> None:
+    worker = Driver()
+    worker.submit(0, range(8))
+    worker.submit(1, range(8), fork_of=0)
+    worker.admit(0, [0, 1])
+    worker.step()
+    worker.admit(1, [0, 2], shared=1, copy=(Copy(BlockId(1), BlockId(2), 8),))
+    assert worker.rows()[0] == (1, 7, 1, (0, 2), True)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        Batch(0, admit=(Admit(SequenceId(1), blocks([0]), 0),)),
+        Batch(1, lease=blocks([0])),
+        Batch(0, copy=(Copy(BlockId(3), BlockId(0), 2),)),
+    ],
+    ids=["admit", "lease", "copy"],
+)
+def test_a_grant_of_a_block_that_is_still_held_is_a_protocol_violation(batch: Batch) -> None:
+    worker = Driver()
+    worker.submit(0, range(4))
+    worker.submit(1, range(4))
+    worker.admit(0, [0])
+    with pytest.raises(ProtocolViolation, match="block 0"):
+        worker.agent.apply(batch)
+
+
+def test_columns_of_a_batch_take_effect_in_their_order() -> None:
+    worker = Driver()
+    worker.submit(0, range(4))
+    both = worker.agent.apply(
+        Batch(0, admit=(worker.admission(0, [2]),), cancel=(SequenceId(0),)),
+    )
+    assert [admit.sequence for admit in both.admitted] == [0]
+    assert worker.agent.departures().forgotten == (0,)
+
+
+def test_an_inventory_has_waiting_running_and_draining_sequences() -> None:
+    worker = Driver(num_blocks=16)
+    for sequence in range(4):
+        worker.submit(sequence, range(10 * sequence, 10 * sequence + 5))
+    for sequence in range(3):
+        worker.admit(sequence, [2 * sequence, 2 * sequence + 1])
+    worker.plan()
+    worker.preempt(1)
+    worker.agent.cancel(SequenceId(2))
+    found = {s.reserve.sequence: (s.phase, s.arrival, s.row) for s in worker.agent.inventory().sequences}
+    assert found == {
+        0: (SequencePhase.RUNNING, 0, (0, 1)),
+        1: (SequencePhase.DRAINING_PREEMPT, 1, (2, 3)),
+        2: (SequencePhase.DRAINING_FINISH, 2, (4, 5)),
+        3: (SequencePhase.WAITING, 3, ()),
+    }
+
+
+def test_content_before_an_inventory_is_not_reported_after_it() -> None:
+    worker = Driver()
+    worker.submit(0, range(6))
+    worker.admit(0, [0, 1])
+    plan = worker.plan()
+    worker.agent.detach()
+    worker.submit(1, range(3))
+    worker.agent.inventory()
+    worker.complete(plan)
+    assert worker.agent.take_report() is None, "the manager has not answered yet"
+    worker.agent.attached(0)
+    report = report_of(worker)
+    assert report.reserve == ()
+    assert report.seal == ((0, keys(range(4), 4)[0]),)
+
+
+def test_steps_go_on_without_a_session() -> None:
+    worker = Driver()
+    worker.submit(0, range(6), max_tokens=2)
+    worker.admit(0, [0, 1])
+    worker.agent.detach()
+    tokens = [worker.step(50 + n).tokens for n in range(2)]
+    assert tokens == [{0: (50,)}, {0: (51,)}]
+    assert worker.agent.take_report() is None
+    assert not worker.agent.has_work
+
+
+def test_levels_are_told_again_after_an_attach() -> None:
+    worker = Driver(runway_slots=8)
+    worker.submit(0, range(4))
+    worker.admit(0, [0])
+    worker.step()
+    assert worker.agent.plan() is None
+    first = report_of(worker)
+    assert (first.stalled, first.lease_want) == ((0,), 1)
+    assert worker.agent.take_report() is None
+    worker.agent.inventory()
+    worker.agent.attached(0)
+    again = report_of(worker)
+    assert (again.stalled, again.lease_want) == ((0,), 1)
+
+
+def test_a_worker_that_is_still_stalled_after_a_batch_says_so() -> None:
+    worker = Driver()
+    worker.submit(0, range(4))
+    worker.admit(0, [0])
+    worker.step()
+    worker.agent.plan()
+    report_of(worker)
+    worker.agent.apply(Batch(0))
+    worker.agent.plan()
+    assert report_of(worker).stalled is None, "the set is as it was told; that a report comes is the news"
+    assert worker.agent.take_report() is None
+
+
+def test_lease_want_counts_the_blocks_of_the_next_slots_up_to_the_limit() -> None:
+    worker = Driver(num_blocks=16, runway_slots=8)
+    worker.submit(0, range(3), max_tokens=40)
+    worker.submit(1, range(3), max_tokens=2)
+    worker.admit(0, [0])
+    worker.admit(1, [1])
+    worker.step()
+    # Sequence 0 writes slots 3..10 next: blocks 1 and 2. Sequence 1 writes slot 3 and no more.
+    assert report_of(worker).lease_want == 2
+
+
+def test_computed_lengths_are_reported_every_fourth_step() -> None:
+    worker = Driver()
+    worker.submit(0, range(3), max_tokens=10)
+    worker.admit(0, [0, 1, 2])
+    lengths = []
+    for _ in range(8):
+        worker.step()
+        report = worker.agent.take_report()
+        lengths.append(report.computed if report else ())
+    assert lengths == [(), (), (), ((0, 6),), (), (), (), ((0, 10),)]
+
+
+class TestWindow:
+    """Behaviour 12: every layer has a window, so leading blocks leave the row and no hash is made."""
+
+    def windowed(self) -> Driver:
+        worker = Driver(num_blocks=8, block_size=4, window=6)
+        worker.submit(0, range(10), max_tokens=12)
+        worker.admit(0, [0, 1, 2])
+        worker.lease([3, 4])
+        return worker
+
+    def test_behaviour_12_blocks_out_of_every_window_are_trimmed(self) -> None:
+        worker = self.windowed()
+        report_of(worker)
+        worker.step()
+        # Position 10 reads 5..10: block 0 is out.
+        assert report_of(worker).trim == ((0, 1),)
+        assert worker.rows() == [(0, 10, 1, (TRIMMED, 1, 2), True)]
+
+    def test_behaviour_12_a_step_in_flight_still_reads_what_it_needs(self) -> None:
+        worker = self.windowed()
+        worker.step()
+        for _ in range(3):
+            first = worker.plan()
+            second = worker.plan()
+            worker.complete(first)
+            oldest = second.rows[0].start
+            trimmed = [n for n, block in enumerate(worker.agent.inventory().sequences[0].row) if block == TRIMMED]
+            assert all(4 * n + 3 < oldest - 6 + 1 for n in trimmed)
+            worker.complete(second)
+
+    def test_behaviour_12_no_hashes_are_made(self) -> None:
+        worker = self.windowed()
+        report = report_of(worker)
+        assert report.reserve[0].chain == ()
+        worker.step()
+        assert report_of(worker).seal == ()
+        assert worker.agent.inventory().claims == ()
+
+    def test_behaviour_12_trimmed_blocks_are_no_longer_held(self) -> None:
+        worker = self.windowed()
+        worker.step()
+        worker.lease([0])
+        worker.agent.check_invariants()
+
+
+def test_usage_of_an_ended_sequence_is_in_its_finish() -> None:
+    worker = Driver()
+    worker.submit(0, range(6), max_tokens=1)
+    worker.admit(0, [0, 1])
+    (finished,) = worker.step().finished
+    assert (finished.usage.prompt_tokens, finished.usage.output_tokens) == (6, 1)
+    with pytest.raises(NotFound):
+        worker.agent.usage(SequenceId(0))
+
+
+def test_a_clone_goes_its_own_way() -> None:
+    worker = Driver()
+    worker.submit(0, range(6))
+    worker.admit(0, [0, 1])
+    twin = worker.agent.clone()
+    assert twin.state_key() == worker.agent.state_key()
+    worker.step()
+    assert twin.state_key() != worker.agent.state_key()
+    assert isinstance(twin, LeaseAgent)
+    assert twin.plan() is not None
+    twin.check_invariants()
+    assert blocks([0, 1]) == twin.inventory().sequences[0].row
