@@ -6,8 +6,8 @@
     prefill          uncached prompt tokens, and the step that draws the first token
     decode_pressure  the steps of the expected output, each as slow as a batch with this request in it
 
-There is no mode switch between affinity and balance: a hit is worth the prefill it saves, and a busy worker loses by its
-queue and its slower steps.
+There is no mode switch between affinity and balance: a hit is worth the prefill it saves, and a busy worker loses by
+its queue and its slower steps.
 """
 
 from __future__ import annotations
