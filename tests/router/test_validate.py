@@ -1,0 +1,245 @@
+"""Requests of the wire: every wrong field is reported at once, zero is not unset, defaults come from the checkpoint."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import FieldViolation, InvalidRequest, Unsupported
+from common.types import SamplingParams
+from quire.inference.v1 import inference_pb2 as pb
+from quire.types.v1.types_pb2 import SamplingParams as Sampling
+from router.checkpoint import Checkpoint
+from router.core.events import ValidatedRequest
+from router.ports import CallContext
+from router.validate import Validator, valid_traceparent
+
+CONTEXT, VOCABULARY, SEED = 32, 100, 4711
+CALL = CallContext(arrived=5.0, deadline=9.0, tenant="acme")
+TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+class Words:
+    """A codec whose tokens are the lengths of words; the word "refused" it cannot encode."""
+
+    async def encode(self, prompt: pb.Prompt, add_special_tokens: bool = True) -> list[int]:
+        if prompt.text == "refused":
+            raise InvalidRequest(FieldViolation("prompt.text", "is refused"))
+        return list(prompt.token_ids.ids) or [len(word) for word in prompt.text.split()]
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        raise NotImplementedError
+
+
+def validator(
+    defaults: Mapping[str, float] | None = None, max_new_tokens: int | None = None, has_tokenizer: bool = True
+) -> Validator:
+    checkpoint = Checkpoint(
+        directory=Path("model"),
+        max_model_len=CONTEXT,
+        vocab_size=VOCABULARY,
+        eos_token_ids=(1,),
+        sampling_defaults=defaults or {},
+        max_new_tokens=max_new_tokens,
+        tokenizer_fingerprint="none",
+    )
+    return Validator(Words(), checkpoint, has_tokenizer, draw_seed=lambda: SEED)
+
+
+def request(text: str = "one two", **fields: Any) -> pb.GenerateRequest:
+    return pb.GenerateRequest(prompt=pb.Prompt(text=text), **fields)
+
+
+async def accepted(message: pb.GenerateRequest, by: Validator | None = None) -> ValidatedRequest:
+    return await (by or validator()).validate(message, CALL)
+
+
+async def refused(message: pb.GenerateRequest, by: Validator | None = None) -> list[str]:
+    with pytest.raises(InvalidRequest) as caught:
+        await (by or validator()).validate(message, CALL)
+    return [f"{violation.field}: {violation.description}" for violation in caught.value.violations]
+
+
+async def test_a_bare_prompt_gets_every_default() -> None:
+    assert await accepted(request()) == ValidatedRequest(
+        prompt=(3, 3),
+        sampling=SamplingParams(max_tokens=CONTEXT - 2, seed=SEED),
+        arrived=5.0,
+        deadline=9.0,
+        tenant="acme",
+        cache_domain="acme",
+    )
+
+
+async def test_every_field_arrives() -> None:
+    sampling = Sampling(
+        temperature=0.5, top_p=0.25, top_k=7, min_p=0.125, max_tokens=9, min_tokens=2, stop=["a", "b"],
+        stop_token_ids=[4, 5], repetition_penalty=1.5, presence_penalty=-2, frequency_penalty=2,
+        logit_bias={9: -1, 3: 2}, seed=-8, ignore_eos=True, logprobs=3, n=2, include_stop=True,
+    )  # fmt: skip
+    given = request(
+        sampling=sampling, request_id="r-1", priority=-3, traceparent=TRACE,
+        cache=pb.CacheOptions(no_cache=True, salt="s"),
+    )  # fmt: skip
+    assert await accepted(given) == ValidatedRequest(
+        prompt=(3, 3),
+        sampling=SamplingParams(
+            temperature=0.5, top_p=0.25, top_k=7, min_p=0.125, max_tokens=9, min_tokens=2, stop=("a", "b"),
+            stop_token_ids=(4, 5), repetition_penalty=1.5, presence_penalty=-2.0, frequency_penalty=2.0,
+            logit_bias=((3, 2.0), (9, -1.0)), seed=-8, ignore_eos=True, logprobs=3, n=2, include_stop=True,
+        ),
+        arrived=5.0, request_id="r-1", deadline=9.0, priority=-3, no_cache=True, tenant="acme", cache_domain="acme",
+        salt="s", traceparent=TRACE,
+    )  # fmt: skip
+
+
+async def test_zero_is_a_value_and_not_unset() -> None:
+    by = validator({"temperature": 0.6, "top_k": 20, "min_p": 0.1})
+    given = Sampling(temperature=0, top_k=0, min_p=0, seed=0, logprobs=0, presence_penalty=0)
+    sampling = (await accepted(request(sampling=given), by)).sampling
+    assert (sampling.temperature, sampling.top_k, sampling.min_p) == (0.0, 0, 0.0)
+    assert (sampling.seed, sampling.logprobs) == (0, 0)
+
+
+async def test_unset_fields_take_the_checkpoints_defaults() -> None:
+    by = validator({"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.05})
+    sampling = (await accepted(request(sampling=Sampling(top_k=5)), by)).sampling
+    assert (sampling.temperature, sampling.top_k, sampling.repetition_penalty) == (0.6, 5, 1.05)
+
+
+async def test_the_checkpoints_max_new_tokens_is_a_default_that_the_context_caps() -> None:
+    by = validator(max_new_tokens=10)
+    assert (await accepted(request(), by)).sampling.max_tokens == 10
+    assert (await accepted(request("a " * 30), by)).sampling.max_tokens == 2
+    assert (await accepted(request(sampling=Sampling(max_tokens=20)), by)).sampling.max_tokens == 20
+
+
+@pytest.mark.parametrize(
+    ("sampling", "violation"),
+    [
+        (Sampling(temperature=-0.5), "sampling.temperature: is -0.5; expected 0 or more (0 is greedy)"),
+        (Sampling(temperature=math.nan), "sampling.temperature: is nan; expected 0 or more (0 is greedy)"),
+        (Sampling(temperature=math.inf), "sampling.temperature: is inf; expected 0 or more (0 is greedy)"),
+        (Sampling(top_p=0), "sampling.top_p: is 0; expected more than 0, at most 1 (1 keeps all tokens)"),
+        (Sampling(top_p=1.1), "sampling.top_p: is 1.1; expected more than 0, at most 1 (1 keeps all tokens)"),
+        (Sampling(top_k=-1), "sampling.top_k: is -1; expected 0 or more (0 keeps all tokens)"),
+        (Sampling(min_p=1.5), "sampling.min_p: is 1.5; expected 0 to 1"),
+        (Sampling(max_tokens=0), "sampling.max_tokens: is 0; expected 1 or more"),
+        (Sampling(min_tokens=-1), "sampling.min_tokens: is -1; expected 0 or more"),
+        (Sampling(repetition_penalty=0), "sampling.repetition_penalty: is 0; expected more than 0 (1 is none)"),
+        (Sampling(presence_penalty=2.5), "sampling.presence_penalty: is 2.5; expected -2 to 2"),
+        (Sampling(frequency_penalty=-3), "sampling.frequency_penalty: is -3; expected -2 to 2"),
+        (Sampling(logprobs=21), "sampling.logprobs: is 21; expected 0 to 20"),
+        (Sampling(n=0), "sampling.n: is 0; expected 1 to 64"),
+        (Sampling(n=65), "sampling.n: is 65; expected 1 to 64"),
+        (Sampling(stop=["a"] * 17), "sampling.stop: has 17 strings; expected at most 16"),
+        (Sampling(stop=["a", ""]), "sampling.stop[1]: is empty; expected at least one character"),
+        (Sampling(stop_token_ids=[5, 100]), "sampling.stop_token_ids[1]: is 100; expected a token id, 0 to 99"),
+        (Sampling(logit_bias={5: 101}), "sampling.logit_bias[5]: is 101; expected -100 to 100"),
+        (
+            Sampling(logit_bias={-1: 1}),
+            "sampling.logit_bias[-1]: is for a token out of the vocabulary; expected a token id, 0 to 99",
+        ),
+        (
+            Sampling(max_tokens=5, min_tokens=6),
+            "sampling.min_tokens: is 6; expected at most max_tokens, which is 5",
+        ),
+        (
+            Sampling(max_tokens=31),
+            (
+                "sampling.max_tokens: is 31; the model's context of 32 leaves 30 after 2 tokens of prompt; "
+                "lower it to 30 or shorten the prompt"
+            ),
+        ),
+    ],
+)
+async def test_a_wrong_sampling_field_is_named_with_value_and_range(sampling: Sampling, violation: str) -> None:
+    assert await refused(request(sampling=sampling)) == [violation]
+
+
+@pytest.mark.parametrize(
+    ("message", "violation"),
+    [
+        (pb.GenerateRequest(), "input: is missing; expected a prompt"),
+        (request("refused"), "prompt.text: is refused"),
+        (request(priority=101), "priority: is 101; expected -100 to 100"),
+        (request(request_id="a b"), "request_id: is not 1 to 128 printable ASCII characters without spaces"),
+        (request(request_id="x" * 129), "request_id: is not 1 to 128 printable ASCII characters without spaces"),
+        (
+            request("a " * 33),
+            (
+                "prompt: has 33 tokens; the model's context is 32, one of it for output; "
+                "shorten the prompt by 2 tokens or more"
+            ),
+        ),
+        (
+            pb.GenerateRequest(prompt=pb.Prompt(token_ids=pb.TokenIds(ids=[5, -2]))),
+            "prompt.token_ids.ids[1]: is -2; expected a token id, 0 to 99",
+        ),
+    ],
+)
+async def test_a_wrong_request_is_refused_with_what_to_do(message: pb.GenerateRequest, violation: str) -> None:
+    assert await refused(message) == [violation]
+
+
+async def test_every_violation_is_reported_at_once() -> None:
+    message = request("refused", priority=200, sampling=Sampling(top_p=2, n=99, stop=[""]))
+    fields = [line.partition(":")[0] for line in await refused(message)]
+    assert fields == ["priority", "sampling.top_p", "sampling.n", "sampling.stop[0]", "prompt.text"]
+
+
+async def test_of_many_wrong_ids_the_first_five_are_named() -> None:
+    lines = await refused(pb.GenerateRequest(prompt=pb.Prompt(token_ids=pb.TokenIds(ids=[100] * 8))))
+    assert len(lines) == 6
+    assert lines[-1] == "prompt.token_ids.ids: has 3 more ids out of the vocabulary"
+
+
+async def test_the_longest_prompt_leaves_one_output_token() -> None:
+    assert (await accepted(request("a " * 31))).sampling.max_tokens == 1
+
+
+async def test_stop_strings_need_a_tokenizer() -> None:
+    lines = await refused(request(sampling=Sampling(stop=["a"])), validator(has_tokenizer=False))
+    assert lines == ["sampling.stop: needs a tokenizer, and this checkpoint has none; use stop_token_ids"]
+
+
+@pytest.mark.parametrize("constraint", ["json_schema", "regex", "grammar"])
+async def test_constraints_are_not_offered(constraint: str) -> None:
+    with pytest.raises(Unsupported, match=f"{constraint} is not offered"):
+        await accepted(request(**{constraint: "x"}))
+
+
+async def test_resume_is_not_offered() -> None:
+    with pytest.raises(Unsupported, match="resume is not offered yet"):
+        await accepted(pb.GenerateRequest(resume=pb.Resume(request_id="r")))
+
+
+async def test_the_messages_trace_context_goes_before_that_of_the_call() -> None:
+    call = CallContext(arrived=0.0, traceparent=TRACE.replace("b7", "c8"))
+    assert (await validator().validate(request(traceparent=TRACE), call)).traceparent == TRACE
+    assert (await validator().validate(request(traceparent="nonsense"), call)).traceparent == call.traceparent
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "",
+        "nonsense",
+        TRACE.upper(),
+        TRACE + "-more",
+        TRACE.replace("00-", "ff-", 1),
+        f"00-{'0' * 32}-b7ad6b7169203331-01",
+        f"00-0af7651916cd43dd8448eb211c80319c-{'0' * 16}-01",
+    ],
+)
+def test_a_malformed_trace_context_is_ignored(header: str) -> None:
+    assert valid_traceparent(header) == ""
+
+
+@pytest.mark.parametrize("header", [TRACE, TRACE.replace("00-", "cc-", 1) + "-what-the-future-brings"])
+def test_a_well_formed_trace_context_is_kept(header: str) -> None:
+    assert valid_traceparent(f" {header} ") == header
