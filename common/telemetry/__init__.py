@@ -1,0 +1,5 @@
+"""Tracing with OpenTelemetry. The engine and the kernels import nothing of this: they hand over times, not spans."""
+
+from common.telemetry.context import context_from, is_sampled, span_context_of, traceparent_of
+
+__all__ = ["context_from", "is_sampled", "span_context_of", "traceparent_of"]

@@ -1,0 +1,38 @@
+"""Trace context as it travels inside messages: the W3C `traceparent`, because one stream carries many requests.
+
+Format: `00-<trace id, 32 hex digits>-<parent span id, 16>-<flags, 2>`; the last bit of the flags says "sampled".
+"""
+
+from __future__ import annotations
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.trace import INVALID_SPAN_CONTEXT, SpanContext
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+_PROPAGATOR = TraceContextTextMapPropagator()
+
+
+def traceparent_of(context: Context | None = None) -> str:
+    """Return the traceparent of the span in `context` (default: the current one); "" where there is none.
+
+    A span that is not sampled has one too, with the flag off, so that nobody further along starts a trace of its own.
+    """
+    carrier: dict[str, str] = {}
+    _PROPAGATOR.inject(carrier, context)
+    return carrier.get("traceparent", "")
+
+
+def context_from(traceparent: str) -> Context:
+    """Return the context in which a span becomes the child of `traceparent`; an empty one if that is no traceparent."""
+    return _PROPAGATOR.extract({"traceparent": traceparent} if traceparent else {}, Context())
+
+
+def span_context_of(traceparent: str) -> SpanContext:
+    """Return what a link points to: ids and flags in `traceparent`; the invalid span context when it has none."""
+    return trace.get_current_span(context_from(traceparent)).get_span_context() if traceparent else INVALID_SPAN_CONTEXT
+
+
+def is_sampled(traceparent: str) -> bool:
+    """Return whether anyone keeps what is recorded under `traceparent`; cheap enough for every step."""
+    return len(traceparent) == 55 and bool(int(traceparent[-2:], 16) & 1)

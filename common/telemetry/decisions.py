@@ -1,0 +1,38 @@
+"""A decision record as the attributes of a span event; the log line and the RPC are made from the same record."""
+
+from __future__ import annotations
+
+import json
+
+from opentelemetry.trace import Span
+
+from common.types import Candidate, Decision
+
+EVENT = "decision"
+
+
+def add_decision(span: Span, decision: Decision) -> None:
+    """Put a decision on the span of the request that it is about; free when the span is not recorded."""
+    if span.is_recording():
+        span.add_event(EVENT, attributes_of(decision), decision.time_ns)
+
+
+def attributes_of(decision: Decision) -> dict[str, str | float | list[str]]:
+    """Return the decision as flat attributes; what is empty is left out, candidates are one JSON object each."""
+    whole: dict[str, str | float | list[str]] = {
+        "quire.decision.id": decision.decision_id,
+        "quire.decision.kind": str(decision.kind),
+        "quire.decision.chosen": decision.chosen,
+        "quire.decision.candidates": [_candidate(each) for each in decision.candidates],
+        "quire.decision.reasons": list(decision.reasons),
+        "quire.decision.victim": decision.victim,
+        "quire.decision.beneficiary": decision.beneficiary,
+    }
+    whole |= {f"quire.decision.age.{name}": seconds for name, seconds in decision.signal_ages}
+    whole |= {f"quire.decision.{name}": value for name, value in decision.figures}
+    return {key: value for key, value in whole.items() if value not in ("", [])}
+
+
+def _candidate(candidate: Candidate) -> str:
+    parts = {"name": candidate.name, "cost": candidate.cost, **dict(candidate.terms), "rejected": candidate.rejected}
+    return json.dumps({key: value for key, value in parts.items() if value not in (None, "")})

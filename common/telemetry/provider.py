@@ -1,0 +1,124 @@
+"""Sets tracing up for one process, and takes it down without hanging when nobody receives the spans.
+
+Spans go to the first of: OTEL_EXPORTER_OTLP_ENDPOINT, an exporter object (the router's own ring), `--trace-endpoint`
+(the router, for the other services), nowhere. Nothing global is set: what makes spans is given its tracer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import (
+    BatchSpanProcessor,
+    SimpleSpanProcessor,
+    SpanExporter,
+    SpanExportResult,
+)
+from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.trace import Tracer
+
+from common.options import ServiceSettings
+
+log = logging.getLogger(__name__)
+
+_ENDPOINT_VARIABLES: Final = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_EXPORT_TIMEOUT_S: Final = 2.0
+_SCHEDULE_DELAY_MS: Final = 500
+_QUEUE_SPANS: Final = 8_192
+_BATCH_SPANS: Final = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Telemetry:
+    """The tracer of one process; `aclose` delivers what is left, for two seconds or so at most."""
+
+    tracer: Tracer
+    provider: TracerProvider
+
+    async def aclose(self) -> None:
+        """Deliver the spans that wait and stop; the event loop goes on meanwhile."""
+        await asyncio.to_thread(self.provider.shutdown)
+
+
+def setup(
+    service: str,
+    settings: ServiceSettings,
+    exporter: SpanExporter | None = None,
+    environ: Mapping[str, str] | None = None,
+    instance: str = "",
+) -> Telemetry:
+    """Return the tracing of a process. `exporter` receives spans in this process, as each ends; it must be quick.
+
+    `instance` tells processes of one service apart (a worker's id). Sampling is decided at the head: a request whose
+    client says so in its traceparent, else a share of `settings.trace_sample_ratio`.
+    """
+    resource = Resource.create(
+        {"service.name": f"quire-{service}", "service.instance.id": instance or str(os.getpid())}
+    )
+    sampler = ParentBased(TraceIdRatioBased(settings.trace_sample_ratio))
+    provider = TracerProvider(sampler, resource, shutdown_on_exit=False)
+    processor = _processor(settings, exporter, os.environ if environ is None else environ)
+    if processor is not None:
+        provider.add_span_processor(processor)
+    return Telemetry(provider.get_tracer("quire"), provider)
+
+
+def _processor(
+    settings: ServiceSettings, exporter: SpanExporter | None, environ: Mapping[str, str]
+) -> SpanProcessor | None:
+    endpoint = next((environ[name] for name in _ENDPOINT_VARIABLES if environ.get(name)), None)
+    if endpoint is None and exporter is not None:
+        return SimpleSpanProcessor(exporter)
+    if endpoint is None and settings.trace_endpoint is not None:
+        endpoint = f"http://{settings.trace_endpoint}"
+    if endpoint is None:
+        return None
+    # The exporter and its queue say the same thing again for each batch; Delivery says it once.
+    logging.getLogger("opentelemetry.exporter.otlp").setLevel(logging.CRITICAL)
+    logging.getLogger("opentelemetry.sdk._shared_internal").setLevel(logging.CRITICAL)
+    otlp = OTLPSpanExporter(endpoint, insecure=not endpoint.startswith("https"), timeout=_EXPORT_TIMEOUT_S)
+    return _DeliveringProcessor(Delivery(otlp, endpoint))
+
+
+class Delivery(SpanExporter):
+    """Passes spans on, tells once when that stops or starts working, and gives up early when the process closes."""
+
+    def __init__(self, exporter: SpanExporter, endpoint: str) -> None:
+        self._exporter, self._endpoint = exporter, endpoint
+        self._working, self.closing = True, False
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Deliver a batch; FAILURE loses it."""
+        if self.closing and not self._working:
+            return SpanExportResult.FAILURE
+        result = self._exporter.export(spans)
+        working = result is SpanExportResult.SUCCESS
+        if working and not self._working:
+            log.info("spans are delivered to %s again", self._endpoint)
+        if self._working and not working and not self.closing:
+            log.warning("spans cannot be delivered to %s; they are dropped until it answers", self._endpoint)
+        self._working = working
+        return result
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
+
+
+class _DeliveringProcessor(BatchSpanProcessor):
+    """Batches off the event loop; at the end it tries each batch that waits, until one fails."""
+
+    def __init__(self, delivery: Delivery) -> None:
+        super().__init__(delivery, _QUEUE_SPANS, _SCHEDULE_DELAY_MS, _BATCH_SPANS)
+        self._delivery = delivery
+
+    def shutdown(self) -> None:
+        self._delivery.closing = True
+        super().shutdown()  # type: ignore[no-untyped-call]

@@ -1,0 +1,48 @@
+"""A decision record as a span event."""
+
+from __future__ import annotations
+
+import json
+
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from common.telemetry.decisions import add_decision
+from common.types import Candidate, Decision, DecisionKind
+
+DECISION = Decision(
+    decision_id="d-1",
+    kind=DecisionKind.ROUTING,
+    time_ns=42,
+    chosen="w0",
+    candidates=(
+        Candidate("w0", cost=0.5, terms=(("queue_delay", 0.2), ("prefill_time", 0.3))),
+        Candidate("w1", rejected="draining"),
+    ),
+    signal_ages=(("w0", 0.1),),
+    figures=(("hit_blocks", 4.0),),
+)
+
+
+def test_the_event_has_every_part_that_is_set() -> None:
+    memory, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(memory))
+    with provider.get_tracer("test").start_as_current_span("route") as span:
+        add_decision(span, DECISION)
+    (event,) = memory.get_finished_spans()[0].events
+    attributes = dict(event.attributes or {})
+    candidates = attributes.pop("quire.decision.candidates")
+    assert (event.name, event.timestamp) == ("decision", 42)
+    assert attributes == {
+        "quire.decision.id": "d-1",
+        "quire.decision.kind": "routing",
+        "quire.decision.chosen": "w0",
+        "quire.decision.age.w0": 0.1,
+        "quire.decision.hit_blocks": 4.0,
+    }
+    assert isinstance(candidates, tuple)
+    assert [json.loads(str(each)) for each in candidates] == [
+        {"name": "w0", "cost": 0.5, "queue_delay": 0.2, "prefill_time": 0.3},
+        {"name": "w1", "rejected": "draining"},
+    ]

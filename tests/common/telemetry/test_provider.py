@@ -1,0 +1,113 @@
+"""Spans of a process: which are kept, where they go, and that a missing receiver neither hangs nor shouts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from common.options import ServiceSettings
+from common.rpc.server import RpcServer
+from common.telemetry import context_from
+from common.telemetry.provider import setup
+
+SAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+DEADLINE_S = 10
+
+
+class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
+    """A real OTLP receiver that remembers (service, span) names."""
+
+    def __init__(self) -> None:
+        self.received: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+        self.address = ""
+
+    async def Export(self, request: Any, context: Any) -> Any:
+        for resource in request.resource_spans:
+            named = {each.key: each.value.string_value for each in resource.resource.attributes}
+            for scope in resource.scope_spans:
+                for span in scope.spans:
+                    self.received.put_nowait((named["service.name"], span.name))
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+    async def next(self) -> tuple[str, str]:
+        async with asyncio.timeout(DEADLINE_S):
+            return await self.received.get()
+
+
+@pytest.fixture
+async def receivers() -> AsyncIterator[list[Receiver]]:
+    servers, receivers = [RpcServer([]), RpcServer([])], [Receiver(), Receiver()]
+    for server, receiver in zip(servers, receivers, strict=True):
+        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(receiver, server.server)
+        receiver.address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
+    yield receivers
+    for server in servers:
+        await server.stop(0)
+
+
+def kept(ratio: float, traceparent: str) -> int:
+    """Return how many of one span are kept."""
+    memory = InMemorySpanExporter()
+    telemetry = setup("test", ServiceSettings(trace_sample_ratio=ratio), memory, {})
+    telemetry.tracer.start_span("span", context_from(traceparent)).end()
+    return len(memory.get_finished_spans())
+
+
+@pytest.mark.parametrize(
+    ("ratio", "traceparent", "count"),
+    [(1.0, "", 1), (0.0, "", 0), (0.0, SAMPLED, 1), (1.0, SAMPLED[:-1] + "0", 0)],
+    ids=["all", "none", "the client wants it", "the client does not"],
+)
+def test_sampling_is_decided_at_the_head(ratio: float, traceparent: str, count: int) -> None:
+    assert kept(ratio, traceparent) == count
+
+
+async def test_spans_reach_the_trace_endpoint(receivers: list[Receiver]) -> None:
+    telemetry = setup("kvmanager", ServiceSettings(trace_endpoint=receivers[0].address), environ={})
+    telemetry.tracer.start_span("grant").end()
+    assert await receivers[0].next() == ("quire-kvmanager", "grant")
+    await telemetry.aclose()
+
+
+async def test_the_usual_variable_wins_over_the_trace_endpoint(receivers: list[Receiver]) -> None:
+    environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://{receivers[1].address}"}
+    telemetry = setup("router", ServiceSettings(trace_endpoint=receivers[0].address), InMemorySpanExporter(), environ)
+    telemetry.tracer.start_span("route").end()
+    assert await receivers[1].next() == ("quire-router", "route")
+    await telemetry.aclose()
+    assert receivers[0].received.empty()
+
+
+async def test_closing_delivers_what_still_waits(receivers: list[Receiver]) -> None:
+    telemetry = setup("gpuworker", ServiceSettings(trace_endpoint=receivers[0].address), environ={})
+    for number in range(1500):
+        telemetry.tracer.start_span(f"step {number}").end()
+    await telemetry.aclose()
+    assert receivers[0].received.qsize() == 1500
+
+
+async def test_a_missing_receiver_is_told_once_and_does_not_hold_the_process(caplog: pytest.LogCaptureFixture) -> None:
+    telemetry = setup("gpuworker", ServiceSettings(trace_endpoint="127.0.0.1:1"), environ={})
+    for number in range(2000):
+        telemetry.tracer.start_span(f"step {number}").end()
+    async with asyncio.timeout(DEADLINE_S):
+        while not caplog.records:
+            await asyncio.to_thread(telemetry.provider.force_flush)
+    before = time.monotonic()
+    await telemetry.aclose()
+    assert time.monotonic() - before < 5.0
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert warnings == ["spans cannot be delivered to http://127.0.0.1:1; they are dropped until it answers"]
+
+
+async def test_without_a_receiver_nothing_is_started() -> None:
+    telemetry = setup("router", ServiceSettings(), environ={})
+    telemetry.tracer.start_span("route").end()
+    await telemetry.aclose()
