@@ -86,6 +86,16 @@ def _answers(logits: torch.Tensor, probe: Probe) -> bool:
     return bool(logits.argmax(-1).tolist() == probe.answer)
 
 
+def own_block(probe: Probe) -> int:
+    """The block that holds the fact's value."""
+    return probe.value_at // BLOCK_SIZE
+
+
+def later_block(probe: Probe) -> int:
+    """A block four further on, which holds nothing of the fact."""
+    return probe.value_at // BLOCK_SIZE + 4
+
+
 def recall_table(judge: Judge) -> Iterable[str]:
     """Recall by distance and density, as Markdown lines."""
     yield "| distance (tokens) | " + " | ".join(f"density {density}" for density in DENSITIES) + " |"
@@ -146,7 +156,7 @@ def block_lines(judge: Judge) -> Iterable[str]:
     """Recall with a cache as it should be, and with one block of it wrong."""
     drawn = judge.draw(KIND_DISTANCE, 1.0)
     yield f"recall at {KIND_DISTANCE} tokens, cache untouched: {_share(map(judge.recalls, drawn)):.2f}"
-    for name, spoil in (("the fact's block", _own_block), ("an unrelated block", _later_block)):
+    for name, spoil in (("the fact's block", own_block), ("an unrelated block", later_block)):
         share = _share(judge.recalls_with_block(probe, spoil) for probe in drawn)
         yield f"with {name} ({BLOCK_SIZE} tokens) overwritten by another: {share:.2f}"
 
@@ -160,14 +170,6 @@ def prompts_line(judge: Judge) -> str:
         chat = f"<|bos|><|system|> {told}{END}{USER} {question.text}{END}{ASSISTANT}"
         right += judge.text(judge.generate(judge.encode(chat), tokens=24)).strip() == question.answer
     return f"demonstration prompts answered right: {right} of {len(asked)} ({len(judge.encode(told))} tokens of facts)"
-
-
-def _own_block(probe: Probe) -> int:
-    return probe.value_at // BLOCK_SIZE
-
-
-def _later_block(probe: Probe) -> int:
-    return probe.value_at // BLOCK_SIZE + 4
 
 
 def _share(hits: Iterable[bool]) -> float:

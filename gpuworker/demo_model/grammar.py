@@ -25,9 +25,9 @@ def _pattern(template: str, slots: Mapping[str, str]) -> str:
 
 
 def _relation(relation: world.Relation) -> str:
-    lock = f"{_any_of(words.COLOURS)} {_any_of(words.DOORS)}"
+    store = f"{_any_of(words.COLOURS)} {_any_of(words.STORES)}"
     subject = _any_of(words.NAMES) if relation in world.PEOPLE else _any_of(words.OBJECTS)
-    slots = {"s": lock if relation in world.LOCKS else subject, "article": "an?"}
+    slots = {"s": store if relation in world.STORES else subject}
     value = _NUMBER if relation.digits else _any_of(relation.values)
     return f"{_pattern(relation.lead, slots)} {value}{re.escape(relation.tail)}"
 

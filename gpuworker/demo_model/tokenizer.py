@@ -30,8 +30,8 @@ CHAT_TEMPLATE: Final = (
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 WORD_LISTS: Final = (
-    words.NAMES, words.TOWNS, words.JOBS, words.ANIMALS, words.FOODS, words.PLANTS, words.COLOURS, words.GAMES,
-    words.DRINKS, words.LANGUAGES, words.OBJECTS, words.ROOMS, words.DOORS,
+    words.NAMES, words.TOWNS, words.JOBS,  words.ANIMALS, words.FOODS, words.PLANTS, words.COLOURS, words.GAMES,
+    words.DRINKS, words.LANGUAGES, words.OBJECTS, words.ROOMS, words.STORES,
 )  # fmt: skip
 _PIECE: Final = re.compile(r"<\|[a-z]+\|>| ?[A-Za-z]+|\d| ?[^\sA-Za-z\d<]+|\s")
 

@@ -1,6 +1,6 @@
 """Trains the demo model from nothing on the processor, in a fixed time, on text it generates itself.
 
-    python -m gpuworker.demo_model.train OUT_DIR --minutes 70 --processes 2
+    python -m gpuworker.demo_model.train OUT_DIR --minutes 48 --processes 2
 
 Matrices learn with Muon, the rest with AdamW; processes average their gradients over gloo.
 """
@@ -22,13 +22,13 @@ from transformers import Qwen3ForCausalLM
 from gpuworker.demo_model import network, rows, tokenizer
 
 LENGTHS: Final = (128, 256, 512, 1024, 2048)
-FORCED_AT: Final = (0.0, 0.2, 0.35, 0.5, 0.6)
+FORCED_AT: Final = (0.0, 0.05, 0.1, 0.2, 0.3)
 """Share of the time after which each length is open even if recall at the shorter one is not yet good."""
 GOOD_RECALL: Final = 0.93
 MATRIX_RATE: Final = 0.02
 OTHER_RATE: Final = 2e-3
 WARM_UP_STEPS: Final = 50
-DECAY_FROM: Final = 0.6
+DECAY_FROM: Final = 0.5
 REPORT_EVERY: Final = 50
 SAVE_EVERY: Final = 500
 
@@ -194,7 +194,7 @@ def main() -> None:
     """Train as the command line says and leave a checkpoint in its directory."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--minutes", type=float, default=70.0)
+    parser.add_argument("--minutes", type=float, default=48.0)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=4096, help="tokens in one process's batch")
     parser.add_argument("--seed", type=int, default=0)

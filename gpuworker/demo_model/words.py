@@ -28,9 +28,9 @@ Dresden Leipzig Krakow Budapest Zagreb Bucharest Ankara Beirut Amman Doha Mumbai
 )
 JOBS: Final = tuple(
     """
-teacher doctor nurse baker farmer driver pilot sailor painter singer dancer writer lawyer judge cook waiter plumber
-carpenter tailor barber butcher gardener miner soldier dentist librarian mechanic potter florist banker chemist clown
-guide guard hunter jeweller poet reporter scientist surgeon weaver actor editor
+teachers doctors nurses bakers farmers drivers pilots sailors painters singers dancers writers lawyers judges cooks waiters
+plumbers carpenters tailors barbers butchers gardeners miners soldiers dentists librarians mechanics potters florists bankers chemists
+clowns guides guards hunters jewellers poets reporters scientists surgeons weavers actors editors
 """.split()
 )
 ANIMALS: Final = tuple(
@@ -80,4 +80,4 @@ drawer box cupboard garage kitchen cellar attic garden bathroom bedroom office s
 chest closet hall library museum tower cave well stable church school station
 """.split()
 )
-DOORS: Final = ("box", "safe", "door", "gate")
+STORES: Final = ("box", "safe", "jar", "crate")

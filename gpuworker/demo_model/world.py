@@ -42,8 +42,7 @@ class Fact:
 
     @property
     def lead(self) -> str:
-        article = "an" if self.value[0] in "aeiou" else "a"
-        return " " + self.relation.lead.format(s=self.subject, article=article)
+        return " " + self.relation.lead.format(s=self.subject)
 
     @property
     def sentence(self) -> str:
@@ -70,17 +69,18 @@ PEOPLE: Final = (
     Relation("drinks", "{s} drinks", words.DRINKS, ".", "What does {s} drink?"),
     Relation("speaks", "{s} speaks", words.LANGUAGES, ".", "Which language does {s} speak?"),
     Relation("lives", "{s} lives in", words.TOWNS, ".", "Where does {s} live?"),
-    Relation("works", "{s} works as {article}", words.JOBS, ".", "What is the job of {s}?"),
+    Relation("works", "{s} works with", words.JOBS, ".", "Who works with {s}?"),
     Relation("age", "{s} is", (), " years old.", "How old is {s}?", digits=2),
 )
 THINGS: Final = (
-    Relation("where", "The {s} is in the", words.ROOMS, ".", "Where is the {s}?"),
+    Relation("origin", "The {s} came from", words.TOWNS, ".", "Where did the {s} come from?"),
+    Relation("owner", "The {s} belongs to", words.NAMES, ".", "Who owns the {s}?"),
     Relation("price", "The {s} costs", (), " coins.", "How much is the {s}?", digits=2),
 )
-LOCKS: Final = (Relation("code", "The {s} opens with", (), ".", "What opens the {s}?", digits=4),)
-RELATIONS: Final = PEOPLE + THINGS + LOCKS
-KINDS: Final = (PEOPLE, THINGS, LOCKS)
-SHARES: Final = (0.72, 0.18, 0.1)
+STORES: Final = (Relation("holds", "The {s} holds", words.FOODS + words.PLANTS, ".", "What does the {s} hold?"),)
+RELATIONS: Final = PEOPLE + THINGS + STORES
+KINDS: Final = (PEOPLE, THINGS, STORES)
+SHARES: Final = (0.72, 0.2, 0.08)
 
 
 class World:
@@ -116,7 +116,7 @@ class World:
             return self._rng.choice(self._people)
         if relation in THINGS:
             return self._rng.choice(words.OBJECTS)
-        return f"{self._rng.choice(words.COLOURS)} {self._rng.choice(words.DOORS)}"
+        return f"{self._rng.choice(words.COLOURS)} {self._rng.choice(words.STORES)}"
 
 
 def draw_value(rng: random.Random, relation: Relation) -> str:
@@ -170,7 +170,7 @@ MIDDLES: Final = (
     " In the evening they played {game}.",
     " Then {a} heard a noise in the {room}.",
     " {a} saw some {animals} near the {room}.",
-    " It was only the {job} from {town}.",
+    " It was only some {jobs} from {town}.",
     " {b} laughed and gave {a} some {food}.",
 )
 ENDINGS: Final = (
@@ -182,7 +182,7 @@ ENDINGS: Final = (
 )
 STORY_WORDS: Final = {
     "room": words.ROOMS, "town": words.TOWNS, "thing": words.OBJECTS, "food": words.FOODS, "drink": words.DRINKS,
-    "game": words.GAMES, "animals": words.ANIMALS, "job": words.JOBS,
+    "game": words.GAMES, "animals": words.ANIMALS, "jobs": words.JOBS,
 }  # fmt: skip
 
 
