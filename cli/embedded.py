@@ -14,13 +14,14 @@ from common.clock import Clock, SystemClock
 from common.config import load_or_exit
 from common.lease import Attach, Attached, AttachOk, Connected, Granted, Inventory, LeaseEvent, Report
 from gpuworker.config import GpuWorkerSettings
-from kvmanager.core.ledger import Ledger, LedgerConfig
+from kvmanager.core.config import LedgerConfig, Runway
+from kvmanager.core.ledger import Ledger
 
 
 class EmbeddedChannel:
     """Implements `common.lease.LeaseChannel`: every report is applied and answered at once, on the engine's thread."""
 
-    def __init__(self, clock: Clock, runway: str = "lease") -> None:
+    def __init__(self, clock: Clock, runway: Runway = "lease") -> None:
         self._clock, self._runway = clock, runway
         self._events: list[LeaseEvent] = [Connected()]
         self._ids = itertools.count(1)

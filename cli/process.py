@@ -7,10 +7,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from common.local_redis import die_with_parent
+from common import die_with_parent
 
 _FIRST_BACKOFF, _LONGEST_BACKOFF = 0.5, 30.0
 _STABLE_SECONDS = 30.0
@@ -67,7 +67,7 @@ class Child:
             await asyncio.gather(self._keeper, return_exceptions=True)
 
     async def _spawn(self) -> None:
-        command: Sequence[str] = (sys.executable, "-m", self.program.module, *self.program.flags)
+        command = die_with_parent.command([sys.executable, "-m", self.program.module, *self.program.flags])
         self._process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.DEVNULL,
@@ -75,7 +75,6 @@ class Child:
             stderr=asyncio.subprocess.STDOUT,
             env=os.environ | self.program.environment,
             start_new_session=True,
-            preexec_fn=die_with_parent,
         )
 
     async def _keep(self) -> None:

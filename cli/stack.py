@@ -81,7 +81,8 @@ class Stack:
         """Start everything and wait until each part is healthy; Unavailable, with its last lines, when one is not."""
         redis_url = self.options.redis_url
         if redis_url is None:
-            self.redis = await asyncio.to_thread(LocalRedis.start)
+            self.redis = LocalRedis()
+            self.redis.start()  # on this thread: it ends with the thread that started it
             redis_url = self.redis.url
         self._say("redis", f"ready at {redis_url}")
         control, data = self._programs(redis_url)
@@ -100,7 +101,7 @@ class Stack:
             await asyncio.gather(*(child.stop() for child in group))
         self.children.clear()
         if self.redis is not None:
-            await asyncio.to_thread(self.redis.stop)
+            self.redis.stop()
             self.redis = None
 
     # ------------------------------------------------------------ programs

@@ -1,0 +1,159 @@
+"""Drives a real engine from a test: an embedded ledger or any other channel, requests in, finished outputs back."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from cli.embedded import EmbeddedChannel
+from common.clock import SystemClock
+from common.hashing import chain, chain_root, key_of
+from common.lease import Attach, LeaseChannel
+from common.types import FinishReason, KvGeometry, PoolIdentity, SamplingParams, SequenceId, TokenLogprobs, Usage
+from gpuworker.core.batch_plan import StepRunner
+from gpuworker.core.lease_agent import LeaseAgent
+from gpuworker.core.outcomes import AgentConfig
+from gpuworker.core.sequence import NewSequence
+from gpuworker.core.stopping import StopRule
+from gpuworker.engine import Engine
+from gpuworker.ports import EngineOutputs, EngineRequest
+
+GREEDY = SamplingParams(temperature=0.0)
+PATIENCE = 60.0
+
+
+@dataclass
+class Result:
+    """One sequence as a client sees it."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    reason: FinishReason | None = None
+    usage: Usage = Usage()
+    stop_token: int | None = None
+    message: str = ""
+    cached_tokens: int = -1
+    preemptions: int = 0
+
+
+class EngineDriver:
+    """An engine over a runner; `with` starts and stops it."""
+
+    def __init__(
+        self,
+        runner: StepRunner,
+        config: AgentConfig,
+        channel: LeaseChannel | None = None,
+        identity: PoolIdentity | None = None,
+    ) -> None:
+        geometry = KvGeometry(1, 1, 1, 1, "float32", config.window)
+        self.identity = identity or PoolIdentity("model", "tokenizer", config.block_size, geometry)
+        self.config = config
+        self.channel = channel or EmbeddedChannel(SystemClock())
+        self._root = chain_root("model", "tokenizer", config.block_size)
+        self._outputs: queue.Queue[EngineOutputs] = queue.Queue()
+        self._ids = itertools.count(1)
+        self.results: dict[SequenceId, Result] = {}
+        self._incarnations = itertools.count(1)
+        self.engine = Engine(
+            lambda: LeaseAgent(config), self._attach, runner, self.channel, self._outputs.put, SystemClock()
+        )
+
+    def _attach(self) -> Attach:
+        config = self.config
+        incarnation = next(self._incarnations).to_bytes(16, "big")
+        return Attach(
+            "worker-0",
+            incarnation,
+            0,
+            0,
+            self.identity,
+            config.num_blocks,
+            "",
+            config.prefix_caching,
+            config.max_num_seqs,
+        )
+
+    def __enter__(self) -> EngineDriver:
+        self.engine.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.engine.stop()
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        count: int,
+        sampling: SamplingParams = GREEDY,
+        *,
+        priority: int = 0,
+        fork_of: SequenceId | None = None,
+        eos: Iterable[int] = (),
+    ) -> SequenceId:
+        """Submit a sequence of at most `count` output tokens."""
+        sequence = SequenceId(next(self._ids))
+        links = chain(self._root, prompt, self.config.block_size)
+        new = NewSequence(
+            sequence=sequence,
+            request_id=f"r{sequence}",
+            tokens=tuple(prompt),
+            chain=tuple(key_of(link) for link in links),
+            chain_tail=links[-1] if links else self._root,
+            max_len=len(prompt) + count,
+            stop=StopRule(count, sampling.min_tokens, frozenset(eos), frozenset(sampling.stop_token_ids)),
+            priority=priority,
+            fork_of=fork_of,
+        )
+        self.results[sequence] = Result()
+        self.engine.submit(EngineRequest(new, sampling, len(prompt)))
+        return sequence
+
+    def take(self) -> EngineOutputs:
+        """Wait for the next outputs and enter them into the results."""
+        outputs = self._outputs.get(timeout=PATIENCE)
+        for admit in outputs.admitted:
+            if self.results[admit.sequence].cached_tokens < 0:
+                self.results[admit.sequence].cached_tokens = admit.cached_tokens
+        for sequence, tokens in outputs.tokens:
+            self.results[sequence].tokens.extend(tokens)
+        for sequence, logprobs in outputs.logprobs.items():
+            self.results[sequence].logprobs.extend(logprobs)
+        for sequence in outputs.preempted:
+            self.results[sequence].preemptions += 1
+        for end in outputs.finished:
+            result = self.results[end.sequence]
+            result.reason, result.usage, result.stop_token = end.reason, end.usage, end.stop_token
+            result.message = end.message
+        return outputs
+
+    def finish(self) -> list[Result]:
+        """Wait until every sequence has ended; return the results in order of submission."""
+        while any(result.reason is None for result in self.results.values()):
+            self.take()
+        return list(self.results.values())
+
+    def run(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+        """Run greedy sequences together and return their tokens."""
+        started = [self.submit(prompt, count) for prompt in prompts]
+        self.finish()
+        return [self.results[sequence].tokens for sequence in started]
+
+    def assert_all_free(self) -> None:
+        """Wait until the ledger holds neither rows nor leases nor a queue; fail with its counts if that never comes."""
+        assert isinstance(self.channel, EmbeddedChannel)
+        assert self.channel.ledger is not None
+        ledger, deadline = self.channel.ledger, time.monotonic() + 10.0
+        while time.monotonic() < deadline:
+            pool = ledger.pool()
+            if pool.row == pool.leased == pool.running == pool.waiting == 0:
+                assert pool.free + pool.cached == self.config.num_blocks
+                return
+            self.engine.wake()
+        raise AssertionError(f"not everything was released: {ledger.pool()}")
