@@ -24,9 +24,10 @@ class BlockState(Enum):
 class Block:
     """State, references and content claim of one block.
 
-    `hash` is set while the block is registered in the prefix cache, `pending` while it is the one that others may share
-    before it is sealed. `index` is its place in every row that holds it. `parent` is the hash of the block before it where
-    the chain of the prompt tells; else None, and the chain of `owner`, its only holder, tells once that block is sealed.
+    `hash` is set while the block is registered in the prefix cache, `pending` while it is the one that others may
+    share before it is sealed. `index` is its place in every row that holds it. `parent` is the hash of the block
+    before it where the chain of the prompt tells; else None, and the chain of `owner`, its only holder, tells once
+    that block is sealed.
     """
 
     __slots__ = ("hash", "id", "index", "owner", "parent", "pending", "refs", "state")

@@ -72,7 +72,7 @@ class BlockPool:
         block.refs += 1
 
     def drop(self, block: Block) -> bool:
-        """Drop a reference of a row; a registered block without any goes to the cache. Return whether it is free now."""
+        """Drop a reference; a registered block without any goes to the cache. Return whether it is free now."""
         block.refs -= 1
         if block.refs:
             return False

@@ -31,8 +31,8 @@ class Books:
     """
 
     __slots__ = (
-        "block_pool", "cache", "clock", "config", "decisions", "growth", "held", "lease_want", "next_arrival", "preempting",
-        "queue", "refused", "rows", "running", "sequences", "stalled", "told", "totals",
+        "block_pool", "cache", "clock", "config", "decisions", "growth", "held", "lease_want", "next_arrival",
+        "preempting", "queue", "refused", "rows", "running", "sequences", "stalled", "told", "totals",
     )  # fmt: skip
 
     cache_type: type[PrefixCache] = PrefixCache
@@ -47,7 +47,7 @@ class Books:
         self.empty()
 
     def empty(self) -> None:
-        """Forget all sequences and levels, and free every block; the prefix cache's memory of events and ghosts stays."""
+        """Forget sequences and levels and free every block; event numbers, ghosts and totals go on."""
         self.block_pool = BlockPool(self.config.num_blocks)
         self.cache.rebase(self.block_pool.blocks)
         self.sequences: dict[SequenceId, Sequence] = {}
@@ -153,7 +153,7 @@ class Books:
     # ------------------------------------------------------------ rules of a rebuild
 
     def holds_row(self, phase: SequencePhase) -> bool:
-        """Return whether a sequence in this phase keeps its row: draining ones do, their blocks come with their report."""
+        """Return whether a sequence in this phase keeps its row: draining ones do, until their report."""
         return phase is not SequencePhase.WAITING
 
     def adopts(self, parent: BlockHash) -> bool:

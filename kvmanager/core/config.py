@@ -10,7 +10,7 @@ Runway = Literal["lease", "max"]
 
 @dataclass(frozen=True, slots=True)
 class LedgerConfig:
-    """One worker's pool. `block_size` and `window` count slots, `runway_slots` and `runway_reach` slots a running sequence.
+    """One worker's pool. `block_size` and `window` are in slots; `runway_slots` and `runway_reach` in slots a sequence.
 
     `window` is above 0 when every layer is windowed: nothing is cached then. `runway` "lease" keeps a pool of leased
     blocks ahead of need: for `runway_slots` also by evicting, up to `runway_reach` from free blocks alone. "max" gives

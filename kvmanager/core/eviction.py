@@ -1,7 +1,8 @@
 """Which cached block is forgotten next: one LRU order of released blocks.
 
-A released row is appended tail first, so a child always stands before a copy of its parent, and plain LRU forgets leaves
-first without a tree or a search. After a rebuild the order of release is unknown; depth, deepest first, keeps the rule.
+A released row is appended tail first, so a child always stands before a copy of its parent, and plain LRU forgets
+leaves first without a tree or a search. After a rebuild the order of release is unknown; depth, deepest first, keeps
+the rule.
 """
 
 from __future__ import annotations

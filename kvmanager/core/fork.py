@@ -1,7 +1,7 @@
 """Copy-on-write for sequences of one prompt: full blocks are shared, the partial last block is copied, never shared.
 
-A fork computes its last known token by itself, for its logits. So a copy covers known - 1 slots: one that held the last token
-too would leave nothing to compute, and the fork would wait for ever.
+A fork computes its last known token by itself, for its logits. So a copy covers known - 1 slots: one that held the
+last token too would leave nothing to compute, and the fork would wait for ever.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def copy_length(known: int, block_size: int) -> int:
 
 
 def copy_source(parent: Sequence, index: int) -> BlockId | None:
-    """Return the parent's block at `index`, the place of the fork's partial block; None when it has none, or trimmed it."""
+    """Return the parent's block at the place of the fork's partial block; None when it has none or trimmed it."""
     if index >= len(parent.row) or parent.row[index] == TRIMMED:
         return None
     return parent.row[index]

@@ -1,4 +1,4 @@
-"""What changed in the prefix cache's membership, for the index outside: dense event numbers, and snapshots to repair gaps."""
+"""Changes of the prefix cache's membership for the index outside: numbered densely, with snapshots to repair gaps."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class IndexSnapshot:
 
 
 class IndexReplica:
-    """A follower's copy of the membership: applies events, notices a gap in their numbers, is repaired by a snapshot."""
+    """A follower's copy of the membership: applies events, notices a gap in their numbers, loads a snapshot then."""
 
     __slots__ = ("depths", "number")
 

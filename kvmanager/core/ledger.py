@@ -1,6 +1,7 @@
 """One worker's ledger: applies its reports in the fixed order of columns, and decides what to grant it next.
 
-Each rule of the lease protocol is a small method, so that a test can replace it by a simpler one and show that this fails.
+Each rule of the lease protocol is a small method, so that a test can replace it by a simpler one and show that this
+fails.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Ledger(Admission):
     # ------------------------------------------------------------ W -> M
 
     def rebuild(self, inventory: Inventory) -> None:
-        """Replace everything by what the worker holds. Raises ProtocolViolation when the inventory contradicts itself."""
+        """Replace everything by what the worker holds. Raises ProtocolViolation if that contradicts itself."""
         rebuild(self, inventory)
 
     def apply(self, report: Report) -> None:
@@ -140,12 +141,12 @@ class Ledger(Admission):
     # ------------------------------------------------------------ M -> W
 
     def schedule(self) -> Batch | None:
-        """Decide what to grant and order now; None when there is nothing to say. Call it after each report and rebuild."""
+        """Decide what to grant and order; None when there is nothing to say. Call it after each report and rebuild."""
         terms = self.runway_terms()
         refill = self.block_pool.leased < terms.want
         lease = self.lease(terms.want - self.block_pool.leased) if refill else []
         preempt = self.preempt()
-        copies, admits = self.admit() if not preempt else ([], [])
+        copies, admits = self.admit()
         target = self.lease_target(refill)
         if refill:
             lease += self.lease_further(target)
@@ -171,7 +172,7 @@ class Ledger(Admission):
 
     def lease_target(self, refill: bool) -> int:
         """Return the level that the worker is told: blocks that its pool may hold."""
-        return runway.next_target(self.runway_terms(), self.told, refill, pressed=len(self.queue) > 0)
+        return runway.next_target(self.runway_terms(), self.told, refill, pressed=self.held == "capacity")
 
     def lease(self, count: int) -> list[BlockId]:
         """Lease up to `count` blocks, also by evicting cached ones."""
@@ -198,11 +199,16 @@ class Ledger(Admission):
         if not stalled:
             return ()
         running = [each for each in self.sequences.values() if each.phase is SequencePhase.RUNNING]
-        victim = preemption.choose_victim(running, self.block_pool.blocks)
-        return (self.order_preemption(victim, running, stalled),) if victim else ()
+        victim = preemption.choose_victim(running)
+        decision = self._record_preemption(victim, running, stalled)
+        self.order_preemption(victim)
+        return (Preempt(victim.id, decision),)
 
-    def order_preemption(self, victim: Sequence, running: list[Sequence], stalled: list[SequenceId]) -> Preempt:
-        """Record the choice and mark the victim; its blocks are coming, and not free before its report."""
+    def order_preemption(self, victim: Sequence) -> None:
+        """Mark the victim; its blocks are coming, and not free before its report."""
+        self.halt(victim, SequencePhase.DRAINING_PREEMPT)
+
+    def _record_preemption(self, victim: Sequence, running: list[Sequence], stalled: list[SequenceId]) -> str:
         beneficiary = min((self.sequences[each] for each in stalled), key=preemption.seniority)
         blocks = self.block_pool.blocks
         figures = {
@@ -211,9 +217,7 @@ class Ledger(Admission):
             "stalled": float(len(stalled)),
             "running": float(self.running),
         }
-        choices = preemption.candidates(running, blocks)
-        self.halt(victim, SequencePhase.DRAINING_PREEMPT)
-        return Preempt(victim.id, self.decisions.preempted(victim, beneficiary, figures, choices))
+        return self.decisions.preempted(victim, beneficiary, figures, preemption.candidates(running, blocks))
 
     # ------------------------------------------------------------ operators
 
@@ -228,7 +232,7 @@ class Ledger(Admission):
 
     def lookup(self, chain: Items[BlockHash], known: int) -> PrefixMatch:
         """Return the hits that a prompt of `known` tokens would have now, and why there are no more."""
-        return self.match(chain, known, cacheable=True)[1]
+        return self.match(chain, known, bool(chain) or known < self.config.block_size)[1]
 
     def block_table(self, sequence_id: SequenceId) -> BlockTable | None:
         """Return a sequence's row; None when it is not known."""

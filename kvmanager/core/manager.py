@@ -1,13 +1,14 @@
 """All workers of one pool: who may attach, under which epoch, and which session's reports count.
 
-Workers fence blocks by the epoch they have accepted, so a manager must not answer an attach with a lower one. Two services may
-exchange blocks only when their pool identities are equal; the first attach fixes the identity unless it was configured.
+Workers fence blocks by the epoch they have accepted, so a manager must not answer an attach with a lower one. Two
+services may exchange blocks only when their pool identities are equal; the first attach fixes the identity unless it
+was configured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from common.clock import Clock
 from common.errors import IdentityMismatch, NotFound
@@ -35,7 +36,6 @@ class Session:
     attach: Attach
     ledger: Ledger
     ready: bool = False
-    signals: dict[str, float] = field(default_factory=dict)
 
     @property
     def key(self) -> tuple[bytes, int]:
@@ -53,6 +53,7 @@ class Manager:
         self._sessions: dict[str, Session] = {}
         self.identity = config.identity
         self.epoch = epoch
+        self.violations = 0
 
     # ------------------------------------------------------------ epoch
 
@@ -106,7 +107,7 @@ class Manager:
         )
 
     def complete(self, session: Session, inventory: Inventory) -> AttachOk:
-        """Rebuild the ledger from the inventory and return the answer. Schedule right after: a waiting worker sends nothing.
+        """Rebuild the ledger from the inventory and return the answer; call `schedule` next, an idle worker sends nothing.
 
         Raises ProtocolViolation when the inventory contradicts itself, ValueError while a higher epoch is needed.
         """
@@ -123,9 +124,14 @@ class Manager:
         return self._sessions.get(session.attach.worker_id) is session
 
     def detach(self, session: Session) -> None:
-        """Forget a session that broke or violated the protocol; one that was replaced before is left alone."""
+        """Forget a session whose stream broke; one that was replaced before is left alone."""
         if self.current(session):
             del self._sessions[session.attach.worker_id]
+
+    def quarantine(self, session: Session) -> None:
+        """Forget a session whose worker broke the protocol, and count it; its next attach rebuilds everything."""
+        self.violations += 1
+        self.detach(session)
 
     def ledger(self, worker_id: str) -> Ledger:
         """Return the ledger of an attached worker. Raises NotFound."""

@@ -1,8 +1,8 @@
 """Who gives up its blocks when the pool is used up: the lowest priority, and of those the latest.
 
-"Latest" is by arrival, which a sequence keeps for life: one that was preempted and started again is no later for that. So
-the senior sequence of the highest priority is never a victim, and a sequence is preempted at most once for each block by
-which it and its seniors may still grow: that bounds the work that is lost and lets every sequence end.
+"Latest" is by arrival, which a sequence keeps for life: one that was preempted and started again is no later for
+that. So the senior sequence of the highest priority is never a victim, and a sequence is preempted at most once for
+each block by which it and its seniors may still grow: that bounds the work that is lost and lets every sequence end.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ def private_blocks(sequence: Sequence, blocks: list[Block]) -> int:
 def tokens_lost(sequence: Sequence, blocks: list[Block], block_size: int) -> int:
     """Return how many of its tokens must be computed again if its sealed blocks stay cached.
 
-    The manager hears of lengths late (at admission, and now and then for traces), so the figure may be some tokens low.
+    The manager hears of lengths late (at admission, and now and then for traces), so the figure may be some tokens
+    low.
     """
     sealed = sum(block == TRIMMED or blocks[block].hash is not None for block in sequence.row)
     return max(0, max(sequence.known, sequence.computed) - sealed * block_size)
@@ -33,24 +34,20 @@ def seniority(sequence: Sequence) -> tuple[int, int]:
     return (-sequence.priority, sequence.arrival)
 
 
-def choose_victim(running: Iterable[Sequence], blocks: list[Block]) -> Sequence | None:
-    """Return the least senior of the running sequences whose preemption frees a block; None when nobody's does."""
-    for sequence in sorted(running, key=seniority, reverse=True):
-        if private_blocks(sequence, blocks):
-            return sequence
-    return None
+def choose_victim(running: Iterable[Sequence]) -> Sequence:
+    """Return the least senior running sequence: in the end the pool is the most senior one's alone."""
+    return max(running, key=seniority)
 
 
 def candidates(running: Iterable[Sequence], blocks: list[Block]) -> tuple[Candidate, ...]:
     """Return every running sequence with the terms of the choice, the first to be preempted first."""
     found = []
     for sequence in sorted(running, key=seniority, reverse=True):
-        freed = private_blocks(sequence, blocks)
         terms = (
             ("priority", float(sequence.priority)),
             ("arrival", float(sequence.arrival)),
-            ("private_blocks", float(freed)),
+            ("private_blocks", float(private_blocks(sequence, blocks))),
             ("known", float(sequence.known)),
         )
-        found.append(Candidate(sequence.name, terms=terms, rejected="" if freed else "frees no block"))
+        found.append(Candidate(sequence.name, terms=terms))
     return tuple(found)

@@ -1,8 +1,8 @@
 """The prefix cache of one worker: which blocks hold the content of which hash, and which are about to.
 
-The map is hash -> copies. Every sealed block is registered, also when its hash has a copy: with one block per hash the first
-copy could be evicted under a sequence that holds a private twin and then seals the child. Outside, a hash is a member while
-it has a copy: an event says when the first one comes and when the last one goes.
+The map is hash -> copies. Every sealed block is registered, also when its hash has a copy: with one block per hash
+the first copy could be evicted under a sequence that holds a private twin and then seals the child. Outside, a hash
+is a member while it has a copy: an event says when the first one comes and when the last one goes.
 """
 
 from __future__ import annotations
@@ -78,12 +78,9 @@ class PrefixCache:
 
         The block that holds the last token is no hit, because that token's logits must be computed.
         """
-        full = known // block_size
+        full = min(known // block_size, len(chain))
         if not full:
             return PrefixMatch(0, MissReason.BELOW_BLOCK)
-        if not chain:
-            return PrefixMatch(0, MissReason.DISABLED)
-        full = min(full, len(chain))
         limit = min(full, (known - 1) // block_size)
         hits = min(present, limit)
         if present == full:

@@ -1,7 +1,8 @@
 """How many blocks the worker holds ahead of need. Policy only: safety does not depend on it.
 
-The worker says how many blocks its running sequences will bind within the next `runway_slots` slots. That many are leased,
-from free blocks and then by evicting; up to `runway_reach` slots more come from free blocks alone, and only while nobody waits.
+The worker says how many blocks its running sequences will bind within the next `runway_slots` slots. That many are
+leased, from free blocks and then by evicting; up to `runway_reach` slots more come from free blocks alone, and only
+while nobody waits for blocks.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ class RunwayTerms:
 def runway_terms(config: LedgerConfig, lease_want: int, stalled: int, growth: int, running: int) -> RunwayTerms:
     """Return the bounds of the lease pool.
 
-    At least the number of stalled sequences, at most `growth`, the blocks by which all running sequences may still grow:
-    so a request that needs the whole pool can run alone.
+    At least the number of stalled sequences, at most `growth`, the blocks by which all running sequences may still
+    grow: so a request that needs the whole pool can run alone.
     """
     want = min(max(lease_want, stalled), growth)
     further = running * (config.runway_reach - config.runway_slots) // config.block_size
@@ -33,7 +34,7 @@ def runway_terms(config: LedgerConfig, lease_want: int, stalled: int, growth: in
 def next_target(terms: RunwayTerms, told: int | None, refill: bool, pressed: bool) -> int:
     """Return the lease target. One that the worker knows stays while it is within bounds, to spare messages.
 
-    With `pressed` (sequences wait) nothing beyond `want` is kept; a `refill` is worth the reach.
+    With `pressed` (a sequence waits for blocks) nothing beyond `want` is kept; a `refill` is worth the reach.
     """
     reach = terms.want if pressed else terms.reach
     if told is not None and not refill and terms.want <= told <= reach:

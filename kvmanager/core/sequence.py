@@ -7,7 +7,7 @@ from common.types import BlockHash, BlockId, SequenceId, SequencePhase
 
 
 class Sequence:
-    """`known` tokens exist, it may grow to `max_blocks` blocks; `chain` keys its full blocks and grows as they are sealed.
+    """`known` tokens exist, it may grow to `max_blocks` blocks; `chain` keys full blocks and grows as they are sealed.
 
     `cacheable` is False when its owner asked that nothing of it be cached. `computed` is what the worker last said
     for traces. `recompute` is set once it was preempted: its next admission is no new query of the prefix cache.
