@@ -1,0 +1,95 @@
+"""Log lines: one JSON object each for machines, or short lines for people; both with the ids of their trace.
+
+Say what happened as the message, and with what as `extra` fields:  log.info("admitted", extra={"request_id": id}).
+A field `traceparent` names the trace where the current span does not. Prompt and output text is never logged: fields
+that would hold it show only their length.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any, Final, Literal, TextIO
+
+# What belongs to every record; the rest of its attributes came by `extra`.
+_STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_TEXT_FIELDS: Final = frozenset({"prompt", "text", "messages", "content", "token_ids", "tokens", "output", "stop"})
+_NOISY: Final = {"httpx": "WARNING", "httpcore": "WARNING", "uvicorn.access": "WARNING", "asyncio": "WARNING"}
+
+
+def setup_logging(
+    service: str, level: str = "info", form: Literal["json", "text"] = "json", stream: TextIO | None = None
+) -> None:
+    """Send every log line of the process to `stream` (default: stderr), and Python's warnings too."""
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(JsonFormatter(service) if form == "json" else TextFormatter(service))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.captureWarnings(True)
+    for name, least in _NOISY.items():
+        logging.getLogger(name).setLevel(least)
+
+
+class JsonFormatter(logging.Formatter):
+    """One object a line: ts (UTC, ISO 8601), level, service, logger, msg, trace_id and span_id, fields, exc."""
+
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line; values that JSON does not know are shown as text."""
+        line: dict[str, Any] = {
+            "ts": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "service": self._service,
+            "logger": record.name,
+            "msg": record.getMessage(),
+            **trace_ids(record),
+            **fields_of(record),
+        }
+        if record.exc_info:
+            line["exc"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str, ensure_ascii=False)
+
+
+class TextFormatter(logging.Formatter):
+    """`12:00:01.123 info    router  admitted  request_id=r1 trace_id=...`"""
+
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line, with a traceback below it where there is one."""
+        clock = datetime.fromtimestamp(record.created).astimezone().strftime("%H:%M:%S.%f")[:-3]
+        head = f"{clock} {record.levelname.lower():7} {self._service:9} {record.getMessage()}"
+        fields = {**fields_of(record), **{key: value for key, value in trace_ids(record).items() if key == "trace_id"}}
+        line = "  ".join([head, " ".join(f"{key}={value}" for key, value in fields.items())]).rstrip()
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def fields_of(record: logging.LogRecord) -> dict[str, Any]:
+    """Return the `extra` fields of a record, text of requests replaced by its length."""
+    extra = {key: value for key, value in vars(record).items() if key not in _STANDARD and key != "traceparent"}
+    return {key: _length(value) if key in _TEXT_FIELDS else value for key, value in extra.items()}
+
+
+def trace_ids(record: logging.LogRecord) -> Mapping[str, str]:
+    """Return trace_id and span_id of the record's `traceparent`, else of the current span; nothing without either."""
+    parts = str(getattr(record, "traceparent", "")).split("-")
+    if len(parts) == 4:
+        return {"trace_id": parts[1], "span_id": parts[2]}
+    tracing = sys.modules.get("opentelemetry.trace")  # not imported for the sake of a log line
+    if tracing is None:
+        return {}
+    context = tracing.get_current_span().get_span_context()
+    if not context.is_valid:
+        return {}
+    return {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}"}
+
+
+def _length(value: object) -> object:
+    return f"<{len(value)}>" if isinstance(value, str | bytes | list | tuple | dict) else value
