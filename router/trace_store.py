@@ -1,0 +1,150 @@
+"""The newest spans of the whole suite, in memory, found by trace id or request id: what `quire trace` draws.
+
+Spans come from the other services by OTLP (`otlp_receiver.py`) and from the router itself through StoreExporter; both
+ways lead through one conversion. Safe to use from several threads, because span processors may run in their own.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
+from opentelemetry.proto.common.v1 import common_pb2
+from opentelemetry.proto.trace.v1 import trace_pb2
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+from common.errors import NotFound
+from quire.decision.v1 import decision_pb2
+
+REQUEST_ID = "quire.request_id"
+_STATUS = {trace_pb2.Status.STATUS_CODE_OK: "ok", trace_pb2.Status.STATUS_CODE_ERROR: "error"}
+
+
+class TraceStore:
+    """A ring of `capacity` spans; the oldest go first, whatever their trace."""
+
+    def __init__(self, capacity: int) -> None:
+        if capacity < 1:
+            raise ValueError(f"capacity is {capacity}; expected 1 or more")
+        self._capacity = capacity
+        self._lock = threading.Lock()
+        self._order: deque[tuple[str, str]] = deque()  # (trace id, span id), oldest first
+        self._traces: dict[str, dict[str, decision_pb2.Span]] = {}  # trace id -> span id -> span
+        self._trace_of_request: dict[str, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def add(self, request: trace_service_pb2.ExportTraceServiceRequest) -> None:
+        """Keep the spans of an OTLP export; one that comes again (its sender tried twice) replaces the first."""
+        spans = list(_spans(request))
+        with self._lock:
+            for trace_id, span in spans:
+                self._add(trace_id, span)
+
+    def trace(self, trace_id: str = "", request_id: str = "") -> decision_pb2.GetTraceResponse:
+        """Return the known spans of a trace, named by its id or by a request in it, in the order of their start.
+
+        Raises NotFound when none is here: never sampled, not yet delivered, or pushed out of the ring.
+        """
+        with self._lock:
+            trace_id = trace_id or self._trace_of_request.get(request_id, "")
+            spans = list(self._traces.get(trace_id, {}).values())
+        if not spans:
+            named = f"trace {trace_id}" if trace_id else f"request {request_id}"
+            what = f"no span of {named}; it was not sampled, is not delivered yet, or {self._capacity} newer spans"
+            raise NotFound(f"{what} took its place")
+        spans.sort(key=lambda span: (span.start_unix_nano, -span.end_unix_nano))
+        return decision_pb2.GetTraceResponse(trace_id=trace_id, spans=spans)
+
+    def _add(self, trace_id: str, span: decision_pb2.Span) -> None:
+        known = self._traces.get(trace_id, {})
+        if span.span_id not in known:
+            if len(self._order) == self._capacity:
+                self._drop_oldest()
+            self._order.append((trace_id, span.span_id))
+        self._traces.setdefault(trace_id, known)[span.span_id] = span
+        if REQUEST_ID in span.attributes:
+            self._trace_of_request[span.attributes[REQUEST_ID]] = trace_id
+
+    def _drop_oldest(self) -> None:
+        trace_id, span_id = self._order.popleft()
+        spans = self._traces[trace_id]
+        request_id = spans.pop(span_id).attributes.get(REQUEST_ID)
+        if not spans:
+            del self._traces[trace_id]
+        named = any(span.attributes.get(REQUEST_ID) == request_id for span in spans.values())
+        if request_id is not None and not named and self._trace_of_request.get(request_id) == trace_id:
+            del self._trace_of_request[request_id]
+
+
+class StoreExporter(SpanExporter):
+    """Puts the router's own spans into the store, without a network."""
+
+    def __init__(self, store: TraceStore) -> None:
+        self._store = store
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Keep spans that have ended; cannot fail."""
+        self._store.add(encode_spans(spans))
+        return SpanExportResult.SUCCESS
+
+
+def _spans(
+    request: trace_service_pb2.ExportTraceServiceRequest,
+) -> Iterable[tuple[str, decision_pb2.Span]]:
+    for resource_spans in request.resource_spans:
+        service = _attributes(resource_spans.resource.attributes).get("service.name", "unknown")
+        for scope_spans in resource_spans.scope_spans:
+            for span in scope_spans.spans:
+                yield span.trace_id.hex(), _span(span, service)
+
+
+def _span(span: trace_pb2.Span, service: str) -> decision_pb2.Span:
+    return decision_pb2.Span(
+        span_id=span.span_id.hex(),
+        parent_span_id=span.parent_span_id.hex(),
+        service=service,
+        name=span.name,
+        start_unix_nano=span.start_time_unix_nano,
+        end_unix_nano=span.end_time_unix_nano,
+        status=_STATUS.get(span.status.code, "unset"),
+        status_message=span.status.message,
+        attributes=_attributes(span.attributes),
+        events=[
+            decision_pb2.SpanEvent(
+                name=event.name, time_unix_nano=event.time_unix_nano, attributes=_attributes(event.attributes)
+            )
+            for event in span.events
+        ],
+        links=[f"{link.trace_id.hex()}:{link.span_id.hex()}" for link in span.links],
+    )
+
+
+def _attributes(pairs: Iterable[common_pb2.KeyValue]) -> dict[str, str]:
+    return {pair.key: _text(pair.value) for pair in pairs}
+
+
+def _text(value: common_pb2.AnyValue) -> str:
+    """Return an attribute as text: strings as they are, everything else as JSON."""
+    return value.string_value if value.HasField("string_value") else json.dumps(_plain(value), ensure_ascii=False)
+
+
+def _plain(value: common_pb2.AnyValue) -> object:
+    match value.WhichOneof("value"):
+        case "array_value":
+            return [_plain(each) for each in value.array_value.values]
+        case "kvlist_value":
+            return {pair.key: _plain(pair.value) for pair in value.kvlist_value.values}
+        case "bytes_value":
+            return value.bytes_value.hex()
+        case None:
+            return None
+        case kind:
+            plain: object = getattr(value, kind)
+            return plain

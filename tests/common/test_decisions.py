@@ -1,0 +1,104 @@
+"""The ring of decision records, and records on the wire."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.decision_convert import decision_from_proto, decision_to_proto, trace_id_of
+from common.decisions import DecisionRing
+from common.types import Candidate, Decision, DecisionKind
+from quire.decision.v1 import decision_pb2
+
+
+def decision(number: int, request: str = "", kind: DecisionKind = DecisionKind.ROUTING, **more: str) -> Decision:
+    return Decision(f"d{number}", kind, number, "worker-0", request_id=request, **more)  # type: ignore[arg-type]
+
+
+def ids(found: list[Decision]) -> list[str]:
+    return [each.decision_id for each in found]
+
+
+def ring(*decisions: Decision, capacity: int = 8) -> DecisionRing:
+    made = DecisionRing(capacity)
+    for each in decisions:
+        made.record(each)
+    return made
+
+
+def test_keeps_the_newest_in_order() -> None:
+    made = ring(*(decision(number) for number in range(5)), capacity=3)
+    assert ids(list(made)) == ids(made.find()) == ["d2", "d3", "d4"]
+    assert len(made) == 3
+
+
+def test_limit_takes_the_newest_and_zero_means_a_hundred() -> None:
+    made = ring(*(decision(number) for number in range(120)), capacity=200)
+    assert ids(made.find(limit=2)) == ["d118", "d119"]
+    assert ids(made.find())[0] == "d20"
+
+
+def test_finds_by_request_and_by_kind() -> None:
+    made = ring(
+        decision(0, "a"), decision(1, "b"), decision(2, "a", DecisionKind.EVICTION), decision(3, "a"),
+    )  # fmt: skip
+    assert ids(made.find("a")) == ["d0", "d2", "d3"]
+    assert ids(made.find("a", "routing")) == ["d0", "d3"]
+    assert ids(made.find(kind="eviction")) == ["d2"]
+    assert made.find("c") == []
+
+
+def test_victim_and_beneficiary_find_the_preemption() -> None:
+    made = ring(decision(0, "a", DecisionKind.PREEMPTION, victim="a", beneficiary="b"))
+    assert ids(made.find("a")) == ids(made.find("b")) == ["d0"]
+
+
+def test_what_left_the_ring_is_found_no_more() -> None:
+    made = ring(decision(0, "a"), decision(1, "b"), decision(2, "a"), decision(3, "b"), capacity=2)
+    assert ids(made.find("a")) == ["d2"]
+    made.record(decision(4, "b"))
+    assert made.find("a") == []
+    assert ids(made.find("b")) == ["d3", "d4"]
+
+
+def test_a_ring_needs_room() -> None:
+    with pytest.raises(ValueError, match="capacity is 0; expected 1 or more"):
+        DecisionRing(0)
+
+
+TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+FULL = Decision(
+    decision_id="d1",
+    kind=DecisionKind.ROUTING,
+    time_ns=12_345,
+    chosen="worker-1",
+    request_id="r1",
+    candidates=(
+        Candidate("worker-0", 0.75, (("prefill", 0.5), ("queue", 0.25))),
+        Candidate("worker-1", 0.0),
+        Candidate("worker-2", None, rejected="draining"),
+    ),
+    reasons=("lowest cost",),
+    signal_ages=(("worker-0", 0.125), ("worker-1", 0.5)),
+    victim="r2",
+    beneficiary="r1",
+    figures=(("hit_blocks", 3.0),),
+)
+
+
+def test_a_record_survives_the_wire() -> None:
+    assert decision_from_proto(decision_to_proto(FULL)) == FULL
+
+
+def test_a_cost_of_zero_is_not_a_missing_one() -> None:
+    costs = [candidate.HasField("cost") for candidate in decision_to_proto(FULL).candidates]
+    assert costs == [True, True, False]
+
+
+def test_the_trace_id_is_taken_out_of_the_traceparent() -> None:
+    assert trace_id_of(TRACE) == "0af7651916cd43dd8448eb211c80319c"
+    assert trace_id_of("") == trace_id_of("nonsense") == ""
+
+
+def test_an_unknown_kind_is_an_error() -> None:
+    with pytest.raises(ValueError, match="guess"):
+        decision_from_proto(decision_pb2.DecisionRecord(kind="guess"))

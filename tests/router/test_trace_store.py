@@ -1,0 +1,181 @@
+"""Spans in the router's ring: from its own tracer and over OTLP, found by trace or request; the decision RPCs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+
+import grpc
+import pytest
+from grpc import aio
+from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.trace import Link, StatusCode, Tracer
+
+from common.decisions import DecisionRing
+from common.errors import NotFound
+from common.rpc.server import RpcServer, open_channel
+from common.types import Decision, DecisionKind
+from quire.decision.v1 import decision_pb2 as pb
+from quire.decision.v1 import decision_pb2_grpc as rpc
+from router.decision_servicer import DecisionServicer
+from router.otlp_receiver import add_otlp_receiver
+from router.trace_store import StoreExporter, TraceStore
+
+
+def provider(service: str = "quire-router") -> TracerProvider:
+    return TracerProvider(resource=Resource({"service.name": service}), shutdown_on_exit=False)
+
+
+@pytest.fixture
+def store() -> TraceStore:
+    return TraceStore(4)
+
+
+@pytest.fixture
+def tracer(store: TraceStore) -> Iterator[Tracer]:
+    made = provider()
+    made.add_span_processor(SimpleSpanProcessor(StoreExporter(store)))
+    yield made.get_tracer("test")
+    made.shutdown()
+
+
+def span(tracer: Tracer, name: str, request_id: str = "") -> str:
+    """Record one root span; return its trace id."""
+    with tracer.start_as_current_span(name, attributes={"quire.request_id": request_id} if request_id else {}) as made:
+        return f"{made.get_span_context().trace_id:032x}"
+
+
+def test_a_span_keeps_everything(store: TraceStore, tracer: Tracer) -> None:
+    with tracer.start_as_current_span("other") as other:
+        linked = other.get_span_context()
+    root = tracer.start_span("request", start_time=1_000, attributes={"quire.request_id": "r1", "n": 2, "ok": True})
+    child = tracer.start_span("queue", trace.set_span_in_context(root), links=[Link(linked)], start_time=1_100)
+    child.add_event("decision", {"quire.decision.reasons": ["a", "b"], "cost": 0.5}, timestamp=1_150)
+    child.set_status(StatusCode.ERROR, "deadline")
+    child.end(1_200)
+    root.end(2_000)
+    found = store.trace(request_id="r1")
+    root_id, child_id = (f"{each.get_span_context().span_id:016x}" for each in (root, child))
+    assert found == pb.GetTraceResponse(
+        trace_id=f"{root.get_span_context().trace_id:032x}",
+        spans=[
+            pb.Span(
+                span_id=root_id, service="quire-router", name="request", start_unix_nano=1_000, end_unix_nano=2_000,
+                status="unset", attributes={"quire.request_id": "r1", "n": "2", "ok": "true"},
+            ),
+            pb.Span(
+                span_id=child_id, parent_span_id=root_id, service="quire-router", name="queue", start_unix_nano=1_100,
+                end_unix_nano=1_200, status="error", status_message="deadline",
+                events=[
+                    pb.SpanEvent(
+                        name="decision", time_unix_nano=1_150,
+                        attributes={"quire.decision.reasons": '["a", "b"]', "cost": "0.5"},
+                    ),
+                ],
+                links=[f"{linked.trace_id:032x}:{linked.span_id:016x}"],
+            ),
+        ],
+    )  # fmt: skip
+
+
+def test_the_oldest_span_goes_first(store: TraceStore, tracer: Tracer) -> None:
+    ids = [span(tracer, f"s{number}", f"r{number}") for number in range(6)]
+    assert len(store) == 4
+    with pytest.raises(NotFound, match=f"no span of trace {ids[1]}"):
+        store.trace(ids[1])
+    with pytest.raises(NotFound, match=r"no span of request r1; .* 4 newer spans took its place"):
+        store.trace(request_id="r1")
+    assert [each.name for each in store.trace(request_id="r2").spans] == ["s2"]
+
+
+def test_a_request_is_found_while_any_span_names_it(store: TraceStore, tracer: Tracer) -> None:
+    with tracer.start_as_current_span("root", attributes={"quire.request_id": "r1"}):
+        span(tracer, "first", "r1")
+    span(tracer, "filler")
+    span(tracer, "filler")
+    span(tracer, "filler")  # pushes out "first", whose trace lives on in "root"
+    assert [each.name for each in store.trace(request_id="r1").spans] == ["root"]
+    span(tracer, "filler")
+    with pytest.raises(NotFound):
+        store.trace(request_id="r1")
+
+
+def test_a_ring_needs_room() -> None:
+    with pytest.raises(ValueError, match="capacity is 0; expected 1 or more"):
+        TraceStore(0)
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server with the store behind it, as the router has it."""
+
+    address: str
+    store: TraceStore
+    ring: DecisionRing
+    decisions: rpc.DecisionServiceStub
+
+
+@pytest.fixture
+async def served(store: TraceStore) -> AsyncIterator[Served]:
+    server, ring = RpcServer(["quire.decision.v1.DecisionService"]), DecisionRing(8)
+    add_otlp_receiver(store, server.server)
+    rpc.add_DecisionServiceServicer_to_server(DecisionServicer(ring, store), server.server)
+    port = await server.start("127.0.0.1", 0)
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        yield Served(f"127.0.0.1:{port}", store, ring, rpc.DecisionServiceStub(channel))
+    await server.stop(0)
+
+
+async def test_spans_of_another_service_arrive_over_otlp(served: Served) -> None:
+    def export() -> str:
+        made = provider("quire-gpuworker")
+        exporter = OTLPSpanExporter(f"http://{served.address}", insecure=True)
+        made.add_span_processor(SimpleSpanProcessor(exporter))
+        trace_id = span(made.get_tracer("test"), "prefill", "r7")
+        made.shutdown()
+        return trace_id
+
+    trace_id = await asyncio.to_thread(export)
+    found = await served.decisions.GetTrace(pb.GetTraceRequest(trace_id=trace_id.upper()))
+    assert [(each.service, each.name) for each in found.spans] == [("quire-gpuworker", "prefill")]
+    assert found == await served.decisions.GetTrace(pb.GetTraceRequest(request_id="r7"))
+
+
+async def test_a_span_that_is_sent_twice_is_kept_once(served: Served) -> None:
+    made = provider()
+    ended = made.get_tracer("test").start_span("once")
+    ended.end()
+
+    def export() -> None:
+        exporter = OTLPSpanExporter(f"http://{served.address}", insecure=True)
+        exporter.export([ended])  # type: ignore[list-item]
+        exporter.export([ended])  # type: ignore[list-item]
+        exporter.shutdown()
+
+    await asyncio.to_thread(export)
+    assert len(served.store) == 1
+
+
+async def test_an_unknown_trace_is_not_found(served: Served) -> None:
+    with pytest.raises(aio.AioRpcError) as caught:
+        await served.decisions.GetTrace(pb.GetTraceRequest(request_id="nobody"))
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_trace_must_be_named(served: Served) -> None:
+    with pytest.raises(aio.AioRpcError) as caught:
+        await served.decisions.GetTrace(pb.GetTraceRequest())
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.details() == "id: is missing; expected trace_id or request_id"
+
+
+async def test_decisions_are_listed(served: Served) -> None:
+    for number, request_id in enumerate(["a", "b", "a"]):
+        served.ring.record(Decision(f"d{number}", DecisionKind.ROUTING, number, "worker-0", request_id))
+    answer = await served.decisions.ListDecisions(pb.ListDecisionsRequest(request_id="a", kind="routing", limit=1))
+    assert [each.decision_id for each in answer.decisions] == ["d2"]
