@@ -9,13 +9,14 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from opentelemetry.trace import Tracer
 
 from common.errors import AlreadyExists, QuireError
 from common.lease import Admit
 from common.rpc.status import to_status
+from common.telemetry import is_sampled
 from common.types import FinishReason, SequenceId
 from gpuworker.convert import engine_request
 from gpuworker.engine import Engine
@@ -32,6 +33,7 @@ class _Live:
 
     handle: int
     submitted: float
+    output_before: int
     spans: SequenceSpans | None = None
     deadline: asyncio.TimerHandle | None = None
     drawn: int = 0
@@ -62,7 +64,7 @@ class RouterStream:
     def submit(self, message: pb.Submit) -> SequenceId | None:
         """Hand a sequence to the engine; None, and a Refused to the router, when it cannot be served."""
         sequence = self._next_sequence()
-        live = _Live(message.handle, time.monotonic())
+        live = _Live(message.handle, time.monotonic(), message.output_tokens_before)
         try:
             if message.handle in self._by_handle:
                 raise AlreadyExists(f"handle {message.handle} names a sequence of this stream already")
@@ -84,7 +86,7 @@ class RouterStream:
         return sequence
 
     def _open_spans(self, message: pb.Submit, sequence: SequenceId) -> SequenceSpans | None:
-        if not message.traceparent:
+        if not is_sampled(message.traceparent):
             return None
         attributes: dict[str, str | int] = {
             "quire.request_id": message.request_id,
@@ -92,8 +94,7 @@ class RouterStream:
             "quire.sequence": sequence,
             "quire.prompt_tokens": len(message.prompt_token_ids) // 4,
         }
-        spans = SequenceSpans(self._tracer, message.traceparent, attributes)
-        return spans if spans.recording else None
+        return SequenceSpans(self._tracer, message.traceparent, attributes)
 
     def cancel(self, message: pb.Cancel) -> None:
         """End a sequence that the router no longer wants; unknown handles are ignored."""
@@ -158,7 +159,7 @@ class RouterStream:
         if live is None:
             return
         self._by_handle.pop(live.handle, None)
-        self._outputs.finished(live.handle, end)
+        self._outputs.finished(live.handle, _over_all_runs(end, live.output_before))
         if live.deadline is not None:
             live.deadline.cancel()
         if live.spans is not None:
@@ -169,3 +170,12 @@ class RouterStream:
             live = self._live.get(chunk.sequence)
             if live is not None and live.spans is not None:
                 live.spans.chunk(chunk, draws_more=live.drawn > 0)
+
+
+def _over_all_runs(end: SequenceFinished, output_before: int) -> SequenceFinished:
+    """Count what an earlier run of the sequence drew as output, although this run got it as part of its prompt."""
+    if not output_before:
+        return end
+    usage = end.usage
+    prompt, output = usage.prompt_tokens - output_before, usage.output_tokens + output_before
+    return replace(end, usage=replace(usage, prompt_tokens=prompt, output_tokens=output))

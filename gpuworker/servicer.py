@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
 
 import grpc
 from opentelemetry.trace import Tracer
@@ -14,7 +16,7 @@ from common.identity_wire import identity_from_proto
 from common.types import PoolIdentity, SequenceId
 from gpuworker.convert import load_message
 from gpuworker.engine import Engine
-from gpuworker.ports import EngineLoad, EngineOutputs
+from gpuworker.ports import EngineOutputs
 from gpuworker.router_stream import RouterStream
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.gpuworker.v1 import gpuworker_pb2_grpc as rpc
@@ -22,21 +24,30 @@ from quire.gpuworker.v1 import gpuworker_pb2_grpc as rpc
 HEARTBEAT_SECONDS = 0.5
 
 
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """What a worker serves once its model is loaded."""
+
+    engine: Engine
+    info: pb.WorkerInfo
+    identity: PoolIdentity
+    memory: pb.MemoryLedger
+
+
 class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
     """Serves routers; `deliver` is the engine's sink and may be called from its thread."""
 
-    def __init__(self, info: pb.WorkerInfo, identity: PoolIdentity, memory: pb.MemoryLedger, tracer: Tracer) -> None:
-        self._info, self._identity, self._memory, self._tracer = info, identity, memory, tracer
-        self._engine: Engine | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer, self._loop = tracer, asyncio.get_running_loop()
+        self._serving: Serving | None = None
         self._streams: set[RouterStream] = set()
         self._owner: dict[SequenceId, RouterStream] = {}
         self._ids = itertools.count(1)
         self.draining = False
 
-    def serve(self, engine: Engine) -> None:
-        """Begin to take sequences for this engine; called on the I/O loop."""
-        self._engine, self._loop = engine, asyncio.get_running_loop()
+    def serve(self, serving: Serving) -> None:
+        """Begin to take sequences."""
+        self._serving = serving
 
     @property
     def live_sequences(self) -> int:
@@ -47,8 +58,7 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
 
     def deliver(self, outputs: EngineOutputs) -> None:
         """Hand a step's outputs to the I/O loop; any thread."""
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._deliver, outputs)
+        self._loop.call_soon_threadsafe(self._deliver, outputs)
 
     def _deliver(self, outputs: EngineOutputs) -> None:
         if len(self._streams) == 1:
@@ -71,26 +81,26 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
 
     # ------------------------------------------------------------ RPCs
 
-    async def GetWorker(  # noqa: N802
-        self, request: pb.GetWorkerRequest, context: grpc.aio.ServicerContext[pb.GetWorkerRequest, pb.GetWorkerResponse]
+    async def GetWorker(
+        self, request: pb.GetWorkerRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.GetWorkerResponse:
         """Identity, load and the byte ledger."""
-        return pb.GetWorkerResponse(info=self._info, load=self._load(), memory=self._memory)
+        serving = self._ready()
+        return pb.GetWorkerResponse(info=serving.info, load=self._load(serving), memory=serving.memory)
 
-    async def Stream(  # noqa: N802
+    async def Stream(
         self,
         request_iterator: AsyncIterator[pb.StreamRequest],
-        context: grpc.aio.ServicerContext[pb.StreamRequest, pb.StreamResponse],
+        context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[pb.StreamResponse]:
         """Serve one router until it goes; what it leaves behind is cancelled."""
-        if self._engine is None or self.draining:
-            raise Unavailable("the worker is starting or draining")
-        await self._greet(request_iterator)
-        stream = RouterStream(self._engine, self._next_sequence, self._info.max_model_len, self._tracer)
-        stream.push(pb.StreamResponse(hello=pb.WorkerHello(info=self._info)))
+        serving = self._ready()
+        await self._greet(serving.identity, request_iterator)
+        stream = RouterStream(serving.engine, self._next_sequence, serving.info.max_model_len, self._tracer)
+        stream.push(pb.StreamResponse(hello=pb.WorkerHello(info=serving.info)))
         self._streams.add(stream)
         reader = asyncio.create_task(self._read(stream, request_iterator))
-        heart = asyncio.create_task(self._beat(stream))
+        heart = asyncio.create_task(self._beat(serving, stream))
         try:
             while not stream.closed:
                 message = stream.take()
@@ -104,14 +114,20 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
             stream.close()
             if not stream.sequences:
                 self._streams.discard(stream)
+            await asyncio.gather(reader, heart, return_exceptions=True)
 
-    async def _greet(self, requests: AsyncIterator[pb.StreamRequest]) -> None:
+    def _ready(self) -> Serving:
+        if self._serving is None or self.draining:
+            raise Unavailable("the worker is draining" if self.draining else "the worker is loading its model")
+        return self._serving
+
+    async def _greet(self, identity: PoolIdentity, requests: AsyncIterator[pb.StreamRequest]) -> None:
         """Read the router's Hello; InvalidRequest without one, IdentityMismatch when its pool is not this one."""
         first = await anext(aiter(requests), None)
         if first is None or first.WhichOneof("message") != "hello":
             raise InvalidRequest(FieldViolation("message", "the first message of a stream must be hello"))
         if first.hello.HasField("identity"):
-            differences = self._identity.differences(identity_from_proto(first.hello.identity))
+            differences = identity.differences(identity_from_proto(first.hello.identity))
             if differences:
                 raise IdentityMismatch(differences)
 
@@ -130,14 +146,13 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
         finally:
             stream.close()
 
-    async def _beat(self, stream: RouterStream) -> None:
+    async def _beat(self, serving: Serving, stream: RouterStream) -> None:
         while True:
-            stream.push(pb.StreamResponse(heartbeat=pb.Heartbeat(load=self._load())))
+            stream.push(pb.StreamResponse(heartbeat=pb.Heartbeat(load=self._load(serving))))
             await asyncio.sleep(HEARTBEAT_SECONDS)
 
-    def _load(self) -> pb.Load:
-        load = self._engine.load() if self._engine is not None else EngineLoad()
-        return load_message(load, self.draining)
+    def _load(self, serving: Serving) -> pb.Load:
+        return load_message(serving.engine.load(), self.draining)
 
     def _next_sequence(self) -> SequenceId:
         return SequenceId(next(self._ids))

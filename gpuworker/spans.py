@@ -29,11 +29,6 @@ class SequenceSpans:
         self._decode_begin, self._decode_end, self._decode_steps = 0, 0, 0
 
     @property
-    def recording(self) -> bool:
-        """Whether anything of this sequence is kept."""
-        return self._root.is_recording()
-
-    @property
     def reserve_traceparent(self) -> str:
         """What the KV manager hangs its own span under."""
         return traceparent_of(trace.set_span_in_context(self._reserve)) if self._reserve is not None else ""

@@ -33,7 +33,7 @@ class Result:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     reason: FinishReason | None = None
-    usage: Usage = Usage()
+    usage: Usage = field(default_factory=Usage)
     stop_token: int | None = None
     message: str = ""
     cached_tokens: int = -1

@@ -1,4 +1,4 @@
-"""Greedy output of the whole engine equals transformers' `generate`, token for token, for every class that is served."""
+"""Greedy output of the whole engine equals transformers' `generate`, token for token, for each kind of model."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_tokens_equal_transformers(kind: str, block_size: int, prefix_caching: b
 
 
 def test_preempted_sequences_keep_their_tokens() -> None:
-    asked = [prompts()[1][:9] + [20 + index] for index in range(6)]
+    asked = [[*prompts()[1][:9], 20 + index] for index in range(6)]
     wanted = [hf_greedy(checkpoint("llama"), prompt, 40) for prompt in asked]
     with driver("llama", 4, prefix_caching=True, num_blocks=40) as engine:
         assert engine.run(asked, 40) == wanted
