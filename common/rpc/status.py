@@ -80,7 +80,7 @@ def details_of(error: errors.QuireError) -> list[Message]:
     return [info]
 
 
-def status_of(error: errors.QuireError) -> status_pb2.Status:
+def to_status(error: errors.QuireError) -> status_pb2.Status:
     """Return the error as google.rpc.Status, its message cut to what trailers hold."""
     status = status_pb2.Status(code=code_of(error).value[0], message=str(error)[:_MAX_MESSAGE_CHARS])
     for detail in details_of(error):
@@ -90,7 +90,7 @@ def status_of(error: errors.QuireError) -> status_pb2.Status:
 
 async def abort(context: aio.ServicerContext[Any, Any], error: errors.QuireError) -> NoReturn:
     """End the RPC of `context` with the status of `error`."""
-    status = status_of(error)
+    status = to_status(error)
     trailers = ((DETAILS_KEY, status.SerializeToString()),)
     await context.abort(code_of(error), status.message, trailers)
 
