@@ -20,7 +20,7 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
         self, request: trace_service_pb2.ExportTraceServiceRequest, context: aio.ServicerContext[Any, Any]
     ) -> trace_service_pb2.ExportTraceServiceResponse:
         """Keep spans; all are accepted."""
-        self._store.add(request)
+        self._store.add_otlp(request)
         return trace_service_pb2.ExportTraceServiceResponse()
 
 

@@ -1,28 +1,24 @@
 """The newest spans of the whole suite, in memory, found by trace id or request id: what `quire trace` draws.
 
-Spans come from the other services by OTLP (`otlp_receiver.py`) and from the router itself through StoreExporter; both
-ways lead through one conversion. Safe to use from several threads, because span processors may run in their own.
+Spans come from the other services by OTLP (`otlp_receiver.py`) and from the router itself through StoreExporter. Safe
+to use from several threads, because span processors may run in their own.
 """
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
-from opentelemetry.proto.common.v1 import common_pb2
-from opentelemetry.proto.trace.v1 import trace_pb2
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from common.errors import NotFound
 from quire.decision.v1 import decision_pb2
+from router.trace_convert import from_otlp, from_sdk
 
 REQUEST_ID = "quire.request_id"
-_STATUS = {trace_pb2.Status.STATUS_CODE_OK: "ok", trace_pb2.Status.STATUS_CODE_ERROR: "error"}
 
 
 class TraceStore:
@@ -40,12 +36,15 @@ class TraceStore:
     def __len__(self) -> int:
         return len(self._order)
 
-    def add(self, request: trace_service_pb2.ExportTraceServiceRequest) -> None:
-        """Keep the spans of an OTLP export; one that comes again (its sender tried twice) replaces the first."""
-        spans = list(_spans(request))
+    def add(self, spans: Iterable[tuple[str, decision_pb2.Span]]) -> None:
+        """Keep (trace id, span) pairs; one that comes again (its sender tried twice) replaces the first."""
         with self._lock:
             for trace_id, span in spans:
                 self._add(trace_id, span)
+
+    def add_otlp(self, request: trace_service_pb2.ExportTraceServiceRequest) -> None:
+        """Keep the spans of an OTLP export."""
+        self.add(list(from_otlp(request)))
 
     def trace(self, trace_id: str = "", request_id: str = "") -> decision_pb2.GetTraceResponse:
         """Return the known spans of a trace, named by its id or by a request in it, in the order of their start.
@@ -91,60 +90,5 @@ class StoreExporter(SpanExporter):
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Keep spans that have ended; cannot fail."""
-        self._store.add(encode_spans(spans))
+        self._store.add([from_sdk(span) for span in spans])
         return SpanExportResult.SUCCESS
-
-
-def _spans(
-    request: trace_service_pb2.ExportTraceServiceRequest,
-) -> Iterable[tuple[str, decision_pb2.Span]]:
-    for resource_spans in request.resource_spans:
-        service = _attributes(resource_spans.resource.attributes).get("service.name", "unknown")
-        for scope_spans in resource_spans.scope_spans:
-            for span in scope_spans.spans:
-                yield span.trace_id.hex(), _span(span, service)
-
-
-def _span(span: trace_pb2.Span, service: str) -> decision_pb2.Span:
-    return decision_pb2.Span(
-        span_id=span.span_id.hex(),
-        parent_span_id=span.parent_span_id.hex(),
-        service=service,
-        name=span.name,
-        start_unix_nano=span.start_time_unix_nano,
-        end_unix_nano=span.end_time_unix_nano,
-        status=_STATUS.get(span.status.code, "unset"),
-        status_message=span.status.message,
-        attributes=_attributes(span.attributes),
-        events=[
-            decision_pb2.SpanEvent(
-                name=event.name, time_unix_nano=event.time_unix_nano, attributes=_attributes(event.attributes)
-            )
-            for event in span.events
-        ],
-        links=[f"{link.trace_id.hex()}:{link.span_id.hex()}" for link in span.links],
-    )
-
-
-def _attributes(pairs: Iterable[common_pb2.KeyValue]) -> dict[str, str]:
-    return {pair.key: _text(pair.value) for pair in pairs}
-
-
-def _text(value: common_pb2.AnyValue) -> str:
-    """Return an attribute as text: strings as they are, everything else as JSON."""
-    return value.string_value if value.HasField("string_value") else json.dumps(_plain(value), ensure_ascii=False)
-
-
-def _plain(value: common_pb2.AnyValue) -> object:
-    match value.WhichOneof("value"):
-        case "array_value":
-            return [_plain(each) for each in value.array_value.values]
-        case "kvlist_value":
-            return {pair.key: _plain(pair.value) for pair in value.kvlist_value.values}
-        case "bytes_value":
-            return value.bytes_value.hex()
-        case None:
-            return None
-        case kind:
-            plain: object = getattr(value, kind)
-            return plain

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import pytest
 from grpc import aio
 from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.trace import Link, StatusCode, Tracer
 
@@ -24,6 +26,7 @@ from quire.decision.v1 import decision_pb2 as pb
 from quire.decision.v1 import decision_pb2_grpc as rpc
 from router.decision_servicer import DecisionServicer
 from router.otlp_receiver import add_otlp_receiver
+from router.trace_convert import from_otlp, from_sdk
 from router.trace_store import StoreExporter, TraceStore
 
 
@@ -81,6 +84,26 @@ def test_a_span_keeps_everything(store: TraceStore, tracer: Tracer) -> None:
             ),
         ],
     )  # fmt: skip
+
+
+def test_both_ways_into_the_store_give_the_same_message(store: TraceStore) -> None:
+    own = provider().get_tracer("test")
+    link = Link(own.start_span("other").get_span_context())
+    attributes: dict[str, Any] = {
+        "bytes": b"\x01\xff",
+        "text": "é",
+        "whole": 1,
+        "half": 0.5,
+        "no": False,
+        "list": ["a", "b"],
+        "numbers": [1, 2],
+    }
+    made = own.start_span("root", links=[link], attributes=attributes)
+    made.add_event("event", attributes)
+    made.set_status(StatusCode.ERROR, "why")
+    made.end()
+    assert isinstance(made, ReadableSpan)
+    assert [from_sdk(made)] == list(from_otlp(encode_spans([made])))
 
 
 def test_the_oldest_span_goes_first(store: TraceStore, tracer: Tracer) -> None:
