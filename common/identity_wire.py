@@ -49,7 +49,7 @@ def identity_from_proto(message: types_pb2.PoolIdentity) -> PoolIdentity:
 
 
 def mismatches_to_proto(mismatches: Iterable[Mismatch]) -> list[kvmanager_pb2.IdentityDifference]:
-    """Return the manager's view of what differs: `ours` is the manager's value."""
+    """Return what differs, as the manager sees it: `ours` is the manager's value."""
     return [
         kvmanager_pb2.IdentityDifference(field=each.field, manager=each.ours, worker=each.theirs, flag=each.flag)
         for each in mismatches
@@ -57,5 +57,5 @@ def mismatches_to_proto(mismatches: Iterable[Mismatch]) -> list[kvmanager_pb2.Id
 
 
 def mismatches_from_proto(messages: Iterable[kvmanager_pb2.IdentityDifference]) -> tuple[Mismatch, ...]:
-    """Return what differs as the manager saw it: `ours` stays the manager's value."""
-    return tuple(Mismatch(each.field, each.manager, each.worker, each.flag) for each in messages)
+    """Return what differs, as the worker sees it: `ours` is the worker's value."""
+    return tuple(Mismatch(each.field, each.worker, each.manager, each.flag) for each in messages)

@@ -204,7 +204,7 @@ def rejected_to_proto(rejected: AttachRejected) -> kvmanager_pb2.AttachRejected:
 
 
 def rejected_from_proto(message: kvmanager_pb2.AttachRejected) -> AttachRejected:
-    """Return the AttachRejected in a proto; `ours` in a mismatch is the manager's value."""
+    """Return the AttachRejected in a proto; `ours` in a mismatch is now the worker's value."""
     return AttachRejected(message.reason, mismatches_from_proto(message.differences), message.retry)
 
 

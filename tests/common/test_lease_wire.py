@@ -45,7 +45,9 @@ def test_answers_to_an_attach_survive_the_wire(ok: lease.AttachOk, rejected: lea
     packed = lease_wire.attach_ok_to_proto(ok).SerializeToString()
     assert lease_wire.attach_ok_from_proto(kvmanager_pb2.AttachOk.FromString(packed)) == ok
     packed = lease_wire.rejected_to_proto(rejected).SerializeToString()
-    assert lease_wire.rejected_from_proto(kvmanager_pb2.AttachRejected.FromString(packed)) == rejected
+    received = lease_wire.rejected_from_proto(kvmanager_pb2.AttachRejected.FromString(packed))
+    swapped = tuple(Mismatch(each.field, each.theirs, each.ours, each.flag) for each in rejected.mismatches)
+    assert received == lease.AttachRejected(rejected.reason, swapped, rejected.retry)
 
 
 @given(strategies.inventories, st.integers(300, 2000))
@@ -159,10 +161,12 @@ def test_attach_without_a_needed_field_is_a_protocol_violation(field: str) -> No
         lease_wire.attach_from_proto(message, 1)
 
 
-def test_mismatches_keep_the_managers_side() -> None:
+def test_each_side_sees_its_own_value_as_ours() -> None:
     rejected = lease.AttachRejected("identity", (Mismatch("block_size", "16", "32", "--block-size"),))
     message = lease_wire.rejected_to_proto(rejected)
     assert (message.differences[0].manager, message.differences[0].worker) == ("16", "32")
+    received = lease_wire.rejected_from_proto(message)
+    assert str(received.mismatches[0]) == "block_size: here 32, there 16 (change it with --block-size)"
 
 
 @given(st.sampled_from(FinishReason))

@@ -1,0 +1,292 @@
+"""The worker's end of the lease protocol: a LeaseChannel over gRPC that always works towards a session.
+
+Lives on the worker's I/O loop. The engine's thread calls `poll`, `attach`, `send` and `reconnect`, none of which
+blocks: events cross in a deque, commands by `call_soon_threadsafe`. There is no resume; whatever breaks, a new stream
+is opened after a jittered delay and the engine is asked for a new Attach.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
+
+from grpc import aio
+
+from common.errors import ProtocolViolation, StaleEpoch
+from common.inventory_wire import inventory_chunks
+from common.lease import (
+    Attach,
+    Attached,
+    AttachRejected,
+    Connected,
+    Detached,
+    Granted,
+    Inventory,
+    LeaseEvent,
+    Report,
+)
+from common.lease_wire import (
+    attach_ok_from_proto,
+    attach_to_proto,
+    batch_from_proto,
+    rejected_from_proto,
+    report_to_proto,
+)
+from common.rpc.server import open_channel
+from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+_Call: TypeAlias = "aio.StreamStreamCall[kvmanager_pb2.SessionRequest, kvmanager_pb2.SessionResponse]"
+
+OPEN_TIMEOUT_S: Final = 5.0
+ANSWER_TIMEOUT_S: Final = 30.0
+FIRST_DELAY_S: Final = 0.05
+LONGEST_DELAY_S: Final = 2.0
+
+
+class _Refused(Exception):
+    """The manager answered AttachRejected."""
+
+    def __init__(self, rejected: AttachRejected) -> None:
+        super().__init__("; ".join(map(str, rejected.mismatches)) or rejected.reason)
+        self.rejected = rejected
+
+
+@dataclass(slots=True)
+class _Connection:
+    """One stream. `session` is the one that was offered on it, None before; `ended` says why it is to end."""
+
+    number: int
+    call: _Call
+    ended: asyncio.Future[str]
+    outbox: asyncio.Queue[kvmanager_pb2.SessionRequest] = field(default_factory=asyncio.Queue)
+    session: int | None = None
+    epoch_seen: int = 0
+    answered: bool = False
+    sent: int = 0
+    received: int = 0
+
+    def put(self, message: kvmanager_pb2.SessionRequest) -> None:
+        """Queue a message for the writer."""
+        assert self.session is not None
+        self.sent += 1
+        message.session, message.seq, message.ack = self.session, self.sent, self.received
+        self.outbox.put_nowait(message)
+
+    def end(self, why: str) -> None:
+        """Ask for the end of the stream, from this side."""
+        if not self.ended.done():
+            self.ended.set_result(why)
+
+
+class LeaseClient:
+    """Keeps a session with one KV manager; `start` and `close` are the I/O loop's, the rest the engine's thread's.
+
+    `on_event` is called on the I/O loop whenever `poll` has something new. `on_refused` is called there when the
+    manager refuses this worker for good (another identity); the client goes on trying, rarely.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        on_event: Callable[[], None] = lambda: None,
+        on_refused: Callable[[AttachRejected], None] = lambda rejected: None,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._address, self._on_event, self._on_refused = address, on_event, on_refused
+        self._rng = rng or random.Random()
+        self._events: deque[tuple[int, LeaseEvent]] = deque()
+        self._connection: _Connection | None = None
+        self._connections = 0
+        self._polled = 0  # the connection whose Connected the engine saw last
+        self._delay = FIRST_DELAY_S
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begin to connect. Call `close` at the end."""
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.create_task(self._run(), name="lease-client")
+
+    async def close(self) -> None:
+        """End the session and stop; the engine is told Detached."""
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+
+    # ------------------------------------------------------------ engine's thread
+
+    def poll(self) -> list[LeaseEvent]:
+        """Return what arrived since the last call, in order; a Connected voids everything before it."""
+        arrived: list[LeaseEvent] = []
+        while self._events:
+            number, event = self._events.popleft()
+            if isinstance(event, Connected):
+                self._polled = number
+                arrived.clear()
+            arrived.append(event)
+        return arrived
+
+    def attach(self, attach: Attach, inventory: Inventory) -> None:
+        """Answer the Connected that `poll` returned last."""
+        self._on_loop(self._offer, self._polled, attach, inventory)
+
+    def send(self, session: int, report: Report) -> None:
+        """Queue a report of the session; dropped silently when that session is gone."""
+        self._on_loop(self._report, session, report)
+
+    def reconnect(self) -> None:
+        """Drop the connection that `poll` told of last, and open another."""
+        self._on_loop(self._drop, self._polled)
+
+    def _on_loop(self, function: Callable[..., None], *arguments: object) -> None:
+        assert self._loop is not None, "start the client first"
+        with suppress(RuntimeError):  # the loop was closed: the process ends, nobody waits for the message
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    # ------------------------------------------------------------ I/O loop: commands
+
+    def _offer(self, number: int, attach: Attach, inventory: Inventory) -> None:
+        connection = self._connection
+        if connection is None or connection.number != number:
+            self._post(Detached(attach.session))  # the connection that it answers is gone; another will ask again
+            return
+        if connection.session is not None:  # a stream carries one session
+            self._post(Detached(attach.session))
+            connection.end("the engine attached twice")
+            return
+        connection.session, connection.epoch_seen = attach.session, attach.epoch_seen
+        connection.put(kvmanager_pb2.SessionRequest(attach=attach_to_proto(attach)))
+        for chunk in inventory_chunks(inventory):
+            connection.put(kvmanager_pb2.SessionRequest(inventory=chunk))
+
+    def _report(self, session: int, report: Report) -> None:
+        connection = self._connection
+        if connection is not None and connection.session == session:
+            connection.put(kvmanager_pb2.SessionRequest(report=report_to_proto(report)))
+
+    def _drop(self, number: int) -> None:
+        if self._connection is not None and self._connection.number == number:
+            self._connection.end("the engine asked for another")
+
+    def _post(self, event: LeaseEvent) -> None:
+        self._events.append((self._connections, event))
+        self._on_event()
+
+    # ------------------------------------------------------------ I/O loop: the connection
+
+    async def _run(self) -> None:
+        while True:
+            longest = False
+            try:
+                await self._connect()
+            except _Refused as refused:
+                longest = not refused.rejected.retry
+                level = logging.ERROR if longest else logging.WARNING
+                log.log(level, "KV manager %s refuses this worker: %s", self._address, refused)
+                if longest:
+                    self._on_refused(refused.rejected)
+            except (aio.AioRpcError, ProtocolViolation, StaleEpoch, TimeoutError) as error:
+                log.warning("no session with KV manager %s: %s", self._address, _in_words(error))
+            await asyncio.sleep(self._next_delay(longest))
+
+    def _next_delay(self, longest: bool) -> float:
+        """Return the seconds until the next attempt: doubled each time up to a bound, less up to a half at random."""
+        delay = LONGEST_DELAY_S if longest else self._delay
+        self._delay = min(2 * delay, LONGEST_DELAY_S)
+        return delay * self._rng.uniform(0.5, 1.0)
+
+    async def _connect(self) -> None:
+        """Open one stream and serve it until it ends, for whatever reason."""
+        async with open_channel(self._address) as channel:
+            call: _Call = kvmanager_pb2_grpc.KvManagerServiceStub(channel).Session()
+            try:
+                async with asyncio.timeout(OPEN_TIMEOUT_S):
+                    await call.initial_metadata()
+                self._connections += 1
+                await self._serve(_Connection(self._connections, call, asyncio.get_running_loop().create_future()))
+            finally:
+                call.cancel()
+
+    async def _serve(self, connection: _Connection) -> None:
+        """Serve a stream until either side ends it. Raises what it ended with, if that was an error."""
+        self._connection = connection
+        self._post(Connected())
+        late = f"no answer to an Attach within {ANSWER_TIMEOUT_S:g} s"
+        watchdog = asyncio.get_running_loop().call_later(ANSWER_TIMEOUT_S, self._end_unanswered, connection, late)
+        reader, writer = asyncio.create_task(self._read(connection)), asyncio.create_task(self._write(connection))
+        try:
+            await asyncio.wait((reader, connection.ended), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._connection = None
+            watchdog.cancel()
+            connection.ended.cancel()
+            reader.cancel()
+            writer.cancel()
+            read, _ = await asyncio.gather(reader, writer, return_exceptions=True)
+            if connection.session is not None:
+                self._post(Detached(connection.session))
+        if isinstance(read, Exception):
+            raise read
+        if not connection.ended.cancelled():
+            log.warning("left KV manager %s: %s", self._address, connection.ended.result())
+
+    def _end_unanswered(self, connection: _Connection, why: str) -> None:
+        if not connection.answered:
+            connection.end(why)
+
+    async def _write(self, connection: _Connection) -> None:
+        """The only writer of the stream: two writes at once end an RPC."""
+        while True:
+            message = await connection.outbox.get()
+            try:
+                await connection.call.write(message)
+            except (aio.AioRpcError, asyncio.InvalidStateError):
+                return  # the reader sees why
+
+    async def _read(self, connection: _Connection) -> None:
+        async for response in connection.call:
+            if response.session == connection.session and not self._take(connection, response):
+                return
+
+    def _take(self, connection: _Connection, response: kvmanager_pb2.SessionResponse) -> bool:
+        """Take one message of the session; return whether the stream goes on."""
+        connection.received += 1
+        if response.seq != connection.received:
+            raise ProtocolViolation(f"message {response.seq} of the manager came where {connection.received} was due")
+        session, kind = response.session, response.WhichOneof("message")
+        if kind == "attach_rejected":
+            raise _Refused(rejected_from_proto(response.attach_rejected))
+        if kind == "attach_ok":
+            self._take_answer(connection, response.attach_ok)
+        elif kind == "batch" and connection.answered:
+            self._post(Granted(session, batch_from_proto(response.batch)))
+        elif kind == "drain":
+            log.info("KV manager %s is going away", self._address)
+            return False
+        else:
+            raise ProtocolViolation(f"the manager sent {kind} where nothing of the kind was due")
+        return True
+
+    def _take_answer(self, connection: _Connection, message: kvmanager_pb2.AttachOk) -> None:
+        ok = attach_ok_from_proto(message)
+        if ok.epoch < connection.epoch_seen:
+            raise StaleEpoch(f"a manager of epoch {ok.epoch} answered; {connection.epoch_seen} was seen before")
+        connection.answered = True
+        self._delay = FIRST_DELAY_S
+        assert connection.session is not None
+        self._post(Attached(connection.session, ok))
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, aio.AioRpcError):
+        return f"{error.code().name} {error.details()}"
+    return str(error) or type(error).__name__

@@ -1,0 +1,68 @@
+"""The manager's epoch: 1 + max(counter in Redis, state file, highest epoch that any worker has seen).
+
+Taking an epoch in Redis also writes the fence of the index, in the same step. Without Redis the epoch comes from the
+other two sources, and the fence is taken when Redis is back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from kvmanager.ports import IndexStore, IndexUnavailable
+from kvmanager.state_file import EpochFile
+
+log = logging.getLogger(__name__)
+
+
+class EpochKeeper:
+    """Holds one epoch at a time; it only rises. Raises StaleEpoch once another manager has taken over in Redis."""
+
+    def __init__(self, file: EpochFile, store: IndexStore | None) -> None:
+        self._file, self._store = file, store
+        self._lock = asyncio.Lock()
+        self._answered = False  # a worker was told this epoch by this process
+        self._fence = 0  # the last epoch that this process wrote as the fence
+        self.epoch = 0
+
+    async def for_attach(self, seen: int) -> int:
+        """Return the epoch for the answer to an Attach whose worker has accepted `seen`; takes a higher one if need be.
+
+        An epoch equal to ours that we told nobody was a predecessor's.
+        """
+        async with self._lock:
+            if not self.epoch or seen > self.epoch or (seen == self.epoch and not self._answered):
+                await self._take(seen)
+            self._answered = True
+            return self.epoch
+
+    async def fenced(self) -> int:
+        """Return the epoch under which the index may be written, after taking one there if that was not done yet.
+
+        Raises IndexUnavailable.
+        """
+        async with self._lock:
+            if self._fence != self.epoch or not self.epoch:
+                await self._take(0, need_index=True)
+            return self.epoch
+
+    async def renew_fence(self) -> int:
+        """Take a higher epoch, because the index has lost the fence. Raises IndexUnavailable."""
+        async with self._lock:
+            await self._take(0, need_index=True)
+            return self.epoch
+
+    async def _take(self, seen: int, need_index: bool = False) -> None:
+        floor = max(self.epoch, seen, self._file.read())
+        epoch = floor + 1
+        if self._store is not None:
+            try:
+                epoch = await self._store.acquire(floor, self._fence)
+                self._fence = epoch
+            except IndexUnavailable as error:
+                if need_index:
+                    raise
+                log.warning("no fence in the index yet, Redis cannot be reached: %s", error)
+        self._file.write(epoch)
+        self.epoch = epoch
+        log.info("took epoch %d", epoch)

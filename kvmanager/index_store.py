@@ -1,0 +1,120 @@
+"""The prefix index in Redis: one fenced Lua call for each change."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.commands.core import AsyncScript
+from redis.exceptions import RedisError
+
+from common import index_format
+from common.errors import StaleEpoch
+from common.types import BlockHash
+from kvmanager import index_scripts
+from kvmanager.net_changes import IndexCall
+from kvmanager.ports import FenceLost, IndexUnavailable, WorkerEntry
+
+_Argument = str | bytes | int
+
+TIMEOUT_S: Final = 2.0
+
+
+def open_redis(url: str) -> Redis:
+    """Return a client that gives up soon and never retries: the publisher does, with what is to be written by then."""
+    return Redis.from_url(url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S, retry=Retry(NoBackoff(), 0))
+
+
+class RedisIndexStore:
+    """The index of one namespace. `prefix_ttl` and `lease_ttl` in seconds."""
+
+    def __init__(self, redis: Redis, namespace: str, prefix_ttl: float, lease_ttl: float) -> None:
+        self._redis, self._namespace = redis, namespace
+        self._prefix_ms, self._lease_ms = round(1000 * prefix_ttl), round(1000 * lease_ttl)
+        self._fence = index_format.fence_key(namespace)
+        self._root = index_format.prefix_key_root(namespace)
+        self._acquire = redis.register_script(index_scripts.ACQUIRE)
+        self._register = redis.register_script(index_scripts.REGISTER)
+        self._update = redis.register_script(index_scripts.UPDATE)
+        self._renew = redis.register_script(index_scripts.RENEW)
+        self._retire = redis.register_script(index_scripts.RETIRE)
+
+    async def acquire(self, floor: int, held: int) -> int:
+        keys = [index_format.epoch_key(self._namespace), self._fence]
+        with _unavailable():
+            taken, epoch = await self._acquire(keys=keys, args=[floor, held])
+        if not taken:
+            raise StaleEpoch(f"a manager of epoch {epoch} has taken over from this one, of epoch {held}")
+        return int(epoch)
+
+    async def register(self, epoch: int, worker: WorkerEntry) -> int | None:
+        arguments: list[_Argument] = [
+            self._namespace,
+            worker.worker_id,
+            worker.incarnation,
+            worker.address,
+            worker.generation,
+        ]
+        slot = await self._call(self._register, epoch, [], [*arguments, self._lease_ms, index_format.MAX_SLOTS])
+        return None if slot < 0 else slot
+
+    async def update(self, epoch: int, slot: int, generation: int, call: IndexCall) -> None:
+        keys = [self._root + key for key in (*call.removes, *call.adds)]
+        owners = index_format.slot_key(self._namespace, 0)[:-1]
+        entry = index_format.pack_entry(slot, generation)
+        await self._call(self._update, epoch, keys, [entry, self._prefix_ms, len(call.removes), owners])
+
+    async def renew(self, epoch: int, slots: Mapping[int, str], discovery: Mapping[str, str]) -> None:
+        keys = [index_format.liveness_key(self._namespace, slot) for slot in slots]
+        await self._call(self._renew, epoch, keys, [self._lease_ms, *slots.values()])
+        with _unavailable():
+            async with self._redis.pipeline(transaction=False) as pipeline:
+                for worker_id, value in discovery.items():
+                    pipeline.set(index_format.discovery_key(worker_id), value, px=self._lease_ms)
+                await pipeline.execute()
+
+    async def retire(self, epoch: int, slot: int, generation: int) -> None:
+        keys = [index_format.slot_key(self._namespace, slot), index_format.liveness_key(self._namespace, slot)]
+        await self._call(self._retire, epoch, keys, [generation, secrets.randbits(32)])
+
+    async def members(self, slot: int, generation: int) -> Sequence[BlockHash]:
+        found = []
+        with _unavailable():
+            pattern = index_format.prefix_key_root(_escaped(self._namespace)) + b"*"
+            async for key in self._redis.scan_iter(match=pattern, count=1000):
+                value = await self._redis.get(key)
+                if isinstance(value, bytes) and (slot, generation) in index_format.unpack_entries(value):
+                    found.append(BlockHash(key[len(self._root) :]))
+        return found
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    async def _call(
+        self, script: AsyncScript, epoch: int, keys: Sequence[str | bytes], arguments: Sequence[_Argument]
+    ) -> int:
+        """Run a fenced script and return its result."""
+        with _unavailable():
+            fence, *result = await script(keys=[self._fence, *keys], args=[epoch, *arguments])
+        if result:
+            return int(result[0])
+        if fence > epoch:
+            raise StaleEpoch(f"a manager of epoch {fence} has taken over from this one, of epoch {epoch}")
+        raise FenceLost(f"the index was wiped: its fence is {fence or 'gone'}, this manager's epoch {epoch}")
+
+
+@contextmanager
+def _unavailable() -> Iterator[None]:
+    try:
+        yield
+    except (RedisError, OSError) as error:
+        raise IndexUnavailable(str(error)) from error
+
+
+def _escaped(namespace: str) -> str:
+    return "".join(f"\\{char}" if char in "[]?*\\" else char for char in namespace)

@@ -1,0 +1,207 @@
+"""Writes the changes of every worker's prefix cache behind, off the reply path, and keeps leases alive.
+
+One task does all writing, so that changes reach the index in the order in which they happened. While Redis is away the
+changes wait, bounded; when it is back, or was wiped, what it lacks is published again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from common.clock import Clock
+from common.index_format import DiscoveredWorker, discovered_to_json
+from kvmanager.core.index_events import IndexSnapshot
+from kvmanager.epoch import EpochKeeper
+from kvmanager.ports import FenceLost, IndexStore, IndexUnavailable
+from kvmanager.worker_feed import WorkerFeed
+
+log = logging.getLogger(__name__)
+
+CALL_HASHES: Final = 256
+QUEUE_HASHES: Final = 65_536
+# Changes of a few steps travel in one call; routers bridge this time with what they remember of their own choices.
+LINGER_S: Final = 0.01
+LONGEST_DELAY_S: Final = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class PublisherTimes:
+    """Seconds: life of an entry and of a lease without renewal, and how long changes gather before a call."""
+
+    prefix_ttl: float = 3600.0
+    lease_ttl: float = 5.0
+    linger: float = LINGER_S
+
+
+@dataclass(slots=True)
+class PublisherCounts:
+    """What was done: calls, hashes added and removed, whole memberships published, times that the index was away."""
+
+    calls: int = 0
+    added: int = 0
+    removed: int = 0
+    republished: int = 0
+    outages: int = 0
+
+
+class PrefixPublisher:
+    """Publishes the feeds that are open. `run` ends by cancellation, or by StaleEpoch when another manager rules."""
+
+    def __init__(
+        self,
+        store: IndexStore,
+        epochs: EpochKeeper,
+        clock: Clock,
+        times: PublisherTimes = PublisherTimes(),
+        draw_generation: Callable[[], int] = lambda: secrets.randbits(32),
+    ) -> None:
+        self._store, self._epochs, self._clock, self._times = store, epochs, clock, times
+        self._draw = draw_generation
+        self._feeds: list[WorkerFeed] = []
+        self._retiring: list[tuple[float, WorkerFeed]] = []
+        self._renew_at = self._refresh_at = clock.monotonic()
+        self._wake, self._settled = asyncio.Event(), asyncio.Event()
+        self.counts = PublisherCounts()
+        self.reachable = True
+
+    # ------------------------------------------------------------ feeds
+
+    def open(self, worker: DiscoveredWorker, snapshot: Callable[[], IndexSnapshot]) -> WorkerFeed:
+        """Begin to publish a worker, whose membership `snapshot` returns, under a new generation."""
+        feed = WorkerFeed(worker, snapshot, self._draw, QUEUE_HASHES)
+        self._feeds.append(feed)
+        self._renew_at = self._clock.monotonic()
+        self.wake()
+        return feed
+
+    def close(self, feed: WorkerFeed) -> None:
+        """End a worker's feed; unless it comes back within the life of a lease, its entries are dead then."""
+        feed.closed = True
+        self._feeds.remove(feed)
+        if feed.slot is not None:
+            self._retiring.append((self._clock.monotonic() + self._times.lease_ttl, feed))
+
+    def wake(self) -> None:
+        """Say that a feed has changed."""
+        self._settled.clear()
+        self._wake.set()
+
+    @property
+    def behind(self) -> int:
+        """Hashes whose change is not in the index yet."""
+        return sum(feed.behind for feed in self._feeds)
+
+    async def settled(self) -> None:
+        """Return once the index holds everything; waits as long as it cannot be reached."""
+        while self.behind:
+            self.wake()
+            await self._settled.wait()
+
+    # ------------------------------------------------------------ the task
+
+    async def run(self) -> None:
+        """Write until cancelled. Raises StaleEpoch."""
+        delay = self._times.linger
+        while True:
+            if await self._round():
+                delay = self._times.linger
+                await self._wait_for_work()
+                await asyncio.sleep(delay)
+            else:
+                delay = min(2 * max(delay, 0.05), LONGEST_DELAY_S)
+                await asyncio.sleep(delay)
+
+    async def _wait_for_work(self) -> None:
+        """Return when a feed changed or a lease is due."""
+        try:
+            async with asyncio.timeout(max(0.0, self._renew_at - self._clock.monotonic())):
+                await self._wake.wait()
+        except TimeoutError:
+            return
+
+    async def _round(self) -> bool:
+        """Do what is due; return whether the index took it."""
+        self._wake.clear()
+        try:
+            epoch = await self._epochs.fenced()
+            await self._renew(epoch)
+            for feed in tuple(self._feeds):
+                await self._publish(epoch, feed)
+        except FenceLost as error:
+            return await self._start_anew(error)
+        except IndexUnavailable as error:
+            self._note_outage(error)
+            return False
+        if not self.reachable:
+            log.info("the prefix index can be reached again and holds everything")
+        self.reachable = True
+        if not self.behind:
+            self._settled.set()
+        return True
+
+    async def _start_anew(self, error: FenceLost) -> bool:
+        log.warning("%s; publishing everything again", error)
+        for feed in self._feeds:
+            feed.publish_all()
+        self._renew_at = self._clock.monotonic()
+        try:
+            await self._epochs.renew_fence()
+        except IndexUnavailable as unavailable:
+            self._note_outage(unavailable)
+            return False
+        self.wake()
+        return True
+
+    def _note_outage(self, error: IndexUnavailable) -> None:
+        if self.reachable:
+            log.warning("the prefix index cannot be reached, changes wait: %s", error)
+            self.counts.outages += 1
+        self.reachable = False
+
+    # ------------------------------------------------------------ what is due
+
+    async def _publish(self, epoch: int, feed: WorkerFeed) -> None:
+        if feed.republish and not feed.closed:
+            entry = feed.new_entry()
+            feed.begin(await self._store.register(epoch, entry), entry.generation)
+            self.counts.republished += 1
+            if feed.slot is None:
+                log.error("the prefix index has no slot left for worker %s", feed.worker.worker_id)
+        if feed.slot is None or not len(feed.changes):
+            return
+        changes = feed.take()
+        try:
+            for call in changes.calls(CALL_HASHES):
+                if feed.closed:
+                    return
+                await self._store.update(epoch, feed.slot, feed.generation, call)
+                changes.sent(call)
+                self.counts.calls += 1
+                self.counts.added += len(call.adds)
+                self.counts.removed += len(call.removes)
+        finally:
+            feed.put_back(changes)
+
+    async def _renew(self, epoch: int) -> None:
+        """Prolong leases, retire workers that did not come back, and write entries again before they expire."""
+        now = self._clock.monotonic()
+        if now < self._renew_at:
+            return
+        slots = {feed.slot: feed.worker.worker_id for feed in self._feeds if feed.slot is not None}
+        discovery = {feed.worker.worker_id: discovered_to_json(feed.worker) for feed in self._feeds}
+        await self._store.renew(epoch, slots, discovery)
+        while self._retiring and self._retiring[0][0] <= now:
+            feed = self._retiring[0][1]
+            if feed.slot is not None:
+                await self._store.retire(epoch, feed.slot, feed.generation)
+            self._retiring.pop(0)
+        if now - self._refresh_at > self._times.prefix_ttl / 2:
+            self._refresh_at = now
+            for feed in self._feeds:
+                feed.refresh()
+        self._renew_at = now + self._times.lease_ttl / 3

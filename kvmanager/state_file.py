@@ -1,0 +1,48 @@
+"""The one number that a manager must not forget: the highest epoch it has held."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from common.errors import FieldViolation, InvalidConfig
+
+
+class EpochFile:
+    """Keeps an epoch on disk. A write is complete or has not happened; it outlives the machine."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / "epoch"
+
+    def read(self) -> int:
+        """Return the epoch last written, 0 if none was. Raises InvalidConfig when the file cannot be used."""
+        try:
+            return int(self._path.read_text())
+        except FileNotFoundError:
+            return 0
+        except (OSError, ValueError) as error:
+            what = f"{self._path} cannot be read ({error}); expected one number; remove the file to start anew"
+            raise InvalidConfig(FieldViolation("--state-dir", what)) from None
+
+    def write(self, epoch: int) -> None:
+        """Store an epoch. Raises InvalidConfig when the folder cannot be written."""
+        temporary = self._path.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with temporary.open("w") as file:
+                file.write(f"{epoch}\n")
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(self._path)
+            _sync(self._path.parent)
+        except OSError as error:
+            what = f"{self._path} cannot be written ({error}); expected a folder for files that outlive the process"
+            raise InvalidConfig(FieldViolation("--state-dir", what)) from None
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,96 @@
+"""What the index lacks of one attached worker: pending changes, or the whole membership."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from common.index_format import DiscoveredWorker
+from kvmanager.core.index_events import Cleared, IndexEvent, IndexSnapshot, Removed, Stored
+from kvmanager.net_changes import NetChanges
+from kvmanager.ports import WorkerEntry
+
+
+class WorkerFeed:
+    """Takes membership events in, gives changes out. Bounded: beyond `limit` hashes it falls back to publishing all.
+
+    `slot` and `generation` are what the entries in the index are made of; a new generation voids all earlier ones.
+    """
+
+    def __init__(
+        self,
+        worker: DiscoveredWorker,
+        snapshot: Callable[[], IndexSnapshot],
+        draw_generation: Callable[[], int],
+        limit: int,
+    ) -> None:
+        self.worker = worker
+        self.slot: int | None = None
+        self.generation = 0
+        self.changes = NetChanges()
+        self.republish = True
+        self.closed = False
+        self._snapshot, self._draw, self._limit = snapshot, draw_generation, limit
+        self._number = self._taken = 0
+
+    @property
+    def behind(self) -> int:
+        """Hashes whose change is not in the index yet; the whole membership counts as one."""
+        return len(self.changes) + self._taken + int(self.republish)
+
+    def push(self, events: Iterable[IndexEvent]) -> None:
+        """Take events in their order; a gap in their numbers, a clear or an overflow leads to publishing all."""
+        for event in events:
+            if self.republish:
+                return
+            if event.number <= self._number:
+                continue
+            self._take(event)
+        if len(self.changes) > self._limit:
+            self.publish_all()
+
+    def _take(self, event: IndexEvent) -> None:
+        if event.number != self._number + 1:
+            self.publish_all()
+            return
+        self._number = event.number
+        match event:
+            case Stored():
+                self.changes.store(event.hash, event.depth)
+            case Removed():
+                self.changes.remove(event.hash, event.depth)
+            case Cleared():
+                self.publish_all()
+
+    def publish_all(self) -> None:
+        """Forget the changes: the whole membership is to be published under a new generation."""
+        self.republish = True
+        self.changes = NetChanges()
+
+    def new_entry(self) -> WorkerEntry:
+        """Draw a generation and return how the worker is to be registered; then call `begin`."""
+        worker = self.worker
+        return WorkerEntry(worker.worker_id, worker.incarnation, worker.address, self._draw())
+
+    def begin(self, slot: int | None, generation: int) -> None:
+        """Make every member a pending change of a new generation, which the index knows by now."""
+        self.slot, self.generation = slot, generation
+        snapshot = self._snapshot()
+        self._number = snapshot.number
+        self.republish, self.changes = False, NetChanges()
+        self.changes.refresh(snapshot.entries)
+
+    def refresh(self) -> None:
+        """Make every member a pending change, so that its entry lives on. Events that are on their way still count."""
+        self.changes.refresh(self._snapshot().entries)
+
+    def take(self) -> NetChanges:
+        """Return the pending changes and start anew; `put_back` what could not be sent."""
+        changes, self.changes = self.changes, NetChanges()
+        self._taken = len(changes)
+        return changes
+
+    def put_back(self, unsent: NetChanges) -> None:
+        """Return what of the changes taken was not sent, or whose fate is unknown, under those that came since."""
+        self._taken = 0
+        if len(unsent) and not self.republish:
+            self.changes = unsent.merged_under(self.changes)
