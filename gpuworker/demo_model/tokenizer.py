@@ -69,7 +69,7 @@ def train(seed: int = 1, documents: int = 4000) -> Tokenizer:
 
 def save(tokenizer: Tokenizer, directory: Path) -> None:
     """Write tokenizer and chat template as transformers reads them."""
-    wrapped = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=BOS,
         eos_token=END,

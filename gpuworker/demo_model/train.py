@@ -6,6 +6,7 @@ Matrices learn with Muon, the rest with AdamW; processes average their gradients
 """
 
 import argparse
+import copy
 import os
 import random
 import sys
@@ -105,9 +106,8 @@ class Trainer:
 
     def save(self, directory: Path) -> None:
         """A complete checkpoint in bfloat16; training goes on in float32."""
-        halves = {name: weight.to(torch.bfloat16) for name, weight in self.model.state_dict().items()}
-        self.model.config.dtype = torch.bfloat16
-        self.model.save_pretrained(directory, state_dict=halves)
+        half = copy.deepcopy(self.model).bfloat16()
+        half.save_pretrained(directory)
         tokenizer.save(self.encode.tokenizer, directory)
 
     def _set_rates(self) -> None:
@@ -127,7 +127,7 @@ class Trainer:
         targets, weight = ids[:, 1:].flatten()[wanted], weights[:, 1:].flatten()[wanted]
         losses = torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none")
         loss = (losses * weight).sum() / weight.sum()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         told = recalled[:, 1:].flatten()[wanted]
         hits = (logits.argmax(-1) == targets)[told]
         return loss.item(), hits.float().mean().item() if len(hits) else 0.0
@@ -201,7 +201,7 @@ def main() -> None:
     options = Options(**vars(parser.parse_args()))
     options.out.mkdir(parents=True, exist_ok=True)
     rendezvous = f"file://{options.out.resolve()}/.rendezvous-{os.getpid()}"
-    spawn(_process, args=(options, rendezvous), nprocs=options.processes)  # type: ignore[no-untyped-call]
+    spawn(_process, args=(options, rendezvous), nprocs=options.processes)
 
 
 if __name__ == "__main__":

@@ -28,9 +28,10 @@ Dresden Leipzig Krakow Budapest Zagreb Bucharest Ankara Beirut Amman Doha Mumbai
 )
 JOBS: Final = tuple(
     """
-teachers doctors nurses bakers farmers drivers pilots sailors painters singers dancers writers lawyers judges cooks waiters
-plumbers carpenters tailors barbers butchers gardeners miners soldiers dentists librarians mechanics potters florists bankers chemists
-clowns guides guards hunters jewellers poets reporters scientists surgeons weavers actors editors
+teachers doctors nurses bakers farmers drivers pilots sailors painters singers dancers writers lawyers judges cooks
+waiters plumbers carpenters tailors barbers butchers gardeners miners soldiers dentists librarians mechanics potters
+florists bankers chemists clowns guides guards hunters jewellers poets reporters scientists surgeons weavers actors
+editors
 """.split()
 )
 ANIMALS: Final = tuple(
