@@ -57,8 +57,8 @@ class StepResult:
 class StepRunner(Protocol):
     """Runs plans in the order of `submit`, on a device; called from the engine's thread.
 
-    At most two steps are unfinished at a time. A future fails with EngineFailure when the step did; the content of the KV
-    cache is then unknown.
+    At most two steps are unfinished at a time. A future fails with EngineFailure when the step did; the content of the
+    KV cache is then unknown.
     """
 
     def add(self, sequence: SequenceId, tokens: Sequence[int], sampling: SamplingParams, prompt_tokens: int) -> None:

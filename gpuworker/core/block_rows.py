@@ -36,7 +36,6 @@ class BlockRows:
 
     def lease(self, block: BlockId) -> None:
         """Take a block into the pool. Its claim goes now: no inventory may offer the content of an unbound block."""
-        self._refuse_if_held(block)
         self.drop_claim(block)
         self.pool.append(block)
 
@@ -62,13 +61,11 @@ class BlockRows:
     def reset_fresh(self, blocks: Iterable[BlockId], copied: frozenset[BlockId]) -> None:
         """Empty the blocks that an admission grants anew, except those into which the same batch copied."""
         for block in blocks:
-            self._refuse_if_held(block)
             if block not in copied:
                 self.reset(block)
 
     def copy(self, src: BlockId, dst: BlockId, slots: int) -> None:
         """Account for a copy queued now: dst gets those of its first `slots` that src holds at this point."""
-        self._refuse_if_held(dst)
         self.drop_claim(dst)
         self.fill[dst] = min(self.fill[src], slots)
 
@@ -106,9 +103,15 @@ class BlockRows:
         """Return where the parent's claim stands, -1 at the start of a chain, None when nobody claims the parent."""
         return -1 if content.parent is None else index.get(content.parent)
 
-    def _refuse_if_held(self, block: BlockId) -> None:
-        if self.holders[block] or block in self.pool:
-            raise ProtocolViolation(f"block {block} was granted anew while the worker still holds it")
+    def refuse_held(self, granted: list[BlockId]) -> None:
+        """Raise ProtocolViolation when a block is granted that a row or the pool has, or granted twice."""
+        if not granted:
+            return
+        taken = set(self.pool)
+        for block in granted:
+            if self.holders[block] or block in taken:
+                raise ProtocolViolation(f"block {block} was granted anew while the worker still holds it")
+            taken.add(block)
 
     def clone(self) -> BlockRows:
         """Return an independent copy."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from common.errors import AlreadyExists, FieldViolation, InvalidRequest, NotFound
+from common.errors import AlreadyExists, FieldViolation, InvalidRequest, NotFound, ProtocolViolation
 from common.lease import Admit, Batch, Copy, Inventory, InventorySequence, Report
 from common.types import TRIMMED, BlockHash, BlockId, FinishReason, SequenceId, SequencePhase, Usage
 from gpuworker.core.batch_plan import ScheduledRow, StepPlan, StepResult
@@ -91,7 +91,10 @@ class LeaseAgent:
     # ------------------------------------------------------------ what the manager grants and orders
 
     def apply(self, batch: Batch) -> Applied:
-        """Apply a batch of the current session by columns. Raises ProtocolViolation on a block that is still held."""
+        """Apply a batch of the current session by columns. Raises ProtocolViolation, with nothing applied, when a grant
+        names a block that the worker still holds, or leaves a sequence nothing to compute.
+        """
+        self._check(batch)
         self._lease_target = batch.lease_target
         for copy in batch.copy:
             self._copy(copy)
@@ -106,6 +109,14 @@ class LeaseAgent:
         taken = {admit.sequence for admit in admitted}
         dropped = tuple([admit.sequence for admit in batch.admit if admit.sequence not in taken])
         return Applied(admitted, preempting, dropped, len(batch.lease))
+
+    def _check(self, batch: Batch) -> None:
+        granted = [block for admit in batch.admit for block in admit.row[admit.n_shared :]]
+        self._blocks.refuse_held([*granted, *batch.lease])
+        for admit in batch.admit:
+            sequence = self._sequences.get(admit.sequence)
+            if sequence is not None and admit.n_shared * self.config.block_size >= len(sequence.tokens):
+                raise ProtocolViolation(f"sequence {sequence.id} shares {admit.n_shared} blocks: all of its tokens")
 
     def _copy(self, copy: Copy) -> None:
         slots = copy.length % self.config.block_size or self.config.block_size

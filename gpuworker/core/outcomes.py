@@ -63,8 +63,11 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Levels for metrics and for the engine's loop. `draining` keep rows for steps in flight only; `pending_prefill` counts
-    known tokens that no step has computed or begun to, `unheld` blocks that neither a row nor the pool has."""
+    """Levels for metrics and for the engine's loop.
+
+    `draining` sequences keep rows for steps in flight only; `pending_prefill` counts known tokens that no step has
+    computed or begun to; `unheld` counts blocks that neither a row nor the pool has.
+    """
 
     running: int
     waiting: int

@@ -144,17 +144,30 @@ def test_a_full_block_is_copied_but_for_its_last_slot() -> None:
     [
         Batch(0, admit=(Admit(SequenceId(1), blocks([0]), 0),)),
         Batch(1, lease=blocks([0])),
-        Batch(0, copy=(Copy(BlockId(3), BlockId(0), 2),)),
+        Batch(1, lease=blocks([3, 3])),
+        Batch(1, admit=(Admit(SequenceId(1), blocks([3]), 0),), lease=blocks([3])),
     ],
-    ids=["admit", "lease", "copy"],
+    ids=["admit", "lease", "lease twice", "admit and lease"],
 )
 def test_a_grant_of_a_block_that_is_still_held_is_a_protocol_violation(batch: Batch) -> None:
     worker = Driver()
     worker.submit(0, range(4))
     worker.submit(1, range(4))
     worker.admit(0, [0])
-    with pytest.raises(ProtocolViolation, match="block 0"):
+    before = worker.agent.state_key()
+    with pytest.raises(ProtocolViolation, match="still holds it"):
         worker.agent.apply(batch)
+    assert worker.agent.state_key() == before, "nothing of the batch was applied"
+
+
+def test_an_admission_must_leave_a_token_to_compute() -> None:
+    worker = Driver()
+    worker.submit(0, range(8))
+    worker.admit(0, [0, 1])
+    worker.step()
+    worker.submit(1, range(8))
+    with pytest.raises(ProtocolViolation, match="all of its tokens"):
+        worker.admit(1, [0, 1], shared=2)
 
 
 def test_columns_of_a_batch_take_effect_in_their_order() -> None:
