@@ -60,7 +60,7 @@ def report(bench: str, figures: Mapping[str, float], notes: Mapping[str, str], a
     table.add_column("what it is")
     for name, value in figures.items():
         table.add_row(name, _readable(value), notes.get(name, ""))
-    Console(highlight=False).print(table)
+    Console(highlight=False, soft_wrap=True).print(table)
     if as_json:
         rounded = {name: round(float(value), 6) for name, value in figures.items()}
         print(json.dumps({"bench": bench, "machine": machine(), "figures": rounded}))

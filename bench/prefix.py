@@ -1,0 +1,121 @@
+"""What prefix caching is worth: the same requests with it and without, on a random model on the CPU.
+
+Two workloads, over a KV-manager process: requests with one long system prompt, submitted together, so that most of
+what they share is still being computed when they are admitted; and conversations in which each turn sends the whole history again. Runs with caching and
+without alternate; every run has prompts of its own, so nothing is cached from the run before.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from bench.harness import median_interval, parser, report
+from bench.models import SHAPE, cpu_runner
+from bench.workers import BenchWorker, Run, manager_process
+from gpuworker.core.outcomes import AgentConfig
+
+BLOCK_SIZE, BLOCKS = 16, 4096
+SYSTEM_TOKENS, TAIL_TOKENS, OUTPUT_TOKENS, REQUESTS = 768, 32, 32, 16
+CONVERSATIONS, TURNS, USER_TOKENS, TURN_OUTPUT = 8, 4, 64, 48
+
+
+def _tokens(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(3, int(str(SHAPE["vocab_size"]))) for _ in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One run: output tokens a second, median time to first token in seconds, part of the prompt tokens cached."""
+
+    throughput: float
+    first_token: float
+    cached: float
+
+
+def shared(worker: BenchWorker, seed: int) -> Figures:
+    """Submit requests with one system prompt all at once."""
+    rng = random.Random(seed)
+    system = _tokens(rng, SYSTEM_TOKENS)
+    run = worker.load([system + _tokens(rng, TAIL_TOKENS) for _ in range(REQUESTS)], OUTPUT_TOKENS)
+    return _figures([run])
+
+
+def multiturn(worker: BenchWorker, seed: int) -> Figures:
+    """Let conversations go on turn by turn, each with its whole history as the prompt."""
+    rng = random.Random(seed)
+    histories = [_tokens(rng, USER_TOKENS) for _ in range(CONVERSATIONS)]
+    runs = []
+    for _ in range(TURNS):
+        runs.append(worker.load(histories, TURN_OUTPUT))
+        outputs = runs[-1].outputs.values()
+        histories = [
+            history + output + _tokens(rng, USER_TOKENS) for history, output in zip(histories, outputs, strict=True)
+        ]
+    return _figures(runs)
+
+
+def _figures(runs: list[Run]) -> Figures:
+    first_tokens = [seconds for run in runs for seconds in run.first_tokens]
+    prompt_tokens = sum(run.prompt_tokens for run in runs)
+    return Figures(
+        throughput=sum(run.tokens for run in runs) / sum(run.seconds for run in runs),
+        first_token=statistics.median(first_tokens),
+        cached=sum(run.cached_tokens for run in runs) / prompt_tokens,
+    )
+
+
+def compare(
+    on: BenchWorker, off: BenchWorker, workload: Callable[[BenchWorker, int], Figures], runs: int
+) -> dict[str, float]:
+    """Alternate runs with and without caching; return ratios of their medians, after one run of each that warms up."""
+    pairs: list[tuple[Figures, Figures]] = []
+    for index in range(runs + 1):
+        with_cache, without = workload(on, 1000 + index), workload(off, 2000 + index)
+        if index:
+            pairs.append((with_cache, without))
+            print(f"\r{workload.__name__}: run {index} of {runs} ", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    speedup, lower, upper = median_interval([a.throughput / b.throughput for a, b in pairs])
+    return {
+        "speedup": speedup,
+        "speedup_lower": lower,
+        "speedup_upper": upper,
+        "ttft_ratio": statistics.median(a.first_token / b.first_token for a, b in pairs),
+        "cached_fraction": statistics.median(a.cached for a, _ in pairs),
+    }
+
+
+def main() -> None:
+    """Run the benchmark."""
+    flags = parser(__doc__)
+    flags.add_argument("--runs", type=int, default=7, help="runs of each workload with caching and without")
+    args = flags.parse_args()
+    figures: dict[str, float] = {}
+    with ExitStack() as stack:
+        address, _ = stack.enter_context(manager_process(BLOCK_SIZE))
+        workers = []
+        for caching in (True, False):
+            config = AgentConfig(BLOCKS, BLOCK_SIZE, max_num_seqs=64, prefix_caching=caching)
+            runner, geometry = cpu_runner(config)
+            workers.append(stack.enter_context(BenchWorker(runner, config, address, geometry)))
+        for workload in (shared, multiturn):
+            found = compare(workers[0], workers[1], workload, args.runs)
+            figures |= {f"{name}_{workload.__name__}": value for name, value in found.items()}
+    notes = {
+        "speedup_shared": f"{REQUESTS} requests at once, {SYSTEM_TOKENS} shared tokens: throughput with over without",
+        "ttft_ratio_shared": "median time to first token, with over without",
+        "cached_fraction_shared": "prompt tokens that were not computed again",
+        "speedup_multiturn": f"{CONVERSATIONS} conversations of {TURNS} turns: throughput with over without",
+        "ttft_ratio_multiturn": "median time to first token, with over without",
+        "cached_fraction_multiturn": "prompt tokens that were not computed again",
+    }
+    report("prefix", figures, notes, args.json)
+
+
+if __name__ == "__main__":
+    main()

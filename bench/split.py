@@ -1,0 +1,142 @@
+"""What it costs that the KV manager is a service: an engine over a manager process against one over its own ledger.
+
+Runs go in interleaved pairs, whose order alternates; each pair gives one ratio of throughputs, embedded over remote
+(1.00: the split is free). The simulated step takes 5 ms and holds the GIL for 2 of them; the real one is a random
+Llama-shaped model on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import psutil
+
+from bench.harness import median_interval, parser, report
+from bench.models import cpu_runner
+from bench.simulated_runner import SimulatedRunner
+from bench.workers import BenchWorker, Run, manager_process, random_prompts
+from common.types import KvGeometry
+from gpuworker.core.batch_plan import StepRunner
+from gpuworker.core.outcomes import AgentConfig
+
+BLOCK_SIZE = 16
+BLOCKS = 4096
+PROMPT_TOKENS = 64
+STEP_SECONDS, HELD_SECONDS = 0.005, 0.002
+
+MakeRunner = Callable[[AgentConfig], tuple[StepRunner, KvGeometry | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One remote and one embedded run of the same load."""
+
+    remote: Run
+    embedded: Run
+    manager_cpu: float
+
+    @property
+    def ratio(self) -> float:
+        """Throughput of embedded over remote."""
+        return (self.embedded.tokens / self.embedded.seconds) / (self.remote.tokens / self.remote.seconds)
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    """Return user and system time of a process so far."""
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+@contextmanager
+def workers(make_runner: MakeRunner, config: AgentConfig, address: str) -> Iterator[tuple[BenchWorker, BenchWorker]]:
+    """Run two engines, the first over the manager at `address`, the second over a ledger of its own."""
+    with ExitStack() as stack:
+        made = []
+        for manager in (address, None):
+            runner, geometry = make_runner(config)
+            made.append(stack.enter_context(BenchWorker(runner, config, manager, geometry)))
+        yield made[0], made[1]
+
+
+def measure(make_runner: MakeRunner, config: AgentConfig, pairs: int, output_tokens: int, name: str) -> Iterator[Pair]:
+    """Yield `pairs` pairs after one that warms up."""
+    with manager_process(BLOCK_SIZE) as (address, process), workers(make_runner, config, address) as (remote, embedded):
+        for index in range(pairs + 1):
+            prompts = random_prompts(config.max_num_seqs, PROMPT_TOKENS, seed=index)
+            runs: dict[str, Run] = {}
+            spent = 0.0
+            for which in ("remote", "embedded") if index % 2 else ("embedded", "remote"):
+                before = cpu_seconds(process)
+                runs[which] = (remote if which == "remote" else embedded).load(prompts, output_tokens)
+                spent += cpu_seconds(process) - before if which == "remote" else 0.0
+            pair = Pair(runs["remote"], runs["embedded"], spent)
+            if index:
+                print(
+                    f"\r{name}: pair {index} of {pairs}, ratio {pair.ratio:.3f} ", end="", file=sys.stderr, flush=True
+                )
+                yield pair
+    print(file=sys.stderr)
+
+
+def figures_of(name: str, pairs: list[Pair]) -> dict[str, float]:
+    """Return the figures of one kind of step."""
+    median, lower, upper = median_interval([pair.ratio for pair in pairs])
+    first = [
+        statistics.median(pair.remote.first_tokens) - statistics.median(pair.embedded.first_tokens) for pair in pairs
+    ]
+    return {
+        f"slowdown_{name}": median,
+        f"slowdown_{name}_lower": lower,
+        f"slowdown_{name}_upper": upper,
+        f"manager_cpu_us_per_token_{name}": 1e6
+        * sum(p.manager_cpu for p in pairs)
+        / sum(p.remote.tokens for p in pairs),
+        f"ttft_added_ms_{name}": 1e3 * statistics.median(first),
+        f"tokens_per_second_remote_{name}": statistics.median(p.remote.tokens / p.remote.seconds for p in pairs),
+        f"pairs_{name}": len(pairs),
+    }
+
+
+def notes_of(name: str, what: str) -> dict[str, str]:
+    """Return what the figures of one kind of step mean."""
+    return {
+        f"slowdown_{name}": f"embedded over remote throughput, {what}; median (1.00: the split is free)",
+        f"slowdown_{name}_lower": "lower end of its 95 % bootstrap interval",
+        f"slowdown_{name}_upper": "upper end",
+        f"manager_cpu_us_per_token_{name}": "CPU time of the manager process a token, microseconds",
+        f"ttft_added_ms_{name}": "median time to first token, remote minus embedded, milliseconds",
+        f"tokens_per_second_remote_{name}": "throughput over the manager process",
+        f"pairs_{name}": "interleaved pairs",
+    }
+
+
+def main() -> None:
+    """Run the benchmark."""
+    flags: argparse.ArgumentParser = parser(__doc__)
+    flags.add_argument("--pairs", type=int, default=24, help="interleaved pairs of each kind")
+    flags.add_argument("--sequences", type=int, default=64, help="sequences at once")
+    flags.add_argument("--output-tokens", type=int, default=96, help="tokens that each draws")
+    flags.add_argument("--only", choices=["sim", "cpu"], help="one kind of step alone")
+    args = flags.parse_args()
+    config = AgentConfig(BLOCKS, BLOCK_SIZE, max_num_seqs=args.sequences)
+    kinds: dict[str, tuple[MakeRunner, str]] = {
+        "sim": (lambda _: (SimulatedRunner(STEP_SECONDS, HELD_SECONDS), None), "simulated 5 ms step, GIL held for 2"),
+        "cpu": (cpu_runner, "CPU engine"),
+    }
+    figures: dict[str, float] = {}
+    notes: dict[str, str] = {}
+    for name, (make_runner, what) in kinds.items():
+        if args.only in (None, name):
+            pairs = list(measure(make_runner, config, args.pairs, args.output_tokens, name))
+            figures |= figures_of(name, pairs)
+            notes |= notes_of(name, what)
+    report("split", figures, notes, args.json)
+
+
+if __name__ == "__main__":
+    main()
