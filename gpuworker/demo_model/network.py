@@ -60,16 +60,18 @@ def configuration(vocabulary: int, pad: int, bos: int, eos: int) -> Qwen3Config:
 
 
 @torch.no_grad()
-def build(config: Qwen3Config) -> Qwen3ForCausalLM:
-    """The network with its first weights; draws from torch's global generator."""
+def build(config: Qwen3Config, drafted: bool = True) -> Qwen3ForCausalLM:
+    """The network with its first weights, drawn from torch's global generator; without the draft all are noise."""
     model = Qwen3ForCausalLM(config)
     for name, weight in model.named_parameters():
         if weight.ndim == 2:
             quiet = QUIET if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
             torch.nn.init.normal_(weight, 0.0, quiet / math.sqrt(weight.shape[1]))
-    _draft_embedding(model.model.embed_tokens.weight)
-    _draft_notes(Heads(model.model.layers[0].self_attn))
-    _draft_match(Heads(model.model.layers[1].self_attn))
+    model.model.embed_tokens.weight.normal_(0.0, SCALE)
+    if drafted:
+        _draft_embedding(model.model.embed_tokens.weight)
+        _draft_notes(Heads(model.model.layers[0].self_attn))
+        _draft_match(Heads(model.model.layers[1].self_attn))
     return model
 
 

@@ -59,13 +59,14 @@ class Curriculum:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the command line chose; `tokens` are those in one process's batch."""
+    """What the command line chose; `tokens` are those in one process's batch, `noise` gives up the drafted start."""
 
     out: Path
     minutes: float
     processes: int
     tokens: int
     seed: int
+    noise: bool = False
 
 
 class Trainer:
@@ -77,7 +78,7 @@ class Trainer:
         learnt = tokenizer.train()
         self.encode = tokenizer.Encoder(learnt)
         special = (self.encode(token)[0] for token in (tokenizer.PAD, tokenizer.BOS, tokenizer.END))
-        self.model = network.build(network.configuration(learnt.get_vocab_size(), *special))
+        self.model = network.build(network.configuration(learnt.get_vocab_size(), *special), drafted=not options.noise)
         self.parameters = list(self.model.parameters())
         self.optimizers = _optimizers(self.model)
         self.curriculum = Curriculum()
@@ -198,6 +199,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=4096, help="tokens in one process's batch")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--noise", action="store_true", help="start from noise alone, to see what the draft is worth")
     options = Options(**vars(parser.parse_args()))
     options.out.mkdir(parents=True, exist_ok=True)
     rendezvous = f"file://{options.out.resolve()}/.rendezvous-{os.getpid()}"

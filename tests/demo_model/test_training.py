@@ -18,9 +18,10 @@ def encode() -> Encoder:
     return Encoder(Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json")))
 
 
-@torch.inference_mode()
 def recall(model: Qwen3ForCausalLM, row: rows.Row) -> float:
-    guesses = model(torch.tensor([row.ids])).logits[0].argmax(-1).tolist()
+    with torch.inference_mode():
+        logits = model(torch.tensor([row.ids])).logits[0]
+    guesses: list[int] = logits.argmax(-1).tolist()
     asked = [i for i, told in enumerate(row.recalled) if told]
     return sum(guesses[i - 1] == row.ids[i] for i in asked) / len(asked)
 
@@ -31,6 +32,13 @@ def test_the_drafted_weights_find_what_two_words_led_to(encode: Encoder) -> None
     model = network.build(network.configuration(vocabulary, pad=0, bos=1, eos=5))
     told = [rows.triples(random.Random(seed), encode, 256).cut(256) for seed in range(4)]
     assert sum(recall(model, row) for row in told) / len(told) > 0.8
+
+
+def test_noise_alone_finds_nothing(encode: Encoder) -> None:
+    torch.manual_seed(0)
+    vocabulary = encode.tokenizer.get_vocab_size()
+    model = network.build(network.configuration(vocabulary, pad=0, bos=1, eos=5), drafted=False)
+    assert recall(model, rows.triples(random.Random(0), encode, 256).cut(256)) < 0.1
 
 
 def test_good_recall_opens_longer_rows() -> None:
