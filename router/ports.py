@@ -108,11 +108,11 @@ class PrefixIndex(Protocol):
 
     @property
     def connected(self) -> bool:
-        """Whether the last lookup got an answer."""
+        """Whether the last question got an answer."""
         ...
 
-    async def lookup(self, chain: Sequence[BlockHash]) -> Mapping[str, int]:
-        """Return hit blocks by worker id; empty when the index cannot be asked. Never raises, never waits long."""
+    async def lookup(self, chain: Sequence[BlockHash]) -> Mapping[str, int] | None:
+        """Return hit blocks by worker id; None when the index is away or empty. Never raises, never waits long."""
         ...
 
 

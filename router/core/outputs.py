@@ -1,0 +1,59 @@
+"""What happens to one sequence at a worker, as the worker's stream tells it; in order for each sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.errors import QuireError
+from common.types import FinishReason, MissReason, TokenLogprobs, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """The KV manager gave the sequence its blocks; `reserve_seconds` is what it waited for them at the worker."""
+
+    cached_tokens: int
+    miss_reason: MissReason
+    diverged_at: int
+    decision_id: str
+    reserve_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """New output tokens, with a log-probability entry each when the request asked for them."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted:
+    """The sequence lost its blocks and waits again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The worker has finished with the sequence."""
+
+    reason: FinishReason
+    usage: Usage
+    stop_token_id: int | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The worker cannot serve the sequence."""
+
+    error: QuireError
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The worker, or the way to it, is gone; the sequence may go on elsewhere."""
+
+    reason: str
+
+
+SequenceEvent = Granted | Drawn | Preempted | Ended | Refused | Lost

@@ -1,0 +1,132 @@
+"""The prefix index in Redis, as the router reads it: which worker holds how much of a chain.
+
+A chain is asked for by MGET of many keys at a time (redis-py costs some ten microseconds a command, so a pipeline of
+GETs is ten times as dear), in growing windows that stop at the first one with a hole. A question that takes too long,
+and a Redis that keeps failing, are given up: a missing answer costs hits, never a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from common.clock import Clock
+from common.index_format import SlotOwner, owner_from_fields, prefix_key_root, slot_key, unpack_entries
+from common.types import BlockHash, PoolIdentity
+from router.core.breaker import CircuitBreaker
+from router.core.prefix_match import PrefixMatch, windows
+
+log = logging.getLogger(__name__)
+
+LOOKUP_SECONDS = 0.02
+# How long the owner of a slot is believed without looking; a rebuilt worker's old entries count for as long at most.
+OWNER_SECONDS = 1.0
+# How long a slot is believed to have no owner, or another generation than an entry says: entries of the dead are common.
+DEAD_SECONDS = 0.2
+
+
+def connect(url: str, timeout: float) -> Redis:
+    """Return a client that never repeats a question by itself; it connects on first use."""
+    return Redis.from_url(
+        url, socket_timeout=timeout, socket_connect_timeout=timeout, retry=Retry(NoBackoff(), 0), decode_responses=False
+    )
+
+
+class RedisPrefixIndex:
+    """The PrefixIndex over a Redis client."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        identity: Callable[[], PoolIdentity],
+        clock: Clock,
+        timeout: float = LOOKUP_SECONDS,
+        breaker: CircuitBreaker | None = None,
+    ) -> None:
+        """`identity` tells the pool as far as it is known; without a model nothing is asked. `timeout` in seconds."""
+        self._redis, self._identity, self._clock, self._timeout = redis, identity, clock, timeout
+        self._breaker = breaker or CircuitBreaker()
+        self._owners: dict[int, SlotOwner] = {}
+        self._looked: dict[int, float] = {}
+        self._namespace = ""
+
+    @property
+    def connected(self) -> bool:
+        """Whether the last question got an answer."""
+        return self._breaker.healthy
+
+    async def lookup(self, chain: Sequence[BlockHash]) -> Mapping[str, int] | None:
+        """Return hit blocks by worker id; None when the index cannot be asked, or knows no worker."""
+        identity = self._identity()
+        if not identity.model_fingerprint or not self._breaker.allows(self._clock.monotonic()):
+            return None
+        try:
+            async with asyncio.timeout(self._timeout):
+                hits = await self._lookup(identity.namespace, chain)
+        except (RedisError, OSError, TimeoutError) as error:
+            if self._breaker.healthy:
+                log.warning("the prefix index does not answer", extra={"reason": str(error) or "timeout"})
+            self._breaker.failed(self._clock.monotonic())
+            return None
+        if not self._breaker.healthy:
+            log.info("the prefix index answers again")
+        self._breaker.succeeded()
+        return hits if self._owners else None
+
+    async def _lookup(self, namespace: str, chain: Sequence[BlockHash]) -> Mapping[str, int]:
+        if namespace != self._namespace:
+            self._namespace, self._owners, self._looked = namespace, {}, {}
+        await self._look_up_owners(self._older_than(OWNER_SECONDS, self._owners))
+        match = await self._match(chain)
+        if await self._look_up_owners(self._older_than(DEAD_SECONDS, match.unknown)):
+            match = await self._match(chain)
+        return match.hits()
+
+    def _older_than(self, seconds: float, slots: Iterable[int]) -> list[int]:
+        """Return the slots that were not looked at within so many seconds."""
+        oldest = self._clock.monotonic() - seconds
+        return sorted(slot for slot in slots if self._looked.get(slot, float("-inf")) <= oldest)
+
+    async def _match(self, chain: Sequence[BlockHash]) -> PrefixMatch:
+        root = prefix_key_root(self._namespace)
+        live = {slot: (owner.worker_id, owner.generation) for slot, owner in self._owners.items()}
+        match = PrefixMatch(live, unpack_entries)
+        for window in windows(len(chain)):
+            values = await self._redis.mget([root + chain[place] for place in window])
+            if not match.feed(cast("list[bytes | None]", values)):
+                break
+        return match
+
+    async def _look_up_owners(self, slots: Sequence[int]) -> bool:
+        """Read who owns these slots, forget owners that are no more; return whether anything changed."""
+        if not slots:
+            return False
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for slot in slots:
+                pipe.hgetall(slot_key(self._namespace, slot))
+            answers: list[Any] = await pipe.execute()
+        before, now = dict(self._owners), self._clock.monotonic()
+        for slot, fields in zip(slots, answers, strict=True):
+            self._looked[slot] = now
+            if owner := owner_from_fields(fields):
+                self._owners[slot] = owner
+            else:
+                self._owners.pop(slot, None)
+        return self._owners != before
+
+
+class NoPrefixIndex:
+    """The PrefixIndex where no Redis is configured."""
+
+    connected = False
+
+    async def lookup(self, chain: Sequence[BlockHash]) -> Mapping[str, int] | None:
+        """Return None: there is nothing to ask."""
+        return None

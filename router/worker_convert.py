@@ -1,0 +1,193 @@
+"""Messages between router and worker, to and from what the core speaks; decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from google.rpc import status_pb2
+
+from common.errors import ProtocolViolation
+from common.hashing import little_endian_int32
+from common.identity_wire import identity_from_proto
+from common.packing import pack_hashes, unpack_u32
+from common.rpc.status import error_from_status
+from common.types import (
+    BlockHash,
+    FinishReason,
+    MissReason,
+    PoolIdentity,
+    SamplingParams,
+    TokenLogprobs,
+    Usage,
+)
+from quire.gpuworker.v1 import gpuworker_pb2 as pb
+from quire.types.v1 import types_pb2
+from router.core.outputs import Drawn, Ended, Granted, Preempted, Refused, SequenceEvent
+from router.core.worker_model import Capacity, Load
+
+_FINISH = {types_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}"): reason for reason in FinishReason}
+_MISS = {types_pb2.MissReason.Value(f"MISS_REASON_{reason.name}"): reason for reason in MissReason}
+FINISH_VALUES = {reason: value for value, reason in _FINISH.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    """What a worker says of itself on connecting; `incarnation` is 16 bytes, new at each start of its process."""
+
+    worker_id: str
+    incarnation: bytes
+    identity: PoolIdentity
+    capacity: Capacity
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """One sequence for a worker. `tokens` end with `output_before` tokens that an earlier run of it drew.
+
+    `chain` are the keys of the full blocks of `tokens`, `chain_tail` the 32-byte link of the last one, or the root.
+    """
+
+    request_id: str
+    index: int
+    tokens: tuple[int, ...]
+    chain: tuple[BlockHash, ...]
+    chain_tail: bytes
+    sampling: SamplingParams
+    priority: int = 0
+    timeout: float | None = None
+    traceparent: str = ""
+    output_before: int = 0
+    no_cache: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+
+
+def submit_to_proto(submission: Submission, handle: int, fork_of: int | None = None) -> pb.Submit:
+    """Return the message for one sequence; `fork_of` is the handle of a sibling that was sent before."""
+    return pb.Submit(
+        handle=handle,
+        request_id=submission.request_id,
+        index=submission.index,
+        prompt_token_ids=little_endian_int32(submission.tokens),
+        chain=pack_hashes(submission.chain),
+        chain_tail=submission.chain_tail,
+        sampling=sampling_to_proto(submission.sampling),
+        priority=submission.priority,
+        timeout_seconds=submission.timeout,
+        traceparent=submission.traceparent,
+        output_tokens_before=submission.output_before,
+        no_cache=submission.no_cache,
+        fork_of=fork_of,
+        eos_token_ids=submission.eos_token_ids,
+    )
+
+
+def sampling_to_proto(sampling: SamplingParams) -> types_pb2.SamplingParams:
+    """Return sampling with every field set but stop strings, which the router itself watches for."""
+    return types_pb2.SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        stop_token_ids=sampling.stop_token_ids,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=dict(sampling.logit_bias),
+        seed=sampling.seed,
+        ignore_eos=sampling.ignore_eos,
+        logprobs=sampling.logprobs,
+        n=sampling.n,
+        include_stop=sampling.include_stop,
+    )
+
+
+def facts_from_proto(info: pb.WorkerInfo) -> WorkerFacts:
+    """Return what a WorkerHello tells."""
+    identity = identity_from_proto(info.identity)
+    capacity = Capacity(info.num_blocks, max(1, identity.block_size), max(1, info.max_num_seqs), info.max_model_len)
+    return WorkerFacts(info.worker_id, info.incarnation, identity, capacity, info.vocab_size, tuple(info.eos_token_ids))
+
+
+def load_from_proto(load: pb.Load) -> Load:
+    """Return what a heartbeat tells."""
+    return Load(
+        running=load.running,
+        waiting=load.waiting,
+        unheld_blocks=load.unheld_blocks,
+        pending_prefill_tokens=load.pending_prefill_tokens,
+        decode_step_seconds=load.decode_step_seconds,
+        prefill_seconds_per_token=load.prefill_seconds_per_token,
+        step_age_seconds=load.step_age_seconds,
+        step_predicted_seconds=load.step_predicted_seconds,
+        manager_attached=load.manager_attached,
+        draining=load.draining,
+    )
+
+
+def refusal_from_proto(refused: pb.Refused) -> Refused:
+    """Return why a submit was refused."""
+    return Refused(error_from_status(status_pb2.Status.FromString(refused.status)))
+
+
+def events_of(outputs: pb.StepOutputs) -> Iterator[tuple[int, SequenceEvent]]:
+    """Yield (handle, event) of one message, in the order in which they concern each sequence.
+
+    Raises ProtocolViolation when its parallel arrays do not fit together.
+    """
+    for granted in outputs.admitted:
+        yield granted.handle, _granted(granted)
+    for handle in unpack_u32(outputs.preempted):
+        yield handle, Preempted()
+    yield from _drawn(outputs)
+    for ended in outputs.finished:
+        yield ended.handle, _ended(ended)
+
+
+def _drawn(outputs: pb.StepOutputs) -> Iterator[tuple[int, Drawn]]:
+    handles, counts, tokens = (unpack_u32(packed) for packed in (outputs.handles, outputs.counts, outputs.token_ids))
+    if len(handles) != len(counts) or sum(counts) != len(tokens):
+        raise ProtocolViolation(f"{len(handles)} handles, {len(counts)} counts and {len(tokens)} tokens do not fit")
+    logprobs = _logprobs(outputs) if outputs.logprobs else {}
+    start = 0
+    for handle, count in zip(handles, counts, strict=True):
+        drawn = Drawn(tuple(tokens[start : start + count]))
+        if handle in logprobs:
+            entries = logprobs[handle]
+            drawn = replace(drawn, logprobs=tuple(entries[:count]))
+            del entries[:count]
+        start += count
+        yield handle, drawn
+
+
+def _logprobs(outputs: pb.StepOutputs) -> dict[int, list[TokenLogprobs]]:
+    """Return the entries of each handle; `logprob_handles` names the owner of each entry."""
+    owners = unpack_u32(outputs.logprob_handles)
+    if len(owners) != len(outputs.logprobs):
+        raise ProtocolViolation(f"{len(outputs.logprobs)} log-probabilities have {len(owners)} owners")
+    found: dict[int, list[TokenLogprobs]] = {}
+    for owner, entry in zip(owners, outputs.logprobs, strict=True):
+        top = tuple(zip(entry.top_token_ids, entry.top_logprobs, strict=True))
+        found.setdefault(owner, []).append(TokenLogprobs(entry.token_id, entry.logprob, top))
+    return found
+
+
+def _granted(message: pb.SequenceAdmitted) -> Granted:
+    miss = _MISS.get(message.miss_reason, MissReason.NEVER_SEEN)
+    return Granted(message.cached_tokens, miss, message.diverged_at, message.decision_id, message.reserve_seconds)
+
+
+def _ended(message: pb.SequenceFinished) -> Ended:
+    usage = Usage(
+        prompt_tokens=message.usage.prompt_tokens,
+        cached_tokens=message.usage.cached_tokens,
+        output_tokens=message.usage.output_tokens,
+        recomputed_tokens=message.usage.recomputed_tokens,
+        preemptions=message.usage.preemptions,
+    )
+    stop = message.stop_token_id if message.HasField("stop_token_id") else None
+    return Ended(_FINISH.get(message.reason, FinishReason.ERROR), usage, stop, message.message)

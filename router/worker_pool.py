@@ -1,0 +1,214 @@
+"""All workers that the router knows: which may be given work, what is known of each, who is told when that changes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from common.clock import Clock
+from common.errors import IdentityMismatch, QuireError, Unavailable
+from common.types import PoolIdentity
+from router.core.identity import adopt, differences
+from router.core.worker_model import Load, WorkerModel, WorkerState
+from router.worker_client import Pacing, RouterIdentity, WorkerClient
+from router.worker_convert import WorkerFacts
+
+log = logging.getLogger(__name__)
+
+WATCH_SECONDS = 0.5
+
+
+class PoolListener(Protocol):
+    """Who uses the pool; called on the event loop, must not block."""
+
+    def capacity_changed(self) -> None:
+        """A worker joined, left, or told its load."""
+        ...
+
+    def cache_lost(self, worker_id: str) -> None:
+        """A worker came back as a new process: nothing that it had cached is there."""
+        ...
+
+
+@dataclass(slots=True)
+class Member:
+    """One address. `model` and `facts` are of the connection that is open, else None; `reason` says why none is."""
+
+    client: WorkerClient
+    task: asyncio.Task[None] | None = None
+    worker_id: str = ""
+    state: WorkerState = WorkerState.CONNECTING
+    reason: str = "not connected yet"
+    facts: WorkerFacts | None = None
+    model: WorkerModel | None = None
+
+    @property
+    def name(self) -> str:
+        """The worker's id once it is known, else its address."""
+        return self.worker_id or self.client.address
+
+
+class WorkerPool:
+    """Holds a connection to every address it is told of; implements WorkerListener."""
+
+    def __init__(
+        self,
+        router: RouterIdentity,
+        identity: PoolIdentity,
+        clock: Clock,
+        pacing: Pacing | None = None,
+    ) -> None:
+        """`identity` may have unknown parts; they are taken from the first worker and demanded of all others."""
+        self.identity = identity
+        self._router, self._clock, self._pacing = router, clock, pacing
+        self._members: dict[str, Member] = {}
+        self._incarnations: dict[str, bytes] = {}
+        self._listener: PoolListener | None = None
+
+    def listen(self, listener: PoolListener) -> None:
+        """Name who is told of changes."""
+        self._listener = listener
+
+    # ------------------------------------------------------------ membership
+
+    def add(self, address: str) -> None:
+        """Begin to use the worker at HOST:PORT; nothing happens when it is known."""
+        if address not in self._members:
+            client = WorkerClient(address, self._router, self, self._pacing)
+            client.identity = self.identity
+            self._members[address] = Member(client, asyncio.create_task(client.run(), name=f"worker {address}"))
+
+    def remove(self, address: str) -> None:
+        """Stop using an address; sequences there are Lost."""
+        member = self._members.pop(address, None)
+        if member is not None and member.task is not None:
+            member.task.cancel()
+
+    async def aclose(self) -> None:
+        """Close every connection."""
+        tasks = [member.task for member in self._members.values() if member.task is not None]
+        for address in list(self._members):
+            self.remove(address)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # ------------------------------------------------------------ what the frontend asks
+
+    def models(self) -> list[WorkerModel]:
+        """Return what is known of the workers that are connected, in the order of their addresses' arrival."""
+        return [member.model for member in self._members.values() if member.model is not None]
+
+    def absent(self) -> list[tuple[str, str]]:
+        """Return (name, reason) of the workers that are not connected."""
+        return [
+            (member.name, f"{member.state.value}: {member.reason}")
+            for member in self._members.values()
+            if member.model is None
+        ]
+
+    def client(self, model: WorkerModel) -> WorkerClient:
+        """Return the connection of a model that `models` returned. Raises Unavailable when it is gone."""
+        for member in self._members.values():
+            if member.model is model:
+                return member.client
+        raise Unavailable(f"worker {model.worker_id} has just gone")
+
+    def members(self) -> Collection[Member]:
+        """Return all, for the status."""
+        return self._members.values()
+
+    def is_connected(self, address: str) -> bool:
+        """Return whether the stream to an address is open."""
+        member = self._members.get(address)
+        return member is not None and member.model is not None
+
+    @property
+    def usable(self) -> bool:
+        """Whether some worker may be given work."""
+        now = self._clock.monotonic()
+        return any(model.trouble(now) is None for model in self.models())
+
+    # ------------------------------------------------------------ watching
+
+    async def watch(self) -> None:
+        """Look after hung workers until this task is cancelled."""
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            self.check()
+
+    def check(self) -> None:
+        """Note each worker's state; take the sequences of one that hangs away from it if another can run them."""
+        now = self._clock.monotonic()
+        for member in list(self._members.values()):
+            if member.model is None:
+                continue
+            before = member.state
+            member.state, member.reason = member.model.trouble(now) or (WorkerState.CONNECTED, "")
+            if member.state is not before:
+                log.info("worker %s is %s", member.name, member.state, extra={"reason": member.reason})
+            if member.state is WorkerState.HUNG and member.model.outstanding and self.usable:
+                member.client.abandon(f"hung: {member.reason}")
+
+    # ------------------------------------------------------------ what clients tell
+
+    def connected(self, client: WorkerClient, facts: WorkerFacts) -> None:
+        """Take a worker into use. Raises IdentityMismatch, or Unavailable when its id is in use already."""
+        member = self._members.get(client.address)
+        if member is None or member.client is not client:
+            raise Unavailable("the router uses it no longer")
+        if found := differences(self.identity, facts.identity):
+            raise IdentityMismatch(found)
+        for other in self._members.values():
+            if other.model is not None and other.worker_id == facts.worker_id:
+                raise Unavailable(f"worker {facts.worker_id} is connected at {other.client.address} already")
+        self.identity = adopt(self.identity, facts.identity)
+        for each in self._members.values():
+            each.client.identity = self.identity
+        known = self._incarnations.get(facts.worker_id)
+        self._incarnations[facts.worker_id] = facts.incarnation
+        now = self._clock.monotonic()
+        member.worker_id, member.facts = facts.worker_id, facts
+        member.model = WorkerModel(facts.worker_id, facts.capacity, _idle(facts), heartbeat_at=now)
+        member.state, member.reason = WorkerState.CONNECTED, ""
+        log.info("worker %s connected", facts.worker_id, extra={"address": client.address})
+        if self._listener is not None:
+            if known not in (None, facts.incarnation):
+                self._listener.cache_lost(facts.worker_id)
+            self._listener.capacity_changed()
+
+    def heartbeat(self, client: WorkerClient, load: Load) -> None:
+        """Take in a worker's load."""
+        member = self._members.get(client.address)
+        if member is not None and member.model is not None and member.client is client:
+            member.model.heartbeat(load, self._clock.monotonic())
+            if self._listener is not None:
+                self._listener.capacity_changed()
+
+    def disconnected(self, client: WorkerClient, error: QuireError) -> None:
+        """Note why a worker cannot be used."""
+        member = self._members.get(client.address)
+        if member is None or member.client is not client:
+            return
+        mismatched = isinstance(error, IdentityMismatch)
+        state = WorkerState.MISMATCHED if mismatched else WorkerState.CONNECTING
+        if member.model is not None or member.reason != str(error):
+            log.warning("worker %s is not connected", member.name, extra={"reason": str(error)})
+        member.model, member.facts, member.state, member.reason = None, None, state, str(error)
+        if self._listener is not None:
+            self._listener.capacity_changed()
+
+
+def _idle(facts: WorkerFacts) -> Load:
+    """What is assumed until the first heartbeat, which follows at once."""
+    return Load(unheld_blocks=facts.capacity.num_blocks)
+
+
+async def cancel_and_wait(*tasks: asyncio.Task[None]) -> None:
+    """End background tasks and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
