@@ -107,7 +107,7 @@ class Manager:
         )
 
     def complete(self, session: Session, inventory: Inventory) -> AttachOk:
-        """Rebuild the ledger from the inventory and return the answer; call `schedule` next, an idle worker sends nothing.
+        """Rebuild the ledger and return the answer. Call `schedule` next: a worker with nothing to run sends nothing.
 
         Raises ProtocolViolation when the inventory contradicts itself, ValueError while a higher epoch is needed.
         """

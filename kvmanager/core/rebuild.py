@@ -82,7 +82,8 @@ def _restore_claims(books: Admission, claims: tuple[Claim, ...]) -> list[Restore
             continue
         books.cache.register(block, claim.hash, parent)
         if block.state is BlockState.FREE:
-            cached.append(Restored(block.id, books.cache.entries[claim.hash].depth, claim.last_used))
+            block.index = books.cache.entries[claim.hash].depth
+            cached.append(Restored(block.id, block.index, claim.last_used))
     return cached
 
 

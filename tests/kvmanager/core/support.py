@@ -1,0 +1,95 @@
+"""Short ways to make ledgers, prompts and reports for tests with exact block ids."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from common.clock import ManualClock
+from common.hashing import chain_keys
+from common.lease import Admit, Batch, Inventory, Report, Reserve
+from common.types import BlockHash, BlockId, FinishReason, SequenceId
+from kvmanager.core.config import LedgerConfig
+from kvmanager.core.ledger import Ledger
+
+ROOT = b"root of a test's chains".ljust(32, b".")
+EMPTY = Inventory()
+
+
+def counted_ids(prefix: str = "d") -> Any:
+    """Return a source of decision ids d1, d2, ..."""
+    numbers = itertools.count(1)
+    return lambda: f"{prefix}{next(numbers)}"
+
+
+def make_ledger(
+    num_blocks: int, block_size: int = 16, clock: ManualClock | None = None, kind: type[Ledger] = Ledger, **options: Any
+) -> Ledger:
+    """Return a ledger without runway beyond what the worker asks for, so that block ids are easy to follow."""
+    options.setdefault("runway_reach", options.get("runway_slots", 32))
+    return kind(LedgerConfig(num_blocks, block_size, **options), clock or ManualClock(), counted_ids())
+
+
+def hashes(tokens: Sequence[int], block_size: int = 16, root: bytes = ROOT) -> tuple[BlockHash, ...]:
+    """Return the keys of the full blocks of `tokens`."""
+    return tuple(chain_keys(root, tokens, block_size))
+
+
+def prompt(length: int, start: int = 0) -> list[int]:
+    """Return `length` tokens that no prompt with another start has in common."""
+    return list(range(start, start + length))
+
+
+def reserve(number: int, tokens: Sequence[int], max_len: int = 0, block_size: int = 16, **options: Any) -> Reserve:
+    """Return a reservation for a prompt; by default it does not grow."""
+    options.setdefault("chain", hashes(tokens, block_size))
+    options.setdefault("request_id", f"r{number}")
+    return Reserve(SequenceId(number), len(tokens), max_len or len(tokens), **options)
+
+
+def play(ledger: Ledger, **columns: Any) -> Batch | None:
+    """Apply a report, check the books, schedule, check again, and return the batch."""
+    ledger.apply(Report(**columns))
+    ledger.check_invariants()
+    batch = ledger.schedule()
+    ledger.check_invariants()
+    return batch
+
+
+def admit(ledger: Ledger, *reserves: Reserve) -> tuple[Admit, ...]:
+    """Reserve and return what was admitted at once."""
+    batch = play(ledger, reserve=reserves)
+    return batch.admit if batch else ()
+
+
+def seal(ledger: Ledger, number: int, chain: Sequence[BlockHash]) -> None:
+    """Report the leading blocks of a row as computed and sealed."""
+    table = ledger.block_table(SequenceId(number))
+    assert table is not None
+    play(ledger, seal=tuple(zip(table.row, chain, strict=False)))
+
+
+def finish(ledger: Ledger, *numbers: int) -> Batch | None:
+    """Report sequences as finished."""
+    return play(ledger, finished=tuple((SequenceId(number), FinishReason.STOP) for number in numbers))
+
+
+def run_through(ledger: Ledger, number: int, tokens: Sequence[int], block_size: int = 16) -> Admit:
+    """Admit a prompt, seal its full blocks, finish it, and return how it was admitted."""
+    admitted = admit(ledger, reserve(number, tokens, block_size=block_size))
+    seal(ledger, number, hashes(tokens, block_size))
+    finish(ledger, number)
+    return admitted[0]
+
+
+def row(ledger: Ledger, number: int) -> tuple[BlockId, ...]:
+    """Return the row of a live sequence."""
+    table = ledger.block_table(SequenceId(number))
+    assert table is not None
+    return table.row
+
+
+def free_order(ledger: Ledger) -> list[int]:
+    """Return blocks in the order in which they would be granted: free ones, then cached ones."""
+    return [*ledger.block_pool.free, *ledger.block_pool.cached]
