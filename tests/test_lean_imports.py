@@ -1,0 +1,36 @@
+"""What each part loads: the control plane no torch, the engine no gRPC, Redis or tracing; seen in fresh processes."""
+
+from __future__ import annotations
+
+import json
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import common
+import kvmanager
+import router
+
+CONTROL_PLANE = [
+    module.name
+    for package in (common, kvmanager, router)
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+]
+ENGINE = ["gpuworker.engine", "gpuworker.model_runner", "gpuworker.kernels.torch_attention"]
+
+
+@pytest.mark.parametrize(
+    ("modules", "unwanted"),
+    [
+        (CONTROL_PLANE, {"torch", "triton", "transformers", "safetensors"}),
+        (ENGINE, {"grpc", "google.protobuf", "redis", "opentelemetry", "prometheus_client", "pydantic"}),
+        (["common.hashing", "common.lease", "common.errors"], {"numpy", "grpc", "google.protobuf", "pydantic"}),
+    ],
+    ids=["control plane", "engine", "contracts"],
+)
+def test_importing_loads_nothing_that_is_not_needed(modules: list[str], unwanted: set[str]) -> None:
+    script = f"import json, sys, {', '.join(modules)}; print(json.dumps(sorted(sys.modules)))"
+    loaded = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
+    assert unwanted & set(json.loads(loaded)) == set()
