@@ -1,8 +1,8 @@
 """What prefix caching is worth: the same requests with it and without, on a random model on the CPU.
 
 Two workloads, over a KV-manager process: requests with one long system prompt, submitted together, so that most of
-what they share is still being computed when they are admitted; and conversations in which each turn sends the whole history again. Runs with caching and
-without alternate; every run has prompts of its own, so nothing is cached from the run before.
+what they share is still being computed when they are admitted; and conversations in which each turn sends the whole
+history again. Runs with caching and without alternate, each with prompts of its own: nothing is cached from before.
 """
 
 from __future__ import annotations

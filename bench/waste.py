@@ -62,7 +62,7 @@ class Waste:
 
 
 def mixed_requests(count: int, seed: int) -> list[tuple[int, int]]:
-    """Return (prompt, output) lengths: prompts log-normal with median 200 (32 to 1024), outputs uniform in 16 to 256."""
+    """Return (prompt, output) lengths: prompts log-normal with median 200 (32 to 1024), outputs 16 to 256."""
     rng = random.Random(seed)
     prompts = (round(math.exp(math.log(200.0) + 0.75 * rng.gauss(0.0, 1.0))) for _ in range(count))
     return [(max(32, min(1024, prompt)), rng.randint(16, 256)) for prompt in prompts]
@@ -77,10 +77,8 @@ def run_mixed(block_size: int, requests: Sequence[tuple[int, int]]) -> Waste:
     agent.attached(0)
     for index, (prompt, output) in enumerate(requests, start=1):
         tokens = tuple(random.Random(index).choices(range(1000), k=prompt))
-        new = NewSequence(
-            SequenceId(index), "", tokens, (), bytes(32), prompt + output, StopRule(output), no_cache=True
-        )
-        agent.submit(new)
+        stop, longest = StopRule(output), prompt + output
+        agent.submit(NewSequence(SequenceId(index), "", tokens, (), bytes(32), longest, stop, no_cache=True))
     waste, plan = Waste(), None
     while agent.has_work:
         if (said := agent.take_report()) is not None:

@@ -46,7 +46,7 @@ class UpSettings(Settings):
     long_prefill_cap: Count | None = Field(None, description="tokens of one prompt in a step")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     dtype: DType = Field("auto", description="type of weights and activations; auto: the checkpoint's own")
-    load_format: Literal["auto", "safetensors", "dummy"] = Field("auto", description="dummy makes random weights")
+    load_format: Literal["auto", "dummy"] = Field("auto", description="dummy makes random weights")
     seed: int = Field(0, description="seed of dummy weights")
     host: str = Field("127.0.0.1", description="address to listen on")
     port: Port = Field(50051, description="gRPC port of the router")

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from common.options import Address, BlockSize, Bytes, Count, DType, Port, Seconds, ServiceSettings
+from common.options import Address, BlockSize, Bytes, Count, DType, Port, ServiceSettings
 
 
 class GpuWorkerSettings(ServiceSettings):
@@ -23,12 +23,12 @@ class GpuWorkerSettings(ServiceSettings):
     worker_id: str | None = Field(None, description="name of this worker; unset: host name and port")
     manager: Address = Field("127.0.0.1:50052", description="HOST:PORT of the KV manager")
     model: str = Field(..., description="folder of the checkpoint, or a hub name where there is a network")
-    load_format: Literal["auto", "safetensors", "dummy"] = Field(
+    load_format: Literal["auto", "dummy"] = Field(
         "auto", description="dummy makes random weights from the configuration alone"
     )
     dtype: DType = Field("auto", description="type of weights and activations; auto: the checkpoint's own")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
-    seed: int = Field(0, description="seed of dummy weights and of requests that bring none")
+    seed: int = Field(0, description="seed of dummy weights")
     block_size: BlockSize = Field(16, description="slots in a block; the same on every service")
     kv_blocks: Count | None = Field(None, description="size of the KV pool in blocks")
     kv_memory: Bytes | None = Field(None, description="size of the KV pool in bytes, such as 4GiB")
@@ -41,6 +41,5 @@ class GpuWorkerSettings(ServiceSettings):
     max_num_seqs: Count | None = Field(None, description="sequences in a step; unset: 256 on a GPU, 64 on a CPU")
     max_num_batched_tokens: Count = Field(2048, description="tokens in a step")
     long_prefill_cap: Count | None = Field(None, description="tokens of one prompt in a step; unset: no cap of its own")
-    deterministic: bool = Field(False, description="the same bits whatever else is in the batch, at some cost")
+    prefix_caching: bool = Field(True, description="keep blocks of finished requests, and share them")
     threads: Count | None = Field(None, description="threads of the engine on a CPU; unset: cores - 1")
-    orphan_grace: Seconds = Field(10.0, description="seconds that undelivered tokens wait for a router to come back")

@@ -30,7 +30,7 @@ _LOAD_AGE_SECONDS = 0.05
 
 @dataclass(slots=True)
 class _Flight:
-    """A submitted step: the plan, its future, its predicted seconds, and when the device turned to it."""
+    """A submitted step: the plan, its future, predicted seconds, and when the device turned to it."""
 
     plan: StepPlan
     result: Future[StepResult]
@@ -75,8 +75,8 @@ class _Gathered:
 class Engine:
     """Runs sequences until told to stop. `submit`, `cancel`, `load` and `wake` may be called from any thread.
 
-    `new_agent` makes an empty lease agent and `new_attach` the identity part of an attach; both are called again after a
-    failed step, which voids the KV cache and therefore the worker's incarnation.
+    `new_agent` makes an empty lease agent and `new_attach` the identity part of an attach; both are called again after
+    a failed step, which voids the KV cache and therefore the worker's incarnation.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Engine:
         self._flights: deque[_Flight] = deque()
         self._commands: deque[EngineRequest | tuple[SequenceId, FinishReason]] = deque()
         self._session, self._epoch, self._attached = 0, 0, False
-        self._steps, self._rates = 0, StepRates()
+        self._steps, self._drawn, self._scheduled, self._rates = 0, 0, 0, StepRates()
         self._outputs, self._load, self._load_taken = _Gathered(), EngineLoad(), 0.0
         self._wake, self._stopping = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -278,6 +278,8 @@ class Engine:
         self._trace_rows(flight)
         completion = self._agent.complete(result)
         self._outputs.tokens.extend(completion.tokens.items())
+        self._drawn += sum(map(len, completion.tokens.values()))
+        self._scheduled += completion.computed
         for sequence, logprobs in result.logprobs.items():
             if sequence in completion.tokens:
                 self._outputs.logprobs.setdefault(sequence, []).extend(logprobs[: len(completion.tokens[sequence])])
@@ -328,5 +330,7 @@ class Engine:
             decode_step_seconds=self._rates.decode_step,
             prefill_seconds_per_token=self._rates.prefill_token,
             steps=self._steps,
+            tokens_drawn=self._drawn,
+            tokens_scheduled=self._scheduled,
             manager_attached=self._attached,
         )

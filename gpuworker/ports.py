@@ -73,4 +73,6 @@ class EngineLoad:
     step_age_seconds: float = 0.0
     step_predicted_seconds: float = 0.0
     steps: int = 0
+    tokens_drawn: int = 0
+    tokens_scheduled: int = 0
     manager_attached: bool = False

@@ -1,0 +1,153 @@
+"""The GPU worker's process: builds everything, serves, drains. The only place of this service that names classes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+
+import uvloop
+from grpc import aio
+
+from common.clock import SystemClock
+from common.config import load_or_exit, refuse
+from common.errors import InvalidConfig, QuireError
+from common.lease import AttachRejected, LeaseChannel
+from common.logs import setup_logging
+from common.metrics import MetricsServer, metrics_port, new_registry
+from common.rpc.server import RpcServer
+from common.telemetry.provider import setup as setup_telemetry
+from gpuworker.assembly import DataPlane, assemble, default_worker_id
+from gpuworker.config import GpuWorkerSettings
+from gpuworker.core.lease_agent import LeaseAgent
+from gpuworker.engine import Engine
+from gpuworker.lease_client import LeaseClient
+from gpuworker.metrics import EngineCollector
+from gpuworker.servicer import GpuWorkerServicer, Serving
+from quire.gpuworker.v1 import gpuworker_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+SERVICE = "quire.gpuworker.v1.GpuWorkerService"
+_POLL_SECONDS = 0.02
+
+
+class Worker:
+    """One worker from its first port to its last token."""
+
+    def __init__(self, settings: GpuWorkerSettings, channel: LeaseChannel | None) -> None:
+        self.settings, self._given_channel = settings, channel
+        self._telemetry = setup_telemetry("gpuworker", settings, instance=settings.worker_id or "")
+        self._servicer = GpuWorkerServicer(self._telemetry.tracer)
+        self._server = RpcServer([SERVICE])
+        self._registry = new_registry()
+        self._metrics = MetricsServer(self._registry, self._attached)
+        self._engine: Engine | None = None
+        self._client: LeaseClient | None = None
+        self._stop = asyncio.Event()
+
+    def _attached(self) -> bool:
+        return self._engine is not None and self._engine.load().manager_attached
+
+    async def run(self) -> None:
+        """Serve until SIGTERM or SIGINT, then drain."""
+        settings, loop = self.settings, asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        self._add_servicer(self._server.server)
+        port = await self._server.start(settings.host, settings.port)
+        await self._metrics.start(settings.host, metrics_port(settings.metrics_port, settings.port))
+        began = time.monotonic()
+        plane = await asyncio.to_thread(assemble, settings)
+        for line in plane.memory.lines():
+            print(line, flush=True)  # noqa: T201
+        await self._serve(plane, port)
+        await self._until_attached()
+        if not self._stop.is_set():
+            await self._server.ready()
+            took = time.monotonic() - began
+            print(f"READY {self._address(port)} {plane.model.device}, loaded in {took:.1f} s", flush=True)  # noqa: T201
+        await self._stop.wait()
+        await self._drain()
+
+    def _add_servicer(self, server: aio.Server) -> None:
+        gpuworker_pb2_grpc.add_GpuWorkerServiceServicer_to_server(self._servicer, server)
+
+    def _address(self, port: int) -> str:
+        return self.settings.advertise or f"{self.settings.host}:{port}"
+
+    async def _serve(self, plane: DataPlane, port: int) -> None:
+        worker_id = self.settings.worker_id or default_worker_id(port)
+        new_attach = partial(plane.attach, worker_id, self._address(port))
+        config = plane.agent_config()
+        channel = self._given_channel or self._lease_client()
+        first = new_attach()
+        self._engine = Engine(
+            partial(LeaseAgent, config), new_attach, plane.runner, channel, self._servicer.deliver, SystemClock()
+        )
+        if self._client is not None:
+            await self._client.start()
+        self._engine.start()
+        EngineCollector(self._engine.load, self._registry)
+        self._servicer.serve(Serving(self._engine, plane.info(first), plane.identity, plane.memory_message()))
+
+    def _lease_client(self) -> LeaseClient:
+        self._client = LeaseClient(self.settings.manager, self._wake, self._on_refused)
+        return self._client
+
+    def _wake(self) -> None:
+        if self._engine is not None:
+            self._engine.wake()
+
+    def _on_refused(self, rejected: AttachRejected) -> None:
+        what = "; ".join([rejected.reason, *map(str, rejected.mismatches)])
+        log.error("the KV manager at %s refuses this worker: %s", self.settings.manager, what)
+
+    async def _until_attached(self) -> None:
+        while not self._attached() and not self._stop.is_set():  # noqa: ASYNC110 - it changes on the engine's thread
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def _drain(self) -> None:
+        """Take no new sequences, finish those that run, then go."""
+        self._servicer.draining = True
+        await self._server.health.drain()
+        deadline = time.monotonic() + self.settings.drain_timeout
+        while self._servicer.live_sequences and time.monotonic() < deadline:  # noqa: ASYNC110 - it has a deadline
+            await asyncio.sleep(_POLL_SECONDS)
+        await self._server.stop(grace=1.0)
+        if self._engine is not None:
+            await asyncio.to_thread(self._engine.stop)
+        if self._client is not None:
+            await self._client.close()
+        await self._metrics.stop()
+        await self._telemetry.aclose()
+
+
+def run(settings: GpuWorkerSettings, channel: LeaseChannel | None = None) -> int:
+    """Run a worker; over `channel` instead of a KV manager, if one is given. Return the exit status."""
+    setup_logging("gpuworker", settings.log_level, settings.log_format)
+
+    async def body() -> None:
+        await Worker(settings, channel).run()
+
+    try:
+        uvloop.run(body())
+    except InvalidConfig as error:
+        refuse(error)
+    except QuireError as error:
+        print(f"quire-gpuworker: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `quire-gpuworker`."""
+    return run(load_or_exit(GpuWorkerSettings, argv, prog="quire-gpuworker"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
