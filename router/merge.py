@@ -1,0 +1,43 @@
+"""Several streams of events as one, for requests of several prompts. All end when one fails or nobody listens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
+    """Yield (number of the stream, event) as events come. Raises what the first failing stream raises."""
+    if len(streams) == 1:
+        # By far the most frequent: no task, and the stream goes no faster than its reader.
+        async with aclosing(streams[0]) as stream:
+            async for event in stream:
+                yield 0, event
+        return
+    ready: asyncio.Queue[tuple[int, T] | asyncio.Task[None]] = asyncio.Queue()
+
+    async def pump(number: int, stream: AsyncGenerator[T, None]) -> None:
+        async with aclosing(stream):
+            async for event in stream:
+                ready.put_nowait((number, event))
+
+    pumps = [asyncio.create_task(pump(number, stream)) for number, stream in enumerate(streams)]
+    for task in pumps:
+        task.add_done_callback(ready.put_nowait)
+    try:
+        running = len(pumps)
+        while running:
+            item = await ready.get()
+            if isinstance(item, asyncio.Task):
+                item.result()
+                running -= 1
+            else:
+                yield item
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
