@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 
 import pytest
 from grpc import aio
@@ -87,3 +88,16 @@ async def test_two_processes_worth_of_servers_may_share_a_port() -> None:
     assert await second.start("127.0.0.1", port) == port
     await first.stop(0)
     await second.stop(0)
+
+
+async def test_a_burst_of_streams_loses_none(rpc: RpcServer) -> None:
+    """gRPC's own limit on pending requests drops about a tenth of these."""
+    async with AsyncExitStack() as stack:
+        address = f"127.0.0.1:{rpc.port}"
+        stubs = [health_pb2_grpc.HealthStub(await stack.enter_async_context(open_channel(address))) for _ in range(4)]
+        request = health_pb2.HealthCheckRequest(service=SERVICE)
+        watches = [stub.Watch(request) for stub in stubs for _ in range(750)]
+        answers = await asyncio.gather(*(watch.read() for watch in watches))
+        assert [answer.status for answer in answers] == [STATUS.NOT_SERVING] * 3000
+        for watch in watches:
+            watch.cancel()
