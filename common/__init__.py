@@ -1,1 +1,1 @@
-"""What every Quire service shares: types, errors, hashing, the lease contract, and (outside the pure modules) RPC, telemetry and configuration."""
+"""What every Quire service shares: types, errors, hashing and leases, which are pure; RPC, telemetry and options."""

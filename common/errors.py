@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class FieldViolation:
-    """One wrong field: its path (`sampling.top_p`, `--block-size`), what was wrong, what was expected and what to do."""
+    """One wrong field: its path (`sampling.top_p`, `--block-size`), what was wrong and what was expected."""
 
     field: str
     description: str
@@ -98,7 +98,7 @@ class Overloaded(QuireError):
 
 
 class Unavailable(QuireError):
-    """A service that the request needs is down, starting or draining. `retry_after_s` is when to try again (seconds)."""
+    """A service that is needed is down, starting or draining. `retry_after_s` is when to try again (seconds)."""
 
     reason = "UNAVAILABLE"
 

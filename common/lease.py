@@ -1,8 +1,8 @@
 """The lease protocol as data: what a GPU worker (W) and a KV manager (M) say to each other, and the port between them.
 
-W touches only blocks in its rows or its lease pool; M grants again only what a report freed. Every loss of the stream is a
-resync: W sends an inventory, M rebuilds its ledger from that alone. These classes mirror `protos/quire/kvmanager/v1` one to
-one; both cores, the embedded mode and the executable model use them directly.
+W touches only blocks in its rows or its lease pool; M grants again only what a report freed. Every loss of the stream is
+a resync: W sends an inventory, M rebuilds its ledger from that alone. These classes mirror `protos/quire/kvmanager/v1`
+one to one; both cores, the embedded mode and the executable model use them directly.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class InventorySequence:
-    """One live sequence at the instant of an attach. `row` is empty when WAITING; `reserve.known` is its current length."""
+    """One live sequence at the instant of an attach. `row` is empty if WAITING; `reserve.known` is its current length."""
 
     reserve: Reserve
     phase: SequencePhase
@@ -64,7 +64,7 @@ class InventorySequence:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A block that holds the K/V of a completed, sealed block. `parent` indexes the inventory's claims; -1 starts a chain."""
+    """A block with the K/V of a completed, sealed block. `parent` indexes the inventory's claims; -1 starts a chain."""
 
     block: BlockId
     hash: BlockHash
@@ -128,7 +128,7 @@ class AttachRejected:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Copy a block on the compute stream; the first `length` mod block_size slots (all of them if 0) hold known tokens."""
+    """Copy a block on the compute stream; its first `length` mod block_size slots (all if 0) hold known tokens."""
 
     src: BlockId
     dst: BlockId
@@ -137,7 +137,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Give a waiting sequence its row. row[:n_shared] keep fill and hash; the rest is reset. A copy's dst is in the rest."""
+    """Give a waiting sequence its row. row[:n_shared] keep fill and hash, the rest is reset; a copy's dst is in it."""
 
     sequence: SequenceId
     row: tuple[BlockId, ...]
@@ -150,7 +150,7 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Preempt:
-    """Give up the blocks of a running sequence; it goes back to the queue. The decision names victim and beneficiary."""
+    """Take the blocks of a running sequence; it goes back to the queue. The decision names victim and beneficiary."""
 
     sequence: SequenceId
     decision_id: str = ""

@@ -162,7 +162,7 @@ class DecisionKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One option of a decision: its cost with each term (predicted seconds unless the name says otherwise), or why it was out."""
+    """One option of a decision: its cost and terms (predicted seconds unless the name says otherwise), or why it was out."""
 
     name: str
     cost: float | None = None
@@ -172,7 +172,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One recorded decision: the single source of the span event, the log line, the decision RPC and the golden trace."""
+    """One recorded decision: the one source of the span event, the log line, the decision RPC and the golden trace."""
 
     decision_id: str
     kind: DecisionKind

@@ -1,1 +1,1 @@
-"""The router: admits requests, finds cached prefixes in Redis, chooses a GPU worker and streams its tokens to the client."""
+"""The router: admits requests, finds cached prefixes in Redis, chooses a GPU worker and streams its tokens back."""
