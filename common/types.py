@@ -162,7 +162,7 @@ class DecisionKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One option of a decision: its cost and terms (predicted seconds unless the name says otherwise), or why it was out."""
+    """One option of a decision: its cost and terms (predicted seconds unless named otherwise), or why it was out."""
 
     name: str
     cost: float | None = None
