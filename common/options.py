@@ -35,8 +35,8 @@ def _bytes(value: object) -> object:
 
 
 def _redis_url(value: str) -> str:
-    if not value.startswith(("redis://", "rediss://", "unix://")):
-        raise ValueError("expected redis://HOST:PORT[/DB], rediss://... or unix://PATH")
+    if value and not value.startswith(("redis://", "rediss://", "unix://")):
+        raise ValueError('expected redis://HOST:PORT[/DB], rediss://..., unix://PATH, or "" for none')
     return value
 
 

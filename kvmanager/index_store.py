@@ -74,13 +74,17 @@ class RedisIndexStore:
         await self._call(self._renew, epoch, keys, [self._lease_ms, *slots.values()])
         with _unavailable():
             async with self._redis.pipeline(transaction=False) as pipeline:
+                if discovery:
+                    pipeline.sadd(index_format.DISCOVERY_WORKERS_KEY, *discovery)
                 for worker_id, value in discovery.items():
                     pipeline.set(index_format.discovery_key(worker_id), value, px=self._lease_ms)
                 await pipeline.execute()
 
-    async def retire(self, epoch: int, slot: int, generation: int) -> None:
+    async def retire(self, epoch: int, slot: int, generation: int, worker_id: str) -> None:
         keys = [index_format.slot_key(self._namespace, slot), index_format.liveness_key(self._namespace, slot)]
-        await self._call(self._retire, epoch, keys, [generation, secrets.randbits(32)])
+        if await self._call(self._retire, epoch, keys, [generation, secrets.randbits(32)]):
+            with _unavailable():
+                await self._redis.srem(index_format.DISCOVERY_WORKERS_KEY, worker_id)
 
     async def members(self, slot: int, generation: int) -> Sequence[BlockHash]:
         found = []

@@ -55,8 +55,8 @@ class IndexStore(Protocol):
         """Prolong liveness (worker id by slot) and discovery (value by worker id)."""
         ...
 
-    async def retire(self, epoch: int, slot: int, generation: int) -> None:
-        """Make a generation's entries dead, if it is still the slot's."""
+    async def retire(self, epoch: int, slot: int, generation: int, worker_id: str) -> None:
+        """Make a generation's entries dead and forget the worker, if the generation is still the slot's."""
         ...
 
     async def members(self, slot: int, generation: int) -> Sequence[BlockHash]:

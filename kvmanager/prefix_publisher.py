@@ -198,7 +198,7 @@ class PrefixPublisher:
         while self._retiring and self._retiring[0][0] <= now:
             feed = self._retiring[0][1]
             if feed.slot is not None:
-                await self._store.retire(epoch, feed.slot, feed.generation)
+                await self._store.retire(epoch, feed.slot, feed.generation, feed.worker.worker_id)
             self._retiring.pop(0)
         if now - self._refresh_at > self._times.prefix_ttl / 2:
             self._refresh_at = now

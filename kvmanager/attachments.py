@@ -1,0 +1,154 @@
+"""Who is attached: admits workers of the pool's identity, one session each, and serves what is asked about them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from opentelemetry.trace import Tracer
+
+from common.errors import NotFound
+from common.lease import Attach, AttachRejected
+from common.types import PoolIdentity
+from kvmanager.core.counts import Totals
+from kvmanager.core.ledger import Ledger
+from kvmanager.core.manager import Manager, Session
+from kvmanager.index_writer import IndexWriter
+from kvmanager.reserve_spans import ReserveSpans
+from kvmanager.worker_session import DecisionSink, WorkerSession
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class SessionCounts:
+    """Rising counters of sessions, and of those that ended because the worker broke the protocol."""
+
+    opened: int = 0
+    refused: int = 0
+    quarantined: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEnds:
+    """What a session may ask of the stream that carries it: to break, or to tell the worker to leave by itself."""
+
+    end: Callable[[str], None]
+    drain: Callable[[], None]
+
+
+@dataclass(slots=True)
+class _Live:
+    worker: WorkerSession
+    stream: StreamEnds
+
+
+@dataclass(slots=True)
+class Attachments:
+    """Sessions by worker id, around the core's own account of them.
+
+    `configured` holds the parts of the identity that were configured; the first worker to attach fixes the rest.
+    """
+
+    manager: Manager
+    index: IndexWriter
+    sink: DecisionSink
+    tracer: Tracer
+    configured: Mapping[str, object] = field(default_factory=dict)
+    counts: SessionCounts = field(default_factory=SessionCounts)
+    draining: bool = False
+    # Totals of ledgers that are gone, by worker id: a counter must not fall when a worker attaches again.
+    past: dict[str, Totals] = field(default_factory=dict)
+    _live: dict[str, _Live] = field(default_factory=dict)
+    _departure: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def open(self, attach: Attach, stream: StreamEnds) -> WorkerSession | AttachRejected:
+        """Open a session, or say why not. Raises StaleEpoch when another manager has taken over."""
+        session = self._refusal(attach.identity) or await self._attach(attach)
+        if isinstance(session, AttachRejected):
+            self.counts.refused += 1
+            log.warning("refused worker", extra={"worker_id": attach.worker_id, "reason": session.reason})
+            return session
+        spans = ReserveSpans(self.tracer, attach.worker_id)
+        worker = WorkerSession(self.manager, session, self.index, self.sink, spans)
+        self._live[attach.worker_id] = _Live(worker, stream)
+        self.counts.opened += 1
+        return worker
+
+    async def _attach(self, attach: Attach) -> Session | AttachRejected:
+        # Fixed before anything is awaited, so that of two first workers only one can decide what the pool is.
+        self.manager.identity = self._expected(attach.identity)
+        self.manager.epoch = await self.index.epoch_for(attach)
+        self._leave_for(attach)
+        return self.manager.attach(attach)
+
+    def close(self, worker: WorkerSession) -> None:
+        """End a session on this side; one that was closed before is left alone."""
+        worker_id = worker.attach.worker_id
+        live = self._live.get(worker_id)
+        if live is None or live.worker is not worker:
+            return
+        del self._live[worker_id]
+        worker.close()
+        self.past[worker_id] = added(self.past.get(worker_id, Totals()), worker.session.ledger.totals)
+        self._departure.set()
+        log.info("worker left", extra={"worker_id": worker_id})
+
+    def drain(self) -> None:
+        """Take no new session, and ask every worker to leave and come back later."""
+        self.draining = True
+        for live in tuple(self._live.values()):
+            live.stream.drain()
+
+    async def left(self) -> None:
+        """Return once nobody is attached."""
+        while self._live:
+            self._departure.clear()
+            await self._departure.wait()
+
+    def ledgers(self, worker_id: str = "") -> Iterator[tuple[str, Ledger]]:
+        """Yield worker ids with their ledgers, sorted; of one worker if it is named. Raises NotFound if unknown."""
+        if worker_id and worker_id not in self.manager.workers():
+            raise NotFound(f"no worker {worker_id} is attached")
+        for each in self.manager.workers():
+            if worker_id in ("", each):
+                yield each, self.manager.ledger(each)
+
+    # ------------------------------------------------------------ rules
+
+    def _expected(self, theirs: PoolIdentity) -> PoolIdentity:
+        """Return the identity that a worker must have: the pool's; until it has one, what is configured and theirs."""
+        return self.manager.identity or replace(theirs, **self.configured)  # type: ignore[arg-type]
+
+    def _refusal(self, theirs: PoolIdentity) -> AttachRejected | None:
+        if self.draining:
+            return AttachRejected("the manager is going away", retry=True)
+        mismatches = self._expected(theirs).differences(theirs)
+        if mismatches:
+            return AttachRejected("; ".join(map(str, mismatches)), mismatches)
+        return None
+
+    def _leave_for(self, attach: Attach) -> None:
+        """Give up a session whose worker has opened a later one: it holds one at a time, so the old one is broken."""
+        live = self._live.get(attach.worker_id)
+        if live is None:
+            return
+        old = live.worker.attach
+        if old.incarnation == attach.incarnation and old.session < attach.session:
+            self.close(live.worker)
+            live.stream.end("the worker has opened another session")
+
+
+def added(first: Totals, second: Totals) -> Totals:
+    """Return the sum of two accounts."""
+    total = first.clone()
+    for name in Totals.__slots__:
+        value = getattr(second, name)
+        if isinstance(value, dict):
+            for reason, count in value.items():
+                total.misses_by_reason[reason] = total.misses_by_reason.get(reason, 0) + count
+        else:
+            setattr(total, name, getattr(total, name) + value)
+    return total

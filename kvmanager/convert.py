@@ -1,0 +1,53 @@
+"""What operators ask for, as messages."""
+
+from __future__ import annotations
+
+from common.inventory_wire import phase_to_proto
+from common.lease_wire import MISS_TO_PROTO
+from kvmanager.core.block_table import BlockTable
+from kvmanager.core.counts import PoolCounts
+from kvmanager.core.prefix_cache import PrefixMatch
+from quire.kvmanager.v1 import kvmanager_pb2
+
+
+def table_to_proto(table: BlockTable) -> kvmanager_pb2.BlockTable:
+    """Return the message of one sequence's row."""
+    return kvmanager_pb2.BlockTable(
+        sequence=table.sequence,
+        request_id=table.request_id,
+        phase=phase_to_proto(table.phase),
+        row=table.row,
+        n_shared=table.n_shared,
+        sealed_blocks=table.sealed_blocks,
+    )
+
+
+def match_to_proto(worker_id: str, match: PrefixMatch) -> kvmanager_pb2.PrefixMatch:
+    """Return the message of what a worker's cache holds of a prompt."""
+    return kvmanager_pb2.PrefixMatch(
+        worker_id=worker_id,
+        hit_blocks=match.hit_blocks,
+        miss_reason=MISS_TO_PROTO[match.miss_reason],
+        diverged_at=match.diverged_at,
+    )
+
+
+def pool_to_proto(worker_id: str, counts: PoolCounts) -> kvmanager_pb2.Pool:
+    """Return the message of a worker's pool; totals count since its session began."""
+    return kvmanager_pb2.Pool(
+        worker_id=worker_id,
+        num_blocks=counts.num_blocks,
+        free=counts.free,
+        leased=counts.leased,
+        row=counts.row,
+        cached=counts.cached,
+        pinned=counts.pinned,
+        running=counts.running,
+        waiting=counts.waiting,
+        lease_target=counts.lease_target,
+        preemptions=counts.totals.preemptions,
+        evictions=counts.totals.evictions,
+        prefix_query_blocks=counts.totals.prefix_query_blocks,
+        prefix_hit_blocks=counts.totals.prefix_hit_blocks,
+        misses_by_reason=counts.totals.misses_by_reason,
+    )

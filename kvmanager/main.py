@@ -1,0 +1,184 @@
+"""The KV manager's process: builds everything, serves, drains. The only place of this service that names classes."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Final
+from urllib.parse import urlsplit
+
+import uvloop
+
+from common.clock import SystemClock
+from common.config import load_or_exit, refuse
+from common.decisions import DecisionRing
+from common.errors import InvalidConfig, QuireError, StaleEpoch
+from common.fingerprint import model_fingerprint, tokenizer_fingerprint
+from common.logs import setup_logging
+from common.metrics import MetricsServer, metrics_port, new_registry
+from common.rpc.server import RpcServer
+from common.telemetry.provider import setup as setup_telemetry
+from common.telemetry.server_spans import server_spans
+from common.types import PoolIdentity
+from kvmanager import decision_servicer, servicer
+from kvmanager.attachments import Attachments
+from kvmanager.config import KvManagerSettings
+from kvmanager.core.manager import Manager, ManagerConfig
+from kvmanager.decision_servicer import DecisionServicer
+from kvmanager.index_store import RedisIndexStore, open_redis
+from kvmanager.index_writer import IndexWriter
+from kvmanager.metrics import ManagerMetrics
+from kvmanager.ports import IndexStore
+from kvmanager.prefix_publisher import PublisherTimes
+from kvmanager.servicer import KvManagerServicer
+from kvmanager.state_file import EpochFile
+from quire.decision.v1 import decision_pb2_grpc
+from quire.kvmanager.v1 import kvmanager_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+REPLACED_STATUS: Final = 3
+_FLUSH_S: Final = 2.0
+_LEAVE_S: Final = 2.0
+
+
+class ManagerProcess:
+    """One manager from its first port to its last write. `on_stale` is called when another manager has taken over."""
+
+    def __init__(self, settings: KvManagerSettings, on_stale: Callable[[StaleEpoch], None]) -> None:
+        self.settings, clock = settings, SystemClock()
+        self._telemetry = setup_telemetry("kvmanager", settings)
+        self.ring = DecisionRing(settings.decision_ring)
+        epoch_file = EpochFile(settings.state_dir)
+        epoch_file.read()  # one that cannot be read is reported before anything starts
+        times = PublisherTimes(settings.prefix_ttl, settings.lease_ttl)
+        self.index = IndexWriter(epoch_file, _store_opener(settings), clock, times, on_stale)
+        manager = Manager(_manager_config(settings), clock, _decision_ids())
+        self.attachments = Attachments(
+            manager, self.index, self.ring, self._telemetry.tracer, configured_identity(settings)
+        )
+        self.server = self._server()
+
+    def _server(self) -> RpcServer:
+        registry = new_registry()
+        figures = ManagerMetrics(registry, self.attachments)
+        self.metrics = MetricsServer(registry, lambda: not self.attachments.draining)
+        spans = server_spans(self._telemetry.tracer, untraced=(servicer.SESSION_METHOD,))
+        server = RpcServer([servicer.SERVICE, decision_servicer.SERVICE], [spans])
+        service = KvManagerServicer(self.attachments, figures.observe_report)
+        kvmanager_pb2_grpc.add_KvManagerServiceServicer_to_server(service, server.server)
+        decision_pb2_grpc.add_DecisionServiceServicer_to_server(DecisionServicer(self.ring), server.server)
+        return server
+
+    async def start(self) -> str:
+        """Listen and serve; return one line about it. Raises InvalidConfig when a port is taken."""
+        settings = self.settings
+        port = await self.server.start(settings.host, settings.port)
+        metrics = await self.metrics.start(settings.host, metrics_port(settings.metrics_port, settings.port))
+        await self.server.ready()
+        index = _without_secrets(settings.redis_url) if settings.redis_url else "none (no Redis)"
+        return (
+            f"READY {settings.host}:{port} metrics on {metrics}, prefix index in {index}, state in {settings.state_dir}"
+        )
+
+    async def stop(self) -> None:
+        """Send the workers away, write what is still to be written, and stop."""
+        await self.server.health.drain()
+        self.attachments.drain()
+        try:
+            async with asyncio.timeout(_LEAVE_S):
+                await self.attachments.left()
+        except TimeoutError:
+            log.warning("stopping although some workers have not left")
+        if not await self.index.flush(_FLUSH_S):
+            log.warning("stopping although the prefix index lacks some changes; the next manager publishes them")
+        await self.abort()
+
+    async def abort(self) -> None:
+        """Stop at once."""
+        await self.server.stop(grace=0)
+        await self.index.close()
+        await self.metrics.stop()
+        await self._telemetry.aclose()
+
+
+def configured_identity(settings: KvManagerSettings) -> dict[str, object]:
+    """Return the parts of the pool's identity that are configured here; the first worker fixes the others."""
+    parts: dict[str, object] = {each.name: each.default for each in fields(PoolIdentity) if each.name == "hash_version"}
+    parts["block_size"] = settings.block_size
+    if settings.model is not None:
+        parts["model_fingerprint"] = model_fingerprint(settings.model)
+        parts["tokenizer_fingerprint"] = tokenizer_fingerprint(settings.model)
+    return parts
+
+
+def _manager_config(settings: KvManagerSettings) -> ManagerConfig:
+    return ManagerConfig(
+        runway="max" if settings.runway == "max" else "lease",
+        runway_slots=settings.runway_slots,
+        runway_reach=4 * settings.runway_slots,
+        watermark=settings.watermark,
+    )
+
+
+def _store_opener(settings: KvManagerSettings) -> Callable[[str], IndexStore] | None:
+    url = settings.redis_url
+    if not url:
+        return None
+    return lambda namespace: RedisIndexStore(open_redis(url), namespace, settings.prefix_ttl, settings.lease_ttl)
+
+
+def _decision_ids() -> Callable[[], str]:
+    """Return a source of ids that differ from those of any other process."""
+    prefix, numbers = f"m-{secrets.token_hex(4)}", itertools.count(1)
+    return lambda: f"{prefix}-{next(numbers)}"
+
+
+def _without_secrets(url: str) -> str:
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+async def serve(settings: KvManagerSettings) -> int:
+    """Serve until SIGTERM or SIGINT, or until another manager takes over; return the exit status."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[StaleEpoch | None] = loop.create_future()
+
+    def end(reason: StaleEpoch | None = None) -> None:
+        if not ended.done():
+            ended.set_result(reason)
+
+    process = ManagerProcess(settings, end)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, end)
+    print(await process.start(), flush=True)  # noqa: T201
+    replaced = await ended
+    if replaced is None:
+        await process.stop()
+        return 0
+    print(f"quire-kvmanager: {replaced}; this one ends", file=sys.stderr, flush=True)  # noqa: T201
+    await process.abort()
+    return REPLACED_STATUS
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `quire-kvmanager`."""
+    settings = load_or_exit(KvManagerSettings, argv, prog="quire-kvmanager")
+    setup_logging("kvmanager", settings.log_level, settings.log_format)
+    try:
+        return uvloop.run(serve(settings))
+    except InvalidConfig as error:
+        refuse(error)
+    except QuireError as error:
+        print(f"quire-kvmanager: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""What Prometheus is told, under names in vLLM's manner. Figures are read from the ledgers when somebody asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvmanager.attachments import Attachments, added
+from kvmanager.core.counts import PoolCounts, Totals
+
+_BUCKETS_S: Final = (25e-6, 50e-6, 100e-6, 200e-6, 400e-6, 800e-6, 1.6e-3, 3.2e-3, 6.4e-3, 25e-3, 100e-3)
+_STATES: Final = ("free", "leased", "row", "cached", "pinned")
+_TOTALS: Final = {
+    "num_preemptions": "Sequences whose blocks were taken back.",
+    "kv_evictions": "Cached blocks that were forgotten for others.",
+    "admissions": "Sequences that were given a row.",
+    "rejections": "Sequences that no pool of this size can hold.",
+    "prefix_cache_queries": "Blocks of prompts that were looked up, once a request.",
+    "prefix_cache_hits": "Blocks of prompts that were found, once a request.",
+    "recompute_cache_queries": "Blocks that were looked up again after a preemption.",
+    "recompute_cache_hits": "Blocks that were found again after a preemption.",
+    "ignored_seals": "Sealed blocks whose parent was not cached.",
+}
+_FIELDS: Final = {
+    "num_preemptions": "preemptions",
+    "kv_evictions": "evictions",
+    "prefix_cache_queries": "prefix_query_blocks",
+    "prefix_cache_hits": "prefix_hit_blocks",
+    "recompute_cache_queries": "recompute_query_blocks",
+    "recompute_cache_hits": "recompute_hit_blocks",
+}
+
+
+class ManagerMetrics(Collector):
+    """Registers itself. `observe_report` takes the seconds from a report's arrival to its answer."""
+
+    def __init__(self, registry: CollectorRegistry, attachments: Attachments) -> None:
+        self._attachments = attachments
+        self._reports = Histogram(
+            "quire:report_handling_seconds",
+            "Seconds from a report's arrival to its answer.",
+            buckets=_BUCKETS_S,
+            registry=registry,
+        )
+        self.observe_report = self._reports.observe
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield everything but the histogram, as it is now."""
+        pools = {worker: ledger.pool() for worker, ledger in self._attachments.ledgers()}
+        yield from _pool_gauges(pools)
+        yield from _totals(self._accounts(pools))
+        yield from self._sessions()
+        yield from self._index()
+
+    def _accounts(self, pools: dict[str, PoolCounts]) -> dict[str, Totals]:
+        accounts = dict(self._attachments.past)
+        for worker, pool in pools.items():
+            accounts[worker] = added(accounts.get(worker, Totals()), pool.totals)
+        return accounts
+
+    def _sessions(self) -> Iterable[Metric]:
+        counts, manager = self._attachments.counts, self._attachments.manager
+        yield _gauge("workers", "Workers that are attached.", len(manager.workers()))
+        yield _gauge("manager_epoch", "Epoch of this manager.", manager.epoch)
+        yield _counter("sessions", "Sessions that were opened.", counts.opened)
+        yield _counter("sessions_refused", "Attaches that were refused.", counts.refused)
+        yield _counter("quarantines", "Sessions that broke the protocol and were ended.", counts.quarantined)
+
+    def _index(self) -> Iterable[Metric]:
+        publisher = self._attachments.index.publisher
+        if publisher is None:
+            return
+        counts = publisher.counts
+        yield _gauge("index_queue", "Hashes whose change is not in the prefix index yet.", publisher.behind)
+        yield _gauge("index_reachable", "Whether Redis took the last write.", int(publisher.reachable))
+        yield _counter("index_calls", "Calls that changed the prefix index.", counts.calls)
+        yield _counter("index_added", "Hashes written to the prefix index.", counts.added)
+        yield _counter("index_removed", "Hashes removed from the prefix index.", counts.removed)
+        yield _counter("index_republished", "Times that a worker's whole cache was published.", counts.republished)
+        yield _counter("index_outages", "Times that the prefix index could not be reached.", counts.outages)
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"quire:{name}", text, value)
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(f"quire:{name}", text, value)
+
+
+def _pool_gauges(pools: dict[str, PoolCounts]) -> Iterator[Metric]:
+    blocks = GaugeMetricFamily("quire:kv_blocks", "Blocks by what they are used for.", labels=("worker", "state"))
+    usage = GaugeMetricFamily("quire:kv_cache_usage_perc", "Share of blocks in rows or leased.", labels=("worker",))
+    running = GaugeMetricFamily("quire:num_requests_running", "Sequences that hold a row.", labels=("worker",))
+    waiting = GaugeMetricFamily("quire:num_requests_waiting", "Sequences that wait.", labels=("worker", "reason"))
+    for worker, pool in pools.items():
+        for state in _STATES:
+            blocks.add_metric((worker, state), getattr(pool, state))
+        usage.add_metric((worker,), (pool.row + pool.leased + pool.pinned) / pool.num_blocks)
+        running.add_metric((worker,), pool.running)
+        waiting.add_metric((worker, "capacity"), pool.capacity)
+        waiting.add_metric((worker, "deferred"), pool.deferred)
+    yield from (blocks, usage, running, waiting)
+
+
+def _totals(accounts: dict[str, Totals]) -> Iterator[Metric]:
+    for name, text in _TOTALS.items():
+        family = CounterMetricFamily(f"quire:{name}", text, labels=("worker",))
+        for worker, totals in accounts.items():
+            family.add_metric((worker,), getattr(totals, _FIELDS.get(name, name)))
+        yield family
+    reasons = CounterMetricFamily(
+        "quire:prefix_cache_admissions", "Admissions by why no more was cached.", labels=("worker", "miss_reason")
+    )
+    for worker, totals in accounts.items():
+        for reason, count in totals.misses_by_reason.items():
+            reasons.add_metric((worker, reason), count)
+    yield reasons

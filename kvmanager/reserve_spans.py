@@ -1,0 +1,150 @@
+"""Spans of one session's waits for blocks; nothing is kept of requests that are not sampled.
+
+`kvmanager.reserve` lasts from a sequence's arrival in the queue (or its return to it by preemption) to its admission.
+`kvmanager.preempt`, in the trace of the request that needed the blocks, lasts from the order to the victim's report;
+the two requests' spans link to each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from opentelemetry.trace import Link, Span, Status, StatusCode, Tracer
+
+from common.lease import Admit, Batch, Inventory, Report, Reserve
+from common.telemetry import context_from, is_sampled, span_context_of
+from common.telemetry.decisions import add_decision
+from common.types import Decision, DecisionKind, SequenceId, SequencePhase
+
+
+class ReserveSpans:
+    """Call `opened` at the start of a session, `reported` after each report, `close` at the end."""
+
+    def __init__(self, tracer: Tracer, worker_id: str) -> None:
+        self._tracer, self._worker_id = tracer, worker_id
+        self._reserves: dict[SequenceId, Reserve] = {}
+        self._waiting: dict[SequenceId, Span] = {}
+        self._preempting: dict[SequenceId, tuple[Span | None, Decision]] = {}
+
+    def opened(self, inventory: Inventory, batch: Batch | None, decisions: Iterable[Decision]) -> None:
+        """Take over the sequences of an inventory; those that wait begin a span."""
+        for entry in inventory.sequences:
+            if is_sampled(entry.reserve.traceparent):
+                self._reserves[entry.reserve.sequence] = entry.reserve
+                if entry.phase is SequencePhase.WAITING:
+                    self._begin(entry.reserve.sequence, ())
+        self._decided(batch, decisions)
+
+    def reported(self, report: Report, batch: Batch | None, decisions: Iterable[Decision]) -> None:
+        """Begin and end spans by what a report said and what was granted on it."""
+        for reserve in report.reserve:
+            if is_sampled(reserve.traceparent):
+                self._reserves[reserve.sequence] = reserve
+                self._begin(reserve.sequence, ())
+        if self._reserves:
+            for sequence, _ in report.preempted:
+                self._given_up(sequence)
+            for sequence, reason in report.finished:
+                self._finished(sequence, f"finished ({reason}) before it was admitted")
+            self._decided(batch, decisions)
+
+    def close(self) -> None:
+        """End what is open: the session is lost."""
+        for sequence in tuple(self._reserves):
+            self._finished(sequence, "the session with the worker was lost")
+
+    # ------------------------------------------------------------ one sequence
+
+    def _begin(self, sequence: SequenceId, links: Iterable[Link]) -> None:
+        reserve = self._reserves[sequence]
+        attributes: dict[str, str | int] = {
+            "quire.worker_id": self._worker_id,
+            "quire.request_id": reserve.request_id,
+            "quire.sequence": sequence,
+            "quire.known_tokens": reserve.known,
+            "quire.max_len": reserve.max_len,
+            "quire.chain_blocks": len(reserve.chain),
+        }
+        self._waiting[sequence] = self._tracer.start_span(
+            "kvmanager.reserve", context_from(reserve.traceparent), attributes=attributes, links=tuple(links)
+        )
+
+    def _given_up(self, sequence: SequenceId) -> None:
+        """The victim has released its row: it waits again, and says for whom."""
+        span, decision = self._preempting.pop(sequence, (None, None))
+        if span is not None:
+            span.end()
+        if sequence in self._reserves:
+            self._begin(sequence, self._links(decision.beneficiary) if decision else ())
+            if decision is not None:
+                add_decision(self._waiting[sequence], decision)
+
+    def _finished(self, sequence: SequenceId, why: str) -> None:
+        preempting, _ = self._preempting.pop(sequence, (None, None))
+        if preempting is not None:
+            preempting.end()
+        waiting = self._waiting.pop(sequence, None)
+        if waiting is not None:
+            waiting.set_status(Status(StatusCode.ERROR, why))
+            waiting.end()
+        self._reserves.pop(sequence, None)
+
+    # ------------------------------------------------------------ decisions
+
+    def _decided(self, batch: Batch | None, decisions: Iterable[Decision]) -> None:
+        if batch is None or not self._reserves:
+            return
+        by_id: dict[str, list[Decision]] = {}
+        evictions: list[Decision] = []
+        for decision in decisions:
+            if decision.kind is DecisionKind.EVICTION:  # stands before the grant that it was done for
+                evictions.append(decision)
+            else:
+                by_id[decision.decision_id] = [*evictions, decision]
+                evictions = []
+        for admit in batch.admit:
+            self._admitted(admit, by_id.get(admit.decision_id, ()))
+        for preempt in batch.preempt:
+            for decision in by_id.get(preempt.decision_id, ())[-1:]:
+                self._preempting[preempt.sequence] = (self._begin_preemption(decision), decision)
+        for sequence in batch.cancel:
+            self._refused(sequence, decisions)
+
+    def _admitted(self, admit: Admit, decisions: Iterable[Decision]) -> None:
+        span = self._waiting.pop(admit.sequence, None)
+        if span is None:
+            return
+        for decision in decisions:
+            add_decision(span, decision)
+        span.set_attribute("quire.cached_tokens", admit.cached_tokens)
+        span.set_attribute("quire.miss_reason", admit.miss_reason)
+        span.set_attribute("quire.blocks", len(admit.row))
+        span.end()
+
+    def _begin_preemption(self, decision: Decision) -> Span | None:
+        beneficiary = self._reserve_of(decision.beneficiary)
+        if beneficiary is None:
+            return None
+        span = self._tracer.start_span(
+            "kvmanager.preempt", context_from(beneficiary.traceparent), links=self._links(decision.victim)
+        )
+        add_decision(span, decision)
+        return span
+
+    def _refused(self, sequence: SequenceId, decisions: Iterable[Decision]) -> None:
+        reserve = self._reserves.get(sequence)
+        if reserve is None or sequence not in self._waiting:
+            return
+        reasons = []
+        for decision in decisions:
+            if decision.kind is DecisionKind.REJECTION and decision.request_id == reserve.request_id:
+                add_decision(self._waiting[sequence], decision)
+                reasons = list(decision.reasons)
+        self._finished(sequence, "refused: " + "; ".join(reasons))
+
+    def _links(self, request_id: str) -> list[Link]:
+        reserve = self._reserve_of(request_id)
+        return [Link(span_context_of(reserve.traceparent), {"quire.request_id": request_id})] if reserve else []
+
+    def _reserve_of(self, request_id: str) -> Reserve | None:
+        return next((each for each in self._reserves.values() if each.request_id == request_id), None)

@@ -1,0 +1,83 @@
+"""The manager's gRPC service: the session stream, and what operators ask."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from grpc import aio
+
+from common.errors import FieldViolation, InvalidRequest, NotFound
+from common.hashing import KEY_BYTES
+from common.packing import unpack_hashes
+from common.types import BlockHash, SequenceId
+from kvmanager.attachments import Attachments
+from kvmanager.convert import match_to_proto, pool_to_proto, table_to_proto
+from kvmanager.core.block_table import BlockTable
+from kvmanager.core.ledger import Ledger
+from kvmanager.session import SessionStream
+from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
+
+SERVICE = "quire.kvmanager.v1.KvManagerService"
+SESSION_METHOD = f"/{SERVICE}/Session"
+
+_Context = aio.ServicerContext[Any, Any]
+
+
+class KvManagerServicer(kvmanager_pb2_grpc.KvManagerServiceServicer):
+    """`observe` is told the seconds that each report took."""
+
+    def __init__(self, attachments: Attachments, observe: Callable[[float], None]) -> None:
+        self._attachments, self._observe = attachments, observe
+
+    async def Session(
+        self, request_iterator: AsyncIterator[kvmanager_pb2.SessionRequest], context: _Context
+    ) -> AsyncIterator[kvmanager_pb2.SessionResponse]:
+        """Serve a worker's stream; its headers tell the worker that there is somebody to attach to."""
+        await context.send_initial_metadata(())
+        async for response in SessionStream(self._attachments, request_iterator, self._observe).responses():
+            yield response
+
+    async def Lookup(self, request: kvmanager_pb2.LookupRequest, context: _Context) -> kvmanager_pb2.LookupResponse:
+        """Return what the caches hold of a prompt now; it changes nothing, not even what is evicted next."""
+        chain = _chain(request.chain)
+        ledgers = self._attachments.ledgers(request.worker_id)
+        matches = [match_to_proto(worker_id, ledger.lookup(chain, request.known)) for worker_id, ledger in ledgers]
+        return kvmanager_pb2.LookupResponse(matches=matches)
+
+    async def GetBlockTable(
+        self, request: kvmanager_pb2.GetBlockTableRequest, context: _Context
+    ) -> kvmanager_pb2.GetBlockTableResponse:
+        """Return rows of blocks: of one sequence, of all sequences of a request, or of everything on a worker."""
+        found = [
+            table_to_proto(table)
+            for _, ledger in self._attachments.ledgers(request.worker_id)
+            for table in _tables(ledger, request)
+        ]
+        if not found and request.WhichOneof("id"):
+            raise NotFound("no live sequence of that id")
+        return kvmanager_pb2.GetBlockTableResponse(tables=found)
+
+    async def GetPool(self, request: kvmanager_pb2.GetPoolRequest, context: _Context) -> kvmanager_pb2.GetPoolResponse:
+        """Return the state of the workers' pools."""
+        ledgers = self._attachments.ledgers(request.worker_id)
+        pools = [pool_to_proto(worker_id, ledger.pool()) for worker_id, ledger in ledgers]
+        return kvmanager_pb2.GetPoolResponse(epoch=self._attachments.manager.epoch, pools=pools)
+
+
+def _chain(packed: bytes) -> tuple[BlockHash, ...]:
+    if len(packed) % KEY_BYTES:
+        what = f"is {len(packed)} bytes long; expected {KEY_BYTES} for each full block of the prompt"
+        raise InvalidRequest(FieldViolation("chain", what))
+    return unpack_hashes(packed)
+
+
+def _tables(ledger: Ledger, request: kvmanager_pb2.GetBlockTableRequest) -> list[BlockTable]:
+    match request.WhichOneof("id"):
+        case "sequence":
+            table = ledger.block_table(SequenceId(request.sequence))
+            return [table] if table is not None else []
+        case "request_id":
+            return [table for table in ledger.block_tables() if table.request_id == request.request_id]
+        case _:
+            return list(ledger.block_tables())

@@ -1,0 +1,145 @@
+"""One Session stream: envelopes in, envelopes out, and nothing awaited between a report and its answer.
+
+The generator is the stream's only writer. A reader task applies what comes; what follows from a report besides its
+answer (index, decisions, spans) runs after the answer was handed to gRPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+
+from common.errors import ProtocolViolation, Unavailable
+from common.inventory_wire import InventoryAssembler
+from common.lease import AttachRejected
+from common.lease_wire import (
+    attach_from_proto,
+    attach_ok_to_proto,
+    batch_to_proto,
+    rejected_to_proto,
+    report_from_proto,
+)
+from kvmanager.attachments import Attachments, StreamEnds
+from kvmanager.worker_session import Aftermath, WorkerSession
+from quire.kvmanager.v1 import kvmanager_pb2
+
+log = logging.getLogger(__name__)
+
+
+class SessionStream:
+    """Serves one stream until it ends. `observe` is told the seconds that each report took."""
+
+    def __init__(
+        self,
+        attachments: Attachments,
+        requests: AsyncIterator[kvmanager_pb2.SessionRequest],
+        observe: Callable[[float], None],
+    ) -> None:
+        self._attachments, self._requests, self._observe = attachments, requests, observe
+        self._outbox: asyncio.Queue[kvmanager_pb2.SessionResponse | None] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+        self._reader: asyncio.Task[None] | None = None
+        self._worker: WorkerSession | None = None
+        self._inventory = InventoryAssembler()
+        self._session = self._received = self._sent = 0
+        self._broken = ""
+
+    async def responses(self) -> AsyncIterator[kvmanager_pb2.SessionResponse]:
+        """Yield what the worker is told. Raises ProtocolViolation, StaleEpoch, or Unavailable when broken off here."""
+        self._reader = asyncio.create_task(self._read())
+        self._reader.add_done_callback(lambda _: self._outbox.put_nowait(None))
+        try:
+            while (response := await self._outbox.get()) is not None:
+                yield response
+        finally:
+            self._reader.cancel()
+            (outcome,) = await asyncio.gather(self._reader, return_exceptions=True)
+            if self._worker is not None:
+                self._attachments.close(self._worker)
+        if self._broken:
+            raise Unavailable(self._broken)
+        if isinstance(outcome, Exception):
+            raise outcome
+
+    # ------------------------------------------------------------ from outside
+
+    def _end(self, why: str) -> None:
+        self._broken = why
+        if self._reader is not None:
+            self._reader.cancel()
+
+    def _drain(self) -> None:
+        self._send(kvmanager_pb2.SessionResponse(drain=kvmanager_pb2.Drain()))
+
+    # ------------------------------------------------------------ messages
+
+    async def _read(self) -> None:
+        try:
+            async for request in self._requests:
+                if not await self._take(request):
+                    return
+        except ProtocolViolation as error:
+            self._attachments.counts.quarantined += 1
+            worker_id = self._worker.attach.worker_id if self._worker else ""
+            log.error("ended a session: %s", error, extra={"worker_id": worker_id})
+            raise
+
+    async def _take(self, request: kvmanager_pb2.SessionRequest) -> bool:
+        """Take one message; return whether the stream goes on."""
+        self._received += 1
+        if request.seq != self._received:
+            raise ProtocolViolation(f"message {request.seq} of the worker came where {self._received} was due")
+        kind = request.WhichOneof("message")
+        if self._worker is None:
+            if kind != "attach":
+                raise ProtocolViolation(f"a session began with {kind}; expected an attach")
+            return await self._take_attach(request)
+        if request.session != self._session:
+            raise ProtocolViolation(f"a message of session {request.session} came in session {self._session}")
+        if not self._worker.current:  # what an old handler still has queued
+            return False
+        if kind == "report":
+            self._take_report(self._worker, request.report)
+        elif kind == "inventory":
+            self._take_inventory(self._worker, request.inventory)
+        else:
+            raise ProtocolViolation(f"the worker sent {kind} where nothing of the kind was due")
+        return True
+
+    async def _take_attach(self, request: kvmanager_pb2.SessionRequest) -> bool:
+        self._session = request.session
+        attach = attach_from_proto(request.attach, request.session)
+        opened = await self._attachments.open(attach, StreamEnds(self._end, self._drain))
+        if isinstance(opened, AttachRejected):
+            self._send(kvmanager_pb2.SessionResponse(attach_rejected=rejected_to_proto(opened)))
+            return False
+        self._worker = opened
+        return True
+
+    def _take_inventory(self, worker: WorkerSession, chunk: kvmanager_pb2.Inventory) -> None:
+        inventory = self._inventory.add(chunk)
+        if inventory is None:
+            return
+        ok, aftermath = worker.complete(inventory)
+        self._send(kvmanager_pb2.SessionResponse(attach_ok=attach_ok_to_proto(ok)))
+        figures = {"sequences": len(inventory.sequences), "claims": len(inventory.claims), "epoch": ok.epoch}
+        log.info("worker attached", extra={"worker_id": worker.attach.worker_id, **figures})
+        self._answer(worker, aftermath)
+
+    def _take_report(self, worker: WorkerSession, message: kvmanager_pb2.Report) -> None:
+        began = time.perf_counter()
+        aftermath = worker.report(report_from_proto(message))
+        self._answer(worker, aftermath)
+        self._observe(time.perf_counter() - began)
+
+    def _answer(self, worker: WorkerSession, aftermath: Aftermath) -> None:
+        if aftermath.batch is not None:
+            self._send(kvmanager_pb2.SessionResponse(batch=batch_to_proto(aftermath.batch)))
+        self._loop.call_soon(worker.settle, aftermath)
+
+    def _send(self, message: kvmanager_pb2.SessionResponse) -> None:
+        self._sent += 1
+        message.session, message.seq, message.ack = self._session, self._sent, self._received
+        self._outbox.put_nowait(message)
