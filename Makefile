@@ -38,7 +38,7 @@ test: $(STAMP) ## Run the tests (TESTS=PATH for some of them)
 check: $(STAMP) lint types ## All that must be clean: ruff, mypy, import contracts, buf, drift of generated code
 	$(BIN)/lint-imports
 	$(BIN)/buf lint
-	@if [ -f protos/baseline.binpb ]; then $(BIN)/buf breaking --against protos/baseline.binpb; fi
+	$(BIN)/buf breaking --against protos/baseline.binpb
 	$(BIN)/python protos/generate.py --check
 
 fmt: $(STAMP) ## Format the code and mend what ruff can mend

@@ -1,8 +1,8 @@
 """The lease protocol as data: what a GPU worker (W) and a KV manager (M) say to each other, and the port between them.
 
-W touches only blocks in its rows or its lease pool; M grants again only what a report freed. Every loss of the stream
-is a resync: W sends an inventory, M rebuilds its ledger from that alone. These classes mirror `protos/quire/kvmanager/v1`
-one to one; both cores, the embedded mode and the executable model use them directly.
+W touches only blocks in its rows or its lease pool; M grants again only what a report freed. Every loss of the stream is
+a resync: W sends an inventory, M rebuilds its ledger from that alone. These classes mirror the messages in
+`protos/quire/kvmanager/v1`; both cores, the embedded mode and the executable model use them directly.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class InventorySequence:
-    """One live sequence at the instant of an attach. A WAITING one has no row; `reserve.known` is its current length."""
+    """One live sequence at the instant of an attach. `row` is empty if WAITING; `reserve.known` is its length now."""
 
     reserve: Reserve
     phase: SequencePhase
