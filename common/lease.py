@@ -1,7 +1,7 @@
 """The lease protocol as data: what a GPU worker (W) and a KV manager (M) say to each other, and the port between them.
 
-W touches only blocks in its rows or its lease pool; M grants again only what a report freed. Every loss of the stream is
-a resync: W sends an inventory, M rebuilds its ledger from that alone. These classes mirror the messages in
+W touches only blocks in its rows or its lease pool; M grants again only what a report freed. Every loss of the stream
+is a resync: W sends an inventory, M rebuilds its ledger from that alone. These classes mirror the messages in
 `protos/quire/kvmanager/v1`; both cores, the embedded mode and the executable model use them directly.
 """
 
