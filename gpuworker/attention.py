@@ -1,8 +1,8 @@
 """The one interface of attention and cache write, which every backend implements (torch, Triton, C++).
 
-A backend is bound to a KV cache. For each step it is told once what the step computes (`begin`: the place to plan work
-that all layers share), then called once per layer: it writes K and V of all tokens of the step into their slots and only
-then attends, so that a row may read what another row of the same step has just written.
+A backend is bound to a KV cache. For each step it is told once what the step computes (`begin`: the place to plan
+work that all layers share), then called once per layer: it writes K and V of all tokens of the step into their slots
+and only then attends, so that a row may read what another row of the same step has just written.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class LayerAttention:
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """What a step computes, as seen by attention; R rows, T tokens. Row r has the queries query_start[r] : query_start[r+1].
+    """What a step computes, for attention: R rows, T tokens; row r has queries query_start[r] : query_start[r+1].
 
     Arrays lie on the host; the tensors of the same names in `device` hold the same numbers on the device.
     Rows with one query stand first: `num_decodes` of them.
@@ -84,8 +84,8 @@ class AttentionBackend(Protocol):
     ) -> torch.Tensor:
         """Write key and value into their slots, then attend from every query over its row's context, causally.
 
-        query [T, num_heads, head_dim_k], key [T, num_kv_heads, head_dim_k], value [T, num_kv_heads, head_dim_v], all of any
-        strides; returns [T, num_heads, head_dim_v] in the type of `query`.
+        query [T, num_heads, head_dim_k], key [T, num_kv_heads, head_dim_k], value [T, num_kv_heads, head_dim_v], all of
+        any strides; returns [T, num_heads, head_dim_v] in the type of `query`.
         """
         ...
 

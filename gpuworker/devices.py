@@ -37,7 +37,7 @@ def pick_dtype(name: str, of_checkpoint: torch.dtype | None) -> torch.dtype:
     Raises InvalidConfig for an unknown name.
     """
     if name == "auto":
-        return of_checkpoint if of_checkpoint in DTYPES.values() else torch.float32
+        return torch.float32 if of_checkpoint not in DTYPES.values() or of_checkpoint is None else of_checkpoint
     if name not in DTYPES:
         raise InvalidConfig(FieldViolation("--dtype", f"{name!r}; expected auto, {', '.join(DTYPES)}"))
     return DTYPES[name]

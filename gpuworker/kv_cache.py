@@ -1,7 +1,7 @@
 """The paged K/V of one worker: two pools of blocks, written by slot, copied by block.
 
-K and V are separate and head-major, `[layer, block, kv_head, block_size, head_dim]`: what one head of a block holds is one
-contiguous run, which suits vector loads, and a block of a layer is one contiguous copy. Their head sizes may differ.
+K and V are separate and head-major, `[layer, block, kv_head, block_size, head_dim]`: what one head of a block holds is
+one contiguous run, which suits vector loads, and a block of a layer is one contiguous copy. Head sizes may differ.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class KvCache:
         self.values = torch.zeros((*shape, geometry.head_dim_v), dtype=dtype, device=device)
 
     def copy_blocks(self, copies: Sequence[Copy]) -> None:
-        """Copy whole blocks of all layers, in list order, so that a source may be the destination of an earlier copy."""
+        """Copy whole blocks of all layers, in list order: a source may be the destination of an earlier copy."""
         for copy in copies:
             for pool in (self.keys, self.values):
                 pool[:, copy.dst].copy_(pool[:, copy.src])

@@ -1,7 +1,8 @@
 """Runs steps on the device: the port of `gpuworker/core/batch_plan.py` over a model, a KV cache and a sampler.
 
-The engine's thread turns a plan into arrays while the step before it still runs; one thread of the runner's own does all
-work on the device, in order. On CUDA that thread only launches kernels, and a second one waits for what they drew.
+The engine's thread turns a plan into arrays while the step before it still runs; one thread of the runner's own does
+all work on the device, in order. On CUDA that thread only launches kernels, and a second one waits for what they drew.
+After a failed step all that were queued behind it fail too, until every sequence has been removed.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +19,7 @@ import torch
 
 from common.errors import EngineFailure
 from common.lease import Copy
-from common.types import SamplingParams, SequenceId
+from common.types import SamplingParams, SequenceId, TokenLogprobs
 from gpuworker.attention import AttentionBackend, Int32Array
 from gpuworker.core.batch_plan import StepPlan, StepResult
 from gpuworker.devices import default_threads
@@ -26,6 +28,8 @@ from gpuworker.models.hosted import HostedModel
 from gpuworker.sampler import Drawn, RowLogprobs, SampledRow, SamplingBatch, token_logprobs
 from gpuworker.seats import Seats
 from gpuworker.step_inputs import PackedRows, attention_arrays, attention_metadata, pack_rows, to_device
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +43,15 @@ class RunnerLimits:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A plan as arrays. `seats` [R]; for the S rows that sample: `keep` indexes tokens, `seats_drawn` seats."""
+    """A plan as arrays: R rows, of which S sample."""
 
     number: int
+    generation: int
     copies: tuple[Copy, ...]
     rows: PackedRows
-    seats: Int32Array
-    keep: Int32Array
-    sampled_seats: Int32Array
+    seats: Int32Array  # [R]
+    keep: Int32Array  # [S], index of the last token of each row that samples
+    sampled_seats: Int32Array  # [S]
     draw_at: npt.NDArray[np.int64]  # [S], positions of the tokens to draw
     sequences: tuple[SequenceId, ...]  # [S]
     sampling: SamplingBatch
@@ -79,7 +84,9 @@ class ModelRunner:
         shape = (limits.max_num_seqs, limits.max_model_len + 1)
         self._tokens = torch.zeros(shape, dtype=torch.int32, device=self._device)
         self._sampling: tuple[tuple[SequenceId, ...], SamplingBatch] | None = None
-        self._failure: BaseException | None = None
+        # Steps of a generation in which one failed are not run: (generation, what failed).
+        self._generation = 1
+        self._failed: tuple[int, BaseException | None] = (0, None)
         # OpenMP counts threads per calling thread, so the number is set in the thread that calls.
         threads = limits.threads or default_threads()
         self._thread = ThreadPoolExecutor(1, "quire-runner", torch.set_num_threads, (threads,))
@@ -93,12 +100,14 @@ class ModelRunner:
             raise ValueError(f"sequence {sequence} has {len(tokens)} tokens; {self._tokens.shape[1] - 1} fit")
         seat = self._seats.take(sequence, SampledRow(sampling, prompt_tokens, self._eos))
         known = np.array(tokens, dtype=np.int32)
-        self._thread.submit(self._write_tokens, seat.index, known).add_done_callback(self._note_failure)
+        self._watch(self._thread.submit(self._write_tokens, seat.index, known))
 
     def remove(self, sequence: SequenceId) -> None:
-        """See `StepRunner`."""
+        """See `StepRunner`; an unknown sequence is ignored."""
         self._seats.leave(sequence)
         self._sampling = None
+        if not self._seats and self._failed[0] == self._generation:
+            self._generation += 1
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
         """See `StepRunner`."""
@@ -106,12 +115,11 @@ class ModelRunner:
         if self._collector is None:
             done = self._thread.submit(lambda: self._collect(self._launch(step)))
         else:
-            launched = self._thread.submit(self._launch, step)
-            launched.add_done_callback(self._note_failure)
+            launched = self._watch(self._thread.submit(self._launch, step))
             done = self._collector.submit(lambda: self._collect(launched.result()))
         result: Future[StepResult] = Future()
         result.set_running_or_notify_cancel()
-        done.add_done_callback(lambda finished: self._resolve(finished, result))
+        self._watch(done).add_done_callback(lambda finished: _resolve(finished, result))
         return result
 
     def close(self) -> None:
@@ -133,6 +141,7 @@ class ModelRunner:
         sequences = tuple(row.sequence for row in plan.rows if row.samples)
         return _Step(
             number=plan.step,
+            generation=self._generation,
             copies=plan.copies,
             rows=rows,
             seats=seats,
@@ -159,11 +168,13 @@ class ModelRunner:
     @torch.inference_mode()
     def _launch(self, step: _Step) -> _Launched:
         """Copy blocks, run the model, draw, and write what was drawn into the token table."""
-        if self._failure is not None:
-            raise EngineFailure("a step before this one failed") from self._failure
+        if step.generation == self._failed[0]:
+            raise EngineFailure("a step before this one failed") from self._failed[1]
         begun = time.perf_counter()
         self._cache.copy_blocks(step.copies)
         rows = step.rows
+        if not len(rows.context_len):
+            return _Launched(step, Drawn(torch.empty(0, dtype=torch.int64)), begun, None)
         arrays = [rows.row_of_token, rows.positions, step.seats, step.keep, step.sampled_seats]
         *tables, row, positions, seats, keep, sampled = to_device([*attention_arrays(rows), *arrays], self._device)
         self._attention.begin(attention_metadata(rows, tables))
@@ -180,22 +191,37 @@ class ModelRunner:
         if launched.event is not None:
             launched.event.synchronize()
         step, drawn = launched.step, launched.drawn
-        tokens = {sequence: (token,) for sequence, token in zip(step.sequences, drawn.tokens.tolist(), strict=True)}
-        logprobs = {step.sequences[row]: (found,) for row, found in token_logprobs(drawn, step.sampling).items()}
+        tokens: dict[SequenceId, tuple[int, ...]] = {
+            sequence: (token,) for sequence, token in zip(step.sequences, drawn.tokens.tolist(), strict=True)
+        }
+        logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]] = {
+            step.sequences[row]: (found,) for row, found in token_logprobs(drawn, step.sampling).items()
+        }
         return StepResult(step.number, tokens, logprobs, time.perf_counter() - launched.begun)
 
-    def _note_failure(self, done: Future[None] | Future[_Launched] | Future[StepResult]) -> None:
-        self._failure = self._failure or done.exception()
+    def _watch(self, work: Future[T]) -> Future[T]:
+        """Make a failure of this work the failure of all that is queued behind it."""
+        generation = self._generation
 
-    def _resolve(self, done: Future[StepResult], result: Future[StepResult]) -> None:
-        self._note_failure(done)
-        error = done.exception()
-        if error is None:
-            result.set_result(done.result())
-            return
-        failure = error if isinstance(error, EngineFailure) else EngineFailure(f"a step failed: {error!r}")
-        failure.__cause__ = failure.__cause__ or (None if failure is error else error)
-        result.set_exception(failure)
+        def note(done: Future[T]) -> None:
+            error = done.exception()
+            if error is not None and self._failed[0] < generation:
+                self._failed = (generation, error)
+
+        work.add_done_callback(note)
+        return work
+
+
+def _resolve(done: Future[StepResult], result: Future[StepResult]) -> None:
+    """Hand on the outcome of a step; whatever it raised becomes an EngineFailure."""
+    error = done.exception()
+    if error is None:
+        result.set_result(done.result())
+        return
+    failure = error if isinstance(error, EngineFailure) else EngineFailure(f"a step failed: {error!r}")
+    if failure is not error:
+        failure.__cause__ = error
+    result.set_exception(failure)
 
 
 def _to_host(step: _Step, drawn: Drawn, begun: float) -> _Launched:

@@ -1,9 +1,9 @@
 """Draws the next token of each row from its logits.
 
-Order: repetition penalty (prompt and output), frequency and presence penalty (output), bias, forbidden end tokens; then
-log-probabilities are taken; then temperature, top_k, top_p, min_p, and the draw. A draw inverts the cumulative distribution,
-in order of token id and in float64, at one number in [0, 1) that is a hash of (seed, position): whoever shares the batch,
-whichever worker runs the sequence, the same logits give the same token.
+Order: repetition penalty (prompt and output), frequency and presence penalty (output), bias, forbidden end tokens;
+then log-probabilities are taken; then temperature, top_k, top_p, min_p, and the draw. A draw inverts the cumulative
+distribution, in order of token id and in float64, at one number in [0, 1) that is a hash of (seed, position): whoever
+shares the batch, whichever worker runs the sequence, the same logits give the same token.
 """
 
 from __future__ import annotations
@@ -133,11 +133,9 @@ class SamplingBatch:
         """Return logits [n, vocab] less penalties for tokens [n, M], of which known [n, 1] count."""
         rows = [self.rows[row] for row in self._penalised]
         index = torch.arange(tokens.shape[1], device=self._device)
-        prompt = self._column([float(row.prompt_tokens) for row in rows])
+        of_output = (index < known) & (index >= self._column([float(row.prompt_tokens) for row in rows]))
         counts = torch.zeros_like(logits).scatter_add_(1, tokens, (index < known).to(logits.dtype))
-        output = torch.zeros_like(logits).scatter_add_(
-            1, tokens, ((index < known) & (index >= prompt)).to(logits.dtype)
-        )
+        output = torch.zeros_like(logits).scatter_add_(1, tokens, of_output.to(logits.dtype))
         repetition = self._column([row.params.repetition_penalty for row in rows])
         less_likely = torch.where(logits > 0, logits / repetition, logits * repetition)
         logits = torch.where(counts > 0, less_likely, logits)
@@ -158,7 +156,7 @@ class SamplingBatch:
         cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
         total = cumulative[:, -1:]
         target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-        return torch.searchsorted(cumulative, target, right=True)[:, 0]
+        return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_max(self._vocab_size - 1)
 
     def _logprobs(self, logits: torch.Tensor, tokens: torch.Tensor) -> RowLogprobs:
         at = self._tensor(self._asking)
@@ -175,7 +173,8 @@ class SamplingBatch:
         rows, ids, values = zip(*flat, strict=True) if flat else ((), (), ())
         return np.array(rows, dtype=np.int64), np.array(ids, dtype=np.int64), np.array(values, dtype=np.float64)
 
-    def _where(self, flags: Sequence[bool]) -> npt.NDArray[np.int64]:
+    @staticmethod
+    def _where(flags: Sequence[bool]) -> npt.NDArray[np.int64]:
         return np.flatnonzero(np.array(flags, dtype=bool))
 
     def _tensor(self, array: npt.NDArray[np.int64] | npt.NDArray[np.float64]) -> torch.Tensor:
@@ -186,10 +185,10 @@ class SamplingBatch:
 
 
 def kept(scaled: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Return a mask [n, vocab] of the tokens from which each row is drawn; scaled [n, vocab] is logits over temperature.
+    """Return a mask [n, vocab] of the tokens that each row is drawn from; scaled [n, vocab] is logits over temperature.
 
-    In order of falling probability, ties by rising id: the first top_k; of those the fewest whose share reaches top_p; of
-    those the ones that are at least min_p times as likely as the first.
+    In order of falling probability, ties by rising id: the first top_k; of those the fewest whose share reaches top_p;
+    of those the ones that are at least min_p times as likely as the first.
     """
     vocab = scaled.shape[1]
     width = min(vocab, max([_SORTED_FIRST, *(p.top_k for p in params)]))

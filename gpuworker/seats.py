@@ -1,8 +1,8 @@
 """Where the runner keeps its sequences: each has a seat, one row of the token table and of the block tables.
 
-The token table lies on the device and holds the tokens of every seated sequence, so that a step takes the token that the
-step before it drew without a trip to the host. The block tables lie on the host and are kept from step to step, because a
-row seldom gains more than one block.
+The token table lies on the device and holds the tokens of every seated sequence, so that a step takes the token that
+the step before it drew without a trip to the host. The block tables lie on the host and are kept from step to step,
+because a row seldom gains more than one block.
 """
 
 from __future__ import annotations
@@ -50,8 +50,10 @@ class Seats:
         return seat
 
     def leave(self, sequence: SequenceId) -> None:
-        """Free the seat of a sequence."""
-        self._free.append(self._taken.pop(sequence).index)
+        """Free the seat of a sequence; one without a seat is ignored."""
+        seat = self._taken.pop(sequence, None)
+        if seat is not None:
+            self._free.append(seat.index)
 
     def block_table(self, rows: Sequence[ScheduledRow], width: int) -> Int32Array:
         """Return [R, width], the block tables of the rows; trimmed blocks are 0."""

@@ -1,4 +1,4 @@
-"""Turns the rows of a step into the arrays that kernels read: in numpy on the host, then in one transfer to the device."""
+"""Turns the rows of a step into the arrays that kernels read: in numpy on the host, then one transfer to the device."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def to_device(arrays: Sequence[Int32Array], device: torch.device) -> list[torch.
     if device.type == "cpu":
         return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
     packed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays])).pin_memory()
-    parts = packed.to(device, non_blocking=True).split([array.size for array in arrays])
+    parts = torch.split(packed.to(device, non_blocking=True), [array.size for array in arrays])
     return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""Tiny checkpoints with random weights in Hugging Face format, each with a tokenizer, and what transformers makes of them.
+"""Tiny checkpoints with random weights in Hugging Face format, with a tokenizer, and what transformers makes of them.
 
 Weights are drawn widely (0.3), so that greedy outputs vary from token to token and the two best logits lie well apart.
 A checkpoint is made once per process, in a temporary directory that goes away with it.
@@ -141,8 +141,9 @@ def hf_greedy(directory: Path, prompt: Sequence[int], count: int) -> list[int]:
 def _generate(directory: Path, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
     ids = torch.tensor([prompt])
     options: dict[str, Any] = {"max_new_tokens": count, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    model: Any = reference_model(directory)
     with torch.inference_mode():
-        out = reference_model(directory).generate(ids, **options)
+        out = model.generate(ids, **options)
     return tuple(out[0, len(prompt) :].tolist())
 
 

@@ -1,7 +1,7 @@
 """Runs any Hugging Face decoder on a paged KV cache by taking the place of its attention function.
 
 The model sees one packed row of tokens, [1, T], of all rows of a step, and no mask and no cache. Each of its attention
-layers calls `_hosted_attention` with queries, keys and values after rotary embedding, which the step's backend takes over.
+layers calls `_hosted_attention` with queries, keys and values after rotary embedding; the step's backend takes over.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class HostedModel:
     """A Hugging Face causal language model whose attention is ours. Used by one thread at a time."""
 
     def __init__(self, module: PreTrainedModel) -> None:
-        self.module = module.eval()
+        self.module = module
+        module.train(False)
         self.config = module.config.get_text_config()
         self.device: torch.device = module.device
         self.dtype: torch.dtype = module.dtype

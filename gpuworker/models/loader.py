@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from common.errors import FieldViolation, InvalidConfig, Unsupported
 from gpuworker.devices import pick_dtype
 from gpuworker.models.hosted import HostedModel
 
-LOAD_FORMATS = ("auto", "dummy")
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
 _LAYER_KINDS = {"full_attention", "sliding_attention"}
+_DEFAULT_LIMIT = 2048
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where a model comes from: a directory or a hub name. `load_format` "dummy" draws weights from `seed`."""
+    """Where a model comes from: a directory or a hub name.
+
+    `load_format` "safetensors" takes no other weights than those; "dummy" draws weights from `seed`.
+    """
 
     model: str
     dtype: str = "auto"
@@ -56,17 +62,22 @@ def load_model(source: ModelSource, device: torch.device) -> HostedModel:
     directory = checkpoint_directory(source.model)
     config = read_config(directory)
     refuse_unsupported(config)
-    dtype = pick_dtype(source.dtype, config.dtype)
+    dtype = pick_dtype(source.dtype, config.dtype if isinstance(config.dtype, torch.dtype) else None)
     if source.load_format == "dummy":
         return HostedModel(_random_model(config, dtype, source.seed, device))
-    if source.load_format != "auto":
+    if source.load_format not in LOAD_FORMATS:
         what = f"{source.load_format!r}; expected one of {', '.join(LOAD_FORMATS)}"
         raise InvalidConfig(FieldViolation("--load-format", what))
+    if not sys.stderr.isatty():
+        disable_progress_bar()
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager"}
+    if source.load_format == "safetensors":
+        options["use_safetensors"] = True
     try:
-        module = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
+        module: torch.nn.Module = AutoModelForCausalLM.from_pretrained(directory, **options)
     except (OSError, ValueError, RuntimeError) as error:
         raise InvalidConfig(FieldViolation("--model", f"cannot load {directory}: {error}")) from error
-    return HostedModel(module.to(device))
+    return HostedModel(cast("PreTrainedModel", module.to(device)))
 
 
 def read_config(directory: Path) -> PretrainedConfig:
@@ -75,56 +86,53 @@ def read_config(directory: Path) -> PretrainedConfig:
         what = f"no config.json in {directory}; expected a checkpoint in Hugging Face format"
         raise InvalidConfig(FieldViolation("--model", what))
     try:
-        return AutoConfig.from_pretrained(directory)
+        config: PretrainedConfig = AutoConfig.from_pretrained(directory)
     except (OSError, ValueError, KeyError) as error:
         raise InvalidConfig(FieldViolation("--model", f"cannot read {directory}/config.json: {error}")) from error
+    return config
 
 
 def refuse_unsupported(config: PretrainedConfig) -> None:
-    """Raise Unsupported for what a short self-test would not show: layers and rotary scalings that depend on more than
-    a token's own position and the keys before it.
+    """Raise Unsupported for what a short self-test would not show.
+
+    That is layers and rotary scalings that depend on more than a token's position and the keys before it.
     """
     text = config.get_text_config()
     unknown = set(getattr(text, "layer_types", None) or ()) - _LAYER_KINDS
     if unknown:
-        raise Unsupported(
-            f"{text.model_type} has layers of kind {', '.join(sorted(unknown))}; only {_LAYER_KINDS} work"
-        )
+        kinds, known = ", ".join(sorted(unknown)), " and ".join(sorted(_LAYER_KINDS))
+        raise Unsupported(f"{text.model_type} has layers of kind {kinds}; only {known} can be served")
     if getattr(text, "is_encoder_decoder", False):
-        raise Unsupported(f"{text.model_type} is an encoder-decoder; only decoders work")
-    if "dynamic" in rope_types(text):
-        raise Unsupported(
-            f"{text.model_type} scales its rotary embedding by the longest sequence of the batch (dynamic)"
-        )
-
-
-def rope_types(config: PretrainedConfig) -> set[str]:
-    """Return the kinds of rotary scaling that the layers use; empty without rotary embedding."""
-    parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    nested = [value for value in parameters.values() if isinstance(value, dict)]
-    return {str(part.get("rope_type", "default")) for part in (nested or [parameters])} if parameters else set()
+        raise Unsupported(f"{text.model_type} is an encoder-decoder; only decoders can be served")
+    if any(part.get("rope_type") == "dynamic" for part in _rope_parameters(text)):
+        raise Unsupported(f"{text.model_type} scales its rotary embedding by the longest sequence of a batch (dynamic)")
 
 
 def context_limit(config: PretrainedConfig) -> int:
-    """Return how many positions the model can be run at: what its position embeddings span.
+    """Return how many positions the model can be run at: what its position embeddings span, 2048 if it does not say.
 
-    "longrope" changes the embedding of every position at once when a batch passes its original length, so K/V of shorter
-    sequences would no longer fit: such a model is run up to that length.
+    "longrope" changes the embedding of every position at once when a batch passes its original length, so that K/V of
+    shorter sequences would no longer fit: such a model is run up to that length.
     """
     text = config.get_text_config()
-    limit = int(getattr(text, "max_position_embeddings", 0) or 0)
-    if "longrope" in rope_types(text):
-        parameters = text.rope_parameters
-        original = parameters.get("original_max_position_embeddings") or getattr(
-            text, "original_max_position_embeddings", limit
-        )
-        _log.warning("longrope: running up to its original length of %d positions, not %d", original, limit)
-        return int(original)
-    return limit or 2048
+    limit = int(getattr(text, "max_position_embeddings", 0) or 0) or _DEFAULT_LIMIT
+    for part in _rope_parameters(text):
+        if part.get("rope_type") == "longrope":
+            of_config = getattr(text, "original_max_position_embeddings", limit)
+            original = int(part.get("original_max_position_embeddings") or of_config)
+            _log.warning("longrope: running up to its original length of %d positions, not %d", original, limit)
+            return original
+    return limit
+
+
+def _rope_parameters(config: PretrainedConfig) -> list[dict[str, Any]]:
+    """Return the parameters of each kind of rotary embedding; none without any."""
+    parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    return [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
 
 
 def eos_token_ids(directory: Path) -> tuple[int, ...]:
-    """Return the ids that end a generation: those of generation_config.json, else of config.json; rising, no duplicates."""
+    """Return the ids that end a generation, rising: those of generation_config.json, else of config.json."""
     for name in ("generation_config.json", "config.json"):
         path = directory / name
         found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
@@ -137,5 +145,5 @@ def _random_model(config: PretrainedConfig, dtype: torch.dtype, seed: int, devic
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), device:
         torch.manual_seed(seed)
-        module: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
-    return module
+        module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+    return cast("PreTrainedModel", module)

@@ -1,9 +1,9 @@
 """The start-up self-test: does the model, hosted on a paged cache, compute what it computes by itself?
 
-A model whose attention never reaches us, or reaches us without something that it depends on, runs without any exception
-and writes nonsense. So before anything is served, two sequences of sixteen random tokens are run three ways: by the model's
-own eager attention; one of them packed through a recorder of all calls; and both side by side, in chunks and single tokens,
-through a small paged cache. The model is refused unless every layer called once and all logits agree.
+A model whose attention never reaches us, or reaches us without something that it depends on, runs without any
+exception and writes nonsense. So before anything is served, two sequences of sixteen random tokens are run three ways:
+by the model's own eager attention; one of them packed through a recorder of all calls; and both side by side, in chunks
+and single tokens, through a small paged cache. Unless every layer called once and all logits agree, it is refused.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from common.errors import Unsupported
 from common.types import KvGeometry
-from gpuworker.attention import BackendFactory, LayerAttention
+from gpuworker.attention import AttentionBackend, BackendFactory, LayerAttention
 from gpuworker.devices import dtype_name
 from gpuworker.kernels.torch_attention import attend_packed
 from gpuworker.kv_cache import KvCache
@@ -25,7 +25,7 @@ _BLOCK_SIZE = 4
 _BLOCK_TABLE = np.array([[6, 1, 4, 3], [0, 5, 2, 7]], dtype=np.int32)
 # Per step: start and length of the two sequences. Two prefills; a decode beside a chunk; two decodes.
 _STEPS = (((0, 9), (0, 6)), ((9, 1), (6, 9)), ((10, 1), (15, 1)))
-# Relative error of a position's logits (mean removed). In 16 bits one token may go to another expert: the median counts.
+# Relative error of a position's logits (mean removed). In 16 bits a token may go to another expert: the median counts.
 _TOLERANCE_32, _TOLERANCE_16 = 2e-3, 2e-1
 
 
@@ -58,7 +58,8 @@ def self_test(model: HostedModel, backend: BackendFactory) -> KvGeometry:
     packed = model.forward(tokens[0], everything, everything, recorder)
     geometry = _geometry(model, recorder)
     _compare(model, packed, reference[0], "packed")
-    chunked, of_eager = _run_chunked(model, KvCache(geometry, 8, _BLOCK_SIZE, model.device), backend, tokens, reference)
+    attention = backend(KvCache(geometry, _BLOCK_TABLE.size, _BLOCK_SIZE, model.device))
+    chunked, of_eager = _run_chunked(model, attention, tokens, reference)
     _compare(model, chunked, of_eager, "through the paged cache")
     return geometry
 
@@ -72,7 +73,8 @@ def _geometry(model: HostedModel, recorder: CallRecorder) -> KvGeometry:
             f" ({len(called)} calls); its attention is computed inside the model (ALiBi, or an older style of code)"
         )
     if len(set(recorder.shapes)) != 1:
-        raise Unsupported(f"{kind} cannot be served: its layers differ in K/V shape: {sorted(set(recorder.shapes))}")
+        shapes = sorted(set(recorder.shapes))
+        raise Unsupported(f"{kind} cannot be served: layers differ in kv_heads, head_dim_k, head_dim_v: {shapes}")
     _check_windows(model, recorder)
     windows = [layer.window for layer in recorder.layers]
     widest = 0 if None in windows else max(window or 0 for window in windows)
@@ -87,10 +89,10 @@ def _check_windows(model: HostedModel, recorder: CallRecorder) -> None:
 
 
 def _run_chunked(
-    model: HostedModel, cache: KvCache, backend: BackendFactory, tokens: torch.Tensor, reference: torch.Tensor
+    model: HostedModel, attention: AttentionBackend, tokens: torch.Tensor, reference: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logits of all positions that the steps compute, [N, vocab], and those of `reference`."""
-    attention, ours, theirs = backend(cache), [], []
+    ours, theirs = [], []
     for step in _STEPS:
         start, length = np.array(step, dtype=np.int32).T
         rows = pack_rows(start, length, _BLOCK_TABLE, _BLOCK_SIZE)

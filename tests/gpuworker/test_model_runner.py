@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+
 from tests.checkpoints import SERVED, VOCAB_SIZE, checkpoint, hf_greedy
 from tests.gpuworker.runner_driver import Driver, hosted, runner_on
 

@@ -1,0 +1,202 @@
+"""The byte ledger: where the device's memory goes, and how many blocks of K/V it holds. Made before anything is served.
+
+K/V = what was asked for in blocks or bytes, else
+      CUDA: utilization · total - (in use by others + weights + peak of a profile forward + token table)
+      CPU:  the smaller of 1 GiB and a quarter of what is free
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import PretrainedConfig
+
+from common.errors import FieldViolation, InvalidConfig
+from common.types import KvGeometry
+from gpuworker.devices import free_bytes, total_bytes
+from gpuworker.kv_cache import bytes_per_block
+from gpuworker.models.hosted import HostedModel
+from gpuworker.models.self_test import CallRecorder
+
+GIB, MIB, KIB = 1 << 30, 1 << 20, 1 << 10
+_CPU_KV_BYTES, _CPU_KV_FRACTION = GIB, 0.25
+_CPU_NUM_SEQS, _CUDA_NUM_SEQS = 64, 256
+_CONTEXTS = (1024, 4096, 16384)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryOptions:
+    """What the operator asked for; None is automatic. At most one of `kv_blocks` and `kv_memory` (bytes)."""
+
+    block_size: int = 16
+    kv_blocks: int | None = None
+    kv_memory: int | None = None
+    gpu_memory_utilization: float = 0.9
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int = 2048
+    max_model_len: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """Bytes on one device, and what fits in the blocks."""
+
+    device: str
+    total: int
+    free: int  # before anything below but the weights was taken
+    weights: int
+    activations: int
+    token_table: int
+    block_bytes: int
+    num_blocks: int
+    block_size: int
+    model_limit: int
+    max_model_len: int
+    max_num_seqs: int
+
+    @property
+    def kv(self) -> int:
+        """Bytes of the KV cache."""
+        return self.num_blocks * self.block_bytes
+
+    def sequences_of(self, tokens: int) -> int:
+        """Return how many sequences of this many tokens fit at once."""
+        return self.num_blocks // -(-tokens // self.block_size)
+
+    def lines(self) -> list[str]:
+        """Return the ledger as lines of text for people."""
+        left = self.free - self.activations - self.token_table - self.kv
+        blocks = f"{self.num_blocks} blocks of {self.block_size} slots, {in_words(self.block_bytes)} each"
+        whole = self.max_model_len == self.model_limit
+        limit = "the model's limit" if whole else f"the model allows {self.model_limit}"
+        fits = [f"{self.sequences_of(n)} of {n // 1024}k" for n in _CONTEXTS if n < self.max_model_len]
+        fits.append(f"{self.sequences_of(self.max_model_len)} of the longest")
+        return [
+            f"memory of {self.device}: {in_words(self.total)}, {in_words(self.free)} free beside the weights",
+            f"  weights      {in_words(self.weights):>10}",
+            f"  activations  {in_words(self.activations):>10}",
+            f"  token table  {in_words(self.token_table):>10}",
+            f"  KV cache     {in_words(self.kv):>10}  {blocks}",
+            f"  left         {in_words(left):>10}",
+            f"longest context: {self.max_model_len} tokens ({limit})",
+            f"sequences that fit at once: {', '.join(fits)}; at most {self.max_num_seqs} run in a step",
+        ]
+
+
+def in_words(count: int) -> str:
+    """Return a number of bytes as people read it, e.g. "1.5 GiB"."""
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if abs(count) >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count} B"
+
+
+def plan_memory(model: HostedModel, geometry: KvGeometry, model_limit: int, options: MemoryOptions) -> Ledger:
+    """Return the ledger of a loaded model; nothing is allocated yet.
+
+    Raises InvalidConfig, with the numbers, when no block fits, or not one sequence of `max_model_len`.
+    """
+    device = model.device
+    seqs = options.max_num_seqs or (_CUDA_NUM_SEQS if device.type == "cuda" else _CPU_NUM_SEQS)
+    options = replace(options, max_num_seqs=seqs)
+    wanted_len = options.max_model_len or model_limit
+    if wanted_len > model_limit:
+        what = f"{wanted_len} tokens were asked for; the model's positions end at {model_limit}"
+        raise InvalidConfig(FieldViolation("--max-model-len", what))
+    activations = _measure_activations(model, options) if device.type == "cuda" else _estimate(model, geometry, options)
+    table = 4 * seqs * (wanted_len + 1)
+    block = bytes_per_block(geometry, options.block_size)
+    free = free_bytes(device)
+    room = _room(device, free, options) - activations - table
+    num_blocks = _num_blocks(device, room, block, options)
+    ledger = Ledger(
+        device=str(device),
+        total=total_bytes(device),
+        free=free,
+        weights=weight_bytes(model.module),
+        activations=activations,
+        token_table=table,
+        block_bytes=block,
+        num_blocks=num_blocks,
+        block_size=options.block_size,
+        model_limit=model_limit,
+        max_model_len=min(wanted_len, num_blocks * options.block_size),
+        max_num_seqs=seqs,
+    )
+    _refuse_too_small(ledger, room, options)
+    return ledger
+
+
+def weight_bytes(module: torch.nn.Module) -> int:
+    """Return the bytes of all parameters and buffers, tied ones once."""
+    tensors = {t.data_ptr(): t for t in (*module.parameters(), *module.buffers())}
+    return sum(t.numel() * t.itemsize for t in tensors.values())
+
+
+def _room(device: torch.device, free: int, options: MemoryOptions) -> int:
+    """Return how much of the device may be taken beside the weights."""
+    if device.type != "cuda":
+        return free
+    return int(free - (1 - options.gpu_memory_utilization) * total_bytes(device))
+
+
+def _num_blocks(device: torch.device, room: int, block: int, options: MemoryOptions) -> int:
+    if options.kv_blocks is not None:
+        return options.kv_blocks
+    if options.kv_memory is not None:
+        return options.kv_memory // block
+    if device.type == "cuda":
+        return max(0, room) // block
+    return max(0, min(_CPU_KV_BYTES, int(_CPU_KV_FRACTION * room))) // block
+
+
+def _refuse_too_small(ledger: Ledger, room: int, options: MemoryOptions) -> None:
+    block, kv = in_words(ledger.block_bytes), in_words(ledger.kv)
+    flag = "--kv-memory" if options.kv_memory is not None else "--kv-blocks"
+    if ledger.num_blocks < 1:
+        has = in_words(room if options.kv_memory is None else options.kv_memory)
+        what = f"no block fits: one takes {block} and {has} may be taken; give more, or use a smaller --block-size"
+        raise InvalidConfig(FieldViolation(flag, what))
+    if ledger.kv > room:
+        what = f"{ledger.num_blocks} blocks take {kv}; {in_words(room)} may be taken on {ledger.device}"
+        raise InvalidConfig(FieldViolation(flag, what))
+    if options.max_model_len is not None and ledger.max_model_len < options.max_model_len:
+        needed = -(-options.max_model_len // ledger.block_size)
+        what = (
+            f"one sequence of {options.max_model_len} tokens takes {needed} blocks"
+            f" ({in_words(needed * ledger.block_bytes)}); the KV cache has {ledger.num_blocks} ({kv}), enough for"
+            f" {ledger.num_blocks * ledger.block_size} tokens"
+        )
+        raise InvalidConfig(FieldViolation("--max-model-len", what))
+
+
+def _estimate(model: HostedModel, geometry: KvGeometry, options: MemoryOptions) -> int:
+    """Return what a step needs on CPU, from shapes: hidden states, the MLP, one layer's gathered K/V, and logits."""
+    config, tokens = model.config, options.max_num_batched_tokens
+    hidden = int(config.hidden_size)
+    inner = _size(config, "intermediate_size") or 4 * hidden
+    inner = max(inner, _size(config, "num_experts_per_tok") * _size(config, "moe_intermediate_size"))
+    context = options.max_model_len or tokens
+    gathered = 4 * context * geometry.num_kv_heads * (geometry.head_dim_k + geometry.head_dim_v)
+    logits = 16 * (options.max_num_seqs or 0) * model.vocab_size  # float32 logits and weights, float64 cumulative sums
+    return tokens * (8 * hidden + 3 * inner) * model.dtype.itemsize + gathered + logits
+
+
+def _size(config: PretrainedConfig, name: str) -> int:
+    return int(getattr(config, name, 0) or 0)
+
+
+def _measure_activations(model: HostedModel, options: MemoryOptions) -> int:
+    """Return the peak of a forward over a full step, in bytes, beside weights; attention runs without a cache."""
+    device = model.device
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    positions = torch.arange(options.max_num_batched_tokens, device=device)
+    keep = positions[: options.max_num_seqs]
+    logits = model.forward(torch.zeros_like(positions), positions, keep, CallRecorder())
+    peak = torch.cuda.max_memory_allocated(device) - before
+    sampling = 4 * logits.numel() * logits.itemsize
+    del logits
+    torch.cuda.empty_cache()
+    return int(peak + sampling)
