@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 LOOKUP_SECONDS = 0.02
 # How long the owner of a slot is believed without looking; a rebuilt worker's old entries count for as long at most.
 OWNER_SECONDS = 1.0
-# How long a slot is believed to have no owner, or another generation than an entry says: entries of the dead are common.
+# How long a slot is believed to have no owner, or not the generation of an entry: entries of the dead are common.
 DEAD_SECONDS = 0.2
 
 

@@ -1,0 +1,113 @@
+"""The router's events and its status to the messages of the public API; decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from common.identity_wire import identity_to_proto
+from common.types import FinishReason, MissReason, TokenLogprobs
+from quire.inference.v1 import inference_pb2 as pb
+from quire.types.v1 import types_pb2
+from router.core.events import AdmittedEvent, FinishedEvent, GenerateEvent, TokensEvent
+from router.ports import ModelCard
+
+_FINISH = {reason: types_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason}
+_MISS = {reason: types_pb2.MissReason.Value(f"MISS_REASON_{reason.name}") for reason in MissReason}
+
+
+def event_to_proto(event: GenerateEvent) -> pb.GenerateResponse:
+    """Return the message of one event."""
+    match event:
+        case AdmittedEvent():
+            return pb.GenerateResponse(admitted=admitted_to_proto(event))
+        case TokensEvent():
+            tokens = pb.Tokens(
+                index=event.index,
+                text=event.text,
+                token_ids=event.token_ids,
+                logprobs=map(logprobs_to_proto, event.logprobs),
+            )
+            return pb.GenerateResponse(tokens=tokens)
+        case FinishedEvent():
+            return pb.GenerateResponse(finished=finished_to_proto(event))
+
+
+def unary_to_proto(events: Iterable[GenerateEvent], sequences: int) -> pb.GenerateUnaryResponse:
+    """Return the events of a whole request as one message, its outputs in the order of their index."""
+    response = pb.GenerateUnaryResponse(outputs=[pb.Output(index=index) for index in range(sequences)])
+    texts: list[list[str]] = [[] for _ in range(sequences)]
+    for event in events:
+        match event:
+            case AdmittedEvent():
+                response.admitted.CopyFrom(admitted_to_proto(event))
+            case TokensEvent():
+                texts[event.index].append(event.text)
+                response.outputs[event.index].token_ids.extend(event.token_ids)
+                response.outputs[event.index].logprobs.extend(map(logprobs_to_proto, event.logprobs))
+            case FinishedEvent():
+                response.outputs[event.index].finished.CopyFrom(finished_to_proto(event))
+    for output, text in zip(response.outputs, texts, strict=True):
+        output.text = "".join(text)
+    return response
+
+
+def admitted_to_proto(event: AdmittedEvent) -> pb.Admitted:
+    """Return the message of an admission."""
+    return pb.Admitted(
+        request_id=event.request_id,
+        worker_id=event.worker_id,
+        prompt_tokens=event.prompt_tokens,
+        cached_tokens=event.cached_tokens,
+        queue_seconds=event.queue_seconds,
+        decision_id=event.decision_id,
+        trace_id=event.trace_id,
+        seed=event.seed,
+        miss_reason=_MISS[event.miss_reason],
+        diverged_at=event.diverged_at,
+    )
+
+
+def finished_to_proto(event: FinishedEvent) -> pb.Finished:
+    """Return the message of a sequence's end."""
+    usage, timings = event.usage, event.timings
+    return pb.Finished(
+        index=event.index,
+        reason=_FINISH[event.reason],
+        usage=types_pb2.Usage(
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            output_tokens=usage.output_tokens,
+            recomputed_tokens=usage.recomputed_tokens,
+            preemptions=usage.preemptions,
+        ),
+        timings=pb.Timings(
+            queue_seconds=timings.queue_seconds,
+            time_to_first_token=timings.time_to_first_token,
+            time_per_output_token=timings.time_per_output_token,
+            total_seconds=timings.total_seconds,
+        ),
+        stop_string=event.stop_string,
+        stop_token_id=event.stop_token_id,
+    )
+
+
+def logprobs_to_proto(entry: TokenLogprobs) -> types_pb2.TokenLogprobs:
+    """Return the message of one token's log-probabilities."""
+    return types_pb2.TokenLogprobs(
+        token_id=entry.token_id,
+        logprob=entry.logprob,
+        top_token_ids=[token_id for token_id, _ in entry.top],
+        top_logprobs=[logprob for _, logprob in entry.top],
+    )
+
+
+def model_to_proto(card: ModelCard) -> pb.GetModelResponse:
+    """Return the message of what is served."""
+    return pb.GetModelResponse(
+        model=card.name,
+        identity=identity_to_proto(card.identity),
+        max_model_len=card.max_model_len,
+        vocab_size=card.vocab_size,
+        eos_token_ids=card.eos_token_ids,
+        has_chat_template=card.has_chat_template,
+    )

@@ -1,0 +1,293 @@
+"""Serves one validated request from admission to its last token; gRPC and HTTP both come through here.
+
+    enter -> hash the prompt -> look it up -> wait for a worker -> submit n sequences -> stream what they draw
+
+A sequence whose worker is lost goes on at another one, from its prompt and the tokens that it has; the client sees a
+pause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from functools import partial
+
+from opentelemetry.trace import Tracer
+
+from common.clock import Clock
+from common.errors import DeadlineExceeded, EngineFailure, Overloaded, QuireError, Unavailable
+from common.types import Decision, DecisionKind, FinishReason
+from router.core.admission import Admission
+from router.core.events import AdmittedEvent, FinishedEvent, GenerateEvent, ValidatedRequest
+from router.core.outputs import Drawn, Ended, Granted, Lost, Preempted, Refused
+from router.core.routing import Choice
+from router.dispatcher import Claim, Dispatcher, Job
+from router.metrics import RouterMetrics
+from router.output_stream import EXPIRED, STOPPED, OutputStream, StopTokens
+from router.ports import DecisionSink, TextAssemblers
+from router.request_run import Arrival, Expired, Prefix, RequestRun, Running, placement_of, submission_of
+from router.request_trace import RequestTrace
+from router.worker_client import WorkerClient
+from router.worker_pool import WorkerPool
+
+# A sequence that was lost this often is given up: what kills its workers may be the request itself.
+MAX_MOVES = 3
+
+
+class RouterFrontend:
+    """The Frontend over a pool of workers."""
+
+    def __init__(
+        self,
+        pool: WorkerPool,
+        dispatcher: Dispatcher,
+        admission: Admission,
+        assemblers: TextAssemblers,
+        recorder: Recorder,
+        eos_token_ids: tuple[int, ...],
+    ) -> None:
+        self._pool, self._dispatcher, self._admission = pool, dispatcher, admission
+        self._assemblers, self._recorder, self._eos_token_ids = assemblers, recorder, eos_token_ids
+        self._clock = recorder.clock
+        self.draining = False
+        recorder.metrics.watch(lambda: admission.running, lambda: admission.queued)
+
+    async def generate(self, request: ValidatedRequest) -> AsyncGenerator[GenerateEvent, None]:
+        """Serve one request; see ports.Frontend."""
+        request_id = request.request_id or self._recorder.new_id()
+        trace = self._recorder.trace(request, request_id)
+        try:
+            self._enter(request, request_id, trace)
+        except QuireError as refused:
+            self._recorder.metrics.refused(refused)
+            trace.end(str(refused))
+            raise
+        run = RequestRun(request, request_id, trace)
+        failure, reason = "the client went away", FinishReason.CANCELLED
+        try:
+            await self._begin(run)
+            while run.live:
+                for event in self._step(run, await run.inbox.get()):
+                    yield event
+                await self._move_lost(run)
+            failure = ""
+        except QuireError as error:
+            failure = str(error)
+            self._recorder.metrics.refused(error)
+            raise
+        finally:
+            if request.deadline is not None and self._clock.monotonic() >= request.deadline:
+                reason = FinishReason.DEADLINE
+            run.close(reason)
+            self._admission.leave(request_id)
+            self._dispatcher.released()
+            trace.end(failure)
+
+    # ------------------------------------------------------------ the beginning
+
+    def _enter(self, request: ValidatedRequest, request_id: str, trace: RequestTrace) -> None:
+        if self.draining:
+            raise Unavailable("the router is draining; another one takes new requests")
+        books, now = self._admission, self._clock.monotonic()
+        figures = (
+            ("queued", float(books.queued)),
+            ("tokens_in_flight", float(books.tokens_in_flight)),
+            ("tokens", float(request.tokens)),
+        )
+        try:
+            books.enter(request_id, request.tokens, request.tenant, now)
+        except Overloaded as refused:
+            self._recorder.decided(trace, DecisionKind.REJECTION, request_id, str(refused.violation.subject), figures)
+            raise
+        self._recorder.decided(trace, DecisionKind.ADMISSION, request_id, "admitted", figures)
+
+    async def _begin(self, run: RequestRun) -> None:
+        """Give the sequences to a worker, all to one: the first computes the prompt, the others share its blocks."""
+        request = run.request
+        await self._dispatcher.known_identity()
+        stops = StopTokens.of(request, self._eos_token_ids)
+        for index in range(request.sampling.n):
+            assembler = self._assemblers.assembler(request.sampling)
+            run.sequences.append(Running(OutputStream(index, request, assembler, stops)))
+        if request.deadline is not None:
+            run.expire_in(request.deadline - self._clock.monotonic())
+        await self._place(run, run.sequences)
+
+    async def _place(self, run: RequestRun, sequences: Sequence[Running], moved: str = "") -> None:
+        prefix = Prefix.of(run.request, self._pool.identity, sequences[0].output.tokens)
+        submit = partial(self._submit, run, sequences, prefix)
+        job = Job(
+            placement_of(run, prefix, len(sequences)), prefix.keys, run.request.priority, run.request.deadline, submit
+        )
+        job.moved = moved
+        if run.ticket is None:
+            run.ticket = self._dispatcher.ticket(job)
+        began, began_ns = self._clock.monotonic(), self._clock.time_ns()
+        choice = await self._dispatcher.place(job, run.ticket)
+        self._admission.start(run.request_id, self._clock.monotonic())
+        self._recorder.metrics.routing.observe(self._clock.monotonic() - began)
+        run.trace.placed(choice.decision, began_ns)
+        run.decision_id = choice.decision.decision_id
+
+    def _submit(
+        self, run: RequestRun, sequences: Sequence[Running], prefix: Prefix, choice: Choice, client: WorkerClient
+    ) -> None:
+        """Send sequences to the worker that was chosen, and enter them in its books."""
+        assert choice.worker is not None
+        now, capacity = self._clock.monotonic(), choice.worker.capacity
+        left = None if run.request.deadline is None else max(0.0, run.request.deadline - now)
+        uncached = len(prefix.tokens) - choice.hit_blocks * capacity.block_size
+        blocks = capacity.blocks(len(prefix.tokens)) - choice.hit_blocks
+        first: int | None = None
+        for running in sequences:
+            submission = submission_of(run, running, prefix, left, self._eos_token_ids)
+            running.handle = client.submit(submission, run.sink(running), first)
+            running.client, running.claim = client, Claim(choice.worker, uncached, blocks, now)
+            if first is None:
+                # Siblings share all blocks but the last, which each may have to compute again.
+                first, uncached, blocks = running.handle, 1, 1
+        run.worker_id = choice.worker.worker_id
+
+    # ------------------------------------------------------------ the stream
+
+    def _step(self, run: RequestRun, arrival: Arrival) -> Iterator[GenerateEvent]:
+        """Yield what the client is to see of one arrival."""
+        if isinstance(arrival.event, Expired):
+            yield from self._expire(run)
+            return
+        running = run.sequences[arrival.index]
+        if arrival.attempt != running.attempt or running.done:
+            return
+        now = self._clock.monotonic()
+        match arrival.event:
+            case Granted() as granted:
+                running.output.granted(granted, now)
+                if not run.admitted:
+                    yield self._admitted(run, granted, now)
+            case Drawn() as drawn:
+                yield from self._drawn(run, running, drawn, now)
+            case Preempted():
+                running.output.preempted()
+            case Ended() as ended:
+                yield from self._ended(run, running, ended, now)
+            case Refused(error) if not isinstance(error, Unavailable | Overloaded):
+                raise error
+            case Refused() | Lost() as lost:
+                running.lose(str(lost.error) if isinstance(lost, Refused) else lost.reason)
+
+    def _admitted(self, run: RequestRun, granted: Granted, now: float) -> AdmittedEvent:
+        request, metrics = run.request, self._recorder.metrics
+        run.admitted = True
+        metrics.queue_time.observe(now - request.arrived)
+        metrics.request_prompt.observe(len(request.prompt))
+        metrics.prompt_tokens.inc(len(request.prompt))
+        metrics.cached_tokens.inc(granted.cached_tokens)
+        return AdmittedEvent(
+            request_id=run.request_id,
+            worker_id=run.worker_id,
+            prompt_tokens=len(request.prompt),
+            cached_tokens=granted.cached_tokens,
+            queue_seconds=now - request.arrived,
+            decision_id=run.decision_id,
+            trace_id=run.trace.trace_id,
+            seed=request.sampling.seed,
+            miss_reason=granted.miss_reason,
+            diverged_at=granted.diverged_at,
+        )
+
+    def _drawn(self, run: RequestRun, running: Running, drawn: Drawn, now: float) -> Iterator[GenerateEvent]:
+        output, metrics = running.output, self._recorder.metrics
+        if output.first_token_at is None:
+            metrics.time_to_first_token.observe(now - run.request.arrived)
+            run.trace.first_token()
+        else:
+            metrics.inter_token_latency.observe(now - output.last_token_at)
+        if running.claim is not None:
+            running.claim.prefilled()
+        event = output.drawn(drawn, now)
+        if event is not None:
+            metrics.generation_tokens.inc(len(event.token_ids))
+            yield event
+        if output.stop_string is not None:
+            yield self._finish(run, running, STOPPED, now)
+
+    def _ended(self, run: RequestRun, running: Running, ended: Ended, now: float) -> Iterator[GenerateEvent]:
+        if ended.reason in (FinishReason.ERROR, FinishReason.CANCELLED):
+            # Not asked for here: a failed step, or a worker that shuts down.
+            running.lose(ended.message or f"the worker ended it: {ended.reason.value}")
+            return
+        if running.claim is not None and ended.reason is not FinishReason.DEADLINE:
+            stay = now - running.claim.placed_at
+            running.claim.model.rates.finished(stay, len(running.output.tokens), now)
+        rest = running.output.rest()
+        if rest is not None:
+            yield rest
+        yield self._finish(run, running, ended, now)
+
+    def _expire(self, run: RequestRun) -> Iterator[GenerateEvent]:
+        if not run.admitted:
+            raise DeadlineExceeded("the deadline passed before the request got blocks at its worker")
+        now = self._clock.monotonic()
+        for running in run.sequences:
+            if not running.done:
+                rest = running.output.rest()
+                if rest is not None:
+                    yield rest
+                yield self._finish(run, running, EXPIRED, now)
+
+    def _finish(self, run: RequestRun, running: Running, ended: Ended, now: float) -> FinishedEvent:
+        running.leave(ended.reason)
+        running.done = True
+        event = running.output.finished(ended, now)
+        self._recorder.metrics.done(event)
+        run.trace.finished(event)
+        self._dispatcher.released()
+        return event
+
+    # ------------------------------------------------------------ another worker
+
+    async def _move_lost(self, run: RequestRun) -> None:
+        """Send sequences that lost their worker to another one. Raises EngineFailure when that happens too often."""
+        for running in run.sequences:
+            if not running.lost or running.done:
+                continue
+            reason, running.lost = running.lost, ""
+            if running.attempt > MAX_MOVES:
+                raise EngineFailure(f"the request lost {running.attempt} workers; the last one: {reason}")
+            self._admission.requeue(run.request_id)
+            self._recorder.metrics.migrations.inc()
+            await self._place(run, [running], moved=reason)
+
+
+class Recorder:
+    """Where requests leave their marks: metrics, decision records, spans. `new_id` makes request and decision ids."""
+
+    def __init__(
+        self, metrics: RouterMetrics, decisions: DecisionSink, tracer: Tracer, clock: Clock, new_id: Callable[[], str]
+    ) -> None:
+        self.metrics, self.clock, self.new_id = metrics, clock, new_id
+        self._decisions, self._tracer = decisions, tracer
+
+    def trace(self, request: ValidatedRequest, request_id: str) -> RequestTrace:
+        """Return the spans of a request."""
+        return RequestTrace(self._tracer, self.clock, request, request_id)
+
+    def decided(
+        self,
+        trace: RequestTrace,
+        kind: DecisionKind,
+        request_id: str,
+        chosen: str,
+        figures: tuple[tuple[str, float], ...],
+    ) -> None:
+        """Record a decision about admission."""
+        decision = Decision(
+            decision_id=self.new_id(),
+            kind=kind,
+            time_ns=self.clock.time_ns(),
+            chosen=chosen,
+            request_id=request_id,
+            figures=figures,
+            traceparent=trace.traceparent,
+        )
+        self._decisions.record(decision)
+        trace.decided(decision)

@@ -1,0 +1,64 @@
+"""The router's Prometheus metrics, named in vLLM's manner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from common.errors import QuireError
+from router.core.events import FinishedEvent
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 50_000, 100_000)
+
+
+class RouterMetrics:
+    """Figures of requests as clients see them. Times in seconds."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self.prompt_tokens = self._counter("prompt_tokens", "prompt tokens of admitted requests")
+        self.cached_tokens = self._counter("prompt_tokens_cached", "prompt tokens that the prefix cache served")
+        self.generation_tokens = self._counter("generation_tokens", "output tokens sent to clients")
+        self.finished = Counter(
+            "quire:request_success", "sequences that ended by themselves", ["finished_reason"], registry=registry
+        )
+        self.failed = Counter("quire:request_failure", "requests that failed", ["reason"], registry=registry)
+        self.migrations = self._counter("migrations", "sequences that went on at another worker")
+        self.time_to_first_token = self._histogram("time_to_first_token_seconds", "arrival to first token", _SECONDS)
+        self.inter_token_latency = self._histogram("inter_token_latency_seconds", "gap between outputs", _SECONDS)
+        self.queue_time = self._histogram("request_queue_time_seconds", "arrival to blocks granted", _SECONDS)
+        self.latency = self._histogram("e2e_request_latency_seconds", "arrival to end of the sequence", _SECONDS)
+        self.routing = self._histogram("routing_seconds", "prefix lookup and wait for a worker", _SECONDS)
+        self.request_prompt = self._histogram("request_prompt_tokens", "prompt tokens a request", _TOKENS)
+        self.request_generation = self._histogram("request_generation_tokens", "output tokens a sequence", _TOKENS)
+
+    def watch(self, running: Callable[[], float], waiting: Callable[[], float]) -> None:
+        """Read these gauges when they are asked for."""
+        self._gauge("num_requests_running", "requests that a worker has").set_function(running)
+        self._gauge("num_requests_waiting", "requests that wait for a worker").set_function(waiting)
+
+    def watch_workers(self, connected: Callable[[], float], index_connected: Callable[[], float]) -> None:
+        """Read these gauges when they are asked for."""
+        self._gauge("workers_connected", "workers with an open stream").set_function(connected)
+        self._gauge("prefix_index_connected", "1 when the prefix index answers").set_function(index_connected)
+
+    def done(self, event: FinishedEvent) -> None:
+        """Count the end of one sequence."""
+        self.finished.labels(event.reason.value).inc()
+        self.latency.observe(event.timings.total_seconds)
+        self.request_generation.observe(event.usage.output_tokens)
+
+    def refused(self, error: QuireError) -> None:
+        """Count a request that ended in an error."""
+        self.failed.labels(error.reason).inc()
+
+    def _counter(self, name: str, help_: str) -> Counter:
+        return Counter(f"quire:{name}", help_, registry=self._registry)
+
+    def _gauge(self, name: str, help_: str) -> Gauge:
+        return Gauge(f"quire:{name}", help_, registry=self._registry)
+
+    def _histogram(self, name: str, help_: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"quire:{name}", help_, buckets=buckets, registry=self._registry)

@@ -1,0 +1,156 @@
+"""One request while it runs: its sequences, where each of them is, and the events that wait to be sent."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from common.hashing import chain, chain_root, key_of
+from common.types import BlockHash, FinishReason, PoolIdentity
+from router.core.events import ValidatedRequest
+from router.core.outputs import SequenceEvent
+from router.core.routing import Placement
+from router.core.waiting_line import Ticket
+from router.dispatcher import Claim, Job
+from router.output_stream import OutputStream
+from router.request_trace import RequestTrace
+from router.worker_client import Sink, WorkerClient
+from router.worker_convert import Submission
+
+
+@dataclass(frozen=True, slots=True)
+class Expired:
+    """The request's deadline has passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """An event of one run of one sequence; what comes of an earlier run is out of date."""
+
+    index: int
+    attempt: int
+    event: SequenceEvent | Expired
+
+
+@dataclass(slots=True)
+class Running:
+    """One sequence, and its place at a worker while it has one. `attempt` counts its runs."""
+
+    output: OutputStream
+    client: WorkerClient | None = None
+    handle: int = 0
+    claim: Claim | None = None
+    attempt: int = 0
+    done: bool = False
+    # Why the last run ended early, until the next one begins.
+    lost: str = ""
+
+    def leave(self, reason: FinishReason | None) -> None:
+        """Give up the place; the worker is told when there is a reason to tell it."""
+        if self.client is not None and reason is not None:
+            self.client.cancel(self.handle, reason)
+        if self.claim is not None:
+            self.claim.release()
+        self.client, self.claim = None, None
+
+    def lose(self, reason: str) -> None:
+        """The place is gone; another run may begin elsewhere."""
+        self.leave(None)
+        self.lost = reason
+
+
+class RequestRun:
+    """A request's sequences and the inbox that their workers fill."""
+
+    def __init__(self, request: ValidatedRequest, request_id: str, trace: RequestTrace) -> None:
+        self.request, self.request_id, self.trace = request, request_id, trace
+        self.sequences: list[Running] = []
+        self.inbox: asyncio.Queue[Arrival] = asyncio.Queue()
+        self.admitted = False
+        self.worker_id = ""
+        self.decision_id = ""
+        self.ticket: Ticket[Job] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def live(self) -> bool:
+        """Whether some sequence has not ended."""
+        return not all(sequence.done for sequence in self.sequences)
+
+    def sink(self, running: Running) -> Sink:
+        """Return where a worker reports the next run of a sequence."""
+        running.attempt += 1
+        index, attempt, put = running.output.index, running.attempt, self.inbox.put_nowait
+        return lambda event: put(Arrival(index, attempt, event))
+
+    def expire_in(self, seconds: float) -> None:
+        """Let Expired arrive after so many seconds."""
+        arrival = Arrival(-1, 0, Expired())
+        self._timer = asyncio.get_running_loop().call_later(max(0.0, seconds), self.inbox.put_nowait, arrival)
+
+    def close(self, reason: FinishReason) -> None:
+        """Give up whatever still runs."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for running in self.sequences:
+            running.leave(reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The tokens of a sequence so far, prompt first, and the hash chain over their full blocks."""
+
+    tokens: tuple[int, ...]
+    keys: tuple[BlockHash, ...]
+    tail: bytes
+
+    @staticmethod
+    def of(request: ValidatedRequest, identity: PoolIdentity, output: list[int]) -> Prefix:
+        """Hash the chain; about 0.6 microseconds a block. A request that is not to be cached has no keys."""
+        tokens = (*request.prompt, *output)
+        extra = [("salt", request.salt)] if request.salt else []
+        root = chain_root(
+            identity.model_fingerprint,
+            identity.tokenizer_fingerprint,
+            identity.block_size,
+            request.cache_domain,
+            extra,
+        )
+        if request.no_cache:
+            return Prefix(tokens, (), root)
+        links = chain(root, tokens, identity.block_size)
+        return Prefix(tokens, tuple(map(key_of, links)), links[-1] if links else root)
+
+
+def placement_of(run: RequestRun, prefix: Prefix, sequences: int) -> Placement:
+    """Return what is to be placed."""
+    request = run.request
+    return Placement(
+        request_id=run.request_id,
+        prompt_tokens=len(prefix.tokens),
+        max_length=request.max_length,
+        max_tokens=request.max_length - len(prefix.tokens),
+        sequences=sequences,
+        traceparent=run.trace.traceparent,
+    )
+
+
+def submission_of(
+    run: RequestRun, running: Running, prefix: Prefix, timeout: float | None, eos_token_ids: tuple[int, ...]
+) -> Submission:
+    """Return one sequence for a worker; `timeout` in seconds from now."""
+    request = run.request
+    return Submission(
+        request_id=run.request_id,
+        index=running.output.index,
+        tokens=prefix.tokens,
+        chain=prefix.keys,
+        chain_tail=prefix.tail,
+        sampling=request.sampling,
+        priority=request.priority,
+        timeout=timeout,
+        traceparent=run.trace.traceparent,
+        output_before=len(prefix.tokens) - len(request.prompt),
+        no_cache=request.no_cache,
+        eos_token_ids=eos_token_ids,
+    )

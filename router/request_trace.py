@@ -1,0 +1,82 @@
+"""The spans of one request at the router: `request` around all, `queue` and `route` until it is placed, `stream`."""
+
+from __future__ import annotations
+
+from opentelemetry.trace import Span, Status, StatusCode, Tracer, set_span_in_context
+
+from common.clock import Clock
+from common.telemetry import context_from, traceparent_of
+from common.telemetry.decisions import add_decision
+from common.types import Decision
+from router.core.events import FinishedEvent, ValidatedRequest
+
+
+class RequestTrace:
+    """Costs nothing where the request is not sampled. `traceparent` is what the worker's spans hang under."""
+
+    def __init__(self, tracer: Tracer, clock: Clock, request: ValidatedRequest, request_id: str) -> None:
+        self._tracer, self._clock = tracer, clock
+        self._span = tracer.start_span("request", context_from(request.traceparent))
+        self.recording = self._span.is_recording()
+        context = self._span.get_span_context()
+        self.trace_id = f"{context.trace_id:032x}" if self.recording else ""
+        self.traceparent = traceparent_of(set_span_in_context(self._span)) if self.recording else ""
+        self._arrived_ns = clock.time_ns()
+        self._looked_up_ns = self._arrived_ns
+        self._stream: Span | None = None
+        if self.recording:
+            self._span.set_attributes(
+                {
+                    "quire.request_id": request_id,
+                    "quire.prompt_tokens": len(request.prompt),
+                    "quire.max_tokens": request.sampling.max_tokens,
+                    "quire.sequences": request.sampling.n,
+                    "quire.priority": request.priority,
+                }
+            )
+
+    def decided(self, decision: Decision) -> None:
+        """Put a decision on the request."""
+        add_decision(self._span, decision)
+
+    def placed(self, decision: Decision, looked_up_ns: int) -> None:
+        """The request has a worker: `queue` ends, `route` began with the lookup, `stream` begins."""
+        if not self.recording:
+            return
+        now, within = self._clock.time_ns(), set_span_in_context(self._span)
+        self._tracer.start_span("queue", within, start_time=self._arrived_ns).end(looked_up_ns)
+        route = self._tracer.start_span("route", within, start_time=looked_up_ns)
+        add_decision(route, decision)
+        route.end(now)
+        if self._stream is None:
+            self._stream = self._tracer.start_span("stream", within, start_time=now)
+        self._arrived_ns = now
+
+    def first_token(self) -> None:
+        """Note when the client could see the first token."""
+        if self._stream is not None:
+            self._stream.add_event("first token", timestamp=self._clock.time_ns())
+
+    def finished(self, event: FinishedEvent) -> None:
+        """Note the end of one sequence."""
+        if self._stream is not None:
+            self._stream.add_event(
+                "finished",
+                {
+                    "quire.index": event.index,
+                    "quire.finish_reason": event.reason.value,
+                    "quire.output_tokens": event.usage.output_tokens,
+                    "quire.cached_tokens": event.usage.cached_tokens,
+                    "quire.preemptions": event.usage.preemptions,
+                },
+                self._clock.time_ns(),
+            )
+
+    def end(self, failure: str) -> None:
+        """End all spans; `failure` says what went wrong, "" that nothing did."""
+        if not self.recording:
+            return
+        for span in (self._stream, self._span):
+            if span is not None:
+                span.set_status(Status(StatusCode.ERROR, failure) if failure else Status(StatusCode.OK))
+                span.end(self._clock.time_ns())

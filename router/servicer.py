@@ -1,0 +1,104 @@
+"""InferenceService over gRPC: translates calls into the router's ports; decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any, Protocol
+
+from grpc import aio
+from opentelemetry import trace
+
+from common.clock import Clock
+from common.errors import DeadlineExceeded, FieldViolation, InvalidRequest
+from common.telemetry import traceparent_of
+from common.types import FinishReason
+from quire.inference.v1 import inference_pb2 as pb
+from quire.inference.v1 import inference_pb2_grpc as rpc
+from router.convert import event_to_proto, model_to_proto, unary_to_proto
+from router.core.events import FinishedEvent, GenerateEvent
+from router.ports import CallContext, Frontend, ModelCard, RequestValidator, TextCodec
+
+Context = aio.ServicerContext[Any, Any]
+# Calls without a deadline report a time left of decades.
+_NO_DEADLINE_SECONDS = 30 * 86_400.0
+
+
+class StatusSource(Protocol):
+    """Who knows the state of the router."""
+
+    def model(self) -> ModelCard: ...
+
+    def status(self) -> pb.GetStatusResponse: ...
+
+
+class InferenceServicer(rpc.InferenceServiceServicer):
+    """Answers clients. Errors are mapped by the server's interceptor; a cancelled call closes its events."""
+
+    def __init__(
+        self,
+        frontend: Frontend,
+        validator: RequestValidator,
+        codec: TextCodec,
+        status: StatusSource,
+        clock: Clock,
+    ) -> None:
+        self._frontend, self._validator, self._codec = frontend, validator, codec
+        self._status, self._clock = status, clock
+
+    async def Generate(  # noqa: N802
+        self, request: pb.GenerateRequest, context: Context
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        """Stream one request."""
+        validated = await self._validator.validate(request, self._call(context))
+        async with aclosing(self._frontend.generate(validated)) as events:
+            async for event in events:
+                yield event_to_proto(event)
+
+    async def GenerateUnary(  # noqa: N802
+        self, request: pb.GenerateUnaryRequest, context: Context
+    ) -> pb.GenerateUnaryResponse:
+        """Answer one request as a whole. DEADLINE_EXCEEDED when the deadline cut it short."""
+        validated = await self._validator.validate(request.request, self._call(context))
+        events: list[GenerateEvent] = []
+        async with aclosing(self._frontend.generate(validated)) as stream:
+            async for event in stream:
+                events.append(event)  # noqa: PERF401 - a comprehension would hide that this awaits
+        if any(isinstance(event, FinishedEvent) and event.reason is FinishReason.DEADLINE for event in events):
+            raise DeadlineExceeded(
+                "the deadline passed before every sequence had finished; stream to get its beginning"
+            )
+        return unary_to_proto(events, validated.sampling.n)
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:  # noqa: N802
+        """Return the tokens of a prompt."""
+        special = request.add_special_tokens if request.HasField("add_special_tokens") else True
+        return pb.TokenizeResponse(token_ids=await self._codec.encode(request.prompt, special))
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:  # noqa: N802
+        """Return the text of tokens."""
+        if not request.token_ids:
+            raise InvalidRequest(FieldViolation("token_ids", "is empty; expected at least one token id"))
+        skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+        return pb.DetokenizeResponse(text=self._codec.decode(request.token_ids, skip))
+
+    async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:  # noqa: N802
+        """Return what is served."""
+        return model_to_proto(self._status.model())
+
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:  # noqa: N802
+        """Return queue and workers."""
+        return self._status.status()
+
+    def _call(self, context: Context) -> CallContext:
+        now, left = self._clock.monotonic(), context.time_remaining()
+        deadline = now + left if left is not None and left < _NO_DEADLINE_SECONDS else None
+        return CallContext(now, deadline, _traceparent(context))
+
+
+def _traceparent(context: Context) -> str:
+    """Return the span of this call when there is one, else what the client sent."""
+    if trace.get_current_span().get_span_context().is_valid:
+        return traceparent_of()
+    sent = dict(context.invocation_metadata() or ()).get("traceparent", "")
+    return sent if isinstance(sent, str) else ""
