@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -170,12 +171,11 @@ class Answer:
 
     def _legacy(self, tokens: Sequence[TokenLogprobs]) -> Json:
         names = [self._name(token.token_id) for token in tokens]
-        offsets = [sum(map(len, names[:place])) for place in range(len(names))]
         return {
             "tokens": names,
             "token_logprobs": [token.logprob for token in tokens],
             "top_logprobs": [{self._name(token_id): logprob for token_id, logprob in each.top} for each in tokens],
-            "text_offset": offsets,
+            "text_offset": list(itertools.accumulate(map(len, names[:-1]), initial=0)),
         }
 
     def _name(self, token_id: int) -> str:

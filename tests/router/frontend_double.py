@@ -1,0 +1,67 @@
+"""A Frontend that plays a script, in place of admission, routing and workers; it records what it was asked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable
+
+from common.errors import QuireError
+from common.types import FinishReason, MissReason, TokenLogprobs, Usage
+from router.core.events import AdmittedEvent, FinishedEvent, GenerateEvent, Timings, TokensEvent, ValidatedRequest
+
+TIMINGS = Timings(0.0, 0.1, 0.01, 0.2)
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+Step = GenerateEvent | QuireError | asyncio.Event
+Script = Callable[[ValidatedRequest], Iterable[Step]]
+
+
+def admitted(request: ValidatedRequest, cached: int = 0) -> AdmittedEvent:
+    return AdmittedEvent(
+        request_id=request.request_id or "made-up",
+        worker_id="worker-0",
+        prompt_tokens=len(request.prompt),
+        cached_tokens=cached,
+        queue_seconds=0.0,
+        decision_id="d1",
+        trace_id=TRACE_ID,
+        seed=request.sampling.seed,
+        miss_reason=MissReason.NEVER_SEEN,
+    )
+
+
+def tokens(text: str, *ids: int, index: int = 0, logprobs: tuple[TokenLogprobs, ...] = ()) -> TokensEvent:
+    return TokensEvent(index, text, ids or (7,), logprobs)
+
+
+def finished(
+    output: int, index: int = 0, reason: FinishReason = FinishReason.STOP, stop: str | None = None, message: str = ""
+) -> FinishedEvent:
+    return FinishedEvent(index, reason, Usage(output_tokens=output), TIMINGS, stop_string=stop, message=message)
+
+
+class ScriptedFrontend:
+    """Yields a script's events, raises its errors, and waits at its asyncio.Events."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Go back to the script of a short answer; forget what was asked."""
+        self.script: Script = lambda request: [admitted(request), tokens("Hello"), tokens(" world"), finished(2)]
+        self.requests: list[ValidatedRequest] = []
+        # Set when the script waits, and when a request has ended, however it ended.
+        self.reached, self.closed = asyncio.Event(), asyncio.Event()
+
+    async def generate(self, request: ValidatedRequest) -> AsyncGenerator[GenerateEvent, None]:
+        self.requests.append(request)
+        try:
+            for step in self.script(request):
+                if isinstance(step, QuireError):
+                    raise step
+                if isinstance(step, asyncio.Event):
+                    self.reached.set()
+                    await step.wait()
+                else:
+                    yield step
+        finally:
+            self.closed.set()
