@@ -129,11 +129,15 @@ class Books:
         return missing
 
     def place(self, block: Block, sequence: Sequence) -> None:
-        """Append a block without content to a row; others may share it at once if the prompt says what it will hold."""
+        """Append a block without content to a row; others may share it at once if the prompt says what it will hold.
+
+        Not the block of the last known token: if a sharer filled that slot first, the sequence could never compute its
+        logits, for a slot is written once.
+        """
         index, chain = len(sequence.row), sequence.chain
         self.describe(block, sequence, index)
         sequence.row.append(block.id)
-        if index < len(chain) and index < sequence.known // self.config.block_size and self.config.caches:
+        if index < len(chain) and index < self.config.hits_of(sequence.known) and self.config.caches:
             self.cache.expect(block, chain[index])
 
     def describe(self, block: Block, sequence: Sequence, index: int) -> None:

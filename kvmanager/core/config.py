@@ -33,6 +33,10 @@ class LedgerConfig:
         """Return how many blocks hold `tokens` slots."""
         return -(-tokens // self.block_size)
 
+    def hits_of(self, known: int) -> int:
+        """Return how many leading full blocks of a sequence may be shared: not the one that holds its last token."""
+        return (known - 1) // self.block_size
+
     @property
     def caches(self) -> bool:
         """Whether sealed blocks are kept and published."""

@@ -89,7 +89,7 @@ def _restore_claims(books: Admission, claims: tuple[Claim, ...]) -> list[Restore
 
 def _restore_content(books: Admission, sequence: Sequence, row: tuple[BlockId, ...]) -> None:
     """Say what the blocks of a row hold or will hold; hashes of sealed blocks continue the chain of the prompt."""
-    chain, full = sequence.chain, sequence.known // books.config.block_size
+    chain, full = sequence.chain, books.config.hits_of(sequence.known)
     for index, block_id in enumerate(row):
         if block_id == TRIMMED:
             continue
