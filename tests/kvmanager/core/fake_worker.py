@@ -1,6 +1,6 @@
 """A small worker that keeps the lease protocol, one step at a time, with content that shows every wrong read.
 
-A slot holds the digest of all tokens up to its own; a sequence that reads a slot compares it with its own tokens. Nothing
+A slot holds the digest of all tokens up to its own; a sequence that reads it compares that with its own tokens. Nothing
 overlaps here (no step is in flight when a report is made): the executable model of the protocol has that.
 """
 

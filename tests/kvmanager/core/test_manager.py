@@ -1,0 +1,153 @@
+"""Who may attach, under which epoch, and whose reports count."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from common.clock import ManualClock
+from common.errors import NotFound
+from common.lease import Attach, AttachOk, AttachRejected
+from common.types import KvGeometry, PoolIdentity
+from kvmanager.core.config import LedgerConfig
+from kvmanager.core.manager import Manager, ManagerConfig, Session
+
+from .support import EMPTY, counted_ids
+
+GEOMETRY = KvGeometry(num_layers=2, num_kv_heads=1, head_dim_k=8, head_dim_v=8, dtype="float32")
+IDENTITY = PoolIdentity("model" * 6, "tokenizer" * 3, 16, GEOMETRY)
+
+
+def make_manager(epoch: int = 5, **options: Any) -> Manager:
+    return Manager(ManagerConfig(**options), ManualClock(), counted_ids(), epoch)
+
+
+def attach(worker: str = "w0", session: int = 1, **options: Any) -> Attach:
+    options.setdefault("identity", IDENTITY)
+    return Attach(worker, b"i" * 16, session, options.pop("epoch_seen", 0), num_blocks=options.pop("blocks", 8), **options)
+
+
+def opened(manager: Manager, request: Attach) -> Session:
+    answer = manager.attach(request)
+    assert isinstance(answer, Session)
+    return answer
+
+
+def refused(manager: Manager, request: Attach) -> AttachRejected:
+    answer = manager.attach(request)
+    assert isinstance(answer, AttachRejected)
+    return answer
+
+
+def test_a_worker_attaches_and_is_answered_once_its_inventory_is_in() -> None:
+    manager = make_manager()
+    session = opened(manager, attach(max_num_seqs=3))
+    assert manager.workers() == ()
+    with pytest.raises(NotFound):
+        manager.ledger("w0")
+    assert manager.complete(session, EMPTY) == AttachOk(epoch=5, lease_target=0)
+    assert manager.workers() == ("w0",)
+    assert manager.ledger("w0") is session.ledger
+    assert session.ledger.config == LedgerConfig(8, 16, max_num_seqs=3)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "epoch"),
+    [
+        ({"redis_counter": 7}, 8),
+        ({"redis_counter": 0, "state_file": 9}, 10),
+        ({"redis_counter": 1, "state_file": 2, "seen": 30}, 31),
+        ({}, 6),
+    ],
+)
+def test_the_epoch_is_one_more_than_the_highest_of_all(numbers: dict[str, int], epoch: int) -> None:
+    manager = make_manager()
+    assert manager.adopt_epoch(**numbers) == epoch
+    assert manager.epoch == epoch
+
+
+def test_a_worker_that_has_seen_a_higher_epoch_is_not_answered_before_one_is_taken() -> None:
+    manager = make_manager(epoch=1)
+    session = opened(manager, attach(epoch_seen=40))
+    assert manager.needs_epoch(session.attach)
+    with pytest.raises(ValueError, match="epoch 40"):
+        manager.complete(session, EMPTY)
+    manager.adopt_epoch(redis_counter=1, seen=40)
+    assert manager.complete(session, EMPTY).epoch == 41
+
+
+def test_a_second_attach_waits_until_the_first_session_is_over() -> None:
+    manager = make_manager()
+    first = opened(manager, attach())
+    answer = refused(manager, attach(session=2))
+    assert answer.retry
+    assert "w0" in answer.reason
+    manager.detach(first)
+    second = opened(manager, attach(session=2))
+    assert manager.current(second)
+    assert not manager.current(first)
+
+
+def test_a_late_end_of_a_replaced_session_does_not_touch_the_new_one() -> None:
+    manager = make_manager()
+    first = opened(manager, attach())
+    manager.detach(first)
+    second = opened(manager, attach(session=2))
+    manager.detach(first)
+    assert manager.current(second)
+    assert (first.key, second.key) == ((b"i" * 16, 1), (b"i" * 16, 2))
+
+
+def test_a_quarantined_session_is_counted_and_may_attach_again() -> None:
+    manager = make_manager()
+    first = opened(manager, attach())
+    manager.quarantine(first)
+    assert manager.violations == 1
+    assert not manager.current(first)
+    opened(manager, attach(session=2))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "field", "ours", "other", "flag"),
+    [
+        (replace(IDENTITY, block_size=32), "block_size", "16", "32", "--block-size"),
+        (replace(IDENTITY, model_fingerprint="m2"), "model_fingerprint", "model" * 6, "m2", "--model"),
+        (replace(IDENTITY, tokenizer_fingerprint="t2"), "tokenizer_fingerprint", "tokenizer" * 3, "t2", "--model"),
+        (replace(IDENTITY, kv_geometry=replace(GEOMETRY, dtype="bfloat16")), "kv_geometry.dtype", "float32", "bfloat16", "--model or --dtype"),
+        (replace(IDENTITY, kv_geometry=replace(GEOMETRY, num_layers=3)), "kv_geometry.num_layers", "2", "3", "--model or --dtype"),
+    ],
+    ids=["block size", "model", "tokenizer", "dtype", "layers"],
+)  # fmt: skip
+@pytest.mark.parametrize("configured", [True, False])
+def test_a_worker_of_another_kind_is_refused_with_both_values_and_the_flag(
+    theirs: PoolIdentity, field: str, ours: str, other: str, flag: str, configured: bool
+) -> None:
+    manager = make_manager(identity=IDENTITY if configured else None)
+    if not configured:
+        manager.detach(opened(manager, attach("first")))
+    answer = refused(manager, attach(identity=theirs))
+    assert not answer.retry
+    (mismatch,) = answer.mismatches
+    assert (mismatch.field, mismatch.ours, mismatch.theirs, mismatch.flag) == (field, ours, other, flag)
+    assert ours in answer.reason
+    assert other in answer.reason
+    assert flag in answer.reason
+
+
+@pytest.mark.parametrize("wrong", [{"blocks": 0}, {"max_num_seqs": 0}, {"worker": ""}])
+def test_an_attach_without_substance_is_refused_and_fixes_no_identity(wrong: dict[str, Any]) -> None:
+    manager = make_manager()
+    assert not refused(manager, attach(**wrong)).retry
+    assert manager.identity is None
+
+
+def test_workers_have_ledgers_of_their_own() -> None:
+    manager = make_manager(runway="max")
+    sessions = [opened(manager, attach(worker, blocks=blocks)) for worker, blocks in (("w1", 4), ("w0", 6))]
+    for session in sessions:
+        manager.complete(session, EMPTY)
+    assert manager.workers() == ("w0", "w1")
+    assert [manager.ledger(worker).config.num_blocks for worker in manager.workers()] == [6, 4]
+    assert manager.ledger("w0").config.runway == "max"

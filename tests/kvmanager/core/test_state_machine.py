@@ -1,0 +1,135 @@
+"""Any order of what can happen to a ledger: Hypothesis picks it, with messages under way in both directions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from common.lease import Batch, Report
+from common.types import SequencePhase
+from kvmanager.core.index_events import IndexReplica
+from kvmanager.core.ledger import Ledger
+
+from .fake_worker import FakeWorker
+from .support import make_ledger
+
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+
+
+class LedgerLife(RuleBasedStateMachine):
+    """One ledger and one worker; reports and batches wait in line until a rule delivers the first of them."""
+
+    ledger: Ledger
+    worker: FakeWorker
+
+    @initialize(
+        num_blocks=st.integers(3, 12),
+        block_size=st.sampled_from([1, 2, 4]),
+        reach=st.sampled_from([32, 128]),
+        runway=st.sampled_from(["lease", "lease", "max"]),
+        window=st.sampled_from([0, 0, 0, 4]),
+        max_num_seqs=st.integers(1, 5),
+    )
+    def start(self, num_blocks: int, block_size: int, window: int, **options: Any) -> None:
+        options["runway_reach"] = options.pop("reach")
+        self.ledger = make_ledger(num_blocks, block_size, window=window, **options)
+        self.worker = FakeWorker(num_blocks, block_size, window=window)
+        self.replica = IndexReplica()
+        self.reports: list[Report] = []
+        self.batches: list[Batch | None] = []
+
+    @rule(tokens=TOKENS, more=st.integers(0, 12), priority=st.integers(0, 1), cached=st.booleans())
+    def submit(self, tokens: list[int], more: int, priority: int, cached: bool) -> None:
+        self.worker.submit(tokens, len(tokens) + more, priority, cached=cached)
+
+    @precondition(lambda self: self.worker.live)
+    @rule(data=st.data(), more=st.integers(0, 8))
+    def fork(self, data: st.DataObject, more: int) -> None:
+        parent = data.draw(st.sampled_from(list(self.worker.live.values())))
+        known, entry = parent.reserve.known, parent.reserve
+        cached = bool(entry.chain) or known < self.worker.block_size
+        self.worker.submit(parent.tokens[:known], known + more, entry.priority, entry.sequence, cached)
+
+    @precondition(lambda self: self.worker.live)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        self.worker.cancel(data.draw(st.sampled_from(list(self.worker.live))))
+
+    @rule(budget=st.sampled_from([1, 3, 64]))
+    def step(self, budget: int) -> None:
+        self.worker.step(budget)
+        self.reports.append(self.worker.report())
+
+    @precondition(lambda self: self.reports)
+    @rule()
+    def report_arrives(self) -> None:
+        self.ledger.apply(self.reports.pop(0))
+        self.ledger.check_invariants()
+        self.batches.append(self.ledger.schedule())
+
+    @precondition(lambda self: self.batches)
+    @rule()
+    def batch_arrives(self) -> None:
+        self.worker.deliver(self.batches.pop(0))
+
+    @rule()
+    def stream_breaks(self) -> None:
+        self.reports.clear()
+        self.batches.clear()
+        self.ledger.rebuild(self.worker.inventory())
+        self.ledger.check_invariants()
+        self.batches.append(self.ledger.schedule())
+
+    @rule()
+    def reset(self) -> None:
+        assert self.ledger.reset() is (self.ledger.pool().row == 0)
+
+    @rule()
+    def clone(self) -> None:
+        twin = self.ledger.clone()
+        assert twin.state_key() == self.ledger.state_key()
+        self.ledger = twin
+
+    @invariant()
+    def books_agree(self) -> None:
+        self.ledger.check_invariants()
+
+    @invariant()
+    def the_index_follows(self) -> None:
+        assert self.replica.apply(self.ledger.drain_index_events())
+        assert self.replica.depths == {key: entry.depth for key, entry in self.ledger.cache.entries.items()}
+
+    @invariant()
+    def both_sides_agree_when_nothing_is_under_way(self) -> None:
+        if self.reports or self.batches or self.worker.reserved or self.worker.bound or self.worker.trimmed:
+            return
+        theirs = {number: live.row for number, live in self.worker.live.items() if live.row}
+        draining = {live.phase for live in self.worker.live.values()} & {SequencePhase.DRAINING_FINISH}
+        if not draining and not self.worker.ended:
+            assert {number: each.row for number, each in self.ledger.sequences.items() if each.row} == theirs
+
+    def teardown(self) -> None:
+        """Whatever happened: when messages flow again, every request ends and every block is free or cached."""
+        if not hasattr(self, "ledger"):
+            return
+        for _ in range(3000):
+            while self.reports or self.batches:
+                while self.reports:
+                    self.report_arrives()
+                while self.batches:
+                    self.batch_arrives()
+            if not (self.worker.live or self.worker.ended or self.worker.pool):
+                break
+            self.step(64)
+        pool = self.ledger.pool()
+        assert not self.worker.live, "a request never ended"
+        assert (pool.row, pool.leased, pool.waiting, pool.free + pool.cached) == (0, 0, 0, pool.num_blocks)
+
+
+LedgerLife.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+TestLedgerLife = LedgerLife.TestCase
