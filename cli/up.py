@@ -82,7 +82,7 @@ class UpSettings(Settings):
             redis_url=self.redis_url,
             state_dir=self.state_dir,
             worker_flags=(*shared, *worker_flags),
-            router_flags=shared,
+            router_flags=(*shared, "--load-format", self.load_format),
             manager_flags=shared,
         )
 

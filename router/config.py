@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -16,6 +16,9 @@ class RouterSettings(ServiceSettings):
     service: ClassVar[str] = "router"
 
     model: Path = Field(..., description="folder of the checkpoint, for its tokenizer and chat template")
+    load_format: Literal["auto", "safetensors", "dummy"] = Field(
+        "auto", description="dummy: weights are random, so the first worker tells which model it is"
+    )
     block_size: BlockSize = Field(16, description="slots in a block; the same on every service")
     port: Port = Field(50051, description="gRPC port; 0 takes a free one")
     http_port: Port = Field(
@@ -24,7 +27,7 @@ class RouterSettings(ServiceSettings):
     worker: Addresses = Field((), description="HOST:PORT of a GPU worker; repeat it; else Redis tells")
     max_queued_requests: Count = Field(1024, description="requests that may wait for a worker")
     max_tokens_in_flight: Count | None = Field(
-        None, description="prompt and output tokens of all admitted requests; unset: what the workers' pools hold"
+        None, description="prompt and output tokens of all requests inside; unset: the queue is the only bound"
     )
     lease_ttl: Seconds = Field(5.0, description="seconds that a worker found in Redis counts without renewal")
     decision_ring: Count = Field(100_000, description="decision records kept in memory")

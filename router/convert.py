@@ -70,7 +70,7 @@ def admitted_to_proto(event: AdmittedEvent) -> pb.Admitted:
 def finished_to_proto(event: FinishedEvent) -> pb.Finished:
     """Return the message of a sequence's end."""
     usage, timings = event.usage, event.timings
-    return pb.Finished(
+    message = pb.Finished(
         index=event.index,
         reason=_FINISH[event.reason],
         usage=types_pb2.Usage(
@@ -86,9 +86,12 @@ def finished_to_proto(event: FinishedEvent) -> pb.Finished:
             time_per_output_token=timings.time_per_output_token,
             total_seconds=timings.total_seconds,
         ),
-        stop_string=event.stop_string,
-        stop_token_id=event.stop_token_id,
     )
+    if event.stop_string is not None:
+        message.stop_string = event.stop_string
+    elif event.stop_token_id is not None:
+        message.stop_token_id = event.stop_token_id
+    return message
 
 
 def logprobs_to_proto(entry: TokenLogprobs) -> types_pb2.TokenLogprobs:

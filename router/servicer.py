@@ -10,7 +10,7 @@ from grpc import aio
 from opentelemetry import trace
 
 from common.clock import Clock
-from common.errors import DeadlineExceeded, FieldViolation, InvalidRequest
+from common.errors import DeadlineExceeded
 from common.telemetry import traceparent_of
 from common.types import FinishReason
 from quire.inference.v1 import inference_pb2 as pb
@@ -46,18 +46,14 @@ class InferenceServicer(rpc.InferenceServiceServicer):
         self._frontend, self._validator, self._codec = frontend, validator, codec
         self._status, self._clock = status, clock
 
-    async def Generate(  # noqa: N802
-        self, request: pb.GenerateRequest, context: Context
-    ) -> AsyncIterator[pb.GenerateResponse]:
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Stream one request."""
         validated = await self._validator.validate(request, self._call(context))
         async with aclosing(self._frontend.generate(validated)) as events:
             async for event in events:
                 yield event_to_proto(event)
 
-    async def GenerateUnary(  # noqa: N802
-        self, request: pb.GenerateUnaryRequest, context: Context
-    ) -> pb.GenerateUnaryResponse:
+    async def GenerateUnary(self, request: pb.GenerateUnaryRequest, context: Context) -> pb.GenerateUnaryResponse:
         """Answer one request as a whole. DEADLINE_EXCEEDED when the deadline cut it short."""
         validated = await self._validator.validate(request.request, self._call(context))
         events: list[GenerateEvent] = []
@@ -70,23 +66,21 @@ class InferenceServicer(rpc.InferenceServiceServicer):
             )
         return unary_to_proto(events, validated.sampling.n)
 
-    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:  # noqa: N802
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Return the tokens of a prompt."""
         special = request.add_special_tokens if request.HasField("add_special_tokens") else True
         return pb.TokenizeResponse(token_ids=await self._codec.encode(request.prompt, special))
 
-    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:  # noqa: N802
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Return the text of tokens."""
-        if not request.token_ids:
-            raise InvalidRequest(FieldViolation("token_ids", "is empty; expected at least one token id"))
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
         return pb.DetokenizeResponse(text=self._codec.decode(request.token_ids, skip))
 
-    async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:  # noqa: N802
+    async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         """Return what is served."""
         return model_to_proto(self._status.model())
 
-    async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:  # noqa: N802
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         """Return queue and workers."""
         return self._status.status()
 

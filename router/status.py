@@ -1,4 +1,4 @@
-"""What `GetStatus` and `GetModel` tell: the queue, each worker with its load and rates, and the model that is served."""
+"""What `GetStatus` and `GetModel` tell: the queue, each worker with its load and rates, the model that is served."""
 
 from __future__ import annotations
 

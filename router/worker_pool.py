@@ -67,11 +67,11 @@ class WorkerPool:
         self._router, self._clock, self._pacing = router, clock, pacing
         self._members: dict[str, Member] = {}
         self._incarnations: dict[str, bytes] = {}
-        self._listener: PoolListener | None = None
+        self._listeners: list[PoolListener] = []
 
     def listen(self, listener: PoolListener) -> None:
-        """Name who is told of changes."""
-        self._listener = listener
+        """Add one who is told of changes."""
+        self._listeners.append(listener)
 
     # ------------------------------------------------------------ membership
 
@@ -149,6 +149,7 @@ class WorkerPool:
             member.state, member.reason = member.model.trouble(now) or (WorkerState.CONNECTED, "")
             if member.state is not before:
                 log.info("worker %s is %s", member.name, member.state, extra={"reason": member.reason})
+                self._tell_all()
             if member.state is WorkerState.HUNG and member.model.outstanding and self.usable:
                 member.client.abandon(f"hung: {member.reason}")
 
@@ -174,18 +175,16 @@ class WorkerPool:
         member.model = WorkerModel(facts.worker_id, facts.capacity, _idle(facts), heartbeat_at=now)
         member.state, member.reason = WorkerState.CONNECTED, ""
         log.info("worker %s connected", facts.worker_id, extra={"address": client.address})
-        if self._listener is not None:
-            if known not in (None, facts.incarnation):
-                self._listener.cache_lost(facts.worker_id)
-            self._listener.capacity_changed()
+        for listener in self._listeners if known not in (None, facts.incarnation) else ():
+            listener.cache_lost(facts.worker_id)
+        self._tell_all()
 
     def heartbeat(self, client: WorkerClient, load: Load) -> None:
         """Take in a worker's load."""
         member = self._members.get(client.address)
         if member is not None and member.model is not None and member.client is client:
             member.model.heartbeat(load, self._clock.monotonic())
-            if self._listener is not None:
-                self._listener.capacity_changed()
+            self._tell_all()
 
     def disconnected(self, client: WorkerClient, error: QuireError) -> None:
         """Note why a worker cannot be used."""
@@ -197,8 +196,11 @@ class WorkerPool:
         if member.model is not None or member.reason != str(error):
             log.warning("worker %s is not connected", member.name, extra={"reason": str(error)})
         member.model, member.facts, member.state, member.reason = None, None, state, str(error)
-        if self._listener is not None:
-            self._listener.capacity_changed()
+        self._tell_all()
+
+    def _tell_all(self) -> None:
+        for listener in self._listeners:
+            listener.capacity_changed()
 
 
 def _idle(facts: WorkerFacts) -> Load:

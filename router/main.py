@@ -1,0 +1,203 @@
+"""The router's process: builds everything, serves, drains. The only place of this service that names classes."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+import uvloop
+from redis.asyncio import Redis
+
+from common.clock import SystemClock
+from common.config import load_or_exit, refuse
+from common.decisions import DecisionRing
+from common.errors import InvalidConfig, QuireError
+from common.fingerprint import model_fingerprint
+from common.logs import setup_logging
+from common.metrics import new_registry
+from common.rpc.server import RpcServer
+from common.telemetry.provider import setup as setup_telemetry
+from common.telemetry.server_spans import server_spans
+from common.types import PoolIdentity
+from quire.decision.v1 import decision_pb2_grpc
+from quire.inference.v1 import inference_pb2_grpc
+from router.checkpoint import Checkpoint, read_checkpoint
+from router.config import RouterSettings
+from router.core.admission import Admission, AdmissionLimits
+from router.core.identity import UNKNOWN_GEOMETRY
+from router.core.routing import Router
+from router.decision_servicer import DecisionServicer
+from router.discovery import Discovery
+from router.dispatcher import Dispatcher
+from router.frontend import Recorder, RouterFrontend
+from router.http import HttpParts, create_app
+from router.http_server import HttpServer, serve_http
+from router.metrics import RouterMetrics
+from router.otlp_receiver import add_otlp_receiver
+from router.ports import ModelCard, PrefixIndex
+from router.readiness import Readiness
+from router.redis_prefix_index import LOOKUP_SECONDS, NoPrefixIndex, RedisPrefixIndex, connect
+from router.servicer import InferenceServicer
+from router.status import RouterStatus
+from router.text import CheckpointText
+from router.trace_store import StoreExporter, TraceStore
+from router.validate import Validator
+from router.worker_client import RouterIdentity
+from router.worker_pool import WorkerPool
+
+log = logging.getLogger(__name__)
+
+INFERENCE: Final = "quire.inference.v1.InferenceService"
+DECISIONS: Final = "quire.decision.v1.DecisionService"
+_DISCOVERY_TIMEOUT_S: Final = 1.0
+
+
+class RouterProcess:
+    """One router from its first port to its last stream."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self.settings, self._clock = settings, SystemClock()
+        checkpoint = read_checkpoint(settings.model)
+        self._text = CheckpointText.load(settings.model, checkpoint.max_model_len)
+        self._registry, self._ring = new_registry(), DecisionRing(settings.decision_ring)
+        self._store = TraceStore(settings.span_ring)
+        self._telemetry = setup_telemetry("router", settings, exporter=StoreExporter(self._store))
+        self._clients = self._redis_clients()
+        self._card = _card(settings.model, checkpoint, _identity(settings, checkpoint), self._text)
+        name, incarnation = f"router-{secrets.token_hex(4)}", secrets.token_bytes(16)
+        self.pool = WorkerPool(RouterIdentity(name, incarnation), self._card.identity, self._clock)
+        self._server = RpcServer([INFERENCE, DECISIONS], [server_spans(self._telemetry.tracer)])
+        self.readiness = Readiness(self.pool, self._server.health)
+        self._validator = Validator(self._text, checkpoint, self._text.has_tokenizer)
+        self._serve_requests(name, checkpoint)
+        self._http: HttpServer | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def _redis_clients(self) -> tuple[Redis, Redis] | None:
+        """Return one client for lookups, which must be quick or not at all, and one for discovery."""
+        url = self.settings.redis_url
+        return (connect(url, LOOKUP_SECONDS), connect(url, _DISCOVERY_TIMEOUT_S)) if url else None
+
+    def _serve_requests(self, name: str, checkpoint: Checkpoint) -> None:
+        settings, clock = self.settings, self._clock
+        index: PrefixIndex = NoPrefixIndex()
+        if self._clients:
+            index = RedisPrefixIndex(self._clients[0], lambda: self.pool.identity, clock)
+        metrics = RouterMetrics(self._registry)
+        metrics.watch_workers(lambda: len(self.pool.models()), lambda: index.connected)
+        admission = Admission(AdmissionLimits(settings.max_queued_requests, settings.max_tokens_in_flight))
+        new_id = _ids(name)
+        chooser = Router(clock, new_id, settings.routing_seed)
+        dispatcher = Dispatcher(self.pool, chooser, index, self._ring, clock)
+        recorder = Recorder(metrics, self._ring, self._telemetry.tracer, clock, new_id)
+        self.frontend = RouterFrontend(self.pool, dispatcher, admission, self._text, recorder, checkpoint.eos_token_ids)
+        status = RouterStatus(self._card, self.pool, admission, index, lambda: self.frontend.draining, clock)
+        service = InferenceServicer(self.frontend, self._validator, self._text, status, clock)
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, self._server.server)
+        decisions = DecisionServicer(self._ring, self._store)
+        decision_pb2_grpc.add_DecisionServiceServicer_to_server(decisions, self._server.server)
+        add_otlp_receiver(self._store, self._server.server)
+
+    async def start(self) -> str:
+        """Listen, and look for workers; return where. Raises InvalidConfig when a port is taken."""
+        settings = self.settings
+        port = await self._server.start(settings.host, settings.port)
+        parts = HttpParts(
+            frontend=self.frontend,
+            validator=self._validator,
+            codec=self._text,
+            card=self._card,
+            registry=self._registry,
+            ready=lambda: self.readiness.ready and not self.frontend.draining,
+            clock=self._clock,
+        )
+        self._http = await serve_http(create_app(parts), settings.host, settings.http_port)
+        for address in settings.worker:
+            self.pool.add(address)
+        loops = [self.readiness.run(), self.pool.watch()]
+        if self._clients:
+            loops.append(Discovery(self._clients[1], self.pool, self._clock, settings.lease_ttl).run())
+        self._tasks = [asyncio.create_task(each) for each in loops]
+        return f"{settings.host}:{port}, HTTP on {settings.host}:{self._http.port}"
+
+    async def stop(self) -> None:
+        """Take nothing new, let running requests finish for `drain_timeout`, then stop."""
+        self.frontend.draining = True
+        self._tasks.pop(0).cancel()  # health must not become ready again
+        http = self._http.stop() if self._http is not None else asyncio.sleep(0)
+        await asyncio.gather(self._server.stop(self.settings.drain_timeout), http)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.pool.aclose()
+        for client in self._clients or ():
+            await client.aclose()
+        self._text.close()
+        await self._telemetry.aclose()
+
+
+def _identity(settings: RouterSettings, checkpoint: Checkpoint) -> PoolIdentity:
+    """Return what is known of the pool before a worker tells the rest."""
+    model = "" if settings.load_format == "dummy" else model_fingerprint(settings.model)
+    return PoolIdentity(model, checkpoint.tokenizer_fingerprint, settings.block_size, UNKNOWN_GEOMETRY)
+
+
+def _card(directory: Path, checkpoint: Checkpoint, identity: PoolIdentity, text: CheckpointText) -> ModelCard:
+    return ModelCard(
+        name=directory.resolve().name,
+        identity=identity,
+        max_model_len=checkpoint.max_model_len,
+        vocab_size=checkpoint.vocab_size,
+        eos_token_ids=checkpoint.eos_token_ids,
+        has_chat_template=text.has_chat_template,
+    )
+
+
+def _ids(name: str) -> Callable[[], str]:
+    """Return a source of ids that differ from those of any other process."""
+    numbers = itertools.count(1)
+    return lambda: f"{name}-{next(numbers)}"
+
+
+async def serve(settings: RouterSettings) -> None:
+    """Serve until SIGTERM or SIGINT, then drain."""
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    process = RouterProcess(settings)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    where = await process.start()
+    log.info("listening on %s, waiting for a worker", where)
+    waits = [asyncio.create_task(event.wait()) for event in (process.readiness.first, stop)]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    if not stop.is_set():
+        workers = ", ".join(model.worker_id for model in process.pool.models())
+        print(f"READY {where}, workers: {workers}", flush=True)  # noqa: T201
+    await stop.wait()
+    for wait in waits:
+        wait.cancel()
+    await process.stop()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `quire-router`."""
+    settings = load_or_exit(RouterSettings, argv, prog="quire-router")
+    setup_logging("router", settings.log_level, settings.log_format)
+    try:
+        uvloop.run(serve(settings))
+    except InvalidConfig as error:
+        refuse(error)
+    except QuireError as error:
+        print(f"quire-router: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
