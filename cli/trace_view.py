@@ -1,0 +1,174 @@
+"""Draws a trace: its spans as a tree over time, and under each span the decisions and events that explain it.
+
+    request       router            0   412 ms  ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━
+    ├─ route      router      1.20 ms  0.40 ms  ╸
+    │     ◆ 1.30 ms  routing: worker-1 (lowest cost)
+    └─ sequence   gpuworker   2.00 ms   410 ms  ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━
+
+Times are from the start of the trace. A span whose parent is not here (the client's, or not yet delivered) is a root.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
+from cli.decision_view import decision_lines, duration, is_decision, plain_attributes
+from quire.decision.v1 import decision_pb2 as pb
+
+_COLOURS = {"router": "cyan", "kvmanager": "magenta", "gpuworker": "green"}
+_OTHER_COLOURS = ("yellow", "blue", "bright_red")
+_MIN_BAR, _MAX_BAR = 12, 48
+_TIME_WIDTH = 9
+_HANGING = "    "
+# Attributes that the heading or the row says already.
+_SAID = frozenset({"quire.request_id", "quire.sequence", "rpc.system", "rpc.service", "rpc.method"})
+
+
+def render_trace(response: pb.GetTraceResponse) -> TraceView:
+    """Return what rich prints for a trace; its bars take the width of the console."""
+    return TraceView(response)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One span, with what is drawn before its name and before the lines under it."""
+
+    span: pb.Span
+    branch: str
+    below: str
+
+
+class TraceView:
+    """A rich renderable of one trace."""
+
+    def __init__(self, response: pb.GetTraceResponse) -> None:
+        self._trace_id = response.trace_id
+        self._spans = {span.span_id: span for span in response.spans}
+        self._rows = list(_rows(response.spans))
+        self._start = min((span.start_unix_nano for span in response.spans), default=0)
+        end = max((_end(span) for span in response.spans), default=0)
+        self._length = max(1, end - self._start)  # nanoseconds; the bars divide by it
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self._heading()
+        if not self._rows:
+            return
+        names = max(len(row.branch + row.span.name) for row in self._rows)
+        services = max(len(_service(row.span)) for row in self._rows)
+        bar = options.max_width - names - services - 2 * _TIME_WIDTH - 6
+        yield Text(f"{'':{names + services + 2}}{'start':>{_TIME_WIDTH + 1}}{'took':>{_TIME_WIDTH}}", "dim")
+        for row in self._rows:
+            yield self._row(row, names, services, max(_MIN_BAR, min(_MAX_BAR, bar)))
+            yield from self._explanations(row, console, options.max_width)
+
+    def _heading(self) -> Text:
+        services = sorted({_service(span) for span in self._spans.values()})
+        requests = sorted({span.attributes.get("quire.request_id", "") for span in self._spans.values()} - {""})
+        heading = Text.assemble(("trace ", "dim"), (self._trace_id, "bold"))
+        if requests:
+            heading.append(f"  {_plural(len(requests), 'request')} {', '.join(requests)}")
+        over = f" over {', '.join(services)}" if services else ""
+        counts = f"{_plural(len(self._spans), 'span', with_number=True)} in {duration(self._length)}{over}"
+        return heading.append(f"\n{counts}", "dim")
+
+    def _row(self, row: _Row, names: int, services: int, bar: int) -> Text:
+        span, service = row.span, _service(row.span)
+        failed = span.status == "error"
+        line = Text(no_wrap=True, overflow="crop")
+        line.append(row.branch, "dim").append(span.name, "bold red" if failed else "bold")
+        line.append(" " * (names - len(row.branch + span.name) + 2))
+        line.append(service.ljust(services), _colour(service))
+        line.append(self._offset(span.start_unix_nano).rjust(_TIME_WIDTH + 1), "dim")
+        line.append((duration(_end(span) - span.start_unix_nano) if span.end_unix_nano else "…").rjust(_TIME_WIDTH))
+        line.append("  ").append(self._bar(span, bar), "red" if failed else _colour(service))
+        return line
+
+    def _bar(self, span: pb.Span, width: int) -> str:
+        """Return the span's place in the trace, in half characters; the shortest span has one."""
+        first = (span.start_unix_nano - self._start) * 2 * width // self._length
+        first = min(first, 2 * width - 1)
+        after = max(first + 1, -((self._start - _end(span)) * 2 * width // self._length))
+        cells = (2 * (first <= 2 * cell < after) + (first <= 2 * cell + 1 < after) for cell in range(width))
+        return "".join(" ╺╸━"[cell] for cell in cells).rstrip()
+
+    def _explanations(self, row: _Row, console: Console, width: int) -> Iterator[Text]:
+        """Yield the lines under a span's row; what is too wide goes on under its own beginning."""
+        room = max(_MIN_BAR, width - len(row.below))
+        for line in self._lines(row.span, room):
+            first, *rest = line.wrap(console, room)
+            first.rstrip()
+            yield Text.assemble((row.below, "dim"), first)
+            for more in Text("").join(rest).wrap(console, room - len(_HANGING)) if rest else ():
+                yield Text.assemble((row.below + _HANGING, "dim"), more)
+
+    def _lines(self, span: pb.Span, width: int) -> Iterator[Text]:
+        if span.status == "error":
+            yield Text(f"✗ {span.status_message or 'failed'}", "red")
+        facts = plain_attributes(span.attributes, _SAID)
+        if facts:
+            yield Text(facts, "dim")
+        for event in sorted(span.events, key=lambda event: event.time_unix_nano):
+            at = self._offset(event.time_unix_nano)
+            if is_decision(event):
+                yield from decision_lines(event, at, width)
+            else:
+                yield Text.assemble(("· ", "dim"), (f"{at}  ", "dim"), event.name, *_facts(event))
+        for link in span.links:
+            yield Text.assemble(("↪ ", "yellow"), self._link(link))
+
+    def _link(self, link: str) -> str:
+        trace_id, _, span_id = link.partition(":")
+        known = self._spans.get(span_id) if trace_id == self._trace_id else None
+        if known is not None:
+            return f"linked to {known.name} ({_service(known)}) in this trace"
+        return f"linked to another request: quire trace {trace_id}"
+
+    def _offset(self, time_ns: int) -> str:
+        return "0" if time_ns == self._start else duration(time_ns - self._start)
+
+
+def _facts(event: pb.SpanEvent) -> tuple[tuple[str, str], ...]:
+    facts = plain_attributes(event.attributes, _SAID)
+    return ((f"  {facts}", "dim"),) if facts else ()
+
+
+def _rows(spans: Sequence[pb.Span]) -> Iterator[_Row]:
+    """Yield the spans parents first, siblings in the order of their start."""
+    known = {span.span_id for span in spans}
+    children: dict[str, list[pb.Span]] = {}
+    for span in sorted(spans, key=lambda span: (span.start_unix_nano, -_end(span))):
+        parent = span.parent_span_id if span.parent_span_id in known else ""
+        children.setdefault(parent, []).append(span)
+
+    def walk(parent: str, indent: str) -> Iterator[_Row]:
+        siblings = children.get(parent, [])
+        for span in siblings:
+            last, root = span is siblings[-1], parent == ""
+            under = indent if root else indent + ("   " if last else "│  ")
+            branch = indent if root else indent + ("└─ " if last else "├─ ")
+            yield _Row(span, branch, under + ("│  " if children.get(span.span_id) else "   "))
+            yield from walk(span.span_id, under)
+
+    yield from walk("", "")
+
+
+def _end(span: pb.Span) -> int:
+    """A span that has not ended ends, for the drawing, where it began."""
+    return max(span.start_unix_nano, span.end_unix_nano)
+
+
+def _service(span: pb.Span) -> str:
+    return span.service.removeprefix("quire-")
+
+
+def _colour(service: str) -> str:
+    return _COLOURS.get(service) or _OTHER_COLOURS[sum(service.encode()) % len(_OTHER_COLOURS)]
+
+
+def _plural(count: int, noun: str, with_number: bool = False) -> str:
+    word = noun if count == 1 else noun + "s"
+    return f"{count} {word}" if with_number else word
