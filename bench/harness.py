@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 _RESAMPLES = 10_000
+_WIDTH = 140
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -60,7 +61,7 @@ def report(bench: str, figures: Mapping[str, float], notes: Mapping[str, str], a
     table.add_column("what it is")
     for name, value in figures.items():
         table.add_row(name, _readable(value), notes.get(name, ""))
-    Console(highlight=False, soft_wrap=True).print(table)
+    Console(highlight=False, width=_WIDTH).print(table)
     if as_json:
         rounded = {name: round(float(value), 6) for name, value in figures.items()}
         print(json.dumps({"bench": bench, "machine": machine(), "figures": rounded}))

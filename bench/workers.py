@@ -7,6 +7,7 @@ import itertools
 import random
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -43,7 +44,9 @@ _START_SECONDS = 30.0
 def manager_process(block_size: int) -> Iterator[tuple[str, psutil.Process]]:
     """Run a KV manager without Redis; yield its address and its process."""
     port, metrics_port = free_ports(2)
+    folder = tempfile.TemporaryDirectory(prefix="quire-bench-")
     flags = ["--port", str(port), "--metrics-port", str(metrics_port), "--block-size", str(block_size)]
+    flags += ["--state-dir", folder.name]
     command = [sys.executable, "-m", "kvmanager.main", *flags, "--log-level", "warning", "--trace-sample-ratio", "0"]
     process = subprocess.Popen(die_with_parent.command(command), stdout=subprocess.DEVNULL)
     address = f"127.0.0.1:{port}"
@@ -53,6 +56,7 @@ def manager_process(block_size: int) -> Iterator[tuple[str, psutil.Process]]:
     finally:
         process.terminate()
         process.wait()
+        folder.cleanup()
 
 
 async def _wait(address: str) -> None:

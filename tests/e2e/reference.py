@@ -1,0 +1,47 @@
+"""What transformers makes of a prompt on the demo model, one at a time in float32: the oracle of end-to-end tests."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from gpuworker.demo_model import CHECKPOINT
+
+
+@functools.cache
+def _model() -> Any:
+    return AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32).eval()
+
+
+@functools.cache
+def tokenizer() -> Any:
+    """Return the demo model's tokenizer as transformers loads it."""
+    return AutoTokenizer.from_pretrained(CHECKPOINT)
+
+
+def greedy_tokens(prompt: Sequence[int], count: int) -> list[int]:
+    """Return exactly `count` greedy tokens, end-of-sequence ignored."""
+    with torch.inference_mode():
+        ids = torch.tensor([list(prompt)])
+        out = _model().generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=count,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    return [int(token) for token in out[0, len(prompt) :]]
+
+
+def chat_tokens(question: str, system: str = "") -> list[int]:
+    """Return the token ids of a chat by the checkpoint's own template."""
+    messages = [{"role": "user", "content": question}]
+    if system:
+        messages.insert(0, {"role": "system", "content": system})
+    rendered = tokenizer().apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    return [int(token) for token in rendered["input_ids"]]

@@ -1,0 +1,121 @@
+"""A whole suite for tests: real processes on free ports, and a client that gathers what a stream says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import grpc
+
+from cli.stack import Stack, StackOptions, free_ports
+from quire.inference.v1 import inference_pb2 as pb
+from quire.inference.v1 import inference_pb2_grpc
+from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
+from quire.types.v1 import types_pb2 as types
+
+PATIENCE = 60.0
+
+
+@dataclass
+class Outcome:
+    """What one request's stream brought."""
+
+    admitted: pb.Admitted | None = None
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    finished: pb.Finished | None = None
+
+
+class Suite:
+    """A running suite, its lines, and clients of the router and the KV manager."""
+
+    def __init__(self, stack: Stack, lines: list[str], router: grpc.aio.Channel, manager: grpc.aio.Channel) -> None:
+        self.stack, self.lines = stack, lines
+        self.channel = router
+        self.inference = inference_pb2_grpc.InferenceServiceStub(router)
+        self.manager = kvmanager_pb2_grpc.KvManagerServiceStub(manager)
+
+    async def generate(
+        self, request: pb.GenerateRequest, timeout: float = PATIENCE, first_token: asyncio.Event | None = None
+    ) -> Outcome:
+        """Stream one request to its end; `first_token` is set when its first token comes."""
+        outcome = Outcome()
+        async for event in self.inference.Generate(request, timeout=timeout):
+            match event.WhichOneof("event"):
+                case "admitted":
+                    outcome.admitted = event.admitted
+                case "tokens":
+                    outcome.tokens.extend(event.tokens.token_ids)
+                    outcome.text += event.tokens.text
+                    if first_token is not None:
+                        first_token.set()
+                case "finished":
+                    outcome.finished = event.finished
+        return outcome
+
+    async def pools(self) -> list[kvmanager_pb2.Pool]:
+        """Return every worker's pool, as the KV manager counts it."""
+        return list((await self.manager.GetPool(kvmanager_pb2.GetPoolRequest(), timeout=5.0)).pools)
+
+    async def until_all_free(self, workers: int) -> None:
+        """Wait until no block is in a row or leased, on any worker; fail with the counts if that never comes."""
+        pools: list[kvmanager_pb2.Pool] = []
+        try:
+            async with asyncio.timeout(15.0):
+                while True:
+                    pools = await self.pools()
+                    if len(pools) == workers and all(map(_is_idle, pools)):
+                        break
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            raise AssertionError(f"not everything was released: {pools}") from None
+        tables = (await self.manager.GetBlockTable(kvmanager_pb2.GetBlockTableRequest(), timeout=5.0)).tables
+        assert not tables
+        status = await self.inference.GetStatus(pb.GetStatusRequest(), timeout=5.0)
+        assert (status.queued_requests, status.running_requests) == (0, 0)
+
+
+def _is_idle(pool: kvmanager_pb2.Pool) -> bool:
+    held = pool.row + pool.leased + pool.pinned + pool.running + pool.waiting
+    return held == 0 and pool.free + pool.cached == pool.num_blocks
+
+
+@asynccontextmanager
+async def running_suite(state_dir: Path, options: StackOptions) -> AsyncIterator[Suite]:
+    """Run a suite on free ports; `options` names the model, the workers and the flags."""
+    port, http_port, manager_port, *worker_ports = free_ports(3 + options.workers)
+    options = replace(
+        options,
+        port=port,
+        http_port=http_port,
+        manager_port=manager_port,
+        worker_ports=tuple(worker_ports),
+        state_dir=state_dir,
+        threads=1,
+        ready_seconds=PATIENCE,
+    )
+    lines: list[str] = []
+    async with (
+        Stack(options, lambda name, line: lines.append(f"{name}: {line}")) as stack,
+        grpc.aio.insecure_channel(stack.address) as router,
+        grpc.aio.insecure_channel(f"127.0.0.1:{manager_port}") as manager,
+    ):
+        yield Suite(stack, lines, router, manager)
+
+
+def greedy(prompt: Sequence[int], max_tokens: int) -> pb.GenerateRequest:
+    """Return a greedy request for token ids that runs to its length."""
+    sampling = types.SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    return pb.GenerateRequest(prompt=pb.Prompt(token_ids=pb.TokenIds(ids=prompt)), sampling=sampling)
+
+
+def chat(question: str, system: str = "", max_tokens: int = 32) -> pb.GenerateRequest:
+    """Return a greedy chat request."""
+    messages = [pb.ChatMessage(role="user", content=question)]
+    if system:
+        messages.insert(0, pb.ChatMessage(role="system", content=system))
+    sampling = types.SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    return pb.GenerateRequest(prompt=pb.Prompt(chat=pb.Chat(messages=messages)), sampling=sampling)

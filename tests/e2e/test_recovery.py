@@ -1,0 +1,96 @@
+"""Real processes are killed under load: the KV manager, Redis, a worker. Streams go on, and no token changes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+from cli.stack import StackOptions
+from gpuworker.demo_model import CHECKPOINT
+from gpuworker.demo_model.prompts import questions, system_text
+from quire.kvmanager.v1 import kvmanager_pb2
+from tests.e2e.reference import chat_tokens, greedy_tokens
+from tests.e2e.suite import Outcome, Suite, greedy, running_suite
+
+COUNT = 160
+FLAGS = ("--kv-blocks", "2048", "--dtype", "float32")
+
+
+def prompts(count: int, seed: int = 0) -> list[list[int]]:
+    """Return chats over parts of one text, every other one with a prefix that others share."""
+    rng = random.Random(seed)
+    asked = questions(8)
+    text = system_text()
+    return [chat_tokens(asked[i % 8].text, text[: 400 if i % 2 else rng.randrange(50, 300)]) for i in range(count)]
+
+
+async def all_started(suite: Suite, asked: Sequence[list[int]], count: int) -> list[asyncio.Task[Outcome]]:
+    """Start a stream for each prompt; return when every one has its first token."""
+    firsts = [asyncio.Event() for _ in asked]
+    tasks = [
+        asyncio.create_task(suite.generate(greedy(prompt, count), first_token=first))
+        for prompt, first in zip(asked, firsts, strict=True)
+    ]
+    await asyncio.gather(*(first.wait() for first in firsts))
+    return tasks
+
+
+def kill(suite: Suite, name: str) -> None:
+    """Send SIGKILL to a process of the suite."""
+    pid = suite.stack.children[name].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+
+
+async def epoch(suite: Suite) -> int:
+    """Return the manager's epoch."""
+    return int((await suite.manager.GetPool(kvmanager_pb2.GetPoolRequest(), timeout=30.0, wait_for_ready=True)).epoch)
+
+
+async def test_a_killed_manager_breaks_none_of_64_streams(tmp_path: Path) -> None:
+    options = StackOptions(model=CHECKPOINT, workers=1, worker_flags=FLAGS)
+    asked = prompts(64)
+    async with running_suite(tmp_path, options) as suite:
+        before = await epoch(suite)
+        tasks = await all_started(suite, asked, COUNT)
+        kill(suite, "kvmanager")
+        outcomes = await asyncio.gather(*tasks)
+        assert await epoch(suite) > before
+        # Sequences that ended while nobody managed them, and those that went on, are all accounted for.
+        await suite.until_all_free(workers=1)
+        again = await suite.generate(greedy(asked[1], 8))
+        assert again.admitted is not None
+        assert again.admitted.cached_tokens > 0, "what was sealed before the crash is still cached after it"
+    wanted = [greedy_tokens(prompt, COUNT) for prompt in asked]
+    assert [outcome.tokens for outcome in outcomes] == wanted
+
+
+async def test_redis_killed_and_back_fails_no_request(tmp_path: Path) -> None:
+    options = StackOptions(model=CHECKPOINT, workers=2, worker_flags=FLAGS)
+    asked = prompts(8)
+    async with running_suite(tmp_path, options) as suite:
+        redis = suite.stack.redis
+        assert redis is not None
+        first = await asyncio.gather(*(suite.generate(greedy(prompt, 8)) for prompt in asked))
+        redis.kill()
+        second = await asyncio.gather(*(suite.generate(greedy(prompt, 8)) for prompt in asked))
+        redis.start()
+        third = await asyncio.gather(*(suite.generate(greedy(prompt, 8)) for prompt in asked))
+        await suite.until_all_free(workers=2)
+    assert [o.tokens for o in first] == [o.tokens for o in second] == [o.tokens for o in third]
+
+
+async def test_preemption_changes_no_token(tmp_path: Path) -> None:
+    options = StackOptions(model=CHECKPOINT, workers=1, worker_flags=("--kv-blocks", "160", "--dtype", "float32"))
+    asked = prompts(24, seed=3)
+    async with running_suite(tmp_path, options) as suite:
+        outcomes = await asyncio.gather(*(suite.generate(greedy(prompt, 120)) for prompt in asked))
+        await suite.until_all_free(workers=1)
+        (pool,) = await suite.pools()
+    assert pool.preemptions > 0
+    assert sum(outcome.finished.usage.preemptions for outcome in outcomes if outcome.finished) == pool.preemptions
+    assert [outcome.tokens for outcome in outcomes] == [greedy_tokens(prompt, 120) for prompt in asked]
