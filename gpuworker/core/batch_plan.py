@@ -6,7 +6,7 @@ every running sequence on the device, so a step may be planned while the token i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -49,8 +49,8 @@ class StepResult:
     """What a step drew: tokens per sampling sequence (one, unless it speculates), log-probabilities where asked for."""
 
     step: int
-    drawn: dict[SequenceId, tuple[int, ...]]
-    logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    drawn: Mapping[SequenceId, tuple[int, ...]]
+    logprobs: Mapping[SequenceId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     seconds: float = 0.0
 
 
