@@ -40,7 +40,7 @@ def decision_lines(event: pb.SpanEvent, at: str, width: int) -> Iterator[Text]:
         return
     yield line
     for candidate in candidates:
-        name = candidate.partition(" ")[0]
+        name = candidate.partition(" ")[0].rstrip(":")
         yield Text(f"{_INDENT}{'▸' if name == told['chosen'] else ' '} {candidate}", "dim")
 
 
@@ -75,8 +75,8 @@ def _number(value: float) -> str:
 
 def _candidate(candidate: dict[str, Any]) -> str:
     name, cost, rejected = (candidate.pop(key, None) for key in ("name", "cost", "rejected"))
-    terms = " + ".join(f"{term} {_number(value)}" for term, value in candidate.items())
+    terms = ", ".join(f"{term} {_number(value)}" for term, value in candidate.items())
     words = str(name) if cost is None else f"{name} {_number(cost)}"
     if terms:
-        words += f" = {terms}" if cost is not None else f" {terms}"
+        words += f": {terms}"
     return f"{words} out: {rejected}" if rejected else words

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,7 +55,14 @@ async def serve_http(app: FastAPI, host: str, port: int, grace_s: float = 5.0, r
         raise InvalidConfig(FieldViolation("--http-port", what)) from None
     grace = max(1, round(grace_s))  # uvicorn takes whole seconds
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="off", ws="none", timeout_graceful_shutdown=grace
+        app,
+        log_config=None,
+        log_level=logging.WARNING,
+        access_log=False,
+        server_header=False,
+        lifespan="off",
+        ws="none",
+        timeout_graceful_shutdown=grace,
     )
     server = _Server(config)
     task = asyncio.create_task(server.serve(sockets=[listener]), name="http")

@@ -96,8 +96,8 @@ def test_a_narrow_console_keeps_the_tree_in_order() -> None:
 
 def test_a_wide_console_has_a_decision_in_one_line() -> None:
     assert (
-        "◆ 1.50 ms  routing: worker-1 (lowest cost)  oldest signal 0.125 s  [worker-0 0.0712 = queue 0.031 + prefill "
-        "0.0402 | worker-1 0.0123 = queue 0.004 + prefill 0.0083 | worker-2 out: draining]"
+        "◆ 1.50 ms  routing: worker-1 (lowest cost)  oldest signal 0.125 s  [worker-0 0.0712: queue 0.031, prefill "
+        "0.0402 | worker-1 0.0123: queue 0.004, prefill 0.0083 | worker-2 out: draining]"
     ) in drawn(SPANS, 220)
 
 
@@ -137,8 +137,8 @@ request          router            0   400 ms  ━━━━━━━━━━━
 │  prompt_tokens 812
 ├─ route         router      1.00 ms  1.00 ms  ╸
 │     ◆ 1.50 ms  routing: worker-1 (lowest cost)  oldest signal 0.125 s
-│           worker-0 0.0712 = queue 0.031 + prefill 0.0402
-│         ▸ worker-1 0.0123 = queue 0.004 + prefill 0.0083
+│           worker-0 0.0712: queue 0.031, prefill 0.0402
+│         ▸ worker-1 0.0123: queue 0.004, prefill 0.0083
 │           worker-2 out: draining
 ├─ sequence      gpuworker   2.00 ms   398 ms  ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━
 │  ├─ reserve    kvmanager   2.20 ms  1.70 ms  ╸
