@@ -47,7 +47,7 @@ class AttentionMetadata:
     num_decodes: int
     query_start: Int32Array  # [R + 1], where each row's queries begin; the last entry is T
     context_len: Int32Array  # [R], positions of K/V that exist once this step's are written
-    block_table: Int32Array  # [R, max_blocks], padded with 0; trimmed blocks are 0 too, no query sees them
+    block_table: Int32Array  # [R, max_blocks]; trimmed entries and those past a row's end name any block, unseen
     slot_mapping: Int32Array  # [T], block * block_size + offset
     device: DeviceTables
 

@@ -69,7 +69,7 @@ def _geometry(model: HostedModel, recorder: CallRecorder) -> KvGeometry:
     called = [layer.layer for layer in recorder.layers]
     if sorted(called) != list(range(layers)):
         raise Unsupported(
-            f"{kind} cannot be served: {len(set(called))} of its {layers} layers gave their attention to the paged cache"
+            f"{kind} cannot be served: {len(set(called))} of its {layers} layers gave their attention to the cache"
             f" ({len(called)} calls); its attention is computed inside the model (ALiBi, or an older style of code)"
         )
     if len(set(recorder.shapes)) != 1:

@@ -29,12 +29,14 @@ def hosted(directory: Path) -> HostedModel:
     return load_model(ModelSource(str(directory), dtype="float32"), CPU)
 
 
-def runner_on(model: HostedModel, block_size: int = 16, max_num_seqs: int = 8, max_model_len: int = 256) -> ModelRunner:
-    """Return a runner with one thread on a cache of 2048 slots."""
+def runner_on(
+    model: HostedModel, block_size: int = 16, max_model_len: int = 256, eos: tuple[int, ...] = ()
+) -> ModelRunner:
+    """Return a runner with one thread and eight seats on a cache of 2048 slots."""
     geometry = self_test(model, lambda cache: make_backend("auto", cache))
     cache = KvCache(geometry, SLOTS // block_size, block_size, CPU)
-    limits = RunnerLimits(max_num_seqs, max_model_len, threads=1)
-    return ModelRunner(model, cache, make_backend("auto", cache), limits)
+    limits = RunnerLimits(8, max_model_len, threads=1)
+    return ModelRunner(model, cache, make_backend("auto", cache), limits, eos)
 
 
 @dataclass

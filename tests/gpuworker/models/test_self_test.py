@@ -1,0 +1,95 @@
+"""The self-test: what it lets through, what it refuses, and why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from common.errors import EngineFailure, Unsupported
+from common.types import KvGeometry
+from gpuworker.attention import LayerAttention, make_backend
+from gpuworker.kernels.torch_attention import TorchAttention
+from gpuworker.models.hosted import HostedModel
+from gpuworker.models.self_test import CallRecorder, self_test
+from tests.checkpoints import REFUSED, SERVED, WINDOW, checkpoint
+from tests.gpuworker.runner_driver import hosted
+
+SHAPES = {
+    "llama": KvGeometry(3, 2, 16, 16, "float32"),
+    "qwen3": KvGeometry(3, 2, 32, 32, "float32"),
+    "mistral": KvGeometry(3, 2, 16, 16, "float32", window=WINDOW),
+    "gemma2": KvGeometry(3, 2, 16, 16, "float32"),
+    "gpt2": KvGeometry(3, 4, 16, 16, "float32"),
+    "gpt_oss": KvGeometry(3, 2, 16, 16, "float32"),
+    "deepseek_v3": KvGeometry(3, 4, 24, 12, "float32"),
+}
+
+
+def run(model: HostedModel) -> KvGeometry:
+    return self_test(model, lambda cache: make_backend("auto", cache))
+
+
+@pytest.mark.parametrize("kind", SERVED)
+def test_a_model_that_runs_right_gives_its_shape(kind: str) -> None:
+    assert run(hosted(checkpoint(kind))) == SHAPES[kind]
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_model_whose_attention_never_reaches_the_cache_is_refused(kind: str) -> None:
+    with pytest.raises(Unsupported, match=f"{kind} cannot be served: 0 of its 2 layers"):
+        run(hosted(checkpoint(kind)))
+
+
+class Careless(TorchAttention):
+    """A backend that forgets one thing."""
+
+    def write_and_attend(
+        self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        return super().write_and_attend(self.forget(layer), query, key, value)
+
+    def forget(self, layer: LayerAttention) -> LayerAttention:
+        raise NotImplementedError
+
+
+class ForgetsWindow(Careless):
+    def forget(self, layer: LayerAttention) -> LayerAttention:
+        return LayerAttention(layer.layer, layer.scale, None, layer.softcap, layer.sinks)
+
+
+class ForgetsSinks(Careless):
+    def forget(self, layer: LayerAttention) -> LayerAttention:
+        return LayerAttention(layer.layer, layer.scale, layer.window, layer.softcap, None)
+
+
+class ForgetsLayer(Careless):
+    def forget(self, layer: LayerAttention) -> LayerAttention:
+        return LayerAttention(0, layer.scale, layer.window, layer.softcap, layer.sinks)
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend"), [("mistral", ForgetsWindow), ("gpt_oss", ForgetsSinks), ("llama", ForgetsLayer)]
+)
+def test_a_backend_that_attends_wrongly_is_refused(kind: str, backend: type[Careless]) -> None:
+    with pytest.raises(Unsupported, match="through the paged cache, its logits differ"):
+        self_test(hosted(checkpoint(kind)), backend)
+
+
+def test_a_layer_that_slides_without_saying_its_window_is_refused() -> None:
+    model = hosted(checkpoint("llama"))
+    model.config.layer_types = ["full_attention", "sliding_attention", "full_attention"]
+    with pytest.raises(Unsupported, match="layer 1 slides, but does not say its window"):
+        run(model)
+
+
+def test_attention_outside_of_a_step_is_an_error() -> None:
+    model = hosted(checkpoint("llama"))
+    with pytest.raises(EngineFailure, match="outside of a step"):
+        model.module(torch.zeros((1, 3), dtype=torch.int64), use_cache=False)
+
+
+def test_it_leaves_the_model_on_our_attention() -> None:
+    model, recorder, first = hosted(checkpoint("llama")), CallRecorder(), torch.zeros(1, dtype=torch.int64)
+    run(model)
+    model.forward(first, first, first, recorder)
+    assert [layer.layer for layer in recorder.layers] == [0, 1, 2]

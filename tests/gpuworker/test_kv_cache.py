@@ -1,0 +1,51 @@
+"""The pools: their size in bytes, and block copies."""
+
+from __future__ import annotations
+
+import torch
+
+from common.lease import Copy
+from common.types import BlockId, KvGeometry
+from gpuworker.kv_cache import KvCache, bytes_per_block
+
+GEOMETRY = KvGeometry(num_layers=2, num_kv_heads=3, head_dim_k=8, head_dim_v=4, dtype="float32")
+
+
+def cache() -> KvCache:
+    made = KvCache(GEOMETRY, 4, 16, torch.device("cpu"))
+    for pool in (made.keys, made.values):
+        pool.copy_(torch.arange(4).view(1, 4, 1, 1, 1).expand_as(pool))
+    return made
+
+
+def copy(src: int, dst: int) -> Copy:
+    return Copy(BlockId(src), BlockId(dst), 0)
+
+
+def content(made: KvCache) -> list[float]:
+    assert all(bool((pool[:, b] == pool[0, b, 0, 0, 0]).all()) for pool in (made.keys, made.values) for b in range(4))
+    return made.keys[0, :, 0, 0, 0].tolist()
+
+
+def test_a_block_counts_both_pools_in_all_layers() -> None:
+    assert bytes_per_block(GEOMETRY, 16) == 2 * 3 * 16 * (8 + 4) * 4
+    made = cache()
+    assert 4 * bytes_per_block(GEOMETRY, 16) == made.keys.nbytes + made.values.nbytes
+
+
+def test_pools_are_head_major() -> None:
+    made = cache()
+    assert made.keys.shape == (2, 4, 3, 16, 8)
+    assert made.values.shape == (2, 4, 3, 16, 4)
+
+
+def test_a_copy_takes_the_whole_block_in_every_layer() -> None:
+    made = cache()
+    made.copy_blocks([copy(3, 1)])
+    assert content(made) == [0, 3, 2, 3]
+
+
+def test_copies_happen_in_list_order() -> None:
+    made = cache()
+    made.copy_blocks([copy(0, 1), copy(1, 2), copy(3, 0)])
+    assert content(made) == [3, 0, 0, 3]
