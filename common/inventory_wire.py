@@ -115,7 +115,5 @@ class InventoryAssembler:
         parents = packing.unpack_blocks(packed["claim_parents"])
         last_used = packing.unpack_u32(packed["claim_last_used"])
         packing.parallel("claims", blocks, hashes, parents, last_used)
-        if any(not -1 <= parent < index for index, parent in enumerate(parents)):
-            raise ProtocolViolation("a claim of the inventory stands before its parent")
         claims = tuple(map(Claim, blocks, hashes, parents, last_used))
         return Inventory(tuple(self._sequences), tuple(packing.unpack_blocks(packed["pool"])), claims)

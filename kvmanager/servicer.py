@@ -30,13 +30,13 @@ class KvManagerServicer(kvmanager_pb2_grpc.KvManagerServiceServicer):
     def __init__(self, attachments: Attachments, observe: Callable[[float], None]) -> None:
         self._attachments, self._observe = attachments, observe
 
-    async def Session(
+    # A coroutine that writes, not a generator: gRPC leaves a generator whose RPC is cancelled to the garbage collector.
+    async def Session(  # type: ignore[override]
         self, request_iterator: AsyncIterator[kvmanager_pb2.SessionRequest], context: _Context
-    ) -> AsyncIterator[kvmanager_pb2.SessionResponse]:
+    ) -> None:
         """Serve a worker's stream; its headers tell the worker that there is somebody to attach to."""
         await context.send_initial_metadata(())
-        async for response in SessionStream(self._attachments, request_iterator, self._observe).responses():
-            yield response
+        await SessionStream(self._attachments, request_iterator, self._observe).serve(context.write)
 
     async def Lookup(self, request: kvmanager_pb2.LookupRequest, context: _Context) -> kvmanager_pb2.LookupResponse:
         """Return what the caches hold of a prompt now; it changes nothing, not even what is evicted next."""

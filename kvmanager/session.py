@@ -1,7 +1,7 @@
 """One Session stream: envelopes in, envelopes out, and nothing awaited between a report and its answer.
 
-The generator is the stream's only writer. A reader task applies what comes; what follows from a report besides its
-answer (index, decisions, spans) runs after the answer was handed to gRPC.
+`serve` is the stream's only writer. A reader task applies what comes; what follows from a report besides its answer
+(index, decisions, spans) runs after the answer was handed to gRPC.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from common.errors import ProtocolViolation, Unavailable
 from common.inventory_wire import InventoryAssembler
@@ -46,13 +46,13 @@ class SessionStream:
         self._session = self._received = self._sent = 0
         self._broken = ""
 
-    async def responses(self) -> AsyncIterator[kvmanager_pb2.SessionResponse]:
-        """Yield what the worker is told. Raises ProtocolViolation, StaleEpoch, or Unavailable when broken off here."""
+    async def serve(self, write: Callable[[kvmanager_pb2.SessionResponse], Awaitable[None]]) -> None:
+        """Serve until the stream ends. Raises ProtocolViolation, StaleEpoch, or Unavailable when broken off here."""
         self._reader = asyncio.create_task(self._read())
         self._reader.add_done_callback(lambda _: self._outbox.put_nowait(None))
         try:
             while (response := await self._outbox.get()) is not None:
-                yield response
+                await write(response)
         finally:
             self._reader.cancel()
             (outcome,) = await asyncio.gather(self._reader, return_exceptions=True)

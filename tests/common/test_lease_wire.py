@@ -142,9 +142,7 @@ def test_malformed_batch_is_a_protocol_violation(batch: kvmanager_pb2.Batch) -> 
     [
         kvmanager_pb2.Inventory(claim_blocks=bytes(4), last=True),
         kvmanager_pb2.Inventory(sequences=[kvmanager_pb2.InventorySequence()], last=True),  # no phase
-        kvmanager_pb2.Inventory(  # a claim that is its own parent
-            claim_blocks=bytes(4), claim_hashes=bytes(16), claim_parents=bytes(4), claim_last_used=bytes(4), last=True
-        ),
+        kvmanager_pb2.Inventory(pool=bytes(2), last=True),
     ],
 )
 def test_malformed_inventory_is_a_protocol_violation(chunk: kvmanager_pb2.Inventory) -> None:

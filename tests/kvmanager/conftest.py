@@ -1,0 +1,78 @@
+"""A manager in this process with a real server, and channels to it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grpc import aio
+
+from common.errors import StaleEpoch
+from common.rpc.server import open_channel
+from kvmanager.config import KvManagerSettings
+from kvmanager.main import ManagerProcess
+from tests.kvmanager.raw_worker import RawWorker, attach_of
+
+
+class Running:
+    """A manager that serves, and what a test wants of it."""
+
+    def __init__(self, settings: KvManagerSettings) -> None:
+        self.stale: list[StaleEpoch] = []
+        self.process = ManagerProcess(settings, self.stale.append)
+        self.attachments = self.process.attachments
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.process.server.port}"
+
+    async def flushed(self) -> None:
+        """Return once the index holds everything."""
+        assert await self.process.index.flush(10.0)
+
+
+Start = Callable[..., Awaitable[Running]]
+
+
+@pytest.fixture
+async def start_manager(tmp_path: Path) -> AsyncIterator[Start]:
+    """Return what starts a manager without Redis unless told otherwise; all are stopped at the end."""
+    started: list[Running] = []
+
+    async def start(**options: Any) -> Running:
+        options.setdefault("state_dir", tmp_path / f"state-{len(started)}")
+        running = Running(KvManagerSettings(port=0, metrics_port=0, **options))
+        started.append(running)
+        await running.process.start()
+        return running
+
+    yield start
+    for running in started:
+        await running.process.abort()
+
+
+@pytest.fixture
+async def manager(start_manager: Start) -> Running:
+    """A manager without Redis."""
+    return await start_manager()
+
+
+Connect = Callable[..., RawWorker]
+
+
+@pytest.fixture
+async def connect() -> AsyncIterator[Connect]:
+    """Return what opens a raw session stream to a manager: (running, worker id, changes of its Attach)."""
+    async with AsyncExitStack() as stack:
+        channels: list[aio.Channel] = []
+
+        def open_stream(running: Running, worker_id: str = "w0", **changes: Any) -> RawWorker:
+            channel = open_channel(running.address)
+            channels.append(channel)
+            stack.push_async_callback(channel.close)
+            return RawWorker(channel, attach_of(worker_id, **changes))
+
+        yield open_stream

@@ -1,0 +1,73 @@
+"""One Session stream, message by message, so that a test can say the right thing and the wrong one."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+from grpc import aio
+
+from common.inventory_wire import inventory_chunks
+from common.lease import Attach, Batch, Inventory, Report
+from common.lease_wire import attach_to_proto, batch_from_proto, report_to_proto
+from common.types import KvGeometry, PoolIdentity
+from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
+
+IDENTITY = PoolIdentity("model" * 6, "tokenizer" * 3, 16, KvGeometry(2, 2, 8, 8, "float32"))
+EMPTY = Inventory()
+TIMEOUT_S = 10.0
+
+
+def attach_of(worker_id: str = "w0", **changes: Any) -> Attach:
+    """Return an Attach of a worker with 8 blocks, changed as told."""
+    attach = Attach(worker_id, worker_id.encode().ljust(16, b"."), 1, 0, IDENTITY, 8, f"127.0.0.1:1{worker_id[-1]}")
+    return replace(attach, **changes)
+
+
+class RawWorker:
+    """A worker's end of one stream."""
+
+    def __init__(self, channel: aio.Channel, attach: Attach) -> None:
+        self.worker = attach
+        self.call = kvmanager_pb2_grpc.KvManagerServiceStub(channel).Session()
+        self.sent = 0
+
+    async def send(self, message: kvmanager_pb2.SessionRequest) -> None:
+        self.sent += 1
+        message.session, message.seq = self.worker.session, self.sent
+        await self.call.write(message)
+
+    async def receive(self) -> kvmanager_pb2.SessionResponse:
+        """Return the next message. Raises AioRpcError when the stream ended with an error, EOFError when without."""
+        async with asyncio.timeout(TIMEOUT_S):
+            async for response in self.call:
+                return response
+        raise EOFError
+
+    async def attach(self, inventory: Inventory = EMPTY) -> kvmanager_pb2.SessionResponse:
+        """Offer a session and return the answer."""
+        await self.send(kvmanager_pb2.SessionRequest(attach=attach_to_proto(self.worker)))
+        for chunk in inventory_chunks(inventory):
+            await self.send(kvmanager_pb2.SessionRequest(inventory=chunk))
+        return await self.receive()
+
+    async def attached(self, inventory: Inventory = EMPTY) -> Batch:
+        """Attach, and return the first batch, which tells the lease target."""
+        answer = await self.attach(inventory)
+        assert answer.WhichOneof("message") == "attach_ok", answer
+        return await self.batch()
+
+    async def report(self, report: Report) -> None:
+        await self.send(kvmanager_pb2.SessionRequest(report=report_to_proto(report)))
+
+    async def batch(self) -> Batch:
+        """Return the next message, which must be a batch."""
+        response = await self.receive()
+        assert response.WhichOneof("message") == "batch", response
+        return batch_from_proto(response.batch)
+
+    async def exchange(self, report: Report) -> Batch:
+        """Report, and return the batch that answers it."""
+        await self.report(report)
+        return await self.batch()
