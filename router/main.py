@@ -118,7 +118,7 @@ class RouterProcess:
             ready=lambda: self.readiness.ready and not self.frontend.draining,
             clock=self._clock,
         )
-        self._http = await serve_http(create_app(parts), settings.host, settings.http_port)
+        self._http = await serve_http(create_app(parts), settings.host, settings.http_port, settings.drain_timeout)
         for address in settings.worker:
             self.pool.add(address)
         loops = [self.readiness.run(), self.pool.watch()]
