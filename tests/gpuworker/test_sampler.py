@@ -1,4 +1,4 @@
-"""Drawing tokens: every parameter against a naive float64 reference, the distribution, the batch's lack of influence."""
+"""Drawing tokens: each parameter against a naive float64 reference, the distribution, independence of the batch."""
 
 from __future__ import annotations
 
