@@ -17,7 +17,6 @@ from .support import ROOT
 
 WAITING, RUNNING = SequencePhase.WAITING, SequencePhase.RUNNING
 DRAINING_FINISH, DRAINING_PREEMPT = SequencePhase.DRAINING_FINISH, SequencePhase.DRAINING_PREEMPT
-RUNWAY = 32
 
 
 @dataclass
@@ -55,8 +54,10 @@ class Live:
 class FakeWorker:
     """Rows, lease pool and content of one worker. Every method leaves it between two steps."""
 
-    def __init__(self, num_blocks: int, block_size: int, vocabulary: int = 2, window: int = 0) -> None:
-        self.block_size, self.vocabulary, self.window = block_size, vocabulary, window
+    def __init__(
+        self, num_blocks: int, block_size: int, vocabulary: int = 2, window: int = 0, runway: int = 32
+    ) -> None:
+        self.block_size, self.vocabulary, self.window, self.runway = block_size, vocabulary, window, runway
         self.content: list[list[int]] = [[] for _ in range(num_blocks)]
         self.hash: dict[BlockId, tuple[BlockHash, BlockHash | None]] = {}
         self.used = [0] * num_blocks
@@ -258,7 +259,7 @@ class FakeWorker:
         want = 0
         for live in self.live.values():
             if live.phase is RUNNING:
-                reach = min(len(live.tokens) + RUNWAY, live.reserve.max_len)
+                reach = min(len(live.tokens) + self.runway, live.reserve.max_len)
                 want += max(0, -(-reach // self.block_size) - len(live.row))
         return want
 

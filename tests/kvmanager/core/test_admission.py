@@ -199,6 +199,6 @@ def test_an_admission_is_recorded_with_its_reason_and_figures() -> None:
     assert grant.traceparent == "00-1-2-01"
     figures = dict(grant.figures)
     assert (figures["known"], figures["hit_blocks"], figures["fresh_blocks"], figures["evicted"]) == (57, 1, 3, 2)
-    assert (evicted.kind, evicted.beneficiary, evicted.chosen) == (DecisionKind.EVICTION, "r2", "blocks 2, 1")
+    assert (evicted.kind, evicted.beneficiary, evicted.chosen) == (DecisionKind.EVICTION, "r2", "block 2, block 1")
     assert granted.miss_reason is MissReason.DIVERGED_AT
     assert granted.diverged_at == 1

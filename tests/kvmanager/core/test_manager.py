@@ -26,7 +26,9 @@ def make_manager(epoch: int = 5, **options: Any) -> Manager:
 
 def attach(worker: str = "w0", session: int = 1, **options: Any) -> Attach:
     options.setdefault("identity", IDENTITY)
-    return Attach(worker, b"i" * 16, session, options.pop("epoch_seen", 0), num_blocks=options.pop("blocks", 8), **options)
+    return Attach(
+        worker, b"i" * 16, session, options.pop("epoch_seen", 0), num_blocks=options.pop("blocks", 8), **options
+    )
 
 
 def opened(manager: Manager, request: Attach) -> Session:

@@ -61,9 +61,7 @@ def test_trims_are_totals_so_repeating_one_changes_nothing() -> None:
     ],
     ids=["same salt", "other salt", "salt is no adapter", "adapter reloaded"],
 )
-def test_behaviour_13_a_domain_hits_only_itself(
-    first: dict[str, str], second: dict[str, str], hits: int
-) -> None:
+def test_behaviour_13_a_domain_hits_only_itself(first: dict[str, str], second: dict[str, str], hits: int) -> None:
     ledger, tokens = make_ledger(10), prompt(40)
     chains = [hashes(tokens, root=chain_root("model", "tokenizer", 16, **each)) for each in (first, second)]  # type: ignore[arg-type]
     admit(ledger, reserve(1, tokens, chain=chains[0]))

@@ -16,7 +16,7 @@ from kvmanager.core.ledger import Ledger
 from .fake_worker import FakeWorker
 from .support import make_ledger
 
-TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=6)
 
 
 class LedgerLife(RuleBasedStateMachine):
@@ -26,22 +26,25 @@ class LedgerLife(RuleBasedStateMachine):
     worker: FakeWorker
 
     @initialize(
-        num_blocks=st.integers(3, 12),
-        block_size=st.sampled_from([1, 2, 4]),
+        num_blocks=st.integers(5, 10),
+        block_size=st.sampled_from([1, 2, 2, 4]),
+        prompts=st.lists(TOKENS, min_size=1, max_size=4),
         reach=st.sampled_from([32, 128]),
         runway=st.sampled_from(["lease", "lease", "max"]),
         window=st.sampled_from([0, 0, 0, 4]),
-        max_num_seqs=st.integers(1, 5),
+        max_num_seqs=st.integers(2, 5),
     )
-    def start(self, num_blocks: int, block_size: int, window: int, **options: Any) -> None:
+    def start(self, num_blocks: int, block_size: int, window: int, prompts: list[list[int]], **options: Any) -> None:
         options["runway_reach"] = options.pop("reach")
         self.ledger = make_ledger(num_blocks, block_size, window=window, **options)
         self.worker = FakeWorker(num_blocks, block_size, window=window)
         self.replica = IndexReplica()
         self.reports: list[Report] = []
         self.batches: list[Batch | None] = []
+        for tokens in prompts:
+            self.submit(tokens, 8, 0, True)
 
-    @rule(tokens=TOKENS, more=st.integers(0, 12), priority=st.integers(0, 1), cached=st.booleans())
+    @rule(tokens=TOKENS, more=st.integers(0, 10), priority=st.integers(0, 1), cached=st.booleans())
     def submit(self, tokens: list[int], more: int, priority: int, cached: bool) -> None:
         self.worker.submit(tokens, len(tokens) + more, priority, cached=cached)
 
@@ -75,6 +78,24 @@ class LedgerLife(RuleBasedStateMachine):
     def batch_arrives(self) -> None:
         self.worker.deliver(self.batches.pop(0))
 
+    @rule(rounds=st.integers(1, 6), budget=st.sampled_from([2, 64]))
+    def round_trips(self, rounds: int, budget: int) -> None:
+        for _ in range(rounds):
+            self.step(budget)
+            while self.reports:
+                self.report_arrives()
+            while self.batches:
+                self.batch_arrives()
+
+    @rule(rounds=st.integers(1, 3))
+    def late_round_trips(self, rounds: int) -> None:
+        """A batch arrives after the next step has been reported."""
+        for _ in range(rounds):
+            self.step(64)
+            if self.batches:
+                self.batch_arrives()
+            self.report_arrives()
+
     @rule()
     def stream_breaks(self) -> None:
         self.reports.clear()
@@ -82,6 +103,12 @@ class LedgerLife(RuleBasedStateMachine):
         self.ledger.rebuild(self.worker.inventory())
         self.ledger.check_invariants()
         self.batches.append(self.ledger.schedule())
+
+    @rule()
+    def all_leave_and_the_stream_breaks(self) -> None:
+        for number in list(self.worker.live):
+            self.worker.cancel(number)
+        self.stream_breaks()
 
     @rule()
     def reset(self) -> None:

@@ -1,0 +1,128 @@
+"""Epochs from the state file, from Redis and from what workers have seen; and the manager that was replaced."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from common.errors import InvalidConfig, StaleEpoch
+from common.local_redis import LocalRedis
+from kvmanager.epoch import EpochKeeper
+from kvmanager.index_store import RedisIndexStore, open_redis
+from kvmanager.ports import IndexUnavailable
+from kvmanager.state_file import EpochFile
+
+NAMESPACE = "{quire:m:t:16}"
+NOBODY = "redis://127.0.0.1:1/0"
+
+
+Keeper = Callable[..., EpochKeeper]
+
+
+@pytest.fixture
+async def keeper() -> AsyncIterator[Keeper]:
+    """Return what makes the epochs of one manager process: (folder of its state, URL of Redis)."""
+    async with AsyncExitStack() as stack:
+
+        def make(directory: Path, url: str | None = None) -> EpochKeeper:
+            store = RedisIndexStore(open_redis(url), NAMESPACE, 60.0, 5.0) if url else None
+            if store is not None:
+                stack.push_async_callback(store.close)
+            return EpochKeeper(EpochFile(directory), store)
+
+        yield make
+
+
+async def test_first_epoch_is_one_and_is_kept_for_all_workers(keeper: Keeper, tmp_path: Path) -> None:
+    epochs = keeper(tmp_path)
+    assert [await epochs.for_attach(0), await epochs.for_attach(0), await epochs.for_attach(1)] == [1, 1, 1]
+
+
+async def test_next_process_takes_a_higher_epoch_by_the_state_file(keeper: Keeper, tmp_path: Path) -> None:
+    await keeper(tmp_path).for_attach(0)
+    assert await keeper(tmp_path).for_attach(0) == 2
+
+
+async def test_epoch_is_above_what_any_worker_has_seen(keeper: Keeper, tmp_path: Path) -> None:
+    epochs = keeper(tmp_path)
+    assert await epochs.for_attach(7) == 8
+    assert await epochs.for_attach(3) == 8
+    assert await epochs.for_attach(9) == 10
+
+
+async def test_worker_that_has_seen_an_epoch_that_we_told_nobody_saw_a_predecessors(
+    keeper: Keeper, tmp_path: Path
+) -> None:
+    EpochFile(tmp_path).write(4)
+    assert await keeper(tmp_path).for_attach(5) == 6
+
+
+async def test_redis_counts_over_lost_state_files(keeper: Keeper, tmp_path: Path, redis_url: str) -> None:
+    assert await keeper(tmp_path / "a", redis_url).for_attach(0) == 1
+    assert await keeper(tmp_path / "b", redis_url).for_attach(0) == 2
+
+
+async def test_taking_the_epoch_writes_the_fence(
+    keeper: Keeper, tmp_path: Path, redis_url: str, redis_client: Redis
+) -> None:
+    await keeper(tmp_path, redis_url).for_attach(6)
+    assert await redis_client.get(NAMESPACE + ":fence") == b"7"
+    assert await redis_client.get(NAMESPACE + ":epoch") == b"7"
+
+
+async def test_epoch_does_not_fall_when_redis_was_wiped(
+    keeper: Keeper, tmp_path: Path, redis_url: str, redis_client: Redis
+) -> None:
+    epochs = keeper(tmp_path, redis_url)
+    await epochs.for_attach(6)
+    await redis_client.flushall()
+    assert await epochs.renew_fence() == 8
+    assert await redis_client.get(NAMESPACE + ":fence") == b"8"
+
+
+async def test_replaced_manager_cannot_take_a_new_epoch(keeper: Keeper, tmp_path: Path, redis_url: str) -> None:
+    old, new = keeper(tmp_path / "a", redis_url), keeper(tmp_path / "b", redis_url)
+    await old.for_attach(0)
+    await new.for_attach(0)
+    with pytest.raises(StaleEpoch, match="epoch 2 has taken over"):
+        await old.for_attach(5)
+
+
+async def test_without_redis_workers_are_answered_and_the_fence_is_wanted(keeper: Keeper, tmp_path: Path) -> None:
+    epochs = keeper(tmp_path, NOBODY)
+    assert await epochs.for_attach(0) == 1
+    with pytest.raises(IndexUnavailable):
+        await epochs.fenced()
+
+
+async def test_fence_is_taken_when_redis_is_back(keeper: Keeper, tmp_path: Path) -> None:
+    server = LocalRedis()
+    epochs = keeper(tmp_path, server.url)
+    assert await epochs.for_attach(3) == 4
+    with server:
+        assert [await epochs.fenced(), await epochs.fenced()] == [5, 5]
+        async with Redis.from_url(server.url) as client:
+            assert await client.get(NAMESPACE + ":fence") == b"5"
+
+
+def test_state_file_without_a_number_is_refused_with_its_name(tmp_path: Path) -> None:
+    (tmp_path / "epoch").write_text("seven")
+    with pytest.raises(InvalidConfig, match=r"--state-dir: .*epoch cannot be read"):
+        EpochFile(tmp_path).read()
+
+
+def test_state_file_leaves_nothing_else_behind(tmp_path: Path) -> None:
+    file = EpochFile(tmp_path / "made" / "on demand")
+    file.write(12)
+    assert file.read() == 12
+    assert [path.name for path in (tmp_path / "made" / "on demand").iterdir()] == ["epoch"]
+
+
+def test_state_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidConfig, match="cannot be written"):
+        EpochFile(tmp_path / "file" / "folder").write(1)
