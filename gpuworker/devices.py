@@ -49,11 +49,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def default_threads() -> int:
-    """Return the number of threads for tensor operations on CPU: one less than the cores that this process may use.
+    """Return the number of threads for tensor operations on CPU: OMP_NUM_THREADS, else one less than the usable cores.
 
     With a thread for every core, one busy neighbour (the I/O thread, another service) stalls each parallel region.
     """
-    return max(1, len(os.sched_getaffinity(0)) - 1)
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    return int(asked) if asked.isdigit() and int(asked) else max(1, len(os.sched_getaffinity(0)) - 1)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -87,7 +87,7 @@ class ModelRunner:
         # Steps of a generation in which one failed are not run: (generation, what failed).
         self._generation = 1
         self._failed: tuple[int, BaseException | None] = (0, None)
-        # OpenMP counts threads per calling thread, so the number is set in the thread that calls.
+        # The number of threads is set in the thread that computes: matrix products obey only what their own thread set.
         threads = limits.threads or default_threads()
         self._thread = ThreadPoolExecutor(1, "quire-runner", torch.set_num_threads, (threads,))
         self._collector = ThreadPoolExecutor(1, "quire-collector") if self._device.type == "cuda" else None
