@@ -158,6 +158,8 @@ class WorkerClient:
             error: QuireError = Unavailable("the worker closed the stream")
         except aio.AioRpcError as broken:
             error = error_from_rpc(broken)
+        except asyncio.InvalidStateError:
+            error = Unavailable("the stream ended before anything was said")
         except QuireError as refused:
             error = refused
         self._disconnect(error)

@@ -1,0 +1,149 @@
+"""Workers found in a real Redis: who joins, who is dropped, and what a Redis that is away means."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from redis.asyncio import Redis
+
+from common.clock import ManualClock
+from common.index_format import DISCOVERY_WORKERS_KEY, DiscoveredWorker, discovered_to_json, discovery_key
+from common.local_redis import LocalRedis
+from common.types import KvGeometry, PoolIdentity
+from router.core.identity import UNKNOWN_GEOMETRY
+from router.discovery import Discovery
+from router.redis_prefix_index import connect
+
+FULL = PoolIdentity("m" * 32, "t" * 32, 16, KvGeometry(2, 1, 8, 8, "float32"))
+LEASE_S = 5.0
+
+
+class Pool:
+    """The pool of workers as discovery sees it."""
+
+    def __init__(self) -> None:
+        self.identity = replace(FULL, kv_geometry=UNKNOWN_GEOMETRY)
+        self.addresses: list[str] = []
+        self.connected: set[str] = set()
+
+    def add(self, address: str) -> None:
+        if address not in self.addresses:
+            self.addresses.append(address)
+
+    def remove(self, address: str) -> None:
+        self.addresses.remove(address)
+
+    def is_connected(self, address: str) -> bool:
+        return address in self.connected
+
+
+@pytest.fixture
+def pool() -> Pool:
+    return Pool()
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def discovery(redis_client: Redis, pool: Pool, clock: ManualClock) -> Discovery:
+    return Discovery(redis_client, pool, clock, LEASE_S)
+
+
+async def announce(redis: Redis, name: str, identity: PoolIdentity = FULL) -> str:
+    worker = DiscoveredWorker(name, f"{name}:1", "00", identity)
+    await redis.sadd(DISCOVERY_WORKERS_KEY, name)
+    await redis.set(discovery_key(name), discovered_to_json(worker), px=60_000)
+    return worker.address
+
+
+async def test_a_worker_that_announces_itself_is_used(discovery: Discovery, pool: Pool, redis_client: Redis) -> None:
+    await discovery.poll()
+    assert pool.addresses == []
+    await announce(redis_client, "w0")
+    await announce(redis_client, "w1")
+    await discovery.poll()
+    assert pool.addresses == ["w0:1", "w1:1"]
+
+
+async def test_a_worker_without_lease_or_connection_is_dropped(
+    discovery: Discovery, pool: Pool, redis_client: Redis, clock: ManualClock
+) -> None:
+    await announce(redis_client, "w0")
+    await discovery.poll()
+    await redis_client.delete(discovery_key("w0"))
+    clock.advance(LEASE_S - 0.1)
+    await discovery.poll()
+    assert pool.addresses == ["w0:1"]
+    clock.advance(0.1)
+    await discovery.poll()
+    assert pool.addresses == []
+
+
+async def test_a_worker_that_is_connected_is_kept_without_a_lease(
+    discovery: Discovery, pool: Pool, redis_client: Redis, clock: ManualClock
+) -> None:
+    pool.connected.add(await announce(redis_client, "w0"))
+    await discovery.poll()
+    await redis_client.flushall()
+    clock.advance(10 * LEASE_S)
+    await discovery.poll()
+    assert pool.addresses == ["w0:1"]
+
+
+async def test_a_worker_that_moved_is_used_at_its_new_address(
+    discovery: Discovery, pool: Pool, redis_client: Redis, clock: ManualClock
+) -> None:
+    await announce(redis_client, "w0")
+    await discovery.poll()
+    moved = DiscoveredWorker("w0", "elsewhere:1", "01", FULL)
+    await redis_client.set(discovery_key("w0"), discovered_to_json(moved))
+    await discovery.poll()
+    clock.advance(LEASE_S)
+    await discovery.poll()
+    assert pool.addresses == ["elsewhere:1"]
+
+
+async def test_workers_of_another_pool_are_passed_over(discovery: Discovery, pool: Pool, redis_client: Redis) -> None:
+    await announce(redis_client, "other-model", replace(FULL, model_fingerprint="x" * 32))
+    await announce(redis_client, "other-blocks", replace(FULL, block_size=32))
+    await announce(redis_client, "ours")
+    await discovery.poll()
+    assert pool.addresses == ["ours:1"]
+
+
+async def test_a_key_that_nobody_understands_is_passed_over(
+    discovery: Discovery, pool: Pool, redis_client: Redis
+) -> None:
+    await announce(redis_client, "w0")
+    await announce(redis_client, "w1")
+    await redis_client.set(discovery_key("w0"), b"{}")
+    await discovery.poll()
+    assert pool.addresses == ["w1:1"]
+
+
+async def test_time_without_redis_does_not_count_against_a_lease(pool: Pool, clock: ManualClock) -> None:
+    server = LocalRedis()
+    await asyncio.to_thread(server.start)
+    client = connect(server.url, 5.0)
+    discovery = Discovery(client, pool, clock, LEASE_S)
+    try:
+        await announce(client, "w0")
+        await discovery.poll()
+        server.kill()
+        clock.advance(10 * LEASE_S)
+        await discovery.poll()
+        assert (discovery.connected, pool.addresses) == (False, ["w0:1"])
+        await asyncio.to_thread(server.start)
+        await discovery.poll()
+        assert (discovery.connected, pool.addresses) == (True, ["w0:1"])
+        clock.advance(LEASE_S)
+        await discovery.poll()
+        assert pool.addresses == []
+    finally:
+        await client.aclose()
+        server.stop()

@@ -1,0 +1,181 @@
+"""The prefix index as the router reads it, from a real Redis: hits, generations, windows, and a Redis that is away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+from redis.asyncio import Redis
+
+from common.clock import ManualClock
+from common.index_format import SlotOwner, owner_to_fields, pack_entry, prefix_key, slot_key
+from common.local_redis import LocalRedis
+from common.types import BlockHash, KvGeometry, PoolIdentity
+from router.core.breaker import CircuitBreaker
+from router.redis_prefix_index import OWNER_SECONDS, NoPrefixIndex, RedisPrefixIndex, connect
+
+IDENTITY = PoolIdentity("m" * 32, "t" * 32, 16, KvGeometry(2, 1, 8, 8, "float32"))
+NAMESPACE = IDENTITY.namespace
+CHAIN = [BlockHash(number.to_bytes(16, "big")) for number in range(300)]
+# Generous: these tests are about what is answered, not how fast.
+PATIENT_S = 5.0
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock(100.0)
+
+
+@pytest.fixture
+async def index(redis_url: str, clock: ManualClock) -> AsyncIterator[RedisPrefixIndex]:
+    client = connect(redis_url, PATIENT_S)
+    yield RedisPrefixIndex(client, lambda: IDENTITY, clock, PATIENT_S)
+    await client.aclose()
+
+
+async def own(redis: Redis, slot: int, worker_id: str, generation: int) -> None:
+    owner = SlotOwner(worker_id, "00", "127.0.0.1:1", generation)
+    await redis.hset(slot_key(NAMESPACE, slot), mapping=owner_to_fields(owner))  # type: ignore[arg-type]
+
+
+async def publish(redis: Redis, blocks: Sequence[BlockHash], *entries: tuple[int, int]) -> None:
+    value = b"".join(pack_entry(slot, generation) for slot, generation in entries)
+    await redis.mset({prefix_key(NAMESPACE, block): value for block in blocks})
+
+
+async def test_hits_are_counted_for_each_worker(index: RedisPrefixIndex, redis_client: Redis) -> None:
+    await own(redis_client, 0, "w0", 11)
+    await own(redis_client, 1, "w1", 22)
+    await publish(redis_client, CHAIN[:3], (0, 11), (1, 22))
+    await publish(redis_client, CHAIN[3:5], (1, 22))
+    assert await index.lookup(CHAIN[:10]) == {"w0": 3, "w1": 5}
+    assert index.connected
+
+
+async def test_a_chain_of_several_windows_is_followed_to_its_end(index: RedisPrefixIndex, redis_client: Redis) -> None:
+    await own(redis_client, 0, "w0", 11)
+    await publish(redis_client, CHAIN[:250], (0, 11))
+    assert await index.lookup(CHAIN) == {"w0": 250}
+
+
+async def test_asking_stops_at_the_window_with_a_hole(index: RedisPrefixIndex, redis_client: Redis) -> None:
+    await own(redis_client, 0, "w0", 11)
+    await publish(redis_client, CHAIN[:20], (0, 11))
+    await index.lookup(CHAIN)
+    before = (await redis_client.info("stats"))["keyspace_misses"]
+    await index.lookup(CHAIN)
+    after = (await redis_client.info("stats"))["keyspace_misses"]
+    assert after - before == 32 - 20
+
+
+async def test_a_known_worker_without_a_hit_is_an_answer(index: RedisPrefixIndex, redis_client: Redis) -> None:
+    await own(redis_client, 0, "w0", 11)
+    await publish(redis_client, CHAIN[:1], (0, 11))
+    await index.lookup(CHAIN[:1])
+    assert await index.lookup(CHAIN[100:101]) == {}
+
+
+async def test_an_empty_index_is_no_answer(index: RedisPrefixIndex) -> None:
+    assert await index.lookup(CHAIN[:1]) is None
+    assert index.connected
+
+
+async def test_entries_of_a_dead_generation_do_not_count(index: RedisPrefixIndex, redis_client: Redis) -> None:
+    await own(redis_client, 0, "w0", 12)
+    await publish(redis_client, CHAIN[:2], (0, 11))
+    assert await index.lookup(CHAIN[:2]) == {}
+
+
+async def test_a_new_generation_counts_at_once(
+    index: RedisPrefixIndex, redis_client: Redis, clock: ManualClock
+) -> None:
+    await own(redis_client, 0, "w0", 11)
+    await publish(redis_client, CHAIN[:2], (0, 11))
+    await index.lookup(CHAIN[:2])
+    await own(redis_client, 0, "w0", 12)
+    await publish(redis_client, CHAIN[:2], (0, 12))
+    clock.advance(OWNER_SECONDS / 2)
+    assert await index.lookup(CHAIN[:2]) == {"w0": 2}
+
+
+async def test_an_old_generation_is_believed_for_a_second_at_most(
+    index: RedisPrefixIndex, redis_client: Redis, clock: ManualClock
+) -> None:
+    await own(redis_client, 0, "w0", 11)
+    await publish(redis_client, CHAIN[:2], (0, 11))
+    await index.lookup(CHAIN[:2])
+    await own(redis_client, 0, "w0", 12)
+    clock.advance(OWNER_SECONDS)
+    assert await index.lookup(CHAIN[:2]) == {}
+
+
+async def test_a_wiped_index_stops_being_an_answer(
+    index: RedisPrefixIndex, redis_client: Redis, clock: ManualClock
+) -> None:
+    await own(redis_client, 0, "w0", 11)
+    await publish(redis_client, CHAIN[:2], (0, 11))
+    await index.lookup(CHAIN[:2])
+    await redis_client.flushall()
+    clock.advance(OWNER_SECONDS)
+    assert await index.lookup(CHAIN[:2]) is None
+
+
+async def test_without_a_model_nothing_is_asked(redis_url: str, clock: ManualClock, redis_client: Redis) -> None:
+    await redis_client.config_resetstat()
+    unknown = PoolIdentity("", "t" * 32, 16, IDENTITY.kv_geometry)
+    async with connect(redis_url, PATIENT_S) as client:
+        assert await RedisPrefixIndex(client, lambda: unknown, clock).lookup(CHAIN[:1]) is None
+    assert (await redis_client.info("commandstats")).get("cmdstat_mget") is None
+
+
+async def test_a_redis_that_is_down_is_left_alone_and_used_again_when_it_is_back(clock: ManualClock) -> None:
+    server = await asyncio.to_thread(_started)
+    client = connect(server.url, PATIENT_S)
+    index = RedisPrefixIndex(client, lambda: IDENTITY, clock, PATIENT_S, CircuitBreaker(threshold=2, first=1.0))
+    try:
+        await own(client, 0, "w0", 11)
+        await publish(client, CHAIN[:2], (0, 11))
+        assert await index.lookup(CHAIN[:2]) == {"w0": 2}
+        server.kill()
+        assert await index.lookup(CHAIN[:2]) is None
+        assert await index.lookup(CHAIN[:2]) is None
+        assert not index.connected
+        await asyncio.to_thread(server.start)
+        await own(client, 0, "w0", 11)
+        await publish(client, CHAIN[:2], (0, 11))
+        assert await index.lookup(CHAIN[:2]) is None  # the breaker is open
+        clock.advance(1.0)
+        assert await index.lookup(CHAIN[:2]) == {"w0": 2}
+        assert index.connected
+    finally:
+        await client.aclose()
+        server.stop()
+
+
+async def test_a_redis_that_does_not_answer_costs_its_timeout_and_no_more(clock: ManualClock) -> None:
+    async def never_answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    listener = await asyncio.start_server(never_answer, "127.0.0.1", 0)
+    client = connect(f"redis://127.0.0.1:{listener.sockets[0].getsockname()[1]}", 0.02)
+    index = RedisPrefixIndex(client, lambda: IDENTITY, clock, 0.02, CircuitBreaker(threshold=1))
+    async with listener:
+        began = asyncio.get_running_loop().time()
+        assert await index.lookup(CHAIN[:1]) is None
+        assert asyncio.get_running_loop().time() - began < 1.0
+        assert not index.connected
+        await client.aclose()
+
+
+async def test_without_redis_there_is_no_answer() -> None:
+    index = NoPrefixIndex()
+    assert await index.lookup(CHAIN[:1]) is None
+    assert not index.connected
+
+
+def _started() -> LocalRedis:
+    server = LocalRedis()
+    server.start()
+    return server

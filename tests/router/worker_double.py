@@ -1,0 +1,227 @@
+"""A GPU worker's side of the router's stream, over real gRPC, that does what a test tells it."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from grpc import aio
+
+from common.errors import IdentityMismatch, QuireError
+from common.hashing import little_endian_int32
+from common.identity_wire import identity_from_proto, identity_to_proto
+from common.packing import unpack_u32
+from common.rpc.server import RpcServer
+from common.rpc.status import to_status
+from common.types import FinishReason, KvGeometry, MissReason, PoolIdentity
+from quire.gpuworker.v1 import gpuworker_pb2 as pb
+from quire.gpuworker.v1 import gpuworker_pb2_grpc as rpc
+from quire.types.v1 import types_pb2
+
+IDENTITY = PoolIdentity("m" * 32, "t" * 32, 4, KvGeometry(2, 1, 8, 8, "float32"))
+PATIENCE_S = 10.0
+
+
+@dataclass
+class WorkerDouble(rpc.GpuWorkerServiceServicer):
+    """Records what the router says; answers when told to, or at once while `automatic`.
+
+    An automatic worker draws 100, 101, 102, ... by output position, so that a continued sequence shows whether a token
+    was lost or repeated.
+    """
+
+    worker_id: str = "w0"
+    identity: PoolIdentity = IDENTITY
+    num_blocks: int = 64
+    max_num_seqs: int = 8
+    max_model_len: int = 256
+    automatic: bool = False
+    greets: bool = True
+    port: int = 0
+    incarnation: bytes = field(default_factory=lambda: secrets.token_bytes(16))
+    hellos: list[pb.Hello] = field(default_factory=list)
+    submits: list[pb.Submit] = field(default_factory=list)
+    cancels: list[pb.Cancel] = field(default_factory=list)
+    acks: list[int] = field(default_factory=list)
+    streams: int = 0
+
+    def __post_init__(self) -> None:
+        self._changed = asyncio.Condition()
+        self._outbox: asyncio.Queue[pb.StreamResponse | QuireError | None] = asyncio.Queue()
+        self._seq = 0
+        self._server: RpcServer | None = None
+
+    # ------------------------------------------------------------ life
+
+    async def start(self) -> None:
+        """Listen, on the port of the last time if there was one."""
+        self._server = RpcServer(["quire.gpuworker.v1.GpuWorkerService"])
+        rpc.add_GpuWorkerServiceServicer_to_server(self, self._server.server)
+        self.port = await self._server.start("127.0.0.1", self.port)
+
+    async def kill(self) -> None:
+        """Go away at once."""
+        if self._server is not None:
+            await self._server.server.stop(None)
+            self._server = None
+
+    async def restart(self) -> None:
+        """Come back as a new process."""
+        await self.kill()
+        self.incarnation = secrets.token_bytes(16)
+        await self.start()
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    # ------------------------------------------------------------ the service
+
+    async def Stream(
+        self, request_iterator: AsyncIterator[pb.StreamRequest], context: aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.StreamResponse]:
+        requests = aiter(request_iterator)
+        hello = (await anext(requests)).hello
+        await self._note(self.hellos, hello)
+        if hello.HasField("identity") and (found := self.identity.differences(identity_from_proto(hello.identity))):
+            raise IdentityMismatch(found)
+        self._outbox, self._seq = asyncio.Queue(), 0
+        if self.greets:
+            self._outbox.put_nowait(pb.StreamResponse(hello=pb.WorkerHello(info=self.info())))
+        await self._note_stream()
+        reader = asyncio.create_task(self._read(requests))
+        try:
+            while (message := await self._outbox.get()) is not None:
+                if isinstance(message, QuireError):
+                    raise message
+                yield message
+        finally:
+            reader.cancel()
+
+    async def GetWorker(
+        self, request: pb.GetWorkerRequest, context: aio.ServicerContext[Any, Any]
+    ) -> pb.GetWorkerResponse:
+        return pb.GetWorkerResponse(info=self.info())
+
+    async def _read(self, requests: AsyncIterator[pb.StreamRequest]) -> None:
+        async for request in requests:
+            match request.WhichOneof("message"):
+                case "submit":
+                    await self._note(self.submits, request.submit)
+                    if self.automatic:
+                        self.run(request.submit)
+                case "cancel":
+                    await self._note(self.cancels, request.cancel)
+                case "ack":
+                    await self._note(self.acks, request.ack.seq)
+
+    async def _note(self, where: list[Any], what: object) -> None:
+        async with self._changed:
+            where.append(what)
+            self._changed.notify_all()
+
+    async def _note_stream(self) -> None:
+        async with self._changed:
+            self.streams += 1
+            self._changed.notify_all()
+
+    async def until(self, true: Callable[[], bool]) -> None:
+        """Wait until the router has said what makes `true` so."""
+        async with asyncio.timeout(PATIENCE_S), self._changed:
+            await self._changed.wait_for(true)
+
+    def info(self) -> pb.WorkerInfo:
+        return pb.WorkerInfo(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            identity=identity_to_proto(self.identity),
+            num_blocks=self.num_blocks,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            vocab_size=1000,
+        )
+
+    # ------------------------------------------------------------ what it says
+
+    def say(self, response: pb.StreamResponse | None) -> None:
+        """Send a message; None ends the stream."""
+        self._outbox.put_nowait(response)
+
+    def fail(self, error: QuireError) -> None:
+        """End the stream with the status of an error."""
+        self._outbox.put_nowait(error)
+
+    def heartbeat(self, **load: float) -> None:
+        full = {"num_blocks": self.num_blocks, "unheld_blocks": self.num_blocks, "manager_attached": True} | load
+        self.say(pb.StreamResponse(heartbeat=pb.Heartbeat(load=pb.Load(**full))))  # type: ignore[arg-type]
+
+    def refuse(self, handle: int, error: QuireError) -> None:
+        status = to_status(error).SerializeToString()
+        self.say(pb.StreamResponse(refused=pb.Refused(handle=handle, status=status)))
+
+    def step(
+        self,
+        tokens: dict[int, Sequence[int]] | None = None,
+        granted: dict[int, int] | None = None,
+        finished: dict[int, FinishReason] | None = None,
+        **more: Any,
+    ) -> None:
+        """Send one step's outputs: tokens by handle, cached tokens of those granted, reasons of those finished."""
+        self._seq += 1
+        tokens = tokens or {}
+        admitted = [
+            pb.SequenceAdmitted(handle=handle, cached_tokens=cached, miss_reason=_miss(MissReason.NEVER_SEEN))
+            for handle, cached in (granted or {}).items()
+        ]
+        ended = [
+            pb.SequenceFinished(handle=handle, reason=_finish(reason)) for handle, reason in (finished or {}).items()
+        ]
+        drawn = [token for some in tokens.values() for token in some]
+        outputs = pb.StepOutputs(
+            seq=self._seq,
+            step=self._seq,
+            admitted=admitted,
+            handles=little_endian_int32(list(tokens)),
+            counts=little_endian_int32([len(some) for some in tokens.values()]),
+            token_ids=little_endian_int32(drawn),
+            finished=[*ended, *more.pop("ended", [])],
+            **more,
+        )
+        self.say(pb.StreamResponse(outputs=outputs))
+
+    def run(self, submit: pb.Submit) -> None:
+        """Draw all tokens of a sequence, one a step."""
+        handle, start = submit.handle, submit.output_tokens_before
+        self.step(granted={handle: 0})
+        for position in range(start, submit.sampling.max_tokens):
+            last = position == submit.sampling.max_tokens - 1
+            self.step({handle: [100 + position]}, finished={handle: FinishReason.LENGTH} if last else None)
+
+
+def prompt_of(submit: pb.Submit) -> list[int]:
+    """Return the tokens of a submit."""
+    return unpack_u32(submit.prompt_token_ids)
+
+
+def _finish(reason: FinishReason) -> types_pb2.FinishReason.ValueType:
+    return types_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}")
+
+
+def _miss(reason: MissReason) -> types_pb2.MissReason.ValueType:
+    return types_pb2.MissReason.Value(f"MISS_REASON_{reason.name}")
+
+
+@asynccontextmanager
+async def running(*workers: WorkerDouble) -> AsyncIterator[None]:
+    """Start workers, and kill them at the end."""
+    try:
+        for worker in workers:
+            await worker.start()
+        yield
+    finally:
+        for worker in workers:
+            await worker.kill()
