@@ -85,6 +85,11 @@ class _Connection:
         if not self.ended.done():
             self.ended.set_result(why)
 
+    def end_unanswered(self) -> None:
+        """Give up on a manager that has not answered the Attach by now."""
+        if not self.answered:
+            self.end(f"no answer to an Attach within {ANSWER_TIMEOUT_S:g} s")
+
 
 class LeaseClient:
     """Keeps a session with one KV manager; `start` and `close` are the I/O loop's, the rest the engine's thread's.
@@ -167,6 +172,7 @@ class LeaseClient:
         connection.put(kvmanager_pb2.SessionRequest(attach=attach_to_proto(attach)))
         for chunk in inventory_chunks(inventory):
             connection.put(kvmanager_pb2.SessionRequest(inventory=chunk))
+        asyncio.get_running_loop().call_later(ANSWER_TIMEOUT_S, connection.end_unanswered)
 
     def _report(self, session: int, report: Report) -> None:
         connection = self._connection
@@ -220,14 +226,11 @@ class LeaseClient:
         """Serve a stream until either side ends it. Raises what it ended with, if that was an error."""
         self._connection = connection
         self._post(Connected())
-        late = f"no answer to an Attach within {ANSWER_TIMEOUT_S:g} s"
-        watchdog = asyncio.get_running_loop().call_later(ANSWER_TIMEOUT_S, self._end_unanswered, connection, late)
         reader, writer = asyncio.create_task(self._read(connection)), asyncio.create_task(self._write(connection))
         try:
             await asyncio.wait((reader, connection.ended), return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._connection = None
-            watchdog.cancel()
             connection.ended.cancel()
             reader.cancel()
             writer.cancel()
@@ -238,10 +241,6 @@ class LeaseClient:
             raise read
         if not connection.ended.cancelled():
             log.warning("left KV manager %s: %s", self._address, connection.ended.result())
-
-    def _end_unanswered(self, connection: _Connection, why: str) -> None:
-        if not connection.answered:
-            connection.end(why)
 
     async def _write(self, connection: _Connection) -> None:
         """The only writer of the stream: two writes at once end an RPC."""

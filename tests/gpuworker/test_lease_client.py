@@ -1,0 +1,392 @@
+"""The worker's end of a session against a manager scripted message by message on a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import pytest
+from grpc import aio
+
+from common.errors import Mismatch
+from common.lease import (
+    Attach,
+    Attached,
+    AttachOk,
+    AttachRejected,
+    Batch,
+    Claim,
+    Connected,
+    Detached,
+    Granted,
+    Inventory,
+    LeaseEvent,
+    Report,
+)
+from common.lease_wire import attach_from_proto, attach_ok_to_proto, batch_to_proto, rejected_to_proto
+from common.types import BlockHash, BlockId, KvGeometry, PoolIdentity
+from gpuworker import lease_client
+from gpuworker.lease_client import LeaseClient
+from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
+
+IDENTITY = PoolIdentity("m", "t", 16, KvGeometry(1, 1, 8, 8, "float32"))
+EMPTY = Inventory()
+TIMEOUT_S = 10.0
+_T = TypeVar("_T")
+
+
+def attach(session: int, epoch_seen: int = 0) -> Attach:
+    return Attach("w", b"incarnation".ljust(16), session, epoch_seen, IDENTITY, 8, "127.0.0.1:1")
+
+
+@dataclass
+class Stream:
+    """One stream at the scripted manager."""
+
+    requests: asyncio.Queue[kvmanager_pb2.SessionRequest] = field(default_factory=asyncio.Queue)
+    responses: asyncio.Queue[kvmanager_pb2.SessionResponse | None] = field(default_factory=asyncio.Queue)
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+    sent: int = 0
+
+    async def next(self) -> kvmanager_pb2.SessionRequest:
+        request: kvmanager_pb2.SessionRequest = await soon(self.requests.get())
+        return request
+
+    def say(self, session: int, **message: Any) -> None:
+        self.sent += 1
+        self.responses.put_nowait(kvmanager_pb2.SessionResponse(session=session, seq=self.sent, **message))
+
+    def end(self) -> None:
+        """End the stream from the manager's side."""
+        self.responses.put_nowait(None)
+
+    async def accept(self, epoch: int = 1) -> kvmanager_pb2.SessionRequest:
+        """Take an Attach with an inventory of one chunk and accept it; return the Attach."""
+        request = await self.next()
+        assert (await self.next()).inventory.last
+        self.say(request.session, attach_ok=attach_ok_to_proto(AttachOk(epoch, 4)))
+        return request
+
+
+class ScriptedManager(kvmanager_pb2_grpc.KvManagerServiceServicer):
+    """Hands every stream that is opened to the test."""
+
+    def __init__(self) -> None:
+        self.streams: asyncio.Queue[Stream] = asyncio.Queue()
+
+    async def Session(self, request_iterator: AsyncIterator[Any], context: Any) -> None:  # type: ignore[override]
+        stream = Stream()
+        await context.send_initial_metadata(())
+        self.streams.put_nowait(stream)
+        reader = asyncio.create_task(self._read(request_iterator, stream))
+        try:
+            while (response := await stream.responses.get()) is not None:
+                await context.write(response)
+        finally:
+            reader.cancel()
+            stream.closed.set()
+
+    async def _read(self, requests: AsyncIterator[Any], stream: Stream) -> None:
+        async for request in requests:
+            stream.requests.put_nowait(request)
+
+    async def Lookup(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
+    async def GetBlockTable(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
+    async def GetPool(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
+
+async def soon(awaitable: Any) -> Any:
+    async with asyncio.timeout(TIMEOUT_S):
+        return await awaitable
+
+
+class Rig:
+    """A manager, a client, and the engine's thread played by the test (each call crosses from another thread)."""
+
+    def __init__(self) -> None:
+        self.manager = ScriptedManager()
+        self.server = aio.server()
+        kvmanager_pb2_grpc.add_KvManagerServiceServicer_to_server(self.manager, self.server)
+        self.port = self.server.add_insecure_port("127.0.0.1:0")
+        self.arrived = asyncio.Event()
+        self.refused: list[AttachRejected] = []
+        self.client = LeaseClient(f"127.0.0.1:{self.port}", self.arrived.set, self.refused.append, random.Random(1))
+        self.events: list[LeaseEvent] = []
+
+    async def stream(self) -> Stream:
+        stream: Stream = await soon(self.manager.streams.get())
+        return stream
+
+    async def event(self, kind: type[_T]) -> _T:
+        """Return the next event, which must be of the kind."""
+        async with asyncio.timeout(TIMEOUT_S):
+            while not self.events:
+                await self.arrived.wait()
+                self.arrived.clear()
+                self.events += await asyncio.to_thread(self.client.poll)
+        event = self.events.pop(0)
+        assert isinstance(event, kind), event
+        return event
+
+    async def attach(self, session: int, inventory: Inventory = EMPTY, epoch_seen: int = 0) -> None:
+        await asyncio.to_thread(self.client.attach, attach(session, epoch_seen), inventory)
+
+    async def send(self, session: int, report: Report) -> None:
+        await asyncio.to_thread(self.client.send, session, report)
+
+    async def session(self, session: int) -> Stream:
+        """Open a session, up to Attached."""
+        await self.event(Connected)
+        stream = await self.stream()
+        await self.attach(session)
+        await stream.accept()
+        assert await self.event(Attached) == Attached(session, AttachOk(1, 4))
+        return stream
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    rig = Rig()
+    await rig.server.start()
+    await rig.client.start()
+    yield rig
+    await rig.client.close()
+    await rig.server.stop(0)
+
+
+async def test_open_stream_asks_the_engine_to_attach(rig: Rig) -> None:
+    await rig.event(Connected)
+    stream = await rig.stream()
+    await rig.attach(3, epoch_seen=2)
+    request = await stream.next()
+    assert (request.session, request.seq, request.ack) == (3, 1, 0)
+    assert attach_from_proto(request.attach, 3) == attach(3, 2)
+    request = await stream.next()
+    assert (request.session, request.seq, request.inventory.last) == (3, 2, True)
+
+
+async def test_accepted_session_carries_grants_and_reports(rig: Rig) -> None:
+    stream = await rig.session(1)
+    batch = Batch(4, lease=(BlockId(1), BlockId(2)))
+    stream.say(1, batch=batch_to_proto(batch))
+    assert await rig.event(Granted) == Granted(1, batch)
+    await rig.send(1, Report(step=5))
+    request = await stream.next()
+    assert (request.session, request.seq, request.ack, request.report.step) == (1, 3, 2, 5)
+
+
+async def test_reports_keep_their_order(rig: Rig) -> None:
+    stream = await rig.session(1)
+
+    def engine() -> None:
+        for step in range(200):
+            rig.client.send(1, Report(step=step))
+
+    await asyncio.to_thread(engine)
+    requests = [await stream.next() for _ in range(200)]
+    assert [request.report.step for request in requests] == list(range(200))
+    assert [request.seq for request in requests] == list(range(3, 203))
+
+
+async def test_large_inventory_travels_in_chunks(rig: Rig) -> None:
+    await rig.event(Connected)
+    stream = await rig.stream()
+    claims = tuple(Claim(BlockId(index), BlockHash(index.to_bytes(16, "little")), -1, 0) for index in range(20_000))
+    await rig.attach(1, Inventory(claims=claims))
+    await stream.next()
+    chunks = [(await stream.next()).inventory for _ in range(3)]
+    assert [chunk.last for chunk in chunks] == [False, False, True]
+    assert max(chunk.ByteSize() for chunk in chunks) <= 256 * 1024
+    assert sum(len(chunk.claim_blocks) for chunk in chunks) == 80_000
+
+
+async def test_broken_stream_detaches_and_connects_again(rig: Rig) -> None:
+    stream = await rig.session(1)
+    stream.end()
+    assert await rig.event(Detached) == Detached(1)
+    await rig.session(2)
+
+
+async def test_report_of_a_session_that_is_gone_is_dropped(rig: Rig) -> None:
+    first = await rig.session(1)
+    first.end()
+    await rig.event(Detached)
+    second = await rig.session(2)
+    await rig.send(1, Report(step=1))
+    await rig.send(2, Report(step=2))
+    assert (await second.next()).report.step == 2
+
+
+async def test_message_of_another_session_is_dropped(rig: Rig) -> None:
+    stream = await rig.session(2)
+    stream.sent -= 1
+    stream.say(1, batch=batch_to_proto(Batch(1)))
+    stream.say(2, batch=batch_to_proto(Batch(7)))
+    stream.sent -= 1
+    stream.say(2, batch=batch_to_proto(Batch(8)))
+    assert [(await rig.event(Granted)).batch.lease_target for _ in range(1)] == [7]
+
+
+async def test_connected_voids_what_was_not_polled_before_it(rig: Rig) -> None:
+    stream = await rig.session(1)
+    stream.say(1, batch=batch_to_proto(Batch(7)))
+    stream.end()
+    await rig.stream()
+    while not isinstance((await polled(rig))[-1], Connected):
+        rig.events.clear()
+    assert rig.events == [Connected()]
+
+
+async def polled(rig: Rig) -> list[LeaseEvent]:
+    """Wait for the client to be connected a second time, and poll only then."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while rig.client._connections < 2:
+            rig.arrived.clear()
+            await rig.arrived.wait()
+    rig.events += await asyncio.to_thread(rig.client.poll)
+    return rig.events
+
+
+async def test_attach_that_answers_a_lost_connection_is_detached(rig: Rig) -> None:
+    await rig.event(Connected)
+    (await rig.stream()).end()
+    second = await rig.stream()  # the engine has not polled its Connected yet
+    await rig.attach(1)
+    assert {type(await rig.event(object)) for _ in range(2)} == {Connected, Detached}
+    await rig.attach(2)
+    assert (await second.next()).session == 2
+
+
+async def test_second_attach_on_one_stream_opens_another(rig: Rig) -> None:
+    stream = await rig.session(1)
+    await rig.attach(2)
+    assert [await rig.event(Detached), await rig.event(Detached)] == [Detached(2), Detached(1)]
+    await soon(stream.closed.wait())
+    await rig.session(3)
+
+
+async def test_reconnect_opens_another_stream(rig: Rig) -> None:
+    stream = await rig.session(1)
+    await asyncio.to_thread(rig.client.reconnect)
+    assert await rig.event(Detached) == Detached(1)
+    await soon(stream.closed.wait())
+    await rig.session(2)
+
+
+async def test_manager_of_a_lower_epoch_is_refused(rig: Rig) -> None:
+    await rig.event(Connected)
+    stream = await rig.stream()
+    await rig.attach(1, epoch_seen=5)
+    await stream.accept(epoch=4)
+    assert await rig.event(Detached) == Detached(1)
+    await soon(stream.closed.wait())
+    await rig.event(Connected)
+
+
+async def test_refusal_for_good_is_told_with_both_values_as_the_worker_sees_them(rig: Rig) -> None:
+    await rig.event(Connected)
+    stream = await rig.stream()
+    await rig.attach(1)
+    await stream.next()
+    rejected = AttachRejected("identity", (Mismatch("block_size", "16", "32", "--block-size"),))
+    stream.say(1, attach_rejected=rejected_to_proto(rejected))
+    assert await rig.event(Detached) == Detached(1)
+    (told,) = rig.refused
+    assert str(told.mismatches[0]) == "block_size: here 32, there 16 (change it with --block-size)"
+
+
+async def test_refusal_for_now_is_tried_again(rig: Rig) -> None:
+    await rig.event(Connected)
+    stream = await rig.stream()
+    await rig.attach(1)
+    await stream.next()
+    stream.say(1, attach_rejected=rejected_to_proto(AttachRejected("the first stream lives", retry=True)))
+    assert await rig.event(Detached) == Detached(1)
+    await rig.session(2)
+    assert rig.refused == []
+
+
+async def test_drain_detaches_and_connects_again(rig: Rig) -> None:
+    stream = await rig.session(1)
+    stream.say(1, drain=kvmanager_pb2.Drain())
+    assert await rig.event(Detached) == Detached(1)
+    await soon(stream.closed.wait())
+    await rig.session(2)
+
+
+@pytest.mark.parametrize("gap", [True, False], ids=["gap in the numbers", "batch before the answer"])
+async def test_violation_by_the_manager_ends_the_session(rig: Rig, gap: bool) -> None:
+    await rig.event(Connected)
+    stream = await rig.stream()
+    await rig.attach(1)
+    await stream.next()
+    if gap:
+        stream.sent += 1
+        stream.say(1, attach_ok=attach_ok_to_proto(AttachOk(1, 0)))
+    else:
+        stream.say(1, batch=batch_to_proto(Batch(1)))
+    assert await rig.event(Detached) == Detached(1)
+    await rig.event(Connected)
+
+
+async def test_manager_that_does_not_answer_is_left(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease_client, "ANSWER_TIMEOUT_S", 0.05)
+    await rig.event(Connected)
+    stream = await rig.stream()
+    await rig.attach(1)
+    assert await rig.event(Detached) == Detached(1)
+    await soon(stream.closed.wait())
+
+
+async def test_client_connects_when_the_manager_comes_later() -> None:
+    rig = Rig()
+    await rig.server.stop(0)
+    await rig.client.start()
+    server = aio.server()
+    kvmanager_pb2_grpc.add_KvManagerServiceServicer_to_server(rig.manager, server)
+    server.add_insecure_port(f"127.0.0.1:{rig.port}")
+    await server.start()
+    await rig.event(Connected)
+    await rig.client.close()
+    await server.stop(0)
+
+
+async def test_close_detaches(rig: Rig) -> None:
+    await rig.session(1)
+    await rig.client.close()
+    assert await rig.event(Detached) == Detached(1)
+
+
+def test_delays_double_up_to_a_bound_with_jitter() -> None:
+    client = LeaseClient("127.0.0.1:1", rng=random.Random(3))
+    delays = [client._next_delay(longest=False) for _ in range(8)]
+    bounds = [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0]
+    assert all(bound / 2 <= delay <= bound for delay, bound in zip(delays, bounds, strict=True))
+    assert len(set(delays)) == 8
+
+
+async def test_calls_after_the_loop_is_gone_are_harmless() -> None:
+    """The engine's last report may come when the process is already closing its loop."""
+    client = LeaseClient("127.0.0.1:1")
+
+    def run() -> None:
+        async def body() -> None:
+            await client.start()
+            await client.close()
+
+        asyncio.run(body())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    await asyncio.to_thread(thread.join)
+    client.send(1, Report())
+    assert client.poll() == []
