@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Self
+from typing import Literal, Self
 
 from common.clock import Clock
 from common.errors import ProtocolViolation
 from common.lease import Reserve
-from common.types import TRIMMED, BlockHash, BlockId, DecisionKind, SequenceId, SequencePhase
+from common.types import TRIMMED, BlockHash, BlockId, Candidate, DecisionKind, SequenceId, SequencePhase
 from kvmanager.core.block import ROOT, Block, BlockState
 from kvmanager.core.block_pool import BlockPool
 from kvmanager.core.config import LedgerConfig
@@ -18,6 +18,12 @@ from kvmanager.core.eviction import Restored, order_after_rebuild
 from kvmanager.core.prefix_cache import PrefixCache
 from kvmanager.core.sequence import Sequence
 from kvmanager.core.waiting_queue import WaitingQueue
+
+_NAMED = 8
+"""Evicted blocks that a record names; the figures have the number of all."""
+
+Hold = Literal["", "capacity", "deferred"]
+"""Why the head of the queue was not admitted: too few blocks, or it was not its turn (limits, stalls, preemptions)."""
 
 NEVER_TOLD = None
 """Lease target of a worker that has not been told one since its attach: the next batch is sent whatever it says."""
@@ -58,14 +64,16 @@ class Books:
         self.told: int | None = NEVER_TOLD
         self.lease_want = 0
         self.growth = self.running = self.rows = self.next_arrival = 0
-        self.held = ""
+        self.held: Hold = ""
 
     # ------------------------------------------------------------ sequences
 
     def enrol(self, reserve: Reserve, arrival: int) -> Sequence:
-        """Enter a sequence that has no row yet. Raises ProtocolViolation when its id is known."""
+        """Enter a sequence that has no row yet. Raises ProtocolViolation when its id or its length cannot be."""
         if reserve.sequence in self.sequences:
             raise ProtocolViolation(f"sequence {reserve.sequence} was reserved twice")
+        if not 0 < reserve.known <= reserve.max_len:
+            raise ProtocolViolation(f"sequence {reserve.sequence} has {reserve.known} of {reserve.max_len} tokens")
         sequence = Sequence(reserve, arrival, self.config.block_size, self.clock.monotonic())
         self.next_arrival = max(self.next_arrival, arrival + 1)
         self.sequences[sequence.id] = sequence
@@ -109,23 +117,23 @@ class Books:
         if self.block_pool.drop(block):
             self.cache.forget_pending(block)
 
-    def evict(self) -> Block:
-        """Forget the content of the next block in the order of eviction; it is free then."""
+    def evict(self) -> Candidate:
+        """Forget the content of the next block in the order of eviction, which is free then; return what it was."""
         block = self.block_pool.uncache()
-        self.cache.evict(block)
+        depth = self.cache.evict(block)
         self.totals.evictions += 1
-        return block
+        return Candidate(f"block {block.id}", terms=(("depth", float(depth)),))
 
     def make_free(self, count: int, beneficiary: Sequence | None) -> int:
         """Evict until `count` blocks are free; the caller knows that so many can be. Return how many were evicted."""
         missing = count - len(self.block_pool.free)
         if missing <= 0:
             return 0
-        victims = [self.evict().id for _ in range(missing)]
+        evicted = [self.evict() for _ in range(missing)]
         figures = {"evicted": float(missing), "cached": float(len(self.block_pool.cached)), "wanted": float(count)}
-        chosen = "blocks " + ", ".join(map(str, victims))
         reasons = ("no block is free", "released longest ago, leaves first")
-        self.decisions.record(DecisionKind.EVICTION, chosen, beneficiary, reasons, figures)
+        named = ", ".join(each.name for each in evicted[:_NAMED]) + (" and more" if missing > _NAMED else "")
+        self.decisions.record(DecisionKind.EVICTION, named, beneficiary, reasons, figures, tuple(evicted[:_NAMED]))
         return missing
 
     def place(self, block: Block, sequence: Sequence) -> None:

@@ -113,6 +113,8 @@ class Ledger(Admission):
             sequence = self.sequences.get(sequence_id)
             if sequence is None or sequence.phase is SequencePhase.WAITING:
                 continue
+            if not 0 < known <= sequence.max_len:
+                raise ProtocolViolation(f"sequence {sequence_id} was preempted with {known} tokens")
             self.release_row(sequence)
             sequence.known = known
             sequence.fork_of = None  # from its first own token on, its tokens are no longer its parent's

@@ -111,20 +111,21 @@ class PrefixCache:
         """Return whether a child of `parent` may be registered."""
         return parent == ROOT or parent in self.entries
 
-    def evict(self, block: Block) -> None:
-        """Drop a copy; when it was the last, the hash becomes a ghost."""
+    def evict(self, block: Block) -> int:
+        """Drop a copy and return its depth; when it was the last, the hash becomes a ghost."""
         assert block.hash is not None
         key, block.hash = block.hash, None
         entry = self.entries[key]
         entry.blocks.remove(block.id)
         if entry.blocks:
-            return
+            return entry.depth
         del self.entries[key]
         self.number += 1
         self.events.append(Removed(self.number, key, entry.depth))
         self.ghosts[key] = None
         if len(self.ghosts) > self._ghost_limit:
             self.ghosts.popitem(last=False)
+        return entry.depth
 
     def clear(self) -> None:
         """Forget everything, ghosts included; one event says so. The caller frees the blocks."""

@@ -22,7 +22,7 @@ class Sequence:
         self.id: SequenceId = reserve.sequence
         self.known = reserve.known
         self.max_len = reserve.max_len
-        self.max_blocks = -(-max(reserve.max_len, reserve.known) // block_size)
+        self.max_blocks = -(-reserve.max_len // block_size)
         self.priority = reserve.priority
         self.chain: list[BlockHash] = list(reserve.chain)
         self.cacheable = bool(reserve.chain) or reserve.known < block_size

@@ -149,8 +149,12 @@ def test_generated_blocks_are_hits_for_the_next_turn() -> None:
         {"returned": (2, 2)},
         {"seal": ((0, b"another hash 16b"),)},
         {"trim": ((1, 5),)},
+        {"preempted": ((1, 0),)},
+        {"preempted": ((1, 101),)},
+        {"reserve": (reserve(2, [], max_len=9),)},
+        {"reserve": (reserve(2, prompt(9), max_len=8),)},
     ],
-    ids=lambda columns: str(columns),
+    ids=str,
 )
 def test_a_report_that_cannot_be_true_is_a_violation(columns: dict[str, tuple[tuple[int, int], ...]]) -> None:
     ledger = make_ledger(10)

@@ -20,6 +20,10 @@ GEOMETRY = KvGeometry(num_layers=2, num_kv_heads=1, head_dim_k=8, head_dim_v=8, 
 IDENTITY = PoolIdentity("model" * 6, "tokenizer" * 3, 16, GEOMETRY)
 
 
+def of_geometry(**changes: Any) -> PoolIdentity:
+    return replace(IDENTITY, kv_geometry=replace(GEOMETRY, **changes))
+
+
 def make_manager(epoch: int = 5, **options: Any) -> Manager:
     return Manager(ManagerConfig(**options), ManualClock(), counted_ids(), epoch)
 
@@ -117,8 +121,8 @@ def test_a_quarantined_session_is_counted_and_may_attach_again() -> None:
         (replace(IDENTITY, block_size=32), "block_size", "16", "32", "--block-size"),
         (replace(IDENTITY, model_fingerprint="m2"), "model_fingerprint", "model" * 6, "m2", "--model"),
         (replace(IDENTITY, tokenizer_fingerprint="t2"), "tokenizer_fingerprint", "tokenizer" * 3, "t2", "--model"),
-        (replace(IDENTITY, kv_geometry=replace(GEOMETRY, dtype="bfloat16")), "kv_geometry.dtype", "float32", "bfloat16", "--model or --dtype"),
-        (replace(IDENTITY, kv_geometry=replace(GEOMETRY, num_layers=3)), "kv_geometry.num_layers", "2", "3", "--model or --dtype"),
+        (of_geometry(dtype="bfloat16"), "kv_geometry.dtype", "float32", "bfloat16", "--model or --dtype"),
+        (of_geometry(num_layers=3), "kv_geometry.num_layers", "2", "3", "--model or --dtype"),
     ],
     ids=["block size", "model", "tokenizer", "dtype", "layers"],
 )  # fmt: skip

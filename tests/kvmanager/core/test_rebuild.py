@@ -1,4 +1,4 @@
-"""A ledger from an inventory alone: what is believed, what is refused, and in which order things are evicted after it."""
+"""A ledger from an inventory alone: what is believed, what is refused, and what is evicted first after it."""
 
 from __future__ import annotations
 

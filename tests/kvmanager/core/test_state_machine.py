@@ -157,6 +157,6 @@ class LedgerLife(RuleBasedStateMachine):
 
 
 LedgerLife.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=120, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestLedgerLife = LedgerLife.TestCase
