@@ -1,7 +1,7 @@
 """A GPU worker with the KV manager's core in its own process: no RPC between them. Kept for honest comparison.
 
-`EmbeddedChannel` is the lease protocol's port over a ledger in memory. `python -m cli.embedded` takes the flags
-of `quire-gpuworker`; `--manager` is not used. Blocks are not published to Redis and the manager's decisions are not traced.
+`EmbeddedChannel` is the lease protocol's port over a ledger in memory. `python -m cli.embedded` takes the flags of
+`quire-gpuworker` (`--manager` is not used). Blocks are not published to Redis, and grants are not traced.
 """
 
 from __future__ import annotations

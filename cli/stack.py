@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from cli.process import Child, Program
 from common.errors import Unavailable
 from common.local_redis import LocalRedis
+from quire.inference.v1 import inference_pb2, inference_pb2_grpc
 
 Say = Callable[[str, str], None]
 
@@ -92,6 +93,7 @@ class Stack:
                 await self.children[program.name].start()
         for program in (*control, *data):
             await self._healthy(self.children[program.name])
+        await self._connected()
 
     async def stop(self) -> None:
         """Drain the router first, then the workers, then the manager and Redis, so that nothing loses what it needs."""
@@ -168,3 +170,14 @@ class Stack:
                 await asyncio.sleep(0.05)
         last = "\n".join(f"    {line}" for line in child.last_lines)
         raise Unavailable(f"{child.program.name} did not become ready; its last lines:\n{last}")
+
+    async def _connected(self) -> None:
+        """Wait until the router has a stream to every worker: it is healthy with one, and reconnects at its pace."""
+        async with grpc.aio.insecure_channel(self.address) as channel:
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            async with asyncio.timeout(self.options.ready_seconds):
+                while True:
+                    status = await stub.GetStatus(inference_pb2.GetStatusRequest(), timeout=5.0)
+                    if sum(worker.state == "connected" for worker in status.workers) >= self.options.workers:
+                        return
+                    await asyncio.sleep(0.05)
