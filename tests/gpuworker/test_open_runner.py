@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.checkpoints import EOS, VOCAB_SIZE, checkpoint, hf_greedy
-from tests.gpuworker.runner_driver import Driver
 
 from common.errors import Unsupported
 from common.fingerprint import model_fingerprint, tokenizer_fingerprint
@@ -14,6 +12,8 @@ from common.types import KvGeometry, PoolIdentity
 from gpuworker.memory import MemoryOptions
 from gpuworker.models.loader import ModelSource
 from gpuworker.open_runner import OpenedRunner, RunnerOptions, open_runner
+from tests.checkpoints import EOS, VOCAB_SIZE, checkpoint, hf_greedy
+from tests.gpuworker.runner_driver import Driver
 
 
 def opened(directory: Path, load_format: str = "auto") -> OpenedRunner:
