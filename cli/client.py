@@ -17,6 +17,7 @@ from common.errors import QuireError, Unavailable
 from common.rpc.status import error_from_rpc
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
+_PIPED_WIDTH = 140
 
 
 def add_address(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +43,7 @@ async def router_channel(address: str) -> AsyncIterator[grpc.aio.Channel]:
 def run_command(body: Callable[[Console], Coroutine[Any, Any, None]]) -> int:
     """Run a command's body; print an error in one line and return the exit status."""
     try:
-        asyncio.run(body(Console(highlight=False)))
+        asyncio.run(body(Console(highlight=False, width=None if sys.stdout.isatty() else _PIPED_WIDTH)))
     except QuireError as error:
         print(f"quire: {error}", file=sys.stderr)
         return 1

@@ -76,7 +76,10 @@ class LocalRedis:
         command = die_with_parent.command(self._argv())
         deadline = time.monotonic() + START_TIMEOUT_S
         with tempfile.TemporaryFile() as log:
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            # In a session of its own: Ctrl-C in a terminal is for whoever started it, who may still need it to drain.
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
             while not self._answers():
                 if self._process.poll() is not None or time.monotonic() > deadline:
                     self.kill()
