@@ -19,7 +19,7 @@ import torch
 from common.types import SamplingParams, TokenLogprobs
 
 _GREEDY_BELOW = 1e-5  # a temperature this low is greedy: dividing by less overflows float32
-_SORTED_FIRST = 256  # how many of the best tokens are sorted first; most nuclei are smaller
+_SORTED_FIRST, _WIDEN = 256, 8  # how many of the best tokens are sorted first, and by which factor more if need be
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
@@ -145,18 +145,15 @@ class SamplingBatch:
 
     def _draw(self, logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
         """Return one token for each of n drawing rows; logits [n, vocab], uniform [n] float64."""
-        rows = [self.rows[row].params for row in self._drawing]
-        scaled = logits / self._column([p.temperature for p in rows])
-        if len(self._truncated):
-            at = self._tensor(self._truncated)
-            some = scaled[at]
-            params = [rows[row] for row in self._truncated]
-            scaled[at] = some.masked_fill(~kept(some, params), float("-inf"))
-        weights = (scaled - scaled.max(dim=-1, keepdim=True).values).exp()
-        cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
-        total = cumulative[:, -1:]
-        target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-        return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_max(self._vocab_size - 1)
+        params = [self.rows[row].params for row in self._drawing]
+        scaled = logits / self._column([p.temperature for p in params])
+        if not len(self._truncated):
+            return _invert(scaled, None, uniform)
+        at = self._tensor(self._truncated)
+        cut = draw_truncated(scaled[at], [params[row] for row in self._truncated], uniform[at])
+        if len(self._truncated) == len(params):
+            return cut
+        return _invert(scaled, None, uniform).index_copy_(0, at, cut)
 
     def _logprobs(self, logits: torch.Tensor, tokens: torch.Tensor) -> RowLogprobs:
         at = self._tensor(self._asking)
@@ -184,27 +181,51 @@ class SamplingBatch:
         return torch.tensor(values, dtype=torch.float32, device=self._device)[:, None]
 
 
-def kept(scaled: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Return a mask [n, vocab] of the tokens that each row is drawn from; scaled [n, vocab] is logits over temperature.
+def draw_truncated(
+    scaled: torch.Tensor, params: Sequence[SamplingParams], uniform: torch.Tensor, sort_first: int = _SORTED_FIRST
+) -> torch.Tensor:
+    """Return one token a row, drawn from a part of the vocabulary; scaled [n, vocab] is logits over temperature.
 
     In order of falling probability, ties by rising id: the first top_k; of those the fewest whose share reaches top_p;
-    of those the ones that are at least min_p times as likely as the first.
+    of those the ones that are at least min_p times as likely as the first. Only the best `sort_first` are sorted at
+    first, and more for the rows that may keep more.
     """
     vocab = scaled.shape[1]
-    width = min(vocab, max([_SORTED_FIRST, *(p.top_k for p in params)]))
-    best = scaled.topk(width, dim=-1).values
+    width = min(vocab, max([sort_first, *(p.top_k for p in params)]))
+    best, ids = scaled.topk(width, dim=-1)
     counts = _kept_counts(best, scaled, params)
-    if width < vocab and bool((open_ended := counts >= width).any()):
-        # More may be kept than was sorted: sort all for these rows.
-        ordered = scaled[open_ended].sort(dim=-1, descending=True).values
-        best = torch.cat((best, best.new_full((len(best), vocab - width), float("-inf"))), dim=1)
-        best[open_ended] = ordered
-        some = [p for p, is_open in zip(params, open_ended.tolist(), strict=True) if is_open]
-        counts[open_ended] = _kept_counts(ordered, scaled[open_ended], some)
     last = best.gather(1, counts[:, None] - 1)
-    ties_kept = counts[:, None] - (best > last).sum(dim=1, keepdim=True)
-    tied = scaled == last
-    return (scaled > last) | (tied & (tied.cumsum(dim=1) <= ties_kept))
+    tokens = _draw_kept(best, ids, counts, uniform)
+    if width == vocab:
+        return tokens
+    beyond = ((counts >= width) | (best[:, -1] == last[:, 0])).nonzero()[:, 0]
+    if len(beyond):
+        some = [params[row] for row in beyond.tolist()]
+        wider = _WIDEN * width if _WIDEN * width < vocab // 4 else vocab
+        tokens[beyond] = draw_truncated(scaled[beyond], some, uniform[beyond], wider)
+    return tokens
+
+
+def _draw_kept(best: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Draw from the first counts [n] of the best [n, K], ties by rising id."""
+    last = best.gather(1, counts[:, None] - 1)
+    ids, order = ids.sort(dim=1)
+    values = best.gather(1, order)
+    tied = values == last
+    ties_kept = counts[:, None] - (values > last).sum(dim=1, keepdim=True)
+    kept = (values > last) | (tied & (tied.cumsum(dim=1) <= ties_kept))
+    return ids.gather(1, _invert(values, kept, uniform)[:, None])[:, 0]
+
+
+def _invert(scaled: torch.Tensor, kept: torch.Tensor | None, uniform: torch.Tensor) -> torch.Tensor:
+    """Return the first index [n] at which the cumulative share of exp(scaled) [n, K] exceeds uniform [n]."""
+    weights = (scaled - scaled.amax(dim=-1, keepdim=True)).exp_()
+    if kept is not None:
+        weights *= kept
+    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_max(scaled.shape[1] - 1)
 
 
 def _kept_counts(best: torch.Tensor, scaled: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:

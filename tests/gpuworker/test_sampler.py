@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from common.types import SamplingParams
-from gpuworker.sampler import Drawn, SampledRow, SamplingBatch, kept, token_logprobs, uniforms
+from gpuworker.sampler import Drawn, SampledRow, SamplingBatch, draw_truncated, token_logprobs, uniforms
 
 CPU = torch.device("cpu")
 VOCAB = 50
@@ -58,7 +58,11 @@ def adjusted(logits: Float64Array, params: SamplingParams) -> Float64Array:
 
 def probabilities(logits: Float64Array, params: SamplingParams) -> Float64Array:
     """The distribution that is drawn from."""
-    scaled = adjusted(logits, params) / params.temperature
+    return plain_probabilities(adjusted(logits, params) / params.temperature, params)
+
+
+def plain_probabilities(scaled: Float64Array, params: SamplingParams) -> Float64Array:
+    """The distribution after top_k, top_p and min_p."""
     p = np.exp(scaled - scaled.max())
     order = np.argsort(-p, kind="stable")
     if params.top_k:
@@ -165,23 +169,37 @@ def test_neighbouring_seeds_and_positions_are_unrelated() -> None:
 # ---------------------------------------------------------------- truncation
 
 
+def reachable(logits: torch.Tensor, params: SamplingParams) -> set[int]:
+    """Return the tokens that some of 4,096 evenly spread numbers draw."""
+    count = 4096
+    uniform = torch.arange(count, dtype=torch.float64) / count
+    return set(draw_truncated(logits.expand(count, -1), [params] * count, uniform).tolist())
+
+
 def test_exactly_top_k_tokens_are_kept_when_logits_tie() -> None:
-    mask = kept(torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0]]), [SamplingParams(top_k=2)])
-    assert mask.tolist() == [[False, True, True, False, False]]
+    assert reachable(torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0]]), SamplingParams(top_k=2)) == {1, 2}
+
+
+def test_ties_that_go_on_beyond_what_is_sorted_first_are_kept_by_id() -> None:
+    assert reachable(torch.zeros((1, 700)), SamplingParams(top_k=2)) == {0, 1}
 
 
 def test_top_p_keeps_the_token_that_crosses_it() -> None:
-    mask = kept(torch.tensor([[0.5, 0.3, 0.2]]).log(), [SamplingParams(top_p=0.6)])
-    assert mask.tolist() == [[True, True, False]]
+    assert reachable(torch.tensor([[0.5, 0.3, 0.2]]).log(), SamplingParams(top_p=0.6)) == {0, 1}
 
 
 @pytest.mark.parametrize("params", [SamplingParams(top_p=0.9), SamplingParams(min_p=0.5), SamplingParams(top_k=700)])
 def test_more_tokens_than_are_sorted_first_may_be_kept(params: SamplingParams) -> None:
-    scaled = 0.01 * random_logits(2, 1000)
-    mask = kept(scaled, [params, SamplingParams(top_k=3)])
-    p = probabilities(scaled[0].double().numpy(), replace(params, repetition_penalty=1.0))
-    assert mask[0].tolist() == (p > 0).tolist()
-    assert mask.sum(dim=1).tolist() == [int((p > 0).sum()), 3]
+    """Beside a row that keeps three; drawn at 500 numbers each."""
+    scaled = (0.01 * random_logits(2, 1000)).repeat(500, 1)
+    uniform = (torch.arange(500, dtype=torch.float64) / 500).repeat_interleave(2)
+    narrow = SamplingParams(top_k=3)
+    drawn = draw_truncated(scaled, [params, narrow] * 500, uniform).view(500, 2)
+    for row, each in enumerate((params, narrow)):
+        cumulative = np.cumsum(plain_probabilities(scaled[row].double().numpy(), each))
+        expected = np.searchsorted(cumulative, np.arange(500) / 500, side="right")
+        # A number that falls on the border of two tokens may go either way.
+        assert (drawn[:, row].numpy() == expected).mean() > 0.99
 
 
 # ---------------------------------------------------------------- greedy, ends, log-probabilities
