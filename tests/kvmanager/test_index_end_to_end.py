@@ -1,0 +1,264 @@
+"""A worker that lives over real streams, a manager, a real Redis: in the end the index equals the manager's map."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import cast
+
+import pytest
+from grpc import aio
+from redis.asyncio import Redis
+
+from common import index_format
+from common.errors import StaleEpoch
+from common.local_redis import LocalRedis
+from common.types import BlockHash
+from kvmanager import prefix_publisher
+from kvmanager.index_store import RedisIndexStore
+from tests.kvmanager.conftest import Connect, Running, Start
+from tests.kvmanager.driven_worker import DrivenWorker
+from tests.kvmanager.raw_worker import IDENTITY
+
+
+@pytest.fixture
+async def own_redis() -> AsyncIterator[LocalRedis]:
+    """A server that the test may kill and start again."""
+    with LocalRedis() as server:
+        yield server
+
+
+async def eventually(holds: Callable[[], Awaitable[bool]]) -> None:
+    """Return once it holds; for what only Redis and its clock can tell."""
+    async with asyncio.timeout(10.0):
+        while not await holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+async def indexed(url: str, worker_id: str) -> set[BlockHash]:
+    """Return what a router would believe that a worker holds, read key by key."""
+    async with Redis.from_url(url) as client:
+        for slot in range(8):
+            fields = await client.hgetall(index_format.slot_key(IDENTITY.namespace, slot))
+            owner = index_format.owner_from_fields(cast("dict[bytes, bytes]", fields))
+            if owner is not None and owner.worker_id == worker_id:
+                store = RedisIndexStore(client, IDENTITY.namespace, 60.0, 5.0)
+                return set(await store.members(slot, owner.generation))
+    return set()
+
+
+def held(manager: Running, worker_id: str = "w0") -> set[BlockHash]:
+    snapshot = manager.attachments.manager.ledger(worker_id).index_snapshot()
+    return {key for key, _ in snapshot.entries}
+
+
+async def assert_index_equals_map(manager: Running, url: str, worker_id: str = "w0") -> None:
+    await manager.flushed()
+    members = held(manager, worker_id)
+    assert members
+    assert await indexed(url, worker_id) == members
+
+
+async def test_index_equals_the_map_when_nothing_waits(start_manager: Start, connect: Connect, redis_url: str) -> None:
+    manager = await start_manager(redis_url=redis_url)
+    worker = DrivenWorker(connect)
+    await worker.attach(manager)
+    for turn in range(60):
+        await worker.turn()
+        if turn % 10 == 9:
+            await assert_index_equals_map(manager, redis_url)
+    ledger = manager.attachments.manager.ledger("w0")
+    assert ledger.pool().totals.evictions > 0
+    ledger.check_invariants()
+    await worker.finish()
+    await assert_index_equals_map(manager, redis_url)
+    pool = ledger.pool()
+    assert (pool.row, pool.leased, pool.waiting, pool.free + pool.cached) == (0, 0, 0, pool.num_blocks)
+
+
+async def test_two_workers_have_entries_of_their_own(start_manager: Start, connect: Connect, redis_url: str) -> None:
+    manager = await start_manager(redis_url=redis_url)
+    workers = [DrivenWorker(connect, f"w{index}", seed=index) for index in range(2)]
+    for worker in workers:
+        await worker.attach(manager)
+    for _ in range(20):
+        await asyncio.gather(*(worker.turn() for worker in workers))
+    for worker_id in ("w0", "w1"):
+        await assert_index_equals_map(manager, redis_url, worker_id)
+
+
+async def test_manager_that_is_restarted_publishes_the_inventory(
+    start_manager: Start, connect: Connect, redis_url: str
+) -> None:
+    first = await start_manager(redis_url=redis_url)
+    worker = DrivenWorker(connect)
+    await worker.attach(first)
+    for _ in range(20):
+        await worker.turn()
+    await first.process.abort()
+    second = await start_manager(redis_url=redis_url)
+    await worker.attach(second)
+    assert worker.epoch == 2
+    await assert_index_equals_map(second, redis_url)
+    for _ in range(20):
+        await worker.turn()
+    await assert_index_equals_map(second, redis_url)
+
+
+async def test_wiped_redis_is_filled_again_under_a_higher_epoch(
+    start_manager: Start, connect: Connect, redis_url: str, redis_client: Redis
+) -> None:
+    manager = await start_manager(redis_url=redis_url, lease_ttl=0.3)
+    worker = DrivenWorker(connect)
+    await worker.attach(manager)
+    for _ in range(20):
+        await worker.turn()
+    await manager.flushed()
+    await redis_client.flushall()
+    await worker.turn()
+    publisher = manager.process.index.publisher
+    assert publisher is not None
+
+    async def published_again() -> bool:
+        return publisher.counts.republished == 2
+
+    await eventually(published_again)
+    await assert_index_equals_map(manager, redis_url)
+    assert await redis_client.get(index_format.fence_key(IDENTITY.namespace)) == b"2"
+    assert await redis_client.exists(index_format.discovery_key("w0"))
+
+
+async def test_worker_is_served_while_redis_is_away_and_published_after(
+    start_manager: Start, connect: Connect, own_redis: LocalRedis
+) -> None:
+    manager = await start_manager(redis_url=own_redis.url)
+    worker = DrivenWorker(connect)
+    await worker.attach(manager)
+    for _ in range(10):
+        await worker.turn()
+    await manager.flushed()
+    own_redis.kill()
+    for _ in range(30):
+        await worker.turn()
+    assert not await manager.process.index.flush(0.05)
+    own_redis.start()  # empty: it was killed
+    await assert_index_equals_map(manager, own_redis.url)
+
+
+async def test_manager_that_starts_without_its_redis_takes_the_fence_later(
+    start_manager: Start, connect: Connect, own_redis: LocalRedis
+) -> None:
+    own_redis.kill()
+    manager = await start_manager(redis_url=own_redis.url)
+    worker = DrivenWorker(connect)
+    await worker.attach(manager)
+    for _ in range(10):
+        await worker.turn()
+    own_redis.start()
+    await assert_index_equals_map(manager, own_redis.url)
+    assert manager.stale == []
+
+
+async def test_queue_that_overflows_falls_back_to_publishing_all(
+    start_manager: Start, connect: Connect, own_redis: LocalRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix_publisher, "QUEUE_HASHES", 3)
+    manager = await start_manager(redis_url=own_redis.url)
+    worker = DrivenWorker(connect)
+    await worker.attach(manager)
+    await manager.flushed()
+    own_redis.kill()
+    publisher = manager.process.index.publisher
+    assert publisher is not None
+    for _ in range(40):
+        await worker.turn()
+        assert publisher.behind <= 3 + 1  # a full queue, or the word that everything is to be published
+    own_redis.start()
+    await assert_index_equals_map(manager, own_redis.url)
+
+
+async def test_manager_that_was_replaced_is_told_so_and_writes_no_more(
+    start_manager: Start, connect: Connect, redis_url: str
+) -> None:
+    old = await start_manager(redis_url=redis_url)
+    new = await start_manager(redis_url=redis_url)
+    worker = DrivenWorker(connect, "w0")
+    await worker.attach(old)
+    other = DrivenWorker(connect, "w1", seed=1)
+    await other.attach(new)
+    for _ in range(20):
+        await worker.turn()
+        await other.turn()
+    async with asyncio.timeout(10.0):
+        while not old.stale:
+            await worker.turn()
+    assert isinstance(old.stale[0], StaleEpoch)
+    await assert_index_equals_map(new, redis_url, "w1")
+    assert new.stale == []
+
+
+async def test_two_managers_do_no_harm_to_blocks(start_manager: Start, connect: Connect, redis_url: str) -> None:
+    """The worker goes over to the second manager and lives on; it checks content at each read."""
+    old = await start_manager(redis_url=redis_url)
+    new = await start_manager(redis_url=redis_url)
+    worker = DrivenWorker(connect)
+    await worker.attach(old)
+    for _ in range(10):
+        await worker.turn()
+    await worker.attach(new)
+    assert worker.epoch == 2
+    for _ in range(20):
+        await worker.turn()
+    await assert_index_equals_map(new, redis_url)
+
+
+async def test_worker_that_has_seen_the_second_manager_ends_the_first(
+    start_manager: Start, connect: Connect, redis_url: str
+) -> None:
+    old = await start_manager(redis_url=redis_url)
+    new = await start_manager(redis_url=redis_url)
+    worker = DrivenWorker(connect)
+    await worker.attach(old)
+    await worker.attach(new)
+    with pytest.raises(aio.AioRpcError, match="epoch 2 has taken over"):
+        await worker.attach(old)
+    assert [str(error) for error in old.stale] == ["a manager of epoch 2 has taken over from this one, of epoch 1"]
+
+
+async def test_worker_that_left_is_retired(
+    start_manager: Start, connect: Connect, redis_url: str, redis_client: Redis
+) -> None:
+    manager = await start_manager(redis_url=redis_url, lease_ttl=0.3)
+    worker = DrivenWorker(connect)
+    await worker.attach(manager)
+    for _ in range(10):
+        await worker.turn()
+    await assert_index_equals_map(manager, redis_url)
+    assert worker.stream is not None
+    worker.stream.call.cancel()
+
+    async def gone() -> bool:
+        return not (await indexed(redis_url, "w0") or await redis_client.exists(index_format.discovery_key("w0")))
+
+    await eventually(gone)
+
+
+async def test_entries_are_written_again_before_they_expire(
+    start_manager: Start, connect: Connect, redis_url: str, redis_client: Redis
+) -> None:
+    manager = await start_manager(redis_url=redis_url, prefix_ttl=0.9, lease_ttl=0.3)
+    worker = DrivenWorker(connect)
+    await worker.attach(manager)
+    for _ in range(20):
+        await worker.turn()
+    await manager.flushed()
+    members = held(manager)
+    publisher = manager.process.index.publisher
+    assert publisher is not None
+    written = publisher.counts.added
+
+    async def written_again() -> bool:
+        return publisher.counts.added >= written + 3 * len(members)
+
+    await eventually(written_again)
+    assert await indexed(redis_url, "w0") == members
