@@ -6,7 +6,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from common.lease import Admit, Copy
-from common.types import BlockHash, BlockId, DecisionKind, MissReason, SequenceId, SequencePhase
+from common.types import BlockHash, BlockId, DecisionKind, MissReason, SequencePhase
 from kvmanager.core import fork
 from kvmanager.core.block import BlockState
 from kvmanager.core.books import Books
@@ -69,10 +69,6 @@ class Admission(Books):
                 copies.append(Copy(source, sequence.row[len(plan.hits)], length))
         return copies, admits
 
-    def live_stalled(self) -> list[SequenceId]:
-        """Return the stalled sequences that still run."""
-        raise NotImplementedError
-
     # ------------------------------------------------------------ hits
 
     def match(self, chain: Items[BlockHash], known: int, cacheable: bool) -> tuple[list[BlockId], PrefixMatch]:
@@ -102,7 +98,7 @@ class Admission(Books):
         hits, match = self.match(sequence.chain, sequence.known, sequence.cacheable)
         parent = self.fork_parent(sequence)
         if parent is not None:
-            shared = fork.shared_full_blocks(parent, (sequence.known - 1) // config.block_size)
+            shared = fork.shared_full_blocks(parent, config.hits_of(sequence.known))
             hits = max(hits, shared, key=len)
         needed = sequence.max_blocks if config.runway == "max" else config.blocks_for(sequence.known)
         fresh = needed - len(hits)
@@ -118,7 +114,7 @@ class Admission(Books):
         A block that this same batch hands out holds nothing yet: the worker copies before it admits.
         """
         parent = self.fork_parent(sequence)
-        index = (sequence.known - 1) // self.config.block_size
+        index = self.config.hits_of(sequence.known)
         if parent is None or len(plan.hits) != index or not fork.copy_length(sequence.known, self.config.block_size):
             return None
         source = fork.copy_source(parent, index)
@@ -138,12 +134,15 @@ class Admission(Books):
         for _ in range(plan.fresh):
             self.place(self.block_pool.take(), sequence)
         self.start(sequence)
-        decision = self._record_grant(sequence, plan, evicted)
-        cached, match = len(plan.hits) * self.config.block_size, plan.match
-        row = tuple(sequence.row)
         return Admit(
-            sequence.id, row, len(plan.hits), cached, match.miss_reason, match.diverged_at, decision
-        )  # fmt: skip
+            sequence.id,
+            tuple(sequence.row),
+            n_shared=len(plan.hits),
+            cached_tokens=len(plan.hits) * self.config.block_size,
+            miss_reason=plan.match.miss_reason,
+            diverged_at=plan.match.diverged_at,
+            decision_id=self._record_grant(sequence, plan, evicted),
+        )
 
     def _record_grant(self, sequence: Sequence, plan: Plan, evicted: int) -> str:
         match, hits = plan.match, len(plan.hits)

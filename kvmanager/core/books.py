@@ -48,8 +48,7 @@ class Books:
         self.clock = clock
         self.decisions = DecisionLog(clock, decision_ids)
         self.totals = Totals()
-        self.block_pool = BlockPool(config.num_blocks)
-        self.cache = self.cache_type(self.block_pool.blocks, config.ghosts or 4 * config.num_blocks)
+        self.cache = self.cache_type([], config.ghosts or 4 * config.num_blocks)
         self.empty()
 
     def empty(self) -> None:
@@ -108,6 +107,14 @@ class Books:
                 self.release(block)
         sequence.row = []
         sequence.trimmed = sequence.n_shared = 0
+
+    def live_stalled(self) -> list[SequenceId]:
+        """Return the stalled sequences that still run; one that left must not hold admission."""
+        return [each for each in self.stalled if self._runs(each)]
+
+    def _runs(self, sequence_id: SequenceId) -> bool:
+        sequence = self.sequences.get(sequence_id)
+        return sequence is not None and sequence.phase is SequencePhase.RUNNING
 
     # ------------------------------------------------------------ blocks
 

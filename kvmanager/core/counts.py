@@ -38,7 +38,10 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class PoolCounts:
-    """One worker's pool now. Of the waiting sequences, `capacity` lack blocks and `deferred` were not tried yet."""
+    """One worker's pool now. Of the waiting sequences, `capacity` lack blocks and `deferred` were not tried yet.
+
+    `pinned` counts blocks under a transfer beside the compute stream; nothing makes such transfers yet.
+    """
 
     num_blocks: int
     free: int

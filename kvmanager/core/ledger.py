@@ -11,15 +11,7 @@ from collections.abc import Sequence as Items
 
 from common.errors import ProtocolViolation
 from common.lease import Batch, Inventory, Preempt, Report, Reserve
-from common.types import (
-    TRIMMED,
-    BlockHash,
-    BlockId,
-    Decision,
-    FinishReason,
-    SequenceId,
-    SequencePhase,
-)  # fmt: skip
+from common.types import TRIMMED, BlockHash, BlockId, Decision, FinishReason, SequenceId, SequencePhase
 from kvmanager.core import preemption, runway
 from kvmanager.core.admission import Admission
 from kvmanager.core.audit import audit
@@ -38,7 +30,8 @@ class Ledger(Admission):
     __slots__ = ()
 
     columns: tuple[str, ...] = ("reserve", "bind", "seal", "trim", "returned", "preempted", "finished", "stalled")
-    """The order in which a report is applied; in another one a sequence preempted and then cancelled would revive."""
+    """The order in which a report is applied. In another one, what a sequence did last would not be what counts: one
+    that was reserved and cancelled within a report would wait for ever."""
 
     # ------------------------------------------------------------ W -> M
 
@@ -158,16 +151,6 @@ class Ledger(Admission):
         self.told = target
         return Batch(target, tuple(copies), tuple(admits), tuple(lease), preempt, cancel)
 
-    def live_stalled(self) -> list[SequenceId]:
-        """Return the stalled sequences that still run; one that left must not hold admission."""
-        if not self.stalled:
-            return []
-        return [each for each in self.stalled if self._runs(each)]
-
-    def _runs(self, sequence_id: SequenceId) -> bool:
-        sequence = self.sequences.get(sequence_id)
-        return sequence is not None and sequence.phase is SequencePhase.RUNNING
-
     def runway_terms(self) -> runway.RunwayTerms:
         """Return the bounds of the lease pool now."""
         return runway.runway_terms(self.config, self.lease_want, len(self.live_stalled()), self.growth, self.running)
@@ -189,13 +172,8 @@ class Ledger(Admission):
 
     def preempt(self) -> tuple[Preempt, ...]:
         """Order one preemption when a sequence stalls and no block is left anywhere; one at a time."""
-        if (
-            not self.stalled
-            or self.running < 2
-            or self.preempting
-            or self.block_pool.leased
-            or self.block_pool.available
-        ):
+        pool = self.block_pool
+        if not self.stalled or self.running < 2 or self.preempting or pool.leased or pool.available:
             return ()
         stalled = self.live_stalled()
         if not stalled:

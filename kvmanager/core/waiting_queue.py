@@ -1,4 +1,7 @@
-"""Sequences that wait for blocks: the highest priority first, then by arrival."""
+"""Sequences that wait for blocks: the highest priority first, then by arrival.
+
+Nobody is passed over: the head waits until it fits, and within a priority a sequence waits only for those before it.
+"""
 
 from __future__ import annotations
 

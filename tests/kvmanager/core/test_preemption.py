@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.types import DecisionKind, FinishReason, SequenceId
+from common.types import DecisionKind, FinishReason, SequenceId, SequencePhase
 from kvmanager.core.ledger import Ledger
 
 from .fake_worker import FakeWorker
@@ -54,7 +54,7 @@ def test_behaviour_23_nobody_is_preempted_for_a_sequence_that_runs_alone() -> No
 
 def test_behaviour_23_a_draining_sequence_is_no_victim() -> None:
     ledger = full_pool()
-    ledger.halt(ledger.sequences[SequenceId(3)], ledger.sequences[SequenceId(1)].phase.DRAINING_FINISH)
+    ledger.halt(ledger.sequences[SequenceId(3)], SequencePhase.DRAINING_FINISH)
     assert preempted_by(ledger, 1) == [2]
 
 

@@ -168,6 +168,15 @@ def test_a_pending_block_that_was_freed_is_no_hit() -> None:
     assert admit(ledger, reserve(2, prompt(40)))[0].n_shared == 0
 
 
+def test_the_block_of_the_last_known_token_is_not_shared_before_it_is_sealed() -> None:
+    """A longer prompt that filled its last slot would leave the shorter one nothing to compute logits with."""
+    ledger = make_ledger(10)
+    granted = admit(ledger, reserve(1, prompt(32)), reserve(2, prompt(48)))
+    assert [each.row for each in granted] == [(0, 1), (0, 2, 3)]
+    seal(ledger, 1, hashes(prompt(32)))
+    assert admit(ledger, reserve(3, prompt(48)))[0].row[:2] == (0, 1)
+
+
 def test_hits_prefer_a_copy_that_a_row_holds() -> None:
     ledger = make_ledger(6)
     chain = hashes(prompt(16))
