@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -192,8 +191,10 @@ class WorkerClient:
                 self._receive(response)
         finally:
             writer.cancel()
-            with suppress(asyncio.CancelledError, aio.AioRpcError, asyncio.InvalidStateError):
-                await writer
+            # Not `await writer`: that could take this task's own cancellation for the writer's.
+            await asyncio.wait({writer})
+            if not writer.cancelled():
+                writer.exception()
 
     def _receive(self, response: pb.StreamResponse) -> None:
         match response.WhichOneof("message"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -206,11 +205,3 @@ class WorkerPool:
 def _idle(facts: WorkerFacts) -> Load:
     """What is assumed until the first heartbeat, which follows at once."""
     return Load(unheld_blocks=facts.capacity.num_blocks)
-
-
-async def cancel_and_wait(*tasks: asyncio.Task[None]) -> None:
-    """End background tasks and wait until they have ended."""
-    for task in tasks:
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
