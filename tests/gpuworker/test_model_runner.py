@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -194,6 +195,22 @@ def test_the_runners_thread_has_the_threads_that_were_asked_for() -> None:
     assert counts == [1]
 
 
+def with_collector(runner: ModelRunner) -> ModelRunner:
+    """Let a second thread collect what steps drew, as on CUDA."""
+    runner._collector = ThreadPoolExecutor(1)
+    return runner
+
+
+def test_a_second_thread_may_collect_what_was_drawn() -> None:
+    runner = with_collector(llama_runner())
+    driver = Driver(runner)
+    (prompt,) = prompts(37)
+    stream = driver.add(prompt, 20, chunk=9)
+    driver.run()
+    runner.close()
+    assert stream.output == hf_greedy(checkpoint(LLAMA), prompt, 20)
+
+
 # ---------------------------------------------------------------- failures
 
 
@@ -220,8 +237,9 @@ def two_steps(runner: ModelRunner) -> list[StepPlan]:
     return [StepPlan(1, (prefill(A, 0, 9, [0]),)), StepPlan(2, (decode(A, 9, [0]),))]
 
 
-def test_a_failed_step_fails_those_behind_it(broken: list[bool]) -> None:
-    runner = llama_runner()
+@pytest.mark.parametrize("collects_apart", [False, True])
+def test_a_failed_step_fails_those_behind_it(broken: list[bool], collects_apart: bool) -> None:
+    runner = with_collector(llama_runner()) if collects_apart else llama_runner()
     plans = two_steps(runner)
     broken.append(True)
     first, second = (runner.submit(plan) for plan in plans)
