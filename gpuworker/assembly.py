@@ -17,7 +17,7 @@ from common.types import PoolIdentity
 from gpuworker.attention import make_backend
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.core.outcomes import AgentConfig
-from gpuworker.devices import pick_device
+from gpuworker.devices import default_threads, pick_device
 from gpuworker.kv_cache import KvCache
 from gpuworker.memory import Ledger, MemoryOptions, plan_memory
 from gpuworker.model_runner import ModelRunner, RunnerLimits
@@ -112,6 +112,7 @@ def assemble(settings: GpuWorkerSettings) -> DataPlane:
     hosted.
     """
     device = pick_device(settings.device)
+    torch.set_num_threads(settings.threads or default_threads())
     directory = checkpoint_directory(settings.model)
     source = ModelSource(str(directory), settings.dtype, settings.load_format, settings.seed)
     model = load_model(source, device)
