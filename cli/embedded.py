@@ -44,7 +44,9 @@ class EmbeddedChannel:
         )
         self.ledger = Ledger(config, self._clock, lambda: f"m-{next(self._ids)}")
         self.ledger.rebuild(inventory)
-        self._events.append(Attached(attach.session, AttachOk(epoch=1, lease_target=0)))
+        self._events.append(
+            Attached(attach.session, AttachOk(epoch=1, lease_target=self.ledger.lease_target(refill=False)))
+        )
         self._answer(attach.session)
 
     def send(self, session: int, report: Report) -> None:

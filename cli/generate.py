@@ -48,13 +48,15 @@ async def stream_answer(
     channel: grpc.aio.Channel, request: pb.GenerateRequest, console: Console, timeout: float | None = None
 ) -> tuple[pb.Admitted, pb.Finished]:
     """Print the text of an answer as it comes; return how it began and how it ended."""
-    admitted, finished = pb.Admitted(), pb.Finished()
+    admitted, finished, begun = pb.Admitted(), pb.Finished(), False
     async for event in rpc.InferenceServiceStub(channel).Generate(request, timeout=timeout):
         match event.WhichOneof("event"):
             case "admitted":
                 admitted = event.admitted
             case "tokens":
-                console.print(event.tokens.text, end="", markup=False, soft_wrap=True)
+                text = event.tokens.text if begun else event.tokens.text.lstrip()
+                begun = begun or bool(text)
+                console.print(text, end="", markup=False, soft_wrap=True)
             case "finished":
                 finished = event.finished
     console.print()
