@@ -60,19 +60,28 @@ async def manager(start_manager: Start) -> Running:
     return await start_manager()
 
 
+ChannelTo = Callable[[str], aio.Channel]
 Connect = Callable[..., RawWorker]
 
 
 @pytest.fixture
-async def connect() -> AsyncIterator[Connect]:
-    """Return what opens a raw session stream to a manager: (running, worker id, changes of its Attach)."""
+async def channel_to() -> AsyncIterator[ChannelTo]:
+    """Return what opens a channel to HOST:PORT; all are closed at the end."""
     async with AsyncExitStack() as stack:
-        channels: list[aio.Channel] = []
 
-        def open_stream(running: Running, worker_id: str = "w0", **changes: Any) -> RawWorker:
-            channel = open_channel(running.address)
-            channels.append(channel)
+        def open_to(address: str) -> aio.Channel:
+            channel = open_channel(address)
             stack.push_async_callback(channel.close)
-            return RawWorker(channel, attach_of(worker_id, **changes))
+            return channel
 
-        yield open_stream
+        yield open_to
+
+
+@pytest.fixture
+async def connect(channel_to: ChannelTo) -> Connect:
+    """Return what opens a raw session stream to a manager: (running, worker id, changes of its Attach)."""
+
+    def open_stream(running: Running, worker_id: str = "w0", **changes: Any) -> RawWorker:
+        return RawWorker(channel_to(running.address), attach_of(worker_id, **changes))
+
+    return open_stream

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 
-from common.lease import Attach
+from grpc import aio
+
 from common.types import FinishReason, SequenceId
 from quire.kvmanager.v1 import kvmanager_pb2
-from tests.kvmanager.conftest import Connect, Running
 from tests.kvmanager.core.fake_worker import FakeWorker
-from tests.kvmanager.raw_worker import RawWorker
+from tests.kvmanager.raw_worker import RawWorker, attach_of
 
 BLOCKS, BLOCK_SIZE = 24, 16
 
@@ -17,23 +17,17 @@ BLOCKS, BLOCK_SIZE = 24, 16
 class DrivenWorker:
     """One worker over all its sessions."""
 
-    def __init__(self, connect: Connect, worker_id: str = "w0", seed: int = 0) -> None:
-        self._connect, self._worker_id, self._rng = connect, worker_id, random.Random(seed)
+    def __init__(self, worker_id: str = "w0", seed: int = 0) -> None:
+        self._worker_id, self._rng = worker_id, random.Random(seed)
         self.fake = FakeWorker(BLOCKS, BLOCK_SIZE)
         self.session = self.epoch = 0
         self.stream: RawWorker | None = None
 
-    @property
-    def attach_sent(self) -> Attach:
-        assert self.stream is not None
-        return self.stream.worker
-
-    async def attach(self, manager: Running) -> None:
+    async def attach(self, channel: aio.Channel) -> None:
         """Open the next session with everything that the worker holds."""
         self.session += 1
-        self.stream = self._connect(
-            manager, self._worker_id, session=self.session, epoch_seen=self.epoch, num_blocks=BLOCKS
-        )
+        attach = attach_of(self._worker_id, session=self.session, epoch_seen=self.epoch, num_blocks=BLOCKS)
+        self.stream = RawWorker(channel, attach)
         answer = await self.stream.attach(self.fake.inventory())
         assert answer.WhichOneof("message") == "attach_ok", answer
         assert answer.attach_ok.epoch >= self.epoch
@@ -41,10 +35,7 @@ class DrivenWorker:
         self.fake.deliver(await self.stream.batch())
 
     async def turn(self) -> None:
-        """Submit and cancel a little, run a step, report, and apply what is granted on it.
-
-        Two reports: the first may leave without an answer, the second asks for a lease that differs, so it has one.
-        """
+        """Submit and cancel a little, run a step, report, and apply what is granted on it."""
         assert self.stream is not None
         self._disturb()
         self.fake.step()
@@ -52,7 +43,7 @@ class DrivenWorker:
         await self.settle()
 
     async def settle(self) -> None:
-        """Take every batch that answers what was reported: a refused sequence is cancelled in the last of them."""
+        """Take every batch that was granted so far; a probe that no pool can hold is cancelled in the last of them."""
         assert self.stream is not None
         probe = SequenceId(1_000_000 + self.stream.sent)
         too_long = kvmanager_pb2.Reserve(sequence=probe, known=1, max_len=BLOCKS * BLOCK_SIZE + 1)

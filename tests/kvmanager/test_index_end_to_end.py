@@ -16,7 +16,7 @@ from common.local_redis import LocalRedis
 from common.types import BlockHash
 from kvmanager import prefix_publisher
 from kvmanager.index_store import RedisIndexStore
-from tests.kvmanager.conftest import Connect, Running, Start
+from tests.kvmanager.conftest import ChannelTo, Running, Start
 from tests.kvmanager.driven_worker import DrivenWorker
 from tests.kvmanager.raw_worker import IDENTITY
 
@@ -35,7 +35,7 @@ async def eventually(holds: Callable[[], Awaitable[bool]]) -> None:
             await asyncio.sleep(0.02)
 
 
-async def indexed(url: str, worker_id: str) -> set[BlockHash]:
+async def indexed(url: str, worker_id: str = "w0") -> set[BlockHash]:
     """Return what a router would believe that a worker holds, read key by key."""
     async with Redis.from_url(url) as client:
         for slot in range(8):
@@ -59,10 +59,12 @@ async def assert_index_equals_map(manager: Running, url: str, worker_id: str = "
     assert await indexed(url, worker_id) == members
 
 
-async def test_index_equals_the_map_when_nothing_waits(start_manager: Start, connect: Connect, redis_url: str) -> None:
+async def test_index_equals_the_map_when_nothing_waits(
+    start_manager: Start, channel_to: ChannelTo, redis_url: str
+) -> None:
     manager = await start_manager(redis_url=redis_url)
-    worker = DrivenWorker(connect)
-    await worker.attach(manager)
+    worker = DrivenWorker()
+    await worker.attach(channel_to(manager.address))
     for turn in range(60):
         await worker.turn()
         if turn % 10 == 9:
@@ -76,11 +78,13 @@ async def test_index_equals_the_map_when_nothing_waits(start_manager: Start, con
     assert (pool.row, pool.leased, pool.waiting, pool.free + pool.cached) == (0, 0, 0, pool.num_blocks)
 
 
-async def test_two_workers_have_entries_of_their_own(start_manager: Start, connect: Connect, redis_url: str) -> None:
+async def test_two_workers_have_entries_of_their_own(
+    start_manager: Start, channel_to: ChannelTo, redis_url: str
+) -> None:
     manager = await start_manager(redis_url=redis_url)
-    workers = [DrivenWorker(connect, f"w{index}", seed=index) for index in range(2)]
+    workers = [DrivenWorker(f"w{index}", seed=index) for index in range(2)]
     for worker in workers:
-        await worker.attach(manager)
+        await worker.attach(channel_to(manager.address))
     for _ in range(20):
         await asyncio.gather(*(worker.turn() for worker in workers))
     for worker_id in ("w0", "w1"):
@@ -88,16 +92,16 @@ async def test_two_workers_have_entries_of_their_own(start_manager: Start, conne
 
 
 async def test_manager_that_is_restarted_publishes_the_inventory(
-    start_manager: Start, connect: Connect, redis_url: str
+    start_manager: Start, channel_to: ChannelTo, redis_url: str
 ) -> None:
     first = await start_manager(redis_url=redis_url)
-    worker = DrivenWorker(connect)
-    await worker.attach(first)
+    worker = DrivenWorker()
+    await worker.attach(channel_to(first.address))
     for _ in range(20):
         await worker.turn()
     await first.process.abort()
     second = await start_manager(redis_url=redis_url)
-    await worker.attach(second)
+    await worker.attach(channel_to(second.address))
     assert worker.epoch == 2
     await assert_index_equals_map(second, redis_url)
     for _ in range(20):
@@ -106,11 +110,11 @@ async def test_manager_that_is_restarted_publishes_the_inventory(
 
 
 async def test_wiped_redis_is_filled_again_under_a_higher_epoch(
-    start_manager: Start, connect: Connect, redis_url: str, redis_client: Redis
+    start_manager: Start, channel_to: ChannelTo, redis_url: str, redis_client: Redis
 ) -> None:
     manager = await start_manager(redis_url=redis_url, lease_ttl=0.3)
-    worker = DrivenWorker(connect)
-    await worker.attach(manager)
+    worker = DrivenWorker()
+    await worker.attach(channel_to(manager.address))
     for _ in range(20):
         await worker.turn()
     await manager.flushed()
@@ -129,11 +133,11 @@ async def test_wiped_redis_is_filled_again_under_a_higher_epoch(
 
 
 async def test_worker_is_served_while_redis_is_away_and_published_after(
-    start_manager: Start, connect: Connect, own_redis: LocalRedis
+    start_manager: Start, channel_to: ChannelTo, own_redis: LocalRedis
 ) -> None:
     manager = await start_manager(redis_url=own_redis.url)
-    worker = DrivenWorker(connect)
-    await worker.attach(manager)
+    worker = DrivenWorker()
+    await worker.attach(channel_to(manager.address))
     for _ in range(10):
         await worker.turn()
     await manager.flushed()
@@ -146,12 +150,12 @@ async def test_worker_is_served_while_redis_is_away_and_published_after(
 
 
 async def test_manager_that_starts_without_its_redis_takes_the_fence_later(
-    start_manager: Start, connect: Connect, own_redis: LocalRedis
+    start_manager: Start, channel_to: ChannelTo, own_redis: LocalRedis
 ) -> None:
     own_redis.kill()
     manager = await start_manager(redis_url=own_redis.url)
-    worker = DrivenWorker(connect)
-    await worker.attach(manager)
+    worker = DrivenWorker()
+    await worker.attach(channel_to(manager.address))
     for _ in range(10):
         await worker.turn()
     own_redis.start()
@@ -160,12 +164,12 @@ async def test_manager_that_starts_without_its_redis_takes_the_fence_later(
 
 
 async def test_queue_that_overflows_falls_back_to_publishing_all(
-    start_manager: Start, connect: Connect, own_redis: LocalRedis, monkeypatch: pytest.MonkeyPatch
+    start_manager: Start, channel_to: ChannelTo, own_redis: LocalRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefix_publisher, "QUEUE_HASHES", 3)
     manager = await start_manager(redis_url=own_redis.url)
-    worker = DrivenWorker(connect)
-    await worker.attach(manager)
+    worker = DrivenWorker()
+    await worker.attach(channel_to(manager.address))
     await manager.flushed()
     own_redis.kill()
     publisher = manager.process.index.publisher
@@ -178,14 +182,14 @@ async def test_queue_that_overflows_falls_back_to_publishing_all(
 
 
 async def test_manager_that_was_replaced_is_told_so_and_writes_no_more(
-    start_manager: Start, connect: Connect, redis_url: str
+    start_manager: Start, channel_to: ChannelTo, redis_url: str
 ) -> None:
     old = await start_manager(redis_url=redis_url)
     new = await start_manager(redis_url=redis_url)
-    worker = DrivenWorker(connect, "w0")
-    await worker.attach(old)
-    other = DrivenWorker(connect, "w1", seed=1)
-    await other.attach(new)
+    worker = DrivenWorker("w0")
+    await worker.attach(channel_to(old.address))
+    other = DrivenWorker("w1", seed=1)
+    await other.attach(channel_to(new.address))
     for _ in range(20):
         await worker.turn()
         await other.turn()
@@ -197,15 +201,15 @@ async def test_manager_that_was_replaced_is_told_so_and_writes_no_more(
     assert new.stale == []
 
 
-async def test_two_managers_do_no_harm_to_blocks(start_manager: Start, connect: Connect, redis_url: str) -> None:
+async def test_two_managers_do_no_harm_to_blocks(start_manager: Start, channel_to: ChannelTo, redis_url: str) -> None:
     """The worker goes over to the second manager and lives on; it checks content at each read."""
     old = await start_manager(redis_url=redis_url)
     new = await start_manager(redis_url=redis_url)
-    worker = DrivenWorker(connect)
-    await worker.attach(old)
+    worker = DrivenWorker()
+    await worker.attach(channel_to(old.address))
     for _ in range(10):
         await worker.turn()
-    await worker.attach(new)
+    await worker.attach(channel_to(new.address))
     assert worker.epoch == 2
     for _ in range(20):
         await worker.turn()
@@ -213,24 +217,24 @@ async def test_two_managers_do_no_harm_to_blocks(start_manager: Start, connect: 
 
 
 async def test_worker_that_has_seen_the_second_manager_ends_the_first(
-    start_manager: Start, connect: Connect, redis_url: str
+    start_manager: Start, channel_to: ChannelTo, redis_url: str
 ) -> None:
     old = await start_manager(redis_url=redis_url)
     new = await start_manager(redis_url=redis_url)
-    worker = DrivenWorker(connect)
-    await worker.attach(old)
-    await worker.attach(new)
+    worker = DrivenWorker()
+    await worker.attach(channel_to(old.address))
+    await worker.attach(channel_to(new.address))
     with pytest.raises(aio.AioRpcError, match="epoch 2 has taken over"):
-        await worker.attach(old)
+        await worker.attach(channel_to(old.address))
     assert [str(error) for error in old.stale] == ["a manager of epoch 2 has taken over from this one, of epoch 1"]
 
 
 async def test_worker_that_left_is_retired(
-    start_manager: Start, connect: Connect, redis_url: str, redis_client: Redis
+    start_manager: Start, channel_to: ChannelTo, redis_url: str, redis_client: Redis
 ) -> None:
     manager = await start_manager(redis_url=redis_url, lease_ttl=0.3)
-    worker = DrivenWorker(connect)
-    await worker.attach(manager)
+    worker = DrivenWorker()
+    await worker.attach(channel_to(manager.address))
     for _ in range(10):
         await worker.turn()
     await assert_index_equals_map(manager, redis_url)
@@ -244,11 +248,11 @@ async def test_worker_that_left_is_retired(
 
 
 async def test_entries_are_written_again_before_they_expire(
-    start_manager: Start, connect: Connect, redis_url: str, redis_client: Redis
+    start_manager: Start, channel_to: ChannelTo, redis_url: str, redis_client: Redis
 ) -> None:
     manager = await start_manager(redis_url=redis_url, prefix_ttl=0.9, lease_ttl=0.3)
-    worker = DrivenWorker(connect)
-    await worker.attach(manager)
+    worker = DrivenWorker()
+    await worker.attach(channel_to(manager.address))
     for _ in range(20):
         await worker.turn()
     await manager.flushed()

@@ -1,0 +1,199 @@
+"""Managers as real processes: READY, health, SIGTERM, kill -9 under a live worker, and the one that was replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from common import die_with_parent
+from common.rpc.server import open_channel
+from kvmanager.main import REPLACED_STATUS
+from tests.kvmanager.conftest import ChannelTo
+from tests.kvmanager.driven_worker import DrivenWorker
+from tests.kvmanager.raw_worker import RawWorker, attach_of
+from tests.kvmanager.test_index_end_to_end import indexed
+
+ROOT = Path(__file__).parents[2]
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+@dataclass
+class ManagerChild:
+    """A manager in a process of its own."""
+
+    process: asyncio.subprocess.Process
+    ready: str
+
+    @property
+    def address(self) -> str:
+        return self.ready.split()[1]
+
+    async def ended(self) -> tuple[int, str]:
+        """Return exit status and what it said on stderr."""
+        async with asyncio.timeout(20.0):
+            _, said = await self.process.communicate()
+        assert self.process.returncode is not None
+        return self.process.returncode, said.decode()
+
+
+Launch = Callable[..., Awaitable[ManagerChild]]
+
+
+@pytest.fixture
+async def launch(tmp_path: Path) -> AsyncIterator[Launch]:
+    """Return what starts a manager process with the given flags and waits until it is ready."""
+    children: list[ManagerChild] = []
+
+    async def start(*flags: str, port: int = 0) -> ManagerChild:
+        argv = [sys.executable, "-m", "kvmanager.main", "--port", str(port), "--metrics-port", "0"]
+        argv += ["--state-dir", str(tmp_path / "state"), *flags]
+        process = await asyncio.create_subprocess_exec(
+            *die_with_parent.command(argv),
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'protos'}", "OMP_NUM_THREADS": "1"},
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        assert process.stdout is not None
+        async with asyncio.timeout(30.0):
+            ready = (await process.stdout.readline()).decode()
+        child = ManagerChild(process, ready)
+        children.append(child)
+        return child
+
+    yield start
+    for child in children:
+        if child.process.returncode is None:
+            child.process.kill()
+            await child.process.wait()
+
+
+async def health(channel: aio.Channel) -> int:
+    answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+    return int(answer.status)
+
+
+async def test_ready_line_says_where_and_what(launch: Launch, tmp_path: Path) -> None:
+    child = await launch("--redis-url", "")
+    words = child.ready.split()
+    assert words[0] == "READY"
+    assert words[1].startswith("127.0.0.1:")
+    assert "prefix index in none (no Redis)" in child.ready
+    assert f"state in {tmp_path / 'state'}" in child.ready
+
+
+async def test_password_of_redis_is_not_shown(launch: Launch) -> None:
+    child = await launch("--redis-url", "redis://user:secret@127.0.0.1:1/0")
+    assert "redis://127.0.0.1:1/0" in child.ready
+    assert "secret" not in child.ready
+
+
+async def test_health_and_reflection(launch: Launch) -> None:
+    child = await launch("--redis-url", "")
+    async with open_channel(child.address) as channel:
+        assert await health(channel) == SERVING
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        async for answer in stub.ServerReflectionInfo(iter([request])):
+            names = {each.name for each in answer.list_services_response.service}
+            break
+    assert {"quire.kvmanager.v1.KvManagerService", "quire.decision.v1.DecisionService"} <= names
+
+
+async def test_sigterm_drains_workers_and_ends_with_zero(launch: Launch) -> None:
+    child = await launch("--redis-url", "")
+    async with open_channel(child.address) as channel:
+        worker = RawWorker(channel, attach_of())
+        await worker.attached()
+        child.process.send_signal(signal.SIGTERM)
+        assert (await worker.receive()).WhichOneof("message") == "drain"
+        assert await health(channel) == NOT_SERVING
+        worker.call.cancel()
+    assert (await child.ended())[0] == 0
+
+
+async def test_sigterm_flushes_the_index(launch: Launch, channel_to: ChannelTo, redis_url: str) -> None:
+    child = await launch("--redis-url", redis_url)
+    worker = DrivenWorker()
+    await worker.attach(channel_to(child.address))
+    for _ in range(10):
+        await worker.turn()
+    assert worker.stream is not None
+    worker.stream.call.cancel()
+    child.process.send_signal(signal.SIGTERM)
+    assert (await child.ended())[0] == 0
+    assert await indexed(redis_url)
+
+
+async def test_killed_manager_comes_back_with_a_higher_epoch_and_the_worker_goes_on(
+    launch: Launch, channel_to: ChannelTo
+) -> None:
+    """Killed (-9) twice between two turns; the worker checks the content of every slot that it reads, all along."""
+    worker = DrivenWorker()
+    for life in range(3):
+        child = await launch("--redis-url", "")
+        await worker.attach(channel_to(child.address))
+        assert worker.epoch == life + 1
+        for _ in range(20):
+            await worker.turn()
+        if life < 2:
+            child.process.kill()
+            assert (await child.ended())[0] == -signal.SIGKILL
+            worker.fake.step()  # on its runway, with nobody to report to
+    await worker.finish()
+    assert worker.fake.live == {}
+    assert worker.fake.pool == []
+
+
+async def test_replaced_manager_ends_with_a_status_and_words_of_its_own(launch: Launch, redis_url: str) -> None:
+    first = await launch("--redis-url", redis_url, "--lease-ttl", "0.3")
+    async with open_channel(first.address) as channel:
+        await RawWorker(channel, attach_of("w0")).attached()
+        second = await launch("--redis-url", redis_url)
+        async with open_channel(second.address) as other:
+            await RawWorker(other, attach_of("w1")).attached()
+            status, said = await first.ended()
+            assert await health(other) == SERVING
+    assert status == REPLACED_STATUS
+    assert "quire-kvmanager: a manager of epoch 2 has taken over from this one, of epoch 1; this one ends" in said
+
+
+async def test_taken_port_is_refused_before_anything_starts(launch: Launch) -> None:
+    first = await launch("--redis-url", "")
+    port = first.address.rpartition(":")[2]
+    second = await launch("--redis-url", "", port=int(port))
+    assert second.ready == ""
+    status, said = await second.ended()
+    assert status == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in said
+
+
+async def test_unreadable_state_is_refused_before_anything_starts(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "epoch").write_text("nonsense")
+    child = await launch("--redis-url", "")
+    status, said = await child.ended()
+    assert (child.ready, status) == ("", 2)
+    assert "--state-dir" in said
+
+
+async def test_workers_of_a_manager_that_is_gone_see_it_at_once(launch: Launch) -> None:
+    child = await launch("--redis-url", "")
+    async with open_channel(child.address) as channel:
+        worker = RawWorker(channel, attach_of())
+        await worker.attached()
+        child.process.kill()
+        with pytest.raises(aio.AioRpcError) as caught:
+            await worker.receive()
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
