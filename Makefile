@@ -6,6 +6,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 MODEL  ?= gpuworker/demo_model/checkpoint
 TESTS  ?= tests
+JOBS   ?= 0
 # More OpenMP threads than cores makes every tensor operation crawl; the tests run several processes at once.
 export OMP_NUM_THREADS ?= 1
 
@@ -30,8 +31,8 @@ demo: $(STAMP) ## Start the whole stack, ask the demo model a few things, show t
 up: $(STAMP) ## Run the whole stack in the foreground (MODEL=DIR to serve another checkpoint)
 	$(BIN)/quire up --model $(MODEL)
 
-test: $(STAMP) ## Run the tests (TESTS=PATH for some of them)
-	$(BIN)/python -m pytest $(TESTS)
+test: $(STAMP) ## Run the tests (TESTS=PATH for some of them, JOBS=N in that many processes)
+	$(BIN)/python -m pytest -n $(JOBS) $(TESTS)
 	@if [ "$(TESTS)" = tests ] && [ -d tests/triton_interpreted ]; then \
 		TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/triton_interpreted; fi
 
