@@ -74,6 +74,7 @@ class RouterProcess:
         name, incarnation = f"router-{secrets.token_hex(4)}", secrets.token_bytes(16)
         self.pool = WorkerPool(RouterIdentity(name, incarnation), self._card.identity, self._clock)
         self._server = RpcServer([INFERENCE, DECISIONS], [server_spans(self._telemetry.tracer)])
+        self._discovery = self._new_discovery()
         self.readiness = Readiness(self.pool, self._server.health)
         self._validator = Validator(self._text, checkpoint, self._text.has_tokenizer)
         self._serve_requests(name, checkpoint)
@@ -84,6 +85,11 @@ class RouterProcess:
         """Return one client for lookups, which must be quick or not at all, and one for discovery."""
         url = self.settings.redis_url
         return (connect(url, LOOKUP_SECONDS), connect(url, _DISCOVERY_TIMEOUT_S)) if url else None
+
+    def _new_discovery(self) -> Discovery | None:
+        if self._clients is None:
+            return None
+        return Discovery(self._clients[1], self.pool, self._clock, self.settings.lease_ttl)
 
     def _serve_requests(self, name: str, checkpoint: Checkpoint) -> None:
         settings, clock = self.settings, self._clock
@@ -98,7 +104,8 @@ class RouterProcess:
         dispatcher = Dispatcher(self.pool, chooser, index, self._ring, clock)
         recorder = Recorder(metrics, self._ring, self._telemetry.tracer, clock, new_id)
         self.frontend = RouterFrontend(self.pool, dispatcher, admission, self._text, recorder, checkpoint.eos_token_ids)
-        status = RouterStatus(self._card, self.pool, admission, index, lambda: self.frontend.draining, clock)
+        connected = lambda: self._discovery is not None and self._discovery.connected  # noqa: E731
+        status = RouterStatus(self._card, self.pool, admission, connected, lambda: self.frontend.draining, clock)
         service = InferenceServicer(self.frontend, self._validator, self._text, status, clock)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, self._server.server)
         decisions = DecisionServicer(self._ring, self._store)
@@ -122,8 +129,8 @@ class RouterProcess:
         for address in settings.worker:
             self.pool.add(address)
         loops = [self.readiness.run(), self.pool.watch()]
-        if self._clients:
-            loops.append(Discovery(self._clients[1], self.pool, self._clock, settings.lease_ttl).run())
+        if self._discovery is not None:
+            loops.append(self._discovery.run())
         self._tasks = [asyncio.create_task(each) for each in loops]
         return f"{settings.host}:{port}, HTTP on {settings.host}:{self._http.port}"
 

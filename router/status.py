@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from common.clock import Clock
 from quire.inference.v1 import inference_pb2 as pb
 from router.core.admission import Admission
-from router.ports import ModelCard, PrefixIndex
+from router.ports import ModelCard
 from router.worker_pool import Member, WorkerPool
 
 
@@ -21,12 +21,12 @@ class RouterStatus:
         card: ModelCard,
         pool: WorkerPool,
         admission: Admission,
-        index: PrefixIndex,
+        redis_connected: Callable[[], bool],
         draining: Callable[[], bool],
         clock: Clock,
     ) -> None:
-        self._card, self._pool, self._admission, self._index = card, pool, admission, index
-        self._draining, self._clock = draining, clock
+        self._card, self._pool, self._admission = card, pool, admission
+        self._redis_connected, self._draining, self._clock = redis_connected, draining, clock
 
     def model(self) -> ModelCard:
         """Return what is served, with what the workers have told of it."""
@@ -39,7 +39,7 @@ class RouterStatus:
         return pb.GetStatusResponse(
             queued_requests=self._admission.queued,
             running_requests=self._admission.running,
-            redis_connected=self._index.connected,
+            redis_connected=self._redis_connected(),
             draining=self._draining(),
             workers=[self._worker(member) for member in self._pool.members()],
             version=quire_version(),

@@ -35,7 +35,8 @@ class StepLine:
     """Seconds of a decode step = base + slope x running sequences, by exponentially weighted least squares.
 
     Each sample weighs 0.95 times the next one. Until batch sizes have varied, the slope is the one at which a full
-    batch takes twice the time of an empty one, as where K/V and weights cost as much to read.
+    batch takes twice the time of an empty one, as where K/V and weights cost as much to read. It never falls below half
+    of that: every sequence costs something, and a line that noise has made flat would send all requests to one worker.
     """
 
     full_batch: int
@@ -61,10 +62,9 @@ class StepLine:
             return None
         mean_x, mean_y = self._x / self._weight, self._y / self._weight
         variance = self._xx / self._weight - mean_x * mean_x
+        slope = mean_y / (self.full_batch + mean_x)
         if variance >= 1.0:
-            slope = max(0.0, (self._xy / self._weight - mean_x * mean_y) / variance)
-        else:
-            slope = mean_y / (self.full_batch + mean_x)
+            slope = max(slope / 2, (self._xy / self._weight - mean_x * mean_y) / variance)
         return max(mean_y + slope * (running - mean_x), 0.1 * mean_y)
 
 

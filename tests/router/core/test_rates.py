@@ -55,8 +55,12 @@ def test_two_batch_sizes_fix_the_line() -> None:
     assert line.predict(32) == pytest.approx(0.070)
 
 
-def test_a_falling_line_is_flat() -> None:
+def test_a_line_that_noise_made_fall_still_rises_by_half_the_assumed_slope() -> None:
     line = StepLine(full_batch=64)
     for running, seconds in ((2, 0.03), (12, 0.01)):
         line.add(running, seconds)
-    assert line.predict(2) == line.predict(12)
+    alone, full = line.predict(0), line.predict(64)
+    assert alone is not None
+    assert full is not None
+    middle_x, middle_y = (2 * 0.95 + 12) / 1.95, (0.03 * 0.95 + 0.01) / 1.95
+    assert full - alone == pytest.approx(64 * middle_y / (64 + middle_x) / 2)
