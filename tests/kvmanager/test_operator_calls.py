@@ -1,0 +1,187 @@
+"""What operators ask over the wire: look-ups, block tables, pools, decision records; and the metrics endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+import grpc
+import pytest
+from grpc import aio
+
+from common.errors import InvalidRequest
+from common.lease import Report, Reserve
+from common.rpc.status import error_from_rpc
+from common.types import BlockHash, BlockId, SequenceId
+from quire.decision.v1 import decision_pb2, decision_pb2_grpc
+from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
+from quire.types.v1 import types_pb2
+from tests.kvmanager.conftest import ChannelTo, Connect, Running
+from tests.kvmanager.raw_worker import RawWorker
+
+CHAIN = tuple(BlockHash(bytes([index]) * 16) for index in range(1, 5))
+PACKED = b"".join(CHAIN)
+
+
+async def worker_with_one_sequence(manager: Running, connect: Connect, worker_id: str = "w0") -> RawWorker:
+    """Return a worker that runs one sequence of 40 tokens, with two sealed blocks, and has one block leased."""
+    worker = connect(manager, worker_id)
+    await worker.attached()
+    reserve = Reserve(SequenceId(7), 40, 64, chain=CHAIN[:2], request_id="request-7")
+    await worker.exchange(Report(reserve=(reserve,)))
+    seals = ((BlockId(0), CHAIN[0]), (BlockId(1), CHAIN[1]))
+    await worker.exchange(Report(step=1, seal=seals, lease_want=1))
+    return worker
+
+
+def stub_of(manager: Running, channel_to: ChannelTo) -> kvmanager_pb2_grpc.KvManagerServiceStub:
+    return kvmanager_pb2_grpc.KvManagerServiceStub(channel_to(manager.address))
+
+
+async def test_lookup_tells_the_longest_prefix_on_each_worker(
+    manager: Running, connect: Connect, channel_to: ChannelTo
+) -> None:
+    await worker_with_one_sequence(manager, connect)
+    await connect(manager, "w1").attached()
+    found = await stub_of(manager, channel_to).Lookup(kvmanager_pb2.LookupRequest(chain=PACKED, known=70))
+    first, second = found.matches
+    assert (first.worker_id, first.hit_blocks, first.diverged_at) == ("w0", 2, 2)
+    assert first.miss_reason == types_pb2.MISS_REASON_DIVERGED_AT
+    assert (second.worker_id, second.hit_blocks) == ("w1", 0)
+    assert second.miss_reason == types_pb2.MISS_REASON_NEVER_SEEN
+
+
+async def test_lookup_of_one_worker(manager: Running, connect: Connect, channel_to: ChannelTo) -> None:
+    for worker_id in ("w0", "w1"):
+        await connect(manager, worker_id).attached()
+    request = kvmanager_pb2.LookupRequest(chain=PACKED, known=70, worker_id="w1")
+    found = await stub_of(manager, channel_to).Lookup(request)
+    assert [match.worker_id for match in found.matches] == ["w1"]
+
+
+async def test_lookup_with_half_a_hash_names_the_field(manager: Running, channel_to: ChannelTo) -> None:
+    with pytest.raises(aio.AioRpcError) as caught:
+        await stub_of(manager, channel_to).Lookup(kvmanager_pb2.LookupRequest(chain=PACKED[:17]))
+    error = error_from_rpc(caught.value)
+    assert isinstance(error, InvalidRequest)
+    assert error.violations[0].field == "chain"
+
+
+@pytest.mark.parametrize("method", ["Lookup", "GetBlockTable", "GetPool"])
+async def test_worker_that_is_not_attached_is_not_found(manager: Running, channel_to: ChannelTo, method: str) -> None:
+    request = getattr(kvmanager_pb2, method + "Request")(worker_id="nobody")
+    with pytest.raises(aio.AioRpcError) as caught:
+        await getattr(stub_of(manager, channel_to), method)(request)
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+@pytest.mark.parametrize("wanted", [{"sequence": 7}, {"request_id": "request-7"}, {}], ids=str)
+async def test_block_table_by_sequence_by_request_or_all(
+    manager: Running, connect: Connect, channel_to: ChannelTo, wanted: dict[str, int | str]
+) -> None:
+    await worker_with_one_sequence(manager, connect)
+    request = kvmanager_pb2.GetBlockTableRequest(worker_id="w0", **wanted)  # type: ignore[arg-type]
+    (table,) = (await stub_of(manager, channel_to).GetBlockTable(request)).tables
+    assert (table.sequence, table.request_id, list(table.row)) == (7, "request-7", [0, 1, 2])
+    assert (table.phase, table.n_shared, table.sealed_blocks) == (kvmanager_pb2.SEQUENCE_PHASE_RUNNING, 0, 2)
+
+
+async def test_block_table_of_a_sequence_that_is_gone_is_not_found(
+    manager: Running, connect: Connect, channel_to: ChannelTo
+) -> None:
+    await worker_with_one_sequence(manager, connect)
+    with pytest.raises(aio.AioRpcError) as caught:
+        await stub_of(manager, channel_to).GetBlockTable(kvmanager_pb2.GetBlockTableRequest(sequence=8))
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_pool_counts_every_block_once(manager: Running, connect: Connect, channel_to: ChannelTo) -> None:
+    await worker_with_one_sequence(manager, connect)
+    answer = await stub_of(manager, channel_to).GetPool(kvmanager_pb2.GetPoolRequest())
+    (pool,) = answer.pools
+    assert answer.epoch == 1
+    assert (pool.num_blocks, pool.row, pool.leased, pool.cached, pool.free) == (8, 3, 1, 0, 4)
+    assert (pool.running, pool.waiting) == (1, 0)
+    assert (pool.prefix_query_blocks, pool.prefix_hit_blocks, dict(pool.misses_by_reason)) == (2, 0, {"never_seen": 1})
+
+
+async def test_decisions_of_a_request_are_listed(manager: Running, connect: Connect, channel_to: ChannelTo) -> None:
+    await worker_with_one_sequence(manager, connect)
+    stub = decision_pb2_grpc.DecisionServiceStub(channel_to(manager.address))
+    (grant,) = (await stub.ListDecisions(decision_pb2.ListDecisionsRequest(request_id="request-7"))).decisions
+    assert (grant.kind, grant.chosen) == ("grant", "0 shared and 3 fresh blocks")
+    assert grant.figures["fresh_blocks"] == 3.0
+    other = await stub.ListDecisions(decision_pb2.ListDecisionsRequest(request_id="request-8"))
+    assert list(other.decisions) == []
+
+
+async def test_traces_are_the_routers(manager: Running, channel_to: ChannelTo) -> None:
+    stub = decision_pb2_grpc.DecisionServiceStub(channel_to(manager.address))
+    with pytest.raises(aio.AioRpcError) as caught:
+        await stub.GetTrace(decision_pb2.GetTraceRequest(trace_id="0" * 32))
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+# ---------------------------------------------------------------- metrics
+
+
+async def scraped(manager: Running, path: str = "/metrics") -> str:
+    reader, writer = await asyncio.open_connection("127.0.0.1", manager.process.metrics.port)
+    writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    body = (await reader.read()).decode()
+    writer.close()
+    await writer.wait_closed()
+    return body
+
+
+def values(text: str, name: str) -> dict[str, float]:
+    """Return the samples of a metric by their labels."""
+    found = re.findall(rf"^{re.escape(name)}(\{{.*\}})? (\S+)$", text, re.MULTILINE)
+    return {labels: float(value) for labels, value in found}
+
+
+async def test_metrics_tell_blocks_by_state(manager: Running, connect: Connect) -> None:
+    await worker_with_one_sequence(manager, connect)
+    text = await scraped(manager)
+    states = {"free": 4, "leased": 1, "row": 3, "cached": 0, "pinned": 0}
+    expected = {f'{{state="{state}",worker="w0"}}': float(count) for state, count in states.items()}
+    assert values(text, "quire:kv_blocks") == expected
+    assert values(text, "quire:kv_cache_usage_perc") == {'{worker="w0"}': 0.5}
+
+
+async def test_metrics_count_prefix_queries_reports_and_sessions(manager: Running, connect: Connect) -> None:
+    await worker_with_one_sequence(manager, connect)
+    text = await scraped(manager)
+    assert values(text, "quire:prefix_cache_queries_total") == {'{worker="w0"}': 2.0}
+    assert values(text, "quire:prefix_cache_hits_total") == {'{worker="w0"}': 0.0}
+    assert values(text, "quire:prefix_cache_admissions_total") == {'{miss_reason="never_seen",worker="w0"}': 1.0}
+    assert values(text, "quire:num_preemptions_total") == {'{worker="w0"}': 0.0}
+    assert values(text, "quire:report_handling_seconds_count") == {"": 2.0}
+    assert values(text, "quire:sessions_total") == {"": 1.0}
+    assert values(text, "quire:num_requests_running") == {'{worker="w0"}': 1.0}
+
+
+async def test_counters_do_not_fall_when_a_worker_attaches_again(manager: Running, connect: Connect) -> None:
+    await worker_with_one_sequence(manager, connect)
+    await connect(manager, session=2).attached()
+    text = await scraped(manager)
+    assert values(text, "quire:prefix_cache_queries_total") == {'{worker="w0"}': 2.0}
+    assert values(text, "quire:sessions_total") == {"": 2.0}
+
+
+async def test_metrics_count_quarantines_and_refusals(manager: Running, connect: Connect) -> None:
+    worker = connect(manager)
+    await worker.attached()
+    await connect(manager, incarnation=b"another".ljust(16)).attach()
+    await worker.report(Report(bind=((SequenceId(1), BlockId(1)),)))
+    with pytest.raises(aio.AioRpcError):
+        await worker.receive()
+    text = await scraped(manager)
+    assert values(text, "quire:quarantines_total") == {"": 1.0}
+    assert values(text, "quire:sessions_refused_total") == {"": 1.0}
+
+
+async def test_health_over_http_until_draining(manager: Running) -> None:
+    assert (await scraped(manager, "/health")).startswith("HTTP/1.1 200")
+    manager.attachments.drain()
+    assert (await scraped(manager, "/health")).startswith("HTTP/1.1 503")
