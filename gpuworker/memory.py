@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 from common.errors import FieldViolation, InvalidConfig
 from common.types import KvGeometry
 from gpuworker.devices import free_bytes, total_bytes
+from gpuworker.kernels.torch_attention import MAX_MASK
 from gpuworker.kv_cache import bytes_per_block
 from gpuworker.models.hosted import HostedModel
 from gpuworker.models.self_test import CallRecorder
@@ -99,12 +100,12 @@ def plan_memory(model: HostedModel, geometry: KvGeometry, model_limit: int, opti
     """
     device = model.device
     seqs = options.max_num_seqs or (_CUDA_NUM_SEQS if device.type == "cuda" else _CPU_NUM_SEQS)
-    options = replace(options, max_num_seqs=seqs)
     wanted_len = options.max_model_len or model_limit
     if wanted_len > model_limit:
         what = f"{wanted_len} tokens were asked for; the model's positions end at {model_limit}"
         raise InvalidConfig(FieldViolation("--max-model-len", what))
-    activations = _measure_activations(model, options) if device.type == "cuda" else _estimate(model, geometry, options)
+    sized = replace(options, max_num_seqs=seqs, max_model_len=wanted_len)
+    activations = _measure_activations(model, sized) if device.type == "cuda" else _estimate(model, geometry, sized)
     table = 4 * seqs * (wanted_len + 1)
     block = bytes_per_block(geometry, options.block_size)
     free = free_bytes(device)
@@ -172,15 +173,18 @@ def _refuse_too_small(ledger: Ledger, room: int, options: MemoryOptions) -> None
 
 
 def _estimate(model: HostedModel, geometry: KvGeometry, options: MemoryOptions) -> int:
-    """Return what a step needs on CPU, from shapes: hidden states, the MLP, one layer's gathered K/V, and logits."""
-    config, tokens = model.config, options.max_num_batched_tokens
-    hidden = int(config.hidden_size)
+    """Return what a step needs on CPU, from shapes.
+
+    Hidden states and MLP of all tokens; one layer's K/V gathered for the longest context, with its mask; logits.
+    """
+    config, tokens, context = model.config, options.max_num_batched_tokens, options.max_model_len or 0
+    hidden = _size(config, "hidden_size")
     inner = _size(config, "intermediate_size") or 4 * hidden
     inner = max(inner, _size(config, "num_experts_per_tok") * _size(config, "moe_intermediate_size"))
-    context = options.max_model_len or tokens
     gathered = 4 * context * geometry.num_kv_heads * (geometry.head_dim_k + geometry.head_dim_v)
+    mask = 5 * min(tokens * context, MAX_MASK)  # as truth values, and as the floats that torch makes of them
     logits = 16 * (options.max_num_seqs or 0) * model.vocab_size  # float32 logits and weights, float64 cumulative sums
-    return tokens * (8 * hidden + 3 * inner) * model.dtype.itemsize + gathered + logits
+    return tokens * (8 * hidden + 3 * inner) * model.dtype.itemsize + gathered + mask + logits
 
 
 def _size(config: PretrainedConfig, name: str) -> int:

@@ -6,6 +6,7 @@ one batch; each prefill attends alone. Queries of the heads that share a K/V hea
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,6 +25,8 @@ _PADDING_FRACTION, _PADDING_SLOTS = 0.25, 32
 _GATHERED_BYTES = 1 << 20
 # Scores held at once where the whole matrix is needed (softcap, sinks): 16 M floats are 64 MB.
 _MAX_SCORES = 16 << 20
+# Entries of the mask of a batch: a longer prefill attends in parts.
+MAX_MASK = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,7 @@ class RowBatch:
     """Rows with equally many queries that attend together; views are made when a layer first asks for its window."""
 
     rows: Int64Array
+    context: Int64Array  # per row, positions up to its last query in this batch
     queries: slice  # tokens of the step, in the order in which rows attend
     query_count: int
     views: dict[int | None, View] = field(default_factory=dict)
@@ -103,8 +107,7 @@ class TorchAttention:
 
     def _view(self, batch: RowBatch, window: int | None) -> View:
         """Return what the batch gathers under a window: the blocks that any of its queries sees, and the mask."""
-        context = self._step.context_len[batch.rows].astype(np.int64)
-        start = context - batch.query_count
+        context, start = batch.context, batch.context - batch.query_count
         first_seen = np.zeros_like(start) if window is None else np.maximum(start - window + 1, 0)
         first_block = first_seen // self._block_size
         count = int((-(-context // self._block_size) - first_block).max())
@@ -166,11 +169,21 @@ def _batches(step: AttentionMetadata, slots_at_once: int) -> tuple[Int64Array | 
     batches = []
     for begin, end in zip(cuts[:0:-1], cuts[-2::-1], strict=True):
         order[begin:end].sort()
-        batches.append(RowBatch(order[begin:end], slice(begin, end), 1))
+        rows = order[begin:end]
+        batches.append(RowBatch(rows, step.context_len[rows].astype(np.int64), slice(begin, end), 1))
     for row in range(decodes, step.num_rows):
-        begin, end = int(step.query_start[row]), int(step.query_start[row + 1])
-        batches.append(RowBatch(np.array([row]), slice(begin, end), end - begin))
+        batches += _prefill_batches(step, row)
     return (None if (order[:-1] < order[1:]).all() else order), batches
+
+
+def _prefill_batches(step: AttentionMetadata, row: int) -> Iterator[RowBatch]:
+    """Yield the parts in which a prefill attends: mostly one."""
+    context = int(step.context_len[row])
+    first, last = int(step.query_start[row]), int(step.query_start[row + 1])
+    at_once = max(1, MAX_MASK // context)
+    for begin in range(first, last, at_once):
+        end = min(begin + at_once, last)
+        yield RowBatch(np.array([row]), np.array([context - (last - end)]), slice(begin, end), end - begin)
 
 
 def _attend_stacked(

@@ -8,6 +8,7 @@ import torch
 
 from common.errors import InvalidConfig
 from gpuworker.attention import BACKENDS, LayerAttention, make_backend
+from gpuworker.kernels import torch_attention
 from tests.gpuworker.attention_reference import Case, random_step, reference
 
 MIXED = ((7, 1), (30, 1), (1, 1), (45, 1), (0, 9), (13, 6), (0, 1))
@@ -56,6 +57,12 @@ def test_values_may_be_narrower_than_keys(backend: str) -> None:
 def test_decodes_of_very_different_lengths_keep_their_places(backend: str) -> None:
     case = Case(((40, 1), (2, 1), (150, 1), (3, 1), (41, 1), (149, 1), (90, 1)), block_size=16)
     check(backend, case, PLAIN)
+
+
+def test_a_long_prefill_attends_in_parts(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_attention, "MAX_MASK", 100)
+    check(backend, Case(((7, 1), (5, 21), (0, 30))), PLAIN)
+    check(backend, Case(((7, 1), (5, 21), (0, 30))), LayerAttention(layer=1, scale=0.3, window=6, softcap=1.5))
 
 
 def test_only_prefills(backend: str) -> None:
