@@ -24,7 +24,10 @@ Say = Callable[[str, str], None]
 
 @dataclass(frozen=True, slots=True)
 class StackOptions:
-    """What differs between one suite and another. `worker_ports` has one port a worker."""
+    """What differs between one suite and another. `worker_ports` has one port a worker.
+
+    `named_workers` is how many of them the router is told by flag (default all); the others it finds through Redis.
+    """
 
     model: Path
     workers: int = 1
@@ -38,6 +41,7 @@ class StackOptions:
     redis_url: str | None = None
     state_dir: Path = Path(".quire")
     threads: int | None = None
+    named_workers: int | None = None
     worker_flags: tuple[str, ...] = ()
     router_flags: tuple[str, ...] = ()
     manager_flags: tuple[str, ...] = ()
@@ -143,10 +147,11 @@ class Stack:
 
     def _router(self, redis_url: str) -> Program:
         options = self.options
+        named = options.workers if options.named_workers is None else options.named_workers
         flags = (
             *self._common(options.port, redis_url),
             *("--model", str(options.model), "--http-port", str(options.http_port)),
-            *(part for index in range(options.workers) for part in self._worker_flag(index)),
+            *(part for index in range(named) for part in self._worker_flag(index)),
             *options.router_flags,
         )
         return Program("router", "router.main", flags, self.address)

@@ -25,8 +25,13 @@ def tokenizer() -> Any:
 
 def greedy_tokens(prompt: Sequence[int], count: int) -> list[int]:
     """Return exactly `count` greedy tokens, end-of-sequence ignored."""
+    return list(_generate(tuple(prompt), count))
+
+
+@functools.cache
+def _generate(prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
     with torch.inference_mode():
-        ids = torch.tensor([list(prompt)])
+        ids = torch.tensor([prompt])
         out = _model().generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -35,7 +40,7 @@ def greedy_tokens(prompt: Sequence[int], count: int) -> list[int]:
             eos_token_id=None,
             pad_token_id=0,
         )
-    return [int(token) for token in out[0, len(prompt) :]]
+    return tuple(int(token) for token in out[0, len(prompt) :])
 
 
 def chat_tokens(question: str, system: str = "") -> list[int]:

@@ -9,15 +9,20 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from cli.stack import StackOptions
 from gpuworker.demo_model import CHECKPOINT
 from gpuworker.demo_model.prompts import questions, system_text
+from quire.inference.v1 import inference_pb2
 from quire.kvmanager.v1 import kvmanager_pb2
 from tests.e2e.reference import chat_tokens, greedy_tokens
-from tests.e2e.suite import Outcome, Suite, greedy, running_suite
+from tests.e2e.suite import PATIENCE, Outcome, Suite, greedy, running_suite
 
-COUNT = 160
+COUNT = 96
 FLAGS = ("--kv-blocks", "2048", "--dtype", "float32")
+
+pytestmark = pytest.mark.timeout(300)
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:
@@ -53,7 +58,7 @@ async def epoch(suite: Suite) -> int:
 
 async def test_a_killed_manager_breaks_none_of_64_streams(tmp_path: Path) -> None:
     options = StackOptions(model=CHECKPOINT, workers=1, worker_flags=FLAGS)
-    asked = prompts(64)
+    asked = 4 * prompts(16)
     async with running_suite(tmp_path, options) as suite:
         before = await epoch(suite)
         tasks = await all_started(suite, asked, COUNT)
@@ -86,7 +91,7 @@ async def test_redis_killed_and_back_fails_no_request(tmp_path: Path) -> None:
 
 async def test_preemption_changes_no_token(tmp_path: Path) -> None:
     options = StackOptions(model=CHECKPOINT, workers=1, worker_flags=("--kv-blocks", "160", "--dtype", "float32"))
-    asked = prompts(24, seed=3)
+    asked = 2 * prompts(12, seed=3)
     async with running_suite(tmp_path, options) as suite:
         outcomes = await asyncio.gather(*(suite.generate(greedy(prompt, 120)) for prompt in asked))
         await suite.until_all_free(workers=1)
@@ -94,3 +99,34 @@ async def test_preemption_changes_no_token(tmp_path: Path) -> None:
     assert pool.preemptions > 0
     assert sum(outcome.finished.usage.preemptions for outcome in outcomes if outcome.finished) == pool.preemptions
     assert [outcome.tokens for outcome in outcomes] == [greedy_tokens(prompt, 120) for prompt in asked]
+
+
+async def test_streams_outlive_a_killed_worker_and_its_successor_is_used(tmp_path: Path) -> None:
+    options = StackOptions(model=CHECKPOINT, workers=2, worker_flags=FLAGS)
+    asked = prompts(16, seed=5)
+    async with running_suite(tmp_path, options) as suite:
+        tasks = await all_started(suite, asked, COUNT)
+        kill(suite, "worker-1")
+        outcomes = await asyncio.gather(*tasks)
+        placed = [outcome.admitted.worker_id for outcome in outcomes if outcome.admitted]
+        assert set(placed) == {"worker-0", "worker-1"}
+        await suite.until_all_free(workers=2)  # the second is the successor, attached anew
+        async with asyncio.timeout(PATIENCE):
+            while True:
+                status = await suite.inference.GetStatus(inference_pb2.GetStatusRequest(), timeout=5.0)
+                if sum(worker.state == "connected" for worker in status.workers) == 2:
+                    break
+                await asyncio.sleep(0.05)
+        later = await asyncio.gather(*(suite.generate(greedy(prompt, 8)) for prompt in prompts(16, seed=6)))
+        assert {outcome.admitted.worker_id for outcome in later if outcome.admitted} == {"worker-0", "worker-1"}
+    assert [outcome.tokens for outcome in outcomes] == [greedy_tokens(prompt, COUNT) for prompt in asked]
+
+
+async def test_a_worker_that_joins_is_found_through_redis(tmp_path: Path) -> None:
+    options = StackOptions(model=CHECKPOINT, workers=2, worker_flags=FLAGS, named_workers=1)
+    async with running_suite(tmp_path, options) as suite:
+        outcomes = await asyncio.gather(*(suite.generate(greedy(prompt, 24)) for prompt in prompts(24, seed=8)))
+        assert {outcome.admitted.worker_id for outcome in outcomes if outcome.admitted} == {"worker-0", "worker-1"}
+        await suite.stack.children["worker-1"].stop()
+        left = await asyncio.gather(*(suite.generate(greedy(prompt, 8)) for prompt in prompts(8, seed=9)))
+        assert {outcome.admitted.worker_id for outcome in left if outcome.admitted} == {"worker-0"}

@@ -18,7 +18,7 @@ from tests.e2e.conftest import WORKERS
 from tests.e2e.reference import chat_tokens, greedy_tokens, tokenizer
 from tests.e2e.suite import PATIENCE, Suite, chat, greedy
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
 
 def prompts(count: int) -> list[list[int]]:
