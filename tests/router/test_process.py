@@ -1,0 +1,127 @@
+"""The router as a real process: health follows its workers, SIGTERM drains, a bad option starts nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from common.fingerprint import model_fingerprint, tokenizer_fingerprint
+from common.rpc.server import open_channel
+from common.types import FinishReason
+from quire.inference.v1 import inference_pb2 as pb
+from quire.inference.v1 import inference_pb2_grpc as rpc
+from quire.types.v1 import types_pb2
+from tests.router.worker_double import IDENTITY, PATIENCE_S, WorkerDouble, running
+
+ROOT = Path(__file__).resolve().parents[2]
+CHECKPOINT = ROOT / "gpuworker" / "demo_model" / "checkpoint"
+DEMO = replace(
+    IDENTITY,
+    model_fingerprint=model_fingerprint(CHECKPOINT),
+    tokenizer_fingerprint=tokenizer_fingerprint(CHECKPOINT),
+)
+SERVING = health_pb2.HealthCheckResponse.SERVING
+
+
+@asynccontextmanager
+async def router(*flags: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Run the router's process; it is killed at the end if it still runs."""
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'protos'}"}
+    common = ("--model", str(CHECKPOINT), "--block-size", "4", "--port", "0", "--http-port", "0")
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "router.main", *common, "--log-format", "text", *flags),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=environ,
+        cwd=ROOT,
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+async def address_in(stream: asyncio.StreamReader | None, word: str) -> str:
+    """Return the HOST:PORT after a word that the process prints."""
+    assert stream is not None
+    async with asyncio.timeout(30.0):
+        while line := (await stream.readline()).decode():
+            if word in line:
+                return line.partition(word)[2].split(",")[0].strip()
+    raise AssertionError(f"the process ended without saying {word!r}")
+
+
+async def health(channel: aio.Channel) -> int:
+    answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
+    return int(answer.status)
+
+
+async def healthy(channel: aio.Channel, wanted: bool) -> None:
+    """Wait until health says so."""
+    watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
+    async for answer in watch:
+        if (answer.status == SERVING) == wanted:
+            break
+    watch.cancel()
+
+
+async def test_health_follows_the_workers() -> None:
+    worker = WorkerDouble(identity=DEMO)
+    async with running(worker), router("--worker", worker.address) as process:
+        address = await address_in(process.stdout, "READY ")
+        async with open_channel(address) as channel:
+            assert await health(channel) == SERVING
+            await worker.kill()
+            await healthy(channel, wanted=False)
+            await worker.restart()
+            await healthy(channel, wanted=True)
+
+
+async def test_without_a_worker_it_listens_and_does_not_serve() -> None:
+    async with router() as process:
+        address = await address_in(process.stderr, "listening on ")
+        async with open_channel(address) as channel:
+            assert await health(channel) == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def test_sigterm_lets_running_streams_finish_and_takes_no_new_ones() -> None:
+    worker = WorkerDouble(identity=DEMO)
+    async with running(worker), router("--worker", worker.address) as process:
+        address = await address_in(process.stdout, "READY ")
+        async with open_channel(address) as channel:
+            prompt = pb.Prompt(text="The river runs past the old mill.")
+            wanted = pb.GenerateRequest(prompt=prompt, sampling=types_pb2.SamplingParams(max_tokens=2))
+            call = rpc.InferenceServiceStub(channel).Generate(wanted, timeout=PATIENCE_S)
+            await worker.until(lambda: bool(worker.submits))
+            process.send_signal(signal.SIGTERM)
+            await healthy(channel, wanted=False)
+            worker.step({1: [100, 101]}, granted={1: 0}, finished={1: FinishReason.LENGTH})
+            events = [response.WhichOneof("event") async for response in call]
+            assert (events[0], events[-1]) == ("admitted", "finished")
+        assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--port", "99999", "--max-queued-requests", "0"), "2 bad options; nothing was started."),
+        (("--model", "/nowhere"), "no config.json in /nowhere"),
+    ],
+)
+async def test_bad_options_are_all_told_and_nothing_starts(flags: tuple[str, ...], said: str) -> None:
+    async with router(*flags) as process:
+        _, err = await asyncio.wait_for(process.communicate(), 30.0)
+        assert process.returncode == 2
+        assert said in err.decode()
