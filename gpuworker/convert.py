@@ -54,12 +54,8 @@ def engine_request(
     tokens = unpack_u32(message.prompt_token_ids)
     before = message.output_tokens_before
     if not 0 < len(tokens) < max_model_len or before >= len(tokens):
-        raise InvalidRequest(
-            FieldViolation(
-                "prompt_token_ids",
-                f"{len(tokens)} tokens, {before} of them earlier output; expected 1 to {max_model_len - 1}, with a prompt",
-            )
-        )
+        what = f"{len(tokens)} tokens, {before} of them earlier output; expected 1 to {max_model_len - 1}, with a prompt"
+        raise InvalidRequest(FieldViolation("prompt_token_ids", what))
     sampling = sampling_params(message.sampling, message.index)
     prompt_tokens = len(tokens) - before
     stop = StopRule(
