@@ -1,0 +1,109 @@
+"""What block slots hold, exactly: the K/V of the last token of a known sequence of tokens, and nothing else.
+
+A prefix is a node of one tree of tokens, shared by all worlds; a slot holds a node or 0, nothing. Two rows may share a
+slot if and only if their tokens up to there are the same, which is to say: the node is the same.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from common.hashing import extend, key_of
+from common.types import BlockHash
+
+NOTHING = 0
+ROOT_LINK = bytes(32)
+
+_parents: list[int] = [NOTHING]
+_tokens: list[int] = [-1]
+_depths: list[int] = [0]
+_children: dict[tuple[int, int], int] = {}
+_nodes_of_keys: dict[BlockHash, int] = {}
+
+
+def child(node: int, token: int) -> int:
+    """Return the prefix `node` followed by `token`."""
+    found = _children.get((node, token))
+    if found is None:
+        found = _children[node, token] = len(_parents)
+        _parents.append(node)
+        _tokens.append(token)
+        _depths.append(_depths[node] + 1)
+    return found
+
+
+def path(tokens: tuple[int, ...]) -> list[int]:
+    """Return the prefix that ends at each token."""
+    nodes, node = [], NOTHING
+    for token in tokens:
+        node = child(node, token)
+        nodes.append(node)
+    return nodes
+
+
+def token_of(node: int) -> int:
+    """Return the last token of a prefix."""
+    return _tokens[node]
+
+
+def ancestor(node: int, steps: int) -> int:
+    """Return the prefix without its last `steps` tokens."""
+    for _ in range(steps):
+        node = _parents[node]
+    return node
+
+
+@cache
+def link(node: int, block_size: int) -> bytes:
+    """Return the 32-byte link of a prefix of whole blocks."""
+    if node == NOTHING:
+        return ROOT_LINK
+    tokens, at = [], node
+    for _ in range(block_size):
+        tokens.append(_tokens[at])
+        at = _parents[at]
+    found = extend(link(at, block_size), tokens[::-1])
+    _nodes_of_keys[key_of(found)] = node
+    return found
+
+
+@cache
+def key(node: int, block_size: int) -> BlockHash:
+    """Return the key of the block that ends a prefix of whole blocks."""
+    return key_of(link(node, block_size))
+
+
+def parent_key(of: BlockHash, block_size: int) -> BlockHash | None:
+    """Return the key of the block before the one that `of` stands for; None when that is the first of its chain."""
+    before = ancestor(_nodes_of_keys[of], block_size)
+    return None if before == NOTHING else key(before, block_size)
+
+
+class Device:
+    """The KV cache of one worker: per block, the node that each slot holds."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.slots = [[NOTHING] * block_size for _ in range(num_blocks)]
+
+    def copy_block(self, src: int, dst: int) -> None:
+        """Copy all slots of a block."""
+        self.slots[dst] = self.slots[src].copy()
+
+    def block_key(self, block: int) -> BlockHash | None:
+        """Return the key of what a block holds; None unless all its slots hold the tokens of one prefix."""
+        slots = self.slots[block]
+        node = slots[-1]
+        if node == NOTHING or _depths[node] % self.block_size:
+            return None
+        for index in range(self.block_size - 1, -1, -1):
+            if slots[index] != node:
+                return None
+            node = _parents[node]
+        return key(slots[-1], self.block_size)
+
+    def clone(self) -> Device:
+        """Return an independent copy."""
+        twin = Device(0, self.block_size)
+        twin.slots = [slots.copy() for slots in self.slots]
+        return twin

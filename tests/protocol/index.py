@@ -1,0 +1,124 @@
+"""The prefix index of one worker as Redis keeps it, and what a manager writes behind: the model's edge to the outside.
+
+Every method of Index is one atomic script; the order of a publisher's calls is that of the real `NetChanges`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from common.types import BlockHash
+from kvmanager.core.index_events import Cleared, IndexEvent, IndexSnapshot, Removed, Stored
+from kvmanager.core.manager import Manager
+from kvmanager.net_changes import IndexCall, NetChanges
+
+ABSENT = -1
+CALL_LIMIT = 2
+"""Hashes a call: small, so that every prefix of a longer batch is a state of its own."""
+
+
+class Replaced(Exception):
+    """The fence holds a higher epoch: this manager was replaced."""
+
+
+class Wiped(Exception):
+    """The fence is gone: Redis lost its data."""
+
+
+@dataclass(slots=True)
+class Index:
+    """Epoch counter, fence, live generation and entries (hash, generation) of one worker's slot."""
+
+    counter: int = 0
+    fence: int = ABSENT
+    generation: int = ABSENT
+    entries: frozenset[tuple[BlockHash, int]] = frozenset()
+
+    def acquire(self, manager: Manager, seen: int) -> None:
+        """Let a manager take an epoch above all that is known; taking it writes the fence. Raises Replaced."""
+        if manager.epoch and self.fence > manager.epoch:
+            raise Replaced
+        self.counter = manager.adopt_epoch(redis_counter=max(self.counter, self.fence), seen=seen)
+        self.fence = self.counter
+
+    def check(self, epoch: int) -> None:
+        """Refuse whoever does not hold the fence."""
+        if self.fence > epoch:
+            raise Replaced
+        if self.fence != epoch:
+            raise Wiped
+
+    def register(self, epoch: int, generation: int) -> None:
+        """Make a generation the one that counts."""
+        self.check(epoch)
+        self.generation = generation
+
+    def update(self, epoch: int, generation: int, call: IndexCall) -> None:
+        """Remove and add entries; those of dead generations on the keys it touches go with it."""
+        self.check(epoch)
+        touched = {*call.removes, *call.adds}
+        kept = {entry for entry in self.entries if entry[0] not in touched}
+        self.entries = frozenset(kept | {(key, generation) for key in call.adds})
+
+    def live(self) -> set[BlockHash]:
+        """Return what a reader sees: entries of the live generation."""
+        return {key for key, generation in self.entries if generation == self.generation}
+
+    def wipe(self) -> None:
+        """Lose everything."""
+        self.counter, self.fence, self.generation, self.entries = 0, ABSENT, ABSENT, frozenset()
+
+    def clone(self) -> Index:
+        """Return an independent copy."""
+        return Index(self.counter, self.fence, self.generation, self.entries)
+
+
+@dataclass(slots=True)
+class Publisher:
+    """A manager's changes that are not in the index yet, and the generation under which it writes."""
+
+    generation: int = ABSENT
+    registered: bool = False
+    net: NetChanges = field(default_factory=NetChanges)
+
+    def follow(self, events: tuple[IndexEvent, ...]) -> None:
+        """Note changes of membership."""
+        for event in events:
+            match event:
+                case Stored():
+                    self.net.store(event.hash, event.depth)
+                case Removed():
+                    self.net.remove(event.hash, event.depth)
+                case Cleared():
+                    self.net = NetChanges()
+                    self.registered = False
+
+    def restart(self, generation: int, snapshot: IndexSnapshot) -> None:
+        """Publish the whole membership under a new generation."""
+        self.generation, self.registered, self.net = generation, False, NetChanges()
+        self.net.refresh(snapshot.entries)
+
+    def flush(self, index: Index, epoch: int) -> bool:
+        """Make one call; False when there is nothing to write."""
+        if not self.registered and self.generation != ABSENT:
+            index.register(epoch, self.generation)
+            self.registered = True
+            return True
+        for call in self.net.calls(CALL_LIMIT):
+            index.update(epoch, self.generation, call)
+            self.net.sent(call)
+            return True
+        return False
+
+    @property
+    def settled(self) -> bool:
+        """Whether the index has all that this publisher knows."""
+        return self.registered and not len(self.net)
+
+    def clone(self) -> Publisher:
+        """Return an independent copy."""
+        return Publisher(self.generation, self.registered, NetChanges(dict(self.net._pending)))
+
+    def state_key(self) -> tuple[object, ...]:
+        """Return everything that decides the future, hashable."""
+        return self.generation, self.registered, frozenset(self.net._pending.items())

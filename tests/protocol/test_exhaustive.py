@@ -1,0 +1,37 @@
+"""Every state of tiny worlds, breadth first: all invariants hold in each, and the world comes to rest from each."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.protocol.scenarios import TINY
+from tests.protocol.search import exhaust
+
+MAX_STATES = 10_000
+"""States of a world that the quick search visits; the smaller worlds have fewer, the others are cut off here."""
+
+SMALL = ("peace", "cancel_nested", "nested_senior", "break", "worker_crash", "manager_crash")
+WIDE = tuple(name for name in TINY if name not in SMALL)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_no_state_of_a_small_world_violates_an_invariant(name: str) -> None:
+    found = exhaust(TINY[name], MAX_STATES)
+    assert found.violation is None, found.trace
+    assert found.complete, "the world has grown: it is no longer searched to its end"
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_no_early_state_of_a_wider_world_violates_an_invariant(name: str) -> None:
+    found = exhaust(TINY[name], MAX_STATES)
+    assert found.violation is None, found.trace
+    assert found.states > MAX_STATES // 4
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", WIDE)
+def test_no_state_of_a_wider_world_violates_an_invariant(name: str) -> None:
+    found = exhaust(TINY[name])
+    assert found.violation is None, found.trace
+    assert found.complete
