@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from common.clock import Clock
 from common.errors import DeadlineExceeded, FieldViolation, InvalidRequest, QuireError, Unavailable
-from common.types import BlockHash, Decision, DecisionKind
+from common.types import BlockHash, Decision, DecisionKind, PoolIdentity
 from router.core.admission import check_deadline
 from router.core.identity import is_complete
 from router.core.optimistic import BURST_SECONDS, MEMORY_SECONDS, OptimisticIndex
@@ -60,6 +60,7 @@ class Job:
     submit: Callable[[Choice, WorkerClient], None]
     moved: str = ""
     hits: Mapping[str, int] | None = None
+    looked_up_ns: int = 0
     placed: asyncio.Future[Choice] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -86,14 +87,15 @@ class Dispatcher:
         self._identity_known = asyncio.Event()
         pool.listen(self)
 
-    async def known_identity(self) -> None:
-        """Return once a worker has told which pool it is. Raises Unavailable when none does for a while."""
+    async def known_identity(self) -> PoolIdentity:
+        """Return the pool's identity once a worker has told it. Raises Unavailable when none does for a while."""
         try:
             async with asyncio.timeout(self._patience):
                 while not is_complete(self._pool.identity):
                     await self._identity_known.wait()
         except TimeoutError:
             raise self._no_worker() from None
+        return self._pool.identity
 
     def ticket(self, job: Job) -> Ticket[Job]:
         """Return the job's right to stand in line; keep it for the request's later jobs."""
@@ -108,6 +110,7 @@ class Dispatcher:
         ticket.item = job
         if job.chain:
             job.hits = await self._index.lookup(job.chain)
+        job.looked_up_ns = self._clock.time_ns()
         self._line.join(ticket)
         self._serve_line()
         try:
@@ -128,6 +131,8 @@ class Dispatcher:
         """Try whoever is next."""
         if is_complete(self._pool.identity):
             self._identity_known.set()
+        else:
+            self._identity_known.clear()
         self._serve_line()
 
     def cache_lost(self, worker_id: str) -> None:
@@ -197,8 +202,10 @@ class Dispatcher:
                 ticket.item.placed.set_exception(self._no_worker())
 
     def _no_worker(self) -> Unavailable:
+        now = self._clock.monotonic()
         known = [f"{name} is {reason}" for name, reason in self._pool.absent()]
-        known += [f"{model.worker_id} takes nothing" for model in self._pool.models()]
+        troubles = [(model.worker_id, model.trouble(now)) for model in self._pool.models()]
+        known += [f"{name} is {trouble[0].value}: {trouble[1]}" for name, trouble in troubles if trouble]
         return Unavailable(f"no worker for {self._patience:g} s: {'; '.join(known) or 'none is known'}")
 
     def _seconds_left(self, job: Job) -> float | None:

@@ -27,25 +27,23 @@ from router.ports import DecisionSink, TextAssemblers
 from router.request_run import Arrival, Expired, Prefix, RequestRun, Running, placement_of, submission_of
 from router.request_trace import RequestTrace
 from router.worker_client import WorkerClient
-from router.worker_pool import WorkerPool
 
 # A sequence that was lost this often is given up: what kills its workers may be the request itself.
 MAX_MOVES = 3
 
 
 class RouterFrontend:
-    """The Frontend over a pool of workers."""
+    """The Frontend over a dispatcher and its workers."""
 
     def __init__(
         self,
-        pool: WorkerPool,
         dispatcher: Dispatcher,
         admission: Admission,
         assemblers: TextAssemblers,
         recorder: Recorder,
         eos_token_ids: tuple[int, ...],
     ) -> None:
-        self._pool, self._dispatcher, self._admission = pool, dispatcher, admission
+        self._dispatcher, self._admission = dispatcher, admission
         self._assemblers, self._recorder, self._eos_token_ids = assemblers, recorder, eos_token_ids
         self._clock = recorder.clock
         self.draining = False
@@ -103,7 +101,6 @@ class RouterFrontend:
     async def _begin(self, run: RequestRun) -> None:
         """Give the sequences to a worker, all to one: the first computes the prompt, the others share its blocks."""
         request = run.request
-        await self._dispatcher.known_identity()
         stops = StopTokens.of(request, self._eos_token_ids)
         for index in range(request.sampling.n):
             assembler = self._assemblers.assembler(request.sampling)
@@ -113,7 +110,9 @@ class RouterFrontend:
         await self._place(run, run.sequences)
 
     async def _place(self, run: RequestRun, sequences: Sequence[Running], moved: str = "") -> None:
-        prefix = Prefix.of(run.request, self._pool.identity, sequences[0].output.tokens)
+        identity = await self._dispatcher.known_identity()
+        began, began_ns = self._clock.monotonic(), self._clock.time_ns()
+        prefix = Prefix.of(run.request, identity, sequences[0].output.tokens)
         submit = partial(self._submit, run, sequences, prefix)
         job = Job(
             placement_of(run, prefix, len(sequences)), prefix.keys, run.request.priority, run.request.deadline, submit
@@ -121,11 +120,10 @@ class RouterFrontend:
         job.moved = moved
         if run.ticket is None:
             run.ticket = self._dispatcher.ticket(job)
-        began, began_ns = self._clock.monotonic(), self._clock.time_ns()
         choice = await self._dispatcher.place(job, run.ticket)
         self._admission.start(run.request_id, self._clock.monotonic())
         self._recorder.metrics.routing.observe(self._clock.monotonic() - began)
-        run.trace.placed(choice.decision, began_ns)
+        run.trace.placed(choice.decision, began_ns, job.looked_up_ns)
         run.decision_id = choice.decision.decision_id
 
     def _submit(
@@ -255,6 +253,7 @@ class RouterFrontend:
                 raise EngineFailure(f"the request lost {running.attempt} workers; the last one: {reason}")
             self._admission.requeue(run.request_id)
             self._recorder.metrics.migrations.inc()
+            run.trace.lost()
             await self._place(run, [running], moved=reason)
 
 

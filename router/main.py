@@ -103,7 +103,7 @@ class RouterProcess:
         chooser = Router(clock, new_id, settings.routing_seed)
         dispatcher = Dispatcher(self.pool, chooser, index, self._ring, clock)
         recorder = Recorder(metrics, self._ring, self._telemetry.tracer, clock, new_id)
-        self.frontend = RouterFrontend(self.pool, dispatcher, admission, self._text, recorder, checkpoint.eos_token_ids)
+        self.frontend = RouterFrontend(dispatcher, admission, self._text, recorder, checkpoint.eos_token_ids)
         connected = lambda: self._discovery is not None and self._discovery.connected  # noqa: E731
         status = RouterStatus(self._card, self.pool, admission, connected, lambda: self.frontend.draining, clock)
         service = InferenceServicer(self.frontend, self._validator, self._text, status, clock)

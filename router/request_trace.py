@@ -1,4 +1,10 @@
-"""The spans of one request at the router: `request` around all, `queue` and `route` until it is placed, `stream`."""
+"""The spans of one request at the router.
+
+request                 all of it; the worker's spans hang here too
+  queue > lookup        until it has a worker, and in that the question to the prefix index
+  route                 the choice of the worker, with the decision
+  stream                until the last token
+"""
 
 from __future__ import annotations
 
@@ -21,8 +27,7 @@ class RequestTrace:
         context = self._span.get_span_context()
         self.trace_id = f"{context.trace_id:032x}" if self.recording else ""
         self.traceparent = traceparent_of(set_span_in_context(self._span)) if self.recording else ""
-        self._arrived_ns = clock.time_ns()
-        self._looked_up_ns = self._arrived_ns
+        self._queued_ns = clock.time_ns()
         self._stream: Span | None = None
         if self.recording:
             self._span.set_attributes(
@@ -39,18 +44,24 @@ class RequestTrace:
         """Put a decision on the request."""
         add_decision(self._span, decision)
 
-    def placed(self, decision: Decision, looked_up_ns: int) -> None:
-        """The request has a worker: `queue` ends, `route` began with the lookup, `stream` begins."""
+    def lost(self) -> None:
+        """The request waits for a worker once more."""
+        self._queued_ns = self._clock.time_ns()
+
+    def placed(self, decision: Decision, began_ns: int, looked_up_ns: int) -> None:
+        """The request has a worker: `queue` ended with the decision, `stream` begins unless it has before."""
         if not self.recording:
             return
         now, within = self._clock.time_ns(), set_span_in_context(self._span)
-        self._tracer.start_span("queue", within, start_time=self._arrived_ns).end(looked_up_ns)
-        route = self._tracer.start_span("route", within, start_time=looked_up_ns)
+        queue = self._tracer.start_span("queue", within, start_time=self._queued_ns)
+        lookup = self._tracer.start_span("lookup", set_span_in_context(queue), start_time=began_ns)
+        lookup.end(looked_up_ns)
+        queue.end(decision.time_ns)
+        route = self._tracer.start_span("route", within, start_time=decision.time_ns)
         add_decision(route, decision)
         route.end(now)
         if self._stream is None:
             self._stream = self._tracer.start_span("stream", within, start_time=now)
-        self._arrived_ns = now
 
     def first_token(self) -> None:
         """Note when the client could see the first token."""

@@ -61,8 +61,8 @@ class WorkerPool:
         clock: Clock,
         pacing: Pacing | None = None,
     ) -> None:
-        """`identity` may have unknown parts; they are taken from the first worker and demanded of all others."""
-        self.identity = identity
+        """Unknown parts of `identity` are the first worker's; all others must agree with it while any is there."""
+        self.identity = self._configured = identity
         self._router, self._clock, self._pacing = router, clock, pacing
         self._members: dict[str, Member] = {}
         self._incarnations: dict[str, bytes] = {}
@@ -164,9 +164,7 @@ class WorkerPool:
         for other in self._members.values():
             if other.model is not None and other.worker_id == facts.worker_id:
                 raise Unavailable(f"worker {facts.worker_id} is connected at {other.client.address} already")
-        self.identity = adopt(self.identity, facts.identity)
-        for each in self._members.values():
-            each.client.identity = self.identity
+        self._agree(adopt(self.identity, facts.identity))
         known = self._incarnations.get(facts.worker_id)
         self._incarnations[facts.worker_id] = facts.incarnation
         now = self._clock.monotonic()
@@ -195,7 +193,15 @@ class WorkerPool:
         if member.model is not None or member.reason != str(error):
             log.warning("worker %s is not connected", member.name, extra={"reason": str(error)})
         member.model, member.facts, member.state, member.reason = None, None, state, str(error)
+        if not self.models():
+            # Whoever comes next may be of another kind, as far as it was left open: all workers may have been replaced.
+            self._agree(self._configured)
         self._tell_all()
+
+    def _agree(self, identity: PoolIdentity) -> None:
+        self.identity = identity
+        for member in self._members.values():
+            member.client.identity = identity
 
     def _tell_all(self) -> None:
         for listener in self._listeners:

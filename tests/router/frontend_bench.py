@@ -117,7 +117,7 @@ async def frontend_over(
     provider.add_span_processor(SimpleSpanProcessor(spans))
     recorder = Recorder(RouterMetrics(registry), decisions, provider.get_tracer("test"), CLOCK, new_id)
     admission = Admission(limits or AdmissionLimits())
-    frontend = RouterFrontend(pool, dispatcher, admission, WordAssemblers(), recorder, eos)
+    frontend = RouterFrontend(dispatcher, admission, WordAssemblers(), recorder, eos)
     bench = Bench(frontend, pool, admission, index, decisions, spans, registry)
     try:
         for worker in workers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -392,6 +393,33 @@ async def test_a_failed_step_moves_the_sequence() -> None:
         assert tokens_of(await task) == [100, 101]
 
 
+async def test_a_worker_that_is_removed_loses_its_sequences_to_another() -> None:
+    leaving, staying = WorkerDouble("w0"), WorkerDouble("w1", automatic=True)
+    async with frontend_over(leaving) as bench, in_background(bench, request()) as task:
+        await leaving.until(lambda: bool(leaving.submits))
+        await staying.start()
+        bench.pool.add(staying.address)
+        await bench.connected(2)
+        bench.pool.remove(leaving.address)
+        assert tokens_of(await task) == [100, 101, 102]
+        assert [model.worker_id for model in bench.pool.models()] == ["w1"]
+        await staying.kill()
+
+
+async def test_all_workers_may_be_replaced_by_another_kind() -> None:
+    worker = WorkerDouble(automatic=True)
+    async with frontend_over(worker) as bench:
+        await bench.events(request())
+        await worker.kill()
+        await bench.connected(0)
+        worker.identity = replace(IDENTITY, model_fingerprint="n" * 32)
+        await worker.restart()
+        await bench.connected(1)
+        await bench.events(request(prompt=4))
+        root = chain_root("n" * 32, IDENTITY.tokenizer_fingerprint, 4)
+        assert worker.submits[-1].chain_tail == chain(root, [1, 2, 3, 4], 4)[0]
+
+
 async def test_a_request_that_fails_everywhere_is_given_up() -> None:
     worker = WorkerDouble()
     async with frontend_over(worker) as bench, in_background(bench, request()) as task:
@@ -437,12 +465,17 @@ async def test_a_request_makes_a_span_with_queue_route_and_stream_in_it() -> Non
     async with frontend_over(WorkerDouble(automatic=True)) as bench:
         events = await bench.events(request(request_id="r1"))
         spans = {span.name: span for span in bench.spans.get_finished_spans()}
-        assert set(spans) == {"request", "queue", "route", "stream"}
+        assert set(spans) == {"request", "queue", "lookup", "route", "stream"}
         whole = spans["request"]
         assert whole.attributes is not None
         assert whole.attributes["quire.request_id"] == "r1"
-        assert {span.parent.span_id for name, span in spans.items() if name != "request" and span.parent} == {
-            whole.context.span_id
+        parents = {name: span.parent.span_id for name, span in spans.items() if span.parent is not None}
+        within = whole.context.span_id
+        assert parents == {
+            "queue": within,
+            "lookup": spans["queue"].context.span_id,
+            "route": within,
+            "stream": within,
         }
         assert isinstance(events[0], AdmittedEvent)
         assert f"{whole.context.trace_id:032x}" == events[0].trace_id

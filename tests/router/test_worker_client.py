@@ -309,6 +309,7 @@ async def test_a_broken_stream_loses_its_sequences_and_is_opened_again(
 ) -> None:
     inbox = Inbox()
     client.submit(SUBMISSION, inbox.put)
+    await worker.until(lambda: bool(worker.submits))
     await worker.kill()
     assert isinstance(await inbox.next(), Lost)
     assert not client.ready
