@@ -94,18 +94,21 @@ def _hosted_attention(
     sink = _sink.get()
     if sink is None:
         raise EngineFailure("the model's attention was called outside of a step")
-    _refuse_unknown(module, attention_mask, options)
-    layer = _layer_attention(int(getattr(module, "layer_idx")), query.shape[-1], options)  # noqa: B009
+    index = getattr(module, "layer_idx", None)
+    _refuse_unknown(module, index, attention_mask, options)
+    layer = _layer_attention(int(index or 0), query.shape[-1], options)
     out = sink.write_and_attend(layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
     return out[None], None
 
 
-def _refuse_unknown(module: nn.Module, attention_mask: torch.Tensor | None, options: dict[str, Any]) -> None:
+def _refuse_unknown(
+    module: nn.Module, index: int | None, attention_mask: torch.Tensor | None, options: dict[str, Any]
+) -> None:
     found = [name for name in _UNKNOWN_OPTIONS if options.get(name) is not None]
     if attention_mask is not None:
         found.append("a mask of its own")
-    if options.get("is_causal") is False or not hasattr(module, "layer_idx"):
-        found.append("attention that is not causal self-attention")
+    if options.get("is_causal") is False or index is None:
+        found.append("attention that is not causal self-attention of a numbered layer")
     if found:
         raise Unsupported(f"{type(module).__name__} attends with {', '.join(found)}")
 

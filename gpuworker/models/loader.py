@@ -63,21 +63,15 @@ def load_model(source: ModelSource, device: torch.device) -> HostedModel:
     config = read_config(directory)
     refuse_unsupported(config)
     dtype = pick_dtype(source.dtype, config.dtype if isinstance(config.dtype, torch.dtype) else None)
-    if source.load_format == "dummy":
-        return HostedModel(_random_model(config, dtype, source.seed, device))
     if source.load_format not in LOAD_FORMATS:
         what = f"{source.load_format!r}; expected one of {', '.join(LOAD_FORMATS)}"
         raise InvalidConfig(FieldViolation("--load-format", what))
-    if not sys.stderr.isatty():
-        disable_progress_bar()
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager"}
-    if source.load_format == "safetensors":
-        options["use_safetensors"] = True
     try:
-        module: torch.nn.Module = AutoModelForCausalLM.from_pretrained(directory, **options)
+        if source.load_format == "dummy":
+            return HostedModel(_random_model(config, dtype, source.seed, device))
+        return HostedModel(_stored_model(directory, dtype, source.load_format == "safetensors", device))
     except (OSError, ValueError, RuntimeError) as error:
         raise InvalidConfig(FieldViolation("--model", f"cannot load {directory}: {error}")) from error
-    return HostedModel(cast("PreTrainedModel", module.to(device)))
 
 
 def read_config(directory: Path) -> PretrainedConfig:
@@ -139,6 +133,16 @@ def eos_token_ids(directory: Path) -> tuple[int, ...]:
         if found is not None:
             return tuple(sorted(set(found if isinstance(found, list) else [found])))
     return ()
+
+
+def _stored_model(directory: Path, dtype: torch.dtype, only_safetensors: bool, device: torch.device) -> PreTrainedModel:
+    if not sys.stderr.isatty():
+        disable_progress_bar()
+    options = {"use_safetensors": True} if only_safetensors else {}
+    module: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, attn_implementation="eager", **options
+    )
+    return cast("PreTrainedModel", module.to(device))
 
 
 def _random_model(config: PretrainedConfig, dtype: torch.dtype, seed: int, device: torch.device) -> PreTrainedModel:

@@ -50,6 +50,13 @@ def self_test(model: HostedModel, backend: BackendFactory) -> KvGeometry:
 
     Raises Unsupported, saying why, when the model cannot be hosted.
     """
+    try:
+        return _run(model, backend)
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise Unsupported(f"{model.config.model_type} fails its self-test: {error!r}") from error
+
+
+def _run(model: HostedModel, backend: BackendFactory) -> KvGeometry:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(model.vocab_size, (2, _TOKENS), generator=generator).to(model.device)
     reference = model.reference_logits(tokens)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, T5Config
 
 from common.errors import InvalidConfig, Unsupported
 from gpuworker.models.hosted import HostedModel
@@ -80,6 +80,13 @@ def test_a_kind_that_transformers_does_not_know_is_refused(tmp_path: Path) -> No
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_such_model"}))
     with pytest.raises(InvalidConfig, match=r"cannot read .*config\.json"):
         load_model(ModelSource(str(tmp_path)), CPU)
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_a_kind_that_is_no_decoder_is_refused(tmp_path: Path, load_format: str) -> None:
+    T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2).save_pretrained(tmp_path)
+    with pytest.raises((InvalidConfig, Unsupported)):
+        load_model(ModelSource(str(tmp_path), load_format=load_format), CPU)
 
 
 def test_what_is_neither_directory_nor_hub_name_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,6 +13,7 @@ from common.types import KvGeometry
 from gpuworker.attention import LayerAttention, make_backend
 from gpuworker.kernels.torch_attention import TorchAttention
 from gpuworker.models.hosted import HostedModel
+from gpuworker.models.loader import ModelSource, load_model
 from gpuworker.models.self_test import CallRecorder, self_test
 from tests.checkpoints import REFUSED, SERVED, WINDOW, checkpoint
 from tests.gpuworker.runner_driver import hosted
@@ -32,6 +36,13 @@ def run(model: HostedModel) -> KvGeometry:
 @pytest.mark.parametrize("kind", SERVED)
 def test_a_model_that_runs_right_gives_its_shape(kind: str) -> None:
     assert run(hosted(checkpoint(kind))) == SHAPES[kind]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "deepseek_v3"])
+def test_sixteen_bits_are_close_enough(kind: str, dtype: str) -> None:
+    model = load_model(ModelSource(str(checkpoint(kind)), dtype=dtype), torch.device("cpu"))
+    assert run(model) == replace(SHAPES[kind], dtype=dtype)
 
 
 @pytest.mark.parametrize("kind", REFUSED)
@@ -79,6 +90,17 @@ def test_a_layer_that_slides_without_saying_its_window_is_refused() -> None:
     model = hosted(checkpoint("llama"))
     model.config.layer_types = ["full_attention", "sliding_attention", "full_attention"]
     with pytest.raises(Unsupported, match="layer 1 slides, but does not say its window"):
+        run(model)
+
+
+def test_what_a_model_raises_is_the_reason_of_its_refusal() -> None:
+    model = hosted(checkpoint("llama"))
+    first_layer: Any = model.module.get_submodule("model.layers.0.self_attn")
+    first_layer.layer_idx = 7
+    with pytest.raises(Unsupported, match="llama"):
+        run(model)
+    first_layer.layer_idx = None
+    with pytest.raises(Unsupported, match="attention that is not causal self-attention of a numbered layer"):
         run(model)
 
 
