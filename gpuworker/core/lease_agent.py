@@ -151,8 +151,8 @@ class LeaseAgent:
         sequence = self._sequences.get(sequence_id)
         if sequence is None or sequence.phase is not SequencePhase.RUNNING:
             return False
+        self._halt(sequence)
         sequence.phase = SequencePhase.DRAINING_PREEMPT
-        self._scheduler.remove(sequence)
         self._leave_if_idle(sequence)
         return True
 
@@ -202,8 +202,7 @@ class LeaseAgent:
                 sequence.recomputed += min(end, sequence.recompute_below) - start
             if sequence.phase is not SequencePhase.RUNNING:
                 self._leave_if_idle(sequence)
-        lengths = [(row.sequence, row.start + row.length) for row in plan.rows] if not plan.step & 3 else ()
-        self._report.computed(plan.step, result.seconds, lengths)
+        self._report.computed(plan, result.seconds)
         return self._completion(tokens, computed)
 
     def departures(self) -> Completion:
@@ -258,10 +257,17 @@ class LeaseAgent:
     def _end(self, sequence: Sequence, ending: Ending) -> None:
         """Say that a sequence is over and keep it out of later steps; its row stays until no step in flight has it."""
         if sequence.phase is SequencePhase.RUNNING:
-            self._scheduler.remove(sequence)
+            self._halt(sequence)
         sequence.phase = SequencePhase.DRAINING_FINISH
         sequence.reason = ending.reason
         self._finished.append(Finished(sequence.id, ending.reason, ending.stop_token, sequence.usage()))
+
+    def _halt(self, sequence: Sequence) -> None:
+        """Leave a sequence out of later steps. It stalls no more, and must not seem to when it comes back."""
+        self._scheduler.remove(sequence)
+        stalled = self._report.stalled
+        if sequence.id in stalled:
+            self._report.stalled = tuple(each for each in stalled if each != sequence.id)
 
     def _leave_if_idle(self, sequence: Sequence) -> None:
         """Release the row of a draining sequence, unless a step in flight contains it."""

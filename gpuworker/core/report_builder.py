@@ -11,6 +11,7 @@ from enum import Enum
 
 from common.lease import Report, Reserve
 from common.types import BlockHash, BlockId, FinishReason, SequenceId
+from gpuworker.core.batch_plan import StepPlan
 
 COMPUTED_EVERY = 4
 """Steps between two reports of computed lengths; they serve traces only."""
@@ -104,11 +105,11 @@ class ReportBuilder:
         """A batch took effect: a worker that is still stalled must say so, or the manager would wait for it."""
         self._applied = True
 
-    def computed(self, step: int, seconds: float, lengths: Iterable[tuple[SequenceId, int]]) -> None:
+    def computed(self, plan: StepPlan, seconds: float) -> None:
         """A step completed; keep every few steps how far each of its rows has come."""
-        self._step, self._step_seconds = step, seconds
-        if self.recording and step % COMPUTED_EVERY == 0:
-            self._computed = list(lengths)
+        self._step, self._step_seconds = plan.step, seconds
+        if self.recording and plan.step % COMPUTED_EVERY == 0:
+            self._computed = [(row.sequence, row.start + row.length) for row in plan.rows]
 
     def take(self, load: Load) -> Report | None:
         """Return the next report, None when there is nothing to say or no session to say it in."""

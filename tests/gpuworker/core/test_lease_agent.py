@@ -253,6 +253,18 @@ def test_a_worker_that_is_still_stalled_after_a_batch_says_so() -> None:
     assert worker.agent.take_report() is None
 
 
+def test_a_sequence_that_is_preempted_stalls_no_more() -> None:
+    worker = Driver()
+    worker.submit(0, range(4))
+    worker.admit(0, [0])
+    worker.step()
+    worker.agent.plan()
+    assert report_of(worker).stalled == (0,)
+    worker.preempt(0)
+    report = report_of(worker)
+    assert (report.preempted, report.stalled) == (((0, 5),), ())
+
+
 def test_lease_want_counts_the_blocks_of_the_next_slots_up_to_the_limit() -> None:
     worker = Driver(num_blocks=16, runway_slots=8)
     worker.submit(0, range(3), max_tokens=40)
