@@ -8,6 +8,7 @@ pause.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from functools import partial
 
@@ -47,6 +48,7 @@ class RouterFrontend:
         self._assemblers, self._recorder, self._eos_token_ids = assemblers, recorder, eos_token_ids
         self._clock = recorder.clock
         self.draining = False
+        self._idle = asyncio.Event()
         recorder.metrics.watch(lambda: admission.running, lambda: admission.queued)
 
     async def generate(self, request: ValidatedRequest) -> AsyncGenerator[GenerateEvent, None]:
@@ -77,8 +79,21 @@ class RouterFrontend:
                 reason = FinishReason.DEADLINE
             run.close(reason)
             self._admission.leave(request_id)
+            if self.draining and not self._admission.inside:
+                self._idle.set()
             self._dispatcher.released()
             trace.end(failure)
+
+    async def drain(self, seconds: float) -> bool:
+        """Take nothing new; return whether all requests inside have ended within so many seconds."""
+        self.draining = True
+        if not self._admission.inside:
+            return True
+        try:
+            await asyncio.wait_for(self._idle.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
 
     # ------------------------------------------------------------ the beginning
 

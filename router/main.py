@@ -57,6 +57,7 @@ log = logging.getLogger(__name__)
 INFERENCE: Final = "quire.inference.v1.InferenceService"
 DECISIONS: Final = "quire.decision.v1.DecisionService"
 _DISCOVERY_TIMEOUT_S: Final = 1.0
+_LAST_WORDS_S: Final = 0.5
 
 
 class RouterProcess:
@@ -137,9 +138,12 @@ class RouterProcess:
     async def stop(self) -> None:
         """Take nothing new, let running requests finish for `drain_timeout`, then stop."""
         self.frontend.draining = True
-        self._tasks.pop(0).cancel()  # health must not become ready again
+        await self._server.health.drain()
+        if not await self.frontend.drain(self.settings.drain_timeout):
+            log.warning("stopping although some requests have not finished")
+        # Statuses are on their way; whoever merely watches the health is not waited for.
         http = self._http.stop() if self._http is not None else asyncio.sleep(0)
-        await asyncio.gather(self._server.stop(self.settings.drain_timeout), http)
+        await asyncio.gather(self._server.stop(_LAST_WORDS_S), http)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -55,6 +55,11 @@ class Admission:
         self.tokens_in_flight = 0
 
     @property
+    def inside(self) -> int:
+        """Requests that are queued or running."""
+        return len(self._inside)
+
+    @property
     def running(self) -> int:
         """Requests that a worker has."""
         return len(self._inside) - self.queued

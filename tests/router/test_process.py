@@ -107,6 +107,8 @@ async def test_sigterm_lets_running_streams_finish_and_takes_no_new_ones() -> No
             await worker.until(lambda: bool(worker.submits))
             process.send_signal(signal.SIGTERM)
             await healthy(channel, wanted=False)
+            with pytest.raises(aio.AioRpcError, match="draining"):
+                await rpc.InferenceServiceStub(channel).GenerateUnary(pb.GenerateUnaryRequest(request=wanted))
             worker.step({1: [100, 101]}, granted={1: 0}, finished={1: FinishReason.LENGTH})
             events = [response.WhichOneof("event") async for response in call]
             assert (events[0], events[-1]) == ("admitted", "finished")
