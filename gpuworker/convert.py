@@ -54,7 +54,7 @@ def engine_request(
     tokens = unpack_u32(message.prompt_token_ids)
     before = message.output_tokens_before
     if not 0 < len(tokens) < max_model_len or before >= len(tokens):
-        what = f"{len(tokens)} tokens, {before} of them earlier output; expected 1 to {max_model_len - 1}, with a prompt"
+        what = f"{len(tokens)} tokens, {before} of them output; expected 1 to {max_model_len - 1}, and a prompt"
         raise InvalidRequest(FieldViolation("prompt_token_ids", what))
     sampling = sampling_params(message.sampling, message.index)
     prompt_tokens = len(tokens) - before

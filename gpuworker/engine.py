@@ -145,14 +145,14 @@ class Engine:
         try:
             while not (self._stopping and not self._flights):
                 self._wake.clear()
-                if not self._turn():
+                if not self.turn():
                     self._wake.wait()
         except BaseException as failure:
             self._failure = failure  # `stop` raises it again; a dead engine must not look like an idle one
             raise
 
-    def _turn(self) -> bool:
-        """Do everything that can be done now; return whether anything was."""
+    def turn(self) -> bool:
+        """Do everything that can be done now; return whether anything was. The engine's thread calls it in a loop."""
         worked = self._harvest()
         worked = self._take_commands() or worked
         worked = self._take_lease_events() or worked

@@ -1,0 +1,234 @@
+"""The engine's loop by itself: a runner whose steps end when the test says so, over a ledger in the same process."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+import pytest
+
+from common.errors import EngineFailure
+from common.lease import (
+    Admit,
+    Attach,
+    Attached,
+    AttachOk,
+    Batch,
+    Connected,
+    Detached,
+    Granted,
+    Inventory,
+    LeaseEvent,
+    Report,
+)
+from common.types import BlockId, FinishReason, SamplingParams, SequenceId
+from gpuworker.core.batch_plan import StepPlan, StepResult
+from gpuworker.core.outcomes import AgentConfig
+from tests.gpuworker.engine_driver import GREEDY, PATIENCE, EngineDriver
+
+CONFIG = AgentConfig(num_blocks=16, block_size=4, max_num_batched_tokens=16, max_num_seqs=4)
+
+
+class ManualRunner:
+    """Runs a step when told to. It draws 7 for every row, or what `draws` says."""
+
+    def __init__(self, draws: Callable[[StepPlan], int] = lambda plan: 7) -> None:
+        self._draws = draws
+        self._changed = threading.Condition()
+        self.submitted: deque[tuple[StepPlan, Future[StepResult]]] = deque()
+        self.known: dict[SequenceId, list[int]] = {}
+        self.submissions = 0
+
+    def add(self, sequence: SequenceId, tokens: Sequence[int], sampling: SamplingParams, prompt_tokens: int) -> None:
+        assert sequence not in self.known
+        self.known[sequence] = list(tokens)
+
+    def remove(self, sequence: SequenceId) -> None:
+        del self.known[sequence]
+
+    def submit(self, plan: StepPlan) -> Future[StepResult]:
+        assert {row.sequence for row in plan.rows} <= self.known.keys()
+        future: Future[StepResult] = Future()
+        with self._changed:
+            self.submitted.append((plan, future))
+            self.submissions += 1
+            self._changed.notify_all()
+        return future
+
+    def close(self) -> None:
+        assert not self.known, "sequences that were never removed"
+
+    def await_submissions(self, count: int) -> None:
+        """Wait until so many steps were submitted in all."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.submissions >= count, PATIENCE)
+
+    def step(self) -> StepPlan:
+        """Complete the oldest step; wait for one if there is none."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: bool(self.submitted), PATIENCE)
+            plan, future = self.submitted.popleft()
+        future.set_result(StepResult(plan.step, {r.sequence: (self._draws(plan),) for r in plan.rows if r.samples}))
+        return plan
+
+    def fail(self) -> None:
+        """Fail every step that runs or waits."""
+        with self._changed:
+            failed, self.submitted = self.submitted, deque()
+        for _, future in failed:
+            future.set_exception(EngineFailure("the device is gone"))
+
+
+def test_the_next_step_is_planned_while_one_runs() -> None:
+    runner = ManualRunner()
+    with EngineDriver(runner, CONFIG) as driver:
+        driver.submit([1, 2, 3], 4)
+        runner.await_submissions(2)
+        first, second = (plan for plan, _ in runner.submitted)
+        assert [(row.start, row.length, row.samples) for row in first.rows] == [(0, 3, True)]
+        assert [(row.start, row.length, row.samples) for row in second.rows] == [(3, 1, True)]
+        for _ in range(4):
+            runner.step()
+        (result,) = driver.finish()
+        assert (result.tokens, result.reason) == ([7] * 4, FinishReason.LENGTH)
+        driver.assert_all_free()
+
+
+def test_a_stop_token_ends_a_sequence_whose_next_step_is_in_flight() -> None:
+    runner = ManualRunner()
+    with EngineDriver(runner, CONFIG) as driver:
+        driver.submit([1, 2, 3], 10, eos=[7])
+        runner.await_submissions(2)
+        runner.step()
+        (result,) = driver.finish()
+        assert (result.tokens, result.reason, result.stop_token) == ([7], FinishReason.STOP, 7)
+        assert result.usage.output_tokens == 1
+        runner.step()  # it was in flight; what it draws goes to nobody
+        driver.assert_all_free()
+        assert result.tokens == [7]
+
+
+def test_a_cancelled_sequence_is_in_no_later_plan_and_its_blocks_return_within_two_steps() -> None:
+    runner = ManualRunner()
+    with EngineDriver(runner, CONFIG) as driver:
+        victim = driver.submit([1, 2, 3], 40)
+        other = driver.submit([4, 5, 6], 40)
+        runner.await_submissions(2)
+        driver.engine.cancel(victim, FinishReason.CANCELLED)
+        while driver.results[victim].reason is None:
+            driver.take()
+        assert driver.results[victim].reason is FinishReason.CANCELLED
+        in_flight = runner.submissions
+        plans = [runner.step() for _ in range(in_flight)]
+        runner.await_submissions(in_flight + 1)
+        later = runner.submitted[0][0]
+        assert any(row.sequence == victim for plan in plans for row in plan.rows)
+        assert [row.sequence for row in later.rows] == [other]
+        assert in_flight <= 2
+        assert victim not in runner.known
+        driver.engine.cancel(other, FinishReason.CANCELLED)
+        while runner.known:
+            if runner.submitted:
+                runner.step()
+        driver.assert_all_free()
+
+
+def test_a_request_larger_than_the_pool_is_refused_with_the_numbers_and_the_next_one_runs() -> None:
+    runner = ManualRunner()
+    with EngineDriver(runner, CONFIG) as driver:
+        too_large = driver.submit([1] * 10, 100)
+        small = driver.submit([1, 2], 1)
+        runner.step()
+        driver.finish()
+        assert driver.results[too_large].reason is FinishReason.ERROR
+        assert "110 tokens (prompt 10) need 28 blocks of 4; the worker has 16" in driver.results[too_large].message
+        assert driver.results[small].tokens == [7]
+
+
+def test_a_failed_step_ends_every_sequence_and_the_engine_serves_on_as_a_new_incarnation() -> None:
+    runner = ManualRunner()
+    with EngineDriver(runner, CONFIG) as driver:
+        lost = [driver.submit([1, 2, 3], 20), driver.submit([4, 5, 6, 7, 8], 20)]
+        runner.await_submissions(2)
+        runner.fail()
+        driver.finish()
+        assert {driver.results[sequence].reason for sequence in lost} == {FinishReason.ERROR}
+        assert {driver.results[sequence].message for sequence in lost} == {"the device is gone"}
+        again = driver.submit([1, 2, 3], 2)
+        runner.step()
+        runner.step()
+        driver.finish()
+        assert driver.results[again].tokens == [7, 7]
+        driver.assert_all_free()
+
+
+class ScriptedChannel:
+    """A manager that the test speaks for."""
+
+    def __init__(self) -> None:
+        self.events: deque[LeaseEvent] = deque()
+        self.attached: list[tuple[Attach, Inventory]] = []
+        self.reports: list[tuple[int, Report]] = []
+        self.reconnects = 0
+
+    def poll(self) -> list[LeaseEvent]:
+        events = list(self.events)
+        for _ in events:
+            self.events.popleft()
+        return events
+
+    def attach(self, attach: Attach, inventory: Inventory) -> None:
+        self.attached.append((attach, inventory))
+
+    def send(self, session: int, report: Report) -> None:
+        self.reports.append((session, report))
+
+    def reconnect(self) -> None:
+        self.reconnects += 1
+
+
+@pytest.fixture
+def scripted() -> tuple[EngineDriver, ScriptedChannel]:
+    """An engine that is not started: the test calls its turns."""
+    channel = ScriptedChannel()
+    return EngineDriver(ManualRunner(), CONFIG, channel), channel
+
+
+def test_nothing_is_reported_before_the_manager_answered(scripted: tuple[EngineDriver, ScriptedChannel]) -> None:
+    driver, channel = scripted
+    driver.submit([1, 2, 3], 4, GREEDY)
+    channel.events.append(Connected())
+    driver.engine.turn()
+    assert [attach.session for attach, _ in channel.attached] == [1]
+    assert not channel.reports
+    channel.events.append(Attached(1, AttachOk(epoch=5, lease_target=0)))
+    driver.engine.turn()
+    assert [each.reserve.sequence for each in channel.attached[0][1].sequences] == [1]
+    driver.submit([4, 5], 4, GREEDY)
+    driver.engine.turn()
+    assert [(session, each.sequence) for session, report in channel.reports for each in report.reserve] == [(1, 2)]
+
+
+def test_a_manager_of_a_lower_epoch_is_refused(scripted: tuple[EngineDriver, ScriptedChannel]) -> None:
+    driver, channel = scripted
+    for session, epoch in ((1, 5), (2, 4)):
+        channel.events.extend([Connected(), Attached(session, AttachOk(epoch, lease_target=0))])
+        driver.engine.turn()
+    assert channel.reconnects == 1
+    assert channel.attached[1][0].epoch_seen == 5
+    assert not driver.engine.load().manager_attached
+
+
+def test_grants_of_an_old_session_are_dropped(scripted: tuple[EngineDriver, ScriptedChannel]) -> None:
+    driver, channel = scripted
+    sequence = driver.submit([1, 2, 3], 4)
+    batch = Batch(0, admit=(Admit(sequence, (BlockId(0),), 0),))
+    channel.events.extend([Connected(), Attached(1, AttachOk(1, 0)), Detached(1), Connected(), Granted(1, batch)])
+    driver.engine.turn()
+    channel.events.append(Attached(2, AttachOk(1, 0)))
+    channel.events.append(Granted(1, batch))
+    driver.engine.turn()
+    assert driver.results[sequence].cached_tokens == -1, "it was not admitted"
+    assert driver.engine.load().waiting == 1
