@@ -146,7 +146,8 @@ class StepScheduler:
     def lease_want(self, runway_slots: int) -> int:
         """Return how many blocks the running sequences will bind within their next `runway_slots` slots.
 
-        The token that reaches a sequence's limit is never computed, so its slot is never needed.
+        A prompt counts from its last token on: its own blocks came with the admission. The token that reaches a
+        sequence's limit is never computed, so its slot is never needed.
         """
         want, shift, round_up = 0, self.shift, self.block_size - 1
         for sequence in self.decoding:
