@@ -9,22 +9,19 @@ pause.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from functools import partial
 
-from opentelemetry.trace import Tracer
-
-from common.clock import Clock
 from common.errors import DeadlineExceeded, EngineFailure, Overloaded, QuireError, Unavailable
-from common.types import Decision, DecisionKind, FinishReason
+from common.types import DecisionKind, FinishReason
 from router.core.admission import Admission
 from router.core.events import AdmittedEvent, FinishedEvent, GenerateEvent, ValidatedRequest
-from router.core.outputs import Drawn, Ended, Granted, Lost, Preempted, Refused
 from router.core.routing import Choice
+from router.core.worker_events import Drawn, Ended, Granted, Lost, Preempted, Refused
 from router.dispatcher import Claim, Dispatcher, Job
-from router.metrics import RouterMetrics
 from router.output_stream import EXPIRED, STOPPED, OutputStream, StopTokens
-from router.ports import DecisionSink, TextAssemblers
+from router.ports import TextAssemblers
+from router.recorder import Recorder
 from router.request_run import Arrival, Expired, Prefix, RequestRun, Running, placement_of, submission_of
 from router.request_trace import RequestTrace
 from router.worker_client import WorkerClient
@@ -173,7 +170,7 @@ class RouterFrontend:
         now = self._clock.monotonic()
         match arrival.event:
             case Granted() as granted:
-                running.output.granted(granted, now)
+                running.output.granted(granted, running.attempt, now)
                 if not run.admitted:
                     yield self._admitted(run, granted, now)
             case Drawn() as drawn:
@@ -270,38 +267,3 @@ class RouterFrontend:
             self._recorder.metrics.migrations.inc()
             run.trace.lost()
             await self._place(run, [running], moved=reason)
-
-
-class Recorder:
-    """Where requests leave their marks: metrics, decision records, spans. `new_id` makes request and decision ids."""
-
-    def __init__(
-        self, metrics: RouterMetrics, decisions: DecisionSink, tracer: Tracer, clock: Clock, new_id: Callable[[], str]
-    ) -> None:
-        self.metrics, self.clock, self.new_id = metrics, clock, new_id
-        self._decisions, self._tracer = decisions, tracer
-
-    def trace(self, request: ValidatedRequest, request_id: str) -> RequestTrace:
-        """Return the spans of a request."""
-        return RequestTrace(self._tracer, self.clock, request, request_id)
-
-    def decided(
-        self,
-        trace: RequestTrace,
-        kind: DecisionKind,
-        request_id: str,
-        chosen: str,
-        figures: tuple[tuple[str, float], ...],
-    ) -> None:
-        """Record a decision about admission."""
-        decision = Decision(
-            decision_id=self.new_id(),
-            kind=kind,
-            time_ns=self.clock.time_ns(),
-            chosen=chosen,
-            request_id=request_id,
-            figures=figures,
-            traceparent=trace.traceparent,
-        )
-        self._decisions.record(decision)
-        trace.decided(decision)

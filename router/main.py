@@ -36,13 +36,14 @@ from router.core.routing import Router
 from router.decision_servicer import DecisionServicer
 from router.discovery import Discovery
 from router.dispatcher import Dispatcher
-from router.frontend import Recorder, RouterFrontend
+from router.frontend import RouterFrontend
 from router.http import HttpParts, create_app
 from router.http_server import HttpServer, serve_http
 from router.metrics import RouterMetrics
 from router.otlp_receiver import add_otlp_receiver
 from router.ports import ModelCard, PrefixIndex
 from router.readiness import Readiness
+from router.recorder import Recorder
 from router.redis_prefix_index import LOOKUP_SECONDS, NoPrefixIndex, RedisPrefixIndex, connect
 from router.servicer import InferenceServicer
 from router.status import RouterStatus
@@ -92,6 +93,9 @@ class RouterProcess:
             return None
         return Discovery(self._clients[1], self.pool, self._clock, self.settings.lease_ttl)
 
+    def _redis_connected(self) -> bool:
+        return self._discovery is not None and self._discovery.connected
+
     def _serve_requests(self, name: str, checkpoint: Checkpoint) -> None:
         settings, clock = self.settings, self._clock
         index: PrefixIndex = NoPrefixIndex()
@@ -105,8 +109,9 @@ class RouterProcess:
         dispatcher = Dispatcher(self.pool, chooser, index, self._ring, clock)
         recorder = Recorder(metrics, self._ring, self._telemetry.tracer, clock, new_id)
         self.frontend = RouterFrontend(dispatcher, admission, self._text, recorder, checkpoint.eos_token_ids)
-        connected = lambda: self._discovery is not None and self._discovery.connected  # noqa: E731
-        status = RouterStatus(self._card, self.pool, admission, connected, lambda: self.frontend.draining, clock)
+        status = RouterStatus(
+            self._card, self.pool, admission, self._redis_connected, lambda: self.frontend.draining, clock
+        )
         service = InferenceServicer(self.frontend, self._validator, self._text, status, clock)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, self._server.server)
         decisions = DecisionServicer(self._ring, self._store)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from common.types import FinishReason, Usage
 from router.core.events import FinishedEvent, Timings, TokensEvent, ValidatedRequest
-from router.core.outputs import Drawn, Ended, Granted
+from router.core.worker_events import Drawn, Ended, Granted
 from router.ports import TextAssembler
 
 # Ends that the router itself puts to an output: at a stop string, and at the deadline.
@@ -44,16 +44,19 @@ class OutputStream:
         self.first_token_at: float | None = None
         self.last_token_at = request.arrived
         self.granted_at: float | None = None
+        self._attempt = 0
         self._cached_tokens = 0
         self._computed_again = 0
         self._preemptions = 0
 
-    def granted(self, event: Granted, now: float) -> None:
-        """The sequence has blocks; not for the first time when it moved to another worker."""
+    def granted(self, event: Granted, attempt: int, now: float) -> None:
+        """The sequence has blocks, in its run number `attempt`; after a preemption a run gets blocks again."""
         if self.granted_at is None:
             self.granted_at, self._cached_tokens = now, event.cached_tokens
-        else:
+        elif attempt != self._attempt:
+            # What is computed again after a preemption the worker counts itself.
             self._computed_again += len(self._request.prompt) + len(self.tokens) - event.cached_tokens
+        self._attempt = attempt
 
     def preempted(self) -> None:
         """The sequence lost its blocks for a while."""

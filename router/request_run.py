@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from common.hashing import chain, chain_root, key_of
 from common.types import BlockHash, FinishReason, PoolIdentity
 from router.core.events import ValidatedRequest
-from router.core.outputs import SequenceEvent
 from router.core.routing import Placement
 from router.core.waiting_line import Ticket
+from router.core.worker_events import SequenceEvent
 from router.dispatcher import Claim, Job
 from router.output_stream import OutputStream
 from router.request_trace import RequestTrace

@@ -22,7 +22,7 @@ from common.types import FinishReason, PoolIdentity
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.gpuworker.v1 import gpuworker_pb2_grpc as rpc
 from router.core.identity import is_complete
-from router.core.outputs import Ended, Lost, SequenceEvent
+from router.core.worker_events import Ended, Lost, SequenceEvent
 from router.core.worker_model import Load
 from router.worker_convert import (
     FINISH_VALUES,

@@ -23,7 +23,7 @@ from common.types import (
 )
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2
-from router.core.outputs import Drawn, Ended, Granted, Preempted, Refused, SequenceEvent
+from router.core.worker_events import Drawn, Ended, Granted, Preempted, Refused, SequenceEvent
 from router.core.worker_model import Capacity, Load
 
 _FINISH = {types_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}"): reason for reason in FinishReason}

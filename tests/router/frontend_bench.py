@@ -21,9 +21,10 @@ from router.core.events import GenerateEvent, ValidatedRequest
 from router.core.identity import UNKNOWN_GEOMETRY
 from router.core.routing import Router
 from router.dispatcher import Dispatcher
-from router.frontend import Recorder, RouterFrontend
+from router.frontend import RouterFrontend
 from router.metrics import RouterMetrics
 from router.ports import TextAssembler, TextDelta
+from router.recorder import Recorder
 from router.worker_client import Pacing, RouterIdentity
 from router.worker_pool import WorkerPool
 from tests.router.worker_double import IDENTITY, PATIENCE_S, WorkerDouble

@@ -18,6 +18,7 @@ from common.errors import (
 )
 from common.hashing import chain, chain_root, key_of
 from common.types import DecisionKind, FinishReason, MissReason
+from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2
 from router.core.admission import AdmissionLimits
 from router.core.events import AdmittedEvent, FinishedEvent, GenerateEvent, TokensEvent
@@ -378,6 +379,19 @@ async def test_the_only_worker_is_waited_for_and_used_again() -> None:
         events = await task
         assert [tokens_of(events, index) for index in (0, 1)] == [[100, 101, 102]] * 2
         assert nothing_left(bench)
+
+
+async def test_blocks_granted_again_after_a_preemption_are_no_move() -> None:
+    worker = WorkerDouble()
+    async with frontend_over(worker) as bench, in_background(bench, request()) as task:
+        await worker.until(lambda: bool(worker.submits))
+        worker.step({1: [100]}, granted={1: 4})
+        worker.step(preempted=b"\1\0\0\0")
+        usage = types_pb2.Usage(recomputed_tokens=7, preemptions=1)
+        reason = types_pb2.FinishReason.FINISH_REASON_LENGTH
+        worker.step(granted={1: 8}, ended=[pb.SequenceFinished(handle=1, reason=reason, usage=usage)])
+        end = ends_of(await task)[0]
+        assert (end.usage.cached_tokens, end.usage.recomputed_tokens, end.usage.preemptions) == (4, 7, 1)
 
 
 async def test_a_failed_step_moves_the_sequence() -> None:

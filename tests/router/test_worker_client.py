@@ -13,7 +13,7 @@ from common.errors import AlreadyExists, IdentityMismatch, ProtocolViolation, Qu
 from common.types import FinishReason, MissReason, SamplingParams, TokenLogprobs, Usage
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2
-from router.core.outputs import Drawn, Ended, Granted, Lost, Preempted, Refused, SequenceEvent
+from router.core.worker_events import Drawn, Ended, Granted, Lost, Preempted, Refused, SequenceEvent
 from router.core.worker_model import Capacity, Load
 from router.worker_client import Pacing, RouterIdentity, WorkerClient
 from router.worker_convert import Submission, WorkerFacts

@@ -1,0 +1,49 @@
+"""Where requests leave their marks: metrics, decision records, spans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from opentelemetry.trace import Tracer
+
+from common.clock import Clock
+from common.types import Decision, DecisionKind
+from router.core.events import ValidatedRequest
+from router.metrics import RouterMetrics
+from router.ports import DecisionSink
+from router.request_trace import RequestTrace
+
+
+class Recorder:
+    """The three together; `new_id` makes ids of requests and decisions."""
+
+    def __init__(
+        self, metrics: RouterMetrics, decisions: DecisionSink, tracer: Tracer, clock: Clock, new_id: Callable[[], str]
+    ) -> None:
+        self.metrics, self.clock, self.new_id = metrics, clock, new_id
+        self._decisions, self._tracer = decisions, tracer
+
+    def trace(self, request: ValidatedRequest, request_id: str) -> RequestTrace:
+        """Return the spans of a request."""
+        return RequestTrace(self._tracer, self.clock, request, request_id)
+
+    def decided(
+        self,
+        trace: RequestTrace,
+        kind: DecisionKind,
+        request_id: str,
+        chosen: str,
+        figures: tuple[tuple[str, float], ...],
+    ) -> None:
+        """Record a decision about admission."""
+        decision = Decision(
+            decision_id=self.new_id(),
+            kind=kind,
+            time_ns=self.clock.time_ns(),
+            chosen=chosen,
+            request_id=request_id,
+            figures=figures,
+            traceparent=trace.traceparent,
+        )
+        self._decisions.record(decision)
+        trace.decided(decision)
