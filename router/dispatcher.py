@@ -154,6 +154,7 @@ class Dispatcher:
                 return
             self._line.leave(ticket)
             self._settle(job, choice)
+        self._fed()
 
     def _choose(self, job: Job) -> Choice:
         workers = self._pool.models()

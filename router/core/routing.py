@@ -13,7 +13,7 @@ its queue and its slower steps.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -122,7 +122,7 @@ class Router:
             chosen=best.worker.worker_id if best else outcome.value,
             request_id=placement.request_id,
             candidates=(*(cost.candidate() for cost in costs), *out),
-            signal_ages=tuple((f"{worker.worker_id}.heartbeat", now - worker.heartbeat_at) for worker in workers),
+            signal_ages=tuple(_ages(workers, now)),
             figures=(
                 ("prompt_tokens", float(placement.prompt_tokens)),
                 ("tied", float(tied)),
@@ -139,6 +139,14 @@ class Router:
         cheapest = min(cost.total for cost in costs)
         tied = [cost for cost in costs if cost.total <= cheapest + TIE_SECONDS]
         return tied[zlib.crc32(f"{self._seed}:{decision_id}".encode()) % len(tied)], len(tied)
+
+
+def _ages(workers: Sequence[WorkerModel], now: float) -> Iterator[tuple[str, float]]:
+    """Yield how old each signal is that the costs rest on; a rate that is assumed has no age."""
+    for worker in workers:
+        yield f"{worker.worker_id}.heartbeat", now - worker.heartbeat_at
+        if worker.rates.prefill_token.value is not None:
+            yield f"{worker.worker_id}.prefill_rate", worker.rates.prefill_token.age(now)
 
 
 _BEST_FIRST = (Outcome.PLACED, Outcome.WAIT, Outcome.NO_WORKER, Outcome.TOO_LARGE)
