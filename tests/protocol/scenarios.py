@@ -18,7 +18,7 @@ NESTED = (Request((0, 1, 0, 0), 1), Request((0, 1, 0, 0, 1), 2))
 NESTED_SENIOR = (NESTED[0], replace(NESTED[1], priority=1))
 """The second is planned first although admitted second, and could fill the slot of the first one's last token."""
 
-FORK = (Request((0, 1, 0, 0), 2), Request((0, 1, 0, 0), 2, fork_of=0))
+FORK = (Request((0, 1, 0, 0), 1), Request((0, 1, 0, 0), 1, fork_of=0))
 
 TINY: dict[str, Scenario] = {
     "peace": Scenario(TWO_SHARERS, 3),

@@ -21,6 +21,7 @@ SMALL = (
     "break_stop",
     "worker_crash",
     "manager_crash",
+    "fork",
     "hand_over",
 )
 WIDE = tuple(name for name in TINY if name not in SMALL)
