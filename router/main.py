@@ -78,7 +78,12 @@ class RouterProcess:
         self._server = RpcServer([INFERENCE, DECISIONS], [server_spans(self._telemetry.tracer)])
         self._discovery = self._new_discovery()
         self.readiness = Readiness(self.pool, self._server.health)
-        self._validator = Validator(self._text, checkpoint, self._text.has_tokenizer)
+        self._validator = Validator(
+            self._text,
+            checkpoint,
+            self._text.has_tokenizer,
+            context=lambda: self.pool.context(checkpoint.max_model_len),
+        )
         self._serve_requests(name, checkpoint)
         self._http: HttpServer | None = None
         self._tasks: list[asyncio.Task[None]] = []

@@ -30,8 +30,7 @@ class RouterStatus:
 
     def model(self) -> ModelCard:
         """Return what is served, with what the workers have told of it."""
-        contexts = [model.capacity.max_model_len for model in self._pool.models()]
-        context = min([self._card.max_model_len, max(contexts, default=self._card.max_model_len)])
+        context = self._pool.context(self._card.max_model_len)
         return replace(self._card, identity=self._pool.identity, max_model_len=context)
 
     def status(self) -> pb.GetStatusResponse:

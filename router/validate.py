@@ -93,7 +93,11 @@ class _Report:
 
 
 class Validator:
-    """The RequestValidator of one model."""
+    """The RequestValidator of one model.
+
+    `context` returns the tokens that prompt and output may have together now, which depends on the workers that are
+    there; by default it is the checkpoint's.
+    """
 
     def __init__(
         self,
@@ -101,11 +105,13 @@ class Validator:
         checkpoint: Checkpoint,
         has_tokenizer: bool = True,
         draw_seed: Callable[[], int] = lambda: secrets.randbits(_SEED_BITS),
+        context: Callable[[], int] | None = None,
     ) -> None:
         self._codec = codec
         self._checkpoint = checkpoint
         self._has_tokenizer = has_tokenizer
         self._draw_seed = draw_seed
+        self._context = context or (lambda: checkpoint.max_model_len)
 
     async def validate(self, request: inference_pb2.GenerateRequest, call: CallContext) -> ValidatedRequest:
         """Return the request with every default filled in; see ports.RequestValidator."""
@@ -169,9 +175,9 @@ class Validator:
             report.violations += error.violations
             return ()
         report.check_ids("prompt.token_ids.ids", prompt, self._checkpoint.vocab_size)
-        context = self._checkpoint.max_model_len
+        context = self._context()
         if len(prompt) >= context:
-            what = f"has {len(prompt)} tokens; the model's context is {context}, one of it for output"
+            what = f"has {len(prompt)} tokens; the context is {context}, one of it for output"
             report.add("prompt", f"{what}; shorten the prompt by {len(prompt) - context + 1} tokens or more")
         return prompt
 
@@ -192,12 +198,12 @@ class Validator:
 
     def _fit(self, report: _Report, values: dict[str, float], prompt_tokens: int) -> None:
         """Fill in max_tokens, and refuse one that the context cannot hold after the prompt."""
-        context = self._checkpoint.max_model_len
+        context = self._context()
         left = context - prompt_tokens
         if "max_tokens" not in values:
             values["max_tokens"] = max(1, min(left, self._checkpoint.max_new_tokens or left))
         elif values["max_tokens"] > left > 0:
-            what = f"is {values['max_tokens']}; the model's context of {context} leaves {left} after {prompt_tokens}"
+            what = f"is {values['max_tokens']}; the context of {context} leaves {left} after {prompt_tokens}"
             report.add("sampling.max_tokens", f"{what} tokens of prompt; lower it to {left} or shorten the prompt")
         if values.get("min_tokens", 0) > values["max_tokens"] >= 1:
             what = f"is {values['min_tokens']}; expected at most max_tokens, which is {values['max_tokens']}"

@@ -100,6 +100,10 @@ class WorkerPool:
         """Return what is known of the workers that are connected, in the order of their addresses' arrival."""
         return [member.model for member in self._members.values() if member.model is not None]
 
+    def context(self, of_checkpoint: int) -> int:
+        """Return the tokens of the longest sequence that some connected worker takes, at most the checkpoint's."""
+        return min(of_checkpoint, max((model.capacity.max_model_len for model in self.models()), default=of_checkpoint))
+
     def absent(self) -> list[tuple[str, str]]:
         """Return (name, reason) of the workers that are not connected."""
         return [

@@ -36,7 +36,10 @@ class Words:
 
 
 def validator(
-    defaults: Mapping[str, float] | None = None, max_new_tokens: int | None = None, has_tokenizer: bool = True
+    defaults: Mapping[str, float] | None = None,
+    max_new_tokens: int | None = None,
+    has_tokenizer: bool = True,
+    context: int = CONTEXT,
 ) -> Validator:
     checkpoint = Checkpoint(
         directory=Path("model"),
@@ -47,7 +50,7 @@ def validator(
         max_new_tokens=max_new_tokens,
         tokenizer_fingerprint="none",
     )
-    return Validator(Words(), checkpoint, has_tokenizer, draw_seed=lambda: SEED)
+    return Validator(Words(), checkpoint, has_tokenizer, draw_seed=lambda: SEED, context=lambda: context)
 
 
 def request(text: str = "one two", **fields: Any) -> pb.GenerateRequest:
@@ -111,6 +114,14 @@ async def test_unset_fields_take_the_checkpoints_defaults() -> None:
     assert (sampling.temperature, sampling.top_k, sampling.repetition_penalty) == (0.6, 5, 1.05)
 
 
+async def test_the_context_is_what_the_workers_that_are_there_can_hold() -> None:
+    by = validator(context=12)
+    assert (await accepted(request("a " * 5), by)).sampling.max_tokens == 7
+    assert await refused(request("a " * 12), by) == [
+        "prompt: has 12 tokens; the context is 12, one of it for output; shorten the prompt by 1 tokens or more"
+    ]
+
+
 async def test_the_checkpoints_max_new_tokens_is_a_default_that_the_context_caps() -> None:
     by = validator(max_new_tokens=10)
     assert (await accepted(request(), by)).sampling.max_tokens == 10
@@ -151,7 +162,7 @@ async def test_the_checkpoints_max_new_tokens_is_a_default_that_the_context_caps
         (
             Sampling(max_tokens=31),
             (
-                "sampling.max_tokens: is 31; the model's context of 32 leaves 30 after 2 tokens of prompt; "
+                "sampling.max_tokens: is 31; the context of 32 leaves 30 after 2 tokens of prompt; "
                 "lower it to 30 or shorten the prompt"
             ),
         ),
@@ -172,7 +183,7 @@ async def test_a_wrong_sampling_field_is_named_with_value_and_range(sampling: Sa
         (
             request("a " * 33),
             (
-                "prompt: has 33 tokens; the model's context is 32, one of it for output; "
+                "prompt: has 33 tokens; the context is 32, one of it for output; "
                 "shorten the prompt by 2 tokens or more"
             ),
         ),
