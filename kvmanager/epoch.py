@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from common.errors import InvalidConfig
 from kvmanager.ports import IndexStore, IndexUnavailable
 from kvmanager.state_file import EpochFile
 
@@ -63,6 +64,12 @@ class EpochKeeper:
                 if need_index:
                     raise
                 log.warning("no fence in the index yet, Redis cannot be reached: %s", error)
-        self._file.write(epoch)
-        self.epoch = epoch
+        self._remember(epoch)
+        self.epoch, self._answered = epoch, False
         log.info("took epoch %d", epoch)
+
+    def _remember(self, epoch: int) -> None:
+        try:
+            self._file.write(epoch)
+        except InvalidConfig as error:  # a full disk must not keep workers out; Redis and the workers remember too
+            log.error("the epoch is not stored: %s", error)

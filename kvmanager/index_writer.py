@@ -39,6 +39,11 @@ class IndexWriter:
         self._task: asyncio.Task[None] | None = None
         self.publisher: PrefixPublisher | None = None
 
+    @property
+    def epoch(self) -> int:
+        """The epoch held now; 0 before the first worker attaches."""
+        return self._epochs.epoch if self._epochs else 0
+
     async def epoch_for(self, attach: Attach) -> int:
         """Return the epoch for the answer to an Attach. Raises StaleEpoch."""
         if self._epochs is None:
@@ -81,7 +86,8 @@ class IndexWriter:
 
     async def close(self) -> None:
         """Stop publishing; what is not written is lost."""
-        if self._task is not None:
+        if self._task is not None and self.publisher is not None:
+            self.publisher.stop()
             self._task.cancel()
             with suppress(asyncio.CancelledError):
                 await self._task

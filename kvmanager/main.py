@@ -56,7 +56,7 @@ class ManagerProcess:
         self._telemetry = setup_telemetry("kvmanager", settings)
         self.ring = DecisionRing(settings.decision_ring)
         epoch_file = EpochFile(settings.state_dir)
-        epoch_file.read()  # one that cannot be read is reported before anything starts
+        epoch_file.check()
         times = PublisherTimes(settings.prefix_ttl, settings.lease_ttl)
         self.index = IndexWriter(epoch_file, _store_opener(settings), clock, times, on_stale)
         manager = Manager(_manager_config(settings), clock, _decision_ids())
@@ -88,16 +88,16 @@ class ManagerProcess:
         )
 
     async def stop(self) -> None:
-        """Send the workers away, write what is still to be written, and stop."""
+        """Write what is still to be written, send the workers away, and stop."""
         await self.server.health.drain()
+        if not await self.index.flush(_FLUSH_S):
+            log.warning("stopping although the prefix index lacks some changes; the next manager publishes them")
         self.attachments.drain()
         try:
             async with asyncio.timeout(_LEAVE_S):
                 await self.attachments.left()
         except TimeoutError:
             log.warning("stopping although some workers have not left")
-        if not await self.index.flush(_FLUSH_S):
-            log.warning("stopping although the prefix index lacks some changes; the next manager publishes them")
         await self.abort()
 
     async def abort(self) -> None:

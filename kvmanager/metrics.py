@@ -64,9 +64,9 @@ class ManagerMetrics(Collector):
         return accounts
 
     def _sessions(self) -> Iterable[Metric]:
-        counts, manager = self._attachments.counts, self._attachments.manager
-        yield _gauge("workers", "Workers that are attached.", len(manager.workers()))
-        yield _gauge("manager_epoch", "Epoch of this manager.", manager.epoch)
+        counts = self._attachments.counts
+        yield _gauge("workers", "Workers that are attached.", len(self._attachments.manager.workers()))
+        yield _gauge("manager_epoch", "Epoch of this manager.", self._attachments.index.epoch)
         yield _counter("sessions", "Sessions that were opened.", counts.opened)
         yield _counter("sessions_refused", "Attaches that were refused.", counts.refused)
         yield _counter("quarantines", "Sessions that broke the protocol and were ended.", counts.quarantined)

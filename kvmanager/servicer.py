@@ -62,7 +62,7 @@ class KvManagerServicer(kvmanager_pb2_grpc.KvManagerServiceServicer):
         """Return the state of the workers' pools."""
         ledgers = self._attachments.ledgers(request.worker_id)
         pools = [pool_to_proto(worker_id, ledger.pool()) for worker_id, ledger in ledgers]
-        return kvmanager_pb2.GetPoolResponse(epoch=self._attachments.manager.epoch, pools=pools)
+        return kvmanager_pb2.GetPoolResponse(epoch=self._attachments.index.epoch, pools=pools)
 
 
 def _chain(packed: bytes) -> tuple[BlockHash, ...]:

@@ -24,6 +24,10 @@ class EpochFile:
             what = f"{self._path} cannot be read ({error}); expected one number; remove the file to start anew"
             raise InvalidConfig(FieldViolation("--state-dir", what)) from None
 
+    def check(self) -> None:
+        """Raise InvalidConfig unless the epoch can be read and written."""
+        self.write(self.read())
+
     def write(self, epoch: int) -> None:
         """Store an epoch. Raises InvalidConfig when the folder cannot be written."""
         temporary = self._path.with_suffix(f".{os.getpid()}.tmp")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -82,6 +84,27 @@ async def test_epoch_does_not_fall_when_redis_was_wiped(
     await redis_client.flushall()
     assert await epochs.renew_fence() == 8
     assert await redis_client.get(NAMESPACE + ":fence") == b"8"
+
+
+async def test_workers_are_answered_although_the_epoch_cannot_be_stored(
+    keeper: Keeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    epochs = keeper(tmp_path)
+    monkeypatch.setattr(os, "fsync", full_disk)
+    assert await epochs.for_attach(2) == 3
+    with pytest.raises(InvalidConfig, match="No space left"):
+        EpochFile(tmp_path).check()
+
+
+def full_disk(descriptor: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+async def test_epoch_taken_after_a_wipe_was_told_to_nobody(keeper: Keeper, tmp_path: Path, redis_url: str) -> None:
+    epochs = keeper(tmp_path, redis_url)
+    await epochs.for_attach(0)
+    assert await epochs.renew_fence() == 2
+    assert await epochs.for_attach(2) == 3  # a worker that has seen 2 has it from somebody else
 
 
 async def test_replaced_manager_cannot_take_a_new_epoch(keeper: Keeper, tmp_path: Path, redis_url: str) -> None:

@@ -129,9 +129,10 @@ async def test_sigterm_flushes_the_index(launch: Launch, channel_to: ChannelTo, 
     await worker.attach(channel_to(child.address))
     for _ in range(10):
         await worker.turn()
-    assert worker.stream is not None
-    worker.stream.call.cancel()
     child.process.send_signal(signal.SIGTERM)
+    assert worker.stream is not None
+    assert (await worker.stream.receive()).WhichOneof("message") == "drain"
+    worker.stream.call.cancel()
     assert (await child.ended())[0] == 0
     assert await indexed(redis_url)
 
