@@ -1,0 +1,63 @@
+"""The limits that every Quire server and channel share, over a real socket: message size both ways, and keepalive."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from grpc import aio
+
+from common.rpc.options import KEEPALIVE_MS, MAX_MESSAGE_BYTES, channel_options, server_options
+from common.rpc.server import RpcServer, open_channel
+
+# gRPC counts a message without its five bytes of framing.
+LARGEST = MAX_MESSAGE_BYTES
+
+
+class Sizes(grpc.GenericRpcHandler):
+    """Answers a request, whose text is a number, with so many bytes; any other with its length in words."""
+
+    async def answer(self, request: bytes, context: Any) -> bytes:
+        return bytes(int(request)) if len(request) < 20 else str(len(request)).encode()
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any]:
+        return grpc.unary_unary_rpc_method_handler(self.answer)
+
+
+@pytest.fixture
+async def call() -> AsyncIterator[Any]:
+    server = RpcServer(["test.Sizes"])
+    server.server.add_generic_rpc_handlers((Sizes(),))
+    await server.start("127.0.0.1", 0)
+    async with open_channel(f"127.0.0.1:{server.port}") as channel:
+        yield channel.unary_unary("/test.Sizes/Answer")
+    await server.stop(0)
+
+
+async def test_the_largest_message_passes_both_ways(call: Any) -> None:
+    assert await call(bytes(LARGEST)) == str(LARGEST).encode()
+    assert len(await call(str(LARGEST).encode())) == LARGEST
+
+
+async def test_a_larger_request_is_resource_exhausted_with_both_sizes(call: Any) -> None:
+    with pytest.raises(aio.AioRpcError) as caught:
+        await call(bytes(LARGEST + 1))
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert {str(LARGEST + 1), str(LARGEST)} <= set(
+        str(caught.value.details()).replace(")", " ").replace("(", " ").split()
+    )
+
+
+async def test_a_larger_answer_is_refused_and_the_channel_serves_on(call: Any) -> None:
+    with pytest.raises(aio.AioRpcError) as caught:
+        await call(str(LARGEST + 1).encode())
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert await call(b"3") == bytes(3)
+
+
+def test_a_server_bears_the_pings_that_channels_send() -> None:
+    server, channel = dict(server_options()), dict(channel_options())
+    assert server["grpc.http2.min_ping_interval_without_data_ms"] < channel["grpc.keepalive_time_ms"] == KEEPALIVE_MS
+    assert server["grpc.keepalive_permit_without_calls"] == channel["grpc.keepalive_permit_without_calls"] == 1
