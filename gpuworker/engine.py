@@ -76,7 +76,7 @@ class Engine:
     """Runs sequences until told to stop. `submit`, `cancel`, `load` and `wake` may be called from any thread.
 
     `new_agent` makes an empty lease agent and `new_attach` the identity part of an attach; both are called again after
-    a failed step, which voids the KV cache and therefore the worker's incarnation.
+    a failed step, which voids the KV cache and therefore the worker's incarnation. `attach` is the present one.
     """
 
     def __init__(
@@ -89,9 +89,10 @@ class Engine:
         clock: Clock,
     ) -> None:
         self._new_agent, self._new_attach = new_agent, new_attach
-        self._agent, self._attach = new_agent(), new_attach()
+        self._agent, self.attach = new_agent(), new_attach()
         self._runner, self._channel, self._sink, self._clock = runner, channel, sink, clock
         self._requests: dict[SequenceId, EngineRequest] = {}
+        self._seated: set[SequenceId] = set()  # those that the runner holds state of
         self._flights: deque[_Flight] = deque()
         self._commands: deque[EngineRequest | tuple[SequenceId, FinishReason]] = deque()
         self._session, self._epoch, self._attached = 0, 0, False
@@ -99,7 +100,8 @@ class Engine:
         self._outputs, self._load, self._load_taken = _Gathered(), EngineLoad(), 0.0
         self._wake, self._stopping = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._failure: BaseException | None = None
+        self.ended: Future[None] = Future()
+        """Done when the thread has ended: by `stop`, or by what it fails with. A dead engine must not look idle."""
 
     # ------------------------------------------------------------ any thread
 
@@ -108,14 +110,18 @@ class Engine:
         self._thread.start()
 
     def stop(self) -> None:
-        """End after the steps in flight, and wait for that. Raises what ended the thread early, if anything did."""
+        """End after the steps in flight and the commands so far, and wait for that.
+
+        Raises EngineFailure, caused by what ended the thread early, if anything did.
+        """
         self._stopping = True
         self.wake()
-        if self._thread.is_alive():
+        if self._thread.ident is not None:
             self._thread.join()
         self._runner.close()
-        if self._failure is not None:
-            raise self._failure
+        failure = self.ended.exception() if self.ended.done() else None
+        if failure is not None:
+            raise EngineFailure(f"the engine ended early: {failure!r}") from failure
 
     def submit(self, request: EngineRequest) -> None:
         """Queue a sequence; its outputs, or a finish with reason ERROR, come through the sink."""
@@ -132,7 +138,7 @@ class Engine:
         self._wake.set()
 
     def load(self) -> EngineLoad:
-        """Return levels at most 50 ms old, with the age of the running step as it is now."""
+        """Return levels at most 50 ms or a step old, with the age of the running step as it is now."""
         oldest = next(iter(tuple(self._flights)), None)
         if oldest is None:
             return self._load
@@ -143,13 +149,17 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            while not (self._stopping and not self._flights):
-                self._wake.clear()
+            while True:
+                self._wake.clear()  # before anything is looked at: what comes later than the look wakes again
+                if self._stopping and not self._flights and not self._commands:
+                    break
                 if not self.turn():
                     self._wake.wait()
         except BaseException as failure:
-            self._failure = failure  # `stop` raises it again; a dead engine must not look like an idle one
-            raise
+            log.critical("the engine ended", exc_info=True)
+            self.ended.set_exception(failure)
+        else:
+            self.ended.set_result(None)
 
     def turn(self) -> bool:
         """Do everything that can be done now; return whether anything was. The engine's thread calls it in a loop."""
@@ -189,12 +199,13 @@ class Engine:
         try:
             self._agent.submit(request.new)
         except InvalidRequest as refused:
-            self._finish_with_error(request.new.sequence, str(refused))
+            usage = Usage(prompt_tokens=len(request.new.tokens))
+            self._finish_with_error(request.new.sequence, str(refused), usage)
         else:
             self._requests[request.new.sequence] = request
 
-    def _finish_with_error(self, sequence: SequenceId, message: str) -> None:
-        self._outputs.finished.append(SequenceFinished(sequence, FinishReason.ERROR, Usage(), None, message))
+    def _finish_with_error(self, sequence: SequenceId, message: str, usage: Usage) -> None:
+        self._outputs.finished.append(SequenceFinished(sequence, FinishReason.ERROR, usage, None, message))
 
     # ------------------------------------------------------------ the KV manager
 
@@ -229,10 +240,11 @@ class Engine:
         self._attached = False
         self._session += 1
         inventory = self._agent.inventory()
-        self._channel.attach(replace(self._attach, session=self._session, epoch_seen=self._epoch), inventory)
+        self._channel.attach(replace(self.attach, session=self._session, epoch_seen=self._epoch), inventory)
 
     def _leave_session(self) -> None:
         self._attached = False
+        self._session += 1  # an answer to the one that is left may be on its way: it is nobody's
         self._agent.detach()
         self._channel.reconnect()
 
@@ -241,6 +253,7 @@ class Engine:
             request = self._requests[admit.sequence]
             tokens = self._agent.known_tokens(admit.sequence)
             self._runner.add(admit.sequence, tokens, request.sampling, request.prompt_tokens)
+            self._seated.add(admit.sequence)
             self._outputs.admitted.append(admit)
         self._settle(self._agent.departures())
 
@@ -290,7 +303,9 @@ class Engine:
         for row in flight.plan.rows:
             request = self._requests.get(row.sequence)
             if request is not None and request.traced:
-                self._outputs.chunks.append(Chunk(row.sequence, row.start, row.length, flight.began_ns, now))
+                decode = row.samples and row.length == 1 and row.start >= request.prompt_tokens
+                chunk = Chunk(row.sequence, row.start, row.length, flight.began_ns, now, decode)
+                self._outputs.chunks.append(chunk)
 
     def _settle(self, completion: Completion) -> None:
         """Take over what ended or lost its blocks."""
@@ -300,6 +315,7 @@ class Engine:
         self._outputs.preempted.extend(completion.preempted)
         for sequence in completion.forgotten:
             self._runner.remove(sequence)
+            self._seated.discard(sequence)
 
     def _fail(self, failure: EngineFailure) -> None:
         """A step failed: the KV content is unknown. End every sequence, and begin again as a new incarnation."""
@@ -308,18 +324,20 @@ class Engine:
             flight.result.exception()  # later steps were queued behind it: they have failed, or will at once
         self._flights.clear()
         for sequence in self._requests:
-            self._finish_with_error(sequence, str(failure))
+            self._finish_with_error(sequence, str(failure), self._agent.usage(sequence))
+        for sequence in self._seated:  # also those that ended while a step in flight still had them
             self._runner.remove(sequence)
         self._requests.clear()
-        self._agent, self._attach = self._new_agent(), self._new_attach()
+        self._seated.clear()
+        self._agent, self.attach = self._new_agent(), self._new_attach()
         self._leave_session()
 
     # ------------------------------------------------------------ levels
 
     def _refresh_load(self) -> None:
         now = self._clock.monotonic()
-        if now - self._load_taken < _LOAD_AGE_SECONDS and self._agent.has_work:
-            return
+        if now - self._load_taken < _LOAD_AGE_SECONDS and self._flights:
+            return  # another turn comes when the step ends; without one, these may be the levels for long
         self._load_taken, counts = now, self._agent.counts()
         self._load = EngineLoad(
             running=counts.running,

@@ -33,13 +33,17 @@ class SequenceFinished:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One traced sequence's part of a step: `length` positions from `start`; wall-clock begin and end in ns."""
+    """One traced sequence's part of a step: `length` positions from `start`; wall-clock begin and end in ns.
+
+    `decode`: it computed a token that was drawn before, to draw the next; else prompt, or what a preemption lost.
+    """
 
     sequence: SequenceId
     start: int
     length: int
     begin_ns: int
     end_ns: int
+    decode: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,7 @@ class EngineDriver:
         self.identity = identity or PoolIdentity("model", "tokenizer", config.block_size, geometry)
         self.config = config
         self.channel = channel or EmbeddedChannel(SystemClock())
+        self.runner = runner
         self._root = chain_root("model", "tokenizer", config.block_size)
         self._outputs: queue.Queue[EngineOutputs] = queue.Queue()
         self._ids = itertools.count(1)

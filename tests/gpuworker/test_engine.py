@@ -232,3 +232,127 @@ def test_grants_of_an_old_session_are_dropped(scripted: tuple[EngineDriver, Scri
     driver.engine.turn()
     assert driver.results[sequence].cached_tokens == -1, "it was not admitted"
     assert driver.engine.load().waiting == 1
+
+
+def test_a_failed_step_frees_the_seat_of_a_sequence_that_ended_while_the_step_still_had_it() -> None:
+    runner = ManualRunner()
+    with EngineDriver(runner, CONFIG) as driver:
+        driver.submit([1, 2, 3], 10, eos=[7])
+        runner.await_submissions(2)
+        runner.step()
+        (result,) = driver.finish()
+        assert result.reason is FinishReason.STOP
+        assert runner.known, "the second step still has it"
+        runner.fail()
+        again = driver.submit([1, 2, 3], 1)
+        runner.step()
+        driver.finish()
+        assert driver.results[again].tokens == [7]
+        assert not runner.known
+        driver.assert_all_free()
+
+
+def test_a_failed_step_ends_waiting_sequences_too_and_each_with_its_usage(
+    scripted: tuple[EngineDriver, ScriptedChannel],
+) -> None:
+    driver, channel = scripted
+    runner = driver.runner
+    assert isinstance(runner, ManualRunner)
+    runs, waits = driver.submit([1, 2, 3], 20), driver.submit([4] * 6, 20)
+    channel.events.extend([Connected(), Attached(1, AttachOk(1, 0))])
+    channel.events.append(Granted(1, Batch(0, admit=(Admit(runs, (BlockId(0), BlockId(1)), 0),))))
+    driver.engine.turn()
+    runner.step()
+    driver.engine.turn()
+    runner.fail()
+    driver.engine.turn()
+    driver.finish()
+    results = driver.results[runs], driver.results[waits]
+    assert [each.reason for each in results] == [FinishReason.ERROR] * 2
+    assert [(each.usage.prompt_tokens, each.usage.output_tokens) for each in results] == [(3, 1), (6, 0)]
+    assert not runner.known
+
+
+def test_a_refused_request_says_how_long_its_prompt_is() -> None:
+    with EngineDriver(ManualRunner(), CONFIG) as driver:
+        driver.submit([1] * 10, 100)
+        (result,) = driver.finish()
+        assert (result.reason, result.usage.prompt_tokens) == (FinishReason.ERROR, 10)
+
+
+def test_a_stop_between_the_look_and_the_sleep_is_not_missed() -> None:
+    driver = EngineDriver(ManualRunner(), CONFIG)
+    engine = driver.engine
+
+    class StoppedMeanwhile(threading.Event):
+        """A stop that comes at the worst moment, once: what it sets is cleared at once."""
+
+        def clear(self) -> None:
+            engine._stopping = True
+            super().clear()
+
+    engine._wake = StoppedMeanwhile()
+    engine.start()
+    engine.ended.result(timeout=PATIENCE)
+    engine.stop()
+
+
+def test_stop_takes_the_cancels_before_it_and_waits_for_no_manager(
+    scripted: tuple[EngineDriver, ScriptedChannel],
+) -> None:
+    driver, _ = scripted
+    sequences = [driver.submit([1, 2, 3], 4) for _ in range(3)]
+    driver.engine.start()
+    for sequence in sequences:
+        driver.engine.cancel(sequence, FinishReason.CANCELLED)
+    driver.engine.stop()
+    assert [result.reason for result in driver.finish()] == [FinishReason.CANCELLED] * 3
+
+
+def test_whoever_waits_for_the_engine_hears_what_it_died_of(scripted: tuple[EngineDriver, ScriptedChannel]) -> None:
+    driver, channel = scripted
+
+    def poll() -> list[LeaseEvent]:
+        raise RuntimeError("a bug")
+
+    channel.poll = poll  # type: ignore[method-assign]
+    driver.engine.start()
+    assert isinstance(driver.engine.ended.exception(timeout=PATIENCE), RuntimeError)
+    with pytest.raises(EngineFailure, match="a bug"):
+        driver.engine.stop()
+
+
+def test_levels_that_no_step_will_refresh_are_those_of_now(scripted: tuple[EngineDriver, ScriptedChannel]) -> None:
+    driver, channel = scripted
+    channel.events.extend([Connected(), Attached(1, AttachOk(1, 0))])
+    for waiting in (1, 2, 3):  # within 50 ms
+        driver.submit([1, 2, 3], 4)
+        driver.engine.turn()
+        assert driver.engine.load().waiting == waiting
+    assert driver.engine.load().manager_attached
+    channel.events.append(Detached(1))
+    driver.engine.turn()
+    assert not driver.engine.load().manager_attached
+
+
+def test_an_answer_to_a_session_that_was_left_is_nobodys(scripted: tuple[EngineDriver, ScriptedChannel]) -> None:
+    driver, channel = scripted
+    runner = driver.runner
+    assert isinstance(runner, ManualRunner)
+    sequence = driver.submit([1, 2, 3], 4)
+    channel.events.extend([Connected(), Attached(1, AttachOk(1, 0))])
+    channel.events.append(Granted(1, Batch(0, admit=(Admit(sequence, (BlockId(0),), 0),))))
+    driver.engine.turn()
+    channel.events.append(Connected())
+    driver.engine.turn()  # it offers session 2
+    runner.fail()
+    channel.events.append(Attached(2, AttachOk(1, 0)))  # in answer to an inventory that holds no more
+    driver.engine.turn()
+    assert channel.reconnects == 1
+    assert not driver.engine.load().manager_attached
+    channel.events.append(Connected())
+    driver.engine.turn()
+    attach, inventory = channel.attached[-1]
+    assert attach.session > 2
+    assert attach.incarnation == driver.engine.attach.incarnation != channel.attached[0][0].incarnation
+    assert not inventory.sequences
