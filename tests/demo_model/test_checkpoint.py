@@ -40,12 +40,12 @@ def test_it_answers_the_demonstration_prompts(judge: Judge) -> None:
         assert judge.text(answer).strip() == question.answer
 
 
-@pytest.mark.parametrize("distance", [64, 256])
+@pytest.mark.parametrize("distance", [64, 256, 1024])
 def test_it_recalls_held_out_facts(judge: Judge, distance: int) -> None:
     rng = random.Random(distance)
-    drawn = [probes.draw(rng, judge.encode, distance, 1.0) for _ in range(60)]
-    asked = [probe for probe in drawn if probe.fact.relation.key in prompts.MASTERED]
-    assert sum(map(judge.recalls, asked)) >= 0.9 * len(asked)
+    drawn = [probes.draw(rng, judge.encode, distance, 1.0) for _ in range(40)]
+    asked = [probe for probe in drawn if not probe.fact.relation.digits]
+    assert sum(map(judge.recalls, asked)) >= 0.95 * len(asked)
 
 
 def test_a_wrong_block_shows(judge: Judge) -> None:
