@@ -15,11 +15,12 @@ from dataclasses import dataclass, field, replace
 
 from common.clock import Clock
 from common.errors import EngineFailure, InvalidRequest, ProtocolViolation
-from common.lease import Admit, Attach, Attached, Batch, Connected, Detached, Granted, LeaseChannel, LeaseEvent
+from common.lease import Admit, Attach, Attached, Connected, Detached, Granted, LeaseChannel, LeaseEvent
 from common.types import FinishReason, SequenceId, TokenLogprobs, Usage
 from gpuworker.core.batch_plan import StepPlan, StepResult, StepRunner
 from gpuworker.core.lease_agent import LeaseAgent
-from gpuworker.core.outcomes import Completion
+from gpuworker.core.lease_session import LeaseSession
+from gpuworker.core.outcomes import Applied, Completion
 from gpuworker.ports import Chunk, EngineLoad, EngineOutputs, EngineRequest, OutputSink, SequenceFinished
 from gpuworker.step_rates import StepRates
 
@@ -89,19 +90,27 @@ class Engine:
         clock: Clock,
     ) -> None:
         self._new_agent, self._new_attach = new_agent, new_attach
-        self._agent, self.attach = new_agent(), new_attach()
+        self._lease = LeaseSession(new_agent(), new_attach())
         self._runner, self._channel, self._sink, self._clock = runner, channel, sink, clock
         self._requests: dict[SequenceId, EngineRequest] = {}
         self._seated: set[SequenceId] = set()  # those that the runner holds state of
         self._flights: deque[_Flight] = deque()
         self._commands: deque[EngineRequest | tuple[SequenceId, FinishReason]] = deque()
-        self._session, self._epoch, self._attached = 0, 0, False
         self._steps, self._drawn, self._scheduled, self._rates = 0, 0, 0, StepRates()
         self._outputs, self._load, self._load_taken = _Gathered(), EngineLoad(), 0.0
         self._wake, self._stopping = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.ended: Future[None] = Future()
         """Done when the thread has ended: by `stop`, or by what it fails with. A dead engine must not look idle."""
+
+    @property
+    def attach(self) -> Attach:
+        """The worker's identity, with its present incarnation."""
+        return self._lease.attach
+
+    @property
+    def _agent(self) -> LeaseAgent:
+        return self._lease.agent
 
     # ------------------------------------------------------------ any thread
 
@@ -176,10 +185,10 @@ class Engine:
         return worked
 
     def _send_report(self) -> bool:
-        report = self._agent.take_report() if self._attached else None
-        if report is None:
+        said = self._lease.take_report()
+        if said is None:
             return False
-        self._channel.send(self._session, report)
+        self._channel.send(*said)
         return True
 
     # ------------------------------------------------------------ requests
@@ -222,34 +231,26 @@ class Engine:
     def _on_lease_event(self, event: LeaseEvent) -> None:
         match event:
             case Connected():
-                self._open_session()
-            case Attached(session, ok) if session == self._session:
-                if ok.epoch < self._epoch:
-                    log.warning("refused a KV manager of epoch %d; epoch %d was here", ok.epoch, self._epoch)
+                self._channel.attach(*self._lease.connect())
+            case Attached(session, ok):
+                if not self._lease.accept(session, ok) and self._lease.is_current(session):
+                    seen = self._lease.epoch_seen
+                    log.warning("refused a KV manager of epoch %d; epoch %d was here", ok.epoch, seen)
                     self._leave_session()
-                    return
-                self._epoch, self._attached = ok.epoch, True
-                self._agent.attached(ok.lease_target)
-            case Granted(session, batch) if session == self._session and self._attached:
-                self._apply(batch)
-            case Detached(session) if session == self._session:
-                self._attached = False
-                self._agent.detach()
-
-    def _open_session(self) -> None:
-        self._attached = False
-        self._session += 1
-        inventory = self._agent.inventory()
-        self._channel.attach(replace(self.attach, session=self._session, epoch_seen=self._epoch), inventory)
+            case Granted(session, batch):
+                applied = self._lease.receive(session, batch)
+                if applied is not None:
+                    self._seat(applied)
+            case Detached(session):
+                self._lease.lose(session)
 
     def _leave_session(self) -> None:
-        self._attached = False
-        self._session += 1  # an answer to the one that is left may be on its way: it is nobody's
-        self._agent.detach()
+        self._lease.leave()
         self._channel.reconnect()
 
-    def _apply(self, batch: Batch) -> None:
-        for admit in self._agent.apply(batch).admitted:
+    def _seat(self, applied: Applied) -> None:
+        """Hand admitted sequences to the runner."""
+        for admit in applied.admitted:
             request = self._requests[admit.sequence]
             tokens = self._agent.known_tokens(admit.sequence)
             self._runner.add(admit.sequence, tokens, request.sampling, request.prompt_tokens)
@@ -329,7 +330,9 @@ class Engine:
             self._runner.remove(sequence)
         self._requests.clear()
         self._seated.clear()
-        self._agent, self.attach = self._new_agent(), self._new_attach()
+        lease = self._lease
+        attach = replace(self._new_attach(), session=lease.session, epoch_seen=lease.epoch_seen)
+        self._lease = LeaseSession(self._new_agent(), attach)
         self._leave_session()
 
     # ------------------------------------------------------------ levels
@@ -350,5 +353,5 @@ class Engine:
             steps=self._steps,
             tokens_drawn=self._drawn,
             tokens_scheduled=self._scheduled,
-            manager_attached=self._attached,
+            manager_attached=self._lease.open,
         )

@@ -22,14 +22,14 @@ class LeaseSession:
         self.session = attach.session
         self.epoch_seen = attach.epoch_seen
         self.open = False
-        self._attach = attach
+        self.attach = attach
 
     def connect(self) -> tuple[Attach, Inventory]:
         """Start a new session, whatever became of the last; return its first two messages. Call between two steps."""
         self.session += 1
         self.open = False
         inventory = self.agent.inventory()
-        return replace(self._attach, session=self.session, epoch_seen=self.epoch_seen), inventory
+        return replace(self.attach, session=self.session, epoch_seen=self.epoch_seen), inventory
 
     def accept(self, session: int, ok: AttachOk) -> bool:
         """Take up the session with a manager that answered; False when the answer is void or the manager outdated."""
@@ -54,6 +54,12 @@ class LeaseSession:
         if self.is_current(session):
             self.open = False
             self.agent.detach()
+
+    def leave(self) -> None:
+        """Give up the current session from this side: an answer to it that is under way is nobody's."""
+        self.session += 1
+        self.open = False
+        self.agent.detach()
 
     def take_report(self) -> tuple[int, Report] | None:
         """Return the session and its next report; None when there is nothing to say or no session."""
