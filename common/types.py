@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import NewType
@@ -90,8 +91,9 @@ class PoolIdentity:
 
     @property
     def namespace(self) -> str:
-        """Key prefix of the index in Redis: one namespace is one shard and holds one kind of block."""
-        return f"{{quire:{self.model_fingerprint[:16]}:{self.tokenizer_fingerprint[:8]}:{self.block_size}}}"
+        """Key prefix of the index in Redis; two identities that differ in any part have different ones."""
+        rest = hashlib.sha256(f"{self.tokenizer_fingerprint} {self.kv_geometry} {self.hash_version}".encode())
+        return f"{{quire:{self.model_fingerprint[:16]}:{rest.hexdigest()[:16]}:{self.block_size}}}"
 
 
 _IDENTITY_FLAGS = {
