@@ -30,7 +30,7 @@ TINY: dict[str, Scenario] = {
         (Request((0, 1, 0), 2), Request((1, 1, 0), 1)), 3, max_faults=2, faults={"stream_break": 1, "cancel": 1}
     ),
     "pressure_cancel": Scenario(
-        (Request((0, 1), 4), Request((0, 1, 1), 3)), 4, budget=3, max_faults=1, faults={"cancel": 1}
+        (Request((0, 1), 3), Request((1,), 2)), 3, budget=3, max_faults=1, faults={"cancel": 1}
     ),
     "worker_crash": Scenario((Request((0, 1, 0), 2),), 3, max_faults=1, faults={"worker_crash": 1}),
     "manager_crash": Scenario((Request((0, 1, 0), 2),), 3, max_faults=2, faults={"manager_crash": 1, "cancel": 1}),
