@@ -27,6 +27,7 @@ from gpuworker.core.outcomes import AgentConfig
 BLOCK_SIZE = 16
 BLOCKS = 4096
 PROMPT_TOKENS = 64
+SINGLES = 8
 STEP_SECONDS, HELD_SECONDS = 0.005, 0.002
 
 MakeRunner = Callable[[AgentConfig], tuple[StepRunner, KvGeometry | None]]
@@ -34,16 +35,24 @@ MakeRunner = Callable[[AgentConfig], tuple[StepRunner, KvGeometry | None]]
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One remote and one embedded run of the same load."""
+    """One remote and one embedded run of the same load; `first_*` are times to a first token on an idle engine."""
 
     remote: Run
     embedded: Run
     manager_cpu: float
+    first_remote: float
+    first_embedded: float
 
     @property
     def ratio(self) -> float:
         """Throughput of embedded over remote."""
         return (self.embedded.tokens / self.embedded.seconds) / (self.remote.tokens / self.remote.seconds)
+
+
+def first_token(worker: BenchWorker, seed: int) -> float:
+    """Return the median time to the first token of requests that come one by one, in seconds."""
+    prompts = random_prompts(SINGLES, PROMPT_TOKENS, seed)
+    return statistics.median(worker.load([prompt], 1).first_tokens[0] for prompt in prompts)
 
 
 def cpu_seconds(process: psutil.Process) -> float:
@@ -74,7 +83,8 @@ def measure(make_runner: MakeRunner, config: AgentConfig, pairs: int, output_tok
                 before = cpu_seconds(process)
                 runs[which] = (remote if which == "remote" else embedded).load(prompts, output_tokens)
                 spent += cpu_seconds(process) - before if which == "remote" else 0.0
-            pair = Pair(runs["remote"], runs["embedded"], spent)
+            first = first_token(remote, 1000 + index), first_token(embedded, 1000 + index)
+            pair = Pair(runs["remote"], runs["embedded"], spent, *first)
             if index:
                 print(
                     f"\r{name}: pair {index} of {pairs}, ratio {pair.ratio:.3f} ", end="", file=sys.stderr, flush=True
@@ -86,9 +96,7 @@ def measure(make_runner: MakeRunner, config: AgentConfig, pairs: int, output_tok
 def figures_of(name: str, pairs: list[Pair]) -> dict[str, float]:
     """Return the figures of one kind of step."""
     median, lower, upper = median_interval([pair.ratio for pair in pairs])
-    first = [
-        statistics.median(pair.remote.first_tokens) - statistics.median(pair.embedded.first_tokens) for pair in pairs
-    ]
+    first = [pair.first_remote - pair.first_embedded for pair in pairs]
     return {
         f"slowdown_{name}": median,
         f"slowdown_{name}_lower": lower,
@@ -109,7 +117,7 @@ def notes_of(name: str, what: str) -> dict[str, str]:
         f"slowdown_{name}_lower": "lower end of its 95 % bootstrap interval",
         f"slowdown_{name}_upper": "upper end",
         f"manager_cpu_us_per_token_{name}": "CPU time of the manager process a token, microseconds",
-        f"ttft_added_ms_{name}": "median time to first token, remote minus embedded, milliseconds",
+        f"ttft_added_ms_{name}": "time to first token of single requests, remote minus embedded, milliseconds",
         f"tokens_per_second_remote_{name}": "throughput over the manager process",
         f"pairs_{name}": "interleaved pairs",
     }
