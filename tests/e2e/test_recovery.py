@@ -3,57 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import random
-import signal
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from cli.stack import StackOptions
 from gpuworker.demo_model import CHECKPOINT
-from gpuworker.demo_model.prompts import questions, system_text
 from quire.inference.v1 import inference_pb2
-from quire.kvmanager.v1 import kvmanager_pb2
-from tests.e2e.reference import chat_tokens, greedy_tokens
-from tests.e2e.suite import PATIENCE, Outcome, Suite, greedy, running_suite
+from tests.e2e.load import all_started, epoch, kill, prompts
+from tests.e2e.reference import greedy_tokens
+from tests.e2e.suite import PATIENCE, greedy, running_suite
 
 COUNT = 96
 FLAGS = ("--kv-blocks", "2048", "--dtype", "float32")
 
 pytestmark = pytest.mark.timeout(300)
-
-
-def prompts(count: int, seed: int = 0) -> list[list[int]]:
-    """Return chats over parts of one text, every other one with a prefix that others share."""
-    rng = random.Random(seed)
-    asked = questions(8)
-    text = system_text()
-    return [chat_tokens(asked[i % 8].text, text[: 400 if i % 2 else rng.randrange(50, 300)]) for i in range(count)]
-
-
-async def all_started(suite: Suite, asked: Sequence[list[int]], count: int) -> list[asyncio.Task[Outcome]]:
-    """Start a stream for each prompt; return when every one has its first token."""
-    firsts = [asyncio.Event() for _ in asked]
-    tasks = [
-        asyncio.create_task(suite.generate(greedy(prompt, count), first_token=first))
-        for prompt, first in zip(asked, firsts, strict=True)
-    ]
-    await asyncio.gather(*(first.wait() for first in firsts))
-    return tasks
-
-
-def kill(suite: Suite, name: str) -> None:
-    """Send SIGKILL to a process of the suite."""
-    pid = suite.stack.children[name].pid
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-
-
-async def epoch(suite: Suite) -> int:
-    """Return the manager's epoch."""
-    return int((await suite.manager.GetPool(kvmanager_pb2.GetPoolRequest(), timeout=30.0, wait_for_ready=True)).epoch)
 
 
 async def test_a_killed_manager_breaks_none_of_64_streams(tmp_path: Path) -> None:

@@ -1,0 +1,51 @@
+"""Load for tests that disturb a running suite: prompts that share prefixes, streams that all run, a kill by name."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Sequence
+
+from gpuworker.demo_model.prompts import questions, system_text
+from quire.kvmanager.v1 import kvmanager_pb2
+from tests.e2e.reference import chat_tokens
+from tests.e2e.suite import Outcome, Suite, greedy
+
+
+def prompts(count: int, seed: int = 0) -> list[list[int]]:
+    """Return chats over parts of one text, every other one with a prefix that others share."""
+    rng = random.Random(seed)
+    asked = questions(8)
+    text = system_text()
+    return [chat_tokens(asked[i % 8].text, text[: 400 if i % 2 else rng.randrange(50, 300)]) for i in range(count)]
+
+
+async def all_started(suite: Suite, asked: Sequence[list[int]], count: int) -> list[asyncio.Task[Outcome]]:
+    """Start a stream for each prompt; return when every one has its first token."""
+    firsts = [asyncio.Event() for _ in asked]
+    tasks = [
+        asyncio.create_task(suite.generate(greedy(prompt, count), first_token=first))
+        for prompt, first in zip(asked, firsts, strict=True)
+    ]
+    await asyncio.gather(*(first.wait() for first in firsts))
+    return tasks
+
+
+def kill(suite: Suite, name: str, number: signal.Signals = signal.SIGKILL) -> None:
+    """Send a signal to a process of the suite."""
+    pid = suite.stack.children[name].pid
+    assert pid is not None
+    os.kill(pid, number)
+
+
+async def epoch(suite: Suite) -> int:
+    """Return the manager's epoch."""
+    return int((await suite.manager.GetPool(kvmanager_pb2.GetPoolRequest(), timeout=30.0, wait_for_ready=True)).epoch)
+
+
+def redis_url(suite: Suite) -> str:
+    """Return the URL of the suite's Redis, as the suite said it."""
+    (url,) = (line.removeprefix("redis: ready at ") for line in suite.lines if line.startswith("redis: ready at "))
+    return url
