@@ -234,9 +234,9 @@ class LeaseClient:
             connection.ended.cancel()
             reader.cancel()
             writer.cancel()
-            read, _ = await asyncio.gather(reader, writer, return_exceptions=True)
             if connection.session is not None:
                 self._post(Detached(connection.session))
+            read, _ = await asyncio.gather(reader, writer, return_exceptions=True)
         if isinstance(read, Exception):
             raise read
         if not connection.ended.cancelled():

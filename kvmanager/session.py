@@ -44,24 +44,31 @@ class SessionStream:
         self._worker: WorkerSession | None = None
         self._inventory = InventoryAssembler()
         self._session = self._received = self._sent = 0
-        self._broken = ""
+        self._broken, self._over = "", False
+        self._failure: BaseException | None = None
 
     async def serve(self, write: Callable[[kvmanager_pb2.SessionResponse], Awaitable[None]]) -> None:
         """Serve until the stream ends. Raises ProtocolViolation, StaleEpoch, or Unavailable when broken off here."""
         self._reader = asyncio.create_task(self._read())
-        self._reader.add_done_callback(lambda _: self._outbox.put_nowait(None))
+        self._reader.add_done_callback(self._read_all)
         try:
             while (response := await self._outbox.get()) is not None:
                 await write(response)
         finally:
+            # Nothing is awaited here: gRPC may cancel this task once more while it cleans up.
+            self._over = True
             self._reader.cancel()
-            (outcome,) = await asyncio.gather(self._reader, return_exceptions=True)
             if self._worker is not None:
                 self._attachments.close(self._worker)
         if self._broken:
             raise Unavailable(self._broken)
-        if isinstance(outcome, Exception):
-            raise outcome
+        if self._failure is not None:
+            raise self._failure
+
+    def _read_all(self, reader: asyncio.Task[None]) -> None:
+        if not reader.cancelled():
+            self._failure = reader.exception()
+        self._outbox.put_nowait(None)
 
     # ------------------------------------------------------------ from outside
 
@@ -116,7 +123,9 @@ class SessionStream:
             self._send(kvmanager_pb2.SessionResponse(attach_rejected=rejected_to_proto(opened)))
             return False
         self._worker = opened
-        return True
+        if self._over:  # the stream ended meanwhile, and the cancellation got lost on the way
+            self._attachments.close(opened)
+        return not self._over
 
     def _take_inventory(self, worker: WorkerSession, chunk: kvmanager_pb2.Inventory) -> None:
         inventory = self._inventory.add(chunk)

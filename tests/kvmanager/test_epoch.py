@@ -96,6 +96,16 @@ async def test_workers_are_answered_although_the_epoch_cannot_be_stored(
         EpochFile(tmp_path).check()
 
 
+async def test_epoch_does_not_fall_when_neither_disk_nor_redis_has_kept_it(
+    keeper: Keeper, tmp_path: Path, redis_url: str, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    epochs = keeper(tmp_path, redis_url)
+    monkeypatch.setattr(os, "fsync", full_disk)
+    assert await epochs.for_attach(6) == 7
+    await redis_client.flushall()
+    assert await epochs.renew_fence() == 8
+
+
 def full_disk(descriptor: int) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
