@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 
 import grpc
 import pytest
 from grpc import aio
 
+from common.fingerprint import model_fingerprint
 from common.lease import Admit, Claim, Inventory, InventorySequence, Report, Reserve
 from common.lease_wire import attach_to_proto
 from common.types import BlockHash, BlockId, FinishReason, KvGeometry, MissReason, SequenceId, SequencePhase

@@ -43,7 +43,9 @@ Global___SequencePhase: _TypeAlias = SequencePhase  # noqa: Y015
 
 @_typing.final
 class SessionRequest(_message.Message):
-    """`bytes` fields that hold numbers are packed little-endian int32; block hashes are 16 bytes each, concatenated."""
+    """`bytes` fields that hold numbers are packed little-endian, 32 bits each: signed for block ids and parent indexes,
+    unsigned for everything else. Block hashes are 16 bytes each, concatenated.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
