@@ -141,6 +141,20 @@ async def test_configured_block_size_binds_the_first_worker_too(start_manager: S
     assert manager.attachments.manager.identity is None
 
 
+async def test_configured_model_binds_the_first_worker_too(
+    start_manager: Start, connect: Connect, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    manager = await start_manager(model=tmp_path)
+    answer = await connect(manager).attach()
+    differences = {each.field: each for each in answer.attach_rejected.differences}
+    assert set(differences) == {"model_fingerprint", "tokenizer_fingerprint"}
+    assert differences["model_fingerprint"].manager == model_fingerprint(tmp_path)
+    assert differences["tokenizer_fingerprint"].manager == "none"
+    served = replace(IDENTITY, model_fingerprint=model_fingerprint(tmp_path), tokenizer_fingerprint="none")
+    assert (await connect(manager, identity=served).attach()).WhichOneof("message") == "attach_ok"
+
+
 def test_identities_that_differ_in_any_part_have_namespaces_of_their_own() -> None:
     others = {different.namespace for different, *_ in DIFFERENT.values()}
     assert len(others | {IDENTITY.namespace}) == len(DIFFERENT) + 1
