@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -13,16 +12,17 @@ from typing import Any
 import grpc
 from rich.console import Console
 
+from cli.config import ClientSettings
+from common.config import load_or_exit
 from common.errors import QuireError, Unavailable
 from common.rpc.status import error_from_rpc
 
-DEFAULT_ADDRESS = "127.0.0.1:50051"
 _PIPED_WIDTH = 140
 
 
 def add_address(parser: argparse.ArgumentParser) -> None:
-    """Add the flag that names the router."""
-    address = os.environ.get("QUIRE_ADDRESS", DEFAULT_ADDRESS)
+    """Add the flag that names the router; its default comes from environment and file, as all options do."""
+    address = load_or_exit(ClientSettings, ()).address
     text = "HOST:PORT of the router (default %(default)s; environment: QUIRE_ADDRESS)"
     parser.add_argument("--address", default=address, help=text)
 

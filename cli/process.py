@@ -5,35 +5,36 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
+from cli.programs import Program
 from common import die_with_parent
 
+# What a service ends with when its options are bad (common/config.py): starting it again would say the same.
+REFUSED_STATUS = 2
 _FIRST_BACKOFF, _LONGEST_BACKOFF = 0.5, 30.0
 _STABLE_SECONDS = 30.0
-_KILL_AFTER = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class Program:
-    """What to run: a name for people, the module with its flags, and where its health is asked for."""
-
-    name: str
-    module: str
-    flags: tuple[str, ...]
-    address: str
-    environment: dict[str, str] = field(default_factory=dict)
+_KEPT_LINES = 20
+_LONGEST_LINE = 1 << 20
 
 
 class Child:
-    """Keeps one program running until told to stop. `say(name, line)` gets every line and event of it."""
+    """Keeps one program running until told to stop. `say(name, line)` gets every line and event of it.
 
-    def __init__(self, program: Program, say: Callable[[str, str], None]) -> None:
+    `patience`: seconds between SIGTERM and SIGKILL. One that ends with REFUSED_STATUS is not started again;
+    `on_refused` is called then.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        say: Callable[[str, str], None],
+        patience: float = 10.0,
+        on_refused: Callable[[Child], None] = lambda _: None,
+    ) -> None:
         self.program = program
-        self._say = say
+        self._say, self._patience, self._on_refused = say, patience, on_refused
         self._process: asyncio.subprocess.Process | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._stopping = False
@@ -57,22 +58,28 @@ class Child:
         if process is not None and process.returncode is None:
             process.send_signal(signal.SIGTERM)
             try:
-                await asyncio.wait_for(process.wait(), _KILL_AFTER)
+                await asyncio.wait_for(process.wait(), self._patience)
             except TimeoutError:
-                self._say(self.program.name, f"did not stop within {_KILL_AFTER:.0f} s; killing it")
-                process.kill()
+                self._say(self.program.name, f"did not stop within {self._patience:g} s; killing it")
+                self.kill()
                 await process.wait()
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
 
+    def kill(self) -> None:
+        """End it at once (SIGKILL), and stop restarting it."""
+        self._stopping = True
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+
     async def _spawn(self) -> None:
-        command = die_with_parent.command([sys.executable, "-m", self.program.module, *self.program.flags])
         self._process = await asyncio.create_subprocess_exec(
-            *command,
+            *die_with_parent.command([*self.program.command, *self.program.flags]),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
+            limit=_LONGEST_LINE,
             env=os.environ | self.program.environment,
             start_new_session=True,
         )
@@ -87,6 +94,10 @@ class Child:
             code = await process.wait()
             if self._stopping:
                 return
+            if code == REFUSED_STATUS:
+                self._say(self.program.name, "refused its options; it is not started again")
+                self._on_refused(self)
+                return
             if time.monotonic() - began > _STABLE_SECONDS:
                 backoff = _FIRST_BACKOFF
             self._say(self.program.name, f"{_ended(code)}; starting it again in {backoff:.1f} s")
@@ -94,13 +105,16 @@ class Child:
             backoff = min(2 * backoff, _LONGEST_BACKOFF)
             self.restarts += 1
             await self._spawn()
+            if self.program.quiet:  # the others say themselves when they are READY
+                self._say(self.program.name, f"started again on {self.program.address}")
 
     async def _pass_lines_on(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
         async for raw in process.stdout:
             line = raw.decode(errors="replace").rstrip()
-            self.last_lines = [*self.last_lines[-19:], line]
-            self._say(self.program.name, line)
+            self.last_lines = [*self.last_lines[1 - _KEPT_LINES :], line]
+            if not self.program.quiet:
+                self._say(self.program.name, line)
 
 
 def _ended(code: int) -> str:

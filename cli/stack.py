@@ -3,50 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
+from typing import Any, Final
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cli.process import Child, Program
+from cli.process import Child
+from cli.programs import REDIS, Program, StackOptions, redis_program, router_address, service_programs
 from common.errors import Unavailable
 from common.local_redis import LocalRedis
 from quire.inference.v1 import inference_pb2, inference_pb2_grpc
 
+__all__ = ["Stack", "StackOptions", "free_ports"]
+
 Say = Callable[[str, str], None]
 
-
-@dataclass(frozen=True, slots=True)
-class StackOptions:
-    """What differs between one suite and another. `worker_ports` has one port a worker.
-
-    `named_workers` is how many of them the router is told by flag (default all); the others it finds through Redis.
-    """
-
-    model: Path
-    workers: int = 1
-    block_size: int = 16
-    embedded: bool = False
-    host: str = "127.0.0.1"
-    port: int = 50051
-    http_port: int = 8000
-    manager_port: int = 50052
-    worker_ports: tuple[int, ...] = (50053,)
-    redis_url: str | None = None
-    state_dir: Path = Path(".quire")
-    threads: int | None = None
-    named_workers: int | None = None
-    worker_flags: tuple[str, ...] = ()
-    router_flags: tuple[str, ...] = ()
-    manager_flags: tuple[str, ...] = ()
-    log_format: str = "text"
-    ready_seconds: float = 300.0
+_POLL_SECONDS: Final = 0.05
+# What a service may need beyond its drain_timeout to say its last words.
+_LAST_WORDS_SECONDS: Final = 5.0
+_STOP_ORDER: Final = {"router": 0, "kvmanager": 2, REDIS: 3}
+_WORKERS_STOP: Final = 1
 
 
 def free_ports(count: int) -> list[int]:
@@ -62,13 +42,18 @@ def free_ports(count: int) -> list[int]:
 
 
 class Stack:
-    """Starts, watches and stops the processes of one suite; use it as an async context manager."""
+    """Starts, watches and stops the processes of one suite; use it as an async context manager.
+
+    `refused` is set when a service finds its options bad and ends for good; `refusal()` has its words.
+    """
 
     def __init__(self, options: StackOptions, say: Say) -> None:
         self.options, self._say = options, say
-        self.redis: LocalRedis | None = None
         self.children: dict[str, Child] = {}
-        self.address = f"{options.host}:{options.port}"
+        self.refused = asyncio.Event()
+        self._refusing: Child | None = None
+        self.redis_url = options.redis_url or ""
+        self.address = router_address(options)
         self.http_url = f"http://{options.host}:{options.http_port}"
 
     async def __aenter__(self) -> Stack:
@@ -84,82 +69,67 @@ class Stack:
 
     async def start(self) -> None:
         """Start everything and wait until each part is healthy; Unavailable, with its last lines, when one is not."""
-        redis_url = self.options.redis_url
-        if redis_url is None:
-            self.redis = LocalRedis()
-            self.redis.start()  # on this thread: it ends with the thread that started it
-            redis_url = self.redis.url
-        self._say("redis", f"ready at {redis_url}")
-        control, data = self._programs(redis_url)
-        for group in (control, data):  # workers take longest, and start together with the router that waits for them
-            for program in group:
-                self.children[program.name] = Child(program, self._say)
-                await self.children[program.name].start()
+        if self.options.redis_url is None:
+            await self._start_redis()
+        self._say(REDIS, f"ready at {self.redis_url}" if self.redis_url else "none; workers are told by flag")
+        control, data = service_programs(self.options, self.redis_url)
         for program in (*control, *data):
-            await self._healthy(self.children[program.name])
-        await self._connected()
+            await self._start(program)
+        for program in (*control, *data):
+            await self._or_refused(self._healthy(self.children[program.name]))
+        await self._or_refused(self._connected())
 
     async def stop(self) -> None:
         """Drain the router first, then the workers, then the manager and Redis, so that nothing loses what it needs."""
-        rank = {"router": 0, "kvmanager": 2}
-        for step in (0, 1, 2):
-            group = [child for name, child in self.children.items() if rank.get(name, 1) == step]
+        for step in range(1 + max(_STOP_ORDER.values())):
+            group = [each for name, each in self.children.items() if _STOP_ORDER.get(name, _WORKERS_STOP) == step]
             await asyncio.gather(*(child.stop() for child in group))
         self.children.clear()
-        if self.redis is not None:
-            self.redis.stop()
-            self.redis = None
 
-    # ------------------------------------------------------------ programs
+    def kill(self) -> None:
+        """End everything at once; `stop` has nothing left to wait for then."""
+        for child in self.children.values():
+            child.kill()
 
-    def _programs(self, redis_url: str) -> tuple[list[Program], list[Program]]:
-        workers = [self._worker(index, redis_url) for index in range(self.options.workers)]
-        router = self._router(redis_url)
-        if self.options.embedded:
-            return [], [*workers, router]
-        return [self._manager(redis_url)], [*workers, router]
+    async def _start(self, program: Program) -> Child:
+        child = Child(program, self._say, self.options.drain_timeout + _LAST_WORDS_SECONDS, self._on_refused)
+        self.children[program.name] = child
+        await child.start()
+        return child
 
-    def _common(self, port: int, redis_url: str) -> tuple[str, ...]:
-        options = self.options
-        return (
-            *("--host", options.host, "--port", str(port), "--redis-url", redis_url),
-            *("--block-size", str(options.block_size), "--state-dir", str(options.state_dir)),
-            *("--log-format", options.log_format, "--trace-endpoint", self.address),
-        )
+    def refusal(self) -> Unavailable:
+        """Return what the service that refused its options said."""
+        assert self._refusing is not None
+        return Unavailable(f"{self._refusing.program.name} cannot run:\n{_words(self._refusing)}")
 
-    def _manager(self, redis_url: str) -> Program:
-        port = self.options.manager_port
-        flags = (*self._common(port, redis_url), *self.options.manager_flags)
-        return Program("kvmanager", "kvmanager.main", flags, f"{self.options.host}:{port}")
+    def _on_refused(self, child: Child) -> None:
+        self._refusing = child
+        self.refused.set()
 
-    def _worker(self, index: int, redis_url: str) -> Program:
-        options, port = self.options, self.options.worker_ports[index]
-        threads = options.threads or max(1, ((os.cpu_count() or 2) - 1) // options.workers)
-        flags = (
-            *self._common(port, redis_url),
-            *("--worker-id", f"worker-{index}", "--model", str(options.model), "--threads", str(threads)),
-            *options.worker_flags,
-        )
-        if not options.embedded:
-            flags = (*flags, "--manager", f"{options.host}:{options.manager_port}")
-        module = "cli.embedded" if options.embedded else "gpuworker.main"
-        return Program(f"worker-{index}", module, flags, f"{options.host}:{port}", {"OMP_NUM_THREADS": str(threads)})
-
-    def _router(self, redis_url: str) -> Program:
-        options = self.options
-        named = options.workers if options.named_workers is None else options.named_workers
-        flags = (
-            *self._common(options.port, redis_url),
-            *("--model", str(options.model), "--http-port", str(options.http_port)),
-            *(part for index in range(named) for part in self._worker_flag(index)),
-            *options.router_flags,
-        )
-        return Program("router", "router.main", flags, self.address)
-
-    def _worker_flag(self, index: int) -> tuple[str, str]:
-        return "--worker", f"{self.options.host}:{self.options.worker_ports[index]}"
+    async def _or_refused(self, waiting: Coroutine[Any, Any, None]) -> None:
+        """Wait, but not for what a service that ended for good would have had to do."""
+        wait, refused = asyncio.create_task(waiting), asyncio.create_task(self.refused.wait())
+        try:
+            await asyncio.wait({wait, refused}, return_when=asyncio.FIRST_COMPLETED)
+            if wait.done():
+                return wait.result()
+            raise self.refusal()
+        finally:
+            for task in (wait, refused):
+                task.cancel()
+            await asyncio.gather(wait, refused, return_exceptions=True)
 
     # ------------------------------------------------------------ health
+
+    async def _start_redis(self) -> None:
+        server = LocalRedis()
+        child = await self._start(redis_program(server))
+        deadline = time.monotonic() + self.options.ready_seconds
+        while child.pid is None or not await asyncio.to_thread(server.answers, child.pid):
+            if child.restarts or time.monotonic() > deadline:
+                raise _not_ready(child)
+            await asyncio.sleep(_POLL_SECONDS / 5)
+        self.redis_url = server.url
 
     async def _healthy(self, child: Child) -> None:
         deadline = time.monotonic() + self.options.ready_seconds
@@ -172,9 +142,8 @@ class Stack:
                         return
                 if child.restarts:
                     break  # it ended while it started: its own words say why, and trying again says the same
-                await asyncio.sleep(0.05)
-        last = "\n".join(f"    {line}" for line in child.last_lines)
-        raise Unavailable(f"{child.program.name} did not become ready; its last lines:\n{last}")
+                await asyncio.sleep(_POLL_SECONDS)
+        raise _not_ready(child)
 
     async def _connected(self) -> None:
         """Wait until the router has a stream to every worker: it is healthy with one, and reconnects at its pace."""
@@ -185,4 +154,12 @@ class Stack:
                     status = await stub.GetStatus(inference_pb2.GetStatusRequest(), timeout=5.0)
                     if sum(worker.state == "connected" for worker in status.workers) >= self.options.workers:
                         return
-                    await asyncio.sleep(0.05)
+                    await asyncio.sleep(_POLL_SECONDS)
+
+
+def _not_ready(child: Child) -> Unavailable:
+    return Unavailable(f"{child.program.name} did not become ready; its last lines:\n{_words(child)}")
+
+
+def _words(child: Child) -> str:
+    return "\n".join(f"    {line}" for line in child.last_lines)

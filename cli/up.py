@@ -1,90 +1,27 @@
-"""`quire up`: the whole suite in the foreground, one readable line an event; Ctrl-C drains and stops it."""
+"""`quire up`: the whole suite in the foreground, one readable line an event; Ctrl-C drains and stops it.
+
+Its options come from flags, QUIRE_* and a TOML file, which the services read as well: [up] is for the suite,
+[gpuworker] for each worker, and so on.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import ClassVar, Literal
 
-from pydantic import Field
 from rich.console import Console
 from rich.text import Text
 
+from cli.preflight import suite_options
 from cli.stack import Stack, StackOptions
-from common.config import flag_of, load_or_exit
-from common.errors import QuireError
-from common.options import BlockSize, Bytes, Count, DType, Fraction, Port, RedisUrl, Settings
+from common.config import refuse
+from common.errors import InvalidConfig, QuireError
 
 _COLOURS = {"redis": "red", "kvmanager": "magenta", "router": "cyan"}
-_TO_WORKERS = (
-    *("kv_blocks", "kv_memory", "gpu_memory_utilization", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
-    *("long_prefill_cap", "device", "dtype", "load_format", "seed"),
-)
-
-
-class UpSettings(Settings):
-    """options of the suite"""
-
-    service: ClassVar[str] = "up"
-    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("kv_blocks", "kv_memory", "gpu_memory_utilization"),)
-
-    model: Path = Field(..., description="folder of the checkpoint to serve, in Hugging Face format")
-    workers: Count = Field(1, description="GPU workers to start")
-    manager: Literal["remote", "embedded"] = Field(
-        "remote", description="KV manager as a service of its own, or inside each worker (for comparison)"
-    )
-    block_size: BlockSize = Field(16, description="slots in a block")
-    kv_blocks: Count | None = Field(None, description="size of each worker's KV pool in blocks")
-    kv_memory: Bytes | None = Field(None, description="size of each worker's KV pool in bytes, such as 4GiB")
-    gpu_memory_utilization: float | None = Field(None, gt=0.0, le=1.0, description="share of a GPU's memory to use")
-    max_model_len: Count | None = Field(None, description="longest prompt and output together")
-    max_num_seqs: Count | None = Field(None, description="sequences in a step; unset: 256 on a GPU, 64 on a CPU")
-    max_num_batched_tokens: Count = Field(2048, description="tokens in a step")
-    long_prefill_cap: Count | None = Field(None, description="tokens of one prompt in a step")
-    device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
-    dtype: DType = Field("auto", description="type of weights and activations; auto: the checkpoint's own")
-    load_format: Literal["auto", "dummy"] = Field("auto", description="dummy makes random weights")
-    seed: int = Field(0, description="seed of dummy weights")
-    host: str = Field("127.0.0.1", description="address to listen on")
-    port: Port = Field(50051, description="gRPC port of the router")
-    http_port: Port = Field(8000, description="HTTP port of the router: OpenAI-compatible API, /metrics, /health")
-    manager_port: Port = Field(50052, description="gRPC port of the KV manager")
-    worker_port: Port = Field(50053, description="gRPC port of the first worker; the others follow")
-    redis_url: RedisUrl | None = Field(
-        None, description="Redis to use; unset: one is started", json_schema_extra={"env": "REDIS_URL"}
-    )
-    state_dir: Path = Field(Path(".quire"), description="folder of files that outlive the processes")
-    trace_sample_ratio: Fraction = Field(1.0, description="share of requests that are traced")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe line shown")
-
-    def stack_options(self) -> StackOptions:
-        """Return the suite that these options describe."""
-        shared = ("--log-level", self.log_level, "--trace-sample-ratio", str(self.trace_sample_ratio))
-        worker_flags = [
-            part
-            for key in _TO_WORKERS
-            if (value := getattr(self, key)) is not None
-            for part in (flag_of(key), str(value))
-        ]
-        return StackOptions(
-            model=self.model,
-            workers=self.workers,
-            block_size=self.block_size,
-            embedded=self.manager == "embedded",
-            host=self.host,
-            port=self.port,
-            http_port=self.http_port,
-            manager_port=self.manager_port,
-            worker_ports=tuple(range(self.worker_port, self.worker_port + self.workers)),
-            redis_url=self.redis_url,
-            state_dir=self.state_dir,
-            worker_flags=(*shared, *worker_flags),
-            router_flags=(*shared, "--load-format", self.load_format),
-            manager_flags=shared,
-        )
+KILLED_STATUS = 130
 
 
 class Lines:
@@ -100,36 +37,62 @@ class Lines:
         self._console.print(text, soft_wrap=True)
 
 
-async def run(options: StackOptions, say: Lines) -> None:
-    """Run the suite until SIGINT or SIGTERM."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-    starting = asyncio.create_task(_start_and_wait(options, say, stop))
-    stopped = asyncio.create_task(stop.wait())
-    await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    if not starting.done():
-        say("quire", "stopping: draining the router, then the workers")
-        starting.cancel()
-    stopped.cancel()
-    await asyncio.gather(starting, return_exceptions=starting.cancelled() or stop.is_set())
-    say("quire", "stopped")
+class Foreground:
+    """A suite that runs until SIGINT or SIGTERM; a second one of them kills it."""
 
+    def __init__(self, options: StackOptions, say: Lines) -> None:
+        self._options, self._say = options, say
+        self._stack = Stack(options, say)
+        self._stop = asyncio.Event()
+        self._killed = False
 
-async def _start_and_wait(options: StackOptions, say: Lines, stop: asyncio.Event) -> None:
-    async with Stack(options, say) as stack:
-        say("quire", f"ready: gRPC {stack.address}, HTTP {stack.http_url}; Ctrl-C stops")
-        await asyncio.Event().wait()
+    async def run(self) -> int:
+        """Return the exit status. Raises Unavailable when a service cannot run."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        serving = asyncio.create_task(self._serve())
+        stopping = asyncio.create_task(self._stop.wait())
+        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (serving, stopping):
+            task.cancel()
+        outcome, _ = await asyncio.gather(serving, stopping, return_exceptions=True)
+        await self._stack.stop()
+        self._say("quire", "stopped")
+        if isinstance(outcome, Exception):
+            raise outcome
+        return KILLED_STATUS if self._killed else 0
+
+    async def _serve(self) -> None:
+        stack = self._stack
+        await stack.start()
+        self._say("quire", f"ready: gRPC {stack.address}, HTTP {stack.http_url}; Ctrl-C stops")
+        await stack.refused.wait()
+        raise stack.refusal()
+
+    def _on_signal(self) -> None:
+        if self._stop.is_set():
+            self._killed = True
+            self._say("quire", "killing every process")
+            return self._stack.kill()
+        self._stop.set()
+        patience = f"running requests have {self._options.drain_timeout:g} s"
+        self._say("quire", f"stopping: {patience} to finish; Ctrl-C again kills at once")
+        return None
 
 
 def main(argv: Sequence[str]) -> int:
     """Run `quire up`."""
-    settings = load_or_exit(UpSettings, argv, prog="quire up")
-    say = Lines(Console(highlight=False))
     try:
-        asyncio.run(run(settings.stack_options(), say))
+        options = suite_options(argv, os.environ)
+    except InvalidConfig as error:
+        refuse(error)
+    say = Lines(Console(highlight=False))
+
+    async def body() -> int:
+        return await Foreground(options, say).run()
+
+    try:
+        return asyncio.run(body())
     except QuireError as error:
         say("quire", str(error))
         return 1
-    return 0

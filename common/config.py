@@ -41,12 +41,16 @@ class Reading:
     known: Mapping[str, type[Settings]]
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
+    # Keys whose value is meant for this program alone: by flag, QUIRE_<SERVICE>_<KEY> or the table [service].
+    own: set[str] = field(default_factory=set)
     violations: list[FieldViolation] = field(default_factory=list)
+    # The TOML file that was named, if one was.
+    file: Path | None = None
 
     def violate(self, where: str, what: str) -> None:
         self.violations.append(FieldViolation(where, what))
 
-    def take(self, found: Mapping[str, tuple[str, Any]]) -> None:
+    def take(self, found: Mapping[str, tuple[str, Any]], own: bool = False) -> None:
         """Lay one source (key -> origin, value) over those before it; one of an exclusive group displaces the rest."""
         for group in self.settings.exclusive:
             given = [key for key in group if key in found]
@@ -56,8 +60,10 @@ class Reading:
             if given:
                 for key in group:
                     self.values.pop(key, None)
+                self.own.difference_update(group)
         for key, (origin, value) in found.items():
             self.values[key], self.origins[key] = value, origin
+        self.own = self.own | found.keys() if own else self.own - found.keys()
 
 
 def load(
@@ -72,16 +78,41 @@ def load(
     `known` are the option classes of all programs that share environment and file (default: all that are installed).
     Raises InvalidConfig with every violation; exits on `--help`.
     """
+    return validate(read(settings, argv, environ, known, prog), settings)
+
+
+def read(
+    settings: type[Settings],
+    argv: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+    known: Iterable[type[Settings]] | None = None,
+    prog: str | None = None,
+) -> Reading:
+    """Return what the sources say, not yet checked; arguments as for `load`."""
     environ = os.environ if environ is None else environ
     classes: list[type[Settings]] = [*(installed_settings() if known is None else known), settings]
     reading = Reading(settings, {each.service: each for each in classes})
     flags, config = _read_flags(reading, argv, prog)
     config = config or environ.get(ENV_PREFIX + "CONFIG")
     if config:
-        _read_file(reading, Path(config))
+        reading.file = Path(config)
+        _read_file(reading, reading.file)
     _read_environment(reading, environ)
-    reading.take(flags)
-    return _validate(reading, settings)
+    reading.take(flags, own=True)
+    return reading
+
+
+def validate(reading: Reading, settings: type[SettingsT]) -> SettingsT:
+    """Return the options that were read. Raises InvalidConfig with every violation, those of the reading included."""
+    try:
+        result = settings.model_validate(reading.values)
+    except ValidationError as error:
+        for problem in error.errors():
+            reading.violate(*_in_words(problem, reading.origins))
+        raise InvalidConfig(*reading.violations) from None
+    if reading.violations:
+        raise InvalidConfig(*reading.violations)
+    return result
 
 
 def load_or_exit(settings: type[SettingsT], argv: Sequence[str] | None = None, prog: str | None = None) -> SettingsT:
@@ -225,7 +256,7 @@ def _read_environment(reading: Reading, environ: Mapping[str, str]) -> None:
         if name.startswith(ENV_PREFIX) and name not in names:
             reading.violate(name, "is no variable that Quire knows" + _nearest(name, names))
     reading.take(shared)
-    reading.take(own)
+    reading.take(own, own=True)
 
 
 def _first(environ: Mapping[str, str], key: str, *names: str) -> dict[str, tuple[str, Any]]:
@@ -250,7 +281,7 @@ def _read_file(reading: Reading, path: Path) -> None:
             continue
         found = _known_keys(reading, path, table, set(reading.known[name].model_fields), f"{name}.")
         if name == reading.settings.service:
-            reading.take(found)
+            reading.take(found, own=True)
     return None
 
 
@@ -261,18 +292,6 @@ def _known_keys(
         reading.violate(f"{prefix}{key} in {path}", "is no key that Quire knows" + _nearest(key, known))
     mine = reading.settings.model_fields.keys() & table.keys()
     return {key: (f"{prefix}{key} in {path}", table[key]) for key in sorted(mine)}
-
-
-def _validate(reading: Reading, settings: type[SettingsT]) -> SettingsT:
-    try:
-        result = settings.model_validate(reading.values)
-    except ValidationError as error:
-        for problem in error.errors():
-            reading.violate(*_in_words(problem, reading.origins))
-        raise InvalidConfig(*reading.violations) from None
-    if reading.violations:
-        raise InvalidConfig(*reading.violations)
-    return result
 
 
 def _in_words(problem: ErrorDetails, origins: Mapping[str, str]) -> tuple[str, str]:

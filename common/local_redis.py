@@ -73,14 +73,14 @@ class LocalRedis:
 
     def start(self) -> None:
         """Start it, empty, and return once it answers. Raises Unavailable with what it printed if it does not."""
-        command = die_with_parent.command(self._argv())
+        command = die_with_parent.command(self.argv())
         deadline = time.monotonic() + START_TIMEOUT_S
         with tempfile.TemporaryFile() as log:
             # In a session of its own: Ctrl-C in a terminal is for whoever started it, who may still need it to drain.
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
-            while not self._answers():
+            while not self.answers(self.pid):
                 if self._process.poll() is not None or time.monotonic() > deadline:
                     self.kill()
                     log.seek(0)
@@ -108,7 +108,8 @@ class LocalRedis:
     ) -> None:
         self.stop()
 
-    def _argv(self) -> list[str]:
+    def argv(self) -> list[str]:
+        """Return the server and its options, for who supervises it instead of calling `start`."""
         options = {
             "port": str(self.port),
             "bind": "127.0.0.1",
@@ -120,11 +121,11 @@ class LocalRedis:
         }
         return [str(find_server()), *(word for key, value in options.items() for word in (f"--{key}", value))]
 
-    def _answers(self) -> bool:
-        """Return whether it is our process that answers on the port."""
+    def answers(self, pid: int) -> bool:
+        """Return whether it is this process that answers on the port."""
         with redis.Redis(port=self.port, socket_timeout=1.0) as client:
             try:
-                return bool(client.info("server")["process_id"] == self.pid)
+                return bool(client.info("server")["process_id"] == pid)
             except redis.RedisError:
                 return False
 

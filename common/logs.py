@@ -21,11 +21,15 @@ _NOISY: Final = {"httpx": "WARNING", "httpcore": "WARNING", "uvicorn.access": "W
 
 
 def setup_logging(
-    service: str, level: str = "info", form: Literal["json", "text"] = "json", stream: TextIO | None = None
+    service: str, level: str = "info", form: Literal["json", "text", "bare"] = "json", stream: TextIO | None = None
 ) -> None:
-    """Send every log line of the process to `stream` (default: stderr), and Python's warnings too."""
+    """Send every log line of the process to `stream` (default: stderr), and Python's warnings too.
+
+    "bare" is for who reads the lines through a supervisor that says itself when a line came, and from which service.
+    """
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(JsonFormatter(service) if form == "json" else TextFormatter(service))
+    formatters = {"json": JsonFormatter, "text": TextFormatter, "bare": BareFormatter}
+    handler.setFormatter(formatters[form](service))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(True)
     for name, least in _NOISY.items():
@@ -64,11 +68,22 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line, with a traceback below it where there is one."""
-        clock = datetime.fromtimestamp(record.created).astimezone().strftime("%H:%M:%S.%f")[:-3]
-        head = f"{clock} {record.levelname.lower():7} {self._service:9} {record.getMessage()}"
+        head = self._head(record)
         fields = {**fields_of(record), **{key: value for key, value in trace_ids(record).items() if key == "trace_id"}}
         line = "  ".join([head, " ".join(f"{key}={value}" for key, value in fields.items())]).rstrip()
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+    def _head(self, record: logging.LogRecord) -> str:
+        clock = datetime.fromtimestamp(record.created).astimezone().strftime("%H:%M:%S.%f")[:-3]
+        return f"{clock} {record.levelname.lower():7} {self._service:9} {record.getMessage()}"
+
+
+class BareFormatter(TextFormatter):
+    """`admitted  request_id=r1 trace_id=...`, with the level in front where it is not info."""
+
+    def _head(self, record: logging.LogRecord) -> str:
+        level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
+        return f"{level}{record.getMessage()}"
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, Any]:

@@ -66,6 +66,8 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Seconds = Annotated[float, Field(gt=0.0)]
 Count = Annotated[int, Field(ge=1)]
 DType = Annotated[str, AfterValidator(_one_of("auto", "float32", "float16", "bfloat16"))]
+LogFormat = Literal["json", "text", "bare"]
+LoadFormat = Literal["auto", "dummy"]
 Choice = _one_of
 
 
@@ -89,7 +91,9 @@ class ServiceSettings(Settings):
     )
     state_dir: Path = Field(Path(".quire"), description="folder of files that outlive the process")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe log line shown")
-    log_format: Literal["json", "text"] = Field("json", description="one JSON object a line, or lines for people")
+    log_format: LogFormat = Field(
+        "json", description="one JSON object a line; lines for people; bare: those without clock and service"
+    )
     trace_sample_ratio: Fraction = Field(1.0, description="share of requests traced when the client does not say")
     trace_endpoint: Address | None = Field(
         None, description="HOST:PORT that receives spans (OTLP over gRPC) unless OTEL_EXPORTER_OTLP_ENDPOINT is set"

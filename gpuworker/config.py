@@ -2,18 +2,44 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from pydantic import Field
 
-from common.options import Address, BlockSize, Bytes, Count, DType, Port, ServiceSettings
+from common.options import Address, BlockSize, Bytes, Count, DType, LoadFormat, Port, ServiceSettings, Settings
 
 
-class GpuWorkerSettings(ServiceSettings):
+class EngineSettings(Settings):
+    """options of the engine"""
+
+    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("kv_blocks", "kv_memory", "gpu_memory_utilization"),)
+
+    load_format: LoadFormat = Field("auto", description="dummy makes random weights from the configuration alone")
+    dtype: DType = Field("auto", description="type of weights and activations; auto: the checkpoint's own")
+    device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
+    seed: int = Field(0, description="seed of dummy weights")
+    kv_blocks: Count | None = Field(None, description="size of a worker's KV pool in blocks")
+    kv_memory: Bytes | None = Field(None, description="size of a worker's KV pool in bytes, such as 4GiB")
+    gpu_memory_utilization: float = Field(
+        0.90,
+        gt=0.0,
+        le=1.0,
+        description="CUDA only: share of the device's memory for weights, activations and KV pool; without kv_blocks "
+        "and kv_memory a CPU's pool takes 1 GiB or a quarter of the free memory, whichever is less",
+    )
+    max_model_len: Count | None = Field(
+        None, description="longest prompt and output together; unset: the checkpoint's own"
+    )
+    max_num_seqs: Count | None = Field(None, description="sequences in a step; unset: 256 on a GPU, 64 on a CPU")
+    max_num_batched_tokens: Count = Field(2048, description="tokens in a step")
+    long_prefill_cap: Count | None = Field(None, description="tokens of one prompt in a step; unset: no cap of its own")
+    prefix_caching: bool = Field(True, description="keep blocks of finished requests, and share them")
+
+
+class GpuWorkerSettings(EngineSettings, ServiceSettings):
     """options of the GPU worker"""
 
     service: ClassVar[str] = "gpuworker"
-    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("kv_blocks", "kv_memory", "gpu_memory_utilization"),)
 
     port: Port = Field(50053, description="gRPC port; 0 takes a free one")
     metrics_port: Port | None = Field(None, description="port of /metrics and /health; unset: the gRPC port + 1000")
@@ -23,23 +49,5 @@ class GpuWorkerSettings(ServiceSettings):
     worker_id: str | None = Field(None, description="name of this worker; unset: host name and port")
     manager: Address = Field("127.0.0.1:50052", description="HOST:PORT of the KV manager")
     model: str = Field(..., description="folder of the checkpoint, or a hub name where there is a network")
-    load_format: Literal["auto", "dummy"] = Field(
-        "auto", description="dummy makes random weights from the configuration alone"
-    )
-    dtype: DType = Field("auto", description="type of weights and activations; auto: the checkpoint's own")
-    device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
-    seed: int = Field(0, description="seed of dummy weights")
     block_size: BlockSize = Field(16, description="slots in a block; the same on every service")
-    kv_blocks: Count | None = Field(None, description="size of the KV pool in blocks")
-    kv_memory: Bytes | None = Field(None, description="size of the KV pool in bytes, such as 4GiB")
-    gpu_memory_utilization: float = Field(
-        0.90, gt=0.0, le=1.0, description="share of the device's memory for weights, activations and the KV pool"
-    )
-    max_model_len: Count | None = Field(
-        None, description="longest prompt and output together; unset: the checkpoint's own"
-    )
-    max_num_seqs: Count | None = Field(None, description="sequences in a step; unset: 256 on a GPU, 64 on a CPU")
-    max_num_batched_tokens: Count = Field(2048, description="tokens in a step")
-    long_prefill_cap: Count | None = Field(None, description="tokens of one prompt in a step; unset: no cap of its own")
-    prefix_caching: bool = Field(True, description="keep blocks of finished requests, and share them")
     threads: Count | None = Field(None, description="threads of the engine on a CPU; unset: cores - 1")

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from common.options import BlockSize, Count, Fraction, Port, Seconds, ServiceSettings
+from common.options import BlockSize, Count, Fraction, LoadFormat, Port, Seconds, ServiceSettings
 
 
 class KvManagerSettings(ServiceSettings):
@@ -21,6 +21,8 @@ class KvManagerSettings(ServiceSettings):
         None,
         description="folder of the checkpoint that workers must serve; unset: what the first worker to attach serves",
     )
+    load_format: LoadFormat = Field("auto", description="dummy: workers have random weights; matters only with a model")
+    seed: int = Field(0, description="seed of dummy weights")
     block_size: BlockSize = Field(16, description="slots in a block; the same on every service")
     watermark: Fraction = Field(0.01, description="share of blocks kept free when a sequence is admitted")
     runway: Literal["auto", "max"] = Field(

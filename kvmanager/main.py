@@ -115,7 +115,8 @@ def configured_identity(settings: KvManagerSettings) -> dict[str, object]:
     parts: dict[str, object] = {each.name: each.default for each in fields(PoolIdentity) if each.name == "hash_version"}
     parts["block_size"] = settings.block_size
     if settings.model is not None:
-        parts["model_fingerprint"] = model_fingerprint(settings.model)
+        seed = settings.seed if settings.load_format == "dummy" else None
+        parts["model_fingerprint"] = model_fingerprint(settings.model, seed)
         parts["tokenizer_fingerprint"] = tokenizer_fingerprint(settings.model)
     return parts
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from pydantic import Field
 
-from common.options import Addresses, BlockSize, Count, Port, Seconds, ServiceSettings
+from common.options import Addresses, BlockSize, Count, LoadFormat, Port, Seconds, ServiceSettings
 
 
 class RouterSettings(ServiceSettings):
@@ -16,7 +16,8 @@ class RouterSettings(ServiceSettings):
     service: ClassVar[str] = "router"
 
     model: Path = Field(..., description="folder of the checkpoint, for its tokenizer and chat template")
-    load_format: Literal["auto", "safetensors", "dummy"] = Field(
+    model_name: str | None = Field(None, description="what clients call the model; unset: the name of its folder")
+    load_format: LoadFormat = Field(
         "auto", description="dummy: weights are random, so the first worker tells which model it is"
     )
     block_size: BlockSize = Field(16, description="slots in a block; the same on every service")

@@ -9,7 +9,6 @@ import secrets
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Final
 
 import uvloop
@@ -72,7 +71,7 @@ class RouterProcess:
         self._store = TraceStore(settings.span_ring)
         self._telemetry = setup_telemetry("router", settings, exporter=StoreExporter(self._store))
         self._clients = self._redis_clients()
-        self._card = _card(settings.model, checkpoint, _identity(settings, checkpoint), self._text)
+        self._card = _card(settings, checkpoint, _identity(settings, checkpoint), self._text)
         name, incarnation = f"router-{secrets.token_hex(4)}", secrets.token_bytes(16)
         self.pool = WorkerPool(RouterIdentity(name, incarnation), self._card.identity, self._clock)
         self._server = RpcServer([INFERENCE, DECISIONS], [server_spans(self._telemetry.tracer)])
@@ -170,9 +169,9 @@ def _identity(settings: RouterSettings, checkpoint: Checkpoint) -> PoolIdentity:
     return PoolIdentity(model, checkpoint.tokenizer_fingerprint, settings.block_size, UNKNOWN_GEOMETRY)
 
 
-def _card(directory: Path, checkpoint: Checkpoint, identity: PoolIdentity, text: CheckpointText) -> ModelCard:
+def _card(settings: RouterSettings, checkpoint: Checkpoint, identity: PoolIdentity, text: CheckpointText) -> ModelCard:
     return ModelCard(
-        name=directory.resolve().name,
+        name=settings.model_name or settings.model.resolve().name,
         identity=identity,
         max_model_len=checkpoint.max_model_len,
         vocab_size=checkpoint.vocab_size,

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.utils.logging import disable_progress_bar
 
 from common.errors import FieldViolation, InvalidConfig, Unsupported
+from common.hub import checkpoint_directory
+from common.options import LoadFormat
 from gpuworker.devices import pick_dtype
 from gpuworker.models.hosted import HostedModel
+from gpuworker.models.progress import telling_progress
 
-LOAD_FORMATS = ("auto", "safetensors", "dummy")
+LOAD_FORMATS = get_args(LoadFormat)
 _LAYER_KINDS = {"full_attention", "sliding_attention"}
 _DEFAULT_LIMIT = 2048
-_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _log = logging.getLogger(__name__)
 
 
@@ -30,28 +28,13 @@ _log = logging.getLogger(__name__)
 class ModelSource:
     """Where a model comes from: a directory or a hub name.
 
-    `load_format` "safetensors" takes no other weights than those; "dummy" draws weights from `seed`.
+    `load_format` "auto" reads the weights, "dummy" draws them from `seed`.
     """
 
     model: str
     dtype: str = "auto"
     load_format: str = "auto"
     seed: int = 0
-
-
-def checkpoint_directory(model: str) -> Path:
-    """Return the directory of a checkpoint; a hub name is downloaded.
-
-    Raises InvalidConfig when there is neither.
-    """
-    directory = Path(model).expanduser()
-    if directory.is_dir():
-        return directory
-    try:
-        return Path(snapshot_download(model, allow_patterns=_HUB_FILES))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        what = f"{model!r} is no directory here, and the hub did not give it: {error}"
-        raise InvalidConfig(FieldViolation("--model", what)) from error
 
 
 def load_model(source: ModelSource, device: torch.device) -> HostedModel:
@@ -67,9 +50,10 @@ def load_model(source: ModelSource, device: torch.device) -> HostedModel:
         what = f"{source.load_format!r}; expected one of {', '.join(LOAD_FORMATS)}"
         raise InvalidConfig(FieldViolation("--load-format", what))
     try:
-        if source.load_format == "dummy":
-            return HostedModel(_random_model(config, dtype, source.seed, device))
-        return HostedModel(_stored_model(directory, dtype, source.load_format == "safetensors", device))
+        with telling_progress(directory):
+            if source.load_format == "dummy":
+                return HostedModel(_random_model(config, dtype, source.seed, device))
+            return HostedModel(_stored_model(directory, dtype, device))
     except (OSError, ValueError, RuntimeError) as error:
         raise InvalidConfig(FieldViolation("--model", f"cannot load {directory}: {error}")) from error
 
@@ -135,13 +119,8 @@ def eos_token_ids(directory: Path) -> tuple[int, ...]:
     return ()
 
 
-def _stored_model(directory: Path, dtype: torch.dtype, only_safetensors: bool, device: torch.device) -> PreTrainedModel:
-    if not sys.stderr.isatty():
-        disable_progress_bar()
-    options = {"use_safetensors": True} if only_safetensors else {}
-    module: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=dtype, attn_implementation="eager", **options
-    )
+def _stored_model(directory: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    module: torch.nn.Module = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
     return cast("PreTrainedModel", module.to(device))
 
 

@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import redis
+from redis.asyncio import Redis
 
 from cli.stack import StackOptions
 from gpuworker.demo_model import CHECKPOINT
 from quire.inference.v1 import inference_pb2
 from tests.e2e.load import all_started, epoch, kill, prompts
 from tests.e2e.reference import greedy_tokens
-from tests.e2e.suite import PATIENCE, greedy, running_suite
+from tests.e2e.suite import PATIENCE, Suite, greedy, running_suite
 
 COUNT = 96
 FLAGS = ("--kv-blocks", "2048", "--dtype", "float32")
 
 pytestmark = pytest.mark.timeout(300)
+
+
+async def until_redis_is_back(suite: Suite) -> None:
+    """Wait until the supervised Redis answers again, on its port; fail when it never does."""
+    async with Redis.from_url(suite.stack.redis_url) as client, asyncio.timeout(PATIENCE):
+        while True:
+            with suppress(redis.ConnectionError):
+                if await client.ping():
+                    return
+            await asyncio.sleep(0.05)
 
 
 async def test_a_killed_manager_breaks_none_of_64_streams(tmp_path: Path) -> None:
@@ -42,12 +55,10 @@ async def test_redis_killed_and_back_fails_no_request(tmp_path: Path) -> None:
     options = StackOptions(model=CHECKPOINT, workers=2, worker_flags=FLAGS)
     asked = prompts(8)
     async with running_suite(tmp_path, options) as suite:
-        redis = suite.stack.redis
-        assert redis is not None
         first = await asyncio.gather(*(suite.generate(greedy(prompt, 8)) for prompt in asked))
-        redis.kill()
+        kill(suite, "redis")
         second = await asyncio.gather(*(suite.generate(greedy(prompt, 8)) for prompt in asked))
-        redis.start()
+        await until_redis_is_back(suite)
         third = await asyncio.gather(*(suite.generate(greedy(prompt, 8)) for prompt in asked))
         await suite.until_all_free(workers=2)
     assert [o.tokens for o in first] == [o.tokens for o in second] == [o.tokens for o in third]

@@ -11,10 +11,10 @@ import torch
 from transformers import LlamaConfig, T5Config
 
 from common.errors import InvalidConfig, Unsupported
+from common.hub import checkpoint_directory
 from gpuworker.models.hosted import HostedModel
 from gpuworker.models.loader import (
     ModelSource,
-    checkpoint_directory,
     context_limit,
     eos_token_ids,
     load_model,

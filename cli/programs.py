@@ -1,0 +1,122 @@
+"""What runs in a suite: each process with its command, flags, address and environment. Decides nothing else."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from common.local_redis import LocalRedis
+
+REDIS: Final = "redis"
+_PYTHON: Final = (sys.executable, "-m")
+# gRPC's C core would print lines of its own, such as every refused connection while a service starts.
+_QUIET_GRPC: Final = {"GRPC_VERBOSITY": os.environ.get("GRPC_VERBOSITY", "NONE")}
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What to run: a name for people, which service's options it takes ("" for none), and where it listens.
+
+    `quiet`: what it prints is kept for when it fails, and not shown.
+    """
+
+    name: str
+    service: str
+    command: tuple[str, ...]
+    flags: tuple[str, ...]
+    address: str
+    environment: dict[str, str] = field(default_factory=dict)
+    quiet: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StackOptions:
+    """What differs between one suite and another. `worker_ports` has one port a worker.
+
+    `named_workers` is how many of them the router is told by flag (default all); the others it finds through Redis.
+    `config` is the file that the services read besides their flags.
+    """
+
+    model: Path
+    workers: int = 1
+    block_size: int = 16
+    embedded: bool = False
+    host: str = "127.0.0.1"
+    port: int = 50051
+    http_port: int = 8000
+    manager_port: int = 50052
+    worker_ports: tuple[int, ...] = (50053,)
+    redis_url: str | None = None
+    state_dir: Path = Path(".quire")
+    config: Path | None = None
+    threads: int | None = None
+    named_workers: int | None = None
+    worker_flags: tuple[str, ...] = ()
+    router_flags: tuple[str, ...] = ()
+    manager_flags: tuple[str, ...] = ()
+    log_format: str = "bare"
+    drain_timeout: float = 30.0
+    ready_seconds: float = 300.0
+
+
+def redis_program(server: LocalRedis) -> Program:
+    """Return a Redis server of our own; each time it starts it has the same port."""
+    command, *flags = server.argv()
+    return Program(REDIS, "", (command,), tuple(flags), f"127.0.0.1:{server.port}", quiet=True)
+
+
+def service_programs(options: StackOptions, redis_url: str) -> tuple[list[Program], list[Program]]:
+    """Return the control plane, which starts first, and the rest."""
+    workers = [_worker(options, index, redis_url) for index in range(options.workers)]
+    rest = [*workers, _router(options, redis_url)]
+    return ([] if options.embedded else [_manager(options, redis_url)]), rest
+
+
+def router_address(options: StackOptions) -> str:
+    """Return HOST:PORT of the router's gRPC port."""
+    return f"{options.host}:{options.port}"
+
+
+def _common(options: StackOptions, port: int, redis_url: str) -> tuple[str, ...]:
+    config = () if options.config is None else ("--config", str(options.config))
+    return (
+        *config,
+        *("--host", options.host, "--port", str(port), "--redis-url", redis_url),
+        *("--block-size", str(options.block_size), "--state-dir", str(options.state_dir)),
+        *("--log-format", options.log_format, "--trace-endpoint", router_address(options)),
+        *("--drain-timeout", str(options.drain_timeout)),
+    )
+
+
+def _manager(options: StackOptions, redis_url: str) -> Program:
+    flags = (*_common(options, options.manager_port, redis_url), *options.manager_flags)
+    address = f"{options.host}:{options.manager_port}"
+    return Program("kvmanager", "kvmanager", (*_PYTHON, "kvmanager.main"), flags, address, _QUIET_GRPC)
+
+
+def _worker(options: StackOptions, index: int, redis_url: str) -> Program:
+    port = options.worker_ports[index]
+    threads = options.threads or max(1, ((os.cpu_count() or 2) - 1) // options.workers)
+    flags = (
+        *_common(options, port, redis_url),
+        *("--worker-id", f"worker-{index}", "--model", str(options.model), "--threads", str(threads)),
+        *("--manager", f"{options.host}:{options.manager_port}"),
+        *options.worker_flags,
+    )
+    command = (*_PYTHON, "cli.embedded" if options.embedded else "gpuworker.main")
+    environment = _QUIET_GRPC | {"OMP_NUM_THREADS": str(threads)}
+    return Program(f"worker-{index}", "gpuworker", command, flags, f"{options.host}:{port}", environment)
+
+
+def _router(options: StackOptions, redis_url: str) -> Program:
+    named = options.workers if options.named_workers is None else options.named_workers
+    flags = (
+        *_common(options, options.port, redis_url),
+        *("--model", str(options.model), "--http-port", str(options.http_port)),
+        *(word for port in options.worker_ports[:named] for word in ("--worker", f"{options.host}:{port}")),
+        *options.router_flags,
+    )
+    return Program("router", "router", (*_PYTHON, "router.main"), flags, router_address(options), _QUIET_GRPC)
