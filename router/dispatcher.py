@@ -117,7 +117,7 @@ class Dispatcher:
             async with asyncio.timeout(self._seconds_left(job)):
                 return await job.placed
         except TimeoutError:
-            raise DeadlineExceeded("the deadline passed while the request waited for a worker") from None
+            raise DeadlineExceeded("deadline exceeded while the request waited for a worker") from None
         finally:
             self._line.leave(ticket)
 

@@ -12,7 +12,8 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from functools import partial
 
-from common.errors import DeadlineExceeded, EngineFailure, Overloaded, QuireError, Unavailable
+from common.errors import Cancelled, DeadlineExceeded, EngineFailure, Overloaded, QuireError, Unavailable
+from common.rpc.deadline import is_expiry
 from common.types import DecisionKind, FinishReason
 from router.core.admission import Admission
 from router.core.events import AdmittedEvent, FinishedEvent, GenerateEvent, ValidatedRequest
@@ -28,6 +29,8 @@ from router.worker_client import WorkerClient
 
 # A sequence that was lost this often is given up: what kills its workers may be the request itself.
 MAX_MOVES = 3
+# What spans say of a request that did not end by itself.
+DEADLINE_WORDS, GONE_WORDS = "deadline exceeded", "the client went away"
 
 
 class RouterFrontend:
@@ -59,27 +62,47 @@ class RouterFrontend:
             trace.end(str(refused))
             raise
         run = RequestRun(request, request_id, trace)
-        failure, reason = "the client went away", FinishReason.CANCELLED
+        failure = "internal error"
         try:
             await self._begin(run)
             while run.live:
                 for event in self._step(run, await run.inbox.get()):
                     yield event
                 await self._move_lost(run)
-            failure = ""
+            failure = DEADLINE_WORDS if run.expired else ""
+        except (asyncio.CancelledError, GeneratorExit):
+            failure = self._interrupted(run)
+            raise
         except QuireError as error:
             failure = str(error)
             self._recorder.metrics.refused(error)
             raise
         finally:
-            if request.deadline is not None and self._clock.monotonic() >= request.deadline:
-                reason = FinishReason.DEADLINE
-            run.close(reason)
+            run.close(FinishReason.CANCELLED)
             self._admission.leave(request_id)
             if self.draining and not self._admission.inside:
                 self._idle.set()
             self._dispatcher.released()
             trace.end(failure)
+        if run.expired:
+            raise DeadlineExceeded(f"{DEADLINE_WORDS} before every sequence had finished")
+
+    def _interrupted(self, run: RequestRun) -> str:
+        """Nobody listens any more: end what still runs as the router's own timer would, and return what to call it."""
+        request, now = run.request, self._clock.monotonic()
+        deadline = request.deadline
+        if run.live and deadline is not None and is_expiry(deadline - request.arrived, deadline - now):
+            if run.admitted:
+                for running in run.unfinished():
+                    self._finish(run, running, EXPIRED, now)
+            else:
+                self._recorder.metrics.refused(DeadlineExceeded(DEADLINE_WORDS))
+                run.close(FinishReason.DEADLINE)
+            return DEADLINE_WORDS
+        if run.live:
+            self._recorder.metrics.refused(Cancelled(GONE_WORDS))
+            return GONE_WORDS
+        return DEADLINE_WORDS if run.expired else ""
 
     async def drain(self, seconds: float) -> bool:
         """Take nothing new; return whether all requests inside have ended within so many seconds."""
@@ -235,18 +258,19 @@ class RouterFrontend:
 
     def _expire(self, run: RequestRun) -> Iterator[GenerateEvent]:
         if not run.admitted:
-            raise DeadlineExceeded("the deadline passed before the request got blocks at its worker")
+            run.close(FinishReason.DEADLINE)
+            raise DeadlineExceeded(f"{DEADLINE_WORDS} before the request got blocks at its worker")
         now = self._clock.monotonic()
-        for running in run.sequences:
-            if not running.done:
-                rest = running.output.rest()
-                if rest is not None:
-                    yield rest
-                yield self._finish(run, running, EXPIRED, now)
+        for running in run.unfinished():
+            rest = running.output.rest()
+            if rest is not None:
+                yield rest
+            yield self._finish(run, running, EXPIRED, now)
 
     def _finish(self, run: RequestRun, running: Running, ended: Ended, now: float) -> FinishedEvent:
         running.leave(ended.reason)
         running.done = True
+        run.expired |= ended.reason is FinishReason.DEADLINE
         event = running.output.finished(ended, now)
         self._recorder.metrics.done(event)
         run.trace.finished(event)

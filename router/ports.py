@@ -40,7 +40,8 @@ class Frontend(Protocol):
         """Admit, route and stream one request; closing the generator (`aclosing`) cancels it at the worker.
 
         Raises Overloaded, Unavailable, DeadlineExceeded, AlreadyExists or InvalidRequest (larger than any pool) before
-        the first event, and Unavailable or EngineFailure later when the request was lost with its worker.
+        the first event; Unavailable or EngineFailure later when the request was lost with its worker; DeadlineExceeded
+        after the last event when the deadline ended a sequence.
         """
         ...
 

@@ -67,6 +67,8 @@ class RequestRun:
         self.sequences: list[Running] = []
         self.inbox: asyncio.Queue[Arrival] = asyncio.Queue()
         self.admitted = False
+        # Whether a sequence was ended by the deadline.
+        self.expired = False
         self.worker_id = ""
         self.decision_id = ""
         self.ticket: Ticket[Job] | None = None
@@ -75,7 +77,11 @@ class RequestRun:
     @property
     def live(self) -> bool:
         """Whether some sequence has not ended."""
-        return not all(sequence.done for sequence in self.sequences)
+        return bool(self.unfinished())
+
+    def unfinished(self) -> list[Running]:
+        """Return the sequences that have not ended."""
+        return [sequence for sequence in self.sequences if not sequence.done]
 
     def sink(self, running: Running) -> Sink:
         """Return where a worker reports the next run of a sequence."""

@@ -10,13 +10,11 @@ from grpc import aio
 from opentelemetry import trace
 
 from common.clock import Clock
-from common.errors import DeadlineExceeded
 from common.telemetry import traceparent_of
-from common.types import FinishReason
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
 from router.convert import event_to_proto, model_to_proto, unary_to_proto
-from router.core.events import FinishedEvent, GenerateEvent
+from router.core.events import GenerateEvent
 from router.ports import CallContext, Frontend, ModelCard, RequestValidator, TextCodec
 
 Context = aio.ServicerContext[Any, Any]
@@ -60,10 +58,6 @@ class InferenceServicer(rpc.InferenceServiceServicer):
         async with aclosing(self._frontend.generate(validated)) as stream:
             async for event in stream:
                 events.append(event)  # noqa: PERF401 - a comprehension would hide that this awaits
-        if any(isinstance(event, FinishedEvent) and event.reason is FinishReason.DEADLINE for event in events):
-            raise DeadlineExceeded(
-                "the deadline passed before every sequence had finished; stream to get its beginning"
-            )
         return unary_to_proto(events, validated.sampling.n)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:

@@ -18,6 +18,7 @@ from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
 
+from common.rpc.deadline import is_expiry
 from common.rpc.interceptor import AroundInterceptor, Context
 from common.telemetry.context import context_from
 
@@ -55,6 +56,8 @@ class _ServerSpan:
     def __init__(self, tracer: Tracer, method: str, context: Context) -> None:
         self._tracer, self._method, self._context = tracer, method, context
         self._span: Span = trace.INVALID_SPAN
+        # None without a deadline, whatever the type stubs say.
+        self._timeout: float | None = context.time_remaining()
 
     async def __aenter__(self) -> Span:
         metadata = dict(self._context.invocation_metadata() or ())
@@ -72,20 +75,20 @@ class _ServerSpan:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace_: TracebackType | None
     ) -> None:
-        code = _code(self._context, error)
+        code = _code(self._context, error, self._timeout)
         self._span.set_attribute("rpc.grpc.status_code", int(code.value[0]))
         if code is not grpc.StatusCode.OK:
             self._span.set_status(Status(StatusCode.ERROR, code.name))
         self._span.end()
 
 
-def _code(context: Context, error: BaseException | None) -> grpc.StatusCode:
-    """Return the status of an RPC whose handler was left with `error`."""
+def _code(context: Context, error: BaseException | None, timeout: float | None) -> grpc.StatusCode:
+    """Return the status of an RPC whose handler was left with `error`; it had `timeout` seconds."""
     if isinstance(error, asyncio.CancelledError | GeneratorExit):
-        left = context.time_remaining()  # None without a deadline, whatever the type stubs say
-        expired = left is not None and left <= 0.0
+        expired = timeout is not None and is_expiry(timeout, context.time_remaining())
         return grpc.StatusCode.DEADLINE_EXCEEDED if expired else grpc.StatusCode.CANCELLED
-    if error is not None and not isinstance(error, aio.AbortError):
-        return grpc.StatusCode.UNKNOWN
     code = context.code()
+    # An abort that found the client gone leaves the handler as another error, and the code that it meant.
+    if error is not None and not isinstance(error, aio.AbortError) and not code:
+        return grpc.StatusCode.UNKNOWN
     return code if isinstance(code, grpc.StatusCode) else _BY_NUMBER[code or 0]

@@ -6,18 +6,19 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import Tracer
 from prometheus_client import CollectorRegistry
 
 from common.clock import SystemClock
 from common.decisions import DecisionRing
 from common.types import BlockHash, PoolIdentity, SamplingParams
 from router.core.admission import Admission, AdmissionLimits
-from router.core.events import GenerateEvent, ValidatedRequest
+from router.core.events import FinishedEvent, GenerateEvent, TokensEvent, ValidatedRequest
 from router.core.identity import UNKNOWN_GEOMETRY
 from router.core.routing import Router
 from router.dispatcher import Dispatcher
@@ -82,11 +83,27 @@ class Bench:
     decisions: DecisionRing
     spans: InMemorySpanExporter
     registry: CollectorRegistry
+    tracer: Tracer
+    # What the latest request has yielded so far.
+    seen: list[GenerateEvent] = field(default_factory=list)
+
+    def span(self, name: str) -> ReadableSpan:
+        """Return the one span of this name that has ended."""
+        (found,) = [span for span in self.spans.get_finished_spans() if span.name == name]
+        return found
+
+    def failure(self, name: str) -> str | None:
+        """Return what the one span of this name says went wrong; None when it is ok."""
+        status = self.span(name).status
+        return None if status.is_ok else status.description
 
     async def events(self, request: ValidatedRequest) -> list[GenerateEvent]:
         """Return everything that a request yields."""
         async with asyncio.timeout(PATIENCE_S), aclosing(self.frontend.generate(request)) as events:
-            return [event async for event in events]
+            self.seen = seen = []
+            async for event in events:
+                seen.append(event)  # noqa: PERF401 - a test looks at what there is when the next one raises
+            return seen
 
     async def connected(self, count: int) -> None:
         """Wait until so many workers are connected."""
@@ -116,10 +133,11 @@ async def frontend_over(
     dispatcher = Dispatcher(pool, Router(CLOCK, new_id, seed=1), index, decisions, CLOCK, patience)
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(spans))
-    recorder = Recorder(RouterMetrics(registry), decisions, provider.get_tracer("test"), CLOCK, new_id)
+    tracer = provider.get_tracer("test")
+    recorder = Recorder(RouterMetrics(registry), decisions, tracer, CLOCK, new_id)
     admission = Admission(limits or AdmissionLimits())
     frontend = RouterFrontend(dispatcher, admission, WordAssemblers(), recorder, eos)
-    bench = Bench(frontend, pool, admission, index, decisions, spans, registry)
+    bench = Bench(frontend, pool, admission, index, decisions, spans, registry, tracer)
     try:
         for worker in workers:
             await worker.start()
@@ -153,3 +171,26 @@ async def in_background(bench: Bench, wanted: ValidatedRequest) -> AsyncIterator
         task.cancel()
         with suppress(asyncio.CancelledError, Exception):
             await task
+
+
+def tokens_of(events: list[GenerateEvent], index: int = 0) -> list[int]:
+    """Return the tokens that a client saw of one sequence."""
+    parts = [event.token_ids for event in events if isinstance(event, TokensEvent) and event.index == index]
+    return [token for part in parts for token in part]
+
+
+def text_of(events: list[GenerateEvent], index: int = 0) -> str:
+    """Return the text that a client saw of one sequence."""
+    return "".join(event.text for event in events if isinstance(event, TokensEvent) and event.index == index)
+
+
+def ends_of(events: list[GenerateEvent]) -> dict[int, FinishedEvent]:
+    """Return how each sequence ended."""
+    return {event.index: event for event in events if isinstance(event, FinishedEvent)}
+
+
+def nothing_left(bench: Bench) -> bool:
+    """Return whether all books are empty again."""
+    books = bench.admission
+    outstanding = sum(model.outstanding for model in bench.pool.models())
+    return (books.queued, books.running, books.tokens_in_flight, outstanding) == (0, 0, 0, 0)

@@ -16,6 +16,8 @@ from grpc import aio
 from common.clock import SystemClock
 from common.rpc.server import RpcServer, open_channel
 from common.rpc.status import DETAILS_KEY
+from common.telemetry.server_spans import server_spans
+from common.types import FinishReason
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
 from quire.types.v1 import types_pb2
@@ -49,7 +51,7 @@ async def served(*workers: WorkerDouble, limits: AdmissionLimits | None = None) 
         card = ModelCard("demo", bench.pool.identity, 4096, checkpoint.vocab_size, checkpoint.eos_token_ids, True)
         status = RouterStatus(card, bench.pool, bench.admission, lambda: False, lambda: bench.frontend.draining, clock)
         servicer = InferenceServicer(bench.frontend, Validator(text, checkpoint), text, status, clock)
-        server = RpcServer(["quire.inference.v1.InferenceService"])
+        server = RpcServer(["quire.inference.v1.InferenceService"], [server_spans(bench.tracer)])
         rpc.add_InferenceServiceServicer_to_server(servicer, server.server)
         port = await server.start("127.0.0.1", 0)
         async with open_channel(f"127.0.0.1:{port}") as channel:
@@ -199,6 +201,54 @@ async def test_the_calls_deadline_reaches_the_worker() -> None:
         assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         await worker.until(lambda: bool(worker.cancels))
         assert worker.cancels[0].reason == types_pb2.FinishReason.FINISH_REASON_DEADLINE
+
+
+async def ended(service: Service, timeout: float, unary: bool) -> grpc.StatusCode:
+    """Return the status of a call of which the worker draws one token, and wait until its span has ended."""
+    if unary:
+        call = service.stub.GenerateUnary(pb.GenerateUnaryRequest(request=generate()), timeout=timeout)
+        with pytest.raises(aio.AioRpcError) as late:
+            await call
+    else:
+        with pytest.raises(aio.AioRpcError) as late:
+            async for _ in service.stub.Generate(generate(), timeout=timeout):
+                pass
+    names = lambda: {span.name for span in service.bench.spans.get_finished_spans()}  # noqa: E731
+    method = "GenerateUnary" if unary else "Generate"
+    await service.bench.until(lambda: f"quire.inference.v1.InferenceService/{method}" in names())
+    return late.value.code()
+
+
+# gRPC tells the server that 1.001 s are 1.01: there the client's timer is first for certain.
+@pytest.mark.parametrize("timeout", [0.2, 1.001])
+@pytest.mark.parametrize("unary", [False, True])
+async def test_every_span_and_the_worker_agree_that_the_deadline_was_it(timeout: float, unary: bool) -> None:
+    worker = WorkerDouble()
+    async with served(worker) as service:
+        task = asyncio.create_task(ended(service, timeout, unary))
+        await worker.until(lambda: bool(worker.submits))
+        worker.step({1: [100]}, granted={1: 0})
+        assert await task is grpc.StatusCode.DEADLINE_EXCEEDED
+        bench = service.bench
+        rpc_span = next(span.name for span in bench.spans.get_finished_spans() if "InferenceService" in span.name)
+        assert bench.failure(rpc_span) == "DEADLINE_EXCEEDED"
+        assert [bench.failure(name) for name in ("request", "stream")] == ["deadline exceeded"] * 2
+        finished = [event for event in bench.span("stream").events if event.name == "finished"]
+        assert [(event.attributes or {})["quire.finish_reason"] for event in finished] == ["deadline"]
+        await worker.until(lambda: bool(worker.cancels))
+        assert worker.cancels[0].reason == types_pb2.FinishReason.FINISH_REASON_DEADLINE
+
+
+async def test_what_a_worker_ended_at_the_deadline_is_no_ok() -> None:
+    worker = WorkerDouble()
+    async with served(worker) as service:
+        call = service.stub.Generate(generate(), timeout=PATIENCE_S)
+        await worker.until(lambda: bool(worker.submits))
+        worker.step({1: [100]}, granted={1: 0}, finished={1: FinishReason.DEADLINE})
+        kinds = [(await call.read()).WhichOneof("event") for _ in range(4)]
+        assert kinds == ["admitted", "tokens", "tokens", "finished"]
+        assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert service.bench.failure("request") == "deadline exceeded"
 
 
 async def test_a_call_without_a_deadline_has_none_at_the_worker() -> None:
