@@ -119,7 +119,7 @@ async def test_sigterm_lets_running_streams_finish_and_takes_no_new_ones() -> No
     ("flags", "said"),
     [
         (("--port", "99999", "--max-queued-requests", "0"), "2 bad options; nothing was started."),
-        (("--model", "/nowhere"), "no config.json in /nowhere"),
+        (("--model", "/nowhere"), "/nowhere is no folder of this machine"),
     ],
 )
 async def test_bad_options_are_all_told_and_nothing_starts(flags: tuple[str, ...], said: str) -> None:
