@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -23,6 +23,7 @@ from kvmanager.ports import FenceLost, IndexUnavailable, WorkerEntry
 _Argument = str | bytes | int
 
 TIMEOUT_S: Final = 2.0
+_EPOCH_JUMP: Final = 1 << 16
 
 
 def open_redis(url: str) -> Redis:
@@ -31,10 +32,17 @@ def open_redis(url: str) -> Redis:
 
 
 class RedisIndexStore:
-    """The index of one namespace. `prefix_ttl` and `lease_ttl` in seconds."""
+    """The index of one namespace. Lifetimes in seconds; `jump` is drawn where Redis counts no epoch."""
 
-    def __init__(self, redis: Redis, namespace: str, prefix_ttl: float, lease_ttl: float) -> None:
-        self._redis, self._namespace = redis, namespace
+    def __init__(
+        self,
+        redis: Redis,
+        namespace: str,
+        prefix_ttl: float,
+        lease_ttl: float,
+        jump: Callable[[], int] = lambda: secrets.randbelow(_EPOCH_JUMP),
+    ) -> None:
+        self._redis, self._namespace, self._jump = redis, namespace, jump
         self._prefix_ms, self._lease_ms = round(1000 * prefix_ttl), round(1000 * lease_ttl)
         self._fence = index_format.fence_key(namespace)
         self._root = index_format.prefix_key_root(namespace)
@@ -47,7 +55,7 @@ class RedisIndexStore:
     async def acquire(self, floor: int, held: int) -> int:
         keys = [index_format.epoch_key(self._namespace), self._fence]
         with _unavailable():
-            taken, epoch = await self._acquire(keys=keys, args=[floor, held])
+            taken, epoch = await self._acquire(keys=keys, args=[floor, held, self._jump()])
         if not taken:
             raise StaleEpoch(f"a manager of epoch {epoch} has taken over from this one, of epoch {held}")
         return int(epoch)

@@ -31,7 +31,7 @@ async def keeper() -> AsyncIterator[Keeper]:
     async with AsyncExitStack() as stack:
 
         def make(directory: Path, url: str | None = None) -> EpochKeeper:
-            store = RedisIndexStore(open_redis(url), NAMESPACE, 60.0, 5.0) if url else None
+            store = RedisIndexStore(open_redis(url), NAMESPACE, 60.0, 5.0, lambda: 0) if url else None
             if store is not None:
                 stack.push_async_callback(store.close)
             return EpochKeeper(EpochFile(directory), store)
@@ -130,6 +130,23 @@ async def test_without_redis_workers_are_answered_and_the_fence_is_wanted(keeper
     assert await epochs.for_attach(0) == 1
     with pytest.raises(IndexUnavailable):
         await epochs.fenced()
+
+
+async def test_epoch_jumps_where_redis_counts_none_so_that_two_managers_never_hold_one(
+    redis_url: str, tmp_path: Path, redis_client: Redis
+) -> None:
+    """Both hold one when Redis is wiped; the older comes back first and must not take the other's."""
+    jumps = iter((0, 0, 500, 0))
+    store = RedisIndexStore(open_redis(redis_url), NAMESPACE, 60.0, 5.0, lambda: next(jumps))
+    try:
+        old, new = EpochKeeper(EpochFile(tmp_path / "a"), store), EpochKeeper(EpochFile(tmp_path / "b"), store)
+        assert [await old.for_attach(0), await new.for_attach(0)] == [1, 2]
+        await redis_client.flushall()
+        assert await old.renew_fence() == 502
+        with pytest.raises(StaleEpoch):
+            await new.renew_fence()
+    finally:
+        await store.close()
 
 
 async def test_fence_is_taken_when_redis_is_back(keeper: Keeper, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def worker(name: str, generation: int = 1) -> WorkerEntry:
 
 @pytest.fixture
 async def store(redis_url: str) -> AsyncIterator[RedisIndexStore]:
-    store = RedisIndexStore(open_redis(redis_url), NAMESPACE, 60.0, 5.0)
+    store = RedisIndexStore(open_redis(redis_url), NAMESPACE, 60.0, 5.0, lambda: 0)
     assert await store.acquire(0, 0) == 1
     yield store
     await store.close()
@@ -201,6 +201,6 @@ async def test_worker_that_came_back_is_not_retired(store: RedisIndexStore, redi
 
 
 async def test_redis_that_is_not_there_is_named_unavailable() -> None:
-    store = RedisIndexStore(open_redis("redis://127.0.0.1:1/0"), NAMESPACE, 60.0, 5.0)
+    store = RedisIndexStore(open_redis("redis://127.0.0.1:1/0"), NAMESPACE, 60.0, 5.0, lambda: 0)
     with pytest.raises(IndexUnavailable):
         await store.acquire(0, 0)
