@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from common.errors import FieldViolation, InvalidRequest
 from common.packing import unpack_hashes, unpack_u32
 from common.types import SamplingParams, SequenceId
@@ -11,6 +13,7 @@ from gpuworker.ports import EngineLoad, EngineRequest
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2 as types
 
+LINK_BYTES = 32
 _MASK = (1 << 64) - 1
 
 
@@ -47,15 +50,42 @@ def sampling_params(message: types.SamplingParams, index: int) -> SamplingParams
     )
 
 
+@dataclass(frozen=True, slots=True)
+class SubmitLimits:
+    """What a worker's model and cache take: tokens of a sequence, token ids below `vocab_size`, slots in a block."""
+
+    max_model_len: int
+    vocab_size: int
+    block_size: int
+
+    def check(self, new: NewSequence) -> None:
+        """Raise InvalidRequest for what would end the engine or a step, and with it every sequence of the worker."""
+        if max(new.tokens) >= self.vocab_size:
+            what = f"token id {max(new.tokens)}; expected 0 to {self.vocab_size - 1}"
+            raise InvalidRequest(FieldViolation("prompt_token_ids", what))
+        blocks = len(new.tokens) // self.block_size
+        if not new.no_cache and len(new.chain) != blocks:
+            what = f"{len(new.chain)} hashes for {len(new.tokens)} tokens; expected {blocks}, one for each full block"
+            raise InvalidRequest(FieldViolation("chain", what))
+
+
 def engine_request(
     message: pb.Submit, sequence: SequenceId, fork_of: SequenceId | None, max_model_len: int, traceparent: str
 ) -> EngineRequest:
-    """Return the engine's form of a submit. InvalidRequest when its parts contradict each other."""
+    """Return the engine's form of a submit. Raises InvalidRequest when its parts contradict each other,
+    ProtocolViolation when they are not what they are packed as.
+    """
     tokens = unpack_u32(message.prompt_token_ids)
     before = message.output_tokens_before
     if not 0 < len(tokens) < max_model_len or before >= len(tokens):
         what = f"{len(tokens)} tokens, {before} of them output; expected 1 to {max_model_len - 1}, and a prompt"
         raise InvalidRequest(FieldViolation("prompt_token_ids", what))
+    if message.sampling.max_tokens <= before:
+        what = f"{message.sampling.max_tokens}, of which {before} were drawn before; expected more than that"
+        raise InvalidRequest(FieldViolation("sampling.max_tokens", what))
+    if not message.no_cache and len(message.chain_tail) != LINK_BYTES:
+        what = f"{len(message.chain_tail)} bytes; expected {LINK_BYTES}"
+        raise InvalidRequest(FieldViolation("chain_tail", what))
     sampling = sampling_params(message.sampling, message.index)
     prompt_tokens = len(tokens) - before
     stop = StopRule(

@@ -23,6 +23,7 @@ from common.rpc.server import RpcServer
 from common.telemetry.provider import setup as setup_telemetry
 from gpuworker.assembly import DataPlane, assemble, default_worker_id
 from gpuworker.config import GpuWorkerSettings
+from gpuworker.convert import SubmitLimits
 from gpuworker.core.lease_agent import LeaseAgent
 from gpuworker.engine import Engine
 from gpuworker.lease_client import LeaseClient
@@ -34,6 +35,8 @@ log = logging.getLogger(__name__)
 
 SERVICE = "quire.gpuworker.v1.GpuWorkerService"
 _POLL_SECONDS = 0.02
+_LAST_WORDS_S = 0.5
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Worker:
@@ -45,7 +48,7 @@ class Worker:
         self._servicer = GpuWorkerServicer(self._telemetry.tracer)
         self._server = RpcServer([SERVICE])
         self._registry = new_registry()
-        self._metrics = MetricsServer(self._registry, self._attached)
+        self._metrics = MetricsServer(self._registry, self._healthy)
         self._engine: Engine | None = None
         self._client: LeaseClient | None = None
         self._stop = asyncio.Event()
@@ -53,16 +56,21 @@ class Worker:
     def _attached(self) -> bool:
         return self._engine is not None and self._engine.load().manager_attached
 
+    def _healthy(self) -> bool:
+        return self._attached() and not self._servicer.draining
+
     async def run(self) -> None:
-        """Serve until SIGTERM or SIGINT, then drain."""
+        """Serve until SIGTERM or SIGINT, then drain. Raises EngineFailure when the engine ends before that."""
         settings, loop = self.settings, asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop.set)
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_DFL)  # while it loads there is nothing to drain, and no way to stop that
         self._add_servicer(self._server.server)
         port = await self._server.start(settings.host, settings.port)
         await self._metrics.start(settings.host, metrics_port(settings.metrics_port, settings.port))
         began = time.monotonic()
         plane = await asyncio.to_thread(assemble, settings)
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self._stop.set)
         for line in plane.memory.lines():
             print(line, flush=True)  # noqa: T201
         await self._serve(plane, port)
@@ -83,17 +91,19 @@ class Worker:
     async def _serve(self, plane: DataPlane, port: int) -> None:
         worker_id = self.settings.worker_id or default_worker_id(port)
         new_attach = partial(plane.attach, worker_id, self._address(port))
-        config = plane.agent_config()
         channel = self._given_channel or self._lease_client()
-        first = new_attach()
-        self._engine = Engine(
-            partial(LeaseAgent, config), new_attach, plane.runner, channel, self._servicer.deliver, SystemClock()
-        )
+        new_agent = partial(LeaseAgent, plane.agent_config())
+        engine = Engine(new_agent, new_attach, plane.runner, channel, self._servicer.deliver, SystemClock())
+        self._engine = engine
+        loop = asyncio.get_running_loop()
+        engine.ended.add_done_callback(lambda _: loop.call_soon_threadsafe(self._stop.set))
         if self._client is not None:
             await self._client.start()
-        self._engine.start()
-        EngineCollector(self._engine.load, self._registry)
-        self._servicer.serve(Serving(self._engine, plane.info(first), plane.identity, plane.memory_message()))
+        engine.start()
+        EngineCollector(engine.load, self._registry)
+        info = lambda: plane.info(engine.attach)  # noqa: E731
+        limits = SubmitLimits(plane.memory.max_model_len, plane.model.vocab_size, self.settings.block_size)
+        self._servicer.serve(Serving(engine, info, limits, plane.memory_message()))
 
     def _lease_client(self) -> LeaseClient:
         self._client = LeaseClient(self.settings.manager, self._wake, self._on_refused)
@@ -111,20 +121,27 @@ class Worker:
         while not self._attached() and not self._stop.is_set():  # noqa: ASYNC110 - it changes on the engine's thread
             await asyncio.sleep(_POLL_SECONDS)
 
+    def _running(self) -> bool:
+        """Whether anything goes on that is worth waiting for."""
+        return self._servicer.live_sequences > 0 and self._engine is not None and not self._engine.ended.done()
+
     async def _drain(self) -> None:
         """Take no new sequences, finish those that run, then go."""
-        self._servicer.draining = True
+        assert self._engine is not None
+        self._servicer.drain()
         await self._server.health.drain()
         deadline = time.monotonic() + self.settings.drain_timeout
-        while self._servicer.live_sequences and time.monotonic() < deadline:  # noqa: ASYNC110 - it has a deadline
+        while self._running() and time.monotonic() < deadline:  # noqa: ASYNC110 - it has a deadline
             await asyncio.sleep(_POLL_SECONDS)
-        await self._server.stop(grace=1.0)
-        if self._engine is not None:
+        self._servicer.close()
+        await self._server.stop(_LAST_WORDS_S)
+        try:
             await asyncio.to_thread(self._engine.stop)
-        if self._client is not None:
-            await self._client.close()
-        await self._metrics.stop()
-        await self._telemetry.aclose()
+        finally:
+            if self._client is not None:
+                await self._client.close()
+            await self._metrics.stop()
+            await self._telemetry.aclose()
 
 
 def run(settings: GpuWorkerSettings, channel: LeaseChannel | None = None) -> int:

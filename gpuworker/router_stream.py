@@ -18,7 +18,7 @@ from common.lease import Admit
 from common.rpc.status import to_status
 from common.telemetry import is_sampled
 from common.types import FinishReason, SequenceId
-from gpuworker.convert import engine_request
+from gpuworker.convert import SubmitLimits, engine_request
 from gpuworker.engine import Engine
 from gpuworker.output_buffer import OutputBuffer
 from gpuworker.ports import EngineOutputs, SequenceFinished
@@ -36,21 +36,21 @@ class _Live:
     output_before: int
     spans: SequenceSpans | None = None
     deadline: asyncio.TimerHandle | None = None
-    drawn: int = 0
 
 
 class RouterStream:
     """Everything between one open stream and the engine."""
 
     def __init__(
-        self, engine: Engine, next_sequence: Callable[[], SequenceId], max_model_len: int, tracer: Tracer
+        self, engine: Engine, next_sequence: Callable[[], SequenceId], limits: SubmitLimits, tracer: Tracer
     ) -> None:
-        self._engine, self._next_sequence, self._max_model_len = engine, next_sequence, max_model_len
+        self._engine, self._next_sequence, self._limits = engine, next_sequence, limits
         self._tracer = tracer
         self._live: dict[SequenceId, _Live] = {}
         self._by_handle: dict[int, SequenceId] = {}
         self._outputs = OutputBuffer()
         self._first: deque[pb.StreamResponse] = deque()
+        self._heartbeat: pb.StreamResponse | None = None
         self.ready = asyncio.Event()
         self.closed = False
 
@@ -71,8 +71,11 @@ class RouterStream:
             live.spans = self._open_spans(message, sequence)
             traceparent = live.spans.reserve_traceparent if live.spans is not None else ""
             fork_of = self._by_handle.get(message.fork_of) if message.HasField("fork_of") else None
-            request = engine_request(message, sequence, fork_of, self._max_model_len, traceparent)
+            request = engine_request(message, sequence, fork_of, self._limits.max_model_len, traceparent)
+            self._limits.check(request.new)
         except QuireError as refused:
+            if live.spans is not None:
+                live.spans.refused(str(refused))
             status = to_status(refused).SerializeToString()
             self.push(pb.StreamResponse(refused=pb.Refused(handle=message.handle, status=status)))
             return None
@@ -105,7 +108,7 @@ class RouterStream:
             self._engine.cancel(sequence, reason)
 
     def close(self) -> None:
-        """The router is gone: cancel what it left."""
+        """The router is gone, or the worker goes: cancel what is left; its router hears of the stream's end alone."""
         self.closed = True
         self.ready.set()
         for sequence in list(self._live):
@@ -118,10 +121,18 @@ class RouterStream:
         self._first.append(message)
         self.ready.set()
 
+    def beat(self, load: pb.Load) -> None:
+        """Send a heartbeat; one that a slow router has not got yet is replaced."""
+        self._heartbeat = pb.StreamResponse(heartbeat=pb.Heartbeat(load=load))
+        self.ready.set()
+
     def take(self) -> pb.StreamResponse | None:
         """Return the next message for the writer; None when there is nothing to send."""
         if self._first:
             return self._first.popleft()
+        if self._heartbeat is not None:
+            heartbeat, self._heartbeat = self._heartbeat, None
+            return heartbeat
         if self._outputs:
             return pb.StreamResponse(outputs=self._outputs.take())
         self.ready.clear()
@@ -134,7 +145,6 @@ class RouterStream:
         self._trace_chunks(outputs)
         for sequence, tokens in outputs.tokens:
             if (live := self._live.get(sequence)) is not None:
-                live.drawn += len(tokens)
                 self._outputs.tokens(outputs.step, live.handle, tokens, outputs.logprobs.get(sequence, ()))
         for sequence in outputs.preempted:
             if (live := self._live.get(sequence)) is not None:
@@ -159,7 +169,8 @@ class RouterStream:
         if live is None:
             return
         self._by_handle.pop(live.handle, None)
-        self._outputs.finished(live.handle, _over_all_runs(end, live.output_before))
+        if not self.closed:
+            self._outputs.finished(live.handle, _over_all_runs(end, live.output_before))
         if live.deadline is not None:
             live.deadline.cancel()
         if live.spans is not None:
@@ -169,7 +180,7 @@ class RouterStream:
         for chunk in outputs.chunks:
             live = self._live.get(chunk.sequence)
             if live is not None and live.spans is not None:
-                live.spans.chunk(chunk, draws_more=live.drawn > 0)
+                live.spans.chunk(chunk)
 
 
 def _over_all_runs(end: SequenceFinished, output_before: int) -> SequenceFinished:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from opentelemetry.trace import Tracer
 from common.errors import FieldViolation, IdentityMismatch, InvalidRequest, Unavailable
 from common.identity_wire import identity_from_proto
 from common.types import PoolIdentity, SequenceId
-from gpuworker.convert import load_message
+from gpuworker.convert import SubmitLimits, load_message
 from gpuworker.engine import Engine
 from gpuworker.ports import EngineOutputs
 from gpuworker.router_stream import RouterStream
@@ -29,8 +29,8 @@ class Serving:
     """What a worker serves once its model is loaded."""
 
     engine: Engine
-    info: pb.WorkerInfo
-    identity: PoolIdentity
+    info: Callable[[], pb.WorkerInfo]
+    limits: SubmitLimits
     memory: pb.MemoryLedger
 
 
@@ -48,6 +48,17 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
     def serve(self, serving: Serving) -> None:
         """Begin to take sequences."""
         self._serving = serving
+
+    def drain(self) -> None:
+        """Take no new streams; tell the routers of the old ones at once to send nothing more."""
+        self.draining = True
+        for stream in self._streams:
+            self._beat_once(stream)
+
+    def close(self) -> None:
+        """End every stream; what still runs is cancelled here, and its routers' to resubmit elsewhere."""
+        for stream in self._streams:
+            stream.close()
 
     @property
     def live_sequences(self) -> int:
@@ -85,8 +96,8 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
         self, request: pb.GetWorkerRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.GetWorkerResponse:
         """Identity, load and the byte ledger."""
-        serving = self._ready()
-        return pb.GetWorkerResponse(info=serving.info, load=self._load(serving), memory=serving.memory)
+        serving = self._loaded()
+        return pb.GetWorkerResponse(info=serving.info(), load=self._load(serving), memory=serving.memory)
 
     async def Stream(
         self,
@@ -95,15 +106,14 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
     ) -> AsyncIterator[pb.StreamResponse]:
         """Serve one router until it goes; what it leaves behind is cancelled."""
         serving = self._ready()
-        await self._greet(serving.identity, request_iterator)
-        stream = RouterStream(serving.engine, self._next_sequence, serving.info.max_model_len, self._tracer)
-        stream.push(pb.StreamResponse(hello=pb.WorkerHello(info=serving.info)))
+        await self._greet(serving.engine.attach.identity, request_iterator)
+        stream = RouterStream(serving.engine, self._next_sequence, serving.limits, self._tracer)
+        stream.push(pb.StreamResponse(hello=pb.WorkerHello(info=serving.info())))
         self._streams.add(stream)
         reader = asyncio.create_task(self._read(stream, request_iterator))
-        heart = asyncio.create_task(self._beat(serving, stream))
+        heart = asyncio.create_task(self._beat(stream))
         try:
-            while not stream.closed:
-                message = stream.take()
+            while (message := stream.take()) is not None or not stream.closed:
                 if message is not None:
                     yield message
                 else:
@@ -116,10 +126,15 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
                 self._streams.discard(stream)
             await asyncio.gather(reader, heart, return_exceptions=True)
 
-    def _ready(self) -> Serving:
-        if self._serving is None or self.draining:
-            raise Unavailable("the worker is draining" if self.draining else "the worker is loading its model")
+    def _loaded(self) -> Serving:
+        if self._serving is None:
+            raise Unavailable("the worker is loading its model")
         return self._serving
+
+    def _ready(self) -> Serving:
+        if self.draining:
+            raise Unavailable("the worker is draining")
+        return self._loaded()
 
     async def _greet(self, identity: PoolIdentity, requests: AsyncIterator[pb.StreamRequest]) -> None:
         """Read the router's Hello; InvalidRequest without one, IdentityMismatch when its pool is not this one."""
@@ -146,10 +161,13 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
         finally:
             stream.close()
 
-    async def _beat(self, serving: Serving, stream: RouterStream) -> None:
+    async def _beat(self, stream: RouterStream) -> None:
         while True:
-            stream.push(pb.StreamResponse(heartbeat=pb.Heartbeat(load=self._load(serving))))
+            self._beat_once(stream)
             await asyncio.sleep(HEARTBEAT_SECONDS)
+
+    def _beat_once(self, stream: RouterStream) -> None:
+        stream.beat(self._load(self._loaded()))
 
     def _load(self, serving: Serving) -> pb.Load:
         return load_message(serving.engine.load(), self.draining)

@@ -54,9 +54,9 @@ class SequenceSpans:
         """Note that the sequence lost its blocks."""
         self._root.add_event("preempted")
 
-    def chunk(self, chunk: Chunk, draws_more: bool) -> None:
+    def chunk(self, chunk: Chunk) -> None:
         """Take in the sequence's part of a step: a prefill chunk is a span, decode steps are counted into one."""
-        if draws_more:
+        if chunk.decode:
             self._decode_begin = self._decode_begin or chunk.begin_ns
             self._decode_end = chunk.end_ns
             self._decode_steps += 1
@@ -69,6 +69,8 @@ class SequenceSpans:
 
     def finished(self, end: SequenceFinished) -> None:
         """End every open span, with the right status for a sequence that was cancelled, expired or failed."""
+        if end.reason in _FAILED:
+            self._fail(end.message or _FAILED[end.reason])
         if self._reserve is not None:
             self._reserve.end()
         if self._decode_begin:
@@ -78,6 +80,17 @@ class SequenceSpans:
             )
             span.end(self._decode_end)
         self._root.set_attribute("quire.finish_reason", str(end.reason))
-        if end.reason in _FAILED:
-            self._root.set_status(Status(StatusCode.ERROR, end.message or _FAILED[end.reason]))
         self._root.end()
+
+    def refused(self, message: str) -> None:
+        """End every span of a sequence that the engine never got."""
+        self._fail(message)
+        if self._reserve is not None:
+            self._reserve.end()
+        self._root.end()
+
+    def _fail(self, message: str) -> None:
+        """Give an error to the sequence, and to the wait for blocks if it is what did not end well."""
+        for span in (self._root, self._reserve):
+            if span is not None:
+                span.set_status(Status(StatusCode.ERROR, message))

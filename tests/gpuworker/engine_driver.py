@@ -20,7 +20,7 @@ from gpuworker.core.outcomes import AgentConfig
 from gpuworker.core.sequence import NewSequence
 from gpuworker.core.stopping import StopRule
 from gpuworker.engine import Engine
-from gpuworker.ports import EngineOutputs, EngineRequest
+from gpuworker.ports import EngineOutputs, EngineRequest, OutputSink
 
 GREEDY = SamplingParams(temperature=0.0)
 PATIENCE = 60.0
@@ -49,6 +49,7 @@ class EngineDriver:
         config: AgentConfig,
         channel: LeaseChannel | None = None,
         identity: PoolIdentity | None = None,
+        sink: OutputSink | None = None,
     ) -> None:
         geometry = KvGeometry(1, 1, 1, 1, "float32", config.window)
         self.identity = identity or PoolIdentity("model", "tokenizer", config.block_size, geometry)
@@ -61,7 +62,7 @@ class EngineDriver:
         self.results: dict[SequenceId, Result] = {}
         self._incarnations = itertools.count(1)
         self.engine = Engine(
-            lambda: LeaseAgent(config), self._attach, runner, self.channel, self._outputs.put, SystemClock()
+            lambda: LeaseAgent(config), self._attach, runner, self.channel, sink or self._outputs.put, SystemClock()
         )
 
     def _attach(self) -> Attach:

@@ -3,82 +3,26 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 
 import pytest
 
 from common.errors import EngineFailure
 from common.lease import (
     Admit,
-    Attach,
     Attached,
     AttachOk,
     Batch,
     Connected,
     Detached,
     Granted,
-    Inventory,
     LeaseEvent,
-    Report,
 )
-from common.types import BlockId, FinishReason, SamplingParams, SequenceId
-from gpuworker.core.batch_plan import StepPlan, StepResult
+from common.types import BlockId, FinishReason
 from gpuworker.core.outcomes import AgentConfig
+from tests.gpuworker.engine_doubles import ManualRunner, ScriptedChannel
 from tests.gpuworker.engine_driver import GREEDY, PATIENCE, EngineDriver
 
 CONFIG = AgentConfig(num_blocks=16, block_size=4, max_num_batched_tokens=16, max_num_seqs=4)
-
-
-class ManualRunner:
-    """Runs a step when told to. It draws 7 for every row, or what `draws` says."""
-
-    def __init__(self, draws: Callable[[StepPlan], int] = lambda plan: 7) -> None:
-        self._draws = draws
-        self._changed = threading.Condition()
-        self.submitted: deque[tuple[StepPlan, Future[StepResult]]] = deque()
-        self.known: dict[SequenceId, list[int]] = {}
-        self.submissions = 0
-
-    def add(self, sequence: SequenceId, tokens: Sequence[int], sampling: SamplingParams, prompt_tokens: int) -> None:
-        assert sequence not in self.known
-        self.known[sequence] = list(tokens)
-
-    def remove(self, sequence: SequenceId) -> None:
-        del self.known[sequence]
-
-    def submit(self, plan: StepPlan) -> Future[StepResult]:
-        assert {row.sequence for row in plan.rows} <= self.known.keys()
-        future: Future[StepResult] = Future()
-        with self._changed:
-            self.submitted.append((plan, future))
-            self.submissions += 1
-            self._changed.notify_all()
-        return future
-
-    def close(self) -> None:
-        assert not self.known, "sequences that were never removed"
-
-    def await_submissions(self, count: int) -> None:
-        """Wait until so many steps were submitted in all."""
-        with self._changed:
-            assert self._changed.wait_for(lambda: self.submissions >= count, PATIENCE)
-
-    def step(self) -> StepPlan:
-        """Complete the oldest step; wait for one if there is none."""
-        with self._changed:
-            assert self._changed.wait_for(lambda: bool(self.submitted), PATIENCE)
-            plan, future = self.submitted.popleft()
-        future.set_result(StepResult(plan.step, {r.sequence: (self._draws(plan),) for r in plan.rows if r.samples}))
-        return plan
-
-    def fail(self) -> None:
-        """Fail every step that runs or waits."""
-        with self._changed:
-            failed, self.submitted = self.submitted, deque()
-        for _, future in failed:
-            future.set_exception(EngineFailure("the device is gone"))
 
 
 def test_the_next_step_is_planned_while_one_runs() -> None:
@@ -162,31 +106,6 @@ def test_a_failed_step_ends_every_sequence_and_the_engine_serves_on_as_a_new_inc
         driver.finish()
         assert driver.results[again].tokens == [7, 7]
         driver.assert_all_free()
-
-
-class ScriptedChannel:
-    """A manager that the test speaks for."""
-
-    def __init__(self) -> None:
-        self.events: deque[LeaseEvent] = deque()
-        self.attached: list[tuple[Attach, Inventory]] = []
-        self.reports: list[tuple[int, Report]] = []
-        self.reconnects = 0
-
-    def poll(self) -> list[LeaseEvent]:
-        events = list(self.events)
-        for _ in events:
-            self.events.popleft()
-        return events
-
-    def attach(self, attach: Attach, inventory: Inventory) -> None:
-        self.attached.append((attach, inventory))
-
-    def send(self, session: int, report: Report) -> None:
-        self.reports.append((session, report))
-
-    def reconnect(self) -> None:
-        self.reconnects += 1
 
 
 @pytest.fixture
