@@ -11,7 +11,7 @@ JOBS   ?= 0
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo up test check fmt lint types protos protos-baseline pins bench-split bench-waste bench-prefix clean
+.PHONY: help install demo up test search check fmt lint types protos protos-baseline pins bench-split bench-waste bench-prefix clean
 
 help: ## List what make can do
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +35,10 @@ test: $(STAMP) ## Run the tests (TESTS=PATH for some of them, JOBS=N in that man
 	$(BIN)/python -m pytest -n $(JOBS) $(TESTS)
 	@if [ "$(TESTS)" = tests ] && [ -d tests/triton_interpreted ]; then \
 		TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/triton_interpreted; fi
+
+search: $(STAMP) ## Search the lease protocol's model at length (7 minutes), and print which mutant each search kills
+	$(BIN)/python -m pytest -m exhaustive tests/protocol
+	$(BIN)/python -m tests.protocol.mutants
 
 check: $(STAMP) lint types ## All that must be clean: ruff, mypy, import contracts, buf, drift of generated code
 	$(BIN)/lint-imports

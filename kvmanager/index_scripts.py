@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from typing import Final
 
-# KEYS: epoch counter, fence. ARGV: highest epoch known to the caller; the epoch that it held, 0 for none; a random jump.
-# Where there is no counter (Redis is new, or was wiped) the epoch jumps: the caller's next number may be one that another
-# manager still holds, and the fence would let both write.
+# KEYS: epoch counter, fence.
+# ARGV: highest epoch known to the caller; the epoch that it held, 0 for none; a random jump.
+# Where there is no counter (Redis is new, or was wiped) the epoch jumps: the caller's next number may be one that
+# another manager still holds, and the fence would let both write.
 # Returns {1, epoch taken} or {0, fence of the manager that replaced the caller}.
 ACQUIRE: Final = """
 local fence = tonumber(redis.call('GET', KEYS[2]) or '0')
