@@ -41,8 +41,13 @@ def kill(suite: Suite, name: str, number: signal.Signals = signal.SIGKILL) -> No
 
 
 async def epoch(suite: Suite) -> int:
-    """Return the manager's epoch."""
-    return int((await suite.manager.GetPool(kvmanager_pb2.GetPoolRequest(), timeout=30.0, wait_for_ready=True)).epoch)
+    """Return the manager's epoch, which a manager has from the first worker on that attaches."""
+    async with asyncio.timeout(30.0):
+        while True:
+            answer = await suite.manager.GetPool(kvmanager_pb2.GetPoolRequest(), timeout=10.0, wait_for_ready=True)
+            if answer.epoch:
+                return int(answer.epoch)
+            await asyncio.sleep(0.02)
 
 
 def redis_url(suite: Suite) -> str:
