@@ -1,0 +1,166 @@
+"""From a router's submit to the engine's request: nothing is dropped, and what contradicts itself is refused."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from common.errors import InvalidRequest, ProtocolViolation
+from common.hashing import chain, chain_root, key_of, little_endian_int32
+from common.types import SamplingParams, SequenceId
+from gpuworker.convert import engine_request, fold_seed, load_message, sampling_params
+from gpuworker.ports import EngineLoad, EngineRequest
+from quire.gpuworker.v1 import gpuworker_pb2 as pb
+from quire.types.v1 import types_pb2 as types
+
+SEQUENCE = SequenceId(3)
+PROMPT = list(range(10))
+ROOT = chain_root("model", "tokenizer", 4)
+LINKS = chain(ROOT, PROMPT, 4)
+MAX_MODEL_LEN = 64
+
+
+def submit(**changes: object) -> pb.Submit:
+    """Return a submit of ten tokens in blocks of 4, eight more to be drawn; changed as told."""
+    parts: dict[str, object] = {
+        "handle": 1,
+        "request_id": "r1",
+        "prompt_token_ids": little_endian_int32(PROMPT),
+        "chain": b"".join(map(key_of, LINKS)),
+        "chain_tail": LINKS[-1],
+        "sampling": types.SamplingParams(temperature=0.5, max_tokens=8, seed=1),
+    }
+    return pb.Submit(**(parts | changes))  # type: ignore[arg-type]
+
+
+def convert(message: pb.Submit, fork_of: int | None = None, traceparent: str = "") -> EngineRequest:
+    return engine_request(
+        message, SEQUENCE, None if fork_of is None else SequenceId(fork_of), MAX_MODEL_LEN, traceparent
+    )
+
+
+def test_a_submit_becomes_a_sequence_with_its_chain() -> None:
+    request = convert(submit(priority=-5, eos_token_ids=[2, 5]), fork_of=1, traceparent="t")
+    new = request.new
+    assert (new.sequence, new.request_id, new.tokens) == (SEQUENCE, "r1", tuple(PROMPT))
+    assert new.chain == tuple(map(key_of, LINKS))
+    assert new.chain_tail == LINKS[-1]
+    assert (new.max_len, new.priority, new.fork_of, new.traceparent) == (18, -5, 1, "t")
+    assert (new.stop.max_tokens, new.stop.eos_ids) == (8, frozenset({2, 5}))
+    assert (request.prompt_tokens, request.traced) == (10, True)
+
+
+def test_every_sampling_parameter_is_taken_over() -> None:
+    message = types.SamplingParams(
+        temperature=0.5,
+        top_p=0.25,
+        top_k=4,
+        min_p=0.125,
+        max_tokens=8,
+        min_tokens=2,
+        stop_token_ids=[5, 6],
+        repetition_penalty=1.5,
+        presence_penalty=0.75,
+        frequency_penalty=-0.5,
+        logit_bias={9: 1.0, 3: -2.0},
+        seed=7,
+        ignore_eos=True,
+        logprobs=0,
+    )
+    params = sampling_params(message, 0)
+    assert params == SamplingParams(
+        temperature=0.5,
+        top_p=0.25,
+        top_k=4,
+        min_p=0.125,
+        max_tokens=8,
+        min_tokens=2,
+        stop_token_ids=(5, 6),
+        repetition_penalty=1.5,
+        presence_penalty=0.75,
+        frequency_penalty=-0.5,
+        logit_bias=((3, -2.0), (9, 1.0)),
+        seed=7,
+        ignore_eos=True,
+        logprobs=0,
+    )
+    untouched = {each.name for each in fields(SamplingParams) if getattr(params, each.name) == each.default}
+    assert untouched == {"stop", "include_stop", "n"}, "these are the router's, which sees text and requests"
+
+
+def test_no_logprobs_are_not_the_same_as_zero_alternatives() -> None:
+    assert sampling_params(types.SamplingParams(), 0).logprobs is None
+
+
+def test_siblings_draw_from_seeds_of_their_own() -> None:
+    """The values are splitmix64's first outputs for seed 0, as published with it."""
+    assert [fold_seed(0, index) for index in range(4)] == [
+        0,
+        0xE220A8397B1DCDAF,
+        0x6E789E6AA1B965F4,
+        0x06C45D188009454F,
+    ]
+    assert fold_seed(-1, 0) == 2**64 - 1
+
+
+def test_output_of_an_earlier_run_counts_against_the_limits() -> None:
+    sampling = types.SamplingParams(max_tokens=8, min_tokens=5)
+    request = convert(submit(output_tokens_before=3, sampling=sampling))
+    assert request.prompt_tokens == 7
+    assert (request.new.stop.max_tokens, request.new.stop.min_tokens) == (5, 2)
+    assert request.new.max_len == 15, "prompt and output together are what they were"
+
+
+def test_the_longest_context_bounds_the_sequence() -> None:
+    assert convert(submit(sampling=types.SamplingParams(max_tokens=1000))).new.max_len == MAX_MODEL_LEN
+
+
+def test_a_request_that_is_not_to_be_cached_has_no_chain() -> None:
+    new = convert(submit(no_cache=True)).new
+    assert (new.chain, new.no_cache) == ((), True)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prompt_token_ids": b""},
+        {"prompt_token_ids": little_endian_int32([1] * MAX_MODEL_LEN)},
+        {"output_tokens_before": len(PROMPT)},
+    ],
+    ids=["no prompt", "no room to draw", "nothing but output"],
+)
+def test_a_prompt_that_cannot_be_run_is_refused_with_the_numbers(changes: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequest, match="expected 1 to 63"):
+        convert(submit(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prompt_token_ids": b"\0" * 5},
+        {"chain": b"\0" * 17},
+    ],
+    ids=["half a token", "half a hash"],
+)
+def test_bytes_that_hold_no_whole_numbers_are_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(ProtocolViolation, match="no whole number"):
+        convert(submit(**changes))
+
+
+def test_a_load_is_told_whole() -> None:
+    load = EngineLoad(1, 2, 3, 4, 5, 0.5, 0.25, 2.0, 4.0, 6, manager_attached=True)
+    assert load_message(load, draining=True) == pb.Load(
+        running=1,
+        waiting=2,
+        num_blocks=3,
+        unheld_blocks=4,
+        pending_prefill_tokens=5,
+        decode_step_seconds=0.5,
+        prefill_seconds_per_token=0.25,
+        step_age_seconds=2.0,
+        step_predicted_seconds=4.0,
+        steps=6,
+        manager_attached=True,
+        draining=True,
+    )

@@ -1,0 +1,129 @@
+"""What gathers for a router while its stream is busy: packed in order, nothing lost, nothing sent twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from common.lease import Admit
+from common.packing import unpack_u32
+from common.types import BlockId, FinishReason, MissReason, SequenceId, TokenLogprobs, Usage
+from gpuworker.output_buffer import OutputBuffer
+from gpuworker.ports import SequenceFinished
+from quire.gpuworker.v1 import gpuworker_pb2 as pb
+from quire.types.v1 import types_pb2 as types
+
+
+def admit(**changes: object) -> Admit:
+    """Return an admission of two blocks, the first of them shared."""
+    parts: dict[str, object] = {"sequence": SequenceId(9), "row": (BlockId(0), BlockId(1)), "n_shared": 1}
+    return Admit(**(parts | changes))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def buffer() -> OutputBuffer:
+    return OutputBuffer()
+
+
+def test_steps_that_gather_become_one_message_in_order(buffer: OutputBuffer) -> None:
+    buffer.tokens(7, 1, (10,), ())
+    buffer.tokens(7, 2, (20, 21), ())
+    buffer.tokens(8, 1, (11,), ())
+    taken = buffer.take()
+    assert (taken.seq, taken.step) == (1, 8)
+    assert unpack_u32(taken.handles) == [1, 2, 1]
+    assert unpack_u32(taken.counts) == [1, 2, 1]
+    assert unpack_u32(taken.token_ids) == [10, 20, 21, 11]
+
+
+def test_what_was_taken_is_forgotten_and_messages_are_numbered_densely(buffer: OutputBuffer) -> None:
+    buffer.tokens(1, 1, (10,), ())
+    assert buffer
+    buffer.take()
+    assert not buffer
+    buffer.tokens(2, 1, (11,), ())
+    taken = buffer.take()
+    assert (taken.seq, taken.step, unpack_u32(taken.token_ids)) == (2, 2, [11])
+
+
+def test_numbers_are_little_endian_int32(buffer: OutputBuffer) -> None:
+    buffer.tokens(1, 0x01020304, (0x0A0B0C0D,), ())
+    taken = buffer.take()
+    assert (taken.handles, taken.token_ids) == (b"\x04\x03\x02\x01", b"\x0d\x0c\x0b\x0a")
+
+
+def test_logprobs_name_the_handles_that_asked_for_them(buffer: OutputBuffer) -> None:
+    first = TokenLogprobs(10, -0.5, ((10, -0.5), (3, -1.0)))
+    buffer.tokens(1, 4, (40,), ())
+    buffer.tokens(1, 5, (10, 11), (first, TokenLogprobs(11, -0.25, ())))
+    taken = buffer.take()
+    assert unpack_u32(taken.logprob_handles) == [5, 5]
+    assert [(one.token_id, one.logprob) for one in taken.logprobs] == [(10, -0.5), (11, -0.25)]
+    assert list(taken.logprobs[0].top_token_ids) == [10, 3]
+    assert list(taken.logprobs[0].top_logprobs) == [-0.5, -1.0]
+
+
+def test_an_admission_says_what_the_cache_gave_and_why_not_more(buffer: OutputBuffer) -> None:
+    given = admit(cached_tokens=16, miss_reason=MissReason.DIVERGED_AT, diverged_at=1, decision_id="m-1")
+    buffer.admitted(3, given, 0.5)
+    assert list(buffer.take().admitted) == [
+        pb.SequenceAdmitted(
+            handle=3,
+            cached_tokens=16,
+            miss_reason=types.MISS_REASON_DIVERGED_AT,
+            diverged_at=1,
+            decision_id="m-1",
+            reserve_seconds=0.5,
+        )
+    ]
+
+
+def test_an_end_carries_usage_stop_token_and_words(buffer: OutputBuffer) -> None:
+    usage = Usage(prompt_tokens=5, cached_tokens=4, output_tokens=3, recomputed_tokens=2, preemptions=1)
+    buffer.finished(3, SequenceFinished(SequenceId(9), FinishReason.STOP, usage, 0, "words"))
+    (end,) = buffer.take().finished
+    assert (end.handle, end.reason, end.message) == (3, types.FINISH_REASON_STOP, "words")
+    assert end.HasField("stop_token_id"), "token 0 is a stop token like any other"
+    assert end.stop_token_id == 0
+    assert end.usage == types.Usage(
+        prompt_tokens=5, cached_tokens=4, output_tokens=3, recomputed_tokens=2, preemptions=1
+    )
+
+
+def test_an_end_without_a_stop_token_names_none(buffer: OutputBuffer) -> None:
+    buffer.finished(3, SequenceFinished(SequenceId(9), FinishReason.LENGTH, Usage()))
+    assert not buffer.take().finished[0].HasField("stop_token_id")
+
+
+NEWS: dict[str, Callable[[OutputBuffer], None]] = {
+    "tokens": lambda buffer: buffer.tokens(1, 1, (1,), ()),
+    "admitted": lambda buffer: buffer.admitted(1, admit(), 0.0),
+    "preempted": lambda buffer: buffer.preempted(1),
+    "finished": lambda buffer: buffer.finished(1, SequenceFinished(SequenceId(1), FinishReason.LENGTH, Usage())),
+}
+
+
+@pytest.mark.parametrize("kind", NEWS)
+def test_each_kind_of_news_alone_is_worth_a_message(buffer: OutputBuffer, kind: str) -> None:
+    assert not buffer
+    NEWS[kind](buffer)
+    assert buffer
+
+
+def test_preemptions_are_told_in_order(buffer: OutputBuffer) -> None:
+    buffer.preempted(4)
+    buffer.preempted(2)
+    assert unpack_u32(buffer.take().preempted) == [4, 2]
+
+
+@pytest.mark.parametrize("reason", list(FinishReason))
+def test_every_finish_reason_has_its_value_on_the_wire(buffer: OutputBuffer, reason: FinishReason) -> None:
+    buffer.finished(1, SequenceFinished(SequenceId(1), reason, Usage()))
+    assert types.FinishReason.Name(buffer.take().finished[0].reason) == f"FINISH_REASON_{reason.name}"
+
+
+@pytest.mark.parametrize("reason", list(MissReason))
+def test_every_miss_reason_has_its_value_on_the_wire(buffer: OutputBuffer, reason: MissReason) -> None:
+    buffer.admitted(1, admit(miss_reason=reason), 0.0)
+    assert types.MissReason.Name(buffer.take().admitted[0].miss_reason) == f"MISS_REASON_{reason.name}"
