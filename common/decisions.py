@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
+from common.decision_log import log_decision
 from common.types import Decision
 
 DEFAULT_LIMIT = 100
@@ -31,7 +32,8 @@ class DecisionRing:
         return iter(self._records)
 
     def record(self, decision: Decision) -> None:
-        """Keep a record; the oldest one goes when the ring is full."""
+        """Keep a record, and log it; the oldest one goes when the ring is full."""
+        log_decision(decision)
         if len(self._records) == self._capacity:
             self._forget(self._records.popleft())
         self._records.append(decision)

@@ -17,7 +17,13 @@ from typing import Any, Final, Literal, TextIO
 # What belongs to every record; the rest of its attributes came by `extra`.
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _TEXT_FIELDS: Final = frozenset({"prompt", "text", "messages", "content", "token_ids", "tokens", "output", "stop"})
-_NOISY: Final = {"httpx": "WARNING", "httpcore": "WARNING", "uvicorn.access": "WARNING", "asyncio": "WARNING"}
+_NOISY: Final = {
+    "httpx": "WARNING",
+    "httpcore": "WARNING",
+    "uvicorn.access": "WARNING",
+    "asyncio": "WARNING",
+    "grpc": "INFO",  # below that it tells of every event loop that it sees, again and again
+}
 
 
 def setup_logging(

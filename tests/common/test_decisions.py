@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
+
 import pytest
 
 from common.decision_convert import decision_from_proto, decision_to_proto, trace_id_of
 from common.decisions import DecisionRing
+from common.logs import fields_of, trace_ids
 from common.types import Candidate, Decision, DecisionKind
 from quire.decision.v1 import decision_pb2
+
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 def decision(number: int, request: str = "", kind: DecisionKind = DecisionKind.ROUTING, **more: str) -> Decision:
@@ -102,3 +108,49 @@ def test_the_trace_id_is_taken_out_of_the_traceparent() -> None:
 def test_an_unknown_kind_is_an_error() -> None:
     with pytest.raises(ValueError, match="guess"):
         decision_from_proto(decision_pb2.DecisionRecord(kind="guess"))
+
+
+COSTLY = {DecisionKind.REJECTION, DecisionKind.PREEMPTION, DecisionKind.MIGRATION}
+
+
+@pytest.mark.parametrize("kind", DecisionKind)
+def test_a_record_is_logged_at_info_when_it_costs_somebody_something(
+    kind: DecisionKind, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "quire.decisions")
+    ring(decision(1, "a", kind))
+    (record,) = caplog.records
+    assert (record.levelno, record.getMessage()) == (
+        logging.INFO if kind in COSTLY else logging.DEBUG,
+        f"{kind.value}: worker-0",
+    )
+
+
+def test_the_log_line_tells_what_the_record_does_and_names_its_trace(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "quire.decisions")
+    candidates = (Candidate("worker-0", 0.5, (("prefill", 0.25),)), Candidate("worker-1", rejected="draining"))
+    made = replace(
+        decision(1, "a", traceparent=TRACEPARENT),
+        candidates=candidates,
+        figures=(("tied", 1.0),),
+        reasons=("cheapest",),
+    )
+    ring(made)
+    (record,) = caplog.records
+    assert dict(trace_ids(record)) == {"trace_id": TRACEPARENT[3:35], "span_id": TRACEPARENT[36:52]}
+    assert fields_of(record) == {
+        "decision_id": "d1",
+        "request_id": "a",
+        "reasons": ["cheapest"],
+        "figures": {"tied": 1.0},
+        "candidates": [
+            {"name": "worker-0", "cost": 0.5, "prefill": 0.25},
+            {"name": "worker-1", "rejected": "draining"},
+        ],
+    }
+
+
+def test_a_record_whose_level_is_off_is_kept_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "quire.decisions")
+    assert len(ring(decision(1, "a"))) == 1
+    assert caplog.records == []

@@ -1,0 +1,43 @@
+"""The log line of a decision record: the same facts as its span event and its RPC, with the id of its trace.
+
+What costs somebody something is info, what happens to every request is debug. Standard library only.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Final
+
+from common.types import Candidate, Decision, DecisionKind
+
+log = logging.getLogger("quire.decisions")
+
+_COSTLY: Final = frozenset({DecisionKind.REJECTION, DecisionKind.PREEMPTION, DecisionKind.MIGRATION})
+
+
+def log_decision(decision: Decision) -> None:
+    """Log a record; next to nothing where its level is off."""
+    level = logging.INFO if decision.kind in _COSTLY else logging.DEBUG
+    if log.isEnabledFor(level):
+        log.log(level, "%s: %s", decision.kind, decision.chosen, extra=_fields(decision))
+
+
+def _fields(decision: Decision) -> dict[str, Any]:
+    """Return the record without what is empty; its kind and choice are the message."""
+    whole = {
+        "decision_id": decision.decision_id,
+        "request_id": decision.request_id,
+        "reasons": list(decision.reasons),
+        "victim": decision.victim,
+        "beneficiary": decision.beneficiary,
+        "figures": dict(decision.figures),
+        "signal_ages": dict(decision.signal_ages),
+        "candidates": [_candidate(each) for each in decision.candidates],
+        "traceparent": decision.traceparent,
+    }
+    return {name: value for name, value in whole.items() if value}
+
+
+def _candidate(candidate: Candidate) -> dict[str, Any]:
+    parts = {"name": candidate.name, "cost": candidate.cost, **dict(candidate.terms), "rejected": candidate.rejected}
+    return {name: value for name, value in parts.items() if value not in (None, "")}
