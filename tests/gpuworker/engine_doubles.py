@@ -23,6 +23,7 @@ class ManualRunner:
         self.submitted: deque[tuple[StepPlan, Future[StepResult]]] = deque()
         self.known: dict[SequenceId, list[int]] = {}
         self.submissions = 0
+        self._released = False
 
     def add(self, sequence: SequenceId, tokens: Sequence[int], sampling: SamplingParams, prompt_tokens: int) -> None:
         assert sequence not in self.known
@@ -35,9 +36,13 @@ class ManualRunner:
         assert {row.sequence for row in plan.rows} <= self.known.keys()
         future: Future[StepResult] = Future()
         with self._changed:
-            self.submitted.append((plan, future))
+            released = self._released
+            if not released:
+                self.submitted.append((plan, future))
             self.submissions += 1
             self._changed.notify_all()
+        if released:
+            future.set_result(self._result(plan))
         return future
 
     def close(self) -> None:
@@ -53,8 +58,19 @@ class ManualRunner:
         with self._changed:
             assert self._changed.wait_for(lambda: bool(self.submitted), PATIENCE)
             plan, future = self.submitted.popleft()
-        future.set_result(StepResult(plan.step, {r.sequence: (self._draws(plan),) for r in plan.rows if r.samples}))
+        future.set_result(self._result(plan))
         return plan
+
+    def _result(self, plan: StepPlan) -> StepResult:
+        return StepResult(plan.step, {r.sequence: (self._draws(plan),) for r in plan.rows if r.samples})
+
+    def release(self) -> None:
+        """Complete what runs, and from now on each step as it is submitted."""
+        with self._changed:
+            self._released = True
+            running, self.submitted = self.submitted, deque()
+        for plan, future in running:
+            future.set_result(self._result(plan))
 
     def fail(self) -> None:
         """Fail every step that runs or waits."""
@@ -67,10 +83,9 @@ class ManualRunner:
 class InstantRunner(ManualRunner):
     """Runs each step as it is submitted."""
 
-    def submit(self, plan: StepPlan) -> Future[StepResult]:
-        future = super().submit(plan)
-        self.step()
-        return future
+    def __init__(self, draws: Callable[[StepPlan], int] = lambda plan: 7) -> None:
+        super().__init__(draws)
+        self.release()
 
 
 class ScriptedChannel:

@@ -4,150 +4,22 @@ goes."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 
 import grpc
 import pytest
 from google.rpc import status_pb2
 from grpc import aio
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from common.hashing import chain, key_of, little_endian_int32
 from common.identity_wire import identity_to_proto
-from common.lease import Attached, AttachOk, Connected, LeaseChannel
-from common.packing import pack_hashes, unpack_u32
-from common.rpc.server import RpcServer, open_channel
+from common.lease import Attached, AttachOk, Connected
 from common.types import KvGeometry, PoolIdentity
 from gpuworker import servicer as servicer_module
-from gpuworker.convert import SubmitLimits
-from gpuworker.core.outcomes import AgentConfig
-from gpuworker.engine import Engine
-from gpuworker.servicer import GpuWorkerServicer, Serving
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
-from quire.gpuworker.v1 import gpuworker_pb2_grpc as rpc
 from quire.types.v1 import types_pb2 as types
 from tests.gpuworker.engine_doubles import InstantRunner, ManualRunner, ScriptedChannel
-from tests.gpuworker.engine_driver import EngineDriver
-
-CONFIG = AgentConfig(num_blocks=16, block_size=4, max_num_batched_tokens=16, max_num_seqs=4)
-LIMITS = SubmitLimits(max_model_len=64, vocab_size=100, block_size=CONFIG.block_size)
-PATIENCE = 8.0
-TRACED = f"00-{1:032x}-{1:016x}-01"
+from tests.gpuworker.served_worker import PATIENCE, TRACED, RouterEnd, served, submit
 
 pytestmark = pytest.mark.timeout(60)
-
-
-def submit(handle: int, prompt: Sequence[int], count: int, **fields: object) -> pb.StreamRequest:
-    """Return a greedy sequence of `count` tokens in all."""
-    sampling = types.SamplingParams(temperature=0.0, max_tokens=count)
-    links = chain(bytes(32), prompt, CONFIG.block_size)
-    message = pb.Submit(handle=handle, prompt_token_ids=little_endian_int32(prompt), sampling=sampling)
-    message.chain, message.chain_tail = pack_hashes(map(key_of, links)), links[-1] if links else bytes(32)
-    for name, value in fields.items():
-        setattr(message, name, value)
-    return pb.StreamRequest(submit=message)
-
-
-@dataclass
-class RouterEnd:
-    """The router's end of a stream, and what came over it."""
-
-    call: aio.StreamStreamCall[pb.StreamRequest, pb.StreamResponse]
-    tokens: dict[int, list[int]] = field(default_factory=dict)
-    finished: dict[int, pb.SequenceFinished] = field(default_factory=dict)
-
-    async def send(self, *messages: pb.StreamRequest) -> None:
-        for message in messages:
-            await self.call.write(message)
-
-    async def read(self) -> pb.StreamResponse | None:
-        """Return the next message, None at the end of the stream."""
-        async with asyncio.timeout(PATIENCE):
-            response = await self.call.read()
-        if not isinstance(response, pb.StreamResponse):
-            return None
-        counts = iter(unpack_u32(response.outputs.counts))
-        drawn = iter(unpack_u32(response.outputs.token_ids))
-        for handle in unpack_u32(response.outputs.handles):
-            self.tokens.setdefault(handle, []).extend(next(drawn) for _ in range(next(counts)))
-        self.finished.update({end.handle: end for end in response.outputs.finished})
-        return response
-
-    async def until(self, kind: str) -> pb.StreamResponse:
-        """Read up to the next message of a kind, and return it."""
-        while (response := await self.read()) is not None:
-            if response.WhichOneof("message") == kind:
-                return response
-        raise AssertionError(f"the stream ended before any {kind}")
-
-    async def until_finished(self, *handles: int) -> None:
-        while not self.finished.keys() >= set(handles):
-            assert await self.read() is not None, "the stream ended"
-
-
-class Served:
-    """A servicer with its engine, listening."""
-
-    def __init__(self, runner: ManualRunner, channel: LeaseChannel | None) -> None:
-        self.exporter = InMemorySpanExporter()
-        provider = TracerProvider(shutdown_on_exit=False)
-        provider.add_span_processor(SimpleSpanProcessor(self.exporter))
-        self.servicer = GpuWorkerServicer(provider.get_tracer("test"))
-        self.driver = EngineDriver(runner, CONFIG, channel, sink=self.servicer.deliver)
-        self.engine: Engine = self.driver.engine
-        self.address = ""
-
-    def serve(self) -> None:
-        """Say that the model is loaded."""
-        info = lambda: pb.WorkerInfo(worker_id="w0", incarnation=self.engine.attach.incarnation)  # noqa: E731
-        self.servicer.serve(Serving(self.engine, info, LIMITS, pb.MemoryLedger(total=7)))
-
-    @asynccontextmanager
-    async def stub(self) -> AsyncIterator[rpc.GpuWorkerServiceStub]:
-        async with open_channel(self.address) as channel:
-            yield rpc.GpuWorkerServiceStub(channel)
-
-    @asynccontextmanager
-    async def router(self) -> AsyncIterator[RouterEnd]:
-        """Open a stream and exchange hellos."""
-        async with self.stub() as stub:
-            router = RouterEnd(stub.Stream())
-            await router.send(pb.StreamRequest(hello=pb.Hello(router_id="r0")))
-            await router.until("hello")
-            yield router
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until something holds that the engine's thread or the loop brings about."""
-        async with asyncio.timeout(PATIENCE):
-            while not condition():  # noqa: ASYNC110 - it changes on another thread
-                await asyncio.sleep(0.002)
-
-    def spans(self) -> dict[str, ReadableSpan]:
-        return {span.name: span for span in self.exporter.get_finished_spans()}
-
-
-@asynccontextmanager
-async def served(
-    runner: ManualRunner, channel: LeaseChannel | None = None, loaded: bool = True
-) -> AsyncIterator[Served]:
-    """Run a worker's service; every sequence must be gone when it ends."""
-    worker = Served(runner, channel)
-    server = RpcServer(["quire.gpuworker.v1.GpuWorkerService"])
-    rpc.add_GpuWorkerServiceServicer_to_server(worker.servicer, server.server)
-    worker.address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
-    worker.engine.start()
-    if loaded:
-        worker.serve()
-    try:
-        yield worker
-        await worker.until(lambda: worker.servicer.live_sequences == 0)
-    finally:
-        await server.stop(0.0)
-        await asyncio.to_thread(worker.engine.stop)
 
 
 async def test_a_sequence_is_admitted_drawn_and_finished() -> None:
@@ -260,9 +132,7 @@ async def test_what_a_lost_router_leaves_is_cancelled_and_its_spans_end() -> Non
             await router.send(submit(1, [1, 2, 3], 40, traceparent=TRACED))
             await asyncio.to_thread(runner.await_submissions, 2)
             router.call.cancel()
-        for _ in range(2):
-            await asyncio.to_thread(runner.step)
-        await worker.until(lambda: not runner.known and worker.servicer.live_sequences == 0)
+        await worker.step_until(runner, lambda: not runner.known and worker.servicer.live_sequences == 0)
         await worker.until(lambda: "sequence" in worker.spans())
         spans = worker.spans()
         assert spans["sequence"].status.description == "cancelled"
@@ -291,9 +161,7 @@ async def test_a_closing_worker_ends_its_streams_and_calls_nobodys_request_cance
         while await router.read() is not None:
             pass
         assert await router.call.code() is grpc.StatusCode.OK
-        for _ in range(2):
-            await asyncio.to_thread(runner.step)
-        await worker.until(lambda: worker.servicer.live_sequences == 0)
+        await worker.step_until(runner, lambda: worker.servicer.live_sequences == 0)
         assert not router.finished
 
 
