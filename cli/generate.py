@@ -10,6 +10,7 @@ import grpc
 from rich.console import Console
 
 from cli.client import add_address, router_channel, run_command
+from common.errors import DeadlineExceeded
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
 from quire.types.v1 import types_pb2 as types
@@ -47,20 +48,38 @@ def request_of(args: argparse.Namespace) -> pb.GenerateRequest:
 async def stream_answer(
     channel: grpc.aio.Channel, request: pb.GenerateRequest, console: Console, timeout: float | None = None
 ) -> tuple[pb.Admitted, pb.Finished]:
-    """Print the text of an answer as it comes; return how it began and how it ended."""
-    admitted, finished, begun = pb.Admitted(), pb.Finished(), False
-    async for event in rpc.InferenceServiceStub(channel).Generate(request, timeout=timeout):
-        match event.WhichOneof("event"):
-            case "admitted":
-                admitted = event.admitted
-            case "tokens":
-                text = event.tokens.text if begun else event.tokens.text.lstrip()
-                begun = begun or bool(text)
-                console.print(text, end="", markup=False, soft_wrap=True)
-            case "finished":
-                finished = event.finished
-    console.print()
+    """Print the text of an answer as it comes; return how it began and how it ended.
+
+    Raises DeadlineExceeded, with how far it came, when it has not ended after `timeout` seconds.
+    """
+    admitted, finished, tokens, begun = pb.Admitted(), pb.Finished(), 0, False
+    try:
+        async for event in rpc.InferenceServiceStub(channel).Generate(request, timeout=timeout):
+            match event.WhichOneof("event"):
+                case "admitted":
+                    admitted = event.admitted
+                case "tokens":
+                    tokens += len(event.tokens.token_ids)
+                    text = event.tokens.text if begun else event.tokens.text.lstrip()
+                    begun = begun or bool(text)
+                    console.print(text, end="", markup=False, soft_wrap=True)
+                case "finished":
+                    finished = event.finished
+    except grpc.aio.AioRpcError as error:
+        if timeout is None or error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+            raise
+        raise DeadlineExceeded(_gave_up(timeout, tokens, admitted, error.details() or "")) from error
+    finally:
+        if begun:
+            console.print()
     return admitted, finished
+
+
+def _gave_up(timeout: float, tokens: int, admitted: pb.Admitted, details: str) -> str:
+    """Return how far a request came; what the router says matters where it refused to begin."""
+    if not admitted.trace_id:
+        return f"not begun within --timeout {timeout:g} s: {details}"
+    return f"gave up after --timeout {timeout:g} s with {tokens} output tokens; quire trace {admitted.trace_id}"
 
 
 def summary(admitted: pb.Admitted, finished: pb.Finished) -> str:

@@ -18,7 +18,7 @@ def table_of(status: pb.GetStatusResponse) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in ("worker", "address", "state", "manager"):
         table.add_column(name)
-    for name in ("running", "waiting", "blocks", "unheld", "prefill tok/s", "decode step"):
+    for name in ("running", "waiting", "blocks", "free or cached", "prefill tokens/s", "decode step"):
         table.add_column(name, justify="right")
     table.add_column("note")
     for worker in status.workers:
@@ -31,7 +31,7 @@ def table_of(status: pb.GetStatusResponse) -> Table:
             str(worker.running_sequences),
             str(worker.waiting_sequences),
             str(worker.num_blocks),
-            str(worker.free_blocks),
+            str(worker.unheld_blocks),
             f"{rates[0]:.0f}" if rates[0] else "-",
             f"{1e3 * rates[1]:.1f} ms" if rates[1] else "-",
             worker.reason,

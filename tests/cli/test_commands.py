@@ -4,82 +4,41 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import psutil
 import pytest
 
 from cli.stack import free_ports
-from tests.checkpoints import checkpoint
+from quire.inference.v1 import inference_pb2 as pb
+from quire.types.v1 import types_pb2 as types
+from tests.checkpoints import config_of, tokenizer
+from tests.cli.up_driver import READY_SECONDS, Up, quire
 
-READY_SECONDS = 60.0
-
-
-def quire(*words: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end."""
-    command = [sys.executable, "-m", "cli.main", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
-
-
-class Up:
-    """A running `quire up`."""
-
-    def __init__(self, folder: Path) -> None:
-        self.port, http_port, manager_port, worker_port = free_ports(4)
-        flags = {
-            "model": checkpoint("llama"),
-            "port": self.port,
-            "http-port": http_port,
-            "manager-port": manager_port,
-            "worker-port": worker_port,
-            "kv-blocks": 64,
-            "max-model-len": 256,
-            "dtype": "float32",
-            "state-dir": folder,
-        }
-        words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-        self.lines: list[str] = []
-        self._more = threading.Condition()
-        command = [sys.executable, "-m", "cli.main", "up", *words]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-        self.address = f"127.0.0.1:{self.port}"
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        with self.process.stdout as lines:
-            for line in lines:
-                with self._more:
-                    self.lines.append(line)
-                    self._more.notify_all()
-
-    def until(self, words: str) -> None:
-        """Wait until it says these words; fail with all that it said when it never does."""
-        with self._more:
-            said = self._more.wait_for(lambda: any(words in line for line in self.lines), READY_SECONDS)
-        assert said, "".join(self.lines)
-
-    def close(self) -> None:
-        """End it, if it still runs."""
-        self.process.kill()
-        self.process.wait()
-        self._reader.join()
-
-    def children(self) -> list[psutil.Process]:
-        """Return every process below it."""
-        return psutil.Process(self.process.pid).children(recursive=True)
+LONG = 700
+OPTIONS = """
+max_model_len = 1024
+[up]
+kv_blocks = 512
+dtype = "float32"
+[kvmanager]
+watermark = 0.25
+[gpuworker]
+max_num_seqs = 8
+"""
 
 
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
-    """A suite of one worker on a tiny random checkpoint."""
-    running = Up(tmp_path_factory.mktemp("up"))
+    """A suite whose options come from every source: flags, environment, the file's top level and its tables."""
+    folder = tmp_path_factory.mktemp("up")
+    (folder / "quire.toml").write_text(OPTIONS)
+    environ = {"QUIRE_WORKERS": "1", "QUIRE_ADDRESS": "127.0.0.1:1", "QUIRE_UP_TRACE_SAMPLE_RATIO": "1"}
+    running = Up(folder, "--config", str(folder / "quire.toml"), environ=environ)
     try:
         running.until("quire     ready")
         yield running
@@ -87,10 +46,66 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
         running.close()
 
 
+class LongStreams:
+    """Requests of LONG tokens each, read on threads of their own; `begun` once each has a token."""
+
+    def __init__(self, address: str, count: int) -> None:
+        self.tokens, self.failures = [0] * count, 0
+        self._begun = threading.Barrier(count + 1)
+        self._channel = grpc.insecure_channel(address)
+        self._generate = self._channel.unary_stream(  # the generated stubs are asyncio's alone
+            "/quire.inference.v1.InferenceService/Generate",
+            request_serializer=pb.GenerateRequest.SerializeToString,
+            response_deserializer=pb.GenerateResponse.FromString,
+        )
+        self._threads = [threading.Thread(target=self._read, args=(index,)) for index in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def _read(self, index: int) -> None:
+        sampling = types.SamplingParams(temperature=0.0, max_tokens=LONG, ignore_eos=True)
+        request = pb.GenerateRequest(prompt=pb.Prompt(token_ids=pb.TokenIds(ids=[index + 9, 7])), sampling=sampling)
+        try:
+            for event in self._generate(request, timeout=READY_SECONDS):
+                if event.WhichOneof("event") == "tokens":
+                    if not self.tokens[index]:
+                        self._begun.wait(READY_SECONDS)
+                    self.tokens[index] += len(event.tokens.token_ids)
+        except grpc.RpcError:
+            self.failures += 1
+
+    def begun(self) -> None:
+        """Wait until each has a token."""
+        self._begun.wait(READY_SECONDS)
+
+    def ended(self) -> None:
+        """Wait until each has ended, for good or ill."""
+        for thread in self._threads:
+            thread.join(READY_SECONDS)
+        self._channel.close()
+
+
 def test_status_shows_the_worker(up: Up) -> None:
     shown = quire("status", "--address", up.address)
     assert shown.returncode == 0, shown.stderr
-    assert re.search(r"worker-0\s+127\.0\.0\.1:\d+\s+connected\s+attached\s+0\s+0\s+64\s+64", shown.stdout)
+    assert re.search(r"worker-0\s+127\.0\.0\.1:\d+\s+connected\s+attached\s+0\s+0\s+512\s+512", shown.stdout)
+
+
+def test_commands_find_the_router_by_the_environment(up: Up) -> None:
+    shown = quire("status", environ={"QUIRE_ADDRESS": up.address})
+    assert shown.returncode == 0, shown.stderr
+
+
+def test_services_read_the_file_that_up_was_given(up: Up) -> None:
+    for service in ("kvmanager.main", "gpuworker.main", "router.main"):
+        words = up.child(service).cmdline()
+        assert words[words.index("--config") + 1].endswith("quire.toml")
+    up.until("at most 8 run in a step")  # of [gpuworker], which `up` did not overrule
+
+
+def test_lines_name_clock_and_service_once(up: Up) -> None:
+    line = next(line for line in up.lines if "took epoch" in line)
+    assert re.fullmatch(r" +[\d.]+s  kvmanager took epoch \d+\n", line)
 
 
 def test_generate_streams_and_trace_draws_what_it_names(up: Up) -> None:
@@ -113,23 +128,82 @@ def test_errors_are_one_line_and_say_what_to_do(up: Up) -> None:
     assert "quire up --model DIR" in nobody.stderr
 
 
+def test_giving_up_says_after_how_long_and_how_far_it_came(up: Up) -> None:
+    streams = LongStreams(up.address, 6)  # they keep the worker busy
+    streams.begun()
+    words = ("ab", "--raw", "--max-tokens", str(LONG), "--seed", "3", "--timeout", "0.5", "--address", up.address)
+    shown = quire("generate", *words)
+    streams.ended()
+    assert shown.returncode == 1
+    assert re.fullmatch(
+        r"quire: gave up after --timeout 0\.5 s with \d+ output tokens; quire trace [0-9a-f]{32}\n", shown.stderr
+    )
+
+
+def test_a_killed_redis_is_started_again(up: Up) -> None:
+    up.child("-server 127.0.0.1:").kill()
+    up.until("redis     killed by SIGKILL; starting it again in 0.5 s")
+    up.until("redis     started again on 127.0.0.1:")
+    deadline = time.monotonic() + READY_SECONDS
+    while "Redis connected" not in quire("status", "--address", up.address).stdout:
+        assert time.monotonic() < deadline, "".join(up.lines)
+
+
 def test_a_killed_worker_is_started_again(up: Up) -> None:
-    worker = next(child for child in up.children() if "gpuworker.main" in " ".join(child.cmdline()))
-    worker.kill()
+    up.child("gpuworker.main").kill()
     up.until("worker-0  killed by SIGKILL; starting it again")
     deadline = time.monotonic() + READY_SECONDS
     while quire("generate", "ab", "--raw", "--max-tokens", "2", "--address", up.address).returncode:
         assert time.monotonic() < deadline, "".join(up.lines)
 
 
-def test_ctrl_c_drains_and_leaves_nothing_behind(up: Up) -> None:
+def test_ctrl_c_lets_streams_of_several_seconds_finish_and_leaves_nothing_behind(up: Up) -> None:
     below = up.children()
     assert len(below) >= 4
+    streams = LongStreams(up.address, 8)
+    streams.begun()
     up.process.send_signal(signal.SIGINT)
+    up.until("quire     stopping: running requests have 30 s to finish")
+    assert sum(streams.tokens) < 8 * LONG
+    streams.ended()
+    assert (streams.tokens, streams.failures) == ([LONG] * 8, 0)
     assert up.process.wait(timeout=30.0) == 0
     up.until("quire     stopped")
     _, alive = psutil.wait_procs(below, timeout=5.0)
     assert not alive
+
+
+def test_embedded_managers_serve_and_a_second_ctrl_c_kills(tmp_path: Path) -> None:
+    up = Up(tmp_path, "--drain-timeout", "60", environ={"QUIRE_MANAGER": "embedded", "QUIRE_KV_BLOCKS": "512"})
+    try:
+        up.until("quire     ready")
+        below = up.children()
+        assert not any("kvmanager.main" in each.cmdline() for each in below)
+        streams = LongStreams(up.address, 8)
+        streams.begun()
+        up.process.send_signal(signal.SIGINT)
+        up.until("quire     stopping: running requests have 60 s to finish")
+        up.process.send_signal(signal.SIGINT)
+        assert up.process.wait(timeout=5.0) == 130
+        streams.ended()
+        assert streams.failures == 8
+        _, alive = psutil.wait_procs(below, timeout=5.0)
+        assert not alive
+    finally:
+        up.close()
+
+
+def test_a_service_that_refuses_to_run_stops_the_suite_with_its_words(tmp_path: Path) -> None:
+    config_of("llama").save_pretrained(tmp_path)  # and no weights
+    tokenizer().save_pretrained(tmp_path)
+    up = Up(tmp_path / "state", "--model", str(tmp_path), "--device", "cpu")
+    try:
+        assert up.process.wait(timeout=READY_SECONDS) == 1
+        up.until("worker-0 cannot run")
+        up.until(f"--model: cannot load {tmp_path}")
+        assert not any("starting it again" in line for line in up.lines)
+    finally:
+        up.close()
 
 
 def test_bad_options_are_all_reported_before_anything_starts() -> None:

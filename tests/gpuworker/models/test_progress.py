@@ -1,0 +1,50 @@
+"""How far the loading of a model is: lines where nobody sees a bar, and transformers' own bar on a terminal."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from transformers.utils.logging import set_tqdm_hook, tqdm
+
+from gpuworker.models.progress import telling_progress
+
+SECONDS = 20.0
+
+
+class Line:
+    """Waits for a line that has certain words."""
+
+    def __init__(self, words: str) -> None:
+        self._words, self.came = words, threading.Event()
+
+    def __call__(self, line: str) -> None:
+        if self._words in line:
+            self.came.set()
+
+
+def test_lines_count_the_tensors_that_are_loaded(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(64 << 20))
+    line = Line("loading weights: 1 of 3 tensors (0.1 GiB), 0 s")
+    with telling_progress(tmp_path, every=0.001, say=line):
+        for index in tqdm({"a": 1, "b": 2, "c": 3}.items(), desc="Loading weights"):
+            assert index[0] == "a" or line.came.wait(SECONDS)
+
+
+def test_before_the_first_tensor_a_line_tells_the_time(tmp_path: Path) -> None:
+    line = Line("making the model: 0 s")
+    with telling_progress(tmp_path, every=0.001, say=line):
+        assert line.came.wait(SECONDS)
+
+
+def test_other_bars_are_left_to_transformers(tmp_path: Path) -> None:
+    with telling_progress(tmp_path):
+        assert list(tqdm([1, 2], desc="Something else")) == [1, 2]
+
+
+def test_a_terminal_keeps_the_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with telling_progress(tmp_path):
+        assert set_tqdm_hook(None) is None
