@@ -80,8 +80,7 @@ class Attachments:
     async def _attach(self, attach: Attach) -> Session | AttachRejected:
         # Fixed before anything is awaited, so that of two first workers only one can decide what the pool is.
         self.manager.identity = self._expected(attach.identity)
-        epoch = await self.index.epoch_for(attach)
-        self.manager.epoch = max(self.manager.epoch, epoch)
+        self.manager.adopt_epoch(await self.index.epoch_for(attach))
         self._leave_for(attach)
         return self.manager.attach(attach)
 

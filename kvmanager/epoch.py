@@ -10,6 +10,7 @@ import asyncio
 import logging
 
 from common.errors import InvalidConfig
+from kvmanager.core import epochs
 from kvmanager.ports import IndexStore, IndexUnavailable
 from kvmanager.state_file import EpochFile
 
@@ -17,22 +18,22 @@ log = logging.getLogger(__name__)
 
 
 class EpochKeeper:
-    """Holds one epoch at a time; it only rises. Raises StaleEpoch once another manager has taken over in Redis."""
+    """Holds one epoch at a time; it only rises, from above `floor`.
 
-    def __init__(self, file: EpochFile, store: IndexStore | None) -> None:
-        self._file, self._store = file, store
+    Raises StaleEpoch once another manager has taken over in Redis.
+    """
+
+    def __init__(self, file: EpochFile, store: IndexStore | None, floor: int = 0) -> None:
+        self._file, self._store, self._floor = file, store, floor
         self._lock = asyncio.Lock()
         self._answered = False  # a worker was told this epoch by this process
         self._fence = 0  # the last epoch that this process wrote as the fence
         self.epoch = 0
 
     async def for_attach(self, seen: int) -> int:
-        """Return the epoch for the answer to an Attach whose worker has accepted `seen`; takes a higher one if need be.
-
-        An epoch equal to ours that we told nobody was a predecessor's.
-        """
+        """Return the epoch for the answer to a worker that has accepted `seen`; takes a higher one if need be."""
         async with self._lock:
-            if not self.epoch or seen > self.epoch or (seen == self.epoch and not self._answered):
+            if epochs.must_rise(self.epoch, seen, self._answered):
                 await self._take(seen)
             self._answered = True
             return self.epoch
@@ -54,11 +55,10 @@ class EpochKeeper:
             return self.epoch
 
     async def _take(self, seen: int, need_index: bool = False) -> None:
-        floor = max(self.epoch, seen, self._file.read())
-        epoch = floor + 1
+        epoch = epochs.next_epoch(own=max(self.epoch, self._floor), seen=seen, stored=self._file.read())
         if self._store is not None:
             try:
-                epoch = await self._store.acquire(floor, self._fence)
+                epoch = await self._store.acquire(epoch, self._fence)
                 self._fence = epoch
             except IndexUnavailable as error:
                 if need_index:

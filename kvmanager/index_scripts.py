@@ -10,16 +10,15 @@ from __future__ import annotations
 from typing import Final
 
 # KEYS: epoch counter, fence.
-# ARGV: highest epoch known to the caller; the epoch that it held, 0 for none; a random jump.
-# Where there is no counter (Redis is new, or was wiped) the epoch jumps: the caller's next number may be one that
-# another manager still holds, and the fence would let both write.
+# ARGV: least epoch that the caller may take; the epoch that it held, 0 for none; a random jump.
+# The rules and their reasons are `is_replaced` and `acquired` of core/epochs.py.
 # Returns {1, epoch taken} or {0, fence of the manager that replaced the caller}.
 ACQUIRE: Final = """
 local fence = tonumber(redis.call('GET', KEYS[2]) or '0')
 local held = tonumber(ARGV[2])
 if held > 0 and fence > held then return {0, fence} end
 local counter = redis.call('GET', KEYS[1])
-local epoch = math.max(tonumber(counter or '0'), fence, tonumber(ARGV[1])) + 1
+local epoch = math.max(tonumber(counter or '0') + 1, fence + 1, tonumber(ARGV[1]))
 if not counter then epoch = epoch + tonumber(ARGV[3]) end
 local text = string.format('%.0f', epoch)
 redis.call('SET', KEYS[1], text)

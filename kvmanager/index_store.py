@@ -52,10 +52,10 @@ class RedisIndexStore:
         self._renew = redis.register_script(index_scripts.RENEW)
         self._retire = redis.register_script(index_scripts.RETIRE)
 
-    async def acquire(self, floor: int, held: int) -> int:
+    async def acquire(self, least: int, held: int) -> int:
         keys = [index_format.epoch_key(self._namespace), self._fence]
         with _unavailable():
-            taken, epoch = await self._acquire(keys=keys, args=[floor, held, self._jump()])
+            taken, epoch = await self._acquire(keys=keys, args=[least, held, self._jump()])
         if not taken:
             raise StaleEpoch(f"a manager of epoch {epoch} has taken over from this one, of epoch {held}")
         return int(epoch)

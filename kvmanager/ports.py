@@ -39,8 +39,10 @@ class IndexStore(Protocol):
     Those that take an epoch do nothing and raise FenceLost or StaleEpoch when the fence holds another.
     """
 
-    async def acquire(self, floor: int, held: int) -> int:
-        """Take and return an epoch above `floor` and all before it. Raises StaleEpoch if one above `held` > 0 rules."""
+    async def acquire(self, least: int, held: int) -> int:
+        """Take and return an epoch of `least` or more, above all before it. Raises StaleEpoch if one above `held` > 0
+        rules. The rule is `core.epochs.acquired`.
+        """
         ...
 
     async def register(self, epoch: int, worker: WorkerEntry) -> int | None:

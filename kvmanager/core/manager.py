@@ -2,7 +2,7 @@
 
 Workers fence blocks by the epoch they have accepted, so a manager must not answer an attach with a lower one. Two
 services may exchange blocks only when their pool identities are equal; the first attach fixes the identity unless it
-was configured.
+was configured, until nobody is attached any more.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from common.clock import Clock
 from common.errors import IdentityMismatch, NotFound
 from common.lease import Attach, AttachOk, AttachRejected, Inventory
 from common.types import PoolIdentity
+from kvmanager.core import epochs
 from kvmanager.core.config import LedgerConfig, Runway
 from kvmanager.core.ledger import Ledger
 
@@ -53,21 +54,16 @@ class Manager:
         self._sessions: dict[str, Session] = {}
         self.identity = config.identity
         self.epoch = epoch
-        self.violations = 0
 
     # ------------------------------------------------------------ epoch
 
-    def adopt_epoch(self, redis_counter: int = 0, state_file: int = 0, seen: int = 0) -> int:
-        """Take 1 + the highest of the given numbers and of the own epoch, and return it.
-
-        Redis alone does not do: it may have been wiped, and every worker would refuse its small numbers for ever.
-        """
-        self.epoch = 1 + max(redis_counter, state_file, seen, self.epoch)
-        return self.epoch
+    def adopt_epoch(self, epoch: int) -> None:
+        """Answer with this epoch from now on; it never falls."""
+        self.epoch = max(self.epoch, epoch)
 
     def needs_epoch(self, attach: Attach) -> bool:
-        """Return whether the worker has accepted a higher epoch than this manager has."""
-        return attach.epoch_seen > self.epoch
+        """Return whether the worker would refuse this manager's epoch."""
+        return epochs.must_rise(self.epoch, attach.epoch_seen)
 
     # ------------------------------------------------------------ attach
 
@@ -128,10 +124,10 @@ class Manager:
         if self.current(session):
             del self._sessions[session.attach.worker_id]
 
-    def quarantine(self, session: Session) -> None:
-        """Forget a session whose worker broke the protocol, and count it; its next attach rebuilds everything."""
-        self.violations += 1
-        self.detach(session)
+    def forget_identity(self) -> None:
+        """Let the next attach fix the identity anew, unless a session lives or it was configured."""
+        if not self._sessions:
+            self.identity = self._config.identity
 
     def ledger(self, worker_id: str) -> Ledger:
         """Return the ledger of an attached worker. Raises NotFound."""

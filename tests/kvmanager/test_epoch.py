@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
@@ -13,6 +14,7 @@ from redis.asyncio import Redis
 
 from common.errors import InvalidConfig, StaleEpoch
 from common.local_redis import LocalRedis
+from kvmanager.core import epochs
 from kvmanager.epoch import EpochKeeper
 from kvmanager.index_store import RedisIndexStore, open_redis
 from kvmanager.ports import IndexUnavailable
@@ -176,3 +178,28 @@ def test_state_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidConfig, match="cannot be written"):
         EpochFile(tmp_path / "file" / "folder").write(1)
+
+
+@pytest.mark.parametrize("counter", [None, 0, 3, 8])
+@pytest.mark.parametrize("fence", [None, 3, 8])
+async def test_redis_takes_epochs_by_the_rules_of_the_core(
+    counter: int | None, fence: int | None, redis_url: str, redis_client: Redis
+) -> None:
+    """The executable model of the protocol runs on these rules; the manager has Redis follow them, in Lua."""
+    store = RedisIndexStore(open_redis(redis_url), NAMESPACE, 60.0, 5.0, lambda: 500)
+    try:
+        for held, least in itertools.product((0, 3, 5), (1, 4, 12)):
+            await redis_client.flushall()
+            for key, value in (("epoch", counter), ("fence", fence)):
+                if value is not None:
+                    await redis_client.set(f"{NAMESPACE}:{key}", value)
+            if epochs.is_replaced(held, fence):
+                with pytest.raises(StaleEpoch, match=f"epoch {fence} has taken over"):
+                    await store.acquire(least, held)
+                continue
+            expected = epochs.acquired(least, counter, fence, 500)
+            assert await store.acquire(least, held) == expected
+            stored = await redis_client.mget([f"{NAMESPACE}:epoch", f"{NAMESPACE}:fence"])
+            assert stored == [b"%d" % expected] * 2
+    finally:
+        await store.close()

@@ -52,9 +52,9 @@ class ScriptedStore:
                 if not self.swallow_cancellation:
                     raise
 
-    async def acquire(self, floor: int, held: int) -> int:
+    async def acquire(self, least: int, held: int) -> int:
         await self._step("acquire")
-        self.epoch = max(self.epoch, floor) + 1
+        self.epoch = max(self.epoch + 1, least)
         return self.epoch
 
     async def register(self, epoch: int, worker: WorkerEntry) -> int | None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from common.types import BlockHash
+from kvmanager.core import epochs
 from kvmanager.core.index_events import Cleared, IndexEvent, IndexSnapshot, Removed, Stored
-from kvmanager.core.manager import Manager
 from kvmanager.net_changes import IndexCall, NetChanges
 
 ABSENT = -1
@@ -29,21 +29,21 @@ class Wiped(Exception):
 class Index:
     """Epoch counter, fence, live generation and entries (hash, generation) of one worker's slot."""
 
-    counter: int = 0
-    fence: int = ABSENT
+    counter: int | None = None
+    fence: int | None = None
     generation: int = ABSENT
     entries: frozenset[tuple[BlockHash, int]] = frozenset()
 
-    def acquire(self, manager: Manager, seen: int) -> None:
-        """Let a manager take an epoch above all that is known; taking it writes the fence. Raises Replaced."""
-        if manager.epoch and self.fence > manager.epoch:
+    def acquire(self, least: int, held: int, jump: int) -> int:
+        """Let a manager that holds an epoch (0: none) take another; taking it writes the fence. Raises Replaced."""
+        if epochs.is_replaced(held, self.fence):
             raise Replaced
-        self.counter = manager.adopt_epoch(redis_counter=max(self.counter, self.fence), seen=seen)
-        self.fence = self.counter
+        self.counter = self.fence = epochs.acquired(least, self.counter, self.fence, jump)
+        return self.fence
 
     def check(self, epoch: int) -> None:
         """Refuse whoever does not hold the fence."""
-        if self.fence > epoch:
+        if epochs.is_replaced(epoch, self.fence):
             raise Replaced
         if self.fence != epoch:
             raise Wiped
@@ -66,7 +66,7 @@ class Index:
 
     def wipe(self) -> None:
         """Lose everything."""
-        self.counter, self.fence, self.generation, self.entries = 0, ABSENT, ABSENT, frozenset()
+        self.counter, self.fence, self.generation, self.entries = None, None, ABSENT, frozenset()
 
     def clone(self) -> Index:
         """Return an independent copy."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from common.clock import ManualClock
 from common.lease import Attach, AttachRejected, Inventory, Report
+from kvmanager.core import epochs
 from kvmanager.core.ledger import Ledger
 from kvmanager.core.manager import Manager, ManagerConfig
 from tests.protocol.index import Replaced, Wiped
@@ -22,7 +23,7 @@ class ManagerSide(State):
         )
         manager = ModelManager(Manager(config, _CLOCK, lambda: ""))
         self.managers.append(manager)
-        self.index.acquire(manager.core, self.random_jump())
+        self.take_epoch(manager, seen=0)
 
     def to_manager(self, number: int) -> bool:
         """A message reaches a manager, which answers with a batch if there is anything to say."""
@@ -72,11 +73,17 @@ class ManagerSide(State):
     def _renew_epoch(self, manager: ModelManager, seen: int) -> bool:
         """Take a higher epoch, with a random jump; a manager that sees that it was replaced ends itself."""
         try:
-            self.index.acquire(manager.core, max(seen, manager.core.epoch) + self.random_jump())
+            self.take_epoch(manager, seen)
         except Replaced:
             self.end_manager(manager)
             return False
         return True
+
+    def take_epoch(self, manager: ModelManager, seen: int) -> None:
+        """As EpochKeeper does, without its file: each new process has lost it. Raises Replaced."""
+        own = manager.core.epoch
+        least = epochs.next_epoch(own=own, seen=seen)
+        manager.core.adopt_epoch(self.index.acquire(least, own, self.random_jump()))
 
     def republish(self, manager: ModelManager) -> None:
         """After a rebuild: the whole membership, under a new generation."""
@@ -87,7 +94,7 @@ class ManagerSide(State):
 
     def random_jump(self) -> int:
         """After a wipe two managers could each think that the same epoch is the next: none may be taken twice."""
-        if self.index.counter:
+        if self.index.counter is not None:
             return 0
         self.jumps += 1
         return 100 * self.jumps

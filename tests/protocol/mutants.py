@@ -24,7 +24,7 @@ from gpuworker.core.outcomes import Applied
 from gpuworker.core.report_builder import SessionState
 from gpuworker.core.sequence import Sequence as WorkerSequence
 from gpuworker.core.step_scheduler import Composition, StepScheduler
-from kvmanager.core import books, fork
+from kvmanager.core import books, epochs, fork
 from kvmanager.core.block import Block
 from kvmanager.core.books import Books
 from kvmanager.core.config import LedgerConfig
@@ -230,9 +230,8 @@ def copy_all_known(known: int, _block_size: int) -> int:
     return known
 
 
-def count_by_redis_alone(manager: Manager, redis_counter: int = 0, state_file: int = 0, seen: int = 0) -> int:
-    manager.epoch = redis_counter + 1
-    return manager.epoch
+def count_by_redis_alone(counter: int = 0, **_: int) -> int:
+    return counter + 1
 
 
 def never(*_: Any) -> bool:
@@ -448,7 +447,11 @@ MUTANTS = (
     Mutant(
         "20",
         "the epoch comes from the counter in Redis alone",
-        ((Manager, "adopt_epoch", count_by_redis_alone), (Manager, "needs_epoch", never)),
+        (
+            (epochs, "next_epoch", count_by_redis_alone),
+            (epochs, "must_rise", never),
+            (World, "random_jump", no_jump),
+        ),
         Walks("mixed"),
         ("I10",),
     ),

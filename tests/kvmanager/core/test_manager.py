@@ -59,19 +59,10 @@ def test_a_worker_attaches_and_is_answered_once_its_inventory_is_in() -> None:
     assert session.ledger.config == LedgerConfig(8, 16, max_num_seqs=3)
 
 
-@pytest.mark.parametrize(
-    ("numbers", "epoch"),
-    [
-        ({"redis_counter": 7}, 8),
-        ({"redis_counter": 0, "state_file": 9}, 10),
-        ({"redis_counter": 1, "state_file": 2, "seen": 30}, 31),
-        ({}, 6),
-    ],
-)
-def test_the_epoch_is_one_more_than_the_highest_of_all(numbers: dict[str, int], epoch: int) -> None:
-    manager = make_manager()
-    assert manager.adopt_epoch(**numbers) == epoch
-    assert manager.epoch == epoch
+def test_the_epoch_never_falls() -> None:
+    manager = make_manager(epoch=5)
+    manager.adopt_epoch(3)
+    assert manager.epoch == 5
 
 
 def test_a_worker_that_has_seen_a_higher_epoch_is_not_answered_before_one_is_taken() -> None:
@@ -80,7 +71,7 @@ def test_a_worker_that_has_seen_a_higher_epoch_is_not_answered_before_one_is_tak
     assert manager.needs_epoch(session.attach)
     with pytest.raises(ValueError, match="epoch 40"):
         manager.complete(session, EMPTY)
-    manager.adopt_epoch(redis_counter=1, seen=40)
+    manager.adopt_epoch(41)
     assert manager.complete(session, EMPTY).epoch == 41
 
 
@@ -106,13 +97,24 @@ def test_a_late_end_of_a_replaced_session_does_not_touch_the_new_one() -> None:
     assert (first.key, second.key) == ((b"i" * 16, 1), (b"i" * 16, 2))
 
 
-def test_a_quarantined_session_is_counted_and_may_attach_again() -> None:
+def test_with_the_last_session_an_identity_that_was_not_configured_may_go() -> None:
     manager = make_manager()
-    first = opened(manager, attach())
-    manager.quarantine(first)
-    assert manager.violations == 1
-    assert not manager.current(first)
-    opened(manager, attach(session=2))
+    first, second = opened(manager, attach("first")), opened(manager, attach("second"))
+    manager.detach(first)
+    manager.forget_identity()
+    assert manager.identity == IDENTITY
+    manager.detach(second)
+    manager.forget_identity()
+    other = replace(IDENTITY, model_fingerprint="other")
+    opened(manager, attach("third", identity=other))
+    assert manager.identity == other
+
+
+def test_a_configured_identity_stays() -> None:
+    manager = make_manager(identity=IDENTITY)
+    manager.detach(opened(manager, attach()))
+    manager.forget_identity()
+    assert manager.identity == IDENTITY
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,38 @@
+"""The rules by which a manager takes an epoch, and by which it notices that another one has taken over.
+
+Redis follows the last two in one atomic step (`kvmanager/index_scripts.py`, ACQUIRE); a test compares both over a real
+server.
+"""
+
+from __future__ import annotations
+
+
+def must_rise(own: int, seen: int, told: bool = True) -> bool:
+    """Return whether `own` (0: none yet) may not be the answer to a worker that has accepted the epoch `seen`.
+
+    An epoch equal to ours that we have not `told` any worker was a predecessor's.
+    """
+    return not own or seen > own or (seen == own and not told)
+
+
+def next_epoch(own: int = 0, seen: int = 0, stored: int = 0, counter: int = 0) -> int:
+    """Return 1 + the highest of the own epoch, what a worker has seen, the state file and the counter in Redis.
+
+    Redis alone does not do: it may have been wiped, and every worker would refuse its small numbers for ever.
+    """
+    return 1 + max(own, seen, stored, counter)
+
+
+def acquired(least: int, counter: int | None, fence: int | None, jump: int) -> int:
+    """Return the epoch that Redis gives: at least `least`, above its counter and its fence.
+
+    Where there is no counter (Redis is new, or was wiped) the epoch jumps: the least number may be one that another
+    manager still holds, and the fence would let both write.
+    """
+    epoch = max(least, next_epoch(counter=counter or 0), next_epoch(counter=fence or 0))
+    return epoch + jump if counter is None else epoch
+
+
+def is_replaced(held: int, fence: int | None) -> bool:
+    """Return whether a manager that wrote the fence `held` (0: none) finds that of another one in its place."""
+    return held > 0 and fence is not None and fence > held
