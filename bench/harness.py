@@ -67,5 +67,11 @@ def report(bench: str, figures: Mapping[str, float], notes: Mapping[str, str], a
         print(json.dumps({"bench": bench, "machine": machine(), "figures": rounded}))
 
 
+def progress(text: str, end: bool = False) -> None:
+    """Say how far a benchmark is, over what was said before; on a terminal alone. `end` leaves the line."""
+    if sys.stderr.isatty():
+        print(f"\r{text} ", end="\n" if end else "", file=sys.stderr, flush=True)
+
+
 def _readable(value: float) -> str:
     return f"{value:.0f}" if value == int(value) and abs(value) >= 10 else f"{value:.4g}"

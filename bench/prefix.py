@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import random
 import statistics
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from bench.harness import median_interval, parser, report
+from bench.harness import median_interval, parser, progress, report
 from bench.models import SHAPE, cpu_runner
 from bench.workers import BenchWorker, Run, manager_process
 from gpuworker.core.outcomes import AgentConfig
@@ -78,8 +77,7 @@ def compare(
         with_cache, without = workload(on, 1000 + index), workload(off, 2000 + index)
         if index:
             pairs.append((with_cache, without))
-            print(f"\r{workload.__name__}: run {index} of {runs} ", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
+            progress(f"{workload.__name__}: run {index} of {runs}", end=index == runs)
     speedup, lower, upper = median_interval([a.throughput / b.throughput for a, b in pairs])
     return {
         "speedup": speedup,

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import psutil
 
-from bench.harness import median_interval, parser, report
+from bench.harness import median_interval, parser, progress, report
 from bench.models import cpu_runner
 from bench.simulated_runner import SimulatedRunner
 from bench.workers import BenchWorker, Run, manager_process, random_prompts
@@ -86,11 +85,8 @@ def measure(make_runner: MakeRunner, config: AgentConfig, pairs: int, output_tok
             first = first_token(remote, 1000 + index), first_token(embedded, 1000 + index)
             pair = Pair(runs["remote"], runs["embedded"], spent, *first)
             if index:
-                print(
-                    f"\r{name}: pair {index} of {pairs}, ratio {pair.ratio:.3f} ", end="", file=sys.stderr, flush=True
-                )
+                progress(f"{name}: pair {index} of {pairs}, ratio {pair.ratio:.3f}", end=index == pairs)
                 yield pair
-    print(file=sys.stderr)
 
 
 def figures_of(name: str, pairs: list[Pair]) -> dict[str, float]:

@@ -23,10 +23,11 @@ from cli.embedded import EmbeddedChannel
 from cli.stack import free_ports
 from common import die_with_parent
 from common.clock import SystemClock
+from common.errors import EngineFailure
 from common.hashing import chain, chain_root, key_of
 from common.lease import Attach, LeaseChannel
 from common.rpc.health import wait_until_serving
-from common.types import KvGeometry, PoolIdentity, SamplingParams, SequenceId
+from common.types import FinishReason, KvGeometry, PoolIdentity, SamplingParams, SequenceId
 from gpuworker.core.batch_plan import StepRunner
 from gpuworker.core.lease_agent import LeaseAgent
 from gpuworker.core.outcomes import AgentConfig
@@ -97,6 +98,7 @@ class BenchWorker:
         self._incarnations = itertools.count(time.time_ns())
         self._began: dict[SequenceId, float] = {}
         self._run, self._left, self._done = Run(), 0, threading.Event()
+        self._failure = ""
         self._buffer = OutputBuffer()
         self.engine = Engine(self._agent, self._attach, runner, channel, self._sink, SystemClock())
 
@@ -123,6 +125,7 @@ class BenchWorker:
         self._thread.start()
         if self._client is not None:
             asyncio.run_coroutine_threadsafe(self._client.start(), self._loop).result()
+        self.engine.ended.add_done_callback(lambda _: self._done.set())
         self.engine.start()
         deadline = time.monotonic() + _START_SECONDS
         while not self.engine.load().manager_attached:
@@ -158,6 +161,8 @@ class BenchWorker:
                 self._run.first_tokens.append(now - began)
         for end in outputs.finished:
             self._buffer.finished(end.sequence, end)
+            if end.reason is FinishReason.ERROR:
+                self._failure = end.message
         if self._buffer:
             self._buffer.take().SerializeToString()
         self._left -= len(outputs.finished)
@@ -165,7 +170,10 @@ class BenchWorker:
             self._done.set()
 
     def load(self, prompts: Sequence[Sequence[int]], output_tokens: int) -> Run:
-        """Submit greedy sequences all at once and wait for their ends."""
+        """Submit greedy sequences all at once and wait for their ends.
+
+        Raises EngineFailure when one of them fails: there is nothing to measure then.
+        """
         self._run, self._left = Run(prompt_tokens=sum(map(len, prompts))), len(prompts)
         self._done.clear()
         requests = [self._request(prompt, output_tokens) for prompt in prompts]
@@ -176,6 +184,8 @@ class BenchWorker:
             self.engine.submit(request)
         self._done.wait()
         self._run.seconds = time.perf_counter() - began
+        if self._failure or self.engine.ended.done():
+            raise EngineFailure(self._failure or "the engine ended")
         return self._run
 
     def _request(self, prompt: Sequence[int], output_tokens: int) -> EngineRequest:

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from bench.harness import median_interval, report
+from bench.harness import median_interval, progress, report
 
 
 def test_equal_samples_leave_no_doubt() -> None:
@@ -47,3 +47,9 @@ def test_the_last_line_is_one_object_of_three_parts(capsys: pytest.CaptureFixtur
 def test_people_who_ask_for_no_json_get_none(capsys: pytest.CaptureFixture[str]) -> None:
     report("waste", {"example": 5288}, {}, as_json=False)
     assert "{" not in capsys.readouterr().out
+
+
+def test_progress_is_for_terminals(capsys: pytest.CaptureFixture[str]) -> None:
+    progress("run 1 of 2")
+    progress("run 2 of 2", end=True)
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,56 @@
+"""The engines of benchmarks: what they count, and that a run in which anything failed gives no figure."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import pytest
+
+from bench.simulated_runner import SimulatedRunner
+from bench.workers import BenchWorker, random_prompts
+from common.errors import EngineFailure
+from gpuworker.core.batch_plan import StepPlan, StepResult
+from gpuworker.core.outcomes import AgentConfig
+
+CONFIG = AgentConfig(num_blocks=32, block_size=4, max_num_seqs=4)
+
+
+class FailingRunner(SimulatedRunner):
+    """Fails every step."""
+
+    def submit(self, plan: StepPlan) -> Future[StepResult]:
+        failed: Future[StepResult] = Future()
+        failed.set_exception(EngineFailure("the device is gone"))
+        return failed
+
+
+class BrokenRunner(SimulatedRunner):
+    """Raises where a runner may not, which ends the engine."""
+
+    def submit(self, plan: StepPlan) -> Future[StepResult]:
+        raise RuntimeError("a bug")
+
+
+def test_a_load_is_counted_to_its_end() -> None:
+    with BenchWorker(SimulatedRunner(0.0, 0.0), CONFIG, manager=None) as worker:
+        run = worker.load(random_prompts(4, 9, seed=1), output_tokens=5)
+    assert (run.tokens, run.prompt_tokens, len(run.first_tokens)) == (20, 36, 4)
+    assert [len(tokens) for tokens in run.outputs.values()] == [5] * 4
+    assert run.seconds > 0
+
+
+def test_a_failed_step_gives_no_figures() -> None:
+    with (
+        BenchWorker(FailingRunner(0.0, 0.0), CONFIG, manager=None) as worker,
+        pytest.raises(EngineFailure, match="the device is gone"),
+    ):
+        worker.load(random_prompts(2, 9, seed=1), output_tokens=5)
+
+
+def test_a_dead_engine_is_not_waited_for() -> None:
+    with (
+        pytest.raises(EngineFailure, match="a bug"),
+        BenchWorker(BrokenRunner(0.0, 0.0), CONFIG, manager=None) as worker,
+        pytest.raises(EngineFailure, match="the engine ended"),
+    ):
+        worker.load(random_prompts(2, 9, seed=1), output_tokens=5)
