@@ -43,7 +43,8 @@ async def router_channel(address: str) -> AsyncIterator[grpc.aio.Channel]:
 def run_command(body: Callable[[Console], Coroutine[Any, Any, None]]) -> int:
     """Run a command's body; print an error in one line and return the exit status."""
     try:
-        asyncio.run(body(Console(highlight=False, width=None if sys.stdout.isatty() else _PIPED_WIDTH)))
+        # A model that says ":smile:" means these seven characters.
+        asyncio.run(body(Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else _PIPED_WIDTH)))
     except QuireError as error:
         print(f"quire: {error}", file=sys.stderr)
         return 1
