@@ -60,7 +60,7 @@ class RouterStatus:
         if trouble is not None:
             row.state, row.reason = trouble[0].value, trouble[1]
         row.running_sequences, row.waiting_sequences = model.load.running, model.load.waiting
-        row.num_blocks, row.free_blocks = model.capacity.num_blocks, model.load.unheld_blocks
+        row.num_blocks, row.unheld_blocks = model.capacity.num_blocks, model.load.unheld_blocks
         row.manager_attached = model.load.manager_attached
         row.prefill_tokens_per_second = 1.0 / per_token if per_token else 0.0
         row.decode_step_seconds = step or 0.0

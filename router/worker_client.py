@@ -38,9 +38,6 @@ from router.worker_convert import (
 Sink = Callable[[SequenceEvent], None]
 _Call = aio.StreamStreamCall[pb.StreamRequest, pb.StreamResponse]
 
-# The worker may forget what is acknowledged; more often than this costs a message for nothing.
-_ACK_EVERY = 64
-
 
 class WorkerListener(Protocol):
     """Who is told about a worker's connection; called on the event loop, must not block."""
@@ -66,10 +63,13 @@ class RouterIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Pacing:
-    """Seconds between attempts to connect: doubling from `first` to `most`, each drawn from half of it to all of it."""
+    """Seconds between attempts to connect: doubling from `first` to `most`, each drawn from half of it to all of it.
+
+    A suite is ready at most `most` after its slowest worker; an attempt costs well under a millisecond.
+    """
 
     first: float = 0.1
-    most: float = 5.0
+    most: float = 1.0
     hello: float = 5.0
 
     def delay(self, failures: int, draw: float) -> float:
@@ -201,7 +201,6 @@ class WorkerClient:
             case "outputs":
                 self._take(response.outputs)
             case "heartbeat":
-                self._acknowledge()
                 self._listener.heartbeat(self, load_from_proto(response.heartbeat.load))
             case "refused":
                 sink = self._sinks.pop(response.refused.handle, None)
@@ -225,12 +224,6 @@ class WorkerClient:
             elif handle not in self._given_up:
                 # Left over from a stream before this one, and resubmitted since.
                 self._tell_to_cancel(handle, FinishReason.CANCELLED)
-        if self._last_seq % _ACK_EVERY == 0:
-            self._acknowledge()
-
-    def _acknowledge(self) -> None:
-        if self._outbox is not None and self._last_seq:
-            self._outbox.put_nowait(pb.StreamRequest(ack=pb.Ack(seq=self._last_seq)))
 
     def _disconnect(self, error: QuireError) -> None:
         """Tell the listener first, so that whoever hears Lost finds this worker gone."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from common.clock import Clock
@@ -44,6 +44,8 @@ class Member:
     reason: str = "not connected yet"
     facts: WorkerFacts | None = None
     model: WorkerModel | None = None
+    # The reasons that were logged since it was connected last.
+    told: set[str] = field(default_factory=set)
 
     @property
     def name(self) -> str:
@@ -175,6 +177,7 @@ class WorkerPool:
         member.worker_id, member.facts = facts.worker_id, facts
         member.model = WorkerModel(facts.worker_id, facts.capacity, _idle(facts), heartbeat_at=now)
         member.state, member.reason = WorkerState.CONNECTED, ""
+        member.told.clear()
         log.info("worker %s connected", facts.worker_id, extra={"address": client.address})
         for listener in self._listeners if known not in (None, facts.incarnation) else ():
             listener.cache_lost(facts.worker_id)
@@ -194,13 +197,27 @@ class WorkerPool:
             return
         mismatched = isinstance(error, IdentityMismatch)
         state = WorkerState.MISMATCHED if mismatched else WorkerState.CONNECTING
-        if member.model is not None or member.reason != str(error):
-            log.warning("worker %s is not connected", member.name, extra={"reason": str(error)})
+        self._log_absence(member, error)
         member.model, member.facts, member.state, member.reason = None, None, state, str(error)
         if not self.models():
             # Whoever comes next may be of another kind, as far as it was left open: all workers may have been replaced.
             self._agree(self._configured)
         self._tell_all()
+
+    def _log_absence(self, member: Member, error: QuireError) -> None:
+        """Say once why a worker is not there, however often it is tried; that one is still to come is no warning."""
+        # What follows the colon is gRPC's account of one try, different each time.
+        words = str(error).partition(":")[0]
+        if member.model is None and words in member.told:
+            return
+        member.told.add(words)
+        bad = member.model is not None or isinstance(error, IdentityMismatch)
+        log.log(
+            logging.WARNING if bad else logging.INFO,
+            "worker %s is not connected",
+            member.name,
+            extra={"reason": str(error)},
+        )
 
     def _agree(self, identity: PoolIdentity) -> None:
         self.identity = identity

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import pytest
 
 from common.errors import (
     EngineFailure,
+    Unavailable,
 )
 from common.hashing import chain, chain_root
 from common.types import FinishReason
@@ -153,3 +155,22 @@ async def test_a_hung_worker_keeps_its_sequences_while_there_is_no_other() -> No
         bench.pool.check()
         worker.step({1: [100]}, granted={1: 0}, finished={1: FinishReason.LENGTH})
         assert tokens_of(await task) == [100]
+
+
+async def test_a_worker_that_is_not_there_yet_is_told_once_and_one_that_was_lost_is_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "router.worker_pool")
+    worker = WorkerDouble(greets=False)
+    said = lambda: [(record.levelname, getattr(record, "reason", None)) for record in caplog.records]  # noqa: E731
+    async with frontend_over() as bench:
+        await worker.start()
+        worker.refuses = Unavailable("the worker is loading its model")
+        bench.pool.add(worker.address)
+        await worker.until(lambda: len(worker.hellos) >= 3)
+        worker.refuses, worker.greets = None, True
+        await bench.connected(1)
+        await worker.kill()
+        await bench.connected(0)
+    assert said()[:2] == [("INFO", "the worker is loading its model"), ("INFO", None)]
+    assert [level for level, _ in said()[2:]][:1] == ["WARNING"]

@@ -182,10 +182,7 @@ async def test_a_wrong_sampling_field_is_named_with_value_and_range(sampling: Sa
         (request(request_id="x" * 129), "request_id: is not 1 to 128 printable ASCII characters without spaces"),
         (
             request("a " * 33),
-            (
-                "prompt: has 33 tokens; the context is 32, one of it for output; "
-                "shorten the prompt by 2 tokens or more"
-            ),
+            ("prompt: has 33 tokens; the context is 32, one of it for output; shorten the prompt by 2 tokens or more"),
         ),
         (
             pb.GenerateRequest(prompt=pb.Prompt(token_ids=pb.TokenIds(ids=[5, -2]))),

@@ -269,8 +269,8 @@ async def test_a_cancel_is_sent_once_with_its_reason_and_silences_the_sequence(
     worker.step({handle: [10], next_handle: [20]}, finished={handle: FinishReason.STOP})
     assert await other.next() == Drawn((20,))
     assert inbox.empty
-    worker.heartbeat()
-    await worker.until(lambda: bool(worker.acks))
+    client.submit(SUBMISSION, Inbox().put)
+    await worker.until(lambda: len(worker.submits) == 3)
     (cancel,) = worker.cancels
     assert (cancel.handle, cancel.reason) == (handle, types_pb2.FinishReason.FINISH_REASON_STOP)
 
@@ -279,8 +279,8 @@ async def test_a_sequence_of_an_earlier_stream_is_cancelled(client: WorkerClient
     worker.step({99: [1]})
     worker.step({99: [2]})
     await worker.until(lambda: bool(worker.cancels))
-    worker.heartbeat()
-    await worker.until(lambda: bool(worker.acks))
+    client.submit(SUBMISSION, Inbox().put)
+    await worker.until(lambda: bool(worker.submits))
     assert [cancel.handle for cancel in worker.cancels] == [99]
 
 
@@ -291,14 +291,6 @@ async def test_abandoned_sequences_are_cancelled_and_lost(client: WorkerClient, 
     assert await inbox.next() == Lost(f"{worker.address}: hung")
     await worker.until(lambda: bool(worker.cancels))
     assert worker.cancels[0].handle == handle
-
-
-async def test_outputs_are_acknowledged_on_every_heartbeat(client: WorkerClient, worker: WorkerDouble) -> None:
-    for _ in range(3):
-        worker.step()
-    worker.heartbeat()
-    await worker.until(lambda: bool(worker.acks))
-    assert worker.acks == [3]
 
 
 # ------------------------------------------------------------ breaks
@@ -367,3 +359,7 @@ def test_pauses_double_and_are_drawn_from_their_upper_half() -> None:
     pacing = Pacing(first=0.1, most=1.0)
     assert [pacing.delay(failures, draw=1.0) for failures in (1, 2, 3, 5, 50)] == pytest.approx([0.1, 0.2, 0.4, 1, 1])
     assert pacing.delay(1, draw=0.0) == pytest.approx(0.05)
+
+
+def test_a_worker_that_comes_is_connected_within_a_second() -> None:
+    assert max(Pacing().delay(failures, draw=0.999) for failures in range(1, 100)) <= 1.0

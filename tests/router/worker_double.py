@@ -41,12 +41,13 @@ class WorkerDouble(rpc.GpuWorkerServiceServicer):
     max_model_len: int = 256
     automatic: bool = False
     greets: bool = True
+    # What every new stream is refused with.
+    refuses: QuireError | None = None
     port: int = 0
     incarnation: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     hellos: list[pb.Hello] = field(default_factory=list)
     submits: list[pb.Submit] = field(default_factory=list)
     cancels: list[pb.Cancel] = field(default_factory=list)
-    acks: list[int] = field(default_factory=list)
     streams: int = 0
 
     def __post_init__(self) -> None:
@@ -89,6 +90,8 @@ class WorkerDouble(rpc.GpuWorkerServiceServicer):
         await self._note(self.hellos, hello)
         if hello.HasField("identity") and (found := self.identity.differences(identity_from_proto(hello.identity))):
             raise IdentityMismatch(found)
+        if self.refuses is not None:
+            raise self.refuses
         self._outbox, self._seq = asyncio.Queue(), 0
         if self.greets:
             self._outbox.put_nowait(pb.StreamResponse(hello=pb.WorkerHello(info=self.info())))
@@ -116,8 +119,6 @@ class WorkerDouble(rpc.GpuWorkerServiceServicer):
                         self.run(request.submit)
                 case "cancel":
                     await self._note(self.cancels, request.cancel)
-                case "ack":
-                    await self._note(self.acks, request.ack.seq)
 
     async def _note(self, where: list[Any], what: object) -> None:
         async with self._changed:

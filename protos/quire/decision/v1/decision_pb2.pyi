@@ -76,7 +76,7 @@ class DecisionRecord(_message.Message):
     TRACE_ID_FIELD_NUMBER: _builtins.int
     decision_id: _builtins.str
     kind: _builtins.str
-    """admission, routing, grant, eviction, preemption, migration, rejection, ..."""
+    """admission, routing, grant, eviction, preemption, migration, rejection."""
     time_unix_nano: _builtins.int
     request_id: _builtins.str
     chosen: _builtins.str

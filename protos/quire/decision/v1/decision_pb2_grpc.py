@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class DecisionServiceStub:
-    """Served by every service for the records that it made; the router also serves traces of the whole suite.
+    """Served by those who decide, router and KV manager, each for the records that it made; the router also serves traces of
+    the whole suite.
     """
 
     def __init__(self, channel):
@@ -48,7 +49,8 @@ class DecisionServiceStub:
 
 
 class DecisionServiceServicer:
-    """Served by every service for the records that it made; the router also serves traces of the whole suite.
+    """Served by those who decide, router and KV manager, each for the records that it made; the router also serves traces of
+    the whole suite.
     """
 
     def ListDecisions(self, request, context):
@@ -87,7 +89,8 @@ def add_DecisionServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DecisionService:
-    """Served by every service for the records that it made; the router also serves traces of the whole suite.
+    """Served by those who decide, router and KV manager, each for the records that it made; the router also serves traces of
+    the whole suite.
     """
 
     @staticmethod

@@ -35,7 +35,7 @@ class StreamRequest(_message.Message):
     def cancel(self) -> Global___Cancel: ...
     @_builtins.property
     def ack(self) -> Global___Ack:
-        """Highest `StepOutputs.seq` that the router has taken over, so that the worker may forget older ones."""
+        """Not used yet: see Ack."""
 
     def __init__(
         self,
@@ -57,6 +57,10 @@ Global___StreamRequest: _TypeAlias = StreamRequest  # noqa: Y015
 
 @_typing.final
 class Hello(_message.Message):
+    """Today a worker cancels what a router that is gone has left behind, and reads of this message the identity alone. Id and
+    incarnation are for streams that outlive their connection for a while, so that a router which returns owns them.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ROUTER_ID_FIELD_NUMBER: _builtins.int
@@ -64,9 +68,11 @@ class Hello(_message.Message):
     IDENTITY_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     incarnation: _builtins.bytes
-    """Random per router process; a router that returns with the same value owns the sequences it left."""
+    """Random per router process."""
     @_builtins.property
-    def identity(self) -> _types_pb2.PoolIdentity: ...
+    def identity(self) -> _types_pb2.PoolIdentity:
+        """The pool as the router knows it; unset until it does. A worker that differs refuses."""
+
     def __init__(
         self,
         *,
@@ -182,6 +188,10 @@ Global___Cancel: _TypeAlias = Cancel  # noqa: Y015
 
 @_typing.final
 class Ack(_message.Message):
+    """The highest `StepOutputs.seq` that the router has taken over, so that a worker which keeps undelivered outputs of
+    orphaned streams may forget older ones. Workers keep none yet: routers do not send it, and workers ignore it.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQ_FIELD_NUMBER: _builtins.int

@@ -681,8 +681,7 @@ class WorkerStatus(_message.Message):
     RUNNING_SEQUENCES_FIELD_NUMBER: _builtins.int
     WAITING_SEQUENCES_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
-    FREE_BLOCKS_FIELD_NUMBER: _builtins.int
-    CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
+    UNHELD_BLOCKS_FIELD_NUMBER: _builtins.int
     MANAGER_ATTACHED_FIELD_NUMBER: _builtins.int
     PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     DECODE_STEP_SECONDS_FIELD_NUMBER: _builtins.int
@@ -695,8 +694,8 @@ class WorkerStatus(_message.Message):
     running_sequences: _builtins.int
     waiting_sequences: _builtins.int
     num_blocks: _builtins.int
-    free_blocks: _builtins.int
-    cached_blocks: _builtins.int
+    unheld_blocks: _builtins.int
+    """Blocks that neither a sequence nor the worker's lease pool holds: free ones, and cached ones that may be evicted."""
     manager_attached: _builtins.bool
     prefill_tokens_per_second: _builtins.float
     """Learnt rates."""
@@ -714,8 +713,7 @@ class WorkerStatus(_message.Message):
         running_sequences: _builtins.int = ...,
         waiting_sequences: _builtins.int = ...,
         num_blocks: _builtins.int = ...,
-        free_blocks: _builtins.int = ...,
-        cached_blocks: _builtins.int = ...,
+        unheld_blocks: _builtins.int = ...,
         manager_attached: _builtins.bool = ...,
         prefill_tokens_per_second: _builtins.float = ...,
         decode_step_seconds: _builtins.float = ...,
@@ -724,7 +722,7 @@ class WorkerStatus(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cached_blocks", b"cached_blocks", "decode_step_seconds", b"decode_step_seconds", "free_blocks", b"free_blocks", "heartbeat_age", b"heartbeat_age", "manager_attached", b"manager_attached", "num_blocks", b"num_blocks", "prefill_tokens_per_second", b"prefill_tokens_per_second", "reason", b"reason", "running_sequences", b"running_sequences", "state", b"state", "waiting_sequences", b"waiting_sequences", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "decode_step_seconds", b"decode_step_seconds", "heartbeat_age", b"heartbeat_age", "manager_attached", b"manager_attached", "num_blocks", b"num_blocks", "prefill_tokens_per_second", b"prefill_tokens_per_second", "reason", b"reason", "running_sequences", b"running_sequences", "state", b"state", "unheld_blocks", b"unheld_blocks", "waiting_sequences", b"waiting_sequences", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

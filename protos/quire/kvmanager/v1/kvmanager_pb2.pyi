@@ -315,9 +315,6 @@ class Report(_message.Message):
     LEASE_WANT_FIELD_NUMBER: _builtins.int
     COMPUTED_SEQUENCES_FIELD_NUMBER: _builtins.int
     COMPUTED_LENGTHS_FIELD_NUMBER: _builtins.int
-    STEP_SECONDS_FIELD_NUMBER: _builtins.int
-    RUNNING_FIELD_NUMBER: _builtins.int
-    WAITING_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     bind_sequences: _builtins.bytes
     """Parallel int32 arrays, in order of binding."""
@@ -334,12 +331,8 @@ class Report(_message.Message):
     finished_sequences: _builtins.bytes
     lease_want: _builtins.int
     computed_sequences: _builtins.bytes
-    """For traces only."""
+    """Tokens of sequences whose K/V is computed; sent now and then. Told in preemption records as what a victim loses."""
     computed_lengths: _builtins.bytes
-    step_seconds: _builtins.float
-    """Seconds that the step took, and running and waiting sequences after it."""
-    running: _builtins.int
-    waiting: _builtins.int
     @_builtins.property
     def reserve(self) -> _containers.RepeatedCompositeFieldContainer[Global___Reserve]: ...
     @_builtins.property
@@ -368,13 +361,10 @@ class Report(_message.Message):
         lease_want: _builtins.int = ...,
         computed_sequences: _builtins.bytes = ...,
         computed_lengths: _builtins.bytes = ...,
-        step_seconds: _builtins.float = ...,
-        running: _builtins.int = ...,
-        waiting: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stalled", b"_stalled", "stalled", b"stalled"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stalled", b"_stalled", "bind_blocks", b"bind_blocks", "bind_sequences", b"bind_sequences", "computed_lengths", b"computed_lengths", "computed_sequences", b"computed_sequences", "finished_reasons", b"finished_reasons", "finished_sequences", b"finished_sequences", "lease_want", b"lease_want", "preempted_known", b"preempted_known", "preempted_sequences", b"preempted_sequences", "reserve", b"reserve", "returned", b"returned", "running", b"running", "seal_blocks", b"seal_blocks", "seal_hashes", b"seal_hashes", "stalled", b"stalled", "step", b"step", "step_seconds", b"step_seconds", "trim_counts", b"trim_counts", "trim_sequences", b"trim_sequences", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stalled", b"_stalled", "bind_blocks", b"bind_blocks", "bind_sequences", b"bind_sequences", "computed_lengths", b"computed_lengths", "computed_sequences", b"computed_sequences", "finished_reasons", b"finished_reasons", "finished_sequences", b"finished_sequences", "lease_want", b"lease_want", "preempted_known", b"preempted_known", "preempted_sequences", b"preempted_sequences", "reserve", b"reserve", "returned", b"returned", "seal_blocks", b"seal_blocks", "seal_hashes", b"seal_hashes", "stalled", b"stalled", "step", b"step", "trim_counts", b"trim_counts", "trim_sequences", b"trim_sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stalled: _TypeAlias = _typing.Literal["stalled"]  # noqa: Y015
     _WhichOneofArgType__stalled: _TypeAlias = _typing.Literal["_stalled", b"_stalled"]  # noqa: Y015
