@@ -87,7 +87,8 @@ class Report:
 
     `seal` lists parents first. `trim` gives (sequence, leading blocks trimmed in all). `stalled` is the complete set of
     sequences that found no block, None when unchanged. `lease_want` is a level: blocks that running sequences will bind
-    within the runway. A sequence has at most one `preempted` followed by one `finished`.
+    within the runway. `computed` says now and then how far sequences have come, for the record of what a preemption
+    loses. A sequence has at most one `preempted` followed by one `finished`.
     """
 
     step: int = 0
@@ -101,9 +102,6 @@ class Report:
     stalled: tuple[SequenceId, ...] | None = None
     lease_want: int = 0
     computed: tuple[tuple[SequenceId, int], ...] = ()
-    step_seconds: float = 0.0
-    running: int = 0
-    waiting: int = 0
 
 
 # ---------------------------------------------------------------- M -> W

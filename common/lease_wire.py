@@ -101,9 +101,6 @@ def report_to_proto(report: Report) -> kvmanager_pb2.Report:
         finished_sequences=packing.pack_sequences(sequence for sequence, _ in report.finished),
         finished_reasons=(FINISH_TO_PROTO[reason] for _, reason in report.finished),
         lease_want=report.lease_want,
-        step_seconds=report.step_seconds,
-        running=report.running,
-        waiting=report.waiting,
     )
     if report.bind:
         message.bind_sequences = packing.pack_sequences(sequence for sequence, _ in report.bind)
@@ -134,9 +131,6 @@ def report_from_proto(message: kvmanager_pb2.Report) -> Report:
         stalled=None if stalled is None else tuple(stalled),
         lease_want=message.lease_want,
         computed=_unpack_pairs("computed", message.computed_sequences, message.computed_lengths),
-        step_seconds=message.step_seconds,
-        running=message.running,
-        waiting=message.waiting,
     )
 
 

@@ -16,7 +16,7 @@ from gpuworker.core.batch_plan import ScheduledRow, StepPlan, StepResult
 from gpuworker.core.block_rows import BlockRows, Content
 from gpuworker.core.invariants import violations
 from gpuworker.core.outcomes import AgentConfig, Applied, Completion, Counts, Finished
-from gpuworker.core.report_builder import Load, ReportBuilder, SessionState
+from gpuworker.core.report_builder import ReportBuilder, SessionState
 from gpuworker.core.sequence import NewSequence, Sequence
 from gpuworker.core.step_scheduler import StepScheduler
 from gpuworker.core.stopping import Ending
@@ -202,7 +202,7 @@ class LeaseAgent:
                 sequence.recomputed += min(end, sequence.recompute_below) - start
             if sequence.phase is not SequencePhase.RUNNING:
                 self._leave_if_idle(sequence)
-        self._report.computed(plan, result.seconds)
+        self._report.computed(plan)
         return self._completion(tokens, computed)
 
     def departures(self) -> Completion:
@@ -320,9 +320,7 @@ class LeaseAgent:
         """Return what the manager must hear now; None when there is nothing to say, or no session to say it in."""
         if self._report.state is not SessionState.OPEN:
             return None
-        running = self._scheduler.running
-        want = self._scheduler.lease_want(self.config.runway_slots)
-        return self._report.take(Load(want, running, len(self._sequences) - running))
+        return self._report.take(self._scheduler.lease_want(self.config.runway_slots))
 
     # ------------------------------------------------------------ levels
 

@@ -6,7 +6,6 @@ Levels (stalled set, lease want) are compared with what this session was told la
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from enum import Enum
 
 from common.lease import Report, Reserve
@@ -14,7 +13,7 @@ from common.types import BlockHash, BlockId, FinishReason, SequenceId
 from gpuworker.core.batch_plan import StepPlan
 
 COMPUTED_EVERY = 4
-"""Steps between two reports of computed lengths; they serve traces only."""
+"""Steps between two reports of computed lengths: they tell what a preemption would lose, and decide nothing."""
 
 
 class SessionState(Enum):
@@ -25,15 +24,6 @@ class SessionState(Enum):
     OPEN = 2
 
 
-@dataclass(slots=True)
-class Load:
-    """Levels of the moment that every report carries."""
-
-    lease_want: int
-    running: int
-    waiting: int
-
-
 class ReportBuilder:
     """Pending content of the next report of one session."""
 
@@ -41,7 +31,6 @@ class ReportBuilder:
         self.state = SessionState.DETACHED
         self.stalled: tuple[SequenceId, ...] = ()
         self._step = 0
-        self._step_seconds = 0.0
         self.discard()
 
     @property
@@ -105,15 +94,15 @@ class ReportBuilder:
         """A batch took effect: a worker that is still stalled must say so, or the manager would wait for it."""
         self._applied = True
 
-    def computed(self, plan: StepPlan, seconds: float) -> None:
+    def computed(self, plan: StepPlan) -> None:
         """A step completed; keep every few steps how far each of its rows has come."""
-        self._step, self._step_seconds = plan.step, seconds
+        self._step = plan.step
         if self.recording and plan.step % COMPUTED_EVERY == 0:
             self._computed = [(row.sequence, row.start + row.length) for row in plan.rows]
 
-    def take(self, load: Load) -> Report | None:
-        """Return the next report, None when there is nothing to say or no session to say it in."""
-        if self.state is not SessionState.OPEN or not self._worth_sending(load):
+    def take(self, lease_want: int) -> Report | None:
+        """Return the next report, with the level `lease_want`; None when nothing is to be said, or in no session."""
+        if self.state is not SessionState.OPEN or not self._worth_sending(lease_want):
             return None
         stalled = self.stalled if self.stalled != self._told_stalled else None
         report = Report(
@@ -126,20 +115,17 @@ class ReportBuilder:
             preempted=tuple(self._preempted),
             finished=tuple(self._finished),
             stalled=stalled,
-            lease_want=load.lease_want,
+            lease_want=lease_want,
             computed=tuple(self._computed),
-            step_seconds=self._step_seconds,
-            running=load.running,
-            waiting=load.waiting,
         )
         self._clear_columns()
-        self._told_stalled, self._told_want, self._applied = self.stalled, load.lease_want, False
+        self._told_stalled, self._told_want, self._applied = self.stalled, lease_want, False
         return report
 
-    def _worth_sending(self, load: Load) -> bool:
+    def _worth_sending(self, lease_want: int) -> bool:
         return bool(
             self._has_columns()
-            or load.lease_want != self._told_want
+            or lease_want != self._told_want
             or self.stalled != self._told_stalled
             or (self.stalled and self._applied)
         )

@@ -22,8 +22,8 @@ def private_blocks(sequence: Sequence, blocks: list[Block]) -> int:
 def tokens_lost(sequence: Sequence, blocks: list[Block], block_size: int) -> int:
     """Return how many of its tokens must be computed again if its sealed blocks stay cached.
 
-    The manager hears of lengths late (at admission, and now and then for traces), so the figure may be some tokens
-    low.
+    It is for the decision record. The manager hears of lengths at admission and every few steps (`Report.computed`),
+    so it may be some tokens low.
     """
     sealed = sum(block == TRIMMED or blocks[block].hash is not None for block in sequence.row)
     return max(0, max(sequence.known, sequence.computed) - sealed * block_size)

@@ -84,8 +84,6 @@ def test_a_report_of_a_step_is_as_small_as_promised() -> None:
         bind=tuple((SequenceId(number), BlockId(5000 + number)) for number in range(4)),
         seal=tuple((BlockId(number), BlockHash(bytes([number]) * 16)) for number in range(4)),
         lease_want=128,
-        step_seconds=0.005,
-        running=64,
     )
     assert lease_wire.report_to_proto(report).ByteSize() <= 150
 

@@ -29,7 +29,6 @@ blocks = st.integers(0, 2**31 - 1).map(BlockId)
 row_blocks = blocks | st.just(TRIMMED)
 hashes = st.binary(min_size=16, max_size=16).map(BlockHash)
 sequences = u32.map(SequenceId)
-seconds = st.floats(0, 1e6, width=32)
 
 
 def tuples_of(strategy: st.SearchStrategy[T], max_size: int = 6) -> st.SearchStrategy[tuple[T, ...]]:
@@ -80,9 +79,6 @@ reports = st.builds(
     stalled=st.none() | tuples_of(sequences),
     lease_want=u32,
     computed=tuples_of(st.tuples(sequences, u32)),
-    step_seconds=seconds,
-    running=u32,
-    waiting=u32,
 )
 batches = st.builds(
     lease.Batch,

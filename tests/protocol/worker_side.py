@@ -140,7 +140,7 @@ class WorkerSide(State):
         told = self.worker.take_report()
         if told is None or self.link is None:
             return False
-        report = replace(told[1], step=0, step_seconds=0.0, computed=(), running=0, waiting=0)
+        report = replace(told[1], step=0, computed=())
         self.link.to_manager = (*self.link.to_manager, report)
         return True
 
