@@ -11,6 +11,7 @@ from importlib.metadata import version
 import torch
 
 from common.fingerprint import model_fingerprint, tokenizer_fingerprint
+from common.hub import checkpoint_directory
 from common.identity_wire import identity_to_proto
 from common.lease import Attach
 from common.types import PoolIdentity
@@ -22,7 +23,7 @@ from gpuworker.kv_cache import KvCache
 from gpuworker.memory import Ledger, MemoryOptions, plan_memory
 from gpuworker.model_runner import ModelRunner, RunnerLimits
 from gpuworker.models.hosted import HostedModel
-from gpuworker.models.loader import ModelSource, checkpoint_directory, context_limit, eos_token_ids, load_model
+from gpuworker.models.loader import ModelSource, context_limit, eos_token_ids, load_model
 from gpuworker.models.self_test import self_test
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 
