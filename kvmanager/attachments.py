@@ -49,7 +49,8 @@ class _Live:
 class Attachments:
     """Sessions by worker id, around the core's own account of them.
 
-    `configured` holds the parts of the identity that were configured; the first worker to attach fixes the rest.
+    `configured` holds the parts of the identity that were configured; the first worker to attach fixes the rest, until
+    the last one has left.
     """
 
     manager: Manager
@@ -61,11 +62,20 @@ class Attachments:
     draining: bool = False
     # Totals of ledgers that are gone, by worker id: a counter must not fall when a worker attaches again.
     past: dict[str, Totals] = field(default_factory=dict)
+    _opening: int = 0
     _live: dict[str, _Live] = field(default_factory=dict)
     _departure: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def open(self, attach: Attach, stream: StreamEnds) -> WorkerSession | AttachRejected:
         """Open a session, or say why not. Raises StaleEpoch when another manager has taken over."""
+        self._opening += 1
+        try:
+            return await self._open(attach, stream)
+        finally:
+            self._opening -= 1
+            self._forget_identity()
+
+    async def _open(self, attach: Attach, stream: StreamEnds) -> WorkerSession | AttachRejected:
         session = self._refusal(attach.identity) or await self._attach(attach)
         if isinstance(session, AttachRejected):
             self.counts.refused += 1
@@ -93,6 +103,7 @@ class Attachments:
         del self._live[worker_id]
         worker.close()
         self.past[worker_id] = added(self.past.get(worker_id, Totals()), worker.session.ledger.totals)
+        self._forget_identity()
         self._departure.set()
         log.info("worker left", extra={"worker_id": worker_id})
 
@@ -121,6 +132,11 @@ class Attachments:
     def _expected(self, theirs: PoolIdentity) -> PoolIdentity:
         """Return the identity that a worker must have: the pool's; until it has one, what is configured and theirs."""
         return self.manager.identity or replace(theirs, **self.configured)  # type: ignore[arg-type]
+
+    def _forget_identity(self) -> None:
+        """When nobody is attached or about to be, the next worker may be of another kind."""
+        if not self._live and not self._opening:
+            self.manager.forget_identity()
 
     def _refusal(self, theirs: PoolIdentity) -> AttachRejected | None:
         if self.draining:

@@ -1,10 +1,14 @@
-"""The manager's side of the index for one pool: made when the pool's identity is known, because its keys name it."""
+"""The manager's side of the prefix index of its pool, whose keys name the pool's identity.
+
+So it begins with the first worker, and begins anew when, after all have left, the next one has another identity.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
 from common.clock import Clock
 from common.errors import StaleEpoch
@@ -16,6 +20,35 @@ from kvmanager.ports import IndexStore
 from kvmanager.prefix_publisher import PrefixPublisher, PublisherTimes
 from kvmanager.state_file import EpochFile
 from kvmanager.worker_feed import WorkerFeed
+
+
+@dataclass(slots=True)
+class _Namespace:
+    """What serves one namespace; without Redis there are epochs alone."""
+
+    name: str
+    epochs: EpochKeeper
+    store: IndexStore | None = None
+    publisher: PrefixPublisher | None = None
+    task: asyncio.Task[None] | None = None
+
+    async def close(self) -> None:
+        """Stop publishing; what is not written is lost."""
+        if self.task is not None and self.publisher is not None:
+            self.publisher.stop()
+            self.task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self.task
+        if self.store is not None:
+            await self.store.close()
+
+    async def leave(self) -> None:
+        """Stop publishing, because no worker of this namespace is left, and have their entries count no more."""
+        if self.task is not None and self.publisher is not None:
+            self.publisher.stop()
+            await self.task
+            await self.publisher.retire_all()
+        await self.close()
 
 
 class IndexWriter:
@@ -34,23 +67,32 @@ class IndexWriter:
     ) -> None:
         self._file, self._open_store, self._clock, self._times = file, open_store, clock, times
         self._on_stale = on_stale
-        self._epochs: EpochKeeper | None = None
-        self._store: IndexStore | None = None
-        self._task: asyncio.Task[None] | None = None
-        self.publisher: PrefixPublisher | None = None
+        self._namespace: _Namespace | None = None
+        self._leaving: set[asyncio.Task[None]] = set()
 
     @property
     def epoch(self) -> int:
         """The epoch held now; 0 before the first worker attaches."""
-        return self._epochs.epoch if self._epochs else 0
+        return self._namespace.epochs.epoch if self._namespace else 0
+
+    @property
+    def publisher(self) -> PrefixPublisher | None:
+        """What writes the index; None without Redis, and before the first worker attaches."""
+        return self._namespace.publisher if self._namespace else None
 
     async def epoch_for(self, attach: Attach) -> int:
-        """Return the epoch for the answer to an Attach. Raises StaleEpoch."""
-        if self._epochs is None:
-            self._start(attach.identity.namespace)
-        assert self._epochs is not None
+        """Return the epoch for the answer to an Attach. Raises StaleEpoch.
+
+        An identity with another namespace begins that one: call it so only when no worker of the old one is attached.
+        """
+        namespace = self._namespace
+        if namespace is None or namespace.name != attach.identity.namespace:
+            self._namespace = self._begin(attach.identity.namespace)
+            if namespace is not None:
+                self._leave(namespace)
+        assert self._namespace is not None
         try:
-            return await self._epochs.for_attach(attach.epoch_seen)
+            return await self._namespace.epochs.for_attach(attach.epoch_seen)
         except StaleEpoch as error:
             self._on_stale(error)
             raise
@@ -86,23 +128,29 @@ class IndexWriter:
 
     async def close(self) -> None:
         """Stop publishing; what is not written is lost."""
-        if self._task is not None and self.publisher is not None:
-            self.publisher.stop()
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
-        if self._store is not None:
-            await self._store.close()
+        await asyncio.gather(*self._leaving, return_exceptions=True)
+        if self._namespace is not None:
+            await self._namespace.close()
 
-    def _start(self, namespace: str) -> None:
-        self._store = self._open_store(namespace) if self._open_store else None
-        self._epochs = EpochKeeper(self._file, self._store)
-        if self._store is not None:
-            self.publisher = PrefixPublisher(self._store, self._epochs, self._clock, self._times)
-            self._task = asyncio.create_task(self._publish(self.publisher), name="prefix-publisher")
+    def _begin(self, name: str) -> _Namespace:
+        store = self._open_store(name) if self._open_store else None
+        namespace = _Namespace(name, EpochKeeper(self._file, store, floor=self.epoch), store)
+        if store is not None:
+            publisher = PrefixPublisher(store, namespace.epochs, self._clock, self._times)
+            if self.publisher is not None:
+                publisher.counts = self.publisher.counts  # a counter must not fall
+            namespace.publisher = publisher
+            namespace.task = asyncio.create_task(self._publish(publisher), name="prefix-publisher")
+        return namespace
+
+    def _leave(self, namespace: _Namespace) -> None:
+        task = asyncio.create_task(namespace.leave(), name="prefix-publisher-leaving")
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
 
     async def _publish(self, publisher: PrefixPublisher) -> None:
         try:
             await publisher.run()
         except StaleEpoch as error:
-            self._on_stale(error)
+            if publisher is self.publisher:  # another manager may well serve a namespace that this one has left
+                self._on_stale(error)

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
 from common.clock import Clock
+from common.errors import StaleEpoch
 from common.index_format import DiscoveredWorker, discovered_to_json
 from kvmanager.core.index_events import IndexSnapshot
 from kvmanager.epoch import EpochKeeper
@@ -101,6 +104,11 @@ class PrefixPublisher:
         while self.behind:
             self.wake()
             await self._settled.wait()
+
+    async def retire_all(self) -> None:
+        """Make the entries of workers that left dead at once, or leave them to expire; call it when `run` has ended."""
+        with suppress(IndexUnavailable, FenceLost, StaleEpoch):
+            await self._retire(self._epochs.epoch, until=math.inf)
 
     # ------------------------------------------------------------ the task
 
@@ -202,13 +210,17 @@ class PrefixPublisher:
         slots = {feed.slot: feed.worker.worker_id for feed in self._feeds if feed.slot is not None}
         discovery = {feed.worker.worker_id: discovered_to_json(feed.worker) for feed in self._feeds}
         await self._store.renew(epoch, slots, discovery)
-        while self._retiring and self._retiring[0][0] <= now:
-            feed = self._retiring[0][1]
-            if feed.slot is not None:
-                await self._store.retire(epoch, feed.slot, feed.generation, feed.worker.worker_id)
-            self._retiring.pop(0)
+        await self._retire(epoch, until=now)
         if now - self._refresh_at > self._times.prefix_ttl / 2:
             self._refresh_at = now
             for feed in self._feeds:
                 feed.refresh()
         self._renew_at = now + self._times.lease_ttl / 3
+
+    async def _retire(self, epoch: int, until: float) -> None:
+        """Retire the workers whose time to come back ended before `until`."""
+        while self._retiring and self._retiring[0][0] <= until:
+            feed = self._retiring[0][1]
+            if feed.slot is not None:
+                await self._store.retire(epoch, feed.slot, feed.generation, feed.worker.worker_id)
+            self._retiring.pop(0)

@@ -6,10 +6,10 @@ import random
 
 from grpc import aio
 
-from common.types import FinishReason, SequenceId
+from common.types import FinishReason, PoolIdentity, SequenceId
 from quire.kvmanager.v1 import kvmanager_pb2
 from tests.kvmanager.core.fake_worker import FakeWorker
-from tests.kvmanager.raw_worker import RawWorker, attach_of
+from tests.kvmanager.raw_worker import IDENTITY, RawWorker, attach_of
 
 BLOCKS, BLOCK_SIZE = 24, 16
 
@@ -17,8 +17,8 @@ BLOCKS, BLOCK_SIZE = 24, 16
 class DrivenWorker:
     """One worker over all its sessions."""
 
-    def __init__(self, worker_id: str = "w0", seed: int = 0) -> None:
-        self._worker_id, self._rng = worker_id, random.Random(seed)
+    def __init__(self, worker_id: str = "w0", seed: int = 0, identity: PoolIdentity = IDENTITY) -> None:
+        self._worker_id, self._rng, self._identity = worker_id, random.Random(seed), identity
         self.fake = FakeWorker(BLOCKS, BLOCK_SIZE)
         self.session = self.epoch = 0
         self.stream: RawWorker | None = None
@@ -26,7 +26,8 @@ class DrivenWorker:
     async def attach(self, channel: aio.Channel) -> None:
         """Open the next session with everything that the worker holds."""
         self.session += 1
-        attach = attach_of(self._worker_id, session=self.session, epoch_seen=self.epoch, num_blocks=BLOCKS)
+        changes = {"session": self.session, "epoch_seen": self.epoch, "num_blocks": BLOCKS, "identity": self._identity}
+        attach = attach_of(self._worker_id, **changes)
         self.stream = RawWorker(channel, attach)
         answer = await self.stream.attach(self.fake.inventory())
         assert answer.WhichOneof("message") == "attach_ok", answer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from typing import cast
 
 import pytest
@@ -13,7 +14,7 @@ from redis.asyncio import Redis
 from common import index_format
 from common.errors import StaleEpoch
 from common.local_redis import LocalRedis
-from common.types import BlockHash
+from common.types import BlockHash, PoolIdentity
 from kvmanager import prefix_publisher
 from kvmanager.index_store import RedisIndexStore
 from tests.kvmanager.conftest import ChannelTo, Running, Start
@@ -35,14 +36,14 @@ async def eventually(holds: Callable[[], Awaitable[bool]]) -> None:
             await asyncio.sleep(0.02)
 
 
-async def indexed(url: str, worker_id: str = "w0") -> set[BlockHash]:
+async def indexed(url: str, worker_id: str = "w0", identity: PoolIdentity = IDENTITY) -> set[BlockHash]:
     """Return what a router would believe that a worker holds, read key by key."""
     async with Redis.from_url(url) as client:
         for slot in range(8):
-            fields = await client.hgetall(index_format.slot_key(IDENTITY.namespace, slot))
+            fields = await client.hgetall(index_format.slot_key(identity.namespace, slot))
             owner = index_format.owner_from_fields(cast("dict[bytes, bytes]", fields))
             if owner is not None and owner.worker_id == worker_id:
-                store = RedisIndexStore(client, IDENTITY.namespace, 60.0, 5.0, lambda: 0)
+                store = RedisIndexStore(client, identity.namespace, 60.0, 5.0, lambda: 0)
                 return set(await store.members(slot, owner.generation))
     return set()
 
@@ -251,6 +252,39 @@ async def test_worker_that_left_is_retired(
         return not (await indexed(redis_url, "w0") or await redis_client.exists(index_format.discovery_key("w0")))
 
     await eventually(gone)
+
+
+async def test_after_the_last_worker_another_model_is_served_in_an_index_of_its_own(
+    start_manager: Start, channel_to: ChannelTo, redis_url: str
+) -> None:
+    manager, other = await start_manager(redis_url=redis_url), replace(IDENTITY, model_fingerprint="other" * 6)
+    first, second = DrivenWorker(), DrivenWorker("w1", identity=other)
+    await first.attach(channel_to(manager.address))
+    for _ in range(10):
+        await first.turn()
+    await assert_index_equals_map(manager, redis_url)
+    assert first.stream is not None
+    first.stream.call.cancel()
+    async with asyncio.timeout(10.0):
+        await manager.attachments.left()
+    await second.attach(channel_to(manager.address))
+    assert second.epoch > first.epoch
+    for _ in range(10):
+        await second.turn()
+    await manager.flushed()
+    members = held(manager, "w1")
+    assert members
+    assert await indexed(redis_url, "w1", other) == members
+
+    async def retired() -> bool:
+        return not await indexed(redis_url, "w0")
+
+    await eventually(retired)  # at once, not when its lease of 5 s is over
+    successor = await start_manager(redis_url=redis_url)
+    await first.attach(channel_to(successor.address))
+    await second.turn()
+    await manager.flushed()
+    assert not manager.stale, "who serves the first model now is no concern of the manager that has left it"
 
 
 async def test_entries_are_written_again_before_they_expire(

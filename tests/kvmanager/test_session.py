@@ -133,6 +133,21 @@ async def test_worker_of_another_identity_is_refused(manager: Running, connect: 
     assert manager.attachments.manager.workers() == ("w0",)
 
 
+async def test_after_the_last_worker_left_the_next_one_says_what_the_pool_is(
+    manager: Running, connect: Connect
+) -> None:
+    first, other = connect(manager, "w0"), replace(IDENTITY, model_fingerprint="other")
+    await first.attached()
+    answer = await connect(manager, "w1", identity=other).attach()
+    assert answer.WhichOneof("message") == "attach_rejected"
+    first.call.cancel()
+    await until_left(manager)
+    await connect(manager, "w1", identity=other).attached()
+    assert manager.attachments.manager.identity == other
+    answer = await connect(manager, "w0").attach()
+    assert [each.field for each in answer.attach_rejected.differences] == ["model_fingerprint"]
+
+
 async def test_configured_block_size_binds_the_first_worker_too(start_manager: Start, connect: Connect) -> None:
     manager = await start_manager(block_size=32)
     answer = await connect(manager).attach()
