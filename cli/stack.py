@@ -146,13 +146,14 @@ class Stack:
         raise _not_ready(child)
 
     async def _connected(self) -> None:
-        """Wait until the router has a stream to every worker: it is healthy with one, and reconnects at its pace."""
+        """Wait until the router sees every worker, and that with its manager: one is enough for it to be healthy."""
         async with grpc.aio.insecure_channel(self.address) as channel:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
             async with asyncio.timeout(self.options.ready_seconds):
                 while True:
                     status = await stub.GetStatus(inference_pb2.GetStatusRequest(), timeout=5.0)
-                    if sum(worker.state == "connected" for worker in status.workers) >= self.options.workers:
+                    usable = [each for each in status.workers if each.state == "connected" and each.manager_attached]
+                    if len(usable) >= self.options.workers:
                         return
                     await asyncio.sleep(_POLL_SECONDS)
 

@@ -33,11 +33,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def base(folder: Path) -> dict[str, str]:
-    """An environment that names a checkpoint and ports that are free."""
+def base(folder: Path, tmp_path: Path) -> dict[str, str]:
+    """An environment that names a checkpoint, ports that are free, and a folder for state."""
     names = ("PORT", "HTTP_PORT", "MANAGER_PORT", "WORKER_PORT")
     ports = {f"QUIRE_UP_{name}": str(port) for name, port in zip(names, free_ports(4), strict=True)}
-    return {"QUIRE_MODEL": str(folder), **ports}
+    return {"QUIRE_MODEL": str(folder), "QUIRE_STATE_DIR": str(tmp_path / "state"), **ports}
 
 
 def programs(options: StackOptions) -> dict[str, Program]:
