@@ -136,7 +136,7 @@ class _Api:
         events = merged([self._parts.frontend.generate(each) for each in validated])
         try:
             answer.take(*await anext(events))
-        except BaseException:
+        except BaseException:  # broad: a cancellation too must close what has begun; all go on
             await events.aclose()
             raise
         return events

@@ -56,6 +56,10 @@ class RequestValidator(Protocol):
         """
         ...
 
+    def check_token_ids(self, token_ids: Sequence[int]) -> None:
+        """Raise InvalidRequest that names each id (of very many the first) which is not in the model's vocabulary."""
+        ...
+
 
 class TextCodec(Protocol):
     """The checkpoint's tokenizer and chat template."""
@@ -68,7 +72,7 @@ class TextCodec(Protocol):
         ...
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids. Raises InvalidRequest for an id outside the vocabulary."""
+        """Return the text of token ids; one that the tokenizer does not know has none. InvalidRequest if negative."""
         ...
 
 

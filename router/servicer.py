@@ -66,7 +66,8 @@ class InferenceServicer(rpc.InferenceServiceServicer):
         return pb.TokenizeResponse(token_ids=await self._codec.encode(request.prompt, special))
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
-        """Return the text of tokens."""
+        """Return the text of tokens; those that Generate refuses are refused here too."""
+        self._validator.check_token_ids(request.token_ids)
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
         return pb.DetokenizeResponse(text=self._codec.decode(request.token_ids, skip))
 

@@ -38,7 +38,7 @@ class Tokenizer:
         path = directory / "tokenizer.json"
         if not path.is_file():
             return None
-        # The library raises bare Exception for a file that it cannot parse.
+        # Broad, as the library raises bare Exception for a file that it cannot parse, and nothing narrower.
         try:
             return cls(tokenizers.Tokenizer.from_file(str(path)))
         except Exception as error:  # noqa: BLE001

@@ -138,6 +138,13 @@ class Validator:
             traceparent=valid_traceparent(request.traceparent) or valid_traceparent(call.traceparent),
         )
 
+    def check_token_ids(self, token_ids: Sequence[int]) -> None:
+        """Raise InvalidRequest that names the ids out of the vocabulary; see ports.RequestValidator."""
+        report = _Report()
+        report.check_ids("token_ids", token_ids, self._checkpoint.vocab_size)
+        if report.violations:
+            raise InvalidRequest(*report.violations)
+
     def _check_envelope(self, report: _Report, request: inference_pb2.GenerateRequest) -> None:
         if request.request_id and not _REQUEST_ID.fullmatch(request.request_id):
             report.add("request_id", "is not 1 to 128 printable ASCII characters without spaces")

@@ -16,8 +16,8 @@ from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
 from quire.types.v1 import types_pb2
-from tests.router.test_process import DEMO, PATIENCE_S, address_in, router
-from tests.router.worker_double import WorkerDouble, prompt_of, running
+from tests.router.test_process import DEMO, address_in, router
+from tests.router.worker_double import PATIENCE_S, WorkerDouble, prompt_of, running
 
 SECRET = "Zyxquorvil"
 TEXT = pb.Prompt(text=f"The river runs past {SECRET}.")

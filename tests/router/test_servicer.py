@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -124,6 +124,22 @@ async def test_tokenize_and_detokenize_are_inverse() -> None:
         assert back.text == text
 
 
+@pytest.mark.parametrize("method", ["Detokenize", "Generate"])
+async def test_ids_that_are_no_tokens_are_each_named(method: str) -> None:
+    ids, path = (5, 10**6, 7, -3), "token_ids" if method == "Detokenize" else "prompt.token_ids.ids"
+    async with served(WorkerDouble()) as service:
+        if method == "Detokenize":
+            call: Awaitable[object] = service.stub.Detokenize(pb.DetokenizeRequest(token_ids=ids))
+        else:
+            call = service.stub.GenerateUnary(pb.GenerateUnaryRequest(request=generate(ids)))
+        with pytest.raises(aio.AioRpcError) as refused:
+            await call
+        bad = detail(refused.value, error_details_pb2.BadRequest)
+        assert isinstance(bad, error_details_pb2.BadRequest)
+        assert [each.field for each in bad.field_violations] == [f"{path}[1]", f"{path}[3]"]
+        assert "is 1000000; expected a token id, 0 to " in bad.field_violations[0].description
+
+
 # ------------------------------------------------------------ statuses
 
 
@@ -213,9 +229,9 @@ async def ended(service: Service, timeout: float, unary: bool) -> grpc.StatusCod
         with pytest.raises(aio.AioRpcError) as late:
             async for _ in service.stub.Generate(generate(), timeout=timeout):
                 pass
-    names = lambda: {span.name for span in service.bench.spans.get_finished_spans()}  # noqa: E731
-    method = "GenerateUnary" if unary else "Generate"
-    await service.bench.until(lambda: f"quire.inference.v1.InferenceService/{method}" in names())
+    spans = service.bench.spans
+    name = "quire.inference.v1.InferenceService/" + ("GenerateUnary" if unary else "Generate")
+    await service.bench.until(lambda: any(span.name == name for span in spans.get_finished_spans()))
     return late.value.code()
 
 
@@ -245,7 +261,8 @@ async def test_what_a_worker_ended_at_the_deadline_is_no_ok() -> None:
         call = service.stub.Generate(generate(), timeout=PATIENCE_S)
         await worker.until(lambda: bool(worker.submits))
         worker.step({1: [100]}, granted={1: 0}, finished={1: FinishReason.DEADLINE})
-        kinds = [(await call.read()).WhichOneof("event") for _ in range(4)]
+        responses = [await call.read() for _ in range(4)]
+        kinds = [each.WhichOneof("event") for each in responses if isinstance(each, pb.GenerateResponse)]
         assert kinds == ["admitted", "tokens", "tokens", "finished"]
         assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert service.bench.failure("request") == "deadline exceeded"
