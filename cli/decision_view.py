@@ -74,9 +74,11 @@ def _number(value: float) -> str:
 
 
 def _candidate(candidate: dict[str, Any]) -> str:
-    name, cost, rejected = (candidate.pop(key, None) for key in ("name", "cost", "rejected"))
+    name, cost, rejected, figures = (candidate.pop(key, None) for key in ("name", "cost", "rejected", "figures"))
     terms = ", ".join(f"{term} {_number(value)}" for term, value in candidate.items())
     words = str(name) if cost is None else f"{name} {_number(cost)}"
     if terms:
         words += f": {terms}"
+    if figures:
+        words += "; " + ", ".join(f"{figure} {_number(value)}" for figure, value in figures.items())
     return f"{words} out: {rejected}" if rejected else words

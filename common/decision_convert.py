@@ -52,7 +52,11 @@ def trace_id_of(traceparent: str) -> str:
 
 def _candidate_to_proto(candidate: Candidate) -> decision_pb2.Candidate:
     return decision_pb2.Candidate(
-        name=candidate.name, cost=candidate.cost, terms=dict(candidate.terms), rejected=candidate.rejected
+        name=candidate.name,
+        cost=candidate.cost,
+        terms=dict(candidate.terms),
+        rejected=candidate.rejected,
+        figures=dict(candidate.figures),
     )
 
 
@@ -62,4 +66,5 @@ def _candidate_from_proto(candidate: decision_pb2.Candidate) -> Candidate:
         cost=candidate.cost if candidate.HasField("cost") else None,
         terms=tuple(sorted(candidate.terms.items())),
         rejected=candidate.rejected,
+        figures=tuple(sorted(candidate.figures.items())),
     )

@@ -32,12 +32,19 @@ def _fields(decision: Decision) -> dict[str, Any]:
         "beneficiary": decision.beneficiary,
         "figures": dict(decision.figures),
         "signal_ages": dict(decision.signal_ages),
-        "candidates": [_candidate(each) for each in decision.candidates],
+        "candidates": [candidate_fields(each) for each in decision.candidates],
         "traceparent": decision.traceparent,
     }
     return {name: value for name, value in whole.items() if value}
 
 
-def _candidate(candidate: Candidate) -> dict[str, Any]:
-    parts = {"name": candidate.name, "cost": candidate.cost, **dict(candidate.terms), "rejected": candidate.rejected}
-    return {name: value for name, value in parts.items() if value not in (None, "")}
+def candidate_fields(candidate: Candidate) -> dict[str, Any]:
+    """Return an option of a decision without what is empty; a term keeps its own name."""
+    parts = {
+        "name": candidate.name,
+        "cost": candidate.cost,
+        **dict(candidate.terms),
+        "figures": dict(candidate.figures),
+        "rejected": candidate.rejected,
+    }
+    return {name: value for name, value in parts.items() if value not in (None, "", {})}

@@ -164,12 +164,16 @@ class DecisionKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One option of a decision: its cost and terms (predicted seconds unless named otherwise), or why it was out."""
+    """One option of a decision: its cost and the terms that add up to it, in one unit, or why it was out.
+
+    In a routing decision the unit is predicted seconds. `figures` are what the terms were worked out from.
+    """
 
     name: str
     cost: float | None = None
     terms: tuple[tuple[str, float], ...] = ()
     rejected: str = ""
+    figures: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

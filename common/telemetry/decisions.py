@@ -6,7 +6,8 @@ import json
 
 from opentelemetry.trace import Span
 
-from common.types import Candidate, Decision
+from common.decision_log import candidate_fields
+from common.types import Decision
 
 EVENT = "decision"
 
@@ -23,7 +24,7 @@ def attributes_of(decision: Decision) -> dict[str, str | float | list[str]]:
         "quire.decision.id": decision.decision_id,
         "quire.decision.kind": str(decision.kind),
         "quire.decision.chosen": decision.chosen,
-        "quire.decision.candidates": [_candidate(each) for each in decision.candidates],
+        "quire.decision.candidates": [json.dumps(candidate_fields(each)) for each in decision.candidates],
         "quire.decision.reasons": list(decision.reasons),
         "quire.decision.victim": decision.victim,
         "quire.decision.beneficiary": decision.beneficiary,
@@ -31,8 +32,3 @@ def attributes_of(decision: Decision) -> dict[str, str | float | list[str]]:
     whole |= {f"quire.decision.age.{name}": seconds for name, seconds in decision.signal_ages}
     whole |= {f"quire.decision.{name}": value for name, value in decision.figures}
     return {key: value for key, value in whole.items() if value not in ("", [])}
-
-
-def _candidate(candidate: Candidate) -> str:
-    parts = {"name": candidate.name, "cost": candidate.cost, **dict(candidate.terms), "rejected": candidate.rejected}
-    return json.dumps({key: value for key, value in parts.items() if value not in (None, "")})

@@ -82,9 +82,8 @@ class _Cost:
             ("queue_delay", self.queue_delay),
             ("prefill", self.prefill),
             ("decode_pressure", self.decode_pressure),
-            ("hit_blocks", float(self.hit_blocks)),
         )
-        return Candidate(self.worker.worker_id, self.total, terms)
+        return Candidate(self.worker.worker_id, self.total, terms, figures=(("hit_blocks", float(self.hit_blocks)),))
 
 
 class Router:

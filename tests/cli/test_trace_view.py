@@ -45,7 +45,7 @@ ROUTED = decided(
     reasons=("lowest cost",),
     candidates=(
         Candidate("worker-0", 0.0712, (("queue", 0.031), ("prefill", 0.0402))),
-        Candidate("worker-1", 0.0123, (("queue", 0.004), ("prefill", 0.0083))),
+        Candidate("worker-1", 0.0123, (("queue", 0.004), ("prefill", 0.0083)), figures=(("hit_blocks", 5.0),)),
         Candidate("worker-2", rejected="draining"),
     ),
     signal_ages=(("worker-0", 0.05), ("worker-1", 0.125)),
@@ -97,7 +97,7 @@ def test_a_narrow_console_keeps_the_tree_in_order() -> None:
 def test_a_wide_console_has_a_decision_in_one_line() -> None:
     assert (
         "◆ 1.50 ms  routing: worker-1 (lowest cost)  oldest signal 0.125 s  [worker-0 0.0712: queue 0.031, prefill "
-        "0.0402 | worker-1 0.0123: queue 0.004, prefill 0.0083 | worker-2 out: draining]"
+        "0.0402 | worker-1 0.0123: queue 0.004, prefill 0.0083; hit_blocks 5 | worker-2 out: draining]"
     ) in drawn(SPANS, 220)
 
 
@@ -138,7 +138,7 @@ request          router            0   400 ms  ━━━━━━━━━━━
 ├─ route         router      1.00 ms  1.00 ms  ╸
 │     ◆ 1.50 ms  routing: worker-1 (lowest cost)  oldest signal 0.125 s
 │           worker-0 0.0712: queue 0.031, prefill 0.0402
-│         ▸ worker-1 0.0123: queue 0.004, prefill 0.0083
+│         ▸ worker-1 0.0123: queue 0.004, prefill 0.0083; hit_blocks 5
 │           worker-2 out: draining
 ├─ sequence      gpuworker   2.00 ms   398 ms  ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━
 │  ├─ reserve    kvmanager   2.20 ms  1.70 ms  ╸

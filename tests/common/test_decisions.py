@@ -80,7 +80,7 @@ FULL = Decision(
     request_id="r1",
     candidates=(
         Candidate("worker-0", 0.75, (("prefill", 0.5), ("queue", 0.25))),
-        Candidate("worker-1", 0.0),
+        Candidate("worker-1", 0.0, figures=(("hit_blocks", 5.0),)),
         Candidate("worker-2", None, rejected="draining"),
     ),
     reasons=("lowest cost",),

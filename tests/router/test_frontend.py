@@ -101,7 +101,7 @@ async def test_the_index_leads_to_the_worker_that_has_the_prefix() -> None:
         assert events[0].worker_id == "w2"
         (decision,) = bench.decisions.find(kind="routing")
         assert decision.decision_id == events[0].decision_id
-        assert {each.name: dict(each.terms)["hit_blocks"] for each in decision.candidates} == {
+        assert {each.name: dict(each.figures)["hit_blocks"] for each in decision.candidates} == {
             "w0": 0,
             "w1": 0,
             "w2": 5,

@@ -17,11 +17,11 @@ DECISION = Decision(
     time_ns=42,
     chosen="w0",
     candidates=(
-        Candidate("w0", cost=0.5, terms=(("queue_delay", 0.2), ("prefill_time", 0.3))),
+        Candidate("w0", cost=0.5, terms=(("queue_delay", 0.2), ("prefill_time", 0.3)), figures=(("hit_blocks", 4.0),)),
         Candidate("w1", rejected="draining"),
     ),
     signal_ages=(("w0", 0.1),),
-    figures=(("hit_blocks", 4.0),),
+    figures=(("prompt_tokens", 70.0),),
 )
 
 
@@ -39,10 +39,10 @@ def test_the_event_has_every_part_that_is_set() -> None:
         "quire.decision.kind": "routing",
         "quire.decision.chosen": "w0",
         "quire.decision.age.w0": 0.1,
-        "quire.decision.hit_blocks": 4.0,
+        "quire.decision.prompt_tokens": 70.0,
     }
     assert isinstance(candidates, tuple)
     assert [json.loads(str(each)) for each in candidates] == [
-        {"name": "w0", "cost": 0.5, "queue_delay": 0.2, "prefill_time": 0.3},
+        {"name": "w0", "cost": 0.5, "queue_delay": 0.2, "prefill_time": 0.3, "figures": {"hit_blocks": 4.0}},
         {"name": "w1", "rejected": "draining"},
     ]

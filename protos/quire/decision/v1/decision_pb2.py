@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n quire/decision/v1/decision.proto\x12\x11quire.decision.v1\"\xd5\x03\n\x0e\x44\x65\x63isionRecord\x12\x13\n\x0b\x64\x65\x63ision_id\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x16\n\x0etime_unix_nano\x18\x03 \x01(\x03\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x0e\n\x06\x63hosen\x18\x05 \x01(\t\x12\x30\n\ncandidates\x18\x06 \x03(\x0b\x32\x1c.quire.decision.v1.Candidate\x12\x0f\n\x07reasons\x18\x07 \x03(\t\x12\x46\n\x0bsignal_ages\x18\x08 \x03(\x0b\x32\x31.quire.decision.v1.DecisionRecord.SignalAgesEntry\x12\x0e\n\x06victim\x18\t \x01(\t\x12\x13\n\x0b\x62\x65neficiary\x18\n \x01(\t\x12?\n\x07\x66igures\x18\x0b \x03(\x0b\x32..quire.decision.v1.DecisionRecord.FiguresEntry\x12\x10\n\x08trace_id\x18\x0c \x01(\t\x1a\x31\n\x0fSignalAgesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a.\n\x0c\x46iguresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xad\x01\n\tCandidate\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\x04\x63ost\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x36\n\x05terms\x18\x03 \x03(\x0b\x32\'.quire.decision.v1.Candidate.TermsEntry\x12\x10\n\x08rejected\x18\x04 \x01(\t\x1a,\n\nTermsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x07\n\x05_cost\"G\n\x14ListDecisionsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\r\n\x05limit\x18\x03 \x01(\r\"M\n\x15ListDecisionsResponse\x12\x34\n\tdecisions\x18\x01 \x03(\x0b\x32!.quire.decision.v1.DecisionRecord\"A\n\x0fGetTraceRequest\x12\x12\n\x08trace_id\x18\x01 \x01(\tH\x00\x12\x14\n\nrequest_id\x18\x02 \x01(\tH\x00\x42\x04\n\x02id\"L\n\x10GetTraceResponse\x12\x10\n\x08trace_id\x18\x01 \x01(\t\x12&\n\x05spans\x18\x02 \x03(\x0b\x32\x17.quire.decision.v1.Span\"\xd3\x02\n\x04Span\x12\x0f\n\x07span_id\x18\x01 \x01(\t\x12\x16\n\x0eparent_span_id\x18\x02 \x01(\t\x12\x0f\n\x07service\x18\x03 \x01(\t\x12\x0c\n\x04name\x18\x04 \x01(\t\x12\x17\n\x0fstart_unix_nano\x18\x05 \x01(\x03\x12\x15\n\rend_unix_nano\x18\x06 \x01(\x03\x12\x0e\n\x06status\x18\x07 \x01(\t\x12\x16\n\x0estatus_message\x18\x08 \x01(\t\x12;\n\nattributes\x18\t \x03(\x0b\x32\'.quire.decision.v1.Span.AttributesEntry\x12,\n\x06\x65vents\x18\n \x03(\x0b\x32\x1c.quire.decision.v1.SpanEvent\x12\r\n\x05links\x18\x0b \x03(\t\x1a\x31\n\x0f\x41ttributesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xa6\x01\n\tSpanEvent\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0etime_unix_nano\x18\x02 \x01(\x03\x12@\n\nattributes\x18\x03 \x03(\x0b\x32,.quire.decision.v1.SpanEvent.AttributesEntry\x1a\x31\n\x0f\x41ttributesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x32\xca\x01\n\x0f\x44\x65\x63isionService\x12\x62\n\rListDecisions\x12\'.quire.decision.v1.ListDecisionsRequest\x1a(.quire.decision.v1.ListDecisionsResponse\x12S\n\x08GetTrace\x12\".quire.decision.v1.GetTraceRequest\x1a#.quire.decision.v1.GetTraceResponseBE\n\x15\x64\x65v.quire.decision.v1P\x01Z*quire.dev/gen/quire/decision/v1;decisionv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n quire/decision/v1/decision.proto\x12\x11quire.decision.v1\"\xd5\x03\n\x0e\x44\x65\x63isionRecord\x12\x13\n\x0b\x64\x65\x63ision_id\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x16\n\x0etime_unix_nano\x18\x03 \x01(\x03\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x0e\n\x06\x63hosen\x18\x05 \x01(\t\x12\x30\n\ncandidates\x18\x06 \x03(\x0b\x32\x1c.quire.decision.v1.Candidate\x12\x0f\n\x07reasons\x18\x07 \x03(\t\x12\x46\n\x0bsignal_ages\x18\x08 \x03(\x0b\x32\x31.quire.decision.v1.DecisionRecord.SignalAgesEntry\x12\x0e\n\x06victim\x18\t \x01(\t\x12\x13\n\x0b\x62\x65neficiary\x18\n \x01(\t\x12?\n\x07\x66igures\x18\x0b \x03(\x0b\x32..quire.decision.v1.DecisionRecord.FiguresEntry\x12\x10\n\x08trace_id\x18\x0c \x01(\t\x1a\x31\n\x0fSignalAgesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a.\n\x0c\x46iguresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x99\x02\n\tCandidate\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\x04\x63ost\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x36\n\x05terms\x18\x03 \x03(\x0b\x32\'.quire.decision.v1.Candidate.TermsEntry\x12\x10\n\x08rejected\x18\x04 \x01(\t\x12:\n\x07\x66igures\x18\x05 \x03(\x0b\x32).quire.decision.v1.Candidate.FiguresEntry\x1a,\n\nTermsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a.\n\x0c\x46iguresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x07\n\x05_cost\"G\n\x14ListDecisionsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\r\n\x05limit\x18\x03 \x01(\r\"M\n\x15ListDecisionsResponse\x12\x34\n\tdecisions\x18\x01 \x03(\x0b\x32!.quire.decision.v1.DecisionRecord\"A\n\x0fGetTraceRequest\x12\x12\n\x08trace_id\x18\x01 \x01(\tH\x00\x12\x14\n\nrequest_id\x18\x02 \x01(\tH\x00\x42\x04\n\x02id\"L\n\x10GetTraceResponse\x12\x10\n\x08trace_id\x18\x01 \x01(\t\x12&\n\x05spans\x18\x02 \x03(\x0b\x32\x17.quire.decision.v1.Span\"\xd3\x02\n\x04Span\x12\x0f\n\x07span_id\x18\x01 \x01(\t\x12\x16\n\x0eparent_span_id\x18\x02 \x01(\t\x12\x0f\n\x07service\x18\x03 \x01(\t\x12\x0c\n\x04name\x18\x04 \x01(\t\x12\x17\n\x0fstart_unix_nano\x18\x05 \x01(\x03\x12\x15\n\rend_unix_nano\x18\x06 \x01(\x03\x12\x0e\n\x06status\x18\x07 \x01(\t\x12\x16\n\x0estatus_message\x18\x08 \x01(\t\x12;\n\nattributes\x18\t \x03(\x0b\x32\'.quire.decision.v1.Span.AttributesEntry\x12,\n\x06\x65vents\x18\n \x03(\x0b\x32\x1c.quire.decision.v1.SpanEvent\x12\r\n\x05links\x18\x0b \x03(\t\x1a\x31\n\x0f\x41ttributesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xa6\x01\n\tSpanEvent\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0etime_unix_nano\x18\x02 \x01(\x03\x12@\n\nattributes\x18\x03 \x03(\x0b\x32,.quire.decision.v1.SpanEvent.AttributesEntry\x1a\x31\n\x0f\x41ttributesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x32\xca\x01\n\x0f\x44\x65\x63isionService\x12\x62\n\rListDecisions\x12\'.quire.decision.v1.ListDecisionsRequest\x1a(.quire.decision.v1.ListDecisionsResponse\x12S\n\x08GetTrace\x12\".quire.decision.v1.GetTraceRequest\x1a#.quire.decision.v1.GetTraceResponseBE\n\x15\x64\x65v.quire.decision.v1P\x01Z*quire.dev/gen/quire/decision/v1;decisionv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,6 +38,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DECISIONRECORD_FIGURESENTRY']._serialized_options = b'8\001'
   _globals['_CANDIDATE_TERMSENTRY']._loaded_options = None
   _globals['_CANDIDATE_TERMSENTRY']._serialized_options = b'8\001'
+  _globals['_CANDIDATE_FIGURESENTRY']._loaded_options = None
+  _globals['_CANDIDATE_FIGURESENTRY']._serialized_options = b'8\001'
   _globals['_SPAN_ATTRIBUTESENTRY']._loaded_options = None
   _globals['_SPAN_ATTRIBUTESENTRY']._serialized_options = b'8\001'
   _globals['_SPANEVENT_ATTRIBUTESENTRY']._loaded_options = None
@@ -49,25 +51,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DECISIONRECORD_FIGURESENTRY']._serialized_start=479
   _globals['_DECISIONRECORD_FIGURESENTRY']._serialized_end=525
   _globals['_CANDIDATE']._serialized_start=528
-  _globals['_CANDIDATE']._serialized_end=701
-  _globals['_CANDIDATE_TERMSENTRY']._serialized_start=648
-  _globals['_CANDIDATE_TERMSENTRY']._serialized_end=692
-  _globals['_LISTDECISIONSREQUEST']._serialized_start=703
-  _globals['_LISTDECISIONSREQUEST']._serialized_end=774
-  _globals['_LISTDECISIONSRESPONSE']._serialized_start=776
-  _globals['_LISTDECISIONSRESPONSE']._serialized_end=853
-  _globals['_GETTRACEREQUEST']._serialized_start=855
-  _globals['_GETTRACEREQUEST']._serialized_end=920
-  _globals['_GETTRACERESPONSE']._serialized_start=922
-  _globals['_GETTRACERESPONSE']._serialized_end=998
-  _globals['_SPAN']._serialized_start=1001
-  _globals['_SPAN']._serialized_end=1340
-  _globals['_SPAN_ATTRIBUTESENTRY']._serialized_start=1291
-  _globals['_SPAN_ATTRIBUTESENTRY']._serialized_end=1340
-  _globals['_SPANEVENT']._serialized_start=1343
-  _globals['_SPANEVENT']._serialized_end=1509
-  _globals['_SPANEVENT_ATTRIBUTESENTRY']._serialized_start=1291
-  _globals['_SPANEVENT_ATTRIBUTESENTRY']._serialized_end=1340
-  _globals['_DECISIONSERVICE']._serialized_start=1512
-  _globals['_DECISIONSERVICE']._serialized_end=1714
+  _globals['_CANDIDATE']._serialized_end=809
+  _globals['_CANDIDATE_TERMSENTRY']._serialized_start=708
+  _globals['_CANDIDATE_TERMSENTRY']._serialized_end=752
+  _globals['_CANDIDATE_FIGURESENTRY']._serialized_start=479
+  _globals['_CANDIDATE_FIGURESENTRY']._serialized_end=525
+  _globals['_LISTDECISIONSREQUEST']._serialized_start=811
+  _globals['_LISTDECISIONSREQUEST']._serialized_end=882
+  _globals['_LISTDECISIONSRESPONSE']._serialized_start=884
+  _globals['_LISTDECISIONSRESPONSE']._serialized_end=961
+  _globals['_GETTRACEREQUEST']._serialized_start=963
+  _globals['_GETTRACEREQUEST']._serialized_end=1028
+  _globals['_GETTRACERESPONSE']._serialized_start=1030
+  _globals['_GETTRACERESPONSE']._serialized_end=1106
+  _globals['_SPAN']._serialized_start=1109
+  _globals['_SPAN']._serialized_end=1448
+  _globals['_SPAN_ATTRIBUTESENTRY']._serialized_start=1399
+  _globals['_SPAN_ATTRIBUTESENTRY']._serialized_end=1448
+  _globals['_SPANEVENT']._serialized_start=1451
+  _globals['_SPANEVENT']._serialized_end=1617
+  _globals['_SPANEVENT_ATTRIBUTESENTRY']._serialized_start=1399
+  _globals['_SPANEVENT_ATTRIBUTESENTRY']._serialized_end=1448
+  _globals['_DECISIONSERVICE']._serialized_start=1620
+  _globals['_DECISIONSERVICE']._serialized_end=1822
 # @@protoc_insertion_point(module_scope)
