@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 from pydantic import Field
 
-from common.config import installed_settings, load, load_or_exit
+from common.config import installed_settings, load, load_or_exit, read
 from common.errors import InvalidConfig
 from common.options import Address, Addresses, BlockSize, Bytes, Count, Port, ServiceSettings, Settings
 
@@ -91,6 +91,12 @@ def test_redis_url_is_read_by_its_usual_name_and_by_quires_own() -> None:
 def test_keys_of_other_services_are_accepted_and_left_to_them(tmp_path: Path) -> None:
     file = toml(tmp_path, 'beyond = "not checked here"\n[other]\nbeyond = 1\n')
     assert demo("--config", file, QUIRE_BEYOND="x", QUIRE_OTHER_BEYOND="y").port == 1
+
+
+def test_what_is_meant_for_one_program_alone_is_told_apart(tmp_path: Path) -> None:
+    config = ("--config", toml(tmp_path, "host = 'a'\nblock_size = 32\n[demo]\nblock_size = 64\nport = 3\n"))
+    reading = read(Demo, (*config, "--deterministic"), {"QUIRE_PORT": "4", "QUIRE_DEMO_KV_BLOCKS": "5"}, known=[Other])
+    assert reading.own == {"block_size", "deterministic", "kv_blocks"}  # QUIRE_PORT is above the table
 
 
 def test_everything_wrong_is_reported_at_once(tmp_path: Path) -> None:

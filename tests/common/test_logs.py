@@ -88,6 +88,13 @@ def test_a_line_for_people_is_short(stream: io.StringIO) -> None:
     assert stream.getvalue()[12:] == " info    router    admitted  request_id=r1\n"
 
 
+def test_a_bare_line_leaves_clock_and_service_to_the_supervisor(stream: io.StringIO) -> None:
+    setup_logging("router", form="bare", stream=stream)
+    logging.getLogger("x").info("admitted", extra={"request_id": "r1"})
+    logging.getLogger("x").warning("late")
+    assert stream.getvalue() == "admitted  request_id=r1\nwarning: late\n"
+
+
 def test_lines_below_the_level_are_left_out(stream: io.StringIO) -> None:
     setup_logging("router", level="warning", stream=stream)
     logging.getLogger("x").info("chatter")
