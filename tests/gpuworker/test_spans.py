@@ -1,0 +1,165 @@
+"""The spans of one sequence at the worker: whose children they are, when they begin and end, and how they fare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode
+
+from common.lease import Admit
+from common.telemetry import span_context_of
+from common.types import BlockId, FinishReason, MissReason, SequenceId, Usage
+from gpuworker.ports import Chunk, SequenceFinished
+from gpuworker.spans import SequenceSpans
+
+SEQUENCE = SequenceId(3)
+PARENT = f"00-{0xABC:032x}-{0xDEF:016x}-01"
+ADMIT = Admit(SEQUENCE, (BlockId(4), BlockId(5), BlockId(6)), 2, 32, MissReason.DIVERGED_AT, 2, "m-7")
+USAGE = Usage(prompt_tokens=40, output_tokens=3)
+
+
+class Traced:
+    """One sequence and what it left."""
+
+    def __init__(self) -> None:
+        self._exporter = InMemorySpanExporter()
+        provider = TracerProvider(shutdown_on_exit=False)
+        provider.add_span_processor(SimpleSpanProcessor(self._exporter))
+        self.spans = SequenceSpans(provider.get_tracer("test"), PARENT, {"quire.request_id": "r1"})
+
+    def ended(self) -> list[ReadableSpan]:
+        return list(self._exporter.get_finished_spans())
+
+    def named(self, name: str) -> ReadableSpan:
+        (found,) = (span for span in self.ended() if span.name == name)
+        return found
+
+    def finish(self, reason: FinishReason = FinishReason.LENGTH, message: str = "") -> None:
+        self.spans.finished(SequenceFinished(SEQUENCE, reason, USAGE, None, message))
+
+
+@pytest.fixture
+def traced() -> Traced:
+    return Traced()
+
+
+def test_the_sequence_is_a_child_of_the_request_and_everything_else_of_the_sequence(traced: Traced) -> None:
+    traced.spans.admitted(ADMIT)
+    traced.spans.chunk(Chunk(SEQUENCE, 32, 8, 100, 200))
+    traced.spans.chunk(Chunk(SEQUENCE, 40, 1, 200, 300, decode=True))
+    traced.finish()
+    root = traced.named("sequence")
+    assert root.parent is not None
+    assert (root.parent.trace_id, root.parent.span_id) == (0xABC, 0xDEF)
+    assert root.kind is SpanKind.CONSUMER
+    for span in traced.ended():
+        assert span.context.trace_id == 0xABC
+        assert span is root or (span.parent is not None and span.parent.span_id == root.context.span_id)
+    assert {span.name for span in traced.ended()} == {"sequence", "reserve", "prefill chunk", "decode"}
+
+
+def test_the_manager_hangs_its_span_under_the_wait_for_blocks(traced: Traced) -> None:
+    handed = span_context_of(traced.spans.reserve_traceparent)
+    traced.spans.admitted(ADMIT)
+    assert handed.span_id == traced.named("reserve").context.span_id
+    assert handed.trace_id == 0xABC
+    assert handed.trace_flags.sampled
+
+
+def test_the_wait_for_blocks_ends_with_what_was_granted(traced: Traced) -> None:
+    assert traced.ended() == []
+    traced.spans.admitted(ADMIT)
+    assert dict(traced.named("reserve").attributes or {}) == {
+        "quire.cached_tokens": 32,
+        "quire.miss_reason": "diverged_at",
+        "quire.blocks": 3,
+        "quire.shared_blocks": 2,
+        "quire.decision_id": "m-7",
+    }
+
+
+def test_each_prefill_chunk_is_a_span_at_the_times_of_its_step(traced: Traced) -> None:
+    traced.spans.admitted(ADMIT)
+    traced.spans.chunk(Chunk(SEQUENCE, 32, 6, 1_000, 2_000))
+    traced.spans.chunk(Chunk(SEQUENCE, 38, 2, 2_000, 2_500))
+    traced.finish()
+    chunks = [span for span in traced.ended() if span.name == "prefill chunk"]
+    assert [(span.start_time, span.end_time) for span in chunks] == [(1_000, 2_000), (2_000, 2_500)]
+    assert [dict(span.attributes or {}) for span in chunks] == [
+        {"quire.start": 32, "quire.scheduled_tokens": 6},
+        {"quire.start": 38, "quire.scheduled_tokens": 2},
+    ]
+
+
+def test_all_decode_steps_are_one_span_from_the_first_to_the_last(traced: Traced) -> None:
+    traced.spans.admitted(ADMIT)
+    for begin in (3_000, 4_000, 5_000):
+        traced.spans.chunk(Chunk(SEQUENCE, 40 + begin // 1000, 1, begin, begin + 900, decode=True))
+    traced.finish()
+    decode = traced.named("decode")
+    assert (decode.start_time, decode.end_time) == (3_000, 5_900)
+    assert dict(decode.attributes or {}) == {"quire.steps": 3, "quire.output_tokens": 3}
+
+
+def test_a_preemption_and_the_admission_after_it_are_events(traced: Traced) -> None:
+    traced.spans.admitted(ADMIT)
+    traced.spans.preempted()
+    traced.spans.admitted(ADMIT)
+    traced.finish()
+    root = traced.named("sequence")
+    assert [event.name for event in root.events] == ["preempted", "admitted again"]
+    assert dict(root.events[1].attributes or {}) == {"quire.cached_tokens": 32}
+
+
+@pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.LENGTH])
+def test_a_sequence_that_ended_by_itself_has_no_error(traced: Traced, reason: FinishReason) -> None:
+    traced.spans.admitted(ADMIT)
+    traced.finish(reason)
+    assert {span.status.status_code for span in traced.ended()} == {StatusCode.UNSET}
+    assert (traced.named("sequence").attributes or {})["quire.finish_reason"] == str(reason)
+
+
+BAD_ENDS = {
+    "cancelled": (FinishReason.CANCELLED, "", "cancelled"),
+    "expired": (FinishReason.DEADLINE, "", "deadline exceeded"),
+    "failed": (FinishReason.ERROR, "", "error"),
+    "failed with words": (FinishReason.ERROR, "the device is gone", "the device is gone"),
+}
+
+
+@pytest.mark.parametrize("how", BAD_ENDS)
+def test_a_bad_end_after_the_grant_is_the_sequences_alone(traced: Traced, how: str) -> None:
+    reason, message, said = BAD_ENDS[how]
+    traced.spans.admitted(ADMIT)
+    traced.finish(reason, message)
+    root, reserve = traced.named("sequence"), traced.named("reserve")
+    assert (root.status.status_code, root.status.description) == (StatusCode.ERROR, said)
+    assert reserve.status.status_code is StatusCode.UNSET
+
+
+ENDS: dict[str, Callable[[Traced], None]] = {
+    "cancelled": lambda traced: traced.finish(FinishReason.CANCELLED),
+    "refused": lambda traced: traced.spans.refused("cancelled"),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_a_bad_end_while_it_waits_is_that_of_the_wait_too(traced: Traced, how: str) -> None:
+    ENDS[how](traced)
+    assert [span.name for span in traced.ended()] == ["reserve", "sequence"]
+    assert {(span.status.status_code, span.status.description) for span in traced.ended()} == {
+        (StatusCode.ERROR, "cancelled")
+    }
+
+
+def test_every_span_is_ended_exactly_once(traced: Traced) -> None:
+    traced.spans.admitted(ADMIT)
+    traced.spans.chunk(Chunk(SEQUENCE, 32, 8, 100, 200))
+    traced.finish()
+    ids = [span.context.span_id for span in traced.ended()]
+    assert len(ids) == len(set(ids)) == 3
+    assert all(span.end_time is not None for span in traced.ended())
