@@ -18,7 +18,7 @@ from common.types import DecisionKind, FinishReason
 from router.core.admission import Admission
 from router.core.events import AdmittedEvent, FinishedEvent, GenerateEvent, ValidatedRequest
 from router.core.routing import Choice
-from router.core.worker_events import Drawn, Ended, Granted, Lost, Preempted, Refused
+from router.core.worker_events import Drawn, Ended, Granted, Lost, Preempted, Refused, SequenceEvent
 from router.dispatcher import Claim, Dispatcher, Job
 from router.output_stream import EXPIRED, STOPPED, OutputStream, StopTokens
 from router.ports import TextAssemblers
@@ -173,7 +173,7 @@ class RouterFrontend:
         first: int | None = None
         for running in sequences:
             submission = submission_of(run, running, prefix, left, self._eos_token_ids)
-            running.handle = client.submit(submission, run.sink(running), first)
+            running.handle = client.submit(submission, run.sink(running, self._left), first)
             running.client, running.claim = client, Claim(choice.worker, uncached, blocks, now)
             if first is None:
                 # Siblings share all blocks but the last, which each may have to compute again.
@@ -248,13 +248,18 @@ class RouterFrontend:
             # Not asked for here: a failed step, or a worker that shuts down.
             running.lose(ended.message or f"the worker ended it: {ended.reason.value}")
             return
-        if running.claim is not None and ended.reason is not FinishReason.DEADLINE:
-            stay = now - running.claim.placed_at
-            running.claim.model.rates.finished(stay, len(running.output.tokens), now)
         rest = running.output.rest()
         if rest is not None:
             yield rest
         yield self._finish(run, running, ended, now)
+
+    def _left(self, claim: Claim, event: SequenceEvent) -> None:
+        """A worker has done with a sequence: its place is free, whether or not the client has read what came of it."""
+        if isinstance(event, Ended) and event.reason in (FinishReason.STOP, FinishReason.LENGTH):
+            now = self._clock.monotonic()
+            claim.model.rates.finished(now - claim.placed_at, event.usage.output_tokens, now)
+        claim.release()
+        self._dispatcher.released()
 
     def _expire(self, run: RequestRun) -> Iterator[GenerateEvent]:
         if not run.admitted:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.hashing import chain, chain_root, key_of
@@ -10,7 +11,7 @@ from common.types import BlockHash, FinishReason, PoolIdentity
 from router.core.events import ValidatedRequest
 from router.core.routing import Placement
 from router.core.waiting_line import Ticket
-from router.core.worker_events import SequenceEvent
+from router.core.worker_events import Drawn, Granted, Preempted, SequenceEvent
 from router.dispatcher import Claim, Job
 from router.output_stream import OutputStream
 from router.request_trace import RequestTrace
@@ -65,6 +66,8 @@ class RequestRun:
     def __init__(self, request: ValidatedRequest, request_id: str, trace: RequestTrace) -> None:
         self.request, self.request_id, self.trace = request, request_id, trace
         self.sequences: list[Running] = []
+        # Fills up while the client reads slowly, by an event (some 200 bytes) a token that it asked for at most. Those
+        # tokens stay in the admission's books meanwhile: max_tokens_in_flight bounds all inboxes together.
         self.inbox: asyncio.Queue[Arrival] = asyncio.Queue()
         self.admitted = False
         # Whether a sequence was ended by the deadline.
@@ -83,11 +86,18 @@ class RequestRun:
         """Return the sequences that have not ended."""
         return [sequence for sequence in self.sequences if not sequence.done]
 
-    def sink(self, running: Running) -> Sink:
-        """Return where a worker reports the next run of a sequence."""
+    def sink(self, running: Running, left: Callable[[Claim, SequenceEvent], None]) -> Sink:
+        """Return where a worker reports the next run of a sequence; its last word goes to `left` too, at once."""
         running.attempt += 1
-        index, attempt, put = running.output.index, running.attempt, self.inbox.put_nowait
-        return lambda event: put(Arrival(index, attempt, event))
+        index, attempt = running.output.index, running.attempt
+
+        def sink(event: SequenceEvent) -> None:
+            last = not isinstance(event, Granted | Drawn | Preempted)
+            if last and attempt == running.attempt and running.claim is not None:
+                left(running.claim, event)
+            self.inbox.put_nowait(Arrival(index, attempt, event))
+
+        return sink
 
     def expire_in(self, seconds: float) -> None:
         """Let Expired arrive after so many seconds."""

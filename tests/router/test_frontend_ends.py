@@ -13,7 +13,7 @@ from common.errors import (
 )
 from common.types import FinishReason
 from quire.types.v1 import types_pb2
-from router.core.events import FinishedEvent
+from router.core.events import AdmittedEvent, FinishedEvent
 from tests.router.frontend_bench import (
     CLOCK,
     ends_of,
@@ -21,6 +21,7 @@ from tests.router.frontend_bench import (
     in_background,
     nothing_left,
     request,
+    tokens_of,
 )
 from tests.router.worker_double import WorkerDouble
 
@@ -114,3 +115,22 @@ async def test_a_client_that_leaves_after_the_last_token_got_everything() -> Non
                     break
         assert bench.failure("request") is None
         assert bench.registry.get_sample_value("quire:request_failure_total", {"reason": "CANCELLED"}) is None
+
+
+async def test_a_client_that_does_not_read_gets_everything_later_and_holds_no_place_at_the_worker() -> None:
+    worker = WorkerDouble(max_num_seqs=1)
+    async with frontend_over(worker) as bench:
+        async with aclosing(bench.frontend.generate(request(max_tokens=100))) as events:
+            opening = asyncio.create_task(anext(events))
+            await worker.until(lambda: bool(worker.submits))
+            worker.step(granted={1: 0})
+            assert isinstance(await opening, AdmittedEvent)
+            for token in range(99):
+                worker.step({1: [token]})
+            worker.step({1: [99]}, finished={1: FinishReason.LENGTH})
+            (model,) = bench.pool.models()
+            await bench.until(lambda: model.outstanding == 0)
+            assert bench.admission.tokens_in_flight == 110
+            rest = [event async for event in events]
+            assert tokens_of(rest) == list(range(100))
+        assert nothing_left(bench)
