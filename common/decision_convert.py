@@ -1,8 +1,8 @@
-"""Decision records to their message on the wire and back."""
+"""Decision records to their message on the wire."""
 
 from __future__ import annotations
 
-from common.types import Candidate, Decision, DecisionKind
+from common.types import Candidate, Decision
 from quire.decision.v1 import decision_pb2
 
 
@@ -24,26 +24,6 @@ def decision_to_proto(decision: Decision) -> decision_pb2.DecisionRecord:
     )
 
 
-def decision_from_proto(record: decision_pb2.DecisionRecord) -> Decision:
-    """Return the record of a message. Maps have no order: terms, ages and figures come sorted by name.
-
-    Its `traceparent` is empty: the message has the trace id alone. Raises ValueError for a kind that nobody knows here.
-    """
-    return Decision(
-        decision_id=record.decision_id,
-        kind=DecisionKind(record.kind),
-        time_ns=record.time_unix_nano,
-        chosen=record.chosen,
-        request_id=record.request_id,
-        candidates=tuple(_candidate_from_proto(candidate) for candidate in record.candidates),
-        reasons=tuple(record.reasons),
-        signal_ages=tuple(sorted(record.signal_ages.items())),
-        victim=record.victim,
-        beneficiary=record.beneficiary,
-        figures=tuple(sorted(record.figures.items())),
-    )
-
-
 def trace_id_of(traceparent: str) -> str:
     """Return the 32 hexadecimal digits of the trace id in a W3C traceparent; nothing if there is none."""
     parts = traceparent.split("-")
@@ -57,14 +37,4 @@ def _candidate_to_proto(candidate: Candidate) -> decision_pb2.Candidate:
         terms=dict(candidate.terms),
         rejected=candidate.rejected,
         figures=dict(candidate.figures),
-    )
-
-
-def _candidate_from_proto(candidate: decision_pb2.Candidate) -> Candidate:
-    return Candidate(
-        name=candidate.name,
-        cost=candidate.cost if candidate.HasField("cost") else None,
-        terms=tuple(sorted(candidate.terms.items())),
-        rejected=candidate.rejected,
-        figures=tuple(sorted(candidate.figures.items())),
     )

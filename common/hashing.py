@@ -63,8 +63,3 @@ def chain(root: bytes, tokens: Sequence[int], block_size: int) -> list[bytes]:
         parent = hashlib.sha256(parent + packed[end - width : end]).digest()
         links.append(parent)
     return links
-
-
-def chain_keys(root: bytes, tokens: Sequence[int], block_size: int) -> list[BlockHash]:
-    """Return the 16-byte keys of all full blocks of `tokens`, in order."""
-    return [key_of(link) for link in chain(root, tokens, block_size)]

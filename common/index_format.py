@@ -18,7 +18,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from common.types import BlockHash, KvGeometry, PoolIdentity
+from common.types import KvGeometry, PoolIdentity
 
 ENTRY_BYTES = 6
 MAX_SLOTS = 1 << 16
@@ -46,11 +46,6 @@ class DiscoveredWorker:
     address: str
     incarnation: str
     identity: PoolIdentity
-
-
-def prefix_key(namespace: str, block_hash: BlockHash) -> bytes:
-    """Return the key of a block's entries."""
-    return prefix_key_root(namespace) + block_hash
 
 
 def prefix_key_root(namespace: str) -> bytes:
@@ -92,11 +87,6 @@ def unpack_entries(value: bytes) -> list[tuple[int, int]]:
     """Return (slot, generation) of each entry; bytes that are no whole entry at the end are ignored."""
     whole = len(value) - len(value) % ENTRY_BYTES
     return [(slot, generation) for slot, generation in _ENTRY.iter_unpack(value[:whole])]
-
-
-def owner_to_fields(owner: SlotOwner) -> dict[str, str]:
-    """Return the fields of a slot's hash."""
-    return {name: str(value) for name, value in asdict(owner).items()}
 
 
 def owner_from_fields(fields: Mapping[bytes, bytes]) -> SlotOwner | None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from pydantic import Field
 
 from common.options import BlockSize, Count, Fraction, LoadFormat, Port, Seconds, ServiceSettings
+from kvmanager.core.config import Runway
 
 
 class KvManagerSettings(ServiceSettings):
@@ -25,7 +26,7 @@ class KvManagerSettings(ServiceSettings):
     seed: int = Field(0, description="seed of dummy weights")
     block_size: BlockSize = Field(16, description="slots in a block; the same on every service")
     watermark: Fraction = Field(0.01, description="share of blocks kept free when a sequence is admitted")
-    runway: Literal["auto", "max"] = Field(
+    runway: Runway = Field(
         "auto", description="auto: lease ahead of need; max: reserve each request's whole length up front"
     )
     runway_slots: Count = Field(32, description="slots of every running sequence that the lease pool covers")

@@ -69,7 +69,7 @@ class ManagerProcess:
 
     def _server(self) -> RpcServer:
         registry = new_registry()
-        figures = ManagerMetrics(registry, self.attachments)
+        figures = ManagerMetrics(registry, self.attachments, self.settings.block_size)
         self.metrics = MetricsServer(registry, lambda: not self.attachments.draining)
         spans = server_spans(self._telemetry.tracer, untraced=(servicer.SESSION_METHOD,))
         server = RpcServer([servicer.SERVICE, decision_servicer.SERVICE], [spans])
@@ -123,7 +123,7 @@ def configured_identity(settings: KvManagerSettings) -> dict[str, object]:
 
 def _manager_config(settings: KvManagerSettings) -> ManagerConfig:
     return ManagerConfig(
-        runway="max" if settings.runway == "max" else "lease",
+        runway=settings.runway,
         runway_slots=settings.runway_slots,
         runway_reach=4 * settings.runway_slots,
         watermark=settings.watermark,

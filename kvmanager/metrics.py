@@ -19,15 +19,15 @@ _TOTALS: Final = {
     "kv_evictions": "Cached blocks that were forgotten for others.",
     "admissions": "Sequences that were given a row.",
     "rejections": "Sequences that no pool of this size can hold.",
-    "prefix_cache_queries": "Blocks of prompts that were looked up, once a request.",
-    "prefix_cache_hits": "Blocks of prompts that were found, once a request.",
-    "recompute_cache_queries": "Blocks that were looked up again after a preemption.",
-    "recompute_cache_hits": "Blocks that were found again after a preemption.",
+    "prefix_cache_queries": "Tokens of prompts that were looked up, in full blocks, once a request.",
+    "prefix_cache_hits": "Tokens of prompts that were found, in full blocks, once a request.",
+    "recompute_cache_queries": "Tokens that were looked up again after a preemption, in full blocks.",
+    "recompute_cache_hits": "Tokens that were found again after a preemption, in full blocks.",
     "ignored_seals": "Sealed blocks whose parent was not cached.",
 }
-_FIELDS: Final = {
-    "num_preemptions": "preemptions",
-    "kv_evictions": "evictions",
+_FIELDS: Final = {"num_preemptions": "preemptions", "kv_evictions": "evictions"}
+# The ledgers count blocks; vLLM's counters of these names, which dashboards know, count tokens.
+_BLOCK_FIELDS: Final = {
     "prefix_cache_queries": "prefix_query_blocks",
     "prefix_cache_hits": "prefix_hit_blocks",
     "recompute_cache_queries": "recompute_query_blocks",
@@ -38,8 +38,8 @@ _FIELDS: Final = {
 class ManagerMetrics(Collector):
     """Registers itself. `observe_report` takes the seconds from a report's arrival to its answer."""
 
-    def __init__(self, registry: CollectorRegistry, attachments: Attachments) -> None:
-        self._attachments = attachments
+    def __init__(self, registry: CollectorRegistry, attachments: Attachments, block_size: int) -> None:
+        self._attachments, self._block_size = attachments, block_size
         self._reports = Histogram(
             "quire:report_handling_seconds",
             "Seconds from a report's arrival to its answer.",
@@ -53,7 +53,7 @@ class ManagerMetrics(Collector):
         """Yield everything but the histogram, as it is now."""
         pools = {worker: ledger.pool() for worker, ledger in self._attachments.ledgers()}
         yield from _pool_gauges(pools)
-        yield from _totals(self._accounts(pools))
+        yield from _totals(self._accounts(pools), self._block_size)
         yield from self._sessions()
         yield from self._index()
 
@@ -108,11 +108,17 @@ def _pool_gauges(pools: dict[str, PoolCounts]) -> Iterator[Metric]:
     yield from (blocks, usage, running, waiting)
 
 
-def _totals(accounts: dict[str, Totals]) -> Iterator[Metric]:
+def _value(totals: Totals, name: str, block_size: int) -> int:
+    if name in _BLOCK_FIELDS:
+        return int(getattr(totals, _BLOCK_FIELDS[name])) * block_size
+    return int(getattr(totals, _FIELDS.get(name, name)))
+
+
+def _totals(accounts: dict[str, Totals], block_size: int) -> Iterator[Metric]:
     for name, text in _TOTALS.items():
         family = CounterMetricFamily(f"quire:{name}", text, labels=("worker",))
         for worker, totals in accounts.items():
-            family.add_metric((worker,), getattr(totals, _FIELDS.get(name, name)))
+            family.add_metric((worker,), _value(totals, name, block_size))
         yield family
     reasons = CounterMetricFamily(
         "quire:prefix_cache_admissions", "Admissions by why no more was cached.", labels=("worker", "miss_reason")

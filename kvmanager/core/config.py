@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Runway = Literal["lease", "max"]
+Runway = Literal["auto", "max"]
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerConfig:
     """One worker's pool. `block_size` and `window` are in slots; `runway_slots` and `runway_reach` in slots a sequence.
 
-    `window` is above 0 when every layer is windowed: nothing is cached then. `runway` "lease" keeps a pool of leased
+    `window` is above 0 when every layer is windowed: nothing is cached then. `runway` "auto" keeps a pool of leased
     blocks ahead of need: for `runway_slots` also by evicting, up to `runway_reach` from free blocks alone. "max" gives
     each sequence all blocks of its max_len at admission. `watermark` is the part of the pool that an admission leaves
     free for the growth of those that run; `ghosts` bounds the memory of evicted hashes (0: four for each block).
@@ -23,7 +23,7 @@ class LedgerConfig:
     prefix_caching: bool = True
     window: int = 0
     max_num_seqs: int = 256
-    runway: Runway = "lease"
+    runway: Runway = "auto"
     runway_slots: int = 32
     runway_reach: int = 128
     watermark: float = 0.01

@@ -202,7 +202,10 @@ class Ledger(Admission):
     # ------------------------------------------------------------ operators
 
     def reset(self) -> bool:
-        """Forget all cached content and publish that; refused (False) while a row holds a block."""
+        """Forget all cached content and publish that; refused (False) while a row holds a block.
+
+        Only this ledger forgets. The worker keeps its claims, so its next inventory brings back what it still holds.
+        """
         if self.block_pool.in_rows:
             return False
         self.cache.clear()

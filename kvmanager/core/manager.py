@@ -24,7 +24,7 @@ class ManagerConfig:
     """What every ledger of this manager has in common. `identity` None: the first attach fixes it."""
 
     identity: PoolIdentity | None = None
-    runway: Runway = "lease"
+    runway: Runway = "auto"
     runway_slots: int = 32
     runway_reach: int = 128
     watermark: float = 0.01

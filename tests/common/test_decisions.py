@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from common.decision_convert import decision_from_proto, decision_to_proto, trace_id_of
+from common.decision_convert import decision_to_proto, trace_id_of
 from common.decisions import DecisionRing
 from common.logs import fields_of, trace_ids
 from common.types import Candidate, Decision, DecisionKind
@@ -91,8 +91,35 @@ FULL = Decision(
 )
 
 
-def test_a_record_survives_the_wire() -> None:
-    assert decision_from_proto(decision_to_proto(FULL)) == FULL
+def decision_of(record: decision_pb2.DecisionRecord) -> Decision:
+    """Return the record that a reader of the message gets. Maps have no order: they come sorted by name."""
+    return Decision(
+        decision_id=record.decision_id,
+        kind=DecisionKind(record.kind),
+        time_ns=record.time_unix_nano,
+        chosen=record.chosen,
+        request_id=record.request_id,
+        candidates=tuple(map(candidate_of, record.candidates)),
+        reasons=tuple(record.reasons),
+        signal_ages=tuple(sorted(record.signal_ages.items())),
+        victim=record.victim,
+        beneficiary=record.beneficiary,
+        figures=tuple(sorted(record.figures.items())),
+    )
+
+
+def candidate_of(candidate: decision_pb2.Candidate) -> Candidate:
+    return Candidate(
+        name=candidate.name,
+        cost=candidate.cost if candidate.HasField("cost") else None,
+        terms=tuple(sorted(candidate.terms.items())),
+        rejected=candidate.rejected,
+        figures=tuple(sorted(candidate.figures.items())),
+    )
+
+
+def test_a_record_loses_nothing_on_the_wire() -> None:
+    assert decision_of(decision_to_proto(FULL)) == FULL
 
 
 def test_a_cost_of_zero_is_not_a_missing_one() -> None:
@@ -103,11 +130,6 @@ def test_a_cost_of_zero_is_not_a_missing_one() -> None:
 def test_the_trace_id_is_taken_out_of_the_traceparent() -> None:
     assert trace_id_of(TRACE) == "0af7651916cd43dd8448eb211c80319c"
     assert trace_id_of("") == trace_id_of("nonsense") == ""
-
-
-def test_an_unknown_kind_is_an_error() -> None:
-    with pytest.raises(ValueError, match="guess"):
-        decision_from_proto(decision_pb2.DecisionRecord(kind="guess"))
 
 
 COSTLY = {DecisionKind.REJECTION, DecisionKind.PREEMPTION, DecisionKind.MIGRATION}

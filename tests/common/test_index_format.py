@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from common import index_format
 from common.index_format import DiscoveredWorker, SlotOwner
-from common.types import BlockHash, KvGeometry, PoolIdentity
+from common.types import KvGeometry, PoolIdentity
 from tests.common import wire_strategies as strategies
 
 IDENTITY = PoolIdentity("m" * 32, "t" * 32, 16, KvGeometry(2, 2, 8, 8, "float32"))
@@ -19,7 +20,7 @@ IDENTITY = PoolIdentity("m" * 32, "t" * 32, 16, KvGeometry(2, 2, 8, 8, "float32"
 def test_all_keys_of_a_namespace_lie_in_one_cluster_slot() -> None:
     namespace = IDENTITY.namespace
     assert re.fullmatch(r"\{quire:m{16}:[0-9a-f]{16}:16\}", namespace)
-    assert index_format.prefix_key(namespace, BlockHash(b"h" * 16)) == namespace.encode() + b":p:" + b"h" * 16
+    assert index_format.prefix_key_root(namespace) == namespace.encode() + b":p:"
     assert index_format.slot_key(namespace, 7) == namespace + ":w:7"
     assert index_format.liveness_key(namespace, 7) == namespace + ":l:7"
     assert index_format.epoch_key(namespace) == namespace + ":epoch"
@@ -38,7 +39,7 @@ def test_entries_survive_packing_whatever_trails_them(entries: list[tuple[int, i
 
 def test_owner_survives_redis() -> None:
     owner = SlotOwner("worker-0", "ab" * 16, "127.0.0.1:50053", 2**32 - 1)
-    fields = {name.encode(): value.encode() for name, value in index_format.owner_to_fields(owner).items()}
+    fields = {name.encode(): str(value).encode() for name, value in asdict(owner).items()}
     assert index_format.owner_from_fields(fields) == owner
 
 

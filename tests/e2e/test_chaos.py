@@ -17,7 +17,7 @@ from redis.asyncio import Redis
 
 from cli.stack import free_ports
 from common import die_with_parent, index_format
-from common.hashing import chain_keys, chain_root
+from common.hashing import chain, chain_root, key_of
 from common.identity_wire import identity_from_proto
 from common.packing import pack_hashes
 from common.rpc.server import open_channel
@@ -112,15 +112,15 @@ class Index:
 
     async def hits(self, tokens: Sequence[int]) -> dict[str, int]:
         """Return for each worker how many leading blocks the index has."""
-        keys = chain_keys(self._root, tokens, self._identity.block_size)
-        values = await self._redis.mget([index_format.prefix_key(self._identity.namespace, key) for key in keys])
+        keys = list(map(key_of, chain(self._root, tokens, self._identity.block_size)))
+        values = await self._redis.mget([index_format.prefix_key_root(self._identity.namespace) + key for key in keys])
         held = [set(index_format.unpack_entries(cast("bytes", value or b""))) for value in values]
         owners = await self.owners()
         return {name: _until_missing(entry, held) for name, entry in owners.items()}
 
     async def manager_hits(self, tokens: Sequence[int]) -> dict[str, int]:
         """Return the same from the manager's own map."""
-        keys = chain_keys(self._root, tokens, self._identity.block_size)
+        keys = list(map(key_of, chain(self._root, tokens, self._identity.block_size)))
         request = kvmanager_pb2.LookupRequest(chain=pack_hashes(keys), known=len(tokens) + 1)
         matches = (await self._suite.manager.Lookup(request, timeout=5.0)).matches
         return {match.worker_id: match.hit_blocks for match in matches}

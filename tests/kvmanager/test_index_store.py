@@ -33,7 +33,7 @@ async def store(redis_url: str) -> AsyncIterator[RedisIndexStore]:
 
 
 async def entries(redis_client: Redis, key: BlockHash) -> list[tuple[int, int]]:
-    value = await redis_client.get(index_format.prefix_key(NAMESPACE, key))
+    value = await redis_client.get(index_format.prefix_key_root(NAMESPACE) + key)
     assert value is None or isinstance(value, bytes)
     return index_format.unpack_entries(value or b"")
 
@@ -79,7 +79,7 @@ async def test_entries_of_several_workers_stand_side_by_side(store: RedisIndexSt
     assert await entries(redis_client, H[0]) == [(0, 10), (1, 20)]
     await store.update(1, 0, 10, IndexCall((H[0], H[1]), ()))
     assert await entries(redis_client, H[0]) == [(1, 20)]
-    assert not await redis_client.exists(index_format.prefix_key(NAMESPACE, H[1]))
+    assert not await redis_client.exists(index_format.prefix_key_root(NAMESPACE) + H[1])
 
 
 async def test_writing_twice_leaves_one_entry(store: RedisIndexStore, redis_client: Redis) -> None:
@@ -113,7 +113,7 @@ async def test_generations_of_all_32_bits_are_compared_exactly(store: RedisIndex
 async def test_publishing_refreshes_the_life_of_a_key(store: RedisIndexStore, redis_client: Redis) -> None:
     await store.register(1, worker("a", 10))
     await store.update(1, 0, 10, IndexCall((), (H[0],)))
-    key = index_format.prefix_key(NAMESPACE, H[0])
+    key = index_format.prefix_key_root(NAMESPACE) + H[0]
     await redis_client.pexpire(key, 1000)
     await store.update(1, 0, 10, IndexCall((), (H[0],)))
     assert 1000 < await redis_client.pttl(key) <= 60_000
@@ -124,7 +124,7 @@ async def test_removing_leaves_the_life_of_the_others_alone(store: RedisIndexSto
     await store.register(1, worker("b", 20))
     for slot, generation in ((0, 10), (1, 20)):
         await store.update(1, slot, generation, IndexCall((), (H[0],)))
-    key = index_format.prefix_key(NAMESPACE, H[0])
+    key = index_format.prefix_key_root(NAMESPACE) + H[0]
     await redis_client.pexpire(key, 1000)
     await store.update(1, 0, 10, IndexCall((H[0],), ()))
     assert 0 < await redis_client.pttl(key) <= 1000

@@ -152,7 +152,7 @@ async def test_metrics_tell_blocks_by_state(manager: Running, connect: Connect) 
 async def test_metrics_count_prefix_queries_reports_and_sessions(manager: Running, connect: Connect) -> None:
     await worker_with_one_sequence(manager, connect)
     text = await scraped(manager)
-    assert values(text, "quire:prefix_cache_queries_total") == {'{worker="w0"}': 2.0}
+    assert values(text, "quire:prefix_cache_queries_total") == {'{worker="w0"}': 32.0}
     assert values(text, "quire:prefix_cache_hits_total") == {'{worker="w0"}': 0.0}
     assert values(text, "quire:prefix_cache_admissions_total") == {'{miss_reason="never_seen",worker="w0"}': 1.0}
     assert values(text, "quire:num_preemptions_total") == {'{worker="w0"}': 0.0}
@@ -161,11 +161,20 @@ async def test_metrics_count_prefix_queries_reports_and_sessions(manager: Runnin
     assert values(text, "quire:num_requests_running") == {'{worker="w0"}': 1.0}
 
 
+async def test_prefix_hits_count_tokens_as_they_do_in_vllm(manager: Running, connect: Connect) -> None:
+    worker = await worker_with_one_sequence(manager, connect)
+    again = Reserve(SequenceId(8), 40, 48, chain=CHAIN[:2], request_id="request-8")
+    await worker.exchange(Report(reserve=(again,), lease_want=1))
+    text = await scraped(manager)
+    assert values(text, "quire:prefix_cache_queries_total") == {'{worker="w0"}': 2 * 32.0}
+    assert values(text, "quire:prefix_cache_hits_total") == {'{worker="w0"}': 32.0}
+
+
 async def test_counters_do_not_fall_when_a_worker_attaches_again(manager: Running, connect: Connect) -> None:
     await worker_with_one_sequence(manager, connect)
     await connect(manager, session=2).attached()
     text = await scraped(manager)
-    assert values(text, "quire:prefix_cache_queries_total") == {'{worker="w0"}': 2.0}
+    assert values(text, "quire:prefix_cache_queries_total") == {'{worker="w0"}': 32.0}
     assert values(text, "quire:sessions_total") == {"": 2.0}
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict
 
 import pytest
 from redis.asyncio import Redis
 
 from common.clock import ManualClock
-from common.index_format import SlotOwner, owner_to_fields, pack_entry, prefix_key, slot_key
+from common.index_format import SlotOwner, pack_entry, prefix_key_root, slot_key
 from common.local_redis import LocalRedis
 from common.types import BlockHash, KvGeometry, PoolIdentity
 from router.core.breaker import CircuitBreaker
@@ -36,12 +37,12 @@ async def index(redis_url: str, clock: ManualClock) -> AsyncIterator[RedisPrefix
 
 async def own(redis: Redis, slot: int, worker_id: str, generation: int) -> None:
     owner = SlotOwner(worker_id, "00", "127.0.0.1:1", generation)
-    await redis.hset(slot_key(NAMESPACE, slot), mapping=owner_to_fields(owner))  # type: ignore[arg-type]
+    await redis.hset(slot_key(NAMESPACE, slot), mapping=asdict(owner))  # type: ignore[arg-type]
 
 
 async def publish(redis: Redis, blocks: Sequence[BlockHash], *entries: tuple[int, int]) -> None:
     value = b"".join(pack_entry(slot, generation) for slot, generation in entries)
-    await redis.mset({prefix_key(NAMESPACE, block): value for block in blocks})
+    await redis.mset({prefix_key_root(NAMESPACE) + block: value for block in blocks})
 
 
 async def test_hits_are_counted_for_each_worker(index: RedisPrefixIndex, redis_client: Redis) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from common.hashing import chain_keys, extend, key_of
+from common.hashing import chain, extend, key_of
 from common.lease import Admit, Batch, Claim, Copy, Inventory, InventorySequence, Report, Reserve
 from common.types import TRIMMED, BlockHash, BlockId, FinishReason, SequenceId, SequencePhase
 
@@ -90,8 +90,8 @@ class FakeWorker:
         """Take a request and return its sequence."""
         number = SequenceId(self.next_id)
         self.next_id += 1
-        chain = tuple(chain_keys(ROOT, tokens, self.block_size)) if cached else ()
-        reserve = Reserve(number, len(tokens), max_len, priority, chain, fork_of, f"r{number}")
+        keys = tuple(map(key_of, chain(ROOT, tokens, self.block_size))) if cached else ()
+        reserve = Reserve(number, len(tokens), max_len, priority, keys, fork_of, f"r{number}")
         self.live[number] = Live(reserve, number, list(tokens))
         self.reserved.append(reserve)
         return number

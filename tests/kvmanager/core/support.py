@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from common.clock import ManualClock
-from common.hashing import chain_keys
+from common.hashing import chain, key_of
 from common.lease import Admit, Batch, Inventory, Report, Reserve
 from common.types import BlockHash, BlockId, FinishReason, SequenceId
 from kvmanager.core.config import LedgerConfig
@@ -33,7 +33,7 @@ def make_ledger(
 
 def hashes(tokens: Sequence[int], block_size: int = 16, root: bytes = ROOT) -> tuple[BlockHash, ...]:
     """Return the keys of the full blocks of `tokens`."""
-    return tuple(chain_keys(root, tokens, block_size))
+    return tuple(map(key_of, chain(root, tokens, block_size)))
 
 
 def prompt(length: int, start: int = 0) -> list[int]:

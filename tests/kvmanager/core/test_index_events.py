@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 
-from kvmanager.core.index_events import Cleared, IndexReplica, Removed, Stored
+from kvmanager.core.index_events import Cleared, Removed, Stored
+from tests.kvmanager.core.index_replica import IndexReplica
 
 from .support import admit, hashes, make_ledger, play, prompt, reserve, run_through, seal
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvmanager.core.index_events import IndexReplica
 from kvmanager.core.ledger import Ledger
+from tests.kvmanager.core.index_replica import IndexReplica
 
 from .fake_worker import FakeWorker
 from .support import EMPTY, make_ledger

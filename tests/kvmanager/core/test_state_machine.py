@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from common.lease import Batch, Report
 from common.types import SequencePhase
-from kvmanager.core.index_events import IndexReplica
 from kvmanager.core.ledger import Ledger
+from tests.kvmanager.core.index_replica import IndexReplica
 
 from .fake_worker import FakeWorker
 from .support import make_ledger
@@ -30,7 +30,7 @@ class LedgerLife(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 2, 2, 4]),
         prompts=st.lists(TOKENS, min_size=1, max_size=4),
         reach=st.sampled_from([32, 128]),
-        runway=st.sampled_from(["lease", "lease", "max"]),
+        runway=st.sampled_from(["auto", "auto", "max"]),
         window=st.sampled_from([0, 0, 0, 4]),
         max_num_seqs=st.integers(2, 5),
     )
