@@ -21,7 +21,7 @@ from kvmanager.core.ledger import Ledger
 class EmbeddedChannel:
     """Implements `common.lease.LeaseChannel`: every report is applied and answered at once, on the engine's thread."""
 
-    def __init__(self, clock: Clock, runway: Runway = "lease") -> None:
+    def __init__(self, clock: Clock, runway: Runway = "auto") -> None:
         self._clock, self._runway = clock, runway
         self._events: list[LeaseEvent] = [Connected()]
         self._ids = itertools.count(1)
