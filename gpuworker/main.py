@@ -81,6 +81,7 @@ class Worker:
         await self._until_attached()
         if not self._stop.is_set():
             await self._server.ready()
+            self._servicer.beat()  # routers that came while it attached see that it can be used now
             took = time.monotonic() - began
             print(f"READY {self._address(port)} {plane.model.device}, loaded in {took:.1f} s", flush=True)  # noqa: T201
         await self._stop.wait()

@@ -52,6 +52,10 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
     def drain(self) -> None:
         """Take no new streams; tell the routers of the old ones at once to send nothing more."""
         self.draining = True
+        self.beat()
+
+    def beat(self) -> None:
+        """Tell every router the load as it is now, before the next heartbeat is due."""
         for stream in self._streams:
             self._beat_once(stream)
 

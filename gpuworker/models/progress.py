@@ -64,7 +64,7 @@ def _tell(count: _Count, size: int, every: float, say: Callable[[str], None], do
         if count.total:
             say(f"loading weights: {count.loaded} of {count.total} tensors{of_file}, {seconds}")
         else:
-            say(f"making the model{of_file}: {seconds}")
+            say(f"making the model: {seconds}")
 
 
 def _print(line: str) -> None:
