@@ -143,9 +143,10 @@ class RouterStream:
         for admit in outputs.admitted:
             self._deliver_admit(admit)
         self._trace_chunks(outputs)
+        logprobs = dict(outputs.logprobs)  # with the first tokens of a sequence: it has several when two steps ended
         for sequence, tokens in outputs.tokens:
             if (live := self._live.get(sequence)) is not None:
-                self._outputs.tokens(outputs.step, live.handle, tokens, outputs.logprobs.get(sequence, ()))
+                self._outputs.tokens(outputs.step, live.handle, tokens, logprobs.pop(sequence, ()))
         for sequence in outputs.preempted:
             if (live := self._live.get(sequence)) is not None:
                 self._outputs.preempted(live.handle)

@@ -35,7 +35,7 @@ TRACED = f"00-{1:032x}-{1:016x}-01"
 
 def submit(handle: int, prompt: Sequence[int], count: int, **fields: object) -> pb.StreamRequest:
     """Return a greedy sequence of `count` tokens in all."""
-    sampling = types.SamplingParams(temperature=0.0, max_tokens=count)
+    sampling = types.SamplingParams(temperature=0.0, top_p=1.0, repetition_penalty=1.0, max_tokens=count)
     links = chain(bytes(32), prompt, CONFIG.block_size)
     message = pb.Submit(handle=handle, prompt_token_ids=little_endian_int32(prompt), sampling=sampling)
     message.chain, message.chain_tail = pack_hashes(map(key_of, links)), links[-1] if links else bytes(32)
@@ -50,6 +50,8 @@ class RouterEnd:
 
     call: aio.StreamStreamCall[pb.StreamRequest, pb.StreamResponse]
     tokens: dict[int, list[int]] = field(default_factory=dict)
+    admitted: dict[int, pb.SequenceAdmitted] = field(default_factory=dict)
+    logprobs: dict[int, list[types.TokenLogprobs]] = field(default_factory=dict)
     finished: dict[int, pb.SequenceFinished] = field(default_factory=dict)
 
     async def send(self, *messages: pb.StreamRequest) -> None:
@@ -62,12 +64,17 @@ class RouterEnd:
             response = await self.call.read()
         if not isinstance(response, pb.StreamResponse):
             return None
-        counts = iter(unpack_u32(response.outputs.counts))
-        drawn = iter(unpack_u32(response.outputs.token_ids))
-        for handle in unpack_u32(response.outputs.handles):
-            self.tokens.setdefault(handle, []).extend(next(drawn) for _ in range(next(counts)))
-        self.finished.update({end.handle: end for end in response.outputs.finished})
+        self._take(response.outputs)
         return response
+
+    def _take(self, outputs: pb.StepOutputs) -> None:
+        counts, drawn = iter(unpack_u32(outputs.counts)), iter(unpack_u32(outputs.token_ids))
+        for handle in unpack_u32(outputs.handles):
+            self.tokens.setdefault(handle, []).extend(next(drawn) for _ in range(next(counts)))
+        for handle, one in zip(unpack_u32(outputs.logprob_handles), outputs.logprobs, strict=True):
+            self.logprobs.setdefault(handle, []).append(one)
+        self.admitted.update({admit.handle: admit for admit in outputs.admitted})
+        self.finished.update({end.handle: end for end in outputs.finished})
 
     async def until(self, kind: str) -> pb.StreamResponse:
         """Read up to the next message of a kind, and return it."""
@@ -76,9 +83,20 @@ class RouterEnd:
                 return response
         raise AssertionError(f"the stream ended before any {kind}")
 
+    async def until_drawn(self, *handles: int) -> None:
+        """Read until each of these has a token."""
+        while not self.tokens.keys() >= set(handles):
+            await self._read_on()
+
     async def until_finished(self, *handles: int) -> None:
+        """Read until each of these has ended; none may be refused."""
         while not self.finished.keys() >= set(handles):
-            assert await self.read() is not None, "the stream ended"
+            await self._read_on()
+
+    async def _read_on(self) -> None:
+        response = await self.read()
+        assert response is not None, "the stream ended"
+        assert not response.HasField("refused"), response
 
 
 class Served:
