@@ -1,4 +1,4 @@
-"""The options of the `quire` commands; `common/config.py` reads them from flags, environment and file."""
+"""Options of `quire up` and of the commands that talk to a router, from flags, environment and a TOML file."""
 
 from __future__ import annotations
 

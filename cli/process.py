@@ -22,8 +22,8 @@ _LONGEST_LINE = 1 << 20
 class Child:
     """Keeps one program running until told to stop. `say(name, line)` gets every line and event of it.
 
-    `patience`: seconds between SIGTERM and SIGKILL. One that ends with REFUSED_STATUS is not started again;
-    `on_refused` is called then.
+    `patience`: seconds between SIGTERM and SIGKILL. One that ends with REFUSED_STATUS, or before somebody set `ready`,
+    would end so again: it is not started again, and `on_failed` is called.
     """
 
     def __init__(
@@ -31,13 +31,14 @@ class Child:
         program: Program,
         say: Callable[[str, str], None],
         patience: float = 10.0,
-        on_refused: Callable[[Child], None] = lambda _: None,
+        on_failed: Callable[[Child], None] = lambda _: None,
     ) -> None:
         self.program = program
-        self._say, self._patience, self._on_refused = say, patience, on_refused
+        self._say, self._patience, self._on_failed = say, patience, on_failed
         self._process: asyncio.subprocess.Process | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._stopping = False
+        self.ready = False
         self.restarts = 0
         self.last_lines: list[str] = []
 
@@ -94,9 +95,9 @@ class Child:
             code = await process.wait()
             if self._stopping:
                 return
-            if code == REFUSED_STATUS:
-                self._say(self.program.name, "refused its options; it is not started again")
-                self._on_refused(self)
+            if code == REFUSED_STATUS or not self.ready:
+                self._say(self.program.name, f"{_ended(code)}; it is not started again")
+                self._on_failed(self)
                 return
             if time.monotonic() - began > _STABLE_SECONDS:
                 backoff = _FIRST_BACKOFF
@@ -118,4 +119,6 @@ class Child:
 
 
 def _ended(code: int) -> str:
+    if code == REFUSED_STATUS:
+        return "refused its options"
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"

@@ -44,14 +44,14 @@ def free_ports(count: int) -> list[int]:
 class Stack:
     """Starts, watches and stops the processes of one suite; use it as an async context manager.
 
-    `refused` is set when a service finds its options bad and ends for good; `refusal()` has its words.
+    `failed` is set when a process ended and is not started again; `failure()` has its words.
     """
 
     def __init__(self, options: StackOptions, say: Say) -> None:
         self.options, self._say = options, say
         self.children: dict[str, Child] = {}
-        self.refused = asyncio.Event()
-        self._refusing: Child | None = None
+        self.failed = asyncio.Event()
+        self._failing: Child | None = None
         self.redis_url = options.redis_url or ""
         self.address = router_address(options)
         self.http_url = f"http://{options.host}:{options.http_port}"
@@ -70,14 +70,14 @@ class Stack:
     async def start(self) -> None:
         """Start everything and wait until each part is healthy; Unavailable, with its last lines, when one is not."""
         if self.options.redis_url is None:
-            await self._start_redis()
+            await self._or_failed(self._start_redis())
         self._say(REDIS, f"ready at {self.redis_url}" if self.redis_url else "none; workers are told by flag")
         control, data = service_programs(self.options, self.redis_url)
         for program in (*control, *data):
             await self._start(program)
         for program in (*control, *data):
-            await self._or_refused(self._healthy(self.children[program.name]))
-        await self._or_refused(self._connected())
+            await self._or_failed(self._healthy(self.children[program.name]))
+        await self._or_failed(self._connected())
 
     async def stop(self) -> None:
         """Drain the router first, then the workers, then the manager and Redis, so that nothing loses what it needs."""
@@ -92,32 +92,32 @@ class Stack:
             child.kill()
 
     async def _start(self, program: Program) -> Child:
-        child = Child(program, self._say, self.options.drain_timeout + _LAST_WORDS_SECONDS, self._on_refused)
+        child = Child(program, self._say, self.options.drain_timeout + _LAST_WORDS_SECONDS, self._on_failed)
         self.children[program.name] = child
         await child.start()
         return child
 
-    def refusal(self) -> Unavailable:
-        """Return what the service that refused its options said."""
-        assert self._refusing is not None
-        return Unavailable(f"{self._refusing.program.name} cannot run:\n{_words(self._refusing)}")
+    def failure(self) -> Unavailable:
+        """Return what the process that ended for good said."""
+        assert self._failing is not None
+        return Unavailable(f"{self._failing.program.name} cannot run:\n{_words(self._failing)}")
 
-    def _on_refused(self, child: Child) -> None:
-        self._refusing = child
-        self.refused.set()
+    def _on_failed(self, child: Child) -> None:
+        self._failing = child
+        self.failed.set()
 
-    async def _or_refused(self, waiting: Coroutine[Any, Any, None]) -> None:
-        """Wait, but not for what a service that ended for good would have had to do."""
-        wait, refused = asyncio.create_task(waiting), asyncio.create_task(self.refused.wait())
+    async def _or_failed(self, waiting: Coroutine[Any, Any, None]) -> None:
+        """Wait, but not for what a process that ended for good would have had to do."""
+        wait, failed = asyncio.create_task(waiting), asyncio.create_task(self.failed.wait())
         try:
-            await asyncio.wait({wait, refused}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({wait, failed}, return_when=asyncio.FIRST_COMPLETED)
             if wait.done():
                 return wait.result()
-            raise self.refusal()
+            raise self.failure()
         finally:
-            for task in (wait, refused):
+            for task in (wait, failed):
                 task.cancel()
-            await asyncio.gather(wait, refused, return_exceptions=True)
+            await asyncio.gather(wait, failed, return_exceptions=True)
 
     # ------------------------------------------------------------ health
 
@@ -126,10 +126,10 @@ class Stack:
         child = await self._start(redis_program(server))
         deadline = time.monotonic() + self.options.ready_seconds
         while child.pid is None or not await asyncio.to_thread(server.answers, child.pid):
-            if child.restarts or time.monotonic() > deadline:
+            if time.monotonic() > deadline:
                 raise _not_ready(child)
             await asyncio.sleep(_POLL_SECONDS / 5)
-        self.redis_url = server.url
+        child.ready, self.redis_url = True, server.url
 
     async def _healthy(self, child: Child) -> None:
         deadline = time.monotonic() + self.options.ready_seconds
@@ -139,9 +139,8 @@ class Stack:
                 with suppress(grpc.aio.AioRpcError):
                     answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=1.0)
                     if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                        child.ready = True
                         return
-                if child.restarts:
-                    break  # it ended while it started: its own words say why, and trying again says the same
                 await asyncio.sleep(_POLL_SECONDS)
         raise _not_ready(child)
 

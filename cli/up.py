@@ -66,8 +66,8 @@ class Foreground:
         stack = self._stack
         await stack.start()
         self._say("quire", f"ready: gRPC {stack.address}, HTTP {stack.http_url}; Ctrl-C stops")
-        await stack.refused.wait()
-        raise stack.refusal()
+        await stack.failed.wait()
+        raise stack.failure()
 
     def _on_signal(self) -> None:
         if self._stop.is_set():

@@ -31,5 +31,5 @@ def checkpoint_directory(model: str, weights: bool = True) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=[*_OTHER_FILES, *(_WEIGHTS if weights else ())]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        what = f"{model!r} is no directory here, and the hub did not give it: {error}"
+        what = f"{model!r} is no directory here, and the hub did not give it: {' '.join(str(error).split())}"
         raise InvalidConfig(FieldViolation("--model", what)) from error

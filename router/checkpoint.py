@@ -39,7 +39,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     """Read a folder in Hugging Face format. Raises InvalidConfig when config.json is missing or lacks a number."""
     path = directory / "config.json"
     if not directory.is_dir():
-        what = f"{directory} is no folder of this machine; expected that of a checkpoint (only workers take hub names)"
+        what = f"{directory} is no folder of this machine; expected that of a checkpoint (hub names: workers and up)"
         raise InvalidConfig(FieldViolation("--model", what))
     if not path.is_file():
         what = f"no config.json in {directory}; expected the folder of a checkpoint in Hugging Face format"

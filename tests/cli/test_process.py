@@ -48,6 +48,7 @@ def lines() -> Lines:
 
 async def test_a_child_that_ends_is_started_again(lines: Lines) -> None:
     child = Child(program("print('here', flush=True); raise SystemExit(1)"), lines)
+    child.ready = True
     await child.start()
     await lines.until("here", times=2)
     await child.stop()
@@ -56,12 +57,21 @@ async def test_a_child_that_ends_is_started_again(lines: Lines) -> None:
 
 async def test_a_child_that_refuses_its_options_is_final(lines: Lines) -> None:
     refused = asyncio.Event()
-    child = Child(program("print('--port is bad'); raise SystemExit(2)"), lines, on_refused=lambda _: refused.set())
+    child = Child(program("print('--port is bad'); raise SystemExit(2)"), lines, on_failed=lambda _: refused.set())
     await child.start()
     await asyncio.wait_for(refused.wait(), SECONDS)
     await child.stop()
     assert lines.said == ["--port is bad", "refused its options; it is not started again"]
     assert (child.restarts, child.last_lines) == (0, ["--port is bad"])
+
+
+async def test_a_child_that_ends_before_it_was_ready_is_final(lines: Lines) -> None:
+    failed = asyncio.Event()
+    child = Child(program("raise SystemExit(1)"), lines, on_failed=lambda _: failed.set())
+    await child.start()
+    await asyncio.wait_for(failed.wait(), SECONDS)
+    await child.stop()
+    assert lines.said == ["ended with status 1; it is not started again"]
 
 
 async def test_a_child_that_does_not_end_is_killed_after_its_time(lines: Lines) -> None:
@@ -87,6 +97,7 @@ async def test_kill_does_not_wait_for_that_time(lines: Lines) -> None:
 async def test_a_quiet_child_is_heard_only_when_it_ends(lines: Lines) -> None:
     script = "import os; print('here', flush=True); os.kill(os.getpid(), 9)"
     child = Child(program(script, quiet=True), lines)
+    child.ready = True
     await child.start()
     await lines.until("started again on 127.0.0.1:9")
     await child.stop()
