@@ -27,7 +27,7 @@ from kvmanager.main import REPLACED_STATUS
 from quire.inference.v1 import inference_pb2 as pb
 from quire.kvmanager.v1 import kvmanager_pb2
 from tests.e2e.conftest import WORKERS
-from tests.e2e.load import all_started, epoch, kill, prompts, redis_url
+from tests.e2e.load import all_started, epoch, kill, prompts
 from tests.e2e.reference import chat_tokens, greedy_tokens
 from tests.e2e.suite import PATIENCE, Outcome, Suite, greedy
 from tests.kvmanager.raw_worker import RawWorker, attach_of
@@ -58,7 +58,12 @@ async def until_connected(suite: Suite) -> None:
     """Wait until the router may use every worker."""
 
     async def all_connected() -> bool:
-        status = await suite.inference.GetStatus(pb.GetStatusRequest(), timeout=10.0, wait_for_ready=True)
+        try:
+            status = await suite.inference.GetStatus(pb.GetStatusRequest(), timeout=10.0, wait_for_ready=True)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise
+            return False  # sent to a router that was just killed, before its end was seen
         return [worker.state for worker in status.workers] == ["connected"] * WORKERS
 
     await eventually(all_connected)
@@ -135,7 +140,7 @@ async def test_a_wiped_redis_fails_no_request_and_is_filled_again(suite: Suite) 
     asked = [long, *prompts(STREAMS, seed=21)]
     identity = await identity_of(suite)
     fence = index_format.fence_key(identity.namespace)
-    async with Redis.from_url(redis_url(suite)) as redis:
+    async with Redis.from_url(suite.stack.redis_url) as redis:
         index = Index(suite, redis, identity)
         before = await index.number(fence)
         assert before > 0
@@ -171,7 +176,7 @@ async def test_a_second_manager_takes_over_and_is_replaced_in_turn(suite: Suite,
     first = await epoch(suite)
     tasks = await all_started(suite, asked, 2 * COUNT)
     (port,) = free_ports(1)
-    flags = ["--port", str(port), "--metrics-port", "0", "--redis-url", redis_url(suite)]
+    flags = ["--port", str(port), "--metrics-port", "0", "--redis-url", suite.stack.redis_url]
     command = [sys.executable, "-m", "kvmanager.main", *flags, "--state-dir", str(tmp_path)]
     pipe = asyncio.subprocess.PIPE
     second = await asyncio.create_subprocess_exec(*die_with_parent.command(command), stdout=pipe, stderr=pipe)
