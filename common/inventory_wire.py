@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, TypeVar
 
 from common import packing
-from common.errors import ProtocolViolation
+from common.enum_wire import phase_from_proto, phase_to_proto
 from common.hashing import KEY_BYTES
 from common.lease import Claim, Inventory, InventorySequence
 from common.lease_wire import reserve_from_proto, reserve_to_proto
-from common.types import BlockId, SequencePhase
+from common.types import BlockId
 from quire.kvmanager.v1 import kvmanager_pb2
 
 CHUNK_BYTES: Final = 256 * 1024
@@ -22,17 +22,7 @@ _OVERHEAD_BYTES: Final = 64  # tags and lengths of a chunk's own fields
 _TAG_BYTES: Final = 6  # tag and length of one sequence in a chunk
 _PACKED_FIELDS: Final = ("pool", "claim_blocks", "claim_hashes", "claim_parents", "claim_last_used")
 
-_PHASE_TO_PROTO: Final = {
-    phase: kvmanager_pb2.SequencePhase.Value(f"SEQUENCE_PHASE_{phase.name}") for phase in SequencePhase
-}
-_PHASE_FROM_PROTO: Final = {number: phase for phase, number in _PHASE_TO_PROTO.items()}
-
 _T = TypeVar("_T")
-
-
-def phase_to_proto(phase: SequencePhase) -> kvmanager_pb2.SequencePhase.ValueType:
-    """Return the proto of a phase."""
-    return _PHASE_TO_PROTO[phase]
 
 
 def inventory_chunks(inventory: Inventory, limit: int = CHUNK_BYTES) -> list[kvmanager_pb2.Inventory]:
@@ -77,19 +67,16 @@ def _claims_to_proto(claims: Sequence[Claim]) -> kvmanager_pb2.Inventory:
 def _sequence_to_proto(sequence: InventorySequence) -> kvmanager_pb2.InventorySequence:
     return kvmanager_pb2.InventorySequence(
         reserve=reserve_to_proto(sequence.reserve),
-        phase=_PHASE_TO_PROTO[sequence.phase],
+        phase=phase_to_proto(sequence.phase),
         arrival=sequence.arrival,
         row=packing.pack_blocks(sequence.row),
     )
 
 
 def _sequence_from_proto(message: kvmanager_pb2.InventorySequence) -> InventorySequence:
-    phase = _PHASE_FROM_PROTO.get(message.phase)
-    if phase is None:
-        raise ProtocolViolation(f"{message.phase} is no phase of a sequence")
     return InventorySequence(
         reserve=reserve_from_proto(message.reserve),
-        phase=phase,
+        phase=phase_from_proto(message.phase),
         arrival=message.arrival,
         row=tuple(packing.unpack_blocks(message.row)),
     )

@@ -6,26 +6,17 @@ Used on both ends. Whatever a peer may send that means nothing raises ProtocolVi
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final, TypeVar
+from typing import Final
 
 from common import packing
+from common.enum_wire import finish_from_proto, finish_to_proto, miss_from_proto, miss_to_proto
 from common.errors import ProtocolViolation
 from common.identity_wire import identity_from_proto, identity_to_proto, mismatches_from_proto, mismatches_to_proto
 from common.lease import Admit, Attach, AttachOk, AttachRejected, Batch, Copy, Preempt, Report, Reserve
-from common.types import BlockHash, BlockId, FinishReason, MissReason, SequenceId
+from common.types import BlockHash, BlockId, FinishReason, SequenceId
 from quire.kvmanager.v1 import kvmanager_pb2
-from quire.types.v1 import types_pb2
 
 INCARNATION_BYTES: Final = 16
-
-FINISH_TO_PROTO: Final = {
-    reason: types_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason
-}
-MISS_TO_PROTO: Final = {reason: types_pb2.MissReason.Value(f"MISS_REASON_{reason.name}") for reason in MissReason}
-_FINISH_FROM_PROTO: Final[dict[int, FinishReason]] = {number: reason for reason, number in FINISH_TO_PROTO.items()}
-_MISS_FROM_PROTO: Final[dict[int, MissReason]] = {number: reason for reason, number in MISS_TO_PROTO.items()}
-
-_ReasonT = TypeVar("_ReasonT", FinishReason, MissReason)
 
 
 # ---------------------------------------------------------------- W -> M
@@ -99,7 +90,7 @@ def report_to_proto(report: Report) -> kvmanager_pb2.Report:
         reserve=map(reserve_to_proto, report.reserve),
         returned=packing.pack_blocks(report.returned),
         finished_sequences=packing.pack_sequences(sequence for sequence, _ in report.finished),
-        finished_reasons=(FINISH_TO_PROTO[reason] for _, reason in report.finished),
+        finished_reasons=(finish_to_proto(reason) for _, reason in report.finished),
         lease_want=report.lease_want,
     )
     if report.bind:
@@ -167,15 +158,7 @@ def _unpack_seals(message: kvmanager_pb2.Report) -> tuple[tuple[BlockId, BlockHa
 def _unpack_finished(message: kvmanager_pb2.Report) -> tuple[tuple[SequenceId, FinishReason], ...]:
     sequences = packing.unpack_sequences(message.finished_sequences)
     packing.parallel("finished", sequences, message.finished_reasons)
-    reasons = [_reason(_FINISH_FROM_PROTO, number) for number in message.finished_reasons]
-    return tuple(zip(sequences, reasons, strict=True))
-
-
-def _reason(known: dict[int, _ReasonT], number: int) -> _ReasonT:
-    try:
-        return known[number]
-    except KeyError:
-        raise ProtocolViolation(f"{number} is no reason that is known here") from None
+    return tuple(zip(sequences, map(finish_from_proto, message.finished_reasons), strict=True))
 
 
 # ---------------------------------------------------------------- M -> W
@@ -238,7 +221,7 @@ def _admit_to_proto(admit: Admit) -> kvmanager_pb2.Admit:
         row=packing.pack_blocks(admit.row),
         n_shared=admit.n_shared,
         cached_tokens=admit.cached_tokens,
-        miss_reason=MISS_TO_PROTO[admit.miss_reason],
+        miss_reason=miss_to_proto(admit.miss_reason),
         diverged_at=admit.diverged_at,
         decision_id=admit.decision_id,
     )
@@ -250,7 +233,7 @@ def _admit_from_proto(message: kvmanager_pb2.Admit) -> Admit:
         row=tuple(packing.unpack_blocks(message.row)),
         n_shared=message.n_shared,
         cached_tokens=message.cached_tokens,
-        miss_reason=_reason(_MISS_FROM_PROTO, message.miss_reason),
+        miss_reason=miss_from_proto(message.miss_reason),
         diverged_at=message.diverged_at,
         decision_id=message.decision_id,
     )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from common.inventory_wire import phase_to_proto
-from common.lease_wire import MISS_TO_PROTO
+from common.enum_wire import miss_to_proto, phase_to_proto
 from kvmanager.core.block_table import BlockTable
 from kvmanager.core.counts import PoolCounts
 from kvmanager.core.prefix_cache import PrefixMatch
@@ -27,7 +26,7 @@ def match_to_proto(worker_id: str, match: PrefixMatch) -> kvmanager_pb2.PrefixMa
     return kvmanager_pb2.PrefixMatch(
         worker_id=worker_id,
         hit_blocks=match.hit_blocks,
-        miss_reason=MISS_TO_PROTO[match.miss_reason],
+        miss_reason=miss_to_proto(match.miss_reason),
         diverged_at=match.diverged_at,
     )
 

@@ -1,0 +1,57 @@
+"""The enums of `common.types` to and from those of the protos, whose names are the same but for a prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, TypeVar
+
+from common.errors import ProtocolViolation
+from common.types import FinishReason, MissReason, SequencePhase
+from quire.kvmanager.v1 import kvmanager_pb2
+from quire.types.v1 import types_pb2
+
+_EnumT = TypeVar("_EnumT", FinishReason, MissReason, SequencePhase)
+
+_FINISH: Final = {each: types_pb2.FinishReason.Value(f"FINISH_REASON_{each.name}") for each in FinishReason}
+_MISS: Final = {each: types_pb2.MissReason.Value(f"MISS_REASON_{each.name}") for each in MissReason}
+_PHASE: Final = {each: kvmanager_pb2.SequencePhase.Value(f"SEQUENCE_PHASE_{each.name}") for each in SequencePhase}
+_FINISH_BACK: Final[dict[int, FinishReason]] = {number: each for each, number in _FINISH.items()}
+_MISS_BACK: Final[dict[int, MissReason]] = {number: each for each, number in _MISS.items()}
+_PHASE_BACK: Final[dict[int, SequencePhase]] = {number: each for each, number in _PHASE.items()}
+
+
+def finish_to_proto(reason: FinishReason) -> types_pb2.FinishReason.ValueType:
+    """Return the proto of why a sequence ended."""
+    return _FINISH[reason]
+
+
+def finish_from_proto(number: int, unknown: FinishReason | None = None) -> FinishReason:
+    """Return why a sequence ended; `unknown` for a number that means nothing here, else ProtocolViolation is raised."""
+    return _known(_FINISH_BACK, number, unknown, "no reason for an end")
+
+
+def miss_to_proto(reason: MissReason) -> types_pb2.MissReason.ValueType:
+    """Return the proto of why no more was cached."""
+    return _MISS[reason]
+
+
+def miss_from_proto(number: int, unknown: MissReason | None = None) -> MissReason:
+    """Return why no more was cached; `unknown` for a number that means nothing, else ProtocolViolation is raised."""
+    return _known(_MISS_BACK, number, unknown, "no reason for a miss")
+
+
+def phase_to_proto(phase: SequencePhase) -> kvmanager_pb2.SequencePhase.ValueType:
+    """Return the proto of where a sequence is in its life."""
+    return _PHASE[phase]
+
+
+def phase_from_proto(number: int) -> SequencePhase:
+    """Return where a sequence is in its life. Raises ProtocolViolation for a number that means nothing here."""
+    return _known(_PHASE_BACK, number, None, "no phase of a sequence")
+
+
+def _known(values: Mapping[int, _EnumT], number: int, unknown: _EnumT | None, what: str) -> _EnumT:
+    found = values.get(number, unknown)
+    if found is None:
+        raise ProtocolViolation(f"{number} is {what} that is known here")
+    return found

@@ -1,0 +1,47 @@
+"""What comes with the output of a sequence, its cost and its log-probabilities, to and from the protos."""
+
+from __future__ import annotations
+
+from common.errors import ProtocolViolation
+from common.types import TokenLogprobs, Usage
+from quire.types.v1 import types_pb2
+
+
+def usage_to_proto(usage: Usage) -> types_pb2.Usage:
+    """Return the proto of what a sequence cost."""
+    return types_pb2.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
+        output_tokens=usage.output_tokens,
+        recomputed_tokens=usage.recomputed_tokens,
+        preemptions=usage.preemptions,
+    )
+
+
+def usage_from_proto(message: types_pb2.Usage) -> Usage:
+    """Return what a sequence cost."""
+    return Usage(
+        prompt_tokens=message.prompt_tokens,
+        cached_tokens=message.cached_tokens,
+        output_tokens=message.output_tokens,
+        recomputed_tokens=message.recomputed_tokens,
+        preemptions=message.preemptions,
+    )
+
+
+def logprobs_to_proto(entry: TokenLogprobs) -> types_pb2.TokenLogprobs:
+    """Return the proto of one token's log-probabilities."""
+    return types_pb2.TokenLogprobs(
+        token_id=entry.token_id,
+        logprob=entry.logprob,
+        top_token_ids=[token_id for token_id, _ in entry.top],
+        top_logprobs=[logprob for _, logprob in entry.top],
+    )
+
+
+def logprobs_from_proto(message: types_pb2.TokenLogprobs) -> TokenLogprobs:
+    """Return one token's log-probabilities. Raises ProtocolViolation when the likeliest do not pair up."""
+    if len(message.top_token_ids) != len(message.top_logprobs):
+        raise ProtocolViolation(f"{len(message.top_token_ids)} tokens have {len(message.top_logprobs)} probabilities")
+    top = tuple(zip(message.top_token_ids, message.top_logprobs, strict=True))
+    return TokenLogprobs(message.token_id, message.logprob, top)
