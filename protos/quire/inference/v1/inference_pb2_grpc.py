@@ -70,7 +70,8 @@ class InferenceServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Streams one Admitted, then Tokens as they are made, then one Finished for each sequence.
+        """Streams one Admitted, then Tokens as they are made, then one Finished for each sequence. Where the deadline ended one
+        of them, the status after the last Finished is DEADLINE_EXCEEDED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -90,7 +91,8 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """INVALID_ARGUMENT names the ids that are not in the vocabulary, as Generate does.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

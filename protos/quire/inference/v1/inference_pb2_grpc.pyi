@@ -15,11 +15,14 @@ GRPC_VERSION: str
 class InferenceServiceStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
-    """Streams one Admitted, then Tokens as they are made, then one Finished for each sequence."""
+    """Streams one Admitted, then Tokens as they are made, then one Finished for each sequence. Where the deadline ended one
+    of them, the status after the last Finished is DEADLINE_EXCEEDED.
+    """
     GenerateUnary: _aio.UnaryUnaryMultiCallable[_inference_pb2.GenerateUnaryRequest, _inference_pb2.GenerateUnaryResponse]
     """The same, answered at once when every sequence has finished."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
     Detokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]
+    """INVALID_ARGUMENT names the ids that are not in the vocabulary, as Generate does."""
     GetModel: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetModelRequest, _inference_pb2.GetModelResponse]
     GetStatus: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetStatusRequest, _inference_pb2.GetStatusResponse]
     """Queue, workers and their load, as `quire status` shows it."""
@@ -31,7 +34,9 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GenerateRequest,
         context: _aio.ServicerContext[_inference_pb2.GenerateRequest, _abc.AsyncIterator[_inference_pb2.GenerateResponse]],
     ) -> _abc.AsyncIterator[_inference_pb2.GenerateResponse]:
-        """Streams one Admitted, then Tokens as they are made, then one Finished for each sequence."""
+        """Streams one Admitted, then Tokens as they are made, then one Finished for each sequence. Where the deadline ended one
+        of them, the status after the last Finished is DEADLINE_EXCEEDED.
+        """
 
     @_abc_1.abstractmethod
     def GenerateUnary(
@@ -53,7 +58,8 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _inference_pb2.DetokenizeRequest,
         context: _aio.ServicerContext[_inference_pb2.DetokenizeRequest, _abc.Awaitable[_inference_pb2.DetokenizeResponse]],
-    ) -> _abc.Awaitable[_inference_pb2.DetokenizeResponse]: ...
+    ) -> _abc.Awaitable[_inference_pb2.DetokenizeResponse]:
+        """INVALID_ARGUMENT names the ids that are not in the vocabulary, as Generate does."""
 
     @_abc_1.abstractmethod
     def GetModel(
