@@ -79,12 +79,13 @@ def compare(
             pairs.append((with_cache, without))
             progress(f"{workload.__name__}: run {index} of {runs}", end=index == runs)
     speedup, lower, upper = median_interval([a.throughput / b.throughput for a, b in pairs])
+    name = workload.__name__
     return {
-        "speedup": speedup,
-        "speedup_lower": lower,
-        "speedup_upper": upper,
-        "ttft_ratio": statistics.median(a.first_token / b.first_token for a, b in pairs),
-        "cached_fraction": statistics.median(a.cached for a, _ in pairs),
+        f"speedup_{name}": speedup,
+        f"speedup_{name}_lower": lower,
+        f"speedup_{name}_upper": upper,
+        f"ttft_ratio_{name}": statistics.median(a.first_token / b.first_token for a, b in pairs),
+        f"cached_fraction_{name}": statistics.median(a.cached for a, _ in pairs),
     }
 
 
@@ -102,13 +103,16 @@ def main() -> None:
             runner, geometry = cpu_runner(config)
             workers.append(stack.enter_context(BenchWorker(runner, config, address, geometry)))
         for workload in (shared, multiturn):
-            found = compare(workers[0], workers[1], workload, args.runs)
-            figures |= {f"{name}_{workload.__name__}": value for name, value in found.items()}
+            figures |= compare(workers[0], workers[1], workload, args.runs)
     notes = {
         "speedup_shared": f"{REQUESTS} requests at once, {SYSTEM_TOKENS} shared tokens: throughput with over without",
+        "speedup_shared_lower": "lower end of its 95 % bootstrap interval",
+        "speedup_shared_upper": "upper end",
         "ttft_ratio_shared": "median time to first token, with over without",
         "cached_fraction_shared": "prompt tokens that were not computed again",
         "speedup_multiturn": f"{CONVERSATIONS} conversations of {TURNS} turns: throughput with over without",
+        "speedup_multiturn_lower": "lower end of its 95 % bootstrap interval",
+        "speedup_multiturn_upper": "upper end",
         "ttft_ratio_multiturn": "median time to first token, with over without",
         "cached_fraction_multiturn": "prompt tokens that were not computed again",
     }
