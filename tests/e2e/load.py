@@ -48,9 +48,3 @@ async def epoch(suite: Suite) -> int:
             if answer.epoch:
                 return int(answer.epoch)
             await asyncio.sleep(0.02)
-
-
-def redis_url(suite: Suite) -> str:
-    """Return the URL of the suite's Redis, as the suite said it."""
-    (url,) = (line.removeprefix("redis: ready at ") for line in suite.lines if line.startswith("redis: ready at "))
-    return url
