@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.errors import FieldViolation, InvalidRequest
 from common.packing import unpack_hashes, unpack_u32
+from common.sampling_wire import sampling_from_proto
 from common.types import SamplingParams, SequenceId
 from gpuworker.core.sequence import NewSequence
 from gpuworker.core.stopping import StopRule
@@ -32,22 +33,8 @@ def fold_seed(seed: int, index: int) -> int:
 
 def sampling_params(message: types.SamplingParams, index: int) -> SamplingParams:
     """Return the sampling of one sequence; the router has filled in every default."""
-    return SamplingParams(
-        temperature=message.temperature,
-        top_p=message.top_p,
-        top_k=message.top_k,
-        min_p=message.min_p,
-        max_tokens=message.max_tokens,
-        min_tokens=message.min_tokens,
-        stop_token_ids=tuple(message.stop_token_ids),
-        repetition_penalty=message.repetition_penalty,
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
-        logit_bias=tuple(sorted(message.logit_bias.items())),
-        seed=fold_seed(message.seed, index),
-        ignore_eos=message.ignore_eos,
-        logprobs=message.logprobs if message.HasField("logprobs") else None,
-    )
+    sampling = sampling_from_proto(message)
+    return replace(sampling, seed=fold_seed(sampling.seed, index))
 
 
 @dataclass(frozen=True, slots=True)

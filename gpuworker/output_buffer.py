@@ -8,9 +8,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+from common.enum_wire import finish_to_proto, miss_to_proto
 from common.hashing import little_endian_int32
 from common.lease import Admit
-from common.types import FinishReason, MissReason, TokenLogprobs
+from common.output_wire import logprobs_to_proto, usage_to_proto
+from common.types import TokenLogprobs
 from gpuworker.ports import SequenceFinished
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2 as types
@@ -42,7 +44,7 @@ class OutputBuffer:
         self._tokens.extend(tokens)
         for one in logprobs:
             self._logprob_handles.append(handle)
-            self._logprobs.append(_logprobs_message(one))
+            self._logprobs.append(logprobs_to_proto(one))
 
     def admitted(self, handle: int, admit: Admit, reserve_seconds: float) -> None:
         """Append that a sequence got its blocks."""
@@ -50,7 +52,7 @@ class OutputBuffer:
             pb.SequenceAdmitted(
                 handle=handle,
                 cached_tokens=admit.cached_tokens,
-                miss_reason=_miss_value(admit.miss_reason),
+                miss_reason=miss_to_proto(admit.miss_reason),
                 diverged_at=admit.diverged_at,
                 decision_id=admit.decision_id,
                 reserve_seconds=reserve_seconds,
@@ -63,18 +65,11 @@ class OutputBuffer:
 
     def finished(self, handle: int, end: SequenceFinished) -> None:
         """Append the end of a sequence."""
-        usage = end.usage
         self._finished.append(
             pb.SequenceFinished(
                 handle=handle,
-                reason=_finish_value(end.reason),
-                usage=types.Usage(
-                    prompt_tokens=usage.prompt_tokens,
-                    cached_tokens=usage.cached_tokens,
-                    output_tokens=usage.output_tokens,
-                    recomputed_tokens=usage.recomputed_tokens,
-                    preemptions=usage.preemptions,
-                ),
+                reason=finish_to_proto(end.reason),
+                usage=usage_to_proto(end.usage),
                 stop_token_id=end.stop_token,
                 message=end.message,
             )
@@ -97,20 +92,3 @@ class OutputBuffer:
         )
         self._clear()
         return message
-
-
-def _logprobs_message(one: TokenLogprobs) -> types.TokenLogprobs:
-    return types.TokenLogprobs(
-        token_id=one.token_id,
-        logprob=one.logprob,
-        top_token_ids=[token for token, _ in one.top],
-        top_logprobs=[value for _, value in one.top],
-    )
-
-
-def _finish_value(reason: FinishReason) -> types.FinishReason.ValueType:
-    return types.FinishReason.Value(f"FINISH_REASON_{reason.name}")
-
-
-def _miss_value(reason: MissReason) -> types.MissReason.ValueType:
-    return types.MissReason.Value(f"MISS_REASON_{reason.name}")

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from opentelemetry.trace import Tracer
 
+from common.enum_wire import finish_from_proto
 from common.errors import AlreadyExists, QuireError
 from common.lease import Admit
 from common.rpc.status import to_status
@@ -24,7 +25,6 @@ from gpuworker.output_buffer import OutputBuffer
 from gpuworker.ports import EngineOutputs, SequenceFinished
 from gpuworker.spans import SequenceSpans
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
-from quire.types.v1 import types_pb2 as types
 
 
 @dataclass(slots=True)
@@ -103,9 +103,7 @@ class RouterStream:
         """End a sequence that the router no longer wants; unknown handles are ignored."""
         sequence = self._by_handle.get(message.handle)
         if sequence is not None:
-            name = types.FinishReason.Name(message.reason).removeprefix("FINISH_REASON_")
-            reason = FinishReason[name] if name in FinishReason.__members__ else FinishReason.CANCELLED
-            self._engine.cancel(sequence, reason)
+            self._engine.cancel(sequence, finish_from_proto(message.reason, unknown=FinishReason.CANCELLED))
 
     def close(self) -> None:
         """The router is gone, or the worker goes: cancel what is left; its router hears of the stream's end alone."""

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from common.enum_wire import finish_to_proto, miss_to_proto
 from common.identity_wire import identity_to_proto
-from common.types import FinishReason, MissReason, TokenLogprobs
+from common.output_wire import logprobs_to_proto, usage_to_proto
 from quire.inference.v1 import inference_pb2 as pb
-from quire.types.v1 import types_pb2
 from router.core.events import AdmittedEvent, FinishedEvent, GenerateEvent, TokensEvent
 from router.ports import ModelCard
-
-_FINISH = {reason: types_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason}
-_MISS = {reason: types_pb2.MissReason.Value(f"MISS_REASON_{reason.name}") for reason in MissReason}
 
 
 def event_to_proto(event: GenerateEvent) -> pb.GenerateResponse:
@@ -62,24 +59,18 @@ def admitted_to_proto(event: AdmittedEvent) -> pb.Admitted:
         decision_id=event.decision_id,
         trace_id=event.trace_id,
         seed=event.seed,
-        miss_reason=_MISS[event.miss_reason],
+        miss_reason=miss_to_proto(event.miss_reason),
         diverged_at=event.diverged_at,
     )
 
 
 def finished_to_proto(event: FinishedEvent) -> pb.Finished:
     """Return the message of a sequence's end."""
-    usage, timings = event.usage, event.timings
+    timings = event.timings
     message = pb.Finished(
         index=event.index,
-        reason=_FINISH[event.reason],
-        usage=types_pb2.Usage(
-            prompt_tokens=usage.prompt_tokens,
-            cached_tokens=usage.cached_tokens,
-            output_tokens=usage.output_tokens,
-            recomputed_tokens=usage.recomputed_tokens,
-            preemptions=usage.preemptions,
-        ),
+        reason=finish_to_proto(event.reason),
+        usage=usage_to_proto(event.usage),
         timings=pb.Timings(
             queue_seconds=timings.queue_seconds,
             time_to_first_token=timings.time_to_first_token,
@@ -92,16 +83,6 @@ def finished_to_proto(event: FinishedEvent) -> pb.Finished:
     elif event.stop_token_id is not None:
         message.stop_token_id = event.stop_token_id
     return message
-
-
-def logprobs_to_proto(entry: TokenLogprobs) -> types_pb2.TokenLogprobs:
-    """Return the message of one token's log-probabilities."""
-    return types_pb2.TokenLogprobs(
-        token_id=entry.token_id,
-        logprob=entry.logprob,
-        top_token_ids=[token_id for token_id, _ in entry.top],
-        top_logprobs=[logprob for _, logprob in entry.top],
-    )
 
 
 def model_to_proto(card: ModelCard) -> pb.GetModelResponse:

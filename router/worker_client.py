@@ -14,6 +14,7 @@ from typing import Protocol
 
 from grpc import aio
 
+from common.enum_wire import finish_to_proto
 from common.errors import ProtocolViolation, QuireError, Unavailable
 from common.identity_wire import identity_to_proto
 from common.rpc.server import open_channel
@@ -25,7 +26,6 @@ from router.core.identity import is_complete
 from router.core.worker_events import Ended, Lost, SequenceEvent
 from router.core.worker_model import Load
 from router.worker_convert import (
-    FINISH_VALUES,
     Submission,
     WorkerFacts,
     events_of,
@@ -119,7 +119,7 @@ class WorkerClient:
     def _tell_to_cancel(self, handle: int, reason: FinishReason) -> None:
         assert self._outbox is not None
         self._given_up.add(handle)
-        cancel = pb.Cancel(handle=handle, reason=FINISH_VALUES[reason])
+        cancel = pb.Cancel(handle=handle, reason=finish_to_proto(reason))
         self._outbox.put_nowait(pb.StreamRequest(cancel=cancel))
 
     def abandon(self, reason: str) -> None:

@@ -7,11 +7,14 @@ from dataclasses import dataclass, replace
 
 from google.rpc import status_pb2
 
+from common.enum_wire import finish_from_proto, miss_from_proto
 from common.errors import ProtocolViolation
 from common.hashing import little_endian_int32
 from common.identity_wire import identity_from_proto
+from common.output_wire import logprobs_from_proto, usage_from_proto
 from common.packing import pack_hashes, unpack_u32
 from common.rpc.status import error_from_status
+from common.sampling_wire import sampling_to_proto
 from common.types import (
     BlockHash,
     FinishReason,
@@ -19,16 +22,10 @@ from common.types import (
     PoolIdentity,
     SamplingParams,
     TokenLogprobs,
-    Usage,
 )
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
-from quire.types.v1 import types_pb2
 from router.core.worker_events import Drawn, Ended, Granted, Preempted, Refused, SequenceEvent
 from router.core.worker_model import Capacity, Load
-
-_FINISH = {types_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}"): reason for reason in FinishReason}
-_MISS = {types_pb2.MissReason.Value(f"MISS_REASON_{reason.name}"): reason for reason in MissReason}
-FINISH_VALUES = {reason: value for value, reason in _FINISH.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +70,8 @@ def submit_to_proto(submission: Submission, handle: int, fork_of: int | None = N
         prompt_token_ids=little_endian_int32(submission.tokens),
         chain=pack_hashes(submission.chain),
         chain_tail=submission.chain_tail,
-        sampling=sampling_to_proto(submission.sampling),
+        # Without stop strings: the router watches for those itself, and no text leaves it.
+        sampling=sampling_to_proto(replace(submission.sampling, stop=())),
         priority=submission.priority,
         timeout_seconds=submission.timeout,
         traceparent=submission.traceparent,
@@ -81,28 +79,6 @@ def submit_to_proto(submission: Submission, handle: int, fork_of: int | None = N
         no_cache=submission.no_cache,
         fork_of=fork_of,
         eos_token_ids=submission.eos_token_ids,
-    )
-
-
-def sampling_to_proto(sampling: SamplingParams) -> types_pb2.SamplingParams:
-    """Return sampling with every field set but stop strings, which the router itself watches for."""
-    return types_pb2.SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
-        stop_token_ids=sampling.stop_token_ids,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        logit_bias=dict(sampling.logit_bias),
-        seed=sampling.seed,
-        ignore_eos=sampling.ignore_eos,
-        logprobs=sampling.logprobs,
-        n=sampling.n,
-        include_stop=sampling.include_stop,
     )
 
 
@@ -171,23 +147,16 @@ def _logprobs(outputs: pb.StepOutputs) -> dict[int, list[TokenLogprobs]]:
         raise ProtocolViolation(f"{len(outputs.logprobs)} log-probabilities have {len(owners)} owners")
     found: dict[int, list[TokenLogprobs]] = {}
     for owner, entry in zip(owners, outputs.logprobs, strict=True):
-        top = tuple(zip(entry.top_token_ids, entry.top_logprobs, strict=True))
-        found.setdefault(owner, []).append(TokenLogprobs(entry.token_id, entry.logprob, top))
+        found.setdefault(owner, []).append(logprobs_from_proto(entry))
     return found
 
 
 def _granted(message: pb.SequenceAdmitted) -> Granted:
-    miss = _MISS.get(message.miss_reason, MissReason.NEVER_SEEN)
+    miss = miss_from_proto(message.miss_reason, unknown=MissReason.NEVER_SEEN)
     return Granted(message.cached_tokens, miss, message.diverged_at, message.decision_id, message.reserve_seconds)
 
 
 def _ended(message: pb.SequenceFinished) -> Ended:
-    usage = Usage(
-        prompt_tokens=message.usage.prompt_tokens,
-        cached_tokens=message.usage.cached_tokens,
-        output_tokens=message.usage.output_tokens,
-        recomputed_tokens=message.usage.recomputed_tokens,
-        preemptions=message.usage.preemptions,
-    )
+    reason = finish_from_proto(message.reason, unknown=FinishReason.ERROR)
     stop = message.stop_token_id if message.HasField("stop_token_id") else None
-    return Ended(_FINISH.get(message.reason, FinishReason.ERROR), usage, stop, message.message)
+    return Ended(reason, usage_from_proto(message.usage), stop, message.message)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import replace
 
 import pytest
 
 from common.errors import InvalidRequest, ProtocolViolation
 from common.hashing import chain, chain_root, key_of, little_endian_int32
+from common.sampling_wire import sampling_to_proto
 from common.types import SamplingParams, SequenceId
 from gpuworker.convert import engine_request, fold_seed, load_message, sampling_params
 from gpuworker.ports import EngineLoad, EngineRequest
@@ -51,46 +52,10 @@ def test_a_submit_becomes_a_sequence_with_its_chain() -> None:
     assert (request.prompt_tokens, request.traced) == (10, True)
 
 
-def test_every_sampling_parameter_is_taken_over() -> None:
-    message = types.SamplingParams(
-        temperature=0.5,
-        top_p=0.25,
-        top_k=4,
-        min_p=0.125,
-        max_tokens=8,
-        min_tokens=2,
-        stop_token_ids=[5, 6],
-        repetition_penalty=1.5,
-        presence_penalty=0.75,
-        frequency_penalty=-0.5,
-        logit_bias={9: 1.0, 3: -2.0},
-        seed=7,
-        ignore_eos=True,
-        logprobs=0,
-    )
-    params = sampling_params(message, 0)
-    assert params == SamplingParams(
-        temperature=0.5,
-        top_p=0.25,
-        top_k=4,
-        min_p=0.125,
-        max_tokens=8,
-        min_tokens=2,
-        stop_token_ids=(5, 6),
-        repetition_penalty=1.5,
-        presence_penalty=0.75,
-        frequency_penalty=-0.5,
-        logit_bias=((3, -2.0), (9, 1.0)),
-        seed=7,
-        ignore_eos=True,
-        logprobs=0,
-    )
-    untouched = {each.name for each in fields(SamplingParams) if getattr(params, each.name) == each.default}
-    assert untouched == {"stop", "include_stop", "n"}, "these are the router's, which sees text and requests"
-
-
-def test_no_logprobs_are_not_the_same_as_zero_alternatives() -> None:
-    assert sampling_params(types.SamplingParams(), 0).logprobs is None
+def test_sampling_is_as_the_router_says_but_for_the_seed_of_a_sibling() -> None:
+    sampling = SamplingParams(temperature=0.5, max_tokens=8, logit_bias=((3, -2.0), (9, 1.0)), seed=7, logprobs=0, n=2)
+    assert sampling_params(sampling_to_proto(sampling), 0) == sampling
+    assert sampling_params(sampling_to_proto(sampling), 1) == replace(sampling, seed=fold_seed(7, 1))
 
 
 def test_siblings_draw_from_seeds_of_their_own() -> None:
