@@ -25,8 +25,11 @@ class StepRates:
         self.prefill_token = 0.0
 
     def predict(self, plan: StepPlan) -> float:
-        """Return the predicted seconds of a step."""
-        return self.decode_step + self.prefill_token * prefill_tokens(plan)
+        """Return the predicted seconds of a step; 0 while a rate that it needs is not learnt."""
+        prefilled = prefill_tokens(plan)
+        if prefilled and not self.prefill_token:
+            return 0.0
+        return self.decode_step + self.prefill_token * prefilled
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
         """Take in a completed step."""

@@ -20,6 +20,8 @@ class WorkerState(StrEnum):
 
 HUNG_FACTOR = 10.0
 HUNG_FLOOR_S = 5.0
+# For a step that the worker cannot predict yet, such as the first prefill of a large model on a CPU.
+HUNG_UNPREDICTED_S = 60.0
 HEARTBEAT_LIMIT_S = 5.0
 
 
@@ -124,6 +126,8 @@ class WorkerModel:
         """Return why the worker may not be given work, if so: it drains, or its step or its heartbeat is late."""
         load = self.load
         limit = max(HUNG_FACTOR * load.step_predicted_seconds, HUNG_FLOOR_S)
+        if not load.step_predicted_seconds:
+            limit = HUNG_UNPREDICTED_S
         if load.step_age_seconds > limit:
             return WorkerState.HUNG, f"its step runs for {load.step_age_seconds:.1f} s; at most {limit:.1f} s expected"
         if now - self.heartbeat_at > HEARTBEAT_LIMIT_S:

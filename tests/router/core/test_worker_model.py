@@ -59,6 +59,11 @@ def test_a_short_step_is_hung_only_after_five_seconds() -> None:
     assert _loaded(Load(step_age_seconds=5.1, step_predicted_seconds=0.01)).trouble(0.0) is not None
 
 
+def test_a_step_that_cannot_be_predicted_yet_has_a_minute() -> None:
+    assert _loaded(Load(step_age_seconds=59.0)).trouble(0.0) is None
+    assert _loaded(Load(step_age_seconds=61.0)).trouble(0.0) is not None
+
+
 def test_a_silent_worker_is_hung() -> None:
     model = _loaded(Load())
     assert model.trouble(5.0) is None

@@ -1,0 +1,46 @@
+"""What a worker learns from its steps, and what it says of a step that it cannot predict yet."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.types import BlockId, SequenceId
+from gpuworker.core.batch_plan import ScheduledRow, StepPlan
+from gpuworker.step_rates import StepRates, prefill_tokens
+
+
+def plan(decodes: int, prefill: int = 0) -> StepPlan:
+    """Return a step of `decodes` decode rows and, if any, one prompt chunk of `prefill` positions that draws nothing."""
+    rows = [ScheduledRow(SequenceId(i), 9, 1, (BlockId(i),), samples=True) for i in range(decodes)]
+    if prefill:
+        rows.append(ScheduledRow(SequenceId(99), 0, prefill, (BlockId(99),), samples=False))
+    return StepPlan(1, tuple(rows))
+
+
+def test_a_row_that_draws_counts_one_position_as_decode() -> None:
+    whole_prompt = ScheduledRow(SequenceId(1), 0, 10, (BlockId(1),), samples=True)
+    assert prefill_tokens(StepPlan(1, (whole_prompt,))) == 9
+    assert prefill_tokens(plan(3, prefill=20)) == 20
+
+
+def test_a_step_is_not_predicted_before_its_rates_are_learnt() -> None:
+    rates = StepRates()
+    assert rates.predict(plan(2)) == 0.0
+    rates.learn(plan(2), 0.01)
+    assert rates.predict(plan(2)) == pytest.approx(0.01)
+    assert rates.predict(plan(2, prefill=100)) == 0.0
+    rates.learn(plan(2, prefill=100), 0.21)
+    assert rates.predict(plan(2, prefill=50)) == pytest.approx(0.01 + 50 * 0.002)
+
+
+def test_a_rate_moves_by_a_tenth_towards_each_step() -> None:
+    rates = StepRates()
+    rates.learn(plan(1), 0.010)
+    rates.learn(plan(1), 0.020)
+    assert rates.decode_step == pytest.approx(0.011)
+
+
+def test_a_short_prefill_teaches_nothing() -> None:
+    rates = StepRates()
+    rates.learn(plan(1, prefill=15), 5.0)
+    assert (rates.decode_step, rates.prefill_token) == (0.0, 0.0)
