@@ -1,0 +1,29 @@
+"""What a router tells a worker of a sequence, and what it makes of a message that contradicts itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from common.errors import ProtocolViolation
+from common.sampling_wire import sampling_from_proto
+from common.types import SamplingParams
+from quire.gpuworker.v1 import gpuworker_pb2 as pb
+from quire.types.v1 import types_pb2
+from router.worker_convert import Submission, events_of, submit_to_proto
+
+
+def test_stop_strings_stay_at_the_router_and_the_rest_of_the_sampling_goes() -> None:
+    sampling = SamplingParams(temperature=0.5, stop=("secret",), stop_token_ids=(7,), seed=3, logprobs=0)
+    message = submit_to_proto(Submission("r", 0, (1, 2), (), bytes(32), sampling), handle=4)
+    assert sampling_from_proto(message.sampling) == replace(sampling, stop=())
+    assert b"secret" not in message.SerializeToString()
+
+
+def test_log_probabilities_that_do_not_pair_up_are_a_violation() -> None:
+    packed = (1).to_bytes(4, "little")
+    entry = types_pb2.TokenLogprobs(token_id=1, top_token_ids=[1, 2], top_logprobs=[-0.5])
+    outputs = pb.StepOutputs(handles=packed, counts=packed, token_ids=packed, logprobs=[entry], logprob_handles=packed)
+    with pytest.raises(ProtocolViolation, match="2 tokens have 1"):
+        list(events_of(outputs))
