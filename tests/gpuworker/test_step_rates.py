@@ -10,7 +10,7 @@ from gpuworker.step_rates import StepRates, prefill_tokens
 
 
 def plan(decodes: int, prefill: int = 0) -> StepPlan:
-    """Return a step of `decodes` decode rows and, if any, one prompt chunk of `prefill` positions that draws nothing."""
+    """Return a step of `decodes` decode rows and, if any, a chunk of `prefill` positions that draws nothing."""
     rows = [ScheduledRow(SequenceId(i), 9, 1, (BlockId(i),), samples=True) for i in range(decodes)]
     if prefill:
         rows.append(ScheduledRow(SequenceId(99), 0, prefill, (BlockId(99),), samples=False))
