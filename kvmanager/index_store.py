@@ -15,7 +15,6 @@ from redis.exceptions import RedisError
 
 from common import index_format
 from common.errors import StaleEpoch
-from common.types import BlockHash
 from kvmanager import index_scripts
 from kvmanager.net_changes import IndexCall
 from kvmanager.ports import FenceLost, IndexUnavailable, WorkerEntry
@@ -94,16 +93,6 @@ class RedisIndexStore:
             with _unavailable():
                 await self._redis.srem(index_format.DISCOVERY_WORKERS_KEY, worker_id)
 
-    async def members(self, slot: int, generation: int) -> Sequence[BlockHash]:
-        found = []
-        with _unavailable():
-            pattern = index_format.prefix_key_root(_escaped(self._namespace)) + b"*"
-            async for key in self._redis.scan_iter(match=pattern, count=1000):
-                value = await self._redis.get(key)
-                if isinstance(value, bytes) and (slot, generation) in index_format.unpack_entries(value):
-                    found.append(BlockHash(key[len(self._root) :]))
-        return found
-
     async def close(self) -> None:
         await self._redis.aclose()
 
@@ -126,7 +115,3 @@ def _unavailable() -> Iterator[None]:
         yield
     except (RedisError, OSError) as error:
         raise IndexUnavailable(str(error)) from error
-
-
-def _escaped(namespace: str) -> str:
-    return "".join(f"\\{char}" if char in "[]?*\\" else char for char in namespace)

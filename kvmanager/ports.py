@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from common.errors import QuireError
-from common.types import BlockHash
 from kvmanager.net_changes import IndexCall
 
 
@@ -59,10 +58,6 @@ class IndexStore(Protocol):
 
     async def retire(self, epoch: int, slot: int, generation: int, worker_id: str) -> None:
         """Make a generation's entries dead and forget the worker, if the generation is still the slot's."""
-        ...
-
-    async def members(self, slot: int, generation: int) -> Sequence[BlockHash]:
-        """Return every hash with a live entry of a slot; for audits, slow."""
         ...
 
     async def close(self) -> None:

@@ -16,9 +16,9 @@ from common.errors import StaleEpoch
 from common.local_redis import LocalRedis
 from common.types import BlockHash, PoolIdentity
 from kvmanager import prefix_publisher
-from kvmanager.index_store import RedisIndexStore
 from tests.kvmanager.conftest import ChannelTo, Running, Start
 from tests.kvmanager.driven_worker import DrivenWorker
+from tests.kvmanager.index_reader import index_members
 from tests.kvmanager.raw_worker import IDENTITY
 
 
@@ -43,8 +43,7 @@ async def indexed(url: str, worker_id: str = "w0", identity: PoolIdentity = IDEN
             fields = await client.hgetall(index_format.slot_key(identity.namespace, slot))
             owner = index_format.owner_from_fields(cast("dict[bytes, bytes]", fields))
             if owner is not None and owner.worker_id == worker_id:
-                store = RedisIndexStore(client, identity.namespace, 60.0, 5.0, lambda: 0)
-                return set(await store.members(slot, owner.generation))
+                return await index_members(client, identity.namespace, slot, owner.generation)
     return set()
 
 

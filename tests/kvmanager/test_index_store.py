@@ -15,6 +15,7 @@ from common.types import BlockHash
 from kvmanager.index_store import RedisIndexStore, open_redis
 from kvmanager.net_changes import IndexCall
 from kvmanager.ports import FenceLost, IndexUnavailable, WorkerEntry
+from tests.kvmanager.index_reader import index_members
 
 NAMESPACE = "{quire:m:t:16}"
 H = [BlockHash(bytes([number]) * 16) for number in range(4)]
@@ -134,13 +135,7 @@ async def test_one_call_may_remove_and_add(store: RedisIndexStore, redis_client:
     await store.register(1, worker("a", 10))
     await store.update(1, 0, 10, IndexCall((), (H[0], H[1])))
     await store.update(1, 0, 10, IndexCall((H[1],), (H[2],)))
-    assert sorted(await store.members(0, 10)) == [H[0], H[2]]
-
-
-async def test_members_are_those_of_the_generation(store: RedisIndexStore) -> None:
-    await store.register(1, worker("a", 10))
-    await store.update(1, 0, 10, IndexCall((), (H[0], H[1])))
-    assert await store.members(0, 11) == []
+    assert await index_members(redis_client, NAMESPACE, 0, 10) == {H[0], H[2]}
 
 
 WRITES = {

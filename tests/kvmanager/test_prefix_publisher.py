@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -74,9 +74,6 @@ class ScriptedStore:
 
     async def retire(self, epoch: int, slot: int, generation: int, worker_id: str) -> None:
         await self._step(("retire", slot, generation, worker_id))
-
-    async def members(self, slot: int, generation: int) -> Sequence[BlockHash]:
-        return sorted(self.members_of[slot, generation])
 
     async def close(self) -> None:
         return None
