@@ -75,7 +75,7 @@ class Suite:
         tables = (await self.manager.GetBlockTable(kvmanager_pb2.GetBlockTableRequest(), timeout=5.0)).tables
         assert not tables
         status = await self.inference.GetStatus(pb.GetStatusRequest(), timeout=5.0)
-        assert (status.queued_requests, status.running_requests) == (0, 0)
+        assert (status.queued_requests, status.running_requests) == (0, 0), status
 
 
 def _is_idle(pool: kvmanager_pb2.Pool) -> bool:
