@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from typing import Any
+
 from common.types import SamplingParams
 from quire.types.v1 import types_pb2
+
+_REPEATED = {"stop", "stop_token_ids", "logit_bias"}
+_SCALARS: tuple[Any, ...] = tuple(each.name for each in fields(SamplingParams) if each.name not in _REPEATED)
 
 
 def sampling_to_proto(sampling: SamplingParams) -> types_pb2.SamplingParams:
@@ -30,23 +36,11 @@ def sampling_to_proto(sampling: SamplingParams) -> types_pb2.SamplingParams:
 
 
 def sampling_from_proto(message: types_pb2.SamplingParams) -> SamplingParams:
-    """Return the sampling parameters in a proto that `sampling_to_proto` made; a field that is not set counts as 0."""
+    """Return the sampling parameters in a proto; a scalar that is not set takes the default of `SamplingParams`."""
+    scalars: dict[str, Any] = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}
     return SamplingParams(
-        temperature=message.temperature,
-        top_p=message.top_p,
-        top_k=message.top_k,
-        min_p=message.min_p,
-        max_tokens=message.max_tokens,
-        min_tokens=message.min_tokens,
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
-        repetition_penalty=message.repetition_penalty,
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
         logit_bias=tuple(sorted(message.logit_bias.items())),
-        seed=message.seed,
-        ignore_eos=message.ignore_eos,
-        logprobs=message.logprobs if message.HasField("logprobs") else None,
-        n=message.n,
-        include_stop=message.include_stop,
+        **scalars,
     )

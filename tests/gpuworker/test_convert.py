@@ -52,6 +52,12 @@ def test_a_submit_becomes_a_sequence_with_its_chain() -> None:
     assert (request.prompt_tokens, request.traced) == (10, True)
 
 
+def test_a_scalar_that_the_router_left_unset_is_off_and_not_zero() -> None:
+    sampling = sampling_params(types.SamplingParams(temperature=0.0, max_tokens=8), 0)
+    assert sampling == SamplingParams(temperature=0.0, max_tokens=8)
+    assert (sampling.top_p, sampling.repetition_penalty) == (1.0, 1.0)
+
+
 def test_sampling_is_as_the_router_says_but_for_the_seed_of_a_sibling() -> None:
     sampling = SamplingParams(temperature=0.5, max_tokens=8, logit_bias=((3, -2.0), (9, 1.0)), seed=7, logprobs=0, n=2)
     assert sampling_params(sampling_to_proto(sampling), 0) == sampling
