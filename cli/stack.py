@@ -59,7 +59,7 @@ class Stack:
     async def __aenter__(self) -> Stack:
         try:
             await self.start()
-        except BaseException:
+        except BaseException:  # a cancelled start, too, must leave nothing running
             await self.stop()
             raise
         return self
