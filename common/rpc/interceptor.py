@@ -83,8 +83,8 @@ def _wrap(handler: grpc.RpcMethodHandler[Any, Any], around: Around, method: str)
 def _around_behaviour(behaviour: Callable[..., Any], around: Around, method: str) -> Callable[..., Any]:
     """Return `behaviour` with `around` around it, as a coroutine in either case.
 
-    gRPC drops a generator that is cancelled while one of its responses is being sent, and leaves its end to the garbage
-    collector: whatever it holds (a request's place, its blocks) would stay until then. A coroutine is told.
+    A coroutine is told of a cancellation while a response is being sent, so what the handler holds (a request's place,
+    its blocks) is given back at once. A generator would be dropped there, and closed by its finaliser.
     """
 
     async def call(request: Any, context: Context) -> Any:
