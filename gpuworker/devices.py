@@ -11,6 +11,9 @@ import torch
 from common.errors import FieldViolation, InvalidConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# What K and V may be kept as. The last two carry a float32 scale for each (slot, head): stored = value / scale.
+QUANTISED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+CACHE_DTYPES = DTYPES | QUANTISED_DTYPES
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
 

@@ -2,6 +2,7 @@
 
 K and V are separate and head-major, `[layer, block, kv_head, block_size, head_dim]`: what one head of a block holds is
 one contiguous run, which suits vector loads, and a block of a layer is one contiguous copy. Head sizes may differ.
+In an int8 or fp8 cache each (slot, head) has a scale of its own, in pools `[layer, block, kv_head, block_size]`.
 """
 
 from __future__ import annotations
@@ -12,32 +13,43 @@ import torch
 
 from common.lease import Copy
 from common.types import KvGeometry
-from gpuworker.devices import DTYPES
+from gpuworker.devices import CACHE_DTYPES, QUANTISED_DTYPES
+
+_SCALE_BYTES = 4
 
 
 def bytes_per_block(geometry: KvGeometry, block_size: int) -> int:
-    """Return what one block takes in all layers, K and V together, in bytes."""
-    per_slot = geometry.num_kv_heads * (geometry.head_dim_k + geometry.head_dim_v)
-    return geometry.num_layers * block_size * per_slot * DTYPES[geometry.dtype].itemsize
+    """Return what one block takes in all layers, K, V and their scales together, in bytes."""
+    per_head = (geometry.head_dim_k + geometry.head_dim_v) * CACHE_DTYPES[geometry.dtype].itemsize
+    if geometry.dtype in QUANTISED_DTYPES:
+        per_head += 2 * _SCALE_BYTES
+    return geometry.num_layers * block_size * geometry.num_kv_heads * per_head
 
 
 class KvCache:
-    """The two pools. Zeroed, so that a masked read of a slot that was never written is a number.
+    """The pools. Zeroed, so that a masked read of a slot that was never written is a number.
 
-    On CPU the system hands out the pages of a pool as they are first written.
+    On CPU the system hands out the pages of a pool as they are first written. `key_scales` and `value_scales`
+    [layer, block, kv_head, block_size] float32 are None unless the cache is quantised.
     """
 
     def __init__(self, geometry: KvGeometry, num_blocks: int, block_size: int, device: torch.device) -> None:
         shape = (geometry.num_layers, num_blocks, geometry.num_kv_heads, block_size)
-        dtype = DTYPES[geometry.dtype]
+        dtype = CACHE_DTYPES[geometry.dtype]
         self.geometry = geometry
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.keys = torch.zeros((*shape, geometry.head_dim_k), dtype=dtype, device=device)
         self.values = torch.zeros((*shape, geometry.head_dim_v), dtype=dtype, device=device)
+        self.key_scales: torch.Tensor | None = None
+        self.value_scales: torch.Tensor | None = None
+        if geometry.dtype in QUANTISED_DTYPES:
+            self.key_scales = torch.zeros(shape, dtype=torch.float32, device=device)
+            self.value_scales = torch.zeros(shape, dtype=torch.float32, device=device)
 
     def copy_blocks(self, copies: Sequence[Copy]) -> None:
         """Copy whole blocks of all layers, in list order: a source may be the destination of an earlier copy."""
+        pools = [pool for pool in (self.keys, self.values, self.key_scales, self.value_scales) if pool is not None]
         for copy in copies:
-            for pool in (self.keys, self.values):
+            for pool in pools:
                 pool[:, copy.dst].copy_(pool[:, copy.src])
