@@ -46,6 +46,18 @@ def pick_dtype(name: str, of_checkpoint: torch.dtype | None) -> torch.dtype:
     return DTYPES[name]
 
 
+def pick_cache_dtype(name: str, of_model: torch.dtype) -> str:
+    """Return the key of CACHE_DTYPES called `name`; "auto" is that of the model.
+
+    Raises InvalidConfig for an unknown name.
+    """
+    if name == "auto":
+        return dtype_name(of_model)
+    if name not in CACHE_DTYPES:
+        raise InvalidConfig(FieldViolation("--kv-cache-dtype", f"{name!r}; expected auto, {', '.join(CACHE_DTYPES)}"))
+    return name
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name without "torch.", e.g. "bfloat16"."""
     return str(dtype).removeprefix("torch.")
