@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+NATIVE := $(wildcard gpuworker/native/*.cpp gpuworker/native/*.h gpuworker/native/build.py)
 MODEL  ?= gpuworker/demo_model/checkpoint
 TESTS  ?= tests
 JOBS   ?= 0
@@ -18,7 +19,7 @@ help: ## List what make can do
 
 install: $(STAMP) ## Make the environment in .venv (once; again when pyproject.toml or constraints.txt change)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt hatch_build.py $(NATIVE)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Quire needs Python 3.11 or newer; set PYTHON=...")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing what constraints.txt pins into $(VENV); a minute or two the first time."

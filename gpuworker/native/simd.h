@@ -1,0 +1,272 @@
+// Sixteen floats at a time, on whatever this file is compiled for: AVX-512 (with bf16 dot products), AVX2 or plain C++.
+//
+// The library is built once for each level (build.py) and the loader takes the best one that the processor can run, so
+// nothing here is decided at run time. Loads and stores are unaligned; the `count` forms touch only the first elements.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace quire {
+
+constexpr int kLanes = 16;
+
+// bfloat16 as it lies in memory: the upper half of a float.
+struct bf16 {
+  uint16_t bits;
+};
+
+// IEEE half precision as it lies in memory.
+struct f16 {
+  uint16_t bits;
+};
+
+inline float to_float(float x) { return x; }
+inline float to_float(bf16 x) {
+  uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float out;
+  std::memcpy(&out, &bits, 4);
+  return out;
+}
+
+// Rounds to nearest, ties to even. NaN stays NaN.
+inline bf16 to_bf16(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return {static_cast<uint16_t>((bits >> 16) | 0x40u)};
+  return {static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
+}
+
+#if defined(__AVX512F__)
+
+struct Vec {
+  __m512 v;
+
+  static Vec zero() { return {_mm512_setzero_ps()}; }
+  static Vec all(float x) { return {_mm512_set1_ps(x)}; }
+  static Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
+  static Vec load(const bf16* p) {
+    __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16))};
+  }
+  static Vec load(const f16* p) {
+    return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+  }
+  static Vec load(const int8_t* p) {
+    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+  }
+  void store(float* p) const { _mm512_storeu_ps(p, v); }
+  void store(bf16* p) const {
+#if defined(__AVX512BF16__)
+    __m256bh half = _mm512_cvtneps_pbh(v);
+    std::memcpy(p, &half, 32);
+#else
+    float lanes[kLanes];
+    store(lanes);
+    for (int i = 0; i < kLanes; ++i) p[i] = to_bf16(lanes[i]);
+#endif
+  }
+  void store(f16* p) const {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+  }
+  // Rounds to nearest; lanes beyond [-128, 127] saturate.
+  void store(int8_t* p) const {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(v)));
+  }
+  float sum() const { return _mm512_reduce_add_ps(v); }
+  float max() const { return _mm512_reduce_max_ps(v); }
+};
+
+inline Vec operator+(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline Vec min(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
+inline Vec abs(Vec a) { return {_mm512_abs_ps(a.v)}; }
+inline Vec round(Vec a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+// a · 2^n for whole n in [-126, 127].
+inline Vec scale2(Vec a, Vec n) { return {_mm512_scalef_ps(a.v, n.v)}; }
+
+#elif defined(__AVX2__)
+
+struct Vec {
+  __m256 a, b;
+
+  static Vec zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+  static Vec all(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+  static Vec load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+  static Vec load(const bf16* p) {
+    auto half = [](const bf16* q) {
+      __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(q));
+      return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+    };
+    return {half(p), half(p + 8)};
+  }
+  static Vec load(const f16* p) {
+    auto half = [](const f16* q) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(q))); };
+    return {half(p), half(p + 8)};
+  }
+  static Vec load(const int8_t* p) {
+    auto half = [](const int8_t* q) {
+      __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(q));
+      return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+    };
+    return {half(p), half(p + 8)};
+  }
+  void store(float* p) const {
+    _mm256_storeu_ps(p, a);
+    _mm256_storeu_ps(p + 8, b);
+  }
+  void store(bf16* p) const {
+    float lanes[kLanes];
+    store(lanes);
+    for (int i = 0; i < kLanes; ++i) p[i] = to_bf16(lanes[i]);
+  }
+  void store(f16* p) const {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8), _mm256_cvtps_ph(b, _MM_FROUND_TO_NEAREST_INT));
+  }
+  // Rounds to nearest; lanes beyond [-128, 127] saturate.
+  void store(int8_t* p) const {
+    __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(a), _mm256_cvtps_epi32(b));
+    words = _mm256_permute4x64_epi64(words, 0xd8);
+    __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+  }
+  float sum() const {
+    __m256 both = _mm256_add_ps(a, b);
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1));
+    four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+  }
+  float max() const {
+    __m256 both = _mm256_max_ps(a, b);
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1));
+    four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+  }
+};
+
+inline Vec operator+(Vec x, Vec y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+inline Vec operator-(Vec x, Vec y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+inline Vec operator*(Vec x, Vec y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+inline Vec operator/(Vec x, Vec y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+inline Vec fma(Vec x, Vec y, Vec z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+inline Vec max(Vec x, Vec y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+inline Vec min(Vec x, Vec y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+inline Vec abs(Vec x) {
+  __m256 sign = _mm256_set1_ps(-0.0f);
+  return {_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};
+}
+inline Vec round(Vec x) {
+  constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  return {_mm256_round_ps(x.a, mode), _mm256_round_ps(x.b, mode)};
+}
+inline Vec scale2(Vec x, Vec n) {
+  auto half = [](__m256 y, __m256 power) {
+    __m256i bits = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(power), _mm256_set1_epi32(127)), 23);
+    return _mm256_mul_ps(y, _mm256_castsi256_ps(bits));
+  };
+  return {half(x.a, n.a), half(x.b, n.b)};
+}
+
+#else
+
+struct Vec {
+  float v[kLanes];
+
+  static Vec zero() { return all(0.0f); }
+  static Vec all(float x) {
+    Vec out;
+    for (int i = 0; i < kLanes; ++i) out.v[i] = x;
+    return out;
+  }
+  template <typename T>
+  static Vec load(const T* p) {
+    Vec out;
+    for (int i = 0; i < kLanes; ++i) out.v[i] = static_cast<float>(p[i]);
+    return out;
+  }
+  static Vec load(const bf16* p) {
+    Vec out;
+    for (int i = 0; i < kLanes; ++i) out.v[i] = to_float(p[i]);
+    return out;
+  }
+  static Vec load(const f16* p) {
+    Vec out;
+    for (int i = 0; i < kLanes; ++i) {
+      _Float16 half;
+      std::memcpy(&half, &p[i], 2);
+      out.v[i] = static_cast<float>(half);
+    }
+    return out;
+  }
+  void store(float* p) const { std::memcpy(p, v, sizeof v); }
+  void store(bf16* p) const {
+    for (int i = 0; i < kLanes; ++i) p[i] = to_bf16(v[i]);
+  }
+  void store(f16* p) const {
+    for (int i = 0; i < kLanes; ++i) {
+      _Float16 half = static_cast<_Float16>(v[i]);
+      std::memcpy(&p[i], &half, 2);
+    }
+  }
+  // Rounds to nearest; lanes beyond [-128, 127] saturate.
+  void store(int8_t* p) const {
+    for (int i = 0; i < kLanes; ++i) {
+      float x = std::nearbyint(v[i]);
+      p[i] = static_cast<int8_t>(x < -128.0f ? -128.0f : x > 127.0f ? 127.0f : x);
+    }
+  }
+  float sum() const {
+    float total = 0.0f;
+    for (float x : v) total += x;
+    return total;
+  }
+  float max() const {
+    float most = v[0];
+    for (float x : v) most = x > most ? x : most;
+    return most;
+  }
+};
+
+template <typename F>
+inline Vec each(F f) {
+  Vec out;
+  for (int i = 0; i < kLanes; ++i) out.v[i] = f(i);
+  return out;
+}
+inline Vec operator+(Vec a, Vec b) { return each([&](int i) { return a.v[i] + b.v[i]; }); }
+inline Vec operator-(Vec a, Vec b) { return each([&](int i) { return a.v[i] - b.v[i]; }); }
+inline Vec operator*(Vec a, Vec b) { return each([&](int i) { return a.v[i] * b.v[i]; }); }
+inline Vec operator/(Vec a, Vec b) { return each([&](int i) { return a.v[i] / b.v[i]; }); }
+inline Vec fma(Vec a, Vec b, Vec c) { return each([&](int i) { return a.v[i] * b.v[i] + c.v[i]; }); }
+inline Vec max(Vec a, Vec b) { return each([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; }); }
+inline Vec min(Vec a, Vec b) { return each([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; }); }
+inline Vec abs(Vec a) { return each([&](int i) { return std::fabs(a.v[i]); }); }
+inline Vec round(Vec a) { return each([&](int i) { return std::nearbyint(a.v[i]); }); }
+inline Vec scale2(Vec a, Vec n) { return each([&](int i) { return std::ldexp(a.v[i], static_cast<int>(n.v[i])); }); }
+
+#endif
+
+// e^x to 2 ulp for x in [-87, 88]; less gives 0 and more gives e^88. x = n ln 2 + r, |r| <= ln 2 / 2, and e^r by its
+// Taylor polynomial of degree 7 (remainder below 2^-27).
+inline Vec exp(Vec x) {
+  const Vec low = Vec::all(-87.0f);
+  const Vec kept = min(max(x, low), Vec::all(88.0f));
+  const Vec n = round(kept * Vec::all(1.44269504f));
+  Vec r = fma(n, Vec::all(-0.693359375f), kept);
+  r = fma(n, Vec::all(2.12194440e-4f), r);
+  Vec p = Vec::all(1.0f / 5040.0f);
+  for (float c : {1.0f / 720.0f, 1.0f / 120.0f, 1.0f / 24.0f, 1.0f / 6.0f, 0.5f, 1.0f, 1.0f}) p = fma(p, r, Vec::all(c));
+  return scale2(p, n);
+}
+
+}  // namespace quire
