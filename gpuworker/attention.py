@@ -93,21 +93,46 @@ class AttentionBackend(Protocol):
 BackendFactory = Callable[[KvCache], AttentionBackend]
 
 
+@dataclass(frozen=True, slots=True)
+class BackendChoice:
+    """How to make a backend, and the types of device it runs on (none named: all)."""
+
+    make: BackendFactory
+    device_types: tuple[str, ...] = ()
+
+
 def _torch_backend(cache: KvCache) -> AttentionBackend:
     from gpuworker.kernels.torch_attention import TorchAttention
 
     return TorchAttention(cache)
 
 
-BACKENDS: dict[str, BackendFactory] = {"torch": _torch_backend}
+def _triton_backend(cache: KvCache) -> AttentionBackend:
+    from gpuworker.kernels.triton_attention import TritonAttention
+
+    return TritonAttention(cache)
+
+
+# On each type of device a backend that names it is faster than one that runs anywhere.
+BACKENDS: dict[str, BackendChoice] = {
+    "torch": BackendChoice(_torch_backend),
+    "triton": BackendChoice(_triton_backend, ("cuda",)),
+}
+
+
+def backends_on(device_type: str) -> list[str]:
+    """Return the names of the backends that run on this type of device, the fastest first."""
+    able = [name for name, choice in BACKENDS.items() if device_type in choice.device_types or not choice.device_types]
+    return sorted(able, key=lambda name: not BACKENDS[name].device_types)
 
 
 def make_backend(name: str, cache: KvCache) -> AttentionBackend:
-    """Return the backend called `name` on `cache`; "auto" is the fastest that this device can run.
+    """Return the backend called `name` on `cache`; "auto" is the fastest that the cache's device can run.
 
-    Raises InvalidConfig for an unknown name.
+    Raises InvalidConfig for a name that is unknown or that does not run on this device.
     """
-    chosen = "torch" if name == "auto" else name
-    if chosen not in BACKENDS:
-        raise InvalidConfig(FieldViolation("--attention", f"{name!r}; expected auto, {', '.join(BACKENDS)}"))
-    return BACKENDS[chosen](cache)
+    able = backends_on(cache.keys.device.type)
+    chosen = able[0] if name == "auto" else name
+    if chosen not in able:
+        raise InvalidConfig(FieldViolation("--attention", f"{name!r}; expected auto, {', '.join(able)}"))
+    return BACKENDS[chosen].make(cache)
