@@ -66,6 +66,8 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Seconds = Annotated[float, Field(gt=0.0)]
 Count = Annotated[int, Field(ge=1)]
 DType = Annotated[str, AfterValidator(_one_of("auto", "float32", "float16", "bfloat16"))]
+KvCacheDType = Annotated[str, AfterValidator(_one_of("auto", "float32", "bfloat16", "float16", "int8", "fp8"))]
+Quantization = Annotated[str, AfterValidator(_one_of("none", "int8", "int4", "w8a8", "auto"))]
 LogFormat = Literal["json", "text", "bare"]
 LoadFormat = Literal["auto", "dummy"]
 Choice = _one_of

@@ -86,7 +86,8 @@ class PoolIdentity:
         for part in fields(KvGeometry):
             ours, other = getattr(self.kv_geometry, part.name), getattr(theirs.kv_geometry, part.name)
             if ours != other:
-                found.append(Mismatch(f"kv_geometry.{part.name}", str(ours), str(other), "--model or --dtype"))
+                flag = "--dtype or --kv-cache-dtype" if part.name == "dtype" else "--model"
+                found.append(Mismatch(f"kv_geometry.{part.name}", str(ours), str(other), flag))
         return tuple(found)
 
     @property

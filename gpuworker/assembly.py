@@ -115,7 +115,14 @@ def assemble(settings: GpuWorkerSettings) -> DataPlane:
     device = pick_device(settings.device)
     torch.set_num_threads(settings.threads or default_threads())
     directory = checkpoint_directory(settings.model)
-    source = ModelSource(str(directory), settings.dtype, settings.load_format, settings.seed)
+    source = ModelSource(
+        model=str(directory),
+        dtype=settings.dtype,
+        load_format=settings.load_format,
+        seed=settings.seed,
+        kv_cache_dtype=settings.kv_cache_dtype,
+        quantization=settings.quantization,
+    )
     model = load_model(source, device)
     geometry = self_test(model, lambda cache: make_backend("auto", cache))
     max_num_seqs = settings.max_num_seqs or _MAX_NUM_SEQS.get(device.type, _MAX_NUM_SEQS_ELSEWHERE)

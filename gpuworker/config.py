@@ -6,7 +6,19 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from common.options import Address, BlockSize, Bytes, Count, DType, LoadFormat, Port, ServiceSettings, Settings
+from common.options import (
+    Address,
+    BlockSize,
+    Bytes,
+    Count,
+    DType,
+    KvCacheDType,
+    LoadFormat,
+    Port,
+    Quantization,
+    ServiceSettings,
+    Settings,
+)
 
 
 class EngineSettings(Settings):
@@ -16,6 +28,16 @@ class EngineSettings(Settings):
 
     load_format: LoadFormat = Field("auto", description="dummy makes random weights from the configuration alone")
     dtype: DType = Field("auto", description="type of weights and activations; auto: the checkpoint's own")
+    kv_cache_dtype: KvCacheDType = Field(
+        "auto",
+        description="type of K and V in the cache; auto: the model's. int8 and fp8 keep a scale for each slot and head",
+    )
+    quantization: Quantization = Field(
+        "none",
+        description="how linear layers hold their weights: int8 and int4 quantise weights alone, w8a8 activations too; "
+        "auto: by the shape of each layer, where it gains, said in the log; none: in dtype. More than none only for "
+        "models that run on the native CPU path",
+    )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     seed: int = Field(0, description="seed of dummy weights")
     kv_blocks: Count | None = Field(None, description="size of a worker's KV pool in blocks")

@@ -16,6 +16,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from common.errors import EngineFailure, Unsupported
 from gpuworker.attention import LayerAttention
+from gpuworker.devices import dtype_name
 
 IMPLEMENTATION = "quire"
 # Inputs of attention functions that change what is attended and that no backend knows.
@@ -36,14 +37,18 @@ _sink: ContextVar[LayerSink | None] = ContextVar("quire_layer_sink", default=Non
 
 
 class HostedModel:
-    """A Hugging Face causal language model whose attention is ours. Used by one thread at a time."""
+    """A Hugging Face causal language model whose attention is ours. Used by one thread at a time.
 
-    def __init__(self, module: PreTrainedModel) -> None:
+    `kv_dtype` is the type of K and V in the caches that it runs on, a key of `gpuworker.devices.CACHE_DTYPES`.
+    """
+
+    def __init__(self, module: PreTrainedModel, kv_dtype: str | None = None) -> None:
         self.module = module
         module.train(False)
         self.config = module.config.get_text_config()
         self.device: torch.device = module.device
         self.dtype: torch.dtype = module.dtype
+        self.kv_dtype = kv_dtype or dtype_name(self.dtype)
         self._keeps_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
         module.set_attn_implementation(IMPLEMENTATION)
 

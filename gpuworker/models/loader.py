@@ -14,8 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from common.errors import FieldViolation, InvalidConfig, Unsupported
 from common.hub import checkpoint_directory
 from common.options import LoadFormat
-from gpuworker.devices import pick_dtype
+from gpuworker.devices import dtype_name
 from gpuworker.models.hosted import HostedModel
+from gpuworker.models.precision import Precision, resolve_precision
 from gpuworker.models.progress import telling_progress
 
 LOAD_FORMATS = get_args(LoadFormat)
@@ -26,15 +27,18 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where a model comes from: a directory or a hub name.
+    """Where a model comes from, a directory or a hub name, and what was asked for it.
 
-    `load_format` "auto" reads the weights, "dummy" draws them from `seed`.
+    `load_format` "auto" reads the weights, "dummy" draws them from `seed`. The rest are names of options, as in
+    `gpuworker.models.precision`.
     """
 
     model: str
     dtype: str = "auto"
     load_format: str = "auto"
     seed: int = 0
+    kv_cache_dtype: str = "auto"
+    quantization: str = "none"
 
 
 def load_model(source: ModelSource, device: torch.device) -> HostedModel:
@@ -45,17 +49,38 @@ def load_model(source: ModelSource, device: torch.device) -> HostedModel:
     directory = checkpoint_directory(source.model)
     config = read_config(directory)
     refuse_unsupported(config)
-    dtype = pick_dtype(source.dtype, config.dtype if isinstance(config.dtype, torch.dtype) else None)
+    precision = precision_of(source, config)
     if source.load_format not in LOAD_FORMATS:
         what = f"{source.load_format!r}; expected one of {', '.join(LOAD_FORMATS)}"
         raise InvalidConfig(FieldViolation("--load-format", what))
+    _refuse_quantization(precision, config)
     try:
         with telling_progress(directory):
             if source.load_format == "dummy":
-                return HostedModel(_random_model(config, dtype, source.seed, device))
-            return HostedModel(_stored_model(directory, dtype, device))
+                module = _random_model(config, precision.dtype, source.seed, device)
+            else:
+                module = _stored_model(directory, precision.dtype, device)
     except (OSError, ValueError, RuntimeError) as error:
         raise InvalidConfig(FieldViolation("--model", f"cannot load {directory}: {error}")) from error
+    return HostedModel(module, precision.kv_dtype)
+
+
+def precision_of(source: ModelSource, config: PretrainedConfig) -> Precision:
+    """Return the precision that a source asks for. Raises InvalidConfig for a name that is not known."""
+    of_checkpoint = config.dtype if isinstance(config.dtype, torch.dtype) else None
+    return resolve_precision(source.dtype, source.kv_cache_dtype, source.quantization, of_checkpoint)
+
+
+def _refuse_quantization(precision: Precision, config: PretrainedConfig) -> None:
+    """Raise InvalidConfig when linears are to be quantised: a hosted model's are torch's own."""
+    if precision.quantization == "auto":
+        _log.info("%s runs hosted: its linear layers stay in %s", config.model_type, dtype_name(precision.dtype))
+    elif precision.quantization != "none":
+        what = (
+            f"{precision.quantization} was asked for, and {config.model_type} runs hosted, in its linear layers' own"
+            " type; only models on the native CPU path are quantised at start. Use none or auto"
+        )
+        raise InvalidConfig(FieldViolation("--quantization", what))
 
 
 def read_config(directory: Path) -> PretrainedConfig:

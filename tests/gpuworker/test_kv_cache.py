@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
 
 from common.lease import Copy
@@ -31,6 +34,26 @@ def test_a_block_counts_both_pools_in_all_layers() -> None:
     assert bytes_per_block(GEOMETRY, 16) == 2 * 3 * 16 * (8 + 4) * 4
     made = cache()
     assert 4 * bytes_per_block(GEOMETRY, 16) == made.keys.nbytes + made.values.nbytes
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_a_quantised_block_counts_its_scales(dtype: str) -> None:
+    geometry = replace(GEOMETRY, dtype=dtype)
+    made = KvCache(geometry, 4, 16, torch.device("cpu"))
+    assert made.key_scales is not None
+    assert made.value_scales is not None
+    pools = (made.keys, made.values, made.key_scales, made.value_scales)
+    assert bytes_per_block(geometry, 16) == 2 * 3 * 16 * (8 + 4 + 2 * 4)
+    assert 4 * bytes_per_block(geometry, 16) == sum(pool.nbytes for pool in pools)
+
+
+def test_a_copy_takes_the_scales_along() -> None:
+    made = KvCache(replace(GEOMETRY, dtype="int8"), 4, 16, torch.device("cpu"))
+    assert made.key_scales is not None
+    assert made.value_scales is not None
+    made.key_scales[:, 2], made.value_scales[:, 2] = 0.5, 0.25
+    made.copy_blocks([copy(2, 0)])
+    assert bool((made.key_scales[:, 0] == 0.5).all() and (made.value_scales[:, 0] == 0.25).all())
 
 
 def test_pools_are_head_major() -> None:

@@ -110,13 +110,13 @@ DIFFERENT = {
         replace(IDENTITY, kv_geometry=KvGeometry(2, 1, 8, 8, "float32")),
         "2",
         "1",
-        "--model or --dtype",
+        "--model",
     ),
     "kv_geometry.dtype": (
         replace(IDENTITY, kv_geometry=KvGeometry(2, 2, 8, 8, "bfloat16")),
         "float32",
         "bfloat16",
-        "--model or --dtype",
+        "--dtype or --kv-cache-dtype",
     ),
     "hash_version": (replace(IDENTITY, hash_version="2"), "1", "2", "the Quire version"),
 }

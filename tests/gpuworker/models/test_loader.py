@@ -41,6 +41,23 @@ def test_another_precision_may_be_asked_for() -> None:
     assert load(dtype="bfloat16").dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize(("asked", "kept"), [("auto", "bfloat16"), ("float32", "float32"), ("int8", "int8")])
+def test_the_cache_has_a_type_of_its_own(asked: str, kept: str) -> None:
+    assert load(dtype="bfloat16", kv_cache_dtype=asked).kv_dtype == kept
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4", "w8a8"])
+def test_a_hosted_model_is_not_quantised_at_start(quantization: str) -> None:
+    with pytest.raises(InvalidConfig, match=f"--quantization: {quantization} was asked for, and llama runs hosted"):
+        load(quantization=quantization)
+
+
+def test_auto_says_that_a_hosted_model_stays_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        load(quantization="auto")
+    assert "llama runs hosted: its linear layers stay in float32" in caplog.text
+
+
 def test_random_weights_depend_on_the_seed_alone() -> None:
     first = weights(load(load_format="dummy", seed=1))
     torch.manual_seed(12345)
@@ -58,7 +75,12 @@ def test_random_weights_leave_the_generator_of_others_alone() -> None:
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"dtype": "int3"}, "--dtype: 'int3'"), ({"load_format": "zip"}, "--load-format: 'zip'")],
+    [
+        ({"dtype": "int3"}, "--dtype: 'int3'"),
+        ({"load_format": "zip"}, "--load-format: 'zip'"),
+        ({"kv_cache_dtype": "int3"}, "--kv-cache-dtype: 'int3'"),
+        ({"quantization": "int3"}, "--quantization: 'int3'"),
+    ],
 )
 def test_an_option_that_is_unknown_is_named(options: dict[str, str], words: str) -> None:
     with pytest.raises(InvalidConfig, match=words):

@@ -12,12 +12,14 @@ from common.errors import EngineFailure, Unsupported
 from common.types import KvGeometry
 from gpuworker.attention import LayerAttention, make_backend
 from gpuworker.kernels.torch_attention import TorchAttention
+from gpuworker.kv_cache import KvCache
 from gpuworker.models.hosted import HostedModel
 from gpuworker.models.loader import ModelSource, load_model
-from gpuworker.models.self_test import CallRecorder, self_test
+from gpuworker.models.self_test import CallRecorder, Limit, as_kept, self_test
 from tests.checkpoints import REFUSED, SERVED, WINDOW, checkpoint
 from tests.gpuworker.runner_driver import hosted
 
+CPU = torch.device("cpu")
 SHAPES = {
     "llama": KvGeometry(3, 2, 16, 16, "float32"),
     "qwen3": KvGeometry(3, 2, 32, 32, "float32"),
@@ -41,7 +43,7 @@ def test_a_model_that_runs_right_gives_its_shape(kind: str) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "deepseek_v3"])
 def test_sixteen_bits_are_close_enough(kind: str, dtype: str) -> None:
-    model = load_model(ModelSource(str(checkpoint(kind)), dtype=dtype), torch.device("cpu"))
+    model = load_model(ModelSource(str(checkpoint(kind)), dtype=dtype), CPU)
     assert run(model) == replace(SHAPES[kind], dtype=dtype)
 
 
@@ -49,6 +51,46 @@ def test_sixteen_bits_are_close_enough(kind: str, dtype: str) -> None:
 def test_a_model_whose_attention_never_reaches_the_cache_is_refused(kind: str) -> None:
     with pytest.raises(Unsupported, match=f"{kind} cannot be served: 0 of its 2 layers"):
         run(hosted(checkpoint(kind)))
+
+
+def on_cache(kind: str, kv_dtype: str) -> HostedModel:
+    return load_model(ModelSource(str(checkpoint(kind)), dtype="float32", kv_cache_dtype=kv_dtype), CPU)
+
+
+class Rounding(TorchAttention):
+    """Keeps K and V in float32, rounded as the cache that it was asked for would."""
+
+    def __init__(self, cache: KvCache) -> None:
+        self.kept_as = cache.geometry.dtype
+        super().__init__(KvCache(replace(cache.geometry, dtype="float32"), cache.num_blocks, cache.block_size, CPU))
+
+    def write_and_attend(
+        self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        return super().write_and_attend(layer, query, as_kept(key, self.kept_as), as_kept(value, self.kept_as))
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16", "int8", "fp8"])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gpt_oss"])
+def test_the_cache_may_be_narrower_than_the_model(kind: str, kv_dtype: str) -> None:
+    assert self_test(on_cache(kind, kv_dtype), Rounding) == replace(SHAPES[kind], dtype=kv_dtype)
+
+
+def test_the_cache_may_be_wider_than_the_model() -> None:
+    source = ModelSource(str(checkpoint("llama")), dtype="bfloat16", kv_cache_dtype="float32")
+    assert run(load_model(source, CPU)) == SHAPES["llama"]
+
+
+def test_the_worst_rounding_is_half_a_step_of_the_largest_number() -> None:
+    numbers = torch.tensor([[[127.0, 1.5, 0.4, -127.0]], [[0.0, 0.0, 0.0, 0.0]]])
+    assert as_kept(numbers, "int8").tolist() == [[[127.0, 2.0, 0.0, -127.0]], [[0.0, 0.0, 0.0, 0.0]]]
+    assert as_kept(torch.tensor([[[448.0, 17.0, 1.0]]]), "fp8").tolist() == [[[448.0, 16.0, 1.0]]]
+
+
+def test_a_type_that_the_model_cannot_bear_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpuworker.models.self_test._ROUNDED", Limit(1e-3))
+    with pytest.raises(Unsupported, match="cannot be served with K and V in fp8: rounded to it"):
+        self_test(on_cache("llama", "fp8"), Rounding)
 
 
 class Careless(TorchAttention):
@@ -84,6 +126,16 @@ class ForgetsLayer(Careless):
 def test_a_backend_that_attends_wrongly_is_refused(kind: str, backend: type[Careless]) -> None:
     with pytest.raises(Unsupported, match="through the paged cache, its logits differ"):
         self_test(hosted(checkpoint(kind)), backend)
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend"), [("mistral", ForgetsWindow), ("gpt_oss", ForgetsSinks), ("llama", ForgetsLayer)]
+)
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", "bfloat16"), ("bfloat16", "bfloat16")])
+def test_it_is_refused_in_sixteen_bits_too(kind: str, backend: type[Careless], dtype: str, kv_dtype: str) -> None:
+    source = ModelSource(str(checkpoint(kind)), dtype=dtype, kv_cache_dtype=kv_dtype)
+    with pytest.raises(Unsupported, match="through the paged cache, its logits differ"):
+        self_test(load_model(source, CPU), backend)
 
 
 def test_a_layer_that_slides_without_saying_its_window_is_refused() -> None:

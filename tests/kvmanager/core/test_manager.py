@@ -123,8 +123,8 @@ def test_a_configured_identity_stays() -> None:
         (replace(IDENTITY, block_size=32), "block_size", "16", "32", "--block-size"),
         (replace(IDENTITY, model_fingerprint="m2"), "model_fingerprint", "model" * 6, "m2", "--model"),
         (replace(IDENTITY, tokenizer_fingerprint="t2"), "tokenizer_fingerprint", "tokenizer" * 3, "t2", "--model"),
-        (of_geometry(dtype="bfloat16"), "kv_geometry.dtype", "float32", "bfloat16", "--model or --dtype"),
-        (of_geometry(num_layers=3), "kv_geometry.num_layers", "2", "3", "--model or --dtype"),
+        (of_geometry(dtype="bfloat16"), "kv_geometry.dtype", "float32", "bfloat16", "--dtype or --kv-cache-dtype"),
+        (of_geometry(num_layers=3), "kv_geometry.num_layers", "2", "3", "--model"),
     ],
     ids=["block size", "model", "tokenizer", "dtype", "layers"],
 )  # fmt: skip
