@@ -90,6 +90,7 @@ inline Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline Vec min(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
 inline Vec abs(Vec a) { return {_mm512_abs_ps(a.v)}; }
+inline Vec number_or_zero(Vec a) { return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, a.v, _CMP_ORD_Q), a.v)}; }
 inline Vec round(Vec a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 // a · 2^n for whole n in [-126, 127].
 inline Vec scale2(Vec a, Vec n) { return {_mm512_scalef_ps(a.v, n.v)}; }
@@ -164,6 +165,9 @@ inline Vec min(Vec x, Vec y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.
 inline Vec abs(Vec x) {
   __m256 sign = _mm256_set1_ps(-0.0f);
   return {_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};
+}
+inline Vec number_or_zero(Vec x) {
+  return {_mm256_and_ps(x.a, _mm256_cmp_ps(x.a, x.a, _CMP_ORD_Q)), _mm256_and_ps(x.b, _mm256_cmp_ps(x.b, x.b, _CMP_ORD_Q))};
 }
 inline Vec round(Vec x) {
   constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
@@ -250,6 +254,7 @@ inline Vec operator/(Vec a, Vec b) { return each([&](int i) { return a.v[i] / b.
 inline Vec fma(Vec a, Vec b, Vec c) { return each([&](int i) { return a.v[i] * b.v[i] + c.v[i]; }); }
 inline Vec max(Vec a, Vec b) { return each([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; }); }
 inline Vec min(Vec a, Vec b) { return each([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; }); }
+inline Vec number_or_zero(Vec a) { return each([&](int i) { return a.v[i] == a.v[i] ? a.v[i] : 0.0f; }); }
 inline Vec abs(Vec a) { return each([&](int i) { return std::fabs(a.v[i]); }); }
 inline Vec round(Vec a) { return each([&](int i) { return std::nearbyint(a.v[i]); }); }
 inline Vec scale2(Vec a, Vec n) { return each([&](int i) { return std::ldexp(a.v[i], static_cast<int>(n.v[i])); }); }

@@ -1,0 +1,40 @@
+// Paged attention for a team of threads: a plan made once a step, the cache write, and attention of one layer.
+//
+// One thread calls `begin`, and `prepare` for each window that the step's layers have, before the team starts; then, for
+// each layer, every member calls `attention_write` (or store_slot), waits, calls `attend`, and waits.
+#pragma once
+
+#include "attention_store.h"
+#include "quire_cpu.h"
+#include "threads.h"
+
+namespace quire {
+
+// A tensor [tokens, heads, head_dim] whose last dimension is contiguous; strides in elements, type as quire_type.
+struct Rows {
+  void* data;
+  int64_t token_stride, head_stride;
+  int32_t type;
+};
+
+class AttentionPlan;
+
+AttentionPlan* new_attention_plan();
+void delete_attention_plan(AttentionPlan*);
+
+// Starts a step; the step's arrays must stay until its last layer. With `deterministic`, what a query gets is the same to
+// the bit whatever stands beside it in the step, and however its sequence was cut into steps.
+void begin(AttentionPlan&, const quire_cache&, const quire_step&, int num_heads, int threads, bool deterministic);
+
+// Makes the work list of layers with this window (0: none), unless the step has it.
+void prepare(AttentionPlan&, int window);
+
+// Writes all tokens of the step into their slots. key [T, kv_heads, head_dim_k], value [T, kv_heads, head_dim_v].
+// No barrier: the caller has one between this and attend.
+void attention_write(const Team&, const quire_cache&, int layer, const quire_step&, const Rows& key, const Rows& value);
+
+// query [T, num_heads, head_dim_k], out [T, num_heads, head_dim_v]. All members call it, on a plan that was begun for a
+// team of this size. Without a barrier at its end: the caller has one before out is read, and before the next attend.
+void attend(const Team&, const quire_cache&, const quire_layer&, AttentionPlan&, const Rows& query, const Rows& out);
+
+}  // namespace quire

@@ -1,0 +1,76 @@
+// Writes K and V of one slot of one head into the paged cache, in the cache's type.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <limits>
+
+#include "quire_cpu.h"
+#include "simd.h"
+
+namespace quire {
+
+// Where a slot of a head lies, as an index into [layer, block, kv_head, block_size]; slot = block * block_size + offset.
+inline int64_t slot_index(const quire_cache& cache, int layer, int64_t slot, int kv_head) {
+  const int64_t block = slot / cache.block_size, offset = slot % cache.block_size;
+  return ((layer * static_cast<int64_t>(cache.num_blocks) + block) * cache.num_kv_heads + kv_head) * cache.block_size +
+         offset;
+}
+
+// The number itself if it is finite, 0 for NaN, ±most for what is larger: what is written to the cache is finite, so that
+// a masked slot weighs nothing whoever wrote it (0 * inf is not 0).
+inline float finite(float x, float most) { return x != x ? 0.0f : x < -most ? -most : x > most ? most : x; }
+inline Vec finite(Vec x, float most) { return min(max(number_or_zero(x), Vec::all(-most)), Vec::all(most)); }
+
+constexpr float kMostFloat = std::numeric_limits<float>::max();
+constexpr float kMostBf16 = 3.38953139e38f;
+constexpr float kMostF16 = 65504.0f;
+
+template <typename T>
+inline void store_numbers(T* to, const float* from, int count, float most) {
+  int i = 0;
+  for (; i + kLanes <= count; i += kLanes) finite(Vec::load(from + i), most).store(to + i);
+  if (i == count) return;
+  float padded[kLanes] = {};
+  T rounded[kLanes];
+  std::copy(from + i, from + count, padded);
+  finite(Vec::load(padded), most).store(rounded);
+  std::copy(rounded, rounded + (count - i), to + i);
+}
+
+// Returns the scale: stored = round(number / scale), and the largest number becomes 127.
+inline float store_int8(int8_t* to, const float* from, int count) {
+  float largest = 0.0f;
+  for (int i = 0; i < count; ++i) largest = std::max(largest, std::fabs(finite(from[i], kMostFloat)));
+  const float scale = std::max(largest / 127.0f, std::numeric_limits<float>::min());
+  for (int i = 0; i < count; ++i) {
+    const float steps = std::nearbyint(finite(from[i], kMostFloat) / scale);
+    to[i] = static_cast<int8_t>(std::min(std::max(steps, -127.0f), 127.0f));
+  }
+  return scale;
+}
+
+// k [head_dim_k], v [head_dim_v]. May be called by several threads, each for (slot, head)s of its own.
+inline void store_slot(const quire_cache& cache, int layer, int64_t slot, int kv_head, const float* k, const float* v) {
+  const int64_t index = slot_index(cache, layer, slot, kv_head);
+  const int dk = cache.head_dim_k, dv = cache.head_dim_v;
+  switch (cache.type) {
+    case QUIRE_F32:
+      store_numbers(static_cast<float*>(cache.keys) + index * dk, k, dk, kMostFloat);
+      store_numbers(static_cast<float*>(cache.values) + index * dv, v, dv, kMostFloat);
+      break;
+    case QUIRE_BF16:
+      store_numbers(static_cast<bf16*>(cache.keys) + index * dk, k, dk, kMostBf16);
+      store_numbers(static_cast<bf16*>(cache.values) + index * dv, v, dv, kMostBf16);
+      break;
+    case QUIRE_F16:
+      store_numbers(static_cast<f16*>(cache.keys) + index * dk, k, dk, kMostF16);
+      store_numbers(static_cast<f16*>(cache.values) + index * dv, v, dv, kMostF16);
+      break;
+    default:
+      cache.key_scales[index] = store_int8(static_cast<int8_t*>(cache.keys) + index * dk, k, dk);
+      cache.value_scales[index] = store_int8(static_cast<int8_t*>(cache.values) + index * dv, v, dv);
+  }
+}
+
+}  // namespace quire
