@@ -62,9 +62,39 @@ def report(bench: str, figures: Mapping[str, float], notes: Mapping[str, str], a
     for name, value in figures.items():
         table.add_row(name, _readable(value), notes.get(name, ""))
     Console(highlight=False, width=_WIDTH).print(table)
+    _end_with_json(bench, figures, as_json)
+
+
+def _end_with_json(bench: str, figures: Mapping[str, float], as_json: bool) -> None:
     if as_json:
         rounded = {name: round(float(value), 6) for name, value in figures.items()}
         print(json.dumps({"bench": bench, "machine": machine(), "figures": rounded}))
+
+
+def report_columns(
+    bench: str,
+    columns: Mapping[str, Mapping[str, float]],
+    notes: Mapping[str, str],
+    as_json: bool,
+    single: Mapping[str, float] | None = None,
+) -> None:
+    """Print figures that several things have side by side; `single` are those that stand alone.
+
+    In the JSON object a figure of a column is called FIGURE_COLUMN.
+    """
+    table = Table(box=None, header_style="bold", pad_edge=False, title=f"bench.{bench}", title_justify="left")
+    table.add_column("figure")
+    for column in columns:
+        table.add_column(column, justify="right")
+    table.add_column("what it is")
+    for name in dict.fromkeys(name for column in columns.values() for name in column):
+        values = (_readable(column[name]) if name in column else "-" for column in columns.values())
+        table.add_row(name, *values, notes.get(name, ""))
+    for name, value in (single or {}).items():
+        table.add_row(name, _readable(value), *[""] * (len(columns) - 1), notes.get(name, ""))
+    Console(highlight=False, width=_WIDTH).print(table)
+    named = {f"{name}_{column}": value for column, row in columns.items() for name, value in row.items()}
+    _end_with_json(bench, named | dict(single or {}), as_json)
 
 
 def progress(text: str, end: bool = False) -> None:

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from bench.checkpoints import SMALL
 from bench.harness import median_interval, parser, progress, report
-from bench.models import SHAPE, cpu_runner
+from bench.models import cpu_runner
 from bench.workers import BenchWorker, Run, manager_process
 from gpuworker.core.outcomes import AgentConfig
 
@@ -24,7 +25,7 @@ CONVERSATIONS, TURNS, USER_TOKENS, TURN_OUTPUT = 8, 4, 64, 48
 
 
 def _tokens(rng: random.Random, count: int) -> list[int]:
-    return [rng.randrange(3, int(str(SHAPE["vocab_size"]))) for _ in range(count)]
+    return [rng.randrange(3, int(str(SMALL["vocab_size"]))) for _ in range(count)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,8 @@ import grpc
 import psutil
 import uvloop
 
+from bench.closed_loop import Record
+from bench.workloads import Request, Workload
 from cli.embedded import EmbeddedChannel
 from cli.stack import free_ports
 from common import die_with_parent
@@ -36,7 +38,7 @@ from gpuworker.core.stopping import StopRule
 from gpuworker.engine import Engine
 from gpuworker.lease_client import LeaseClient
 from gpuworker.output_buffer import OutputBuffer
-from gpuworker.ports import EngineOutputs, EngineRequest
+from gpuworker.ports import EngineOutputs, EngineRequest, SequenceFinished
 
 _START_SECONDS = 30.0
 
@@ -67,7 +69,10 @@ async def _wait(address: str) -> None:
 
 @dataclass
 class Run:
-    """What one load took. Seconds; `first_tokens` has each sequence's time to its first token, `outputs` its tokens."""
+    """What one load took. Seconds; `first_tokens` has each sequence's time to its first token, `outputs` its tokens.
+
+    `records` has the same in full, by request.
+    """
 
     seconds: float = 0.0
     tokens: int = 0
@@ -75,6 +80,7 @@ class Run:
     cached_tokens: int = 0
     first_tokens: list[float] = field(default_factory=list)
     outputs: dict[SequenceId, list[int]] = field(default_factory=dict)
+    records: dict[str, Record] = field(default_factory=dict)
 
 
 class BenchWorker:
@@ -93,11 +99,11 @@ class BenchWorker:
         channel: LeaseChannel = self._client or EmbeddedChannel(SystemClock())
         geometry = geometry or KvGeometry(1, 1, 1, 1, "float32", config.window)
         self._identity = PoolIdentity("bench", "none", config.block_size, geometry)
-        self._root = chain_root("bench", "none", config.block_size)
         self._ids = itertools.count(1)
         self._incarnations = itertools.count(time.time_ns())
-        self._began: dict[SequenceId, float] = {}
-        self._run, self._left, self._done = Run(), 0, threading.Event()
+        self._live: dict[SequenceId, Record] = {}
+        self._workload, self._salt = Workload("", []), ""
+        self._run, self._done = Run(), threading.Event()
         self._failure = ""
         self._buffer = OutputBuffer()
         self.engine = Engine(self._agent, self._attach, runner, channel, self._sink, SystemClock())
@@ -151,56 +157,80 @@ class BenchWorker:
         """Do what a worker's I/O loop does with a step: pack one message for the router; and keep the books."""
         now = time.perf_counter()
         for admit in outputs.admitted:
-            self._run.cached_tokens += admit.cached_tokens
+            self._live[admit.sequence].cached_tokens = admit.cached_tokens
         for sequence, tokens in outputs.tokens:
             self._buffer.tokens(outputs.step, sequence, tokens, ())
-            self._run.tokens += len(tokens)
-            self._run.outputs[sequence].extend(tokens)
-            began = self._began.pop(sequence, None)
-            if began is not None:
-                self._run.first_tokens.append(now - began)
+            self._live[sequence].add(tokens, now)
         for end in outputs.finished:
             self._buffer.finished(end.sequence, end)
-            if end.reason is FinishReason.ERROR:
-                self._failure = end.message
+            self._end(end)
         if self._buffer:
             self._buffer.take().SerializeToString()
-        self._left -= len(outputs.finished)
-        if not self._left:
+        if not self._live:
             self._done.set()
+
+    def _end(self, end: SequenceFinished) -> None:
+        """Note the end of a sequence; its conversation goes on."""
+        record = self._live.pop(end.sequence)
+        if end.reason is FinishReason.ERROR:
+            self._failure = end.message
+            return
+        self._run.outputs[end.sequence] = record.tokens
+        following = self._workload.follow_up(record.request, record.tokens)
+        if following is not None:
+            self._submit([following])
 
     def load(self, prompts: Sequence[Sequence[int]], output_tokens: int) -> Run:
         """Submit greedy sequences all at once and wait for their ends.
 
         Raises EngineFailure when one of them fails: there is nothing to measure then.
         """
-        self._run, self._left = Run(prompt_tokens=sum(map(len, prompts))), len(prompts)
+        requests = [Request(str(index), list(prompt), output_tokens) for index, prompt in enumerate(prompts)]
+        return self.drive(Workload("load", requests))
+
+    def drive(self, workload: Workload, salt: str = "") -> Run:
+        """Run a workload to its end; a new `salt` sees nothing of what is cached. Raises EngineFailure, as `load`."""
+        self._workload, self._salt, self._run = workload, salt, Run()
         self._done.clear()
-        requests = [self._request(prompt, output_tokens) for prompt in prompts]
         began = time.perf_counter()
-        for request in requests:
-            self._run.outputs[request.new.sequence] = []
-            self._began[request.new.sequence] = time.perf_counter()
-            self.engine.submit(request)
+        self._submit(workload.initial)
         self._done.wait()
-        self._run.seconds = time.perf_counter() - began
+        run = self._run
+        run.seconds = time.perf_counter() - began
         if self._failure or self.engine.ended.done():
             raise EngineFailure(self._failure or "the engine ended")
-        return self._run
+        run.tokens = sum(len(record.tokens) for record in run.records.values())
+        run.prompt_tokens = sum(len(record.request.prompt) for record in run.records.values())
+        run.cached_tokens = sum(record.cached_tokens for record in run.records.values())
+        run.first_tokens = [record.first_token for record in run.records.values()]
+        run.outputs = {sequence: run.outputs[sequence] for sequence in sorted(run.outputs)}
+        return run
 
-    def _request(self, prompt: Sequence[int], output_tokens: int) -> EngineRequest:
-        links = chain(self._root, prompt, self.config.block_size)
+    def _submit(self, requests: Sequence[Request]) -> None:
+        """Hand requests to the engine; all are in the books before the first of them can end."""
+        made = [self._request(request) for request in requests]
+        for each, request in zip(made, requests, strict=True):
+            record = Record(request, time.perf_counter())
+            self._live[each.new.sequence] = self._run.records[request.rid] = record
+        for each in made:
+            self.engine.submit(each)
+
+    def _request(self, request: Request) -> EngineRequest:
+        extra = [("salt", self._salt)] if self._salt else []
+        root = chain_root("bench", "none", self.config.block_size, "", extra)
+        links = chain(root, request.prompt, self.config.block_size)
         sequence = SequenceId(next(self._ids))
         new = NewSequence(
             sequence=sequence,
-            request_id=str(sequence),
-            tokens=tuple(prompt),
+            request_id=request.rid,
+            tokens=tuple(request.prompt),
             chain=tuple(map(key_of, links)),
-            chain_tail=links[-1] if links else self._root,
-            max_len=len(prompt) + output_tokens,
-            stop=StopRule(output_tokens),
+            chain_tail=links[-1] if links else root,
+            max_len=len(request.prompt) + request.max_new_tokens,
+            stop=StopRule(request.max_new_tokens),
         )
-        return EngineRequest(new, SamplingParams(temperature=0.0, max_tokens=output_tokens), len(prompt))
+        sampling = SamplingParams(temperature=0.0, max_tokens=request.max_new_tokens, ignore_eos=True)
+        return EngineRequest(new, sampling, len(request.prompt))
 
 
 def random_prompts(count: int, length: int, seed: int, vocabulary: int = 1000) -> list[list[int]]:

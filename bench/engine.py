@@ -1,0 +1,164 @@
+"""The engine alone: the four workloads on one engine in this process, over a ledger inside; no gRPC, no Redis.
+
+    python -m bench.engine --workload W1 --scale 0.5 --dtype bfloat16
+    python -m bench.engine --check                     tokens of the lean and the hosted path, which must be equal
+
+Throughput, time to first token and gaps between tokens; and where an engine's time goes: in the model's forward, in the
+rest of a step (laying out, sampling, reading back), and between steps. Without --model a random one of 128 million
+parameters is made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from typing import Any
+
+from bench.closed_loop import NOTES, agreement, figures, medians
+from bench.flags import add_engine_flags, add_model_flags, add_workload_flags, worker_options
+from bench.harness import parser, progress, report_columns
+from bench.models import data_plane
+from bench.workers import BenchWorker, Run
+from bench.workloads import make, warm_up
+from common.types import SamplingParams, SequenceId
+from gpuworker.assembly import DataPlane
+from gpuworker.core.batch_plan import StepPlan, StepResult, StepRunner
+
+CHECK_SCALE = 0.1
+"""The share of each workload that --check runs, unless --scale says otherwise."""
+
+
+class TimedRunner:
+    """Implements `StepRunner` over another one, and adds up how long its steps and their forwards took. Seconds."""
+
+    def __init__(self, runner: StepRunner, model: Any) -> None:
+        self._runner = runner
+        self.steps, self.in_steps, self.in_forward = 0, 0.0, 0.0
+        forward: Callable[..., Any] = model.forward
+
+        def timed(*args: Any, **named: Any) -> Any:
+            began = time.perf_counter()
+            result = forward(*args, **named)
+            self.in_forward += time.perf_counter() - began
+            return result
+
+        model.forward = timed
+
+    def reset(self) -> None:
+        """Begin to count anew; no step runs."""
+        self.steps, self.in_steps, self.in_forward = 0, 0.0, 0.0
+
+    def add(self, sequence: SequenceId, tokens: Sequence[int], sampling: SamplingParams, prompt_tokens: int) -> None:
+        """See `StepRunner`."""
+        self._runner.add(sequence, tokens, sampling, prompt_tokens)
+
+    def remove(self, sequence: SequenceId) -> None:
+        """See `StepRunner`."""
+        self._runner.remove(sequence)
+
+    def submit(self, plan: StepPlan) -> Future[StepResult]:
+        """See `StepRunner`."""
+        done = self._runner.submit(plan)
+        done.add_done_callback(self._count)
+        return done
+
+    def close(self) -> None:
+        """See `StepRunner`."""
+        self._runner.close()
+
+    def _count(self, done: Future[StepResult]) -> None:
+        if done.exception() is None:
+            self.steps += 1
+            self.in_steps += done.result().seconds
+
+
+def engine(plane: DataPlane) -> tuple[BenchWorker, TimedRunner]:
+    """Return an engine on a data plane, not yet started, and the clock of its steps."""
+    runner = TimedRunner(plane.runner, plane.model)
+    return BenchWorker(runner, plane.agent_config(), None, plane.identity.kv_geometry), runner
+
+
+def shares(run: Run, runner: TimedRunner) -> dict[str, float]:
+    """Return which part of a run's time went where; on a GPU a forward is only launched, and its share says little."""
+    return {
+        "steps": runner.steps,
+        "share_forward": runner.in_forward / run.seconds,
+        "share_rest_of_step": (runner.in_steps - runner.in_forward) / run.seconds,
+        "share_between_steps": 1 - runner.in_steps / run.seconds,
+    }
+
+
+SHARE_NOTES = {
+    "steps": "steps run",
+    "share_forward": "share of the time in the model's forward",
+    "share_rest_of_step": "in the rest of a step: arrays, sampling, reading back",
+    "share_between_steps": "between steps",
+}
+
+
+def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Return each workload's figures, medians over its repeats."""
+    found = {}
+    worker, runner = engine(_plane(args, hosted=args.hosted))
+    with worker:
+        worker.drive(warm_up())
+        for name in args.workload:
+            runs = []
+            for repeat in range(args.repeat):
+                runner.reset()
+                run = worker.drive(make(name, args.seed, args.scale), salt=f"{name}-{repeat}")
+                runs.append(figures(run.seconds, run.records.values()) | shares(run, runner))
+                progress(f"{name}, run {repeat + 1}: {runs[-1]['output_tok_s']:.0f} tokens/s", end=True)
+            found[name] = medians(runs)
+    return found
+
+
+def check(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Return, for each workload, the share of tokens on which the lean and the hosted path agree in float32."""
+    found = {}
+    args.dtype = "float32"
+    with ExitStack() as stack:
+        lean, hosted = (stack.enter_context(engine(_plane(args, hosted=hosted))[0]) for hosted in (False, True))
+        for name in args.workload:
+            workload = make(name, args.seed, args.scale)
+            expected, got = (
+                {rid: record.tokens for rid, record in worker.drive(workload, salt=name).records.items()}
+                for worker in (hosted, lean)
+            )
+            found[name] = {"agreement": agreement(expected, got), "tokens": sum(map(len, expected.values()))}
+            progress(f"{name}: {found[name]['agreement']:.4f} of the tokens agree", end=True)
+    return found
+
+
+CHECK_NOTES = {
+    "agreement": "share of equal tokens, lean against hosted path, float32",
+    "tokens": "tokens compared",
+}
+
+
+def _plane(args: argparse.Namespace, hosted: bool) -> DataPlane:
+    caching = args.prefix_caching == "on"
+    return data_plane(args.model, dtype=args.dtype, prefix_caching=caching, **worker_options(args))
+
+
+def main() -> None:
+    """Run the benchmark, or the check."""
+    flags = parser(__doc__)
+    add_model_flags(flags)
+    add_engine_flags(flags)
+    add_workload_flags(flags)
+    flags.add_argument("--hosted", action="store_true", help="the hosted path, which serves any model")
+    flags.add_argument("--check", action="store_true", help="compare tokens of the lean and the hosted path instead")
+    args = flags.parse_args()
+    args.scale = args.scale or (CHECK_SCALE if args.check else 1.0)
+    found = check(args) if args.check else measure(args)
+    report_columns("engine", found, NOTES | SHARE_NOTES | CHECK_NOTES, args.json)
+    if args.check and min(each["agreement"] for each in found.values()) < 1.0:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
