@@ -34,8 +34,8 @@ up: $(STAMP) ## Run the whole stack in the foreground (MODEL=DIR to serve anothe
 
 test: $(STAMP) ## Run the tests (TESTS=PATH for some of them, JOBS=N in that many processes)
 	$(BIN)/python -m pytest -n $(JOBS) $(TESTS)
-	@if [ "$(TESTS)" = tests ] && [ -d tests/triton_interpreted ]; then \
-		TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/triton_interpreted; fi
+	@if [ "$(TESTS)" = tests ]; then \
+		TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/triton_interpreted && $(BIN)/python -m pytest tests/triton_compiled; fi
 
 search: $(STAMP) ## Search the lease protocol's model at length (7 minutes), and print which mutant each search kills
 	$(BIN)/python -m pytest -m exhaustive tests/protocol
