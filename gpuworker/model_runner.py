@@ -1,35 +1,37 @@
 """Runs steps on the device: the port of `gpuworker/core/batch_plan.py` over a model, a KV cache and a sampler.
 
 The engine's thread turns a plan into arrays while the step before it still runs; one thread of the runner's own does
-all work on the device, in order. On CUDA that thread only launches kernels, and a second one waits for what they drew.
+all work on the device, in order, and what it does between two forwards is as little as can be. A second thread puts
+log-probabilities into words; on CUDA, where the first only launches kernels, it waits for all that they draw.
 After a failed step all that were queued behind it fail too, until every sequence has been removed.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from common.errors import EngineFailure
 from common.lease import Copy
 from common.types import SamplingParams, SequenceId, TokenLogprobs
-from gpuworker.attention import AttentionBackend, Int32Array
+from gpuworker.attention import AttentionBackend
 from gpuworker.core.batch_plan import StepPlan, StepResult
 from gpuworker.devices import default_threads
 from gpuworker.kv_cache import KvCache
-from gpuworker.models.hosted import HostedModel
-from gpuworker.sampler import Drawn, RowLogprobs, SampledRow, SamplingBatch, token_logprobs
+from gpuworker.sampler import Drawn, DrawPoint, RowLogprobs, SampledRow, SamplingBatch, token_logprobs
 from gpuworker.seats import Seats
-from gpuworker.step_inputs import PackedRows, attention_arrays, attention_metadata, pack_rows, to_device
+from gpuworker.serial_thread import SerialThread
+from gpuworker.step_inputs import StagedStep, StepInputs, pack_rows
+from gpuworker.step_model import StepModel
+from gpuworker.token_table import TokenTable
 
-T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +45,17 @@ class RunnerLimits:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A plan as arrays: R rows, of which S sample."""
+    """A plan as arrays: R rows, of which S sample. `inputs` are on the device already where that costs nothing."""
 
     number: int
     generation: int
     copies: tuple[Copy, ...]
-    rows: PackedRows
-    seats: Int32Array  # [R]
-    keep: Int32Array  # [S], index of the last token of each row that samples
-    sampled_seats: Int32Array  # [S]
-    draw_at: npt.NDArray[np.int64]  # [S], positions of the tokens to draw
+    staged: StagedStep
+    inputs: StepInputs | None
+    point: DrawPoint
     sequences: tuple[SequenceId, ...]  # [S]
     sampling: SamplingBatch
+    result: Future[StepResult]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class _Launched:
     step: _Step
     drawn: Drawn
     begun: float
-    event: torch.cuda.Event | None
+    event: torch.cuda.Event | None = None
 
 
 class ModelRunner:
@@ -72,7 +73,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: HostedModel,
+        model: StepModel,
         cache: KvCache,
         attention: AttentionBackend,
         limits: RunnerLimits,
@@ -81,26 +82,25 @@ class ModelRunner:
         self._model, self._cache, self._attention = model, cache, attention
         self._device, self._eos = model.device, eos_token_ids
         self._seats = Seats(limits.max_num_seqs, -(-limits.max_model_len // cache.block_size))
-        shape = (limits.max_num_seqs, limits.max_model_len + 1)
-        self._tokens = torch.zeros(shape, dtype=torch.int32, device=self._device)
+        self._tokens = TokenTable(limits.max_num_seqs, limits.max_model_len + 1, self._device)
         self._sampling: tuple[tuple[SequenceId, ...], SamplingBatch] | None = None
         # Steps of a generation in which one failed are not run: (generation, what failed).
         self._generation = 1
         self._failed: tuple[int, BaseException | None] = (0, None)
         # The number of threads is set in the thread that computes: matrix products obey only what their own thread set.
         threads = limits.threads or default_threads()
-        self._thread = ThreadPoolExecutor(1, "quire-runner", torch.set_num_threads, (threads,))
-        self._collector = ThreadPoolExecutor(1, "quire-collector") if self._device.type == "cuda" else None
+        self._thread = SerialThread("quire-runner", lambda: torch.set_num_threads(threads))
+        self._collector = SerialThread("quire-collector")
 
     # ------------------------------------------------------------ the port
 
     def add(self, sequence: SequenceId, tokens: Sequence[int], sampling: SamplingParams, prompt_tokens: int) -> None:
         """See `StepRunner`. Raises ValueError when no seat is free or the tokens do not fit: the caller's mistake."""
-        if len(tokens) >= self._tokens.shape[1]:
-            raise ValueError(f"sequence {sequence} has {len(tokens)} tokens; {self._tokens.shape[1] - 1} fit")
-        seat = self._seats.take(sequence, SampledRow(sampling, prompt_tokens, self._eos))
-        known = np.array(tokens, dtype=np.int32)
-        self._watch(self._thread.submit(self._write_tokens, seat.index, known))
+        if len(tokens) >= self._tokens.width:
+            raise ValueError(f"sequence {sequence} has {len(tokens)} tokens; {self._tokens.width - 1} fit")
+        seat = self._seats.take(sequence, SampledRow(sampling, prompt_tokens, self._eos)).index
+        known, generation = np.array(tokens, dtype=np.int32), self._generation
+        self._thread.put(lambda: self._write_tokens(seat, known, generation))
 
     def remove(self, sequence: SequenceId) -> None:
         """See `StepRunner`; an unknown sequence is ignored."""
@@ -112,44 +112,40 @@ class ModelRunner:
     def submit(self, plan: StepPlan) -> Future[StepResult]:
         """See `StepRunner`."""
         step = self._prepare(plan)
-        if self._collector is None:
-            done = self._thread.submit(lambda: self._collect(self._launch(step)))
-        else:
-            launched = self._watch(self._thread.submit(self._launch, step))
-            done = self._collector.submit(lambda: self._collect(launched.result()))
-        result: Future[StepResult] = Future()
-        result.set_running_or_notify_cancel()
-        self._watch(done).add_done_callback(lambda finished: _resolve(finished, result))
-        return result
+        self._thread.put(lambda: self._run(step))
+        return step.result
 
     def close(self) -> None:
         """See `StepRunner`."""
-        self._thread.shutdown(wait=True)
-        if self._collector is not None:
-            self._collector.shutdown(wait=True)
+        self._thread.close()
+        self._collector.close()
 
     # ------------------------------------------------------------ the engine's thread
 
     def _prepare(self, plan: StepPlan) -> _Step:
         """Lay out the rows of a plan as arrays."""
-        start = np.array([row.start for row in plan.rows], dtype=np.int32)
-        length = np.array([row.length for row in plan.rows], dtype=np.int32)
-        samples = np.array([row.samples for row in plan.rows], dtype=bool)
-        seats = np.array([self._seats[row.sequence].index for row in plan.rows], dtype=np.int32)
+        rows, on_cpu = plan.rows, self._device.type == "cpu"
+        start = np.array([row.start for row in rows], dtype=np.int32)
+        length = np.array([row.length for row in rows], dtype=np.int32)
+        samples = np.array([row.samples for row in rows], dtype=bool)
+        seats = self._seats.of_rows(rows)
         width = -(-int((start + length).max(initial=1)) // self._cache.block_size)
-        rows = pack_rows(start, length, self._seats.block_table(plan.rows, width), self._cache.block_size)
-        sequences = tuple(row.sequence for row in plan.rows if row.samples)
+        packed = pack_rows(start, length, self._seats.block_table(seats, width), self._cache.block_size)
+        staged = StagedStep(packed, seats, samples, self._tokens.width)
+        sequences = tuple([row.sequence for row in rows if row.samples])
+        sampling = self._sampling_batch(sequences)
+        if on_cpu:
+            sampling.prepare()
         return _Step(
-            number=plan.step,
-            generation=self._generation,
-            copies=plan.copies,
-            rows=rows,
-            seats=seats,
-            keep=rows.query_start[1:][samples] - 1,
-            sampled_seats=seats[samples],
-            draw_at=rows.context_len[samples].astype(np.int64),
-            sequences=sequences,
-            sampling=self._sampling_batch(sequences),
+            plan.step,
+            self._generation,
+            plan.copies,
+            staged,
+            staged.on(self._device) if on_cpu else None,
+            sampling.at(packed.context_len[samples].astype(np.int64), seats[samples]),
+            sequences,
+            sampling,
+            _begun(),
         )
 
     def _sampling_batch(self, sequences: tuple[SequenceId, ...]) -> SamplingBatch:
@@ -161,9 +157,25 @@ class ModelRunner:
 
     # ------------------------------------------------------------ the runner's thread
 
-    @torch.inference_mode()
-    def _write_tokens(self, seat: int, tokens: Int32Array) -> None:
-        self._tokens[seat, : len(tokens)] = torch.from_numpy(tokens).to(self._device)
+    def _write_tokens(self, seat: int, tokens: np.ndarray[tuple[int], np.dtype[np.int32]], generation: int) -> None:
+        try:
+            self._tokens.write(seat, tokens)
+        except RuntimeError as error:  # of the device: the steps behind it start from tokens that are not there
+            self._note_failure(generation, error)
+
+    def _run(self, step: _Step) -> None:
+        """Run a step, and say what it drew at once or have the collector say it."""
+        try:
+            launched = self._launch(step)
+            if launched.event is None and launched.drawn.logprobs is None:
+                step.result.set_result(_in_words(launched))
+            else:
+                self._collector.put(lambda: self._collect(launched))
+        except EngineFailure as failure:
+            self._fail(step, failure)
+        except BaseException as error:  # whatever it is, who waits for the step must hear of it
+            log.error("step %d failed", step.number, exc_info=True)
+            self._fail(step, error)
 
     @torch.inference_mode()
     def _launch(self, step: _Step) -> _Launched:
@@ -171,63 +183,63 @@ class ModelRunner:
         if step.generation == self._failed[0]:
             raise EngineFailure("a step before this one failed") from self._failed[1]
         begun = time.perf_counter()
-        self._cache.copy_blocks(step.copies)
-        rows = step.rows
-        if not len(rows.context_len):
-            return _Launched(step, Drawn(torch.empty(0, dtype=torch.int64)), begun, None)
-        arrays = [rows.row_of_token, rows.positions, step.seats, step.keep, step.sampled_seats]
-        *tables, row, positions, seats, keep, sampled = to_device([*attention_arrays(rows), *arrays], self._device)
-        self._attention.begin(attention_metadata(rows, tables))
-        positions = positions.long()
-        token_ids = self._tokens[seats[row].long(), positions].long()
-        logits = self._model.forward(token_ids, positions, keep.long(), self._attention)
-        drawn = step.sampling.sample(logits, step.draw_at, self._tokens, sampled)
-        at = torch.from_numpy(step.draw_at).to(self._device)
-        self._tokens[sampled.long(), at] = drawn.tokens.int()
+        if step.copies:
+            self._cache.copy_blocks(step.copies)
+        if not len(step.staged.seats):
+            return _Launched(step, Drawn(torch.empty(0, dtype=torch.int64)), begun)
+        inputs = step.inputs or step.staged.on(self._device)
+        self._attention.begin(inputs.metadata)
+        token_ids = self._tokens.take(inputs.take)
+        logits = self._model.forward(token_ids, inputs.positions, inputs.keep, self._attention)
+        drawn = step.sampling.sample(logits, step.point, self._tokens.tensor)
+        self._tokens.put(inputs.put, drawn.tokens)
         return _to_host(step, drawn, begun)
 
-    def _collect(self, launched: _Launched) -> StepResult:
-        """Wait for what a step drew and put it into words."""
-        if launched.event is not None:
-            launched.event.synchronize()
-        step, drawn = launched.step, launched.drawn
-        tokens: dict[SequenceId, tuple[int, ...]] = {
-            sequence: (token,) for sequence, token in zip(step.sequences, drawn.tokens.tolist(), strict=True)
-        }
-        logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]] = {
-            step.sequences[row]: (found,) for row, found in token_logprobs(drawn, step.sampling).items()
-        }
-        return StepResult(step.number, tokens, logprobs, time.perf_counter() - launched.begun)
+    def _collect(self, launched: _Launched) -> None:
+        """Wait for what a step drew and say it; on the collector's thread."""
+        try:
+            if launched.event is not None:
+                launched.event.synchronize()
+            launched.step.result.set_result(_in_words(launched))
+        except BaseException as error:  # as above
+            log.error("step %d failed", launched.step.number, exc_info=True)
+            self._fail(launched.step, error)
 
-    def _watch(self, work: Future[T]) -> Future[T]:
-        """Make a failure of this work the failure of all that is queued behind it."""
-        generation = self._generation
+    def _fail(self, step: _Step, error: BaseException) -> None:
+        """Make a failure of this step the failure of all that is queued behind it."""
+        self._note_failure(step.generation, error)
+        failure = error if isinstance(error, EngineFailure) else EngineFailure(f"a step failed: {error!r}")
+        if failure is not error:
+            failure.__cause__ = error
+        step.result.set_exception(failure)
 
-        def note(done: Future[T]) -> None:
-            error = done.exception()
-            if error is not None and self._failed[0] < generation:
-                self._failed = (generation, error)
-
-        work.add_done_callback(note)
-        return work
+    def _note_failure(self, generation: int, error: BaseException) -> None:
+        if self._failed[0] < generation:
+            self._failed = (generation, error)
 
 
-def _resolve(done: Future[StepResult], result: Future[StepResult]) -> None:
-    """Hand on the outcome of a step; whatever it raised becomes an EngineFailure."""
-    error = done.exception()
-    if error is None:
-        result.set_result(done.result())
-        return
-    failure = error if isinstance(error, EngineFailure) else EngineFailure(f"a step failed: {error!r}")
-    if failure is not error:
-        failure.__cause__ = error
-    result.set_exception(failure)
+def _begun() -> Future[StepResult]:
+    """Return a future that nobody can cancel."""
+    future: Future[StepResult] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
+def _in_words(launched: _Launched) -> StepResult:
+    """Return what a step drew, by sequence."""
+    step, drawn = launched.step, launched.drawn
+    logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]] = {
+        step.sequences[row]: (found,) for row, found in token_logprobs(drawn, step.sampling).items()
+    }
+    # zip makes the tuples of one token each.
+    tokens = dict(zip(step.sequences, zip(drawn.tokens.tolist(), strict=True), strict=True))
+    return StepResult(step.number, tokens, logprobs, time.perf_counter() - launched.begun)
 
 
 def _to_host(step: _Step, drawn: Drawn, begun: float) -> _Launched:
     """Start moving what was drawn to the host, behind the kernels that draw it."""
     if drawn.tokens.device.type == "cpu":
-        return _Launched(step, drawn, begun, None)
+        return _Launched(step, drawn, begun)
     found = drawn.logprobs
     moved = Drawn(
         _pinned(drawn.tokens),

@@ -1,8 +1,6 @@
 """Where the runner keeps its sequences: each has a seat, one row of the token table and of the block tables.
 
-The token table lies on the device and holds the tokens of every seated sequence, so that a step takes the token that
-the step before it drew without a trip to the host. The block tables lie on the host and are kept from step to step,
-because a row seldom gains more than one block.
+The block tables lie on the host and are kept from step to step, because a row seldom gains more than one block.
 """
 
 from __future__ import annotations
@@ -55,15 +53,19 @@ class Seats:
         if seat is not None:
             self._free.append(seat.index)
 
-    def block_table(self, rows: Sequence[ScheduledRow], width: int) -> Int32Array:
-        """Return [R, width], the block tables of the rows; trimmed blocks are 0."""
-        index = np.empty(len(rows), dtype=np.int64)
-        for n, row in enumerate(rows):
-            seat = self._taken[row.sequence]
-            index[n] = seat.index
+    def of_rows(self, rows: Sequence[ScheduledRow]) -> Int32Array:
+        """Return the seats [R] of the rows of a step, after writing their blocks into the table."""
+        taken, index = self._taken, []
+        for row in rows:
+            seat = taken[row.sequence]
+            index.append(seat.index)
             if row.blocks is not seat.blocks:
                 self._update(seat, row.blocks)
-        return self._table[index, :width]
+        return np.array(index, dtype=np.int32)
+
+    def block_table(self, seats: Int32Array, width: int) -> Int32Array:
+        """Return a copy [R, width] of the block tables of seats [R]; trimmed blocks are 0."""
+        return self._table[seats, :width]
 
     def _update(self, seat: Seat, blocks: tuple[BlockId, ...]) -> None:
         """Write what changed: mostly a row is the old one with blocks added."""

@@ -1,4 +1,7 @@
-"""Turns the rows of a step into the arrays that kernels read: in numpy on the host, then one transfer to the device."""
+"""Turns the rows of a step into the arrays that kernels read: in numpy on the host, then one transfer to the device.
+
+The engine's thread does this while the step before runs, so that nothing of it stands between two steps.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from gpuworker.attention import AttentionMetadata, DeviceTables, Int32Array
@@ -33,6 +37,51 @@ def pack_rows(start: Int32Array, length: Int32Array, block_table: Int32Array, bl
     column, offset = np.divmod(positions, np.int32(block_size))
     slots = block_table[row_of_token, column] * np.int32(block_size) + offset
     return PackedRows(query_start, start + length, block_table, row_of_token, positions, slots)
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What the runner's thread needs of a step, on the device; all tensors int64."""
+
+    metadata: AttentionMetadata
+    positions: torch.Tensor  # [T]
+    take: torch.Tensor  # [T], where each token stands in the token table
+    keep: torch.Tensor  # [S], index of the last token of each row that samples
+    put: torch.Tensor  # [S], where what they draw goes in the token table
+
+
+@dataclass(frozen=True, slots=True)
+class StagedStep:
+    """A step's arrays on the host, ready to go to the device. `samples` [R] marks the rows that draw."""
+
+    rows: PackedRows
+    seats: Int32Array  # [R]
+    samples: npt.NDArray[np.bool_]  # [R]
+    table_width: int
+
+    @property
+    def keep(self) -> Int32Array:
+        """Index of the last token of each row that samples, [S]."""
+        kept: Int32Array = self.rows.query_start[1:][self.samples] - np.int32(1)
+        return kept
+
+    def on(self, device: torch.device) -> StepInputs:
+        """Move it to the device: on CPU nothing moves, elsewhere it is queued behind what runs."""
+        rows = self.rows
+        first = self.seats.astype(np.int64) * self.table_width  # of each row's seat in the token table
+        take = first[rows.row_of_token] + rows.positions
+        put = (first + rows.context_len)[self.samples]
+        if device.type == "cpu":
+            tables = [torch.from_numpy(array) for array in attention_arrays(rows)]
+            others = [
+                torch.from_numpy(each)
+                for each in (rows.positions.astype(np.int64), take, self.keep.astype(np.int64), put)
+            ]
+        else:
+            small = [rows.positions, take.astype(np.int32), self.keep, put.astype(np.int32)]
+            moved = to_device([*attention_arrays(rows), *small], device)
+            tables, others = moved[:4], [each.long() for each in moved[4:]]
+        return StepInputs(attention_metadata(rows, tables), *others)
 
 
 def to_device(arrays: Sequence[Int32Array], device: torch.device) -> list[torch.Tensor]:

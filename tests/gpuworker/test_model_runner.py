@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -190,25 +189,22 @@ def test_the_models_own_end_is_forbidden_before_min_tokens() -> None:
 def test_the_runners_thread_has_the_threads_that_were_asked_for() -> None:
     runner = llama_runner()
     counts: list[int] = []
-    runner._thread.submit(lambda: counts.append(torch.get_num_threads())).result(timeout=60)
+    runner._thread.put(lambda: counts.append(torch.get_num_threads()))
     runner.close()
     assert counts == [1]
 
 
-def with_collector(runner: ModelRunner) -> ModelRunner:
-    """Let a second thread collect what steps drew, as on CUDA."""
-    runner._collector = ThreadPoolExecutor(1)
-    return runner
-
-
-def test_a_second_thread_may_collect_what_was_drawn() -> None:
-    runner = with_collector(llama_runner())
+def test_what_the_collector_puts_into_words_comes_in_order_with_the_rest() -> None:
+    """Steps with log-probabilities are put into words by the collector's thread, those without by the runner's."""
+    runner = llama_runner()
     driver = Driver(runner)
-    (prompt,) = prompts(37)
-    stream = driver.add(prompt, 20, chunk=9)
+    (prompt, other) = prompts(37, 21)
+    asking = SamplingParams(temperature=0.0, logprobs=1)
+    streams = [driver.add(prompt, 20, chunk=9), driver.add(other, 8, sampling=asking)]
     driver.run()
     runner.close()
-    assert stream.output == hf_greedy(checkpoint(LLAMA), prompt, 20)
+    expected = [hf_greedy(checkpoint(LLAMA), prompt, 20), hf_greedy(checkpoint(LLAMA), other, 8)]
+    assert [stream.output for stream in streams] == expected
 
 
 # ---------------------------------------------------------------- failures
@@ -237,9 +233,8 @@ def two_steps(runner: ModelRunner) -> list[StepPlan]:
     return [StepPlan(1, (prefill(A, 0, 9, [0]),)), StepPlan(2, (decode(A, 9, [0]),))]
 
 
-@pytest.mark.parametrize("collects_apart", [False, True])
-def test_a_failed_step_fails_those_behind_it(broken: list[bool], collects_apart: bool) -> None:
-    runner = with_collector(llama_runner()) if collects_apart else llama_runner()
+def test_a_failed_step_fails_those_behind_it(broken: list[bool]) -> None:
+    runner = llama_runner()
     plans = two_steps(runner)
     broken.append(True)
     first, second = (runner.submit(plan) for plan in plans)

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from common.types import SamplingParams
-from gpuworker.sampler import Drawn, SampledRow, SamplingBatch, draw_truncated, token_logprobs, uniforms
+from gpuworker.sampler import Drawn, SampledRow, SamplingBatch, token_logprobs, uniforms
+from gpuworker.truncation import Truncation, draw_truncated
 
 CPU = torch.device("cpu")
 VOCAB = 50
@@ -36,8 +37,8 @@ def draw(
     known = PROMPT + OUTPUT
     table = torch.tensor([[*known, 0, 0]] * len(params), dtype=torch.int32)
     at = np.array(positions or [len(known)] * len(params), dtype=np.int64)
-    seats = torch.arange(len(params), dtype=torch.int32)
-    return batch_of(params, logits.shape[1], eos).sample(logits.clone(), at, table, seats)
+    batch = batch_of(params, logits.shape[1], eos)
+    return batch.sample(logits.clone(), batch.at(at, np.arange(len(params), dtype=np.int32)), table)
 
 
 # ---------------------------------------------------------------- the naive reference
@@ -173,7 +174,7 @@ def reachable(logits: torch.Tensor, params: SamplingParams) -> set[int]:
     """Return the tokens that some of 4,096 evenly spread numbers draw."""
     count = 4096
     uniform = torch.arange(count, dtype=torch.float64) / count
-    return set(draw_truncated(logits.expand(count, -1), [params] * count, uniform).tolist())
+    return set(draw_truncated(logits.expand(count, -1), Truncation.of([params] * count, CPU), uniform).tolist())
 
 
 def test_exactly_top_k_tokens_are_kept_when_logits_tie() -> None:
@@ -194,7 +195,7 @@ def test_more_tokens_than_are_sorted_first_may_be_kept(params: SamplingParams) -
     scaled = (0.01 * random_logits(2, 1000)).repeat(500, 1)
     uniform = (torch.arange(500, dtype=torch.float64) / 500).repeat_interleave(2)
     narrow = SamplingParams(top_k=3)
-    drawn = draw_truncated(scaled, [params, narrow] * 500, uniform).view(500, 2)
+    drawn = draw_truncated(scaled, Truncation.of([params, narrow] * 500, CPU), uniform).view(500, 2)
     for row, each in enumerate((params, narrow)):
         cumulative = np.cumsum(plain_probabilities(scaled[row].double().numpy(), each))
         expected = np.searchsorted(cumulative, np.arange(500) / 500, side="right")

@@ -26,7 +26,8 @@ def seated(*sequences: SequenceId) -> Seats:
 
 
 def table(seats: Seats, *rows: ScheduledRow) -> list[list[int]]:
-    return [given[: len(row.blocks)].tolist() for given, row in zip(seats.block_table(rows, 4), rows, strict=True)]
+    tables = seats.block_table(seats.of_rows(rows), 4)
+    return [given[: len(row.blocks)].tolist() for given, row in zip(tables, rows, strict=True)]
 
 
 def test_rows_come_in_the_order_of_the_step() -> None:
@@ -63,8 +64,8 @@ def test_a_seat_that_was_left_is_taken_again_without_its_old_row() -> None:
 
 def test_the_table_that_was_handed_out_does_not_change() -> None:
     seats = seated(A)
-    given = seats.block_table([row(A, 7)], 1)
-    seats.block_table([row(A, 8)], 1)
+    given = seats.block_table(seats.of_rows([row(A, 7)]), 1)
+    seats.of_rows([row(A, 8)])
     np.testing.assert_array_equal(given, [[7]])
 
 

@@ -1,0 +1,35 @@
+"""A thread that does what it is given, in order: a queue without the futures and locks of an executor."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+
+class SerialThread:
+    """Runs callables one after the other; they must not raise. `begin` runs first, in the thread.
+
+    A daemon: a step that hangs keeps no process from ending.
+    """
+
+    def __init__(self, name: str, begin: Callable[[], None] = lambda: None) -> None:
+        self._begin = begin
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, work: Callable[[], None]) -> None:
+        """Queue work behind all that was put before."""
+        self._queue.put(work)
+
+    def close(self) -> None:
+        """Finish what was put, and end; closing twice is nothing."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        self._begin()
+        while (work := self._queue.get()) is not None:
+            work()
+            del work  # what it holds must not live until the next comes
