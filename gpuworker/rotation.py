@@ -1,0 +1,30 @@
+"""How a layer of the Llama family turns queries and keys by their positions: what a fused kernel takes in one piece."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from gpuworker.kernels.torch_elementwise import rms_norm, turned
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """The angles of a step's tokens, and the norms of one layer that come before them.
+
+    table [max_positions, head_dim] float32 holds, for each position, head_dim / 2 cosines and then as many sines;
+    positions [T]. Norm weights [head_dim] are None where the model norms no heads.
+    """
+
+    table: torch.Tensor
+    positions: torch.Tensor
+    query_norm: torch.Tensor | None = None
+    key_norm: torch.Tensor | None = None
+    eps: float = 0.0
+
+    def turned(self, heads: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+        """Return queries or keys [T, n, head_dim], normed head by head where there is a norm, then turned."""
+        if norm is not None:
+            heads = rms_norm(heads, norm, self.eps)
+        return turned(heads, self.table, self.positions)

@@ -1,0 +1,109 @@
+"""Tiny models of the Llama family with every switch that the lean path knows, and steps to run them through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from common.types import KvGeometry
+from gpuworker.attention import AttentionBackend
+from gpuworker.kv_cache import KvCache
+from gpuworker.models.hosted import HostedModel
+from gpuworker.models.lean_spec import LeanSpec, lean_spec
+from gpuworker.step_inputs import attention_arrays, attention_metadata, pack_rows, to_device
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "tie_word_embeddings": False,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "llama with biases": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
+    "llama, tied, scaled": ("LlamaConfig", {"tie_word_embeddings": True, "rope_parameters": _LLAMA3}),
+    "qwen2, a window above": (
+        "Qwen2Config",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "num_key_value_heads": 4},
+    ),
+    "qwen3, wide heads": ("Qwen3Config", {"head_dim": 16, "num_key_value_heads": 1}),
+    "qwen3 with biases": ("Qwen3Config", {"head_dim": 16, "attention_bias": True}),
+    "mistral, a window": ("MistralConfig", {"sliding_window": 6, "head_dim": 8}),
+}
+
+BLOCK_SIZE = 4
+_BLOCK_TABLE = np.array([[6, 1, 4, 3], [0, 5, 2, 7]], dtype=np.int32)
+# Per step: start and length of two sequences. Two prefills; a decode beside a chunk; two decodes.
+_STEPS = (((0, 9), (0, 6)), ((9, 1), (6, 9)), ((10, 1), (15, 1)))
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model as Hugging Face runs it, hosted on a paged cache, and what the lean path reads from it."""
+
+    hosted: HostedModel
+    config: PretrainedConfig
+    spec: LeanSpec
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a weight by its name in Hugging Face format."""
+        tensors: dict[str, torch.Tensor] = self.hosted.module.state_dict()
+        return tensors[name]
+
+    def cache(self, device: torch.device | None = None) -> KvCache:
+        """Return a cache of eight blocks."""
+        spec = self.spec
+        geometry = KvGeometry(spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.head_dim, "float32")
+        return KvCache(geometry, _BLOCK_TABLE.size, BLOCK_SIZE, device or torch.device("cpu"))
+
+
+def make_case(name: str) -> Case:
+    """Return one of CASES in float32, with random norms and biases: those that a model is made with hide mistakes."""
+    kind, options = CASES[name]
+    config: PretrainedConfig = getattr(transformers, kind)(**(_SHAPE | options))
+    with torch.random.fork_rng([]):
+        torch.manual_seed(7)
+        module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+        with torch.no_grad():
+            for tensor in module.parameters():
+                if tensor.dim() == 1:
+                    tensor.add_(0.3 * torch.randn(tensor.shape))
+    spec = lean_spec(config)
+    assert spec is not None
+    return Case(HostedModel(module), config, spec)
+
+
+def steps(model: Any, attention: AttentionBackend, tokens: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the logits [S, vocab] of steps over two sequences [2, 16]; every second token of a step is sampled."""
+    device = tokens.device
+    for step in _STEPS:
+        start, length = np.array(step, dtype=np.int32).T
+        rows = pack_rows(start, length, _BLOCK_TABLE, BLOCK_SIZE)
+        *tables, row, position = to_device([*attention_arrays(rows), rows.row_of_token, rows.positions], device)
+        attention.begin(attention_metadata(rows, tables))
+        keep = torch.arange(1, len(position), 2, device=device)
+        yield model.forward(tokens[row.long(), position.long()], position.long(), keep, attention)
+
+
+def case_tokens(spec: LeanSpec) -> torch.Tensor:
+    """Return two sequences of sixteen random tokens."""
+    return torch.randint(spec.vocab_size, (2, 16), generator=torch.Generator().manual_seed(3))
