@@ -18,6 +18,7 @@ def identity_to_proto(identity: PoolIdentity) -> types_pb2.PoolIdentity:
         tokenizer_fingerprint=identity.tokenizer_fingerprint,
         block_size=identity.block_size,
         hash_version=identity.hash_version,
+        arithmetic=identity.arithmetic,
         kv_geometry=types_pb2.KvGeometry(
             num_layers=shape.num_layers,
             num_kv_heads=shape.num_kv_heads,
@@ -37,6 +38,7 @@ def identity_from_proto(message: types_pb2.PoolIdentity) -> PoolIdentity:
         tokenizer_fingerprint=message.tokenizer_fingerprint,
         block_size=message.block_size,
         hash_version=message.hash_version,
+        arithmetic=message.arithmetic,
         kv_geometry=KvGeometry(
             num_layers=shape.num_layers,
             num_kv_heads=shape.num_kv_heads,

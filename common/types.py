@@ -66,6 +66,9 @@ class KvGeometry:
     window: int = 0
 
 
+ANY_ARITHMETIC = "any"
+
+
 @dataclass(frozen=True, slots=True)
 class PoolIdentity:
     """What must be equal before two services may exchange blocks, hashes or tokens."""
@@ -75,6 +78,8 @@ class PoolIdentity:
     block_size: int
     kv_geometry: KvGeometry
     hash_version: str = "1"
+    arithmetic: str = ANY_ARITHMETIC
+    """What decides the bits of a token's logits, where workers promise equal bits; else ANY_ARITHMETIC."""
 
     def differences(self, theirs: PoolIdentity) -> tuple[Mismatch, ...]:
         """Return every part in which the two differ, with the flag that changes it."""
@@ -93,7 +98,8 @@ class PoolIdentity:
     @property
     def namespace(self) -> str:
         """Key prefix of the index in Redis; two identities that differ in any part have different ones."""
-        rest = hashlib.sha256(f"{self.tokenizer_fingerprint} {self.kv_geometry} {self.hash_version}".encode())
+        parts = f"{self.tokenizer_fingerprint} {self.kv_geometry} {self.hash_version} {self.arithmetic}"
+        rest = hashlib.sha256(parts.encode())
         return f"{{quire:{self.model_fingerprint[:16]}:{rest.hexdigest()[:16]}:{self.block_size}}}"
 
 
@@ -102,6 +108,7 @@ _IDENTITY_FLAGS = {
     "tokenizer_fingerprint": "--model",
     "block_size": "--block-size",
     "hash_version": "the Quire version",
+    "arithmetic": "--deterministic, --dtype or --quantization, or run both on equal processors",
 }
 
 

@@ -30,7 +30,7 @@ from quire.inference.v1 import inference_pb2_grpc
 from router.checkpoint import Checkpoint, read_checkpoint
 from router.config import RouterSettings
 from router.core.admission import Admission, AdmissionLimits
-from router.core.identity import UNKNOWN_GEOMETRY
+from router.core.identity import UNKNOWN_ARITHMETIC, UNKNOWN_GEOMETRY
 from router.core.routing import Router
 from router.decision_servicer import DecisionServicer
 from router.discovery import Discovery
@@ -166,7 +166,9 @@ class RouterProcess:
 def _identity(settings: RouterSettings, checkpoint: Checkpoint) -> PoolIdentity:
     """Return what is known of the pool before a worker tells the rest."""
     model = "" if settings.load_format == "dummy" else model_fingerprint(settings.model)
-    return PoolIdentity(model, checkpoint.tokenizer_fingerprint, settings.block_size, UNKNOWN_GEOMETRY)
+    return PoolIdentity(
+        model, checkpoint.tokenizer_fingerprint, settings.block_size, UNKNOWN_GEOMETRY, arithmetic=UNKNOWN_ARITHMETIC
+    )
 
 
 def _card(settings: RouterSettings, checkpoint: Checkpoint, identity: PoolIdentity, text: CheckpointText) -> ModelCard:

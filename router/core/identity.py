@@ -8,6 +8,7 @@ from common.errors import Mismatch
 from common.types import KvGeometry, PoolIdentity
 
 UNKNOWN_GEOMETRY = KvGeometry(0, 0, 0, 0, "")
+UNKNOWN_ARITHMETIC = ""
 
 
 def differences(ours: PoolIdentity, theirs: PoolIdentity) -> tuple[Mismatch, ...]:

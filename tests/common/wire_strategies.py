@@ -42,6 +42,7 @@ identities = st.builds(
     block_size=st.sampled_from([4, 16, 256]),
     kv_geometry=st.builds(KvGeometry, u32, u32, u32, u32, text, u32),
     hash_version=text,
+    arithmetic=text,
 )
 attaches = st.builds(
     lease.Attach,

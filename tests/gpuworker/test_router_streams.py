@@ -88,12 +88,13 @@ OTHERS = {
     "tokenizer_fingerprint": (_identity(tokenizer_fingerprint="other"), "tokenizer", "other", "--model"),
     "block_size": (_identity(block_size=32), "4", "32", "--block-size"),
     "hash_version": (_identity(hash_version="9"), "1", "9", "the Quire version"),
-    "kv_geometry.num_layers": (_geometry(num_layers=7), "1", "7", "--dtype"),
-    "kv_geometry.num_kv_heads": (_geometry(num_kv_heads=7), "1", "7", "--dtype"),
-    "kv_geometry.head_dim_k": (_geometry(head_dim_k=7), "1", "7", "--dtype"),
-    "kv_geometry.head_dim_v": (_geometry(head_dim_v=7), "1", "7", "--dtype"),
+    "arithmetic": (_identity(arithmetic="fixed"), "any", "fixed", "--deterministic"),
+    "kv_geometry.num_layers": (_geometry(num_layers=7), "1", "7", "--model"),
+    "kv_geometry.num_kv_heads": (_geometry(num_kv_heads=7), "1", "7", "--model"),
+    "kv_geometry.head_dim_k": (_geometry(head_dim_k=7), "1", "7", "--model"),
+    "kv_geometry.head_dim_v": (_geometry(head_dim_v=7), "1", "7", "--model"),
     "kv_geometry.dtype": (_geometry(dtype="bfloat16"), "float32", "bfloat16", "--dtype"),
-    "kv_geometry.window": (_geometry(window=7), "0", "7", "--dtype"),
+    "kv_geometry.window": (_geometry(window=7), "0", "7", "--model"),
 }
 
 

@@ -119,6 +119,12 @@ DIFFERENT = {
         "--dtype or --kv-cache-dtype",
     ),
     "hash_version": (replace(IDENTITY, hash_version="2"), "1", "2", "the Quire version"),
+    "arithmetic": (
+        replace(IDENTITY, arithmetic="fixed"),
+        "any",
+        "fixed",
+        "--deterministic, --dtype or --quantization, or run both on equal processors",
+    ),
 }
 
 

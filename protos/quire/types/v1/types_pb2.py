@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aquire/types/v1/types.proto\x12\x0equire.types.v1\"\xa3\x01\n\x0cPoolIdentity\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x02 \x01(\t\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12/\n\x0bkv_geometry\x18\x04 \x01(\x0b\x32\x1a.quire.types.v1.KvGeometry\x12\x14\n\x0chash_version\x18\x05 \x01(\t\"}\n\nKvGeometry\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x12\n\nhead_dim_k\x18\x03 \x01(\r\x12\x12\n\nhead_dim_v\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x0e\n\x06window\x18\x06 \x01(\r\"\xcb\x05\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x05 \x01(\x05H\x04\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x06 \x01(\x05H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\x05\x12\x1f\n\x12repetition_penalty\x18\t \x01(\x02H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\n \x01(\x02H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0b \x01(\x02H\x08\x88\x01\x01\x12\x41\n\nlogit_bias\x18\x0c \x03(\x0b\x32-.quire.types.v1.SamplingParams.LogitBiasEntry\x12\x11\n\x04seed\x18\r \x01(\x03H\t\x88\x01\x01\x12\x17\n\nignore_eos\x18\x0e \x01(\x08H\n\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0f \x01(\x05H\x0b\x88\x01\x01\x12\x0e\n\x01n\x18\x10 \x01(\x05H\x0c\x88\x01\x01\x12\x19\n\x0cinclude_stop\x18\x11 \x01(\x08H\r\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\r\n\x0b_ignore_eosB\x0b\n\t_logprobsB\x04\n\x02_nB\x0f\n\r_include_stop\"_\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x03 \x03(\x05\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\"|\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x15\n\routput_tokens\x18\x03 \x01(\r\x12\x19\n\x11recomputed_tokens\x18\x04 \x01(\r\x12\x13\n\x0bpreemptions\x18\x05 \x01(\r*\xb1\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x12\x1a\n\x16\x46INISH_REASON_DEADLINE\x10\x04\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x05*\xfe\x01\n\nMissReason\x12\x1b\n\x17MISS_REASON_UNSPECIFIED\x10\x00\x12\x18\n\x14MISS_REASON_FULL_HIT\x10\x01\x12\x1b\n\x17MISS_REASON_BELOW_BLOCK\x10\x02\x12\x1b\n\x17MISS_REASON_DIVERGED_AT\x10\x03\x12\x17\n\x13MISS_REASON_EVICTED\x10\x04\x12\x1a\n\x16MISS_REASON_NEVER_SEEN\x10\x05\x12\x16\n\x12MISS_REASON_CAPPED\x10\x06\x12\x18\n\x14MISS_REASON_WINDOWED\x10\x07\x12\x18\n\x14MISS_REASON_DISABLED\x10\x08\x42<\n\x12\x64\x65v.quire.types.v1P\x01Z$quire.dev/gen/quire/types/v1;typesv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aquire/types/v1/types.proto\x12\x0equire.types.v1\"\xb7\x01\n\x0cPoolIdentity\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x02 \x01(\t\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12/\n\x0bkv_geometry\x18\x04 \x01(\x0b\x32\x1a.quire.types.v1.KvGeometry\x12\x14\n\x0chash_version\x18\x05 \x01(\t\x12\x12\n\narithmetic\x18\x06 \x01(\t\"}\n\nKvGeometry\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x12\n\nhead_dim_k\x18\x03 \x01(\r\x12\x12\n\nhead_dim_v\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x0e\n\x06window\x18\x06 \x01(\r\"\xcb\x05\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x05 \x01(\x05H\x04\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x06 \x01(\x05H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\x05\x12\x1f\n\x12repetition_penalty\x18\t \x01(\x02H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\n \x01(\x02H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0b \x01(\x02H\x08\x88\x01\x01\x12\x41\n\nlogit_bias\x18\x0c \x03(\x0b\x32-.quire.types.v1.SamplingParams.LogitBiasEntry\x12\x11\n\x04seed\x18\r \x01(\x03H\t\x88\x01\x01\x12\x17\n\nignore_eos\x18\x0e \x01(\x08H\n\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0f \x01(\x05H\x0b\x88\x01\x01\x12\x0e\n\x01n\x18\x10 \x01(\x05H\x0c\x88\x01\x01\x12\x19\n\x0cinclude_stop\x18\x11 \x01(\x08H\r\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\r\n\x0b_ignore_eosB\x0b\n\t_logprobsB\x04\n\x02_nB\x0f\n\r_include_stop\"_\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x03 \x03(\x05\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\"|\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x15\n\routput_tokens\x18\x03 \x01(\r\x12\x19\n\x11recomputed_tokens\x18\x04 \x01(\r\x12\x13\n\x0bpreemptions\x18\x05 \x01(\r*\xb1\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x12\x1a\n\x16\x46INISH_REASON_DEADLINE\x10\x04\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x05*\xfe\x01\n\nMissReason\x12\x1b\n\x17MISS_REASON_UNSPECIFIED\x10\x00\x12\x18\n\x14MISS_REASON_FULL_HIT\x10\x01\x12\x1b\n\x17MISS_REASON_BELOW_BLOCK\x10\x02\x12\x1b\n\x17MISS_REASON_DIVERGED_AT\x10\x03\x12\x17\n\x13MISS_REASON_EVICTED\x10\x04\x12\x1a\n\x16MISS_REASON_NEVER_SEEN\x10\x05\x12\x16\n\x12MISS_REASON_CAPPED\x10\x06\x12\x18\n\x14MISS_REASON_WINDOWED\x10\x07\x12\x18\n\x14MISS_REASON_DISABLED\x10\x08\x42<\n\x12\x64\x65v.quire.types.v1P\x01Z$quire.dev/gen/quire/types/v1;typesv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,20 +34,20 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._serialized_options = b'\n\022dev.quire.types.v1P\001Z$quire.dev/gen/quire/types/v1;typesv1'
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=1281
-  _globals['_FINISHREASON']._serialized_end=1458
-  _globals['_MISSREASON']._serialized_start=1461
-  _globals['_MISSREASON']._serialized_end=1715
+  _globals['_FINISHREASON']._serialized_start=1301
+  _globals['_FINISHREASON']._serialized_end=1478
+  _globals['_MISSREASON']._serialized_start=1481
+  _globals['_MISSREASON']._serialized_end=1735
   _globals['_POOLIDENTITY']._serialized_start=47
-  _globals['_POOLIDENTITY']._serialized_end=210
-  _globals['_KVGEOMETRY']._serialized_start=212
-  _globals['_KVGEOMETRY']._serialized_end=337
-  _globals['_SAMPLINGPARAMS']._serialized_start=340
-  _globals['_SAMPLINGPARAMS']._serialized_end=1055
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=805
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=853
-  _globals['_TOKENLOGPROBS']._serialized_start=1057
-  _globals['_TOKENLOGPROBS']._serialized_end=1152
-  _globals['_USAGE']._serialized_start=1154
-  _globals['_USAGE']._serialized_end=1278
+  _globals['_POOLIDENTITY']._serialized_end=230
+  _globals['_KVGEOMETRY']._serialized_start=232
+  _globals['_KVGEOMETRY']._serialized_end=357
+  _globals['_SAMPLINGPARAMS']._serialized_start=360
+  _globals['_SAMPLINGPARAMS']._serialized_end=1075
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=825
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=873
+  _globals['_TOKENLOGPROBS']._serialized_start=1077
+  _globals['_TOKENLOGPROBS']._serialized_end=1172
+  _globals['_USAGE']._serialized_start=1174
+  _globals['_USAGE']._serialized_end=1298
 # @@protoc_insertion_point(module_scope)

@@ -101,11 +101,14 @@ class PoolIdentity(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     KV_GEOMETRY_FIELD_NUMBER: _builtins.int
     HASH_VERSION_FIELD_NUMBER: _builtins.int
+    ARITHMETIC_FIELD_NUMBER: _builtins.int
     model_fingerprint: _builtins.str
     tokenizer_fingerprint: _builtins.str
     block_size: _builtins.int
     hash_version: _builtins.str
     """Version of the block-hash format; see common/hashing.py."""
+    arithmetic: _builtins.str
+    """What decides the bits of a token's logits, where the workers of a pool promise equal bits; else "any"."""
     @_builtins.property
     def kv_geometry(self) -> Global___KvGeometry: ...
     def __init__(
@@ -116,10 +119,11 @@ class PoolIdentity(_message.Message):
         block_size: _builtins.int = ...,
         kv_geometry: Global___KvGeometry | None = ...,
         hash_version: _builtins.str = ...,
+        arithmetic: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv_geometry", b"kv_geometry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "hash_version", b"hash_version", "kv_geometry", b"kv_geometry", "model_fingerprint", b"model_fingerprint", "tokenizer_fingerprint", b"tokenizer_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arithmetic", b"arithmetic", "block_size", b"block_size", "hash_version", b"hash_version", "kv_geometry", b"kv_geometry", "model_fingerprint", b"model_fingerprint", "tokenizer_fingerprint", b"tokenizer_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
