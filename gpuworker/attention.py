@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from common.errors import FieldViolation, InvalidConfig
+from common.errors import FieldViolation, InvalidConfig, Unsupported
 from gpuworker.kv_cache import KvCache
 
 Int32Array = npt.NDArray[np.int32]
@@ -94,25 +94,38 @@ BackendFactory = Callable[[KvCache], AttentionBackend]
 
 
 @dataclass(frozen=True, slots=True)
+class BackendOptions:
+    """How a backend is to compute.
+
+    `deterministic`: what a query gets is the same to the bit whatever else is in the step, however its sequence was cut
+    into steps, and however many threads run.
+    """
+
+    deterministic: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class BackendChoice:
-    """How to make a backend, and the types of device it runs on (none named: all)."""
+    """How to make a backend, the types of device it runs on (none named: all), and whether it can be deterministic."""
 
-    make: BackendFactory
+    make: Callable[[KvCache, BackendOptions], AttentionBackend]
     device_types: tuple[str, ...] = ()
+    deterministic: bool = False
 
 
-def _torch_backend(cache: KvCache) -> AttentionBackend:
+def _torch_backend(cache: KvCache, options: BackendOptions) -> AttentionBackend:
     from gpuworker.kernels.torch_attention import TorchAttention
 
     return TorchAttention(cache)
 
 
-def _triton_backend(cache: KvCache) -> AttentionBackend:
+def _triton_backend(cache: KvCache, options: BackendOptions) -> AttentionBackend:
     from gpuworker.kernels.triton_attention import TritonAttention
 
     return TritonAttention(cache)
 
 
+_ANY_BITS = BackendOptions()
 # On each type of device a backend that names it is faster than one that runs anywhere.
 BACKENDS: dict[str, BackendChoice] = {
     "torch": BackendChoice(_torch_backend),
@@ -126,13 +139,21 @@ def backends_on(device_type: str) -> list[str]:
     return sorted(able, key=lambda name: not BACKENDS[name].device_types)
 
 
-def make_backend(name: str, cache: KvCache) -> AttentionBackend:
+def make_backend(name: str, cache: KvCache, options: BackendOptions = _ANY_BITS) -> AttentionBackend:
     """Return the backend called `name` on `cache`; "auto" is the fastest that the cache's device can run.
 
-    Raises InvalidConfig for a name that is unknown or that does not run on this device.
+    Raises InvalidConfig for a name that is unknown or that does not run on this device, Unsupported when what is left
+    cannot be deterministic and must.
     """
     able = backends_on(cache.keys.device.type)
-    chosen = able[0] if name == "auto" else name
-    if chosen not in able:
+    if name not in ("auto", *able):
         raise InvalidConfig(FieldViolation("--attention", f"{name!r}; expected auto, {', '.join(able)}"))
-    return BACKENDS[chosen].make(cache)
+    allowed = able if name == "auto" else [name]
+    fit = [each for each in allowed if BACKENDS[each].deterministic or not options.deterministic]
+    if not fit:
+        kind = cache.keys.device.type
+        raise Unsupported(
+            f"--deterministic cannot be kept: no attention for {kind} here computes the same bits in every batch"
+            f" (tried {', '.join(allowed)}); on a CPU the native kernels do, which need a C++ compiler at install"
+        )
+    return BACKENDS[fit[0]].make(cache, options)
