@@ -130,9 +130,10 @@ def plan_memory(model: HostedModel, geometry: KvGeometry, model_limit: int, opti
 
 
 def weight_bytes(module: torch.nn.Module) -> int:
-    """Return the bytes of all parameters and buffers, tied ones once."""
+    """Return the bytes of all parameters and buffers, tied ones once, and of what linear layers hold prepacked."""
     tensors = {t.data_ptr(): t for t in (*module.parameters(), *module.buffers())}
-    return sum(t.numel() * t.itemsize for t in tensors.values())
+    packed = sum(int(getattr(each, "packed_bytes", 0)) for each in module.modules())
+    return packed + sum(t.numel() * t.itemsize for t in tensors.values())
 
 
 def _room(device: torch.device, free: int, options: MemoryOptions) -> int:

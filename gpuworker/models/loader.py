@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from dataclasses import dataclass
@@ -15,8 +16,10 @@ from common.errors import FieldViolation, InvalidConfig, Unsupported
 from common.hub import checkpoint_directory
 from common.options import LoadFormat
 from gpuworker.devices import dtype_name
+from gpuworker.models.checkpoint import Checkpoint
 from gpuworker.models.hosted import HostedModel
 from gpuworker.models.precision import Precision, resolve_precision
+from gpuworker.models.prepacked import prepack
 from gpuworker.models.progress import telling_progress
 
 LOAD_FORMATS = get_args(LoadFormat)
@@ -59,10 +62,12 @@ def load_model(source: ModelSource, device: torch.device) -> HostedModel:
             if source.load_format == "dummy":
                 module = _random_model(config, precision.dtype, source.seed, device)
             else:
-                module = _stored_model(directory, precision.dtype, device)
+                module = _stored_model(directory, config, precision.dtype, device)
     except (OSError, ValueError, RuntimeError) as error:
         raise InvalidConfig(FieldViolation("--model", f"cannot load {directory}: {error}")) from error
-    return HostedModel(module, precision.kv_dtype)
+    model = HostedModel(module, precision.kv_dtype)
+    prepack(model)
+    return model
 
 
 def precision_of(source: ModelSource, config: PretrainedConfig) -> Precision:
@@ -144,9 +149,47 @@ def eos_token_ids(directory: Path) -> tuple[int, ...]:
     return ()
 
 
-def _stored_model(directory: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    module: torch.nn.Module = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
+def _stored_model(
+    directory: Path, config: PretrainedConfig, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    """Return the model of a checkpoint. transformers names, merges and converts what `Checkpoint` hands out.
+
+    What is stored in the right type stays on the pages of its file; what is not is converted tensor by tensor.
+    """
+    checkpoint, plain = Checkpoint(directory), _without_quantisation(config)
+    if checkpoint.packed:
+        what = f"{checkpoint.packed} of {len(list(checkpoint))} weights of the checkpoint are in {checkpoint.format}"
+        _log.info("%s; the hosted path runs them dequantised, in %s", what, dtype_name(dtype))
+    with torch.device("meta"):
+        kind = type(AutoModelForCausalLM.from_config(plain))
+    weights = {name: _Unread(checkpoint, name, dtype) for name in checkpoint}
+    options: dict[str, Any] = {"state_dict": weights, "dtype": dtype, "attn_implementation": "eager"}
+    module, report = kind.from_pretrained(None, config=plain, output_loading_info=True, **options)
+    bad = sorted(str(name) for part in ("missing_keys", "mismatched_keys") for name in report[part])
+    if bad:
+        raise ValueError(f"{len(bad)} weights are missing or have another shape, such as {bad[0]}")
     return cast("PreTrainedModel", module.to(device))
+
+
+@dataclass(frozen=True, slots=True)
+class _Unread:
+    """A weight that is read when transformers gets to it: all that it does is to index it once."""
+
+    checkpoint: Checkpoint
+    name: str
+    dtype: torch.dtype
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self.checkpoint.tensor(self.name, self.dtype)[index]
+
+
+def _without_quantisation(config: PretrainedConfig) -> PretrainedConfig:
+    """Return a copy that says nothing of quantisation: transformers would want the library that wrote it."""
+    plain = copy.deepcopy(config)
+    for part in (plain, plain.get_text_config()):
+        for name in ("quantization_config", "compression_config"):
+            part.__dict__.pop(name, None)
+    return plain
 
 
 def _random_model(config: PretrainedConfig, dtype: torch.dtype, seed: int, device: torch.device) -> PreTrainedModel:

@@ -1,0 +1,141 @@
+"""The tensors of a checkpoint where they lie: safetensors files, mapped into memory tensor by tensor, read if touched.
+
+Each tensor has a mapping of its own, which goes away with the tensor. So of a checkpoint that is converted on the way
+in, no more of the source is in memory than what is being converted; what is kept as it is costs no copy, and its pages
+are the page cache's. (The safetensors library maps a file as one, and lets go of it as one.)
+
+A file is: 8 bytes, the length of the header, little-endian; the header, JSON, name → dtype, shape, [begin, end) of the
+data; then the data. Format: the README of the safetensors project.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from common.errors import FieldViolation, InvalidConfig
+
+INDEX: Final = "model.safetensors.index.json"
+_DTYPES: Final = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_LARGEST_HEADER: Final = 100 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where one tensor lies: a file, the offset of its first byte in it, and what it is."""
+
+    path: Path
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def map(self) -> torch.Tensor:
+        """Return the tensor on pages of the file; nothing is read before it is touched, and writes stay private."""
+        if not self.nbytes:
+            return torch.empty(self.shape, dtype=self.dtype)
+        before = self.offset % mmap.ALLOCATIONGRANULARITY
+        with self.path.open("rb") as file:
+            pages = mmap.mmap(file.fileno(), before + self.nbytes, access=mmap.ACCESS_COPY, offset=self.offset - before)
+        flat = torch.frombuffer(pages, dtype=torch.uint8, offset=before, count=self.nbytes)
+        if self.offset % self.dtype.itemsize:
+            flat = flat.clone()  # written by a program that does not align: few are, and a copy is aligned
+        return flat.view(self.dtype).view(self.shape)
+
+
+class StoredTensors:
+    """All tensors of a checkpoint folder by name, in the order of their names; of one file or of several."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._found: dict[str, StoredTensor] = {}
+        for path in _files(directory):
+            self._found |= _read_header(path)
+
+    def __contains__(self, name: object) -> bool:
+        """Tell whether there is a tensor of this name."""
+        return name in self._found
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        """Return where a tensor lies. Raises KeyError."""
+        return self._found[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names."""
+        return iter(sorted(self._found))
+
+    def __len__(self) -> int:
+        """Return how many tensors there are."""
+        return len(self._found)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors together."""
+        return sum(tensor.nbytes for tensor in self._found.values())
+
+
+def _files(directory: Path) -> list[Path]:
+    """Return the files of a checkpoint, those of its index if it has one. Raises InvalidConfig when one is missing."""
+    index = directory / INDEX
+    if not index.is_file():
+        whole = directory / "model.safetensors"
+        found = [whole] if whole.is_file() else sorted(directory.glob("*.safetensors"))
+        if not found:
+            what = f"cannot load {directory}: no *.safetensors there; other formats of weights are not read"
+            raise InvalidConfig(FieldViolation("--model", what))
+        return found
+    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    missing = [name for name in names if not (directory / name).is_file()]
+    if missing:
+        what = f"cannot load {directory}: {INDEX} names {', '.join(missing)}, which are not there"
+        raise InvalidConfig(FieldViolation("--model", what))
+    return [directory / name for name in names]
+
+
+def _read_header(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of one file. Raises InvalidConfig when it is not what the format says."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > min(_LARGEST_HEADER, path.stat().st_size):
+                raise ValueError("its header is longer than the file")
+            header: dict[str, Any] = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        found = {name: _stored(path, 8 + length, entry) for name, entry in header.items()}
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidConfig(FieldViolation("--model", f"cannot read {path}: {error!r}")) from error
+    return found
+
+
+def _stored(path: Path, begin: int, entry: dict[str, Any]) -> StoredTensor:
+    if entry["dtype"] not in _DTYPES:
+        raise ValueError(f"type {entry['dtype']} is not known")
+    first, last = entry["data_offsets"]
+    stored = StoredTensor(path, begin + first, tuple(entry["shape"]), _DTYPES[entry["dtype"]])
+    if last - first != stored.nbytes or begin + last > path.stat().st_size:
+        raise ValueError(f"data of {stored.shape} {stored.dtype} at {first}:{last} does not fit the file")
+    return stored
