@@ -62,10 +62,11 @@ def report(bench: str, figures: Mapping[str, float], notes: Mapping[str, str], a
     for name, value in figures.items():
         table.add_row(name, _readable(value), notes.get(name, ""))
     Console(highlight=False, width=_WIDTH).print(table)
-    _end_with_json(bench, figures, as_json)
+    end_with_json(bench, figures, as_json)
 
 
-def _end_with_json(bench: str, figures: Mapping[str, float], as_json: bool) -> None:
+def end_with_json(bench: str, figures: Mapping[str, float], as_json: bool) -> None:
+    """Print the JSON object, if asked, as the last line."""
     if as_json:
         rounded = {name: round(float(value), 6) for name, value in figures.items()}
         print(json.dumps({"bench": bench, "machine": machine(), "figures": rounded}))
@@ -94,7 +95,7 @@ def report_columns(
         table.add_row(name, _readable(value), *[""] * (len(columns) - 1), notes.get(name, ""))
     Console(highlight=False, width=_WIDTH).print(table)
     named = {f"{name}_{column}": value for column, row in columns.items() for name, value in row.items()}
-    _end_with_json(bench, named | dict(single or {}), as_json)
+    end_with_json(bench, named | dict(single or {}), as_json)
 
 
 def progress(text: str, end: bool = False) -> None:

@@ -1,0 +1,193 @@
+"""Other engines as processes: each driver loads its engine once, says READY, and answers WORKLOAD SCALE with a result.
+
+A peers folder has a virtual environment, `hf`, `ov` or `vllm`, and the drivers that run in it: `bench_naive.py`
+(transformers' generate on static batches), `bench_hfcb.py` (transformers' continuous batching), `bench_openvino.py`
+and `bench_vllm.py`; and the checkpoint, which they and we load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+
+from common import die_with_parent
+from common.errors import Unavailable
+
+READY_SECONDS: Final = 400.0
+_END_SECONDS: Final = 20.0
+_POLL_SECONDS: Final = 0.02
+_SHOWN_BYTES: Final = 2000
+_LONGEST_LINE: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Which driver, in which environment; and whether it has a prefix cache."""
+
+    environment: str
+    driver: str
+    caches: bool = True
+
+
+PEERS: Final = {
+    "naive": Peer("hf", "bench_naive.py", caches=False),
+    "hf-cb": Peer("hf", "bench_hfcb.py"),
+    "openvino": Peer("ov", "bench_openvino.py"),
+    "vllm": Peer("vllm", "bench_vllm.py"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PeerOptions:
+    """What a driver is started with. `model` is a folder below `folder`; `scratch` takes its errors and outputs."""
+
+    folder: Path
+    scratch: Path
+    model: str = "model"
+    dtype: str = "float32"
+    prefix_caching: bool = False
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Return the flags of a driver; sizes are those of `bench.flags.worker_options`."""
+        caching = "on" if self.prefix_caching else "off"
+        return (
+            *("--stdin", "--model", self.model, "--dtype", self.dtype, "--prefix-caching", caching),
+            *("--kv-gib", "1", "--max-seqs", "64", "--max-batched-tokens", "2048"),
+        )
+
+
+class PeerProcess:
+    """One loaded engine; between its runs it is stopped (SIGSTOP), so that it takes no time from the others.
+
+    `start_seconds` is from its first instruction to READY, which it says after a few requests that warm it up.
+    """
+
+    def __init__(self, name: str, options: PeerOptions) -> None:
+        self.name, self.options = name, options
+        self.start_seconds = 0.0
+        self._errors = options.scratch / f"{name}.err"
+        self._outputs = options.scratch / f"{name}.json"
+        self._first: dict[str, list[int]] | None = None
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def __aenter__(self) -> PeerProcess:
+        try:
+            await self._start()
+        except BaseException:
+            await self._end()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._end()
+
+    async def run(self, workload: str, scale: float) -> dict[str, Any]:
+        """Run a share of a workload; return the driver's figures. Raises Unavailable, with its words, if it dies."""
+        process = self._running()
+        assert process.stdin is not None
+        self._signal(signal.SIGCONT)
+        process.stdin.write(f"{workload} {scale:g}\n".encode())
+        line = await self._line_that(lambda text: text.startswith("{"))
+        if self._first is None:
+            self._first = await self._written_outputs()
+        self._signal(signal.SIGSTOP)
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def first_outputs(self) -> dict[str, list[int]]:
+        """Return the tokens of its first run, by request; drivers keep those of the first alone."""
+        return self._first or {}
+
+    async def _written_outputs(self) -> dict[str, list[int]]:
+        """Return what the driver writes after it has said how its first run went."""
+        async with asyncio.timeout(_END_SECONDS):
+            while True:
+                with suppress(FileNotFoundError, json.JSONDecodeError):
+                    return {name: each["ids"] for name, each in json.loads(self._outputs.read_text()).items()}
+                await asyncio.sleep(_POLL_SECONDS)
+
+    # ------------------------------------------------------------ the process
+
+    async def _start(self) -> None:
+        peer, options = PEERS[self.name], self.options
+        python = options.folder / peer.environment / "bin" / "python"
+        command = [str(python), str(options.folder / peer.driver), *options.arguments, "--outputs", str(self._outputs)]
+        began = time.perf_counter()
+        with self._errors.open("wb") as errors:
+            self._process = await asyncio.create_subprocess_exec(
+                *die_with_parent.command(command),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                cwd=options.folder,
+                limit=_LONGEST_LINE,
+            )
+        async with asyncio.timeout(READY_SECONDS):
+            await self._line_that(lambda text: text == "READY")
+        self.start_seconds = time.perf_counter() - began
+        self._signal(signal.SIGSTOP)
+
+    def _running(self) -> asyncio.subprocess.Process:
+        assert self._process is not None, "a peer is run inside its `async with`"
+        return self._process
+
+    async def _line_that(self, fits: Callable[[str], bool]) -> str:
+        process = self._running()
+        assert process.stdout is not None
+        while line := await process.stdout.readline():
+            text = line.decode(errors="replace").strip()
+            if fits(text):
+                return text
+        said = self._errors.read_bytes()[-_SHOWN_BYTES:].decode(errors="replace")
+        raise Unavailable(f"the driver of {self.name} ended; its last words:\n{said}")
+
+    def _tree(self) -> list[psutil.Process]:
+        """Return it and all that it has started."""
+        try:
+            root = psutil.Process(self._running().pid)
+            return [root, *root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def _signal(self, number: signal.Signals) -> None:
+        for each in self._tree():
+            with suppress(psutil.NoSuchProcess):
+                each.send_signal(number)
+
+    async def _end(self) -> None:
+        """Close its input, which ends a driver; what outlives that is killed, engines that it left behind included."""
+        process = self._process
+        if process is None:
+            return
+        self._signal(signal.SIGCONT)
+        tree = self._tree()
+        assert process.stdin is not None
+        process.stdin.close()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), _END_SECONDS)
+        for each in tree:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+        await process.wait()
+
+
+def missing(folder: Path, names: Sequence[str], model: str) -> Iterator[str]:
+    """Yield what a peers folder lacks for these peers."""
+    for name in names:
+        peer = PEERS[name]
+        for path in (folder / peer.environment / "bin" / "python", folder / peer.driver):
+            if not path.exists():
+                yield str(path)
+    if not (folder / model / "config.json").is_file():
+        yield str(folder / model / "config.json")

@@ -1,0 +1,223 @@
+"""Ours and the engines that a user would pick instead, on the same token ids, run by run in turns.
+
+    python -m bench.peers --peers DIR --json --plan W4:1 W1:0.5 W2:0.25 W3:0.5 --repeat 3
+
+Ours is the whole suite with its processes apart: client, router, worker and KV manager over gRPC. The peers are called
+in process by their drivers (bench/peer_process.py). For each type and mode all engines are loaded, then take turns;
+those that wait are stopped. With prefix caching every run begins from a cold cache: ours by a salt, vLLM by a reset,
+the others by other ids of the same lengths. Result lines go to --out, from which `bench.plots` draws.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import uvloop
+
+from bench.closed_loop import agreement, figures
+from bench.flags import add_engine_flags
+from bench.harness import parser, progress
+from bench.peer_process import PEERS, PeerOptions, PeerProcess, missing
+from bench.ratio_table import print_report
+from bench.ratios import OURS
+from bench.serve import add_suite_flags, bench_options
+from bench.suite import ServedSuite, served_suite
+from bench.workloads import make, warm_up
+
+RESULTS: Final = Path(__file__).parent / "results"
+_SHARING: Final = ("W2", "W3")
+"""Workloads whose requests share prefixes: the others have nothing to cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A workload and the share of its requests to run."""
+
+    workload: str
+    scale: float
+
+    def __str__(self) -> str:
+        return f"{self.workload}:{self.scale:g}"
+
+    @staticmethod
+    def of(text: str) -> Item:
+        """Return the item that WORKLOAD:SCALE names."""
+        workload, _, scale = text.partition(":")
+        return Item(workload, float(scale or 1.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """In what type, and whether with prefix caching, everything runs."""
+
+    dtype: str
+    prefix_caching: bool
+
+    @property
+    def fields(self) -> dict[str, str]:
+        """As result lines have it."""
+        return {"dtype": self.dtype, "prefix_caching": "on" if self.prefix_caching else "off"}
+
+
+class Engine(Protocol):
+    """One of those that are compared."""
+
+    name: str
+    start_seconds: float
+
+    async def run(self, workload: str, scale: float) -> dict[str, Any]:
+        """Run a share of a workload from a cold cache; return its figures."""
+        ...
+
+    def first_outputs(self) -> dict[str, list[int]]:
+        """Return the tokens of its first run, by request."""
+        ...
+
+
+class Ours:
+    """Implements `Engine` over a running suite."""
+
+    name = OURS
+
+    def __init__(self, suite: ServedSuite) -> None:
+        self._suite = suite
+        self._runs = 0
+        self._first: dict[str, list[int]] = {}
+        self.start_seconds = suite.start_seconds
+
+    async def warm_up(self) -> None:
+        """Run what the peers' drivers run before they say READY; it counts as part of the start."""
+        began = time.perf_counter()
+        await self._suite.run(warm_up())
+        self.start_seconds += time.perf_counter() - began
+
+    async def run(self, workload: str, scale: float) -> dict[str, Any]:
+        """See `Engine`."""
+        self._runs += 1
+        seconds, records = await self._suite.run(make(workload, 0, scale), salt=f"run-{self._runs}")
+        if self._runs == 1:
+            self._first = {rid: record.tokens for rid, record in records.items()}
+        memory = self._suite.peak_rss()
+        found = {"workload": workload, "scale": scale, **figures(seconds, records.values())}
+        return found | {"peak_rss_mib": sum(memory.values()), "rss_mib": memory}
+
+    def first_outputs(self) -> dict[str, list[int]]:
+        """See `Engine`."""
+        return self._first
+
+
+# ------------------------------------------------------------ one mode
+
+
+@asynccontextmanager
+async def loaded(args: argparse.Namespace, mode: Mode, scratch: Path) -> AsyncIterator[list[Engine]]:
+    """Load every engine of a mode, one after the other, so that each start is its own; end them all at the end."""
+    options = PeerOptions(args.peers, scratch, args.model, mode.dtype, mode.prefix_caching)
+    engines: list[Engine] = []
+    async with AsyncExitStack() as stack:
+        for name in args.engines:
+            if PEERS[name].caches or not mode.prefix_caching:
+                engines.append(await stack.enter_async_context(PeerProcess(name, options)))
+                progress(f"{name} loaded in {engines[-1].start_seconds:.1f} s", end=True)
+        model = str(args.peers / args.model)
+        flags = bench_options(model, "auto", args, mode.dtype, mode.prefix_caching)
+        ours = Ours(await stack.enter_async_context(served_suite(flags)))
+        await ours.warm_up()
+        progress(f"ours loaded in {ours.start_seconds:.1f} s", end=True)
+        yield [ours, *engines]
+
+
+def turns(engines: Sequence[Engine], items: Sequence[Item], repeat: int) -> Iterator[tuple[int, Item, Engine]]:
+    """Yield who runs what: all engines next to each other on an item, beginning with another one each time."""
+    for rep in range(repeat):
+        for place, item in enumerate(items):
+            first = (rep + place) % len(engines)
+            for engine in (*engines[first:], *engines[:first]):
+                yield rep, item, engine
+
+
+def items_of(plan: Sequence[Item], mode: Mode) -> list[Item]:
+    """Return what of a plan is to be run in a mode."""
+    return [item for item in plan if not mode.prefix_caching or item.workload in _SHARING]
+
+
+async def compare(args: argparse.Namespace, mode: Mode, take: Callable[[dict[str, Any]], None]) -> None:
+    """Hand on a result line for each run of a mode. The first run of each engine compares tokens, and is not timed."""
+    items = items_of(args.plan, mode)
+    if not items:
+        return
+    with tempfile.TemporaryDirectory(prefix="quire-bench-") as scratch:
+        async with loaded(args, mode, Path(scratch)) as engines:
+            agreements = await _agreements(engines, args.agree)
+            for rep, item, engine in turns(engines, items, args.repeat):
+                found = await engine.run(item.workload, item.scale)
+                line = found | mode.fields | {"engine": engine.name, "rep": rep, "start_s": engine.start_seconds}
+                take(line | {"agreement": agreements[engine.name], "agreed_on": str(args.agree)})
+
+
+async def _agreements(engines: Sequence[Engine], item: Item) -> dict[str, float]:
+    """Return, for each engine, the share of tokens that it has in common with ours on one workload."""
+    for engine in engines:
+        await engine.run(item.workload, item.scale)
+    outputs = {engine.name: engine.first_outputs() for engine in engines}
+    return {name: agreement(outputs[OURS], found) for name, found in outputs.items()}
+
+
+async def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run everything; write each result line as it comes."""
+    lines: list[dict[str, Any]] = []
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    with args.out.open("w") as out:
+
+        def take(line: dict[str, Any]) -> None:
+            out.write(json.dumps(line) + "\n")
+            out.flush()
+            lines.append(line)
+            setting = f"{line['workload']} x{line['scale']:g} {line['dtype']}, caching {line['prefix_caching']}"
+            progress(f"{setting}: {line['engine']} {line['output_tok_s']:.0f} tokens/s", end=True)
+
+        for mode in (Mode(dtype, caching == "on") for dtype in args.dtype for caching in args.caching):
+            await compare(args, mode, take)
+    return lines
+
+
+def _parser() -> argparse.ArgumentParser:
+    flags = parser(__doc__)
+    flags.add_argument("--peers", type=Path, required=True, help="folder of the peers: environments, drivers, model")
+    flags.add_argument("--model", default="model", help="folder of the checkpoint, below that of the peers")
+    plan = [Item("W4", 1.0), Item("W1", 0.5), Item("W2", 0.25), Item("W3", 0.5)]
+    flags.add_argument("--plan", nargs="+", type=Item.of, default=plan, metavar="W:SCALE")
+    flags.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
+    flags.add_argument("--caching", nargs="+", default=["off", "on"], choices=["off", "on"])
+    flags.add_argument("--engines", nargs="+", default=list(PEERS), choices=list(PEERS), metavar="PEER")
+    flags.add_argument("--repeat", type=int, default=3, help="runs of each engine on each item")
+    flags.add_argument("--agree", type=Item.of, default=Item("W3", 0.125), help="what tokens are compared on")
+    stamp = f"{datetime.now().astimezone():%Y%m%d-%H%M%S}"
+    flags.add_argument("--out", type=Path, default=RESULTS / f"peers-{stamp}.jsonl", help="file of the result lines")
+    add_engine_flags(flags)
+    add_suite_flags(flags)
+    return flags
+
+
+def main() -> None:
+    """Run the benchmark."""
+    flags = _parser()
+    args = flags.parse_args()
+    args.peers = args.peers.expanduser().resolve()
+    if lacking := list(missing(args.peers, args.engines, args.model)):
+        flags.error("--peers lacks " + ", ".join(lacking))
+    lines = uvloop.run(run(args))
+    print_report(lines, args.out, args.json)
+
+
+if __name__ == "__main__":
+    main()
