@@ -58,6 +58,14 @@ def pick_cache_dtype(name: str, of_model: torch.dtype) -> str:
     return name
 
 
+def sent(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor of the host on the device; on CUDA the copy is queued behind what runs, and nothing waits.
+
+    From pageable memory it would first wait for all that is queued.
+    """
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name without "torch.", e.g. "bfloat16"."""
     return str(dtype).removeprefix("torch.")

@@ -24,10 +24,11 @@ from gpuworker.attention import AttentionBackend
 from gpuworker.core.batch_plan import StepPlan, StepResult
 from gpuworker.devices import default_threads
 from gpuworker.kv_cache import KvCache
-from gpuworker.sampler import Drawn, DrawPoint, RowLogprobs, SampledRow, SamplingBatch, token_logprobs
+from gpuworker.sampler import Drawn, RowLogprobs, SampledRow, SamplingBatch, token_logprobs
 from gpuworker.seats import Seats
 from gpuworker.serial_thread import SerialThread
-from gpuworker.step_inputs import StagedStep, StepInputs, pack_rows
+from gpuworker.step_inputs import StagedStep, pack_rows
+from gpuworker.step_launch import EagerLauncher, LaidOutStep, LauncherFactory
 from gpuworker.step_model import StepModel
 from gpuworker.token_table import TokenTable
 
@@ -45,16 +46,13 @@ class RunnerLimits:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A plan as arrays: R rows, of which S sample. `inputs` are on the device already where that costs nothing."""
+    """A plan as arrays, for the S sequences that sample; `result` is what the engine waits for."""
 
     number: int
     generation: int
     copies: tuple[Copy, ...]
-    staged: StagedStep
-    inputs: StepInputs | None
-    point: DrawPoint
+    work: LaidOutStep
     sequences: tuple[SequenceId, ...]  # [S]
-    sampling: SamplingBatch
     result: Future[StepResult]
 
 
@@ -78,11 +76,13 @@ class ModelRunner:
         attention: AttentionBackend,
         limits: RunnerLimits,
         eos_token_ids: tuple[int, ...] = (),
+        launcher: LauncherFactory | None = None,
     ) -> None:
-        self._model, self._cache, self._attention = model, cache, attention
+        self._model, self._cache = model, cache
         self._device, self._eos = model.device, eos_token_ids
         self._seats = Seats(limits.max_num_seqs, -(-limits.max_model_len // cache.block_size))
         self._tokens = TokenTable(limits.max_num_seqs, limits.max_model_len + 1, self._device)
+        self._launcher = launcher(self._tokens) if launcher else EagerLauncher(model, attention, self._tokens)
         self._sampling: tuple[tuple[SequenceId, ...], SamplingBatch] | None = None
         # Steps of a generation in which one failed are not run: (generation, what failed).
         self._generation = 1
@@ -140,11 +140,13 @@ class ModelRunner:
             plan.step,
             self._generation,
             plan.copies,
-            staged,
-            staged.on(self._device) if on_cpu else None,
-            sampling.at(packed.context_len[samples].astype(np.int64), seats[samples]),
+            LaidOutStep(
+                staged,
+                staged.on(self._device) if on_cpu else None,
+                sampling.at(packed.context_len[samples].astype(np.int64), seats[samples]),
+                sampling,
+            ),
             sequences,
-            sampling,
             _begun(),
         )
 
@@ -179,21 +181,15 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _launch(self, step: _Step) -> _Launched:
-        """Copy blocks, run the model, draw, and write what was drawn into the token table."""
+        """Copy blocks and have the step computed."""
         if step.generation == self._failed[0]:
             raise EngineFailure("a step before this one failed") from self._failed[1]
         begun = time.perf_counter()
         if step.copies:
             self._cache.copy_blocks(step.copies)
-        if not len(step.staged.seats):
+        if not len(step.work.staged.seats):
             return _Launched(step, Drawn(torch.empty(0, dtype=torch.int64)), begun)
-        inputs = step.inputs or step.staged.on(self._device)
-        self._attention.begin(inputs.metadata)
-        token_ids = self._tokens.take(inputs.take)
-        logits = self._model.forward(token_ids, inputs.positions, inputs.keep, self._attention)
-        drawn = step.sampling.sample(logits, step.point, self._tokens.tensor)
-        self._tokens.put(inputs.put, drawn.tokens)
-        return _to_host(step, drawn, begun)
+        return _to_host(step, self._launcher.launch(step.work), begun)
 
     def _collect(self, launched: _Launched) -> None:
         """Wait for what a step drew and say it; on the collector's thread."""
@@ -229,7 +225,7 @@ def _in_words(launched: _Launched) -> StepResult:
     """Return what a step drew, by sequence."""
     step, drawn = launched.step, launched.drawn
     logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]] = {
-        step.sequences[row]: (found,) for row, found in token_logprobs(drawn, step.sampling).items()
+        step.sequences[row]: (found,) for row, found in token_logprobs(drawn, step.work.sampling).items()
     }
     # zip makes the tuples of one token each.
     tokens = dict(zip(step.sequences, zip(drawn.tokens.tolist(), strict=True), strict=True))

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from common.types import SamplingParams, TokenLogprobs
+from gpuworker.devices import sent
 from gpuworker.truncation import Truncation, draw_truncated, invert
 
 Int32Array = npt.NDArray[np.int32]
@@ -124,6 +125,12 @@ class SamplingBatch:
             len(self._penalised) or len(self._asking) or len(self._drawing) or self._bias[0].size or self._ends[0].size
         )
         self._prepared = self.plain
+        # [S], 0 for greedy rows; None where some row asks for more than a draw at a temperature.
+        self.temperatures: npt.NDArray[np.float32] | None = None
+        if not (len(self._penalised) or len(self._asking) or len(self._truncated)):
+            if not (self._bias[0].size or self._ends[0].size):
+                wanted = [0.0 if row.greedy else row.params.temperature for row in rows]
+                self.temperatures = np.array(wanted, dtype=np.float32)
 
     def at(self, positions: Int64Array, seats: Int32Array) -> DrawPoint:
         """Return what the rows need to draw the tokens at `positions` [S]; their known tokens are at `seats` [S]."""
@@ -206,10 +213,10 @@ class SamplingBatch:
         return np.array(rows, dtype=np.int64), np.array(ids, dtype=np.int64), np.array(values, dtype=np.float64)
 
     def _tensor(self, array: Int32Array | Int64Array | Float64Array) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return sent(torch.from_numpy(array), self._device)
 
     def _column(self, values: Sequence[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=self._device)[:, None]
+        return sent(torch.tensor(values, dtype=torch.float32), self._device)[:, None]
 
 
 def _where(flags: Sequence[bool]) -> Int64Array:

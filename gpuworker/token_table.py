@@ -18,24 +18,27 @@ class TokenTable:
 
     def __init__(self, seats: int, width: int, device: torch.device) -> None:
         self.width = width
-        self.tensor = torch.zeros((seats, width), dtype=torch.int32, device=device)  # a view for who reads whole rows
-        self._flat = self.tensor.view(-1)
-        self._array: npt.NDArray[np.int32] | None = self._flat.numpy() if device.type == "cpu" else None
+        self.spare = seats * width  # a place of no sequence, for what rows that pad a step draw
+        self.flat = torch.zeros(seats * width + 1, dtype=torch.int32, device=device)
+        self.tensor = self.flat[:-1].view(seats, width)  # for who reads whole rows
+        self._array: npt.NDArray[np.int32] | None = self.flat.numpy() if device.type == "cpu" else None
 
     def write(self, seat: int, tokens: Sequence[int] | npt.NDArray[np.int32]) -> None:
         """Set the first tokens of a seat."""
         known = torch.from_numpy(np.asarray(tokens, dtype=np.int32))
-        self.tensor[seat, : len(known)] = known.to(self.tensor.device)
+        if self._array is None:
+            known = known.pin_memory()  # from pageable memory, the copy would first wait for all that is queued
+        self.tensor[seat, : len(known)].copy_(known, non_blocking=True)
 
     def take(self, places: torch.Tensor) -> torch.Tensor:
         """Return the tokens at places [T] int64 as [T] int64."""
         if self._array is None:
-            return self._flat[places].long()
+            return self.flat[places].long()
         return torch.from_numpy(self._array[places.numpy()].astype(np.int64))
 
     def put(self, places: torch.Tensor, tokens: torch.Tensor) -> None:
         """Set places [S] int64 to tokens [S] int64."""
         if self._array is None:
-            self._flat[places] = tokens.int()
+            self.flat[places] = tokens.int()
         else:
             self._array[places.numpy()] = tokens.numpy()

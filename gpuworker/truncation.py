@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from common.types import SamplingParams
+from gpuworker.devices import sent
 
 _SORTED_FIRST, _WIDEN = 256, 8  # how many of the best tokens are sorted first, and by which factor more if need be
 
@@ -21,7 +22,8 @@ _SORTED_FIRST, _WIDEN = 256, 8  # how many of the best tokens are sorted first, 
 class Truncation:
     """What n rows keep; float64 columns [n, 1], infinite where there is no such bound.
 
-    `widest` is the largest top_k; `of_whole`: some row's top_p is a share of the whole vocabulary.
+    `widest` is the largest top_k; `of_whole`: some row's top_p is a share of the whole vocabulary; `unbounded`: some
+    row has no top_k.
     """
 
     top_k: torch.Tensor
@@ -29,13 +31,14 @@ class Truncation:
     min_p: torch.Tensor
     widest: int
     of_whole: bool
+    unbounded: bool
 
     @staticmethod
     def of(params: Sequence[SamplingParams], device: torch.device) -> Truncation:
         """Return the bounds of rows in tensors."""
 
         def column(values: list[float]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.float64, device=device)[:, None]
+            return sent(torch.tensor(values, dtype=torch.float64), device)[:, None]
 
         return Truncation(
             column([float(p.top_k or math.inf) for p in params]),
@@ -43,11 +46,13 @@ class Truncation:
             column([p.min_p for p in params]),
             max(p.top_k for p in params),
             any(p.top_p < 1.0 and not p.top_k for p in params),
+            any(not p.top_k for p in params),
         )
 
     def rows(self, index: torch.Tensor) -> Truncation:
         """Return the bounds of some of the rows."""
-        return Truncation(self.top_k[index], self.top_p[index], self.min_p[index], self.widest, self.of_whole)
+        bounds = self.top_k[index], self.top_p[index], self.min_p[index]
+        return Truncation(*bounds, self.widest, self.of_whole, self.unbounded)
 
 
 def draw_truncated(
@@ -57,15 +62,17 @@ def draw_truncated(
 
     In order of falling probability, ties by rising id: the first top_k; of those the fewest whose share reaches top_p;
     of those the ones that are at least min_p times as likely as the first. Only the best `sort_first` are sorted at
-    first, and more for the rows that may keep more.
+    first, and more for the rows that may keep more. On CUDA nobody waits to see which rows those are: where some row
+    has no top_k, all is sorted at once; else ties with the last token kept that are not among the best count as less
+    likely than it.
     """
-    vocab = scaled.shape[1]
-    width = min(vocab, max(sort_first, bounds.widest))
+    vocab, in_one_go = scaled.shape[1], scaled.is_cuda
+    width = vocab if in_one_go and bounds.unbounded else min(vocab, max(sort_first, bounds.widest))
     best, ids = scaled.topk(width, dim=-1)
     counts = _kept_counts(best, scaled, bounds)
     last = best.gather(1, counts[:, None] - 1)
     tokens = _draw_kept(best, ids, counts, uniform)
-    if width == vocab:
+    if width == vocab or in_one_go:
         return tokens
     beyond = ((counts >= width) | (best[:, -1] == last[:, 0])).nonzero()[:, 0]
     if len(beyond):
