@@ -127,10 +127,10 @@ class SamplingBatch:
         self._prepared = self.plain
         # [S], 0 for greedy rows; None where some row asks for more than a draw at a temperature.
         self.temperatures: npt.NDArray[np.float32] | None = None
-        if not (len(self._penalised) or len(self._asking) or len(self._truncated)):
-            if not (self._bias[0].size or self._ends[0].size):
-                wanted = [0.0 if row.greedy else row.params.temperature for row in rows]
-                self.temperatures = np.array(wanted, dtype=np.float32)
+        more = len(self._penalised), len(self._asking), len(self._truncated), self._bias[0].size, self._ends[0].size
+        if not any(more):
+            wanted = [0.0 if row.greedy else row.params.temperature for row in rows]
+            self.temperatures = np.array(wanted, dtype=np.float32)
 
     def at(self, positions: Int64Array, seats: Int32Array) -> DrawPoint:
         """Return what the rows need to draw the tokens at `positions` [S]; their known tokens are at `seats` [S]."""

@@ -1,4 +1,4 @@
-"""How the runner has a step computed: kernel by kernel, or (`gpuworker/cuda_graphs.py`) as a graph that was captured."""
+"""How the runner has a step computed: kernel by kernel, or as a captured graph (`gpuworker/cuda_graphs.py`)."""
 
 from __future__ import annotations
 
