@@ -121,7 +121,8 @@ def store_head(x, inside, at, pool, base, scales, scale_at, written, QUANTISED: 
     tl.store(pool + base + at, stored(x, pool.dtype.element_ty, LARGEST), mask=inside & written)
 
 
-@triton.jit
+# Tables of the step lie behind each other: their alignment changes from step to step.
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def write_kv_kernel(
     key,
     value,

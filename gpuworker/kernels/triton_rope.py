@@ -102,7 +102,8 @@ def _turned(first, second, cos, sin):
     return first * cos - second * sin, second * cos + first * sin
 
 
-@triton.jit
+# Tables of the step lie behind each other: their alignment changes from step to step.
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def rope_and_write_kernel(
     qkv,
     query_weight,

@@ -1,0 +1,143 @@
+"""How large the tiles of the attention kernel are, on which chip, and how finely a step is cut.
+
+Decoding is bound by loading K and V: small tiles of queries, and enough bytes of K/V on their way at once. Prefill is
+bound by the matrix units: tiles as large as the registers allow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from triton.runtime import driver
+
+from gpuworker.kernels.work_list import Cut
+
+# What one stage of a decode loads, K and V together: two in flight on each of two programs of a multiprocessor cover
+# the latency of HBM several times.
+_STAGE_BYTES = 32 << 10
+# Shared memory that is no tile of K or V: weights on their way between warps, barriers.
+_SPARE_BYTES = 8 << 10
+# Programs that should run at once on a multiprocessor, and the shortest chunk worth a partial result.
+_SINGLE_PROGRAMS, _SINGLE_CHUNK = 4, 128
+_MANY_PROGRAMS, _MANY_CHUNK = 2, 256
+
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """What matters of a device: compute capability (80, 90, 100), multiprocessors, shared memory of a program."""
+
+    capability: int
+    multiprocessors: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """What matters of a layer: its heads, their sizes, and bytes of an element of q and of the cache."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim_k: int
+    head_dim_v: int
+    query_bytes: int
+    cache_bytes: int
+
+    @property
+    def group(self) -> int:
+        """Query heads a K/V head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def tile_k(self) -> int:
+        """head_dim_k, rounded up to what a matrix product takes."""
+        return max(16, power_of_two(self.head_dim_k))
+
+    @property
+    def tile_v(self) -> int:
+        """head_dim_v, likewise."""
+        return max(16, power_of_two(self.head_dim_v))
+
+    def partial_floats(self, count: int) -> int:
+        """Return what so many partial results take: the outputs of all heads and the weight of each."""
+        return count * self.num_heads * (self.head_dim_v + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelShape:
+    """Rows of queries and positions of K/V that a program holds at once, and how Triton compiles it."""
+
+    block_m: int
+    tile: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Shapes for items of one query and of many, and how items are cut."""
+
+    single: KernelShape
+    many: KernelShape
+    single_cut: Cut
+    many_cut: Cut
+
+
+def power_of_two(n: int) -> int:
+    """Return the least power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
+def chip_of(device: torch.device) -> Chip:
+    """Return what a device is; a CPU, where kernels run in Triton's interpreter, is a tiny one."""
+    if device.type != "cuda":
+        return Chip(90, 2, 227 << 10)
+    major, minor = torch.cuda.get_device_capability(device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    found = driver.active.utils.get_device_properties(index)
+    return Chip(10 * major + minor, found["multiprocessor_count"], found["max_shared_mem"])
+
+
+def tuning(chip: Chip, heads: Heads) -> Tuning:
+    """Choose for a chip and a layer."""
+    single, many = _single(chip, heads), _many(chip, heads)
+    programs = chip.multiprocessors
+    return Tuning(
+        single,
+        many,
+        Cut(1, single.tile, max(_SINGLE_CHUNK, single.tile), -(-_SINGLE_PROGRAMS * programs // heads.num_kv_heads)),
+        Cut(
+            max(1, many.block_m // heads.group),
+            many.tile,
+            max(_MANY_CHUNK, many.tile),
+            -(-_MANY_PROGRAMS * programs // heads.num_kv_heads),
+        ),
+    )
+
+
+def _single(chip: Chip, heads: Heads) -> KernelShape:
+    block_m = max(16, power_of_two(heads.group))
+    slot_bytes = (heads.tile_k + heads.tile_v) * heads.cache_bytes
+    tile = min(max(_STAGE_BYTES // slot_bytes, 16), 128)
+    if heads.query_bytes == 4:
+        tile = 16
+    return KernelShape(block_m, tile, 4, _stages(chip, heads, block_m, tile, 3))
+
+
+def _many(chip: Chip, heads: Heads) -> KernelShape:
+    widest = max(heads.tile_k, heads.tile_v)
+    if heads.query_bytes == 4:
+        # Full float32 products run on the vector units, out of registers: for checking, not for speed.
+        block_m, tile, warps = 16, 16, 4
+    elif widest <= 128:
+        block_m, tile, warps = 128, 128 if chip.capability >= 90 else 64, 8
+    else:
+        block_m, tile, warps = 64, 32, 4
+    block_m = max(block_m, power_of_two(heads.group))
+    return KernelShape(block_m, tile, warps, _stages(chip, heads, block_m, tile, 2 if tile == 128 else 3))
+
+
+def _stages(chip: Chip, heads: Heads, block_m: int, tile: int, wanted: int) -> int:
+    """Return how many stages of K and V fit into shared memory beside the queries."""
+    left = chip.shared_bytes - _SPARE_BYTES - block_m * heads.tile_k * heads.query_bytes
+    return max(1, min(wanted, left // (tile * (heads.tile_k + heads.tile_v) * heads.cache_bytes)))
