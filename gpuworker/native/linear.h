@@ -109,8 +109,9 @@ bool needs_put_row(const quire_linear& w);
 // Bytes for the inputs of `rows` rows, scales and sums included, and their places in such memory (aligned to 64 bytes).
 size_t input_bytes(const quire_linear& w, int64_t rows);
 Input input_at(const quire_linear& w, int64_t rows, void* memory);
-// Makes row m from k floats: rounds or quantises them, pads, sums. Rows are independent of each other.
+// Makes row m from k values: rounds or quantises them, pads, sums. Rows are independent of each other.
 void put_row(const quire_linear& w, const Input& in, int64_t m, const float* x);
+void put_row(const quire_linear& w, const Input& in, int64_t m, const bf16* x);
 
 // Packs, as the whole team. No barrier inside.
 void pack(const Team& team, const quire_linear& w, const quire_source* sources, int count);

@@ -1,0 +1,279 @@
+// The product: work handed out in tasks of one block of rows and one or two panels, and what becomes of the sums.
+#include "linear.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "linear_layout.h"
+#include "linear_tile.h"
+
+namespace quire {
+namespace {
+
+// Rows of a task: few enough that their inputs stay in the L2 cache while the panels pass by.
+constexpr int64_t kBlockRows = 8 * kTileRows;
+constexpr int64_t kSums = kBlockRows * kPanel;
+
+struct Scratch {
+  alignas(64) float sums[2 * kSums];
+  // A block of a panel whose integers have become floats, with the scales of its groups.
+  alignas(64) uint8_t unpacked[(Layout::kBlockInputs * 4 + Layout::kBlockInputs * 2 / 32 * 8) * kPanel];
+};
+
+struct Task {
+  int64_t row, rows;    // of activations
+  int64_t panel;
+  int panels;
+};
+
+// How a product is cut into tasks: panels fastest, so that all members share a block of rows.
+struct Plan {
+  int64_t rows, blocks, panels, per_task, tasks_of_block, tasks;
+
+  Plan(const Layout& layout, int64_t all_rows) : rows(all_rows), panels(layout.panels) {
+    blocks = (rows + kBlockRows - 1) / kBlockRows;
+    per_task = rows <= kPairRows ? 2 : 1;
+    tasks_of_block = (panels + per_task - 1) / per_task;
+    tasks = blocks * tasks_of_block;
+  }
+  Task task(int64_t index) const {
+    const int64_t block = index / tasks_of_block, begin = rows * block / blocks, end = rows * (block + 1) / blocks;
+    const int64_t panel = index % tasks_of_block * per_task;
+    return {begin, end - begin, panel, static_cast<int>(std::min(per_task, panels - panel))};
+  }
+};
+
+Vec silu(Vec x) { return x / (Vec::all(1.0f) + exp(Vec::zero() - x)); }
+
+template <typename T>
+void put(Vec value, T* at, int64_t count) {
+  if (count >= kLanes) {
+    value.store(at);
+    return;
+  }
+  alignas(64) T lanes[kLanes];
+  value.store(lanes);
+  for (int64_t i = 0; i < count; ++i) at[i] = lanes[i];
+}
+
+void add(Vec value, float* at, int64_t count) {
+  if (count >= kLanes) {
+    (Vec::load(at) + value).store(at);
+    return;
+  }
+  alignas(64) float lanes[kLanes];
+  value.store(lanes);
+  for (int64_t i = 0; i < count; ++i) at[i] += lanes[i];
+}
+
+class Product {
+ public:
+  Product(const quire_linear& w, const Input& x, const Output& out) : w_(w), layout_(w), x_(x), out_(out) {}
+
+  const Layout& layout() const { return layout_; }
+
+  // `next` is the panel that this member takes afterwards, null when there is none.
+  void run(const Task& task, const uint8_t* next, Scratch& scratch) const {
+    const uint8_t* panel = layout_.panel(w_, task.panel);
+    for (int64_t step = 0; step < layout_.steps; step += layout_.block_steps) {
+      const int64_t steps = std::min(layout_.block_steps, layout_.steps - step), after = step + steps;
+      const uint8_t* ahead = after < layout_.steps ? panel + layout_.offset(after) : next;
+      block(task, step, steps, ahead, scratch);
+    }
+    store(task, scratch);
+  }
+
+ private:
+  void block(const Task& task, int64_t step, int64_t steps, const uint8_t* ahead, Scratch& scratch) const {
+    const int64_t tiles = (task.rows + kTileRows - 1) / kTileRows;
+    Tile tile{};
+    tile.weights = layout_.panel(w_, task.panel) + layout_.offset(step);
+    tile.panel_stride = tile.ahead_stride = layout_.panel_bytes;
+    tile.x_stride = x_.stride;
+    tile.grouped = layout_.groups != 0;
+    tile.has_zeros = w_.has_zeros;
+    tile.groups = tile.grouped ? steps / layout_.group_steps : 1;
+    tile.steps = tile.grouped ? layout_.group_steps : steps;
+    tile.first = step == 0;
+    tile.sums_stride = kSums;
+    tile.x_sums_stride = layout_.groups;
+    // Each tile brings its part of what comes next.
+    const int64_t chunk_bytes = kChunk * step_bytes(w_.kind);
+    tile.ahead_lines = static_cast<int>((chunk_bytes / 64 + tiles - 1) / tiles);
+    const int64_t ahead_part = tile.groups * (tile.steps / kChunk) * tile.ahead_lines * 64;
+    int32_t kind = w_.kind;
+    if (is_weight_only(kind) && task.rows > kUnpackRows) {
+      unpack(tile, scratch);
+      kind = unpacked(kind);
+    }
+    const int64_t x_offset = step * step_inputs(w_.kind) * input_bytes_each();
+    for (int64_t i = 0; i < tiles; ++i) {
+      const int64_t begin = task.rows * i / tiles, end = task.rows * (i + 1) / tiles;
+      tile.x = static_cast<const uint8_t*>(x_.data) + (task.row + begin) * x_.stride + x_offset;
+      tile.sums = scratch.sums + begin * kPanel;
+      if (w_.has_zeros) {
+        tile.x_sums = x_.sums + (task.row + begin) * layout_.groups + step / layout_.group_steps;
+      }
+      const int64_t covered = i * ahead_part;
+      tile.ahead = ahead && covered < steps * step_bytes(w_.kind) ? ahead + covered : nullptr;
+      tile_function(kind, static_cast<int>(end - begin), task.panels)(tile);
+    }
+  }
+
+  // Makes floats of the integers of a block, in the layout of the float kind; the scales keep their place.
+  void unpack(Tile& tile, Scratch& scratch) const;
+
+  int64_t input_bytes_each() const {
+    if (w_.kind == QUIRE_LINEAR_W8A8) return kDotProducts ? 1 : 2;
+    return is_bf16(w_.kind) ? 2 : 4;
+  }
+
+  void store(const Task& task, Scratch& scratch) const {
+    for (int p = 0; p < task.panels; ++p) {
+      const PanelEnd& end = *layout_.end(w_, task.panel + p);
+      const int64_t column = (task.panel + p) * layout_.unit;
+      const int64_t columns = std::min(layout_.unit, (w_.paired ? w_.n / 2 : w_.n) - column);
+      for (int64_t r = 0; r < task.rows; ++r) {
+        const float* sums = scratch.sums + p * kSums + r * kPanel;
+        Vec values[2];
+        for (int half = 0; half < 2; ++half) values[half] = value(sums, end, half * kLanes, task.row + r);
+        put_out(values, task.row + r, column, columns);
+      }
+    }
+  }
+
+  Vec value(const float* sums, const PanelEnd& end, int lane, int64_t row) const {
+    Vec out;
+    if (w_.kind == QUIRE_LINEAR_W8A8) {
+      int32_t exact[kLanes];
+      std::memcpy(exact, sums + lane, sizeof exact);
+      float wide[kLanes];
+      for (int i = 0; i < kLanes; ++i) wide[i] = static_cast<float>(exact[i] - end.compensation[lane + i]);
+      out = Vec::load(wide) * (Vec::load(end.scales + lane) * Vec::all(x_.scales[row]));
+    } else {
+      out = Vec::load(sums + lane);
+      if (is_weight_only(w_.kind) && !layout_.groups) out = out * Vec::load(end.scales + lane);
+    }
+    return w_.has_bias ? out + Vec::load(end.bias + lane) : out;
+  }
+
+  void put_out(const Vec (&values)[2], int64_t row, int64_t column, int64_t columns) const {
+    float* floats = static_cast<float*>(out_.data) + row * out_.stride + column;
+    bf16* halves = static_cast<bf16*>(out_.data) + row * out_.stride + column;
+    if (out_.store == QUIRE_STORE_SILU_F32) return put(silu(values[0]) * values[1], floats, columns);
+    if (out_.store == QUIRE_STORE_SILU_BF16) return put(silu(values[0]) * values[1], halves, columns);
+    for (int half = 0; half < 2 && columns > half * kLanes; ++half) {
+      const int64_t count = columns - half * kLanes;
+      if (out_.store == QUIRE_STORE_F32) put(values[half], floats + half * kLanes, count);
+      if (out_.store == QUIRE_STORE_BF16) put(values[half], halves + half * kLanes, count);
+      if (out_.store == QUIRE_STORE_ADD_F32) add(values[half], floats + half * kLanes, count);
+    }
+  }
+
+  const quire_linear& w_;
+  const Layout layout_;
+  const Input& x_;
+  const Output& out_;
+};
+
+template <typename Loader>
+void unpack_group(const uint8_t* from, int64_t steps, uint8_t* to) {
+  constexpr int64_t vector = sizeof(typename Loader::Math::Weight);
+  for (int64_t i = 0; i < steps; ++i, from += Loader::kBytes) {
+    typename Loader::Math::Weight w[Loader::kSub][2];
+    Loader::load(from, w);
+    for (int s = 0; s < Loader::kSub; ++s) {
+      for (int half = 0; half < 2; ++half) {
+        if (std::is_same<typename Loader::Math, F32Math>::value || kDotProducts) {
+          std::memcpy(to, &w[s][half], vector);
+          to += vector;
+        } else {
+          Vec value;
+          std::memcpy(&value, &w[s][half], sizeof value);
+          value.store(reinterpret_cast<bf16*>(to));
+          to += vector / 2;
+        }
+      }
+    }
+  }
+}
+
+void Product::unpack(Tile& tile, Scratch& scratch) const {
+  const int64_t inputs = step_inputs(w_.kind), target = unpacked(w_.kind);
+  const int64_t target_steps = tile.steps * inputs / step_inputs(target);
+  const uint8_t* from = tile.weights;
+  uint8_t* to = scratch.unpacked;
+  for (int64_t g = 0; g < tile.groups; ++g) {
+    std::memcpy(to, from, layout_.head);
+    from += layout_.head;
+    to += layout_.head;
+    switch (w_.kind) {
+      case QUIRE_LINEAR_I8_F32: unpack_group<I8F32Loader>(from, tile.steps, to); break;
+      case QUIRE_LINEAR_I8_BF16: unpack_group<I8Bf16Loader>(from, tile.steps, to); break;
+      case QUIRE_LINEAR_I4_F32: unpack_group<I4F32Loader>(from, tile.steps, to); break;
+      default: unpack_group<I4Bf16Loader>(from, tile.steps, to);
+    }
+    from += tile.steps * step_bytes(w_.kind);
+    to += target_steps * step_bytes(target);
+  }
+  tile.weights = scratch.unpacked;
+  tile.steps = target_steps;
+}
+
+Scratch& scratch_of_thread() {
+  static thread_local Scratch scratch;
+  return scratch;
+}
+
+}  // namespace
+
+void linear(const Team&, Queue& queue, const quire_linear& w, const Input& x, int64_t rows, const Output& out) {
+  if (rows < 1) return;
+  const Product product(w, x, out);
+  const Plan plan(product.layout(), rows);
+  Scratch& scratch = scratch_of_thread();
+  // One task ahead: the end of a task brings the start of the next one from memory.
+  int64_t now = queue.take();
+  while (now < plan.tasks) {
+    const int64_t then = queue.take();
+    const uint8_t* next = then < plan.tasks ? product.layout().panel(w, plan.task(then).panel) : nullptr;
+    product.run(plan.task(now), next, scratch);
+    now = then;
+  }
+}
+
+}  // namespace quire
+
+extern "C" size_t quire_linear_scratch(const quire_linear* w, int64_t rows) {
+  return quire::input_bytes(*w, rows);
+}
+
+extern "C" int32_t quire_linear_run(const quire_linear* w, const void* x, int32_t x_type, int64_t x_stride,
+                                    int64_t rows, void* out, int64_t out_stride, int32_t store, void* scratch,
+                                    int32_t threads) {
+  using namespace quire;
+  const bool silu = store == QUIRE_STORE_SILU_F32 || store == QUIRE_STORE_SILU_BF16;
+  if (!quire_linear_bytes(w) || (x_type != QUIRE_F32 && x_type != QUIRE_BF16) || store < 0 || store > 4) return 1;
+  if (silu != (w->paired != 0)) return 1;
+  const bool direct = x_type == input_type(*w) && !needs_put_row(*w) && row_elements(*w) == w->k;
+  const int64_t bytes = x_type == QUIRE_F32 ? 4 : 2;
+  const Input made = input_at(*w, rows, scratch);
+  const Input input = direct ? Input{const_cast<void*>(x), x_stride * bytes, nullptr, nullptr} : made;
+  const Output output{out, out_stride, static_cast<quire_store>(store)};
+  Queue queue;
+  run_team(threads, [&](const Team& team) {
+    if (!direct) {
+      const Range mine = team.share(rows);
+      for (int64_t m = mine.begin; m < mine.end; ++m) {
+        if (x_type == QUIRE_F32) {
+          put_row(*w, made, m, static_cast<const float*>(x) + m * x_stride);
+        } else {
+          put_row(*w, made, m, static_cast<const bf16*>(x) + m * x_stride);
+        }
+      }
+      team.barrier();
+    }
+    linear(team, queue, *w, input, rows, output);
+  });
+  return 0;
+}

@@ -1,0 +1,102 @@
+// How packed weights lie in memory: panels of 32 columns, K-major, then a PanelEnd for each panel.
+//
+// A panel is a row of "steps": as many k as one load of the kind's loader takes (linear_tile.h), for 32 columns. With
+// groups, each group starts with its 32 scales and, with zeros, 32 values of -zero · scale. The order inside a step
+// suits the instructions of the level that the library is built for; nothing outside reads it.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "linear.h"
+
+namespace quire {
+
+constexpr int kPanel = 32;
+
+#if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
+constexpr bool kDotProducts = true;  // pairs of bf16 and quads of bytes are multiplied and added at once
+#else
+constexpr bool kDotProducts = false;
+#endif
+
+// What each panel needs once its sums are complete.
+struct PanelEnd {
+  float scales[kPanel];         // integer kinds without groups
+  float bias[kPanel];
+  int32_t compensation[kPanel]; // W8A8: what the offset of the activations adds to the sums
+};
+
+inline bool is_i4(int32_t kind) { return kind == QUIRE_LINEAR_I4_F32 || kind == QUIRE_LINEAR_I4_BF16; }
+inline bool is_i8(int32_t kind) { return kind == QUIRE_LINEAR_I8_F32 || kind == QUIRE_LINEAR_I8_BF16; }
+inline bool is_weight_only(int32_t kind) { return is_i4(kind) || is_i8(kind); }
+inline bool is_bf16(int32_t kind) {
+  return kind == QUIRE_LINEAR_BF16 || kind == QUIRE_LINEAR_I8_BF16 || kind == QUIRE_LINEAR_I4_BF16;
+}
+// The kind that a weight-only kind becomes when a block of it is unpacked for reuse.
+inline int32_t unpacked(int32_t kind) { return is_bf16(kind) ? QUIRE_LINEAR_BF16 : QUIRE_LINEAR_F32; }
+
+inline int64_t step_inputs(int32_t kind) {
+  if (is_i4(kind)) return 4;
+  if (kind == QUIRE_LINEAR_W8A8) return kDotProducts ? 4 : 2;
+  return is_bf16(kind) && kDotProducts ? 2 : 1;
+}
+
+inline int64_t step_bytes(int32_t kind) {
+  if (is_i4(kind)) return kPanel * 4 / 2;
+  const int64_t each = kind == QUIRE_LINEAR_F32 ? 4 : kind == QUIRE_LINEAR_BF16 ? 2 : 1;
+  return kPanel * step_inputs(kind) * each;
+}
+
+// Where weight (k, column) of a panel lies: the byte, and for int4 the bits in the 16-bit word that starts there.
+struct Place {
+  int64_t byte;
+  int shift;
+};
+inline Place place(int32_t kind, int64_t k, int64_t column) {
+  const int64_t inputs = step_inputs(kind), step = k / inputs, rest = k % inputs;
+  const int64_t start = step * step_bytes(kind);
+  if (kind == QUIRE_LINEAR_I4_BF16 && kDotProducts) {
+    // Word 2c + i holds input i of each of two pairs, for column c and for column 16 + c.
+    return {start + (2 * (column % 16) + rest % 2) * 2, static_cast<int>(rest / 2 * 2 + column / 16) * 4};
+  }
+  if (is_i4(kind)) return {start + column * 2, static_cast<int>(rest) * 4};
+  const int64_t each = step_bytes(kind) / (kPanel * inputs);
+  return {start + (column * inputs + rest) * each, 0};
+}
+
+struct Layout {
+  int32_t kind;
+  int64_t panels, steps;        // steps: in a whole panel
+  int64_t groups, group_steps;  // groups: 0 without groups
+  int64_t head;                 // bytes in front of each group
+  int64_t panel_bytes;
+  int64_t block_steps;          // steps of a block of k that fits the L2 cache beside the activations
+  int64_t unit;                 // columns of one source in a panel: 32, or 16 of a paired weight
+
+  explicit Layout(const quire_linear& w) : kind(w.kind) {
+    unit = w.paired ? kPanel / 2 : kPanel;
+    panels = w.paired ? (w.n / 2 + unit - 1) / unit : (w.n + kPanel - 1) / kPanel;
+    const int64_t inputs = step_inputs(kind);
+    steps = (w.k + inputs - 1) / inputs;
+    groups = w.group ? w.k / w.group : 0;
+    group_steps = w.group ? w.group / inputs : steps;
+    head = groups ? kPanel * 4 * (w.has_zeros ? 2 : 1) : 0;
+    panel_bytes = (steps * step_bytes(kind) + groups * head + 63) / 64 * 64;
+    const int64_t most = (is_bf16(kind) || kind == QUIRE_LINEAR_W8A8 ? kBlockInputs * 2 : kBlockInputs) / inputs;
+    block_steps = groups ? std::max<int64_t>(most / group_steps, 1) * group_steps : most;
+  }
+
+  static constexpr int64_t kBlockInputs = 1024;
+
+  const uint8_t* panel(const quire_linear& w, int64_t index) const {
+    return static_cast<const uint8_t*>(w.memory) + index * panel_bytes;
+  }
+  PanelEnd* end(const quire_linear& w, int64_t index) const {
+    return reinterpret_cast<PanelEnd*>(static_cast<uint8_t*>(w.memory) + panels * panel_bytes) + index;
+  }
+  // Offset in a panel of the block that starts with this step (the start of a group where there are groups).
+  int64_t offset(int64_t step) const { return step * step_bytes(kind) + (groups ? step / group_steps * head : 0); }
+};
+
+}  // namespace quire

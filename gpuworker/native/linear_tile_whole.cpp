@@ -1,0 +1,21 @@
+// The tile functions of the kinds with integer weights.
+#include "linear_tile_table.h"
+
+namespace quire {
+
+TileFunction whole_tile_function(int32_t kind, int rows, int panels) {
+  static constexpr TileTable<I8F32Loader, kUnpackRows> i8_f32;
+  static constexpr TileTable<I8Bf16Loader, kUnpackRows> i8_bf16;
+  static constexpr TileTable<I4F32Loader, kUnpackRows> i4_f32;
+  static constexpr TileTable<I4Bf16Loader, kUnpackRows> i4_bf16;
+  static constexpr TileTable<W8A8Loader, kTileRows> w8a8;
+  switch (kind) {
+    case QUIRE_LINEAR_I8_F32: return i8_f32.at(rows, panels);
+    case QUIRE_LINEAR_I8_BF16: return i8_bf16.at(rows, panels);
+    case QUIRE_LINEAR_I4_F32: return i4_f32.at(rows, panels);
+    case QUIRE_LINEAR_I4_BF16: return i4_bf16.at(rows, panels);
+    default: return w8a8.at(rows, panels);
+  }
+}
+
+}  // namespace quire
