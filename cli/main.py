@@ -12,6 +12,7 @@ COMMANDS = {
     "generate": "stream an answer",
     "status": "show the queue and the workers",
     "trace": "draw where a request's time went, and why",
+    "advise-block-size": "which block size suits the requests of a log",
 }
 
 
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] not in COMMANDS:
         print(f"quire: there is no command {words[0]!r}\n\n{usage()}", file=sys.stderr)
         return 2
-    command = importlib.import_module(f"cli.{words[0]}")
+    command = importlib.import_module(f"cli.{words[0].replace('-', '_')}")
     return int(command.main(words[1:]))
 
 

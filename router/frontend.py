@@ -277,7 +277,7 @@ class RouterFrontend:
         running.done = True
         run.expired |= ended.reason is FinishReason.DEADLINE
         event = running.output.finished(ended, now)
-        self._recorder.metrics.done(event)
+        self._recorder.finished(run.request_id, event)
         run.trace.finished(event)
         self._dispatcher.released()
         return event

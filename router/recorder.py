@@ -1,21 +1,24 @@
-"""Where requests leave their marks: metrics, decision records, spans."""
+"""Where requests leave their marks: metrics, decision records, spans, a log line at their end."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from opentelemetry.trace import Tracer
 
 from common.clock import Clock
 from common.types import Decision, DecisionKind
-from router.core.events import ValidatedRequest
+from router.core.events import FinishedEvent, ValidatedRequest
 from router.metrics import RouterMetrics
 from router.ports import DecisionSink
 from router.request_trace import RequestTrace
 
+log = logging.getLogger(__name__)
+
 
 class Recorder:
-    """The three together; `new_id` makes ids of requests and decisions."""
+    """All of them together; `new_id` makes ids of requests and decisions."""
 
     def __init__(
         self, metrics: RouterMetrics, decisions: DecisionSink, tracer: Tracer, clock: Clock, new_id: Callable[[], str]
@@ -26,6 +29,14 @@ class Recorder:
     def trace(self, request: ValidatedRequest, request_id: str) -> RequestTrace:
         """Return the spans of a request."""
         return RequestTrace(self._tracer, self.clock, request, request_id)
+
+    def finished(self, request_id: str, event: FinishedEvent) -> None:
+        """Count the end of one sequence; its lengths are logged, which `quire advise-block-size` reads."""
+        self.metrics.done(event)
+        if log.isEnabledFor(logging.DEBUG):
+            usage = event.usage
+            lengths = {name: getattr(usage, name) for name in ("prompt_tokens", "cached_tokens", "output_tokens")}
+            log.debug("finished: %s", event.reason, extra={"request_id": request_id, **lengths})
 
     def decided(
         self,

@@ -1,4 +1,4 @@
-"""The waste of paging: the worked examples to the slot, a workload that can be counted by hand, and the fixed names."""
+"""The waste benchmark: its workload, and the fixed names of its figures."""
 
 from __future__ import annotations
 
@@ -7,28 +7,6 @@ import json
 import pytest
 
 from bench import waste
-
-
-def test_three_sequences_waste_5288_contiguous_slots_and_424_paged_ones() -> None:
-    lengths = (800, 2300, 3900)
-    assert waste.contiguous_waste(lengths, 4096) == 5288
-    assert waste.paged_waste(lengths, 256) == 424
-
-
-def test_four_sequences_waste_3692_contiguous_slots_and_620_paged_ones() -> None:
-    lengths = (600, 900, 1300, 1700)
-    assert waste.contiguous_waste(lengths, 2048) == 3692
-    assert waste.paged_waste(lengths, 256) == 620
-
-
-def test_full_blocks_waste_nothing() -> None:
-    assert waste.paged_waste((16, 32, 48), 16) == 0
-
-
-def test_a_small_workload_adds_up_by_hand() -> None:
-    """5 prompt tokens and 3 to draw, in blocks of 4: three steps, with 5, 6 and 7 tokens in two blocks."""
-    sums = waste.run_mixed(4, [(5, 3)])
-    assert (sums.used, sums.in_rows, sums.contiguous) == (5 + 6 + 7, 3 * 8, 3 * waste.MAX_MODEL_LEN)
 
 
 def test_the_workload_is_the_same_for_a_seed_and_within_its_bounds() -> None:

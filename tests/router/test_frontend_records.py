@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from common.logs import fields_of
 from router.core.events import AdmittedEvent
 from tests.router.frontend_bench import (
     frontend_over,
@@ -73,3 +76,15 @@ async def test_metrics_count_what_the_client_saw() -> None:
         assert value("quire:time_to_first_token_seconds_count") == 2
         assert value("quire:inter_token_latency_seconds_count") == 4
         assert (value("quire:num_requests_running"), value("quire:num_requests_waiting")) == (0, 0)
+
+
+async def test_the_lengths_of_what_ended_are_logged_for_who_chooses_a_block_size(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level("DEBUG", logger="router.recorder"):
+        async with frontend_over(WorkerDouble(automatic=True)) as bench:
+            await bench.events(request(prompt=10, request_id="r1"))
+    (line,) = caplog.records
+    said = fields_of(line)
+    assert (said["request_id"], said["prompt_tokens"], said["output_tokens"]) == ("r1", 10, 3)
+    assert said["cached_tokens"] == 0

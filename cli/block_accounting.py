@@ -1,0 +1,119 @@
+"""Counts slots that paging wastes, through the real ledger and lease agent, over requests given by their lengths alone.
+
+Waste is slots in rows that hold no token, over slots that do; the runway (blocks leased ahead of need) counts apart. No
+model runs and nothing is timed: the figures are exact.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from common.clock import ManualClock
+from common.lease import Inventory, Report, Reserve
+from common.types import SequenceId
+from gpuworker.core.batch_plan import StepPlan, StepResult
+from gpuworker.core.lease_agent import LeaseAgent
+from gpuworker.core.outcomes import AgentConfig
+from gpuworker.core.sequence import NewSequence
+from gpuworker.core.stopping import StopRule
+from kvmanager.core.config import LedgerConfig
+from kvmanager.core.ledger import Ledger
+
+BLOCK_SIZES: Final = (4, 8, 16, 32, 64, 128, 256)
+MAX_NUM_SEQS: Final = 64
+_LEAST_SLOTS: Final = 1 << 17
+_LARGEST_BLOCK: Final = BLOCK_SIZES[-1]
+
+Lengths = tuple[int, int]
+"""Prompt and output tokens of a request."""
+
+
+def new_ledger(config: LedgerConfig) -> Ledger:
+    """Return an empty ledger."""
+    ids = itertools.count(1)
+    ledger = Ledger(config, ManualClock(), lambda: f"d{next(ids)}")
+    ledger.rebuild(Inventory())
+    return ledger
+
+
+def paged_waste(lengths: Sequence[int], block_size: int) -> int:
+    """Return the slots without a token after sequences of these lengths got their rows."""
+    ledger = new_ledger(LedgerConfig(_slots([sum(lengths)]) // block_size, block_size, watermark=0.0))
+    reserves = tuple(Reserve(SequenceId(i), length, length) for i, length in enumerate(lengths, start=1))
+    ledger.apply(Report(reserve=reserves))
+    ledger.schedule()
+    return ledger.pool().row * block_size - sum(lengths)
+
+
+def contiguous_waste(lengths: Sequence[int], maximum: int) -> int:
+    """Return the slots without a token when each sequence reserves the maximum."""
+    return len(lengths) * maximum - sum(lengths)
+
+
+@dataclass(slots=True)
+class Waste:
+    """Sums over all steps of a run, in slots; `rows` counts the sequences of each step."""
+
+    used: int = 0
+    in_rows: int = 0
+    leased: int = 0
+    rows: int = 0
+
+    @property
+    def share(self) -> float:
+        """Slots in rows without a token, over slots with one."""
+        return (self.in_rows - self.used) / self.used
+
+    @property
+    def runway_share(self) -> float:
+        """Slots leased ahead of need, over slots with a token."""
+        return self.leased / self.used
+
+    def contiguous_share(self, maximum: int) -> float:
+        """Return the unused part of what is reserved when each sequence reserves the maximum."""
+        return 1 - self.used / (self.rows * maximum)
+
+
+def count_waste(block_size: int, requests: Sequence[Lengths]) -> Waste:
+    """Serve requests of these lengths, MAX_NUM_SEQS at a time, and add the waste up over every step."""
+    blocks = _slots([MAX_NUM_SEQS * (prompt + output + _LARGEST_BLOCK) for prompt, output in requests]) // block_size
+    agent = LeaseAgent(AgentConfig(blocks, block_size, max_num_seqs=MAX_NUM_SEQS))
+    ledger = new_ledger(LedgerConfig(blocks, block_size, max_num_seqs=MAX_NUM_SEQS))
+    agent.inventory()
+    agent.attached(0)
+    for index, lengths in enumerate(requests, start=1):
+        agent.submit(_sequence(index, lengths))
+    waste = Waste()
+    while agent.has_work:
+        if (said := agent.take_report()) is not None:
+            ledger.apply(said)
+            if (batch := ledger.schedule()) is not None:
+                agent.apply(batch)
+        plan = agent.plan()
+        if plan is not None:
+            _add_step(waste, plan, ledger, block_size)
+            agent.complete(StepResult(plan.step, {row.sequence: (1,) for row in plan.rows if row.samples}))
+    return waste
+
+
+def _slots(needed: Sequence[int]) -> int:
+    """Return the size of a pool in which nothing has to wait: a power of two."""
+    return max(_LEAST_SLOTS, 1 << (max(needed, default=1) - 1).bit_length())
+
+
+def _sequence(index: int, lengths: Lengths) -> NewSequence:
+    prompt, output = lengths
+    tokens = tuple(random.Random(index).choices(range(1000), k=prompt))
+    stop = StopRule(output)
+    return NewSequence(SequenceId(index), "", tokens, (), bytes(32), prompt + output, stop, no_cache=True)
+
+
+def _add_step(waste: Waste, plan: StepPlan, ledger: Ledger, block_size: int) -> None:
+    waste.used += sum(row.start + row.length for row in plan.rows)
+    waste.in_rows += sum(len(row.blocks) for row in plan.rows) * block_size
+    waste.leased += ledger.pool().leased * block_size
+    waste.rows += len(plan.rows)

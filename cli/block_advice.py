@@ -1,0 +1,102 @@
+"""What each block size would cost requests of known lengths, and which one to take.
+
+Three things change with the block size. Waste: the end of a sequence's last block is empty, and a cache that wastes
+holds fewer sequences. Hits: a shared prefix is served in whole blocks, and what is left of it is computed again. Work:
+each block is granted, sealed, hashed and published once, so smaller ones make more of that; what it costs in speed is
+measured by `bench.phases`, on the machine at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from cli.block_accounting import BLOCK_SIZES, count_waste
+from cli.request_log import LoggedRequest
+
+EQUAL_SPEED: Final = 0.98
+"""Speeds from this share of the best one on count as equal: runs of the same thing differ by as much."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSizeCost:
+    """One block size. Shares are of slots with a token (`waste`, `runway`) and of all prompt tokens (`hits`, `missed`).
+
+    `hits` is what the prefix cache would serve, None when the log does not say what was cached; `missed` is what of
+    shared prefixes would be computed again, because they end inside a block. `blocks` counts those granted for 1000
+    tokens. `speed` is relative to the fastest size, None when it was not measured.
+    """
+
+    block_size: int
+    waste: float
+    runway: float
+    hits: float | None
+    missed: float
+    blocks: float
+    speed: float | None = None
+
+    @property
+    def lost(self) -> float:
+        """What is held against `max_loss`: slots wasted and prompt tokens computed for want of finer blocks."""
+        return self.waste + self.missed
+
+
+def expected_hit(cached: int, logged_size: int, prompt: int, block_size: int) -> float:
+    """Return the tokens that would be served of a prefix of which blocks of `logged_size` served `cached`.
+
+    The prefix ended somewhere inside the next block, anywhere as likely; the prompt's last token is never served.
+    """
+    ends = range(cached, min(cached + logged_size, prompt))
+    return sum(end // block_size * block_size for end in ends) / len(ends)
+
+
+def expected_prefix(cached: int, logged_size: int, prompt: int) -> float:
+    """Return the expected length of that prefix: what blocks of one slot would serve."""
+    return expected_hit(cached, logged_size, prompt, 1)
+
+
+def costs(
+    requests: Sequence[LoggedRequest], logged_size: int, speeds: Mapping[int, float] | None = None
+) -> list[BlockSizeCost]:
+    """Return the cost of each block size, smallest first; `speeds` are output tokens a second by block size."""
+    fastest = max(speeds.values()) if speeds else 0.0
+    return [
+        _cost(requests, logged_size, size, speeds[size] / fastest if speeds and size in speeds else None)
+        for size in BLOCK_SIZES
+    ]
+
+
+def _cost(requests: Sequence[LoggedRequest], logged_size: int, block_size: int, speed: float | None) -> BlockSizeCost:
+    waste = count_waste(block_size, [(each.prompt, each.output) for each in requests])
+    prompt = sum(each.prompt for each in requests)
+    total = prompt + sum(each.output for each in requests)
+    blocks = sum(-(-(each.prompt + each.output) // block_size) for each in requests)
+    known = [(each.cached, logged_size, each.prompt) for each in requests if each.cached]
+    served = sum(expected_hit(*each, block_size) for each in known)
+    whole = sum(expected_prefix(*each) for each in known)
+    told = any(each.cached is not None for each in requests)
+    return BlockSizeCost(
+        block_size=block_size,
+        waste=waste.share,
+        runway=waste.runway_share,
+        hits=served / prompt if told else None,
+        missed=(whole - served) / prompt,
+        blocks=1000 * blocks / total,
+        speed=speed,
+    )
+
+
+def recommend(table: Sequence[BlockSizeCost], max_loss: float) -> BlockSizeCost:
+    """Return the size to take, of those that lose at most `max_loss`; of all, if none does, the one that loses least.
+
+    With speeds: the smallest of the fastest. Without: the largest, as it makes the least work.
+    """
+    fit = [each for each in table if each.lost <= max_loss]
+    if not fit:
+        return min(table, key=lambda each: each.lost)
+    measured = [each for each in fit if each.speed is not None]
+    if not measured:
+        return fit[-1]
+    best = max(each.speed or 0.0 for each in measured)
+    return next(each for each in measured if (each.speed or 0.0) >= EQUAL_SPEED * best)

@@ -1,0 +1,72 @@
+"""Reads how long requests were, from a log of one JSON object a line.
+
+A line has `prompt_tokens` and `output_tokens`, and maybe `cached_tokens`, at its top level or under `usage`; OpenAI's
+`completion_tokens` is understood. So the router's own log (`--log-format json --log-level debug`) and answers of the
+API that were kept can be read as they are; lines that say nothing of tokens are passed over.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from common.errors import FieldViolation, InvalidRequest
+
+_NAMED = 10  # of the lines that make no sense; where there are more, it is another kind of file
+_OUTPUT_NAMES = ("output_tokens", "completion_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedRequest:
+    """Tokens of one request; `cached` is None where the log does not say."""
+
+    prompt: int
+    output: int
+    cached: int | None = None
+
+
+def read_log(lines: Iterable[str]) -> list[LoggedRequest]:
+    """Return the requests of a log. Raises InvalidRequest when it tells of none, or names lines that make no sense."""
+    found: list[LoggedRequest] = []
+    wrong: list[FieldViolation] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            found += _requests_of(line)
+        except ValueError as error:
+            wrong.append(FieldViolation(f"line {number}", str(error)))
+    if wrong:
+        raise InvalidRequest(*wrong[:_NAMED])
+    if not found:
+        what = "no line has prompt_tokens and output_tokens (the router logs them at --log-level debug)"
+        raise InvalidRequest(FieldViolation("log", what))
+    return found
+
+
+def _requests_of(line: str) -> Iterator[LoggedRequest]:
+    """Yield the request of a line, if it tells of one. Raises ValueError, in words, for what makes no sense."""
+    if not line.strip():
+        return
+    try:
+        said = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is no JSON: {error}") from None
+    if not isinstance(said, dict):
+        raise ValueError(f"is no JSON object: {line.strip()[:40]}")
+    usage = said.get("usage")
+    counts: Mapping[str, Any] = usage if isinstance(usage, dict) else said
+    output = next((name for name in _OUTPUT_NAMES if name in counts), None)
+    if "prompt_tokens" in counts and output is not None:
+        prompt = _count(counts, "prompt_tokens", 1)
+        cached = _count(counts, "cached_tokens", 0) if counts.get("cached_tokens") is not None else None
+        if cached is not None and cached >= prompt:
+            raise ValueError(f"cached_tokens is {cached}; expected less than the {prompt} tokens of the prompt")
+        yield LoggedRequest(prompt, _count(counts, output, 1), cached)
+
+
+def _count(counts: Mapping[str, Any], name: str, least: int) -> int:
+    value = counts[name]
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} is {value!r}; expected a whole number of at least {least}")
+    return value
