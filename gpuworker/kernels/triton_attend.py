@@ -92,9 +92,9 @@ def _attend_tiles(
         value_at = values + (block * values_block + offset * values_slot)[:, None] + dim_v[None, :]
         # What lies behind the end is not read, which saves the traffic; a head that is no power of two is padded.
         if MASKED:
-            key = tl.load(key_at, mask=(at < end)[:, None] & (dim_k < HEAD_DIM_K)[None, :], other=0)
+            key = tl.load(key_at, mask=(at < end)[:, None] & (dim_k < HEAD_DIM_K)[None, :], other=0.0)
         elif HEAD_DIM_K != TILE_K:
-            key = tl.load(key_at, mask=(dim_k < HEAD_DIM_K)[None, :], other=0)
+            key = tl.load(key_at, mask=(dim_k < HEAD_DIM_K)[None, :], other=0.0)
         else:
             key = tl.load(key_at)
         scores = tl.dot(query, tl.trans(_widened(key, query.dtype)), input_precision=PRECISION)
@@ -137,9 +137,9 @@ def _attend_tiles(
                 value_scale = tl.load(value_scales + scales_at)
             weights *= value_scale[None, :]
         if MASKED:
-            value = tl.load(value_at, mask=(at < end)[:, None] & (dim_v < HEAD_DIM_V)[None, :], other=0)
+            value = tl.load(value_at, mask=(at < end)[:, None] & (dim_v < HEAD_DIM_V)[None, :], other=0.0)
         elif HEAD_DIM_V != TILE_V:
-            value = tl.load(value_at, mask=(dim_v < HEAD_DIM_V)[None, :], other=0)
+            value = tl.load(value_at, mask=(dim_v < HEAD_DIM_V)[None, :], other=0.0)
         else:
             value = tl.load(value_at)
         acc = tl.dot(weights.to(query.dtype), _widened(value, query.dtype), acc, input_precision=PRECISION)
