@@ -106,11 +106,15 @@ class BackendOptions:
 
 @dataclass(frozen=True, slots=True)
 class BackendChoice:
-    """How to make a backend, the types of device it runs on (none named: all), and whether it can be deterministic."""
+    """How to make a backend, the types of device it runs on (none named: all), and whether it can be deterministic.
+
+    `runs` tells, for a cache on such a device, whether it can work on it here.
+    """
 
     make: Callable[[KvCache, BackendOptions], AttentionBackend]
     device_types: tuple[str, ...] = ()
     deterministic: bool = False
+    runs: Callable[[KvCache], bool] = lambda _: True
 
 
 def _torch_backend(cache: KvCache, options: BackendOptions) -> AttentionBackend:
@@ -125,11 +129,24 @@ def _triton_backend(cache: KvCache, options: BackendOptions) -> AttentionBackend
     return TritonAttention(cache)
 
 
+def _native_backend(cache: KvCache, options: BackendOptions) -> AttentionBackend:
+    from gpuworker.kernels.cpu_attention import NativeAttention
+
+    return NativeAttention(cache, options.deterministic)
+
+
+def _native_runs(cache: KvCache) -> bool:
+    from gpuworker.kernels.cpu_attention import runs
+
+    return runs(cache)
+
+
 _ANY_BITS = BackendOptions()
 # On each type of device a backend that names it is faster than one that runs anywhere.
 BACKENDS: dict[str, BackendChoice] = {
     "torch": BackendChoice(_torch_backend),
     "triton": BackendChoice(_triton_backend, ("cuda",)),
+    "native": BackendChoice(_native_backend, ("cpu",), deterministic=True, runs=_native_runs),
 }
 
 
@@ -140,12 +157,12 @@ def backends_on(device_type: str) -> list[str]:
 
 
 def make_backend(name: str, cache: KvCache, options: BackendOptions = _ANY_BITS) -> AttentionBackend:
-    """Return the backend called `name` on `cache`; "auto" is the fastest that the cache's device can run.
+    """Return the backend called `name` on `cache`; "auto" is the fastest that runs on this cache here.
 
-    Raises InvalidConfig for a name that is unknown or that does not run on this device, Unsupported when what is left
-    cannot be deterministic and must.
+    Raises InvalidConfig for a name that is unknown or that does not run here, Unsupported when what is left cannot be
+    deterministic and must.
     """
-    able = backends_on(cache.keys.device.type)
+    able = [each for each in backends_on(cache.keys.device.type) if BACKENDS[each].runs(cache)]
     if name not in ("auto", *able):
         raise InvalidConfig(FieldViolation("--attention", f"{name!r}; expected auto, {', '.join(able)}"))
     allowed = able if name == "auto" else [name]

@@ -5,17 +5,12 @@
 #pragma once
 
 #include "attention_store.h"
-#include "quire_cpu.h"
+#include "quire_attention.h"
 #include "threads.h"
 
 namespace quire {
 
-// A tensor [tokens, heads, head_dim] whose last dimension is contiguous; strides in elements, type as quire_type.
-struct Rows {
-  void* data;
-  int64_t token_stride, head_stride;
-  int32_t type;
-};
+using Rows = quire_rows;
 
 class AttentionPlan;
 

@@ -10,10 +10,10 @@ import torch
 
 from common.errors import EngineFailure
 from common.lease import Copy
-from common.types import TRIMMED, BlockId, SamplingParams, SequenceId
-from gpuworker.attention import LayerAttention
+from common.types import TRIMMED, BlockId, KvGeometry, SamplingParams, SequenceId
+from gpuworker.attention import AttentionBackend, LayerAttention, make_backend
 from gpuworker.core.batch_plan import ScheduledRow, StepPlan
-from gpuworker.kernels.torch_attention import TorchAttention
+from gpuworker.kv_cache import KvCache
 from gpuworker.model_runner import ModelRunner
 from tests.checkpoints import EOS, SERVED, VOCAB_SIZE, checkpoint, hf_greedy
 from tests.gpuworker.runner_driver import GREEDY, Driver, hosted, runner_on
@@ -214,16 +214,17 @@ def test_what_the_collector_puts_into_words_comes_in_order_with_the_rest() -> No
 def broken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """While the list is not empty, attention fails."""
     switch: list[bool] = []
-    right = TorchAttention.write_and_attend
+    used = type(make_backend("auto", KvCache(KvGeometry(1, 1, 16, 16, "float32"), 1, 16, torch.device("cpu"))))
+    right = used.write_and_attend
 
     def fail(
-        self: TorchAttention, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self: AttentionBackend, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         if switch:
             raise RuntimeError("the device is gone")
         return right(self, layer, query, key, value)
 
-    monkeypatch.setattr(TorchAttention, "write_and_attend", fail)
+    monkeypatch.setattr(used, "write_and_attend", fail)
     return switch
 
 

@@ -1,0 +1,66 @@
+// What the two attention kernels share: what they work on, where blocks lie, and what becomes of a finished query.
+#pragma once
+
+#include "attention_plan.h"
+#include "attention_simd.h"
+
+namespace quire {
+
+// One call of attend, for all its items.
+struct Work {
+  const AttentionPlan& plan;
+  const Window& window;
+  const quire_cache& cache;
+  const quire_layer& layer;
+  Rows query, out;
+  float* parts;
+  float score_factor;  // scale · log2 e, or scale where scores are capped first: scores are kept as powers of two
+
+  int group() const { return plan.group(); }
+};
+
+constexpr int kRun = 4;  // slots that lie side by side in a block of any size
+constexpr int kRuns = kTile / kRun;
+
+// Of the 64 positions from `base` (a multiple of 64): each run's first slot as an index into
+// [layer, block, kv_head, block_size]. Runs outside the item repeat its first or last one: they are masked later, and
+// memory that nobody wrote is not read.
+void find_runs(const Work&, const Item&, int base, int64_t* runs);
+
+// Result of a query's head over some positions: acc = sum of 2^(score - most) · value, sum that of the powers.
+struct Part {
+  float most, sum;
+  float* acc;  // [head_dim_v]
+};
+
+inline size_t part_floats(const quire_cache& cache) { return (cache.head_dim_v + 2 + 15) / 16 * 16; }
+inline float* part_at(const Work& work, int32_t part, int head) {
+  return work.parts + (static_cast<size_t>(part) * work.plan.num_heads + head) * part_floats(work.cache);
+}
+
+// total := total and part together. The same arithmetic wherever it is called: it decides what `deterministic` means.
+void fold(Part& total, const Part& part, int head_dim_v);
+
+// Writes acc / sum, with the head's sink in the denominator, to the output. Overwrites acc.
+void finish(const Work&, int32_t token, int head, Part& part);
+
+// Writes a result where the query says: to its part, or finished to the output.
+void deliver(const Work&, const Query&, int head, Part& part);
+
+// The query of a head as floats; `to` has room for a multiple of 32, filled up with zeros.
+void load_query(const Work&, int32_t token, int head, float* to);
+
+// Both attend from all queries of an item. `scratch` holds scratch_floats(cache).
+void attend_rows(const Work&, const Item&, float* scratch);
+void attend_tiles(const Work&, const Item&, float* scratch);
+size_t rows_scratch(const quire_cache&);
+size_t tiles_scratch(const quire_cache&);
+
+inline int padded(int count, int to) { return (count + to - 1) / to * to; }
+
+inline void prefetch(const void* from, size_t bytes) {
+  const char* p = static_cast<const char*>(from);
+  for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch(p + at, 0, 3);
+}
+
+}  // namespace quire

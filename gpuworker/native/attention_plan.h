@@ -1,0 +1,96 @@
+// The work list of a step: which queries attend over which positions on which K/V head, as pieces for a queue.
+//
+// A piece (Item) is a chunk of positions of one row's context for some queries of it and some heads that share a K/V head.
+// Where a query's positions are cut into several pieces, each leaves a part (largest score, sum, weighted values) and
+// the parts are merged once all pieces are done.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <vector>
+
+#include "attention.h"
+
+namespace quire {
+
+constexpr int kTile = 64;      // positions that a kernel scores at once; tiles begin at multiples of it
+constexpr int kMaxLanes = 64;  // (query, head) pairs of an item
+constexpr int kFold = 256;     // deterministic: positions that are summed up before they are added to the rest
+
+// A query of an item: a token of the step that sees positions [first, end).
+struct Query {
+  int32_t token, first, end;
+  int32_t part;  // where its result goes; -1: straight to the output
+};
+
+struct Item {
+  int32_t table_row;     // the row whose block table names the blocks
+  int32_t begin, end;    // positions that any of its queries attends to here
+  int32_t query, count;  // its queries: window.queries[query : query + count]
+  int32_t head, heads;   // query heads head : head + heads, which share a K/V head
+  bool tiles;            // which kernel: a tile of queries against tiles of keys, or one query after the other
+  float cost;
+};
+
+// A token's result is in parts first .. first + count - 1.
+struct Merge {
+  int32_t token, first, count;
+};
+
+struct Window {
+  int32_t size;  // 0: none
+  std::vector<Query> queries;
+  std::vector<Item> items;  // the costliest first
+  std::vector<Merge> merges;
+  int32_t parts = 0;
+};
+
+// Hands out pieces as Queue does, and starts again by itself once every member has been told that there are no more.
+class Tickets {
+ public:
+  // Returns a number below `count`, or -1.
+  int64_t take(int64_t count, int members) {
+    const int64_t ticket = next_.fetch_add(1, std::memory_order_relaxed);
+    if (ticket < count) return ticket;
+    if (ticket == count + members - 1) next_.store(0, std::memory_order_relaxed);
+    return -1;
+  }
+  void reset() { next_.store(0, std::memory_order_relaxed); }
+
+ private:
+  alignas(64) std::atomic<int64_t> next_{0};
+};
+
+// Memory that grows and never shrinks, aligned to a cache line; what it held is lost when it grows.
+class Arena {
+ public:
+  void reserve(size_t floats);
+  float* data() const { return data_.get(); }
+
+ private:
+  struct Free {
+    void operator()(float* p) const { std::free(p); }
+  };
+  std::unique_ptr<float, Free> data_;
+  size_t size_ = 0;
+};
+
+class AttentionPlan {
+ public:
+  quire_cache cache;
+  quire_step step;
+  int num_heads = 0, members = 0;
+  bool deterministic = false;
+  std::vector<std::unique_ptr<Window>> windows;
+  Tickets tickets;
+  Arena parts;    // [part, head]: see Part in attention_kernels.h
+  Arena scratch;  // [member]
+
+  const Window& window(int size) const;
+  int group() const { return num_heads / cache.num_kv_heads; }
+};
+
+std::unique_ptr<Window> make_window(const AttentionPlan&, int size);
+
+}  // namespace quire
