@@ -17,6 +17,7 @@ import torch
 
 from common.types import SamplingParams, TokenLogprobs
 from gpuworker.devices import sent
+from gpuworker.kernels.cpu_draw import NativeDraw, NativeRows, native_rows
 from gpuworker.truncation import Truncation, draw_truncated, invert
 
 Int32Array = npt.NDArray[np.int32]
@@ -124,7 +125,9 @@ class SamplingBatch:
         self.plain = not (
             len(self._penalised) or len(self._asking) or len(self._drawing) or self._bias[0].size or self._ends[0].size
         )
-        self._prepared = self.plain
+        self._prepared = False
+        self.native: NativeRows | None = None
+        """The rows for the native library, once prepared, where that draws."""
         # [S], 0 for greedy rows; None where some row asks for more than a draw at a temperature.
         self.temperatures: npt.NDArray[np.float32] | None = None
         more = len(self._penalised), len(self._asking), len(self._truncated), self._bias[0].size, self._ends[0].size
@@ -143,6 +146,11 @@ class SamplingBatch:
         """Lay out the parameters on the device."""
         if self._prepared:
             return
+        self._prepared = True
+        if self._device.type == "cpu":
+            self.native = native_rows(self.rows, self._vocab_size)
+        if self.native is not None or self.plain:
+            return
         drawing, cut = [self.rows[row].params for row in self._drawing], self._truncated
         self._penalties = self._penalties_of([self.rows[row] for row in self._penalised])
         self._biases = [self._tensor(each) for each in self._bias]
@@ -150,13 +158,16 @@ class SamplingBatch:
         self._asking_at = self._tensor(self._asking)
         self._temperature = self._column([p.temperature for p in drawing])
         self._bounds = Truncation.of([drawing[row] for row in cut], self._device) if len(cut) else None
-        self._prepared = True
 
     def sample(self, logits: torch.Tensor, point: DrawPoint, table: torch.Tensor) -> Drawn:
         """Draw for every row; logits [S, vocab] float32 are overwritten, table [seats, width] has the known tokens."""
+        self.prepare()
+        if self.native is not None:
+            draw = NativeDraw(self.native, point.positions, point.seats, table, torch.get_num_threads())
+            draw.run(logits)
+            return self.drawn(draw)
         if self.plain:
             return Drawn(_first_best(logits))
-        self.prepare()
         self._adjust(logits, point, table)
         tokens = _first_best(logits)
         if len(self._drawing):
@@ -164,6 +175,13 @@ class SamplingBatch:
             drawn = self._draw(logits if whole else logits[self._drawing_at], self._tensor(point.uniform))
             tokens = drawn if whole else tokens.index_copy_(0, self._drawing_at, drawn)
         return Drawn(tokens, self._logprobs(logits, tokens) if len(self._asking) else None)
+
+    def drawn(self, draw: NativeDraw) -> Drawn:
+        """Return what the native library has drawn."""
+        at = self._asking
+        arrays = draw.logprobs[at], draw.top_ids[at], draw.top[at]
+        found = RowLogprobs(at, *map(torch.from_numpy, arrays)) if len(at) else None
+        return Drawn(torch.from_numpy(draw.tokens), found)
 
     def _adjust(self, logits: torch.Tensor, point: DrawPoint, table: torch.Tensor) -> None:
         """Apply everything that comes before log-probabilities, in place."""

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from common.types import SamplingParams
+from gpuworker import sampler
+from gpuworker.kernels.native import best
 from gpuworker.sampler import Drawn, SampledRow, SamplingBatch, token_logprobs, uniforms
 from gpuworker.truncation import Truncation, draw_truncated
 
@@ -20,6 +22,16 @@ VOCAB = 50
 GREEDY = SamplingParams(temperature=0.0)
 PROMPT, OUTPUT = [3, 3, 7, 9], [9, 11, 11, 12]
 Float64Array = npt.NDArray[np.float64]
+
+
+@pytest.fixture(autouse=True, params=["native", "torch"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every test draws by the native library and, as where that was not built, by torch."""
+    if request.param == "torch":
+        monkeypatch.setattr(sampler, "native_rows", lambda rows, vocab_size: None)
+    elif best() is None:
+        pytest.skip("the native library was not built")
+    return str(request.param)
 
 
 def random_logits(rows: int, vocab: int = VOCAB, seed: int = 0) -> torch.Tensor:
@@ -201,6 +213,66 @@ def test_more_tokens_than_are_sorted_first_may_be_kept(params: SamplingParams) -
         expected = np.searchsorted(cumulative, np.arange(500) / 500, side="right")
         # A number that falls on the border of two tokens may go either way.
         assert (drawn[:, row].numpy() == expected).mean() > 0.99
+
+
+# ---------------------------------------------------------------- both ways, and the rest of the batch
+
+LARGE = 5000
+MANY_CASES = {
+    "temperature": SamplingParams(temperature=0.7),
+    "top_k of equal logits": SamplingParams(top_k=7),
+    "top_k": SamplingParams(top_k=300, top_p=0.7),
+    "top_p": SamplingParams(top_p=0.95),
+    "flat top_p": SamplingParams(temperature=5.0, top_p=0.9),
+    "min_p": SamplingParams(min_p=0.05),
+    "all": SamplingParams(temperature=1.4, top_k=900, top_p=0.9, min_p=0.001, repetition_penalty=1.2, logprobs=4),
+}
+
+
+def rounded_logits(rows: int) -> torch.Tensor:
+    """Return logits of which many are equal, as those of a bfloat16 model are."""
+    return random_logits(rows, LARGE).bfloat16().float()
+
+
+@pytest.mark.parametrize("name", MANY_CASES)
+def test_both_ways_draw_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = [replace(MANY_CASES[name], seed=seed) for seed in range(200)]
+    logits = rounded_logits(200)
+    native = draw(logits, params)
+    monkeypatch.setattr(sampler, "native_rows", lambda rows, vocab_size: None)
+    by_torch = draw(logits, params)
+    # A number that falls on the border of two tokens may go either way.
+    assert (native.tokens == by_torch.tokens).float().mean() >= 0.99
+    if native.logprobs is not None:
+        assert by_torch.logprobs is not None
+        assert torch.equal(native.logprobs.top_ids.long(), by_torch.logprobs.top_ids.long())
+        torch.testing.assert_close(native.logprobs.top, by_torch.logprobs.top, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_row_gets_the_same_bits_wherever_it_stands_in_whichever_batch(threads: int) -> None:
+    """Including rows that sort wider and ask for more log-probabilities than it does."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        asked = [replace(each, seed=n, logprobs=3) for n, each in enumerate([*MANY_CASES.values(), GREEDY])]
+        others = [replace(SamplingParams(top_k=LARGE, logprobs=20), seed=n) for n in range(9)]
+        logits = rounded_logits(len(asked) + len(others))
+        params = [*asked, *others]
+        together = token_logprobs(draw(logits, params), batch_of(params))
+        backwards = token_logprobs(draw(logits.flip(0), params[::-1]), batch_of(params[::-1]))
+        for n, each in enumerate(asked):
+            alone = token_logprobs(draw(logits[n : n + 1], [each]), batch_of([each]))[0]
+            assert alone == together[n] == backwards[len(params) - 1 - n]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_of_equal_log_probabilities_the_lowest_ids_come_first() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0, 3.0, 2.0, 2.0]])
+    params = replace(GREEDY, logprobs=4)
+    (found,) = token_logprobs(draw(logits, [params]), batch_of([params])).values()
+    assert [token for token, _ in found.top] == [1, 3, 2, 4]
 
 
 # ---------------------------------------------------------------- greedy, ends, log-probabilities
