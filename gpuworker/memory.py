@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import psutil
 import torch
 from transformers import PretrainedConfig
 
@@ -52,6 +53,7 @@ class Ledger:
     block_bytes: int
     num_blocks: int
     block_size: int
+    kv_dtype: str
     model_limit: int
     max_model_len: int
     max_num_seqs: int
@@ -68,7 +70,9 @@ class Ledger:
     def lines(self) -> list[str]:
         """Return the ledger as lines of text for people."""
         left = self.free - self.activations - self.token_table - self.kv
-        blocks = f"{self.num_blocks} blocks of {self.block_size} slots, {in_words(self.block_bytes)} each"
+        blocks = (
+            f"{self.num_blocks} blocks of {self.block_size} slots in {self.kv_dtype}, {in_words(self.block_bytes)} each"
+        )
         whole = self.max_model_len == self.model_limit
         limit = "the model's limit" if whole else f"the model allows {self.model_limit}"
         fits = [f"{self.sequences_of(n)} of {n // 1024}k" for n in _CONTEXTS if n < self.max_model_len]
@@ -108,7 +112,7 @@ def plan_memory(model: HostedModel, geometry: KvGeometry, model_limit: int, opti
     activations = _measure_activations(model, sized) if device.type == "cuda" else _estimate(model, geometry, sized)
     table = 4 * seqs * (wanted_len + 1)
     block = bytes_per_block(geometry, options.block_size)
-    free = free_bytes(device)
+    free = free_bytes(device) - (mapped_weight_bytes() if device.type == "cpu" else 0)
     room = _room(device, free, options) - activations - table
     num_blocks = _num_blocks(device, room, block, options)
     ledger = Ledger(
@@ -121,12 +125,18 @@ def plan_memory(model: HostedModel, geometry: KvGeometry, model_limit: int, opti
         block_bytes=block,
         num_blocks=num_blocks,
         block_size=options.block_size,
+        kv_dtype=geometry.dtype,
         model_limit=model_limit,
         max_model_len=min(wanted_len, num_blocks * options.block_size),
         max_num_seqs=seqs,
     )
     _refuse_too_small(ledger, room, options)
     return ledger
+
+
+def mapped_weight_bytes() -> int:
+    """Return the bytes of weights that lie on pages of their files: in memory, and to the system as good as free."""
+    return sum(each.rss for each in psutil.Process().memory_maps() if each.path.endswith(".safetensors"))
 
 
 def weight_bytes(module: torch.nn.Module) -> int:

@@ -13,6 +13,7 @@ import torch
 
 from common.errors import Unsupported
 
+Operation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 # Rows are dequantised this many numbers at a time: the float32 in between stays small beside the result.
 _AT_ONCE: Final = 8 << 20
 
@@ -33,18 +34,27 @@ class QuantisedLinear:
     zeros: torch.Tensor | None = None  # int16 [N, groups] on the scale of `values`; None: all 0
     group_of: torch.Tensor | None = None  # int64 [K]
 
+    def __post_init__(self) -> None:
+        """Raise Unsupported where the group of an input cannot be told."""
+        inputs, groups = self.values.shape[1], self.scales.shape[1]
+        if self.group_of is None and inputs != groups * self.group_size:
+            raise refuse(f"{self.name}: groups", groups, f"{inputs} inputs cannot be shared out evenly among them")
+
     def dequantise(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight [N, K] in `dtype`, rounded once from float32."""
         out = torch.empty(self.values.shape, dtype=dtype)
-        groups = self.group_of
-        if groups is None:
-            groups = torch.arange(self.values.shape[1]) // self.group_size
         for rows in _row_slices(self.values):
             exact = self.values[rows].float()
             if self.zeros is not None:
-                exact -= self.zeros[rows].float()[:, groups]
-            out[rows] = exact.mul_(self.scales[rows][:, groups])
+                exact = self._by_group(torch.Tensor.sub_, exact, self.zeros[rows].float())
+            out[rows] = self._by_group(torch.Tensor.mul_, exact, self.scales[rows])
         return out
+
+    def _by_group(self, apply: Operation, exact: torch.Tensor, of_group: torch.Tensor) -> torch.Tensor:
+        """Return [R, K] of which each number met that of its group, [R, groups]; the memory is that of `exact`."""
+        if self.group_of is None:  # a broadcast is several times as fast as a gather
+            return apply(exact.unflatten(1, (-1, self.group_size)), of_group[..., None]).flatten(1)
+        return apply(exact, of_group[:, self.group_of])
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from common.errors import InvalidConfig
 from common.types import KvGeometry
 from gpuworker import memory
-from gpuworker.memory import GIB, Ledger, MemoryOptions, in_words, plan_memory, weight_bytes
+from gpuworker.memory import GIB, Ledger, MemoryOptions, in_words, mapped_weight_bytes, plan_memory, weight_bytes
 from gpuworker.models.hosted import HostedModel
+from gpuworker.models.stored_tensors import StoredTensors
 from tests.checkpoints import checkpoint
 from tests.gpuworker.runner_driver import hosted
 
@@ -20,6 +25,7 @@ BLOCK = 3 * 2 * (16 + 16) * 4 * 16  # bytes of a block of 16 slots
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> HostedModel:
     monkeypatch.setattr(memory, "free_bytes", lambda _: 2 * GIB)
+    monkeypatch.setattr(memory, "mapped_weight_bytes", lambda: 0)
     return hosted(checkpoint("llama"))
 
 
@@ -94,9 +100,29 @@ def test_tied_weights_count_once() -> None:
     assert weight_bytes(both) == 4 * 4 * 4
 
 
+def test_weights_on_pages_of_their_files_are_not_free(tmp_path: Path) -> None:
+    save_file({"t": torch.ones(8 << 20, dtype=torch.uint8)}, tmp_path / "model.safetensors")
+    before = mapped_weight_bytes()
+    tensor = StoredTensors(tmp_path)["t"].map()
+    assert int(tensor.sum()) == 8 << 20
+    assert 8 << 20 <= mapped_weight_bytes() - before <= (8 << 20) + (1 << 14)
+
+
+def test_mapped_weights_are_taken_off_what_is_free(model: HostedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = plan(model).free
+    monkeypatch.setattr(memory, "mapped_weight_bytes", lambda: GIB)
+    assert plan(model).free == free - GIB
+
+
+def test_a_narrower_cache_has_more_blocks(model: HostedModel) -> None:
+    geometry = replace(GEOMETRY, dtype="int8")
+    ledger = plan_memory(model, geometry, 1024, MemoryOptions(kv_memory=70 * BLOCK))
+    assert (ledger.block_bytes, ledger.num_blocks) == (3 * 2 * (16 + 16 + 8) * 16, 224)
+
+
 def test_the_ledger_reads_as_a_table(model: HostedModel) -> None:
     lines = plan(model, kv_blocks=2000, max_num_seqs=8).lines()
-    assert lines[4] == "  KV cache       23.4 MiB  2000 blocks of 16 slots, 12.0 KiB each"
+    assert lines[4] == "  KV cache       23.4 MiB  2000 blocks of 16 slots in float32, 12.0 KiB each"
     assert lines[6] == "longest context: 1024 tokens (the model's limit)"
     assert lines[7] == "sequences that fit at once: 31 of the longest; at most 8 run in a step"
 

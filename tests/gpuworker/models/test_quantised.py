@@ -245,6 +245,18 @@ def test_what_cannot_be_read_is_refused_by_its_field(tmp_path: Path, what: str) 
         written(tmp_path, {"qweight": torch.zeros(1)}, quantisation)
 
 
+def test_groups_of_gptq_may_be_cut_short_where_each_input_names_its_own(tmp_path: Path) -> None:
+    weight = quantise(random(OUTPUTS, 56), 4, 24, symmetric=False)  # 24, 24 and 8
+    check(written(tmp_path, packers.gptq(weight), GPTQ | {"group_size": 24}), weight)
+
+
+def test_groups_that_do_not_divide_the_inputs_are_refused(tmp_path: Path) -> None:
+    weight = bfloat_scales(quantise(random(OUTPUTS, 56), 4, 24, symmetric=True))
+    checkpoint = written(tmp_path, packers.pack_quantized(weight), compressed("pack-quantized", num_bits=4))
+    with pytest.raises(Unsupported, match="layer: groups is 3; 56 inputs cannot be shared out evenly"):
+        checkpoint.tensor("layer.weight", torch.float32)
+
+
 def test_scales_that_fit_no_block_are_refused(tmp_path: Path) -> None:
     parts = {"weight": random().to(torch.float8_e4m3fn), "weight_scale_inv": torch.ones(3, 3)}
     with pytest.raises(Unsupported, match=r"layer: scales of the weight is \(3, 3\); expected one number, 32, or one"):
