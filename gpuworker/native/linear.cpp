@@ -10,9 +10,12 @@
 namespace quire {
 namespace {
 
-// Rows of a task: few enough that their inputs stay in the L2 cache while the panels pass by.
-constexpr int64_t kBlockRows = 8 * kTileRows;
-constexpr int64_t kSums = kBlockRows * kPanel;
+// Tiles of a task: few enough that their inputs stay in the L2 cache while the panels pass by.
+constexpr int64_t kBlockTiles = 10;
+constexpr int64_t kSums = kBlockTiles * kTileRows * kPanel;
+
+// Beyond so many tiles a block of integer weights is made floats once for all of them; the sums are the same.
+constexpr int64_t kTilesUnpacking = 2;
 
 struct Scratch {
   alignas(64) float sums[2 * kSums];
@@ -21,25 +24,30 @@ struct Scratch {
 };
 
 struct Task {
-  int64_t row, rows;    // of activations
+  int64_t tile, tiles;  // of activations
+  int64_t row, rows;    // the same in rows
   int64_t panel;
   int panels;
 };
 
-// How a product is cut into tasks: panels fastest, so that all members share a block of rows.
+// How a product is cut into tasks: panels fastest, so that all members share a block of rows. Tiles have equal rows, as
+// nearly as can be: a last one of few rows would cost as much as a full one.
 struct Plan {
-  int64_t rows, blocks, panels, per_task, tasks_of_block, tasks;
+  int64_t rows, tiles, blocks, panels, per_task, tasks_of_block, tasks;
 
   Plan(const Layout& layout, int64_t all_rows) : rows(all_rows), panels(layout.panels) {
-    blocks = (rows + kBlockRows - 1) / kBlockRows;
+    tiles = (rows + kTileRows - 1) / kTileRows;
+    blocks = (tiles + kBlockTiles - 1) / kBlockTiles;
     per_task = rows <= kPairRows ? 2 : 1;
     tasks_of_block = (panels + per_task - 1) / per_task;
     tasks = blocks * tasks_of_block;
   }
+  int64_t row(int64_t tile) const { return rows * tile / tiles; }
   Task task(int64_t index) const {
-    const int64_t block = index / tasks_of_block, begin = rows * block / blocks, end = rows * (block + 1) / blocks;
-    const int64_t panel = index % tasks_of_block * per_task;
-    return {begin, end - begin, panel, static_cast<int>(std::min(per_task, panels - panel))};
+    const int64_t block = index / tasks_of_block, panel = index % tasks_of_block * per_task;
+    const int64_t tile = tiles * block / blocks, after = tiles * (block + 1) / blocks;
+    const int count = static_cast<int>(std::min(per_task, panels - panel));
+    return {tile, after - tile, row(tile), row(after) - row(tile), panel, count};
   }
 };
 
@@ -68,9 +76,11 @@ void add(Vec value, float* at, int64_t count) {
 
 class Product {
  public:
-  Product(const quire_linear& w, const Input& x, const Output& out) : w_(w), layout_(w), x_(x), out_(out) {}
+  Product(const quire_linear& w, const Input& x, int64_t rows, const Output& out)
+      : w_(w), layout_(w), plan_(layout_, rows), x_(x), out_(out) {}
 
   const Layout& layout() const { return layout_; }
+  const Plan& plan() const { return plan_; }
 
   // `next` is the panel that this member takes afterwards, null when there is none.
   void run(const Task& task, const uint8_t* next, Scratch& scratch) const {
@@ -85,7 +95,6 @@ class Product {
 
  private:
   void block(const Task& task, int64_t step, int64_t steps, const uint8_t* ahead, Scratch& scratch) const {
-    const int64_t tiles = (task.rows + kTileRows - 1) / kTileRows;
     Tile tile{};
     tile.weights = layout_.panel(w_, task.panel) + layout_.offset(step);
     tile.panel_stride = tile.ahead_stride = layout_.panel_bytes;
@@ -99,16 +108,16 @@ class Product {
     tile.x_sums_stride = layout_.groups;
     // Each tile brings its part of what comes next.
     const int64_t chunk_bytes = kChunk * step_bytes(w_.kind);
-    tile.ahead_lines = static_cast<int>((chunk_bytes / 64 + tiles - 1) / tiles);
+    tile.ahead_lines = static_cast<int>((chunk_bytes / 64 + task.tiles - 1) / task.tiles);
     const int64_t ahead_part = tile.groups * (tile.steps / kChunk) * tile.ahead_lines * 64;
     int32_t kind = w_.kind;
-    if (is_weight_only(kind) && task.rows > kUnpackRows) {
+    if (is_weight_only(kind) && task.tiles > kTilesUnpacking) {
       unpack(tile, scratch);
       kind = unpacked(kind);
     }
     const int64_t x_offset = step * step_inputs(w_.kind) * input_bytes_each();
-    for (int64_t i = 0; i < tiles; ++i) {
-      const int64_t begin = task.rows * i / tiles, end = task.rows * (i + 1) / tiles;
+    for (int64_t i = 0; i < task.tiles; ++i) {
+      const int64_t begin = plan_.row(task.tile + i) - task.row, end = plan_.row(task.tile + i + 1) - task.row;
       tile.x = static_cast<const uint8_t*>(x_.data) + (task.row + begin) * x_.stride + x_offset;
       tile.sums = scratch.sums + begin * kPanel;
       if (w_.has_zeros) {
@@ -172,6 +181,7 @@ class Product {
 
   const quire_linear& w_;
   const Layout layout_;
+  const Plan plan_;
   const Input& x_;
   const Output& out_;
 };
@@ -229,8 +239,8 @@ Scratch& scratch_of_thread() {
 
 void linear(const Team&, Queue& queue, const quire_linear& w, const Input& x, int64_t rows, const Output& out) {
   if (rows < 1) return;
-  const Product product(w, x, out);
-  const Plan plan(product.layout(), rows);
+  const Product product(w, x, rows, out);
+  const Plan& plan = product.plan();
   Scratch& scratch = scratch_of_thread();
   // One task ahead: the end of a task brings the start of the next one from memory.
   int64_t now = queue.take();

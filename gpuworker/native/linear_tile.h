@@ -15,16 +15,13 @@ namespace quire {
 // Rows of a tile, so that the sums of 32 columns fill the registers and leave room for weights and an input.
 #if defined(__AVX512F__)
 constexpr int kTileRows = 14;
-constexpr int kPairRows = 6;    // up to so many rows two panels run at once: more streams from memory in flight
-constexpr int kUnpackRows = 8;  // beyond so many rows a block of integer weights is unpacked once for all tiles
+constexpr int kPairRows = 6;  // up to so many rows two panels run at once: more streams from memory in flight
 #elif defined(__AVX2__)
 constexpr int kTileRows = 3;
 constexpr int kPairRows = 1;
-constexpr int kUnpackRows = 3;
 #else
 constexpr int kTileRows = 2;
 constexpr int kPairRows = 1;
-constexpr int kUnpackRows = 2;
 #endif
 
 struct Tile {

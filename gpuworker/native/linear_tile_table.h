@@ -8,10 +8,10 @@
 
 namespace quire {
 
-template <typename Loader, int kRows>
+template <typename Loader>
 class TileTable {
  public:
-  constexpr TileTable() : one_(make<1>(std::make_integer_sequence<int, kRows>())),
+  constexpr TileTable() : one_(make<1>(std::make_integer_sequence<int, kTileRows>())),
                           two_(make<2>(std::make_integer_sequence<int, kPairRows>())) {}
   TileFunction at(int rows, int panels) const { return panels == 1 ? one_[rows - 1] : two_[rows - 1]; }
 
@@ -20,11 +20,11 @@ class TileTable {
   static constexpr std::array<TileFunction, sizeof...(I)> make(std::integer_sequence<int, I...>) {
     return {{&Kernel<Loader, I + 1, P>::run...}};
   }
-  std::array<TileFunction, kRows> one_;
+  std::array<TileFunction, kTileRows> one_;
   std::array<TileFunction, kPairRows> two_;
 };
 
-// For the integer kinds: weight-only ones have functions for up to kUnpackRows rows.
+// For the integer kinds.
 TileFunction whole_tile_function(int32_t kind, int rows, int panels);
 
 }  // namespace quire

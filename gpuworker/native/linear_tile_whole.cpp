@@ -4,11 +4,11 @@
 namespace quire {
 
 TileFunction whole_tile_function(int32_t kind, int rows, int panels) {
-  static constexpr TileTable<I8F32Loader, kUnpackRows> i8_f32;
-  static constexpr TileTable<I8Bf16Loader, kUnpackRows> i8_bf16;
-  static constexpr TileTable<I4F32Loader, kUnpackRows> i4_f32;
-  static constexpr TileTable<I4Bf16Loader, kUnpackRows> i4_bf16;
-  static constexpr TileTable<W8A8Loader, kTileRows> w8a8;
+  static constexpr TileTable<I8F32Loader> i8_f32;
+  static constexpr TileTable<I8Bf16Loader> i8_bf16;
+  static constexpr TileTable<I4F32Loader> i4_f32;
+  static constexpr TileTable<I4Bf16Loader> i4_bf16;
+  static constexpr TileTable<W8A8Loader> w8a8;
   switch (kind) {
     case QUIRE_LINEAR_I8_F32: return i8_f32.at(rows, panels);
     case QUIRE_LINEAR_I8_BF16: return i8_bf16.at(rows, panels);
