@@ -15,9 +15,11 @@ from gpuworker.attention import AttentionMetadata, LayerAttention
 from gpuworker.kernels.triton_attend import LOG2_E, attend_kernel, merge_kernel
 from gpuworker.kernels.triton_cache import bytes_of, scales_of, write_kv
 from gpuworker.kernels.triton_plan import DevicePlan, Launches, PlanBuffers, Room
+from gpuworker.kernels.triton_rope import QkNorm, rope_and_write
 from gpuworker.kernels.triton_tuning import Chip, Heads, KernelShape, Tuning, chip_of, tuning
 from gpuworker.kernels.work_list import WorkList, work_list
 from gpuworker.kv_cache import KvCache, bytes_per_block
+from gpuworker.rotation import Rotation
 
 # What attending a shared prefix apart must save a layer, in bytes of K and V: the kernels that it adds take about as
 # long as reading this much.
@@ -91,6 +93,19 @@ class TritonAttention:
         """See `AttentionBackend`."""
         assert self._step is not None
         write_kv(self._cache, layer.layer, self._step.device.slot_mapping, key, value)
+        return self.attend(layer, query)
+
+    def rotate_write_and_attend(self, layer: LayerAttention, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        """Norm and turn queries and keys, write K and V, and attend: what `write_and_attend` does, from one product.
+
+        qkv [T, -1] has, for each token, its query heads, its key heads, its value heads.
+        """
+        assert self._step is not None
+        slots = self._step.device.slot_mapping
+        norm = None
+        if rotation.query_norm is not None and rotation.key_norm is not None:
+            norm = QkNorm(rotation.query_norm, rotation.key_norm, rotation.eps)
+        query = rope_and_write(self._cache, layer.layer, qkv, rotation.table, rotation.positions, slots, norm)
         return self.attend(layer, query)
 
     def attend(self, layer: LayerAttention, query: torch.Tensor) -> torch.Tensor:

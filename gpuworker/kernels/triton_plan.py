@@ -87,6 +87,7 @@ class PlanBuffers:
         self._tables = torch.empty(0, dtype=torch.int32, device=device)
         self._partials = torch.empty(0, dtype=torch.float32, device=device)
 
+    @torch.inference_mode(False)  # a tensor made in that mode could be filled in no other
     def reserve(self, integers: int, floats: int) -> None:
         """Make room; what lay there before is lost when that moves the memory."""
         if not self.has(integers, 0):

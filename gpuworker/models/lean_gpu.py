@@ -83,11 +83,17 @@ class LeanGpuModel:
 
     @torch.inference_mode()
     def logits(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None, sink: LayerSink
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        keep: torch.Tensor | None,
+        sink: LayerSink,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return logits [S, vocab] in the type of the weights, of the tokens that `keep` [S] indexes; None means all.
 
-        Otherwise as `forward`. No shape depends on what a tensor holds, and nothing waits for the device.
+        They are written to `out` where it is given. Otherwise as `forward`; token_ids and positions may be int32. No
+        shape depends on what a tensor holds, and nothing waits for the device.
         """
         weights, eps = self.weights, self.spec.norm_eps
         residual = embedding(token_ids, weights.embedding)
@@ -102,7 +108,7 @@ class LeanGpuModel:
             inner = self._fused.silu_and_mul(linear(hidden, layer.gate_up, layer.gate_up_bias))
             hidden = linear(inner, layer.down, layer.down_bias)
             hidden = self._fused.add_rms_norm(hidden, residual, next_norm, eps)
-        return linear(hidden, weights.head)
+        return torch.mm(hidden, weights.head.t(), out=out)
 
     def _attend(
         self,

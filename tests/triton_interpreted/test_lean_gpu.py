@@ -19,9 +19,10 @@ from gpuworker.models.lean_gpu_weights import fused_weights
 from gpuworker.models.lean_spec import rotary_table
 from gpuworker.sampler import SampledRow, SamplingBatch
 from gpuworker.step_inputs import StagedStep, pack_rows
-from gpuworker.step_launch import EagerLauncher, LaidOutStep
+from gpuworker.step_launch import EagerLauncher, LaidOutStep, StepLauncher
 from gpuworker.token_table import TokenTable
 from tests.gpuworker.models.lean_cases import BLOCK_SIZE, Case, case_tokens, make_case, steps
+from tests.triton_interpreted.attention_cases import small
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)
@@ -42,33 +43,45 @@ def test_logits_are_those_of_the_hosted_path(name: str) -> None:
     torch.testing.assert_close(ours, theirs, atol=5e-5, rtol=5e-5)
 
 
-def step_of(spec_vocab: int, start: list[int], length: list[int], width: int) -> LaidOutStep:
-    """Return a step of three sequences, in seats 0 to 2, on blocks of their own."""
-    table = np.arange(12, dtype=np.int32).reshape(3, 4)
-    rows = pack_rows(np.array(start, dtype=np.int32), np.array(length, dtype=np.int32), table, BLOCK_SIZE)
-    seats = np.arange(3, dtype=np.int32)
-    batch = SamplingBatch([SampledRow(GREEDY, 4)] * 3, spec_vocab, CPU)
-    staged = StagedStep(rows, seats, np.ones(3, dtype=bool), width)
-    return LaidOutStep(staged, staged.on(CPU), batch.at(rows.context_len.astype(np.int64), seats), batch)
+class Decoding:
+    """Three sequences in seats 0 to 2, the first two on one block to begin with, run step by step."""
+
+    def __init__(self, case: Case, graphs: bool) -> None:
+        model, cache, heads = lean(case), case.cache(12), case.spec.num_heads
+        self._vocab, self.tokens = case.spec.vocab_size, TokenTable(3, 33, CPU)
+        attention = TritonAttention(cache, tuned=small(2), cascade_bytes=1)
+        self.launcher: StepLauncher = EagerLauncher(model, attention, self.tokens)
+        if graphs:
+            attention.reserve_padded(4, heads, torch.float32)
+            plan = partial(attention.begin_padded, num_heads=heads, dtype=torch.float32)
+            inputs = GraphInputs(4, cache, 32, self.tokens.spare)
+            parts = GraphParts(model, attention, plan, self.tokens, inputs, (4,))
+            self.launcher = self.graphs = GraphLauncher(parts, self.launcher, RepeatingRecorder())
+        for seat in range(3):
+            self.tokens.write(seat, [5 + seat * (seat // 2), 9, 70, 31, 12 - seat])
+
+    def step(self, start: list[int], length: list[int]) -> None:
+        table = np.array([[0, 1, 2, 3], [0, 4, 5, 6], [7, 8, 9, 10]], dtype=np.int32)
+        rows = pack_rows(np.array(start, dtype=np.int32), np.array(length, dtype=np.int32), table, BLOCK_SIZE)
+        seats = np.arange(3, dtype=np.int32)
+        batch = SamplingBatch([SampledRow(GREEDY, 4)] * 3, self._vocab, CPU)
+        staged = StagedStep(rows, seats, np.ones(3, dtype=bool), self.tokens.width)
+        point = batch.at(rows.context_len.astype(np.int64), seats)
+        self.launcher.launch(LaidOutStep(staged, staged.on(CPU), point, batch))
 
 
 def test_padded_decodes_draw_what_kernels_draw_one_by_one() -> None:
-    case = make_case("llama")
-    model, drawn = lean(case), []
+    drawn = []
     for graphs in (False, True):
-        cache, tokens = case.cache(12), TokenTable(3, 17, CPU)
-        attention = TritonAttention(cache)
-        launcher = beneath = EagerLauncher(model, attention, tokens)
-        if graphs:
-            attention.reserve_padded(4, case.spec.num_heads, torch.float32)
-            plan = partial(attention.begin_padded, num_heads=case.spec.num_heads, dtype=torch.float32)
-            parts = GraphParts(model, attention, plan, tokens, GraphInputs(4, cache, 16, tokens.spare), (4,))
-            launcher = GraphLauncher(parts, beneath, RepeatingRecorder())  # type: ignore[assignment]
-        for seat in range(3):
-            tokens.write(seat, [5 + seat, 9, 70, 31 - seat])
-        beneath.launch(step_of(case.spec.vocab_size, [0, 0, 0], [4, 3, 2], 17))
-        for n in range(3):
-            launcher.launch(step_of(case.spec.vocab_size, [4 + n, 3 + n, 2 + n], [1, 1, 1], 17))
-        drawn.append(tokens.tensor.tolist())
+        decoding = Decoding(make_case("llama"), graphs)
+        decoding.step([0, 0, 0], [5, 5, 2])
+        for n in range(4):
+            decoding.step([5 + n, 5 + n, 2 + n], [1, 1, 1])
+        drawn.append(decoding.tokens.tensor.tolist())
     assert drawn[0] == drawn[1]
-    assert len({tuple(row[4:8]) for row in drawn[0]}) == 3
+    assert len({tuple(row[5:10]) for row in drawn[0]}) == 3
+
+
+def test_each_way_to_plan_has_a_graph() -> None:
+    graphs = Decoding(make_case("llama"), graphs=True).graphs
+    assert graphs.count == 3 + 2  # short contexts, contexts that are cut, shared blocks; and two ways to draw

@@ -69,11 +69,11 @@ class Case:
         tensors: dict[str, torch.Tensor] = self.hosted.module.state_dict()
         return tensors[name]
 
-    def cache(self, device: torch.device | None = None) -> KvCache:
-        """Return a cache of eight blocks."""
+    def cache(self, num_blocks: int = _BLOCK_TABLE.size) -> KvCache:
+        """Return a cache; the steps of `steps` are on eight blocks."""
         spec = self.spec
         geometry = KvGeometry(spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.head_dim, "float32")
-        return KvCache(geometry, _BLOCK_TABLE.size, BLOCK_SIZE, device or torch.device("cpu"))
+        return KvCache(geometry, num_blocks, BLOCK_SIZE, torch.device("cpu"))
 
 
 def make_case(name: str) -> Case:
