@@ -30,7 +30,8 @@ class EngineSettings(Settings):
     dtype: DType = Field("auto", description="type of weights and activations; auto: the checkpoint's own")
     kv_cache_dtype: KvCacheDType = Field(
         "auto",
-        description="type of K and V in the cache; auto: the model's. int8 and fp8 keep a scale for each slot and head",
+        description="type of K and V in the cache: float32, bfloat16, float16, int8, fp8; auto: the model's. int8 and "
+        "fp8 keep a scale for each slot and head",
     )
     quantization: Quantization = Field(
         "none",
