@@ -119,13 +119,13 @@ def _refuse_unknown(
 
 
 def _layer_attention(layer: int, head_dim: int, options: dict[str, Any]) -> LayerAttention:
-    scale = options.get("scaling")
+    scale, sinks = options.get("scaling"), options.get("s_aux")
     return LayerAttention(
         layer=layer,
         scale=float(head_dim**-0.5 if scale is None else scale),
         window=options.get("sliding_window"),
         softcap=options.get("softcap"),
-        sinks=options.get("s_aux"),
+        sinks=None if sinks is None else sinks.float(),
     )
 
 

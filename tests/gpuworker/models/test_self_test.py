@@ -41,7 +41,7 @@ def test_a_model_that_runs_right_gives_its_shape(kind: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "deepseek_v3"])
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "deepseek_v3", "gpt_oss"])
 def test_sixteen_bits_are_close_enough(kind: str, dtype: str) -> None:
     model = load_model(ModelSource(str(checkpoint(kind)), dtype=dtype), CPU)
     assert run(model) == replace(SHAPES[kind], dtype=dtype)
@@ -74,6 +74,12 @@ class Rounding(TorchAttention):
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gpt_oss"])
 def test_the_cache_may_be_narrower_than_the_model(kind: str, kv_dtype: str) -> None:
     assert self_test(on_cache(kind, kv_dtype), Rounding) == replace(SHAPES[kind], dtype=kv_dtype)
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16", "int8"])
+@pytest.mark.parametrize("kind", SERVED)
+def test_the_attention_that_is_chosen_keeps_to_the_cache(kind: str, kv_dtype: str) -> None:
+    assert run(on_cache(kind, kv_dtype)) == replace(SHAPES[kind], dtype=kv_dtype)
 
 
 def test_the_cache_may_be_wider_than_the_model() -> None:
