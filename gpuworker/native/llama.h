@@ -1,0 +1,66 @@
+// The forward of a step of a model of the Llama family (Llama, Qwen2, Qwen3, Mistral): one call, one parallel region.
+//
+// The residual stream is float32; what goes into a product has that product's type. All work but attention is done row by
+// row, so a row's numbers do not depend on what stands beside it in the step; for attention see `begin` in attention.h.
+#pragma once
+
+#include "linear.h"
+#include "quire_attention.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct {
+  quire_linear qkv, output, gate_up, down;  // qkv: q, k, v one below the other; gate_up is paired
+  const float *attention_norm, *mlp_norm;   // [hidden]
+  const float *query_norm, *key_norm;       // [head_dim], or null: queries and keys are not normed
+  int32_t window;                           // positions that a query sees; 0: all
+  int32_t reserved;
+} quire_llama_layer;
+
+typedef struct {
+  int32_t num_layers, hidden, num_heads, num_kv_heads, head_dim, vocab;
+  float norm_eps, scale;
+  const quire_llama_layer *layers;
+  const float *final_norm;   // [hidden]
+  quire_linear head;         // [vocab, hidden]
+  const void *embedding;     // [vocab, hidden] of embedding_type, or null: its rows are those of `head`
+  const float *rotary;       // [num_positions, 2, head_dim / 2], cosines then sines
+  int32_t embedding_type, num_positions;
+} quire_llama;
+
+// Where the time of a step goes; the norm before a product counts as QUIRE_PHASE_NORM, also the embedding.
+enum quire_llama_phase {
+  QUIRE_PHASE_NORM,
+  QUIRE_PHASE_QKV,
+  QUIRE_PHASE_ROPE,  // and the cache write
+  QUIRE_PHASE_ATTENTION,
+  QUIRE_PHASE_OUTPUT,
+  QUIRE_PHASE_GATE_UP,
+  QUIRE_PHASE_DOWN,
+  QUIRE_PHASE_HEAD,
+  QUIRE_NUM_PHASES
+};
+
+typedef struct {
+  const int64_t *token_ids, *positions;  // [T]
+  const int64_t *keep;                   // [num_keep], rising: the tokens whose logits are wanted
+  float *logits;                         // [num_keep, vocab]
+  void *scratch;                         // quire_llama_scratch bytes, aligned to 64
+  double *seconds;                       // [QUIRE_NUM_PHASES] to add to, or null
+  int64_t num_keep;
+} quire_llama_run;
+
+enum quire_llama_refusal { QUIRE_LLAMA_DONE = 0, QUIRE_LLAMA_BAD_TOKEN = 1, QUIRE_LLAMA_BAD_POSITION = 2 };
+
+// Bytes of scratch for steps of up to so many tokens, of which up to num_keep are kept.
+QUIRE_API size_t quire_llama_scratch(const quire_llama *model, int64_t tokens, int64_t num_keep);
+
+// Computes the step that `attention` has been begun for, on as many threads: writes K and V, and the logits of the kept
+// tokens. Refuses, having computed nothing, a token outside of the vocabulary and a position that `rotary` lacks.
+QUIRE_API int32_t quire_llama_forward(const quire_llama *model, quire_attention *attention, const quire_llama_run *run);
+
+#ifdef __cplusplus
+}
+#endif
