@@ -53,7 +53,8 @@ def _exact(weight: IntegerWeight) -> torch.Tensor:
     groups = weight.scales.shape[1]
     values = weight.values.double().unflatten(1, (groups, -1))
     zeros = torch.zeros_like(weight.scales) if weight.zeros is None else weight.zeros
-    return ((values - zeros.double()[..., None]) * weight.scales.double()[..., None]).flatten(1)
+    exact: torch.Tensor = ((values - zeros.double()[..., None]) * weight.scales.double()[..., None]).flatten(1)
+    return exact
 
 
 def _assert_close(result: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, epsilon: float = 2.0**-19) -> None:

@@ -12,7 +12,8 @@ from gpuworker.kernels.quantise import int4_by_group, int8_by_group, int8_by_out
 def _back(weight: IntegerWeight) -> torch.Tensor:
     groups = weight.values.float().unflatten(1, (weight.scales.shape[1], -1))
     zeros = torch.zeros_like(weight.scales) if weight.zeros is None else weight.zeros
-    return ((groups - zeros[..., None]) * weight.scales[..., None]).flatten(1)
+    back: torch.Tensor = ((groups - zeros[..., None]) * weight.scales[..., None]).flatten(1)
+    return back
 
 
 def test_the_largest_number_of_an_output_becomes_127() -> None:
