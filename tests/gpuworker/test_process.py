@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -73,7 +74,8 @@ async def test_it_says_where_the_memory_goes_and_that_it_is_ready_and_stops_when
         lines = await until(process, "READY")
         assert any("KV cache" in line and "16 blocks of 16 slots" in line for line in lines)
         process.send_signal(signal.SIGTERM)
-        assert await ended(process) == (0, "")
+        status, log = await ended(process)
+        assert (status, {json.loads(line)["level"] for line in log.splitlines()} - {"info"}) == (0, set())
 
 
 async def test_while_it_loads_there_is_nothing_to_wait_for() -> None:
