@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from typing import Final
 
 import torch
@@ -111,7 +112,8 @@ class Memory:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._map = mmap.mmap(-1, max(1, -(-nbytes // _HUGE_PAGE)) * _HUGE_PAGE)
+        size = max(1, -(-nbytes // _HUGE_PAGE)) * _HUGE_PAGE
+        self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # a shared map has no huge pages
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
@@ -131,7 +133,7 @@ class PackedLinear:
     ) -> None:
         """Raise NativeUnavailable without a library, ValueError for a weight that it does not take."""
         self.kind, self.threads = kind, threads
-        self.library = _declared(library or native.best())
+        self.library = declared(library or native.best())
         prepared = [_prepared(rows, kind) for rows in sources]
         weights = [rows.weight for rows in prepared]
         self.n, self.k = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
@@ -161,32 +163,36 @@ class PackedLinear:
 
     def __call__(self, x: torch.Tensor, store: Store = Store.F32, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return x · Wᵀ, [M, N] (gated: [M, N / 2]), for x [M, K] in float32 or bfloat16; ADD_F32 needs `out`."""
-        rows, width = len(x), self.n // 2 if store.gated else self.n
         if out is None:
-            out = torch.zeros(rows, width, dtype=store.dtype)
-        if x.stride(1) != 1 or x.shape[1] != self.k or out.shape != (rows, width) or out.dtype != store.dtype:
-            raise ValueError(f"x is {tuple(x.shape)}, out {tuple(out.shape)} of {out.dtype}; K is {self.k}")
-        needed = int(self.library.quire_linear_scratch(ctypes.byref(self.struct), rows))
-        if needed > self._scratch.nbytes:
-            self._scratch = Memory(needed)
-        outcome = self.library.quire_linear_run(
-            ctypes.byref(self.struct),
-            x.data_ptr(),
-            _TYPES[x.dtype],
-            x.stride(0),
-            rows,
-            out.data_ptr(),
-            out.stride(0),
-            store,
-            self._scratch.address,
-            self.threads,
-        )
-        if outcome:
-            raise ValueError(f"a weight that is {'' if self.struct.paired else 'not '}paired cannot store {store.name}")
+            out = torch.zeros(len(x), self.n // 2 if store.gated else self.n, dtype=store.dtype)
+        self.bound(x, store, out)()
         return out
 
+    def bound(self, x: torch.Tensor, store: Store, out: torch.Tensor) -> Callable[[], None]:
+        """Return the call that multiplies what then stands in `x`; it lasts as long as this object and both tensors.
 
-def _declared(library: ctypes.CDLL | None) -> ctypes.CDLL:
+        Raises ValueError when they do not fit.
+        """
+        shape = (len(x), self.n // 2 if store.gated else self.n)
+        if x.stride(1) != 1 or x.shape[1] != self.k or out.shape != shape or out.dtype != store.dtype:
+            raise ValueError(f"x is {tuple(x.shape)}, out {tuple(out.shape)} of {out.dtype}; K is {self.k}")
+        if store.gated != bool(self.struct.paired):
+            raise ValueError(f"a weight that is {'' if self.struct.paired else 'not '}paired cannot store {store.name}")
+        needed = int(self.library.quire_linear_scratch(ctypes.byref(self.struct), len(x)))
+        if needed > self._scratch.nbytes:
+            self._scratch = Memory(needed)
+        scratch = self._scratch
+        source = (x.data_ptr(), _TYPES[x.dtype], x.stride(0), len(x))
+        target = (out.data_ptr(), out.stride(0), int(store), scratch.address)
+        return partial(self._run, scratch, ctypes.byref(self.struct), *source, *target, self.threads)
+
+    def _run(self, _scratch: Memory, *arguments: object) -> None:
+        if self.library.quire_linear_run(*arguments):
+            raise ValueError("the native library refused the call")
+
+
+def declared(library: ctypes.CDLL | None) -> ctypes.CDLL:
+    """Return the library with the types of its linear functions told. Raises NativeUnavailable for none."""
     if library is None:
         raise NativeUnavailable("the native library was not built")
     linear = ctypes.POINTER(LinearStruct)

@@ -1,0 +1,107 @@
+"""Which kind of packed weight is fastest for a shape on this machine, measured for a moment at start.
+
+Reading decides at few rows and arithmetic at many, and both differ from machine to machine: so it is timed, on memory
+of the packed size whose content does not matter, large enough that no cache keeps it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from gpuworker.kernels import native
+from gpuworker.kernels.cpu_linear import Kind, LinearStruct, Memory, Store, declared
+
+# Weights are read in turn from so much memory; what a cache may keep of it is less than what it serves in between.
+_BYTES: Final = 128 << 20
+_SECONDS: Final = 0.008  # of a measurement, of which the fastest call counts
+_FILL: Final = 0x3C  # makes small numbers of bytes, halves and floats alike
+
+
+@dataclass(frozen=True, slots=True)
+class LinearShape:
+    """A weight [n, k]; `group` inputs share a scale in the int4 kinds."""
+
+    n: int
+    k: int
+    group: int = 128
+
+
+@dataclass(frozen=True, slots=True)
+class LinearChoice:
+    """The kind that takes the least time, and the seconds of each kind for each number of rows."""
+
+    shape: LinearShape
+    kind: Kind
+    rows: tuple[int, ...]
+    seconds: Mapping[Kind, tuple[float, ...]]
+
+    def __str__(self) -> str:
+        """Return it in words, for the log."""
+        timed = (
+            f"{kind.name} {'/'.join(f'{second * 1e6:.0f}' for second in seconds)}"
+            for kind, seconds in self.seconds.items()
+        )
+        rows = "/".join(map(str, self.rows))
+        return f"linear {self.shape.n} x {self.shape.k}: {self.kind.name} (us for {rows} rows: {', '.join(timed)})"
+
+
+def choose(
+    shapes: Sequence[LinearShape],
+    kinds: Sequence[Kind],
+    threads: int,
+    rows: tuple[int, ...] = (1, 8, 64),
+    library: ctypes.CDLL | None = None,
+) -> list[LinearChoice]:
+    """Return the choice for each shape: the kind with the least geometric mean of the times over `rows`.
+
+    Raises NativeUnavailable without a library, ValueError for a shape that a kind cannot serve.
+    """
+    found = declared(library or native.best())
+    memory = Memory(_BYTES)
+    ctypes.memset(memory.address, _FILL, memory.nbytes)
+    choices = []
+    for shape in shapes:
+        seconds = {
+            kind: tuple(_seconds(found, memory, _struct(shape, kind), count, threads) for count in rows)
+            for kind in kinds
+        }
+        best = min((math.prod(each), kind) for kind, each in seconds.items())[1]
+        choices.append(LinearChoice(shape, best, rows, seconds))
+    return choices
+
+
+def _struct(shape: LinearShape, kind: Kind) -> LinearStruct:
+    group = shape.group if kind in (Kind.I4_F32, Kind.I4_BF16) else 0
+    return LinearStruct(kind, group, False, False, False, 0, shape.n, shape.k, None)
+
+
+def _seconds(library: ctypes.CDLL, memory: Memory, linear: LinearStruct, rows: int, threads: int) -> float:
+    """Return the seconds of a call, the least of those that fit the time, with weights from all over the memory."""
+    nbytes = int(library.quire_linear_bytes(ctypes.byref(linear)))
+    if not nbytes:
+        raise ValueError(f"no native linear of kind {linear.kind}, {linear.n} x {linear.k}")
+    if nbytes > memory.nbytes:  # so many outputs that a part of them shows the same
+        part = LinearStruct(linear.kind, linear.group, False, False, False, 0, linear.n // 2, linear.k, None)
+        return 2 * _seconds(library, memory, part, rows, threads)
+    halves = linear.kind in (Kind.BF16, Kind.I8_BF16, Kind.I4_BF16)
+    x = torch.ones(rows, linear.k, dtype=torch.bfloat16 if halves else torch.float32)
+    out = torch.empty(rows, linear.n)
+    scratch = Memory(int(library.quire_linear_scratch(ctypes.byref(linear), rows)))
+    fixed = (x.data_ptr(), int(halves), linear.k, rows, out.data_ptr(), linear.n, Store.F32, scratch.address, threads)
+    places = range(memory.address, memory.address + memory.nbytes - nbytes + 1, -(-nbytes // 64) * 64)
+    best, until, turn = math.inf, time.perf_counter() + _SECONDS, 0
+    while turn < 3 or time.perf_counter() < until:
+        linear.memory = places[turn % len(places)]
+        began = time.perf_counter()
+        library.quire_linear_run(ctypes.byref(linear), *fixed)
+        if turn:  # the first call warms up
+            best = min(best, time.perf_counter() - began)
+        turn += 1
+    return best
