@@ -13,22 +13,31 @@ import logging
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from gpuworker.attention import AttentionMetadata
-from gpuworker.graph_inputs import GraphInputs, padded_size
+from gpuworker.graph_inputs import GraphInputs, graph_sizes, padded_size
+from gpuworker.kv_cache import KvCache
 from gpuworker.models.hosted import LayerSink
 from gpuworker.sampler import Drawn
-from gpuworker.step_launch import LaidOutStep, StepLauncher
+from gpuworker.step_launch import EagerLauncher, LaidOutStep, LauncherFactory, StepLauncher
 from gpuworker.token_table import TokenTable
 from gpuworker.truncation import invert
 
+if TYPE_CHECKING:
+    from gpuworker.kernels.triton_attention import TritonAttention
+    from gpuworker.models.lean_gpu import LeanGpuModel
+
 _log = logging.getLogger(__name__)
 Replay = Callable[[], None]
+_WAYS = 5  # graphs of one size: three ways to plan attention, two to draw
+_GRAPH_BYTES = 2 << 20  # of one graph: arguments of some hundred kernels
+_DRAW_BYTES = 4 + 4 + 4 + 8 + 8  # of one logit: in float32, scaled, as weight; cumulated, and what it is compared with
 _REHEARSED = 2  # of so many sizes, the smallest, each kind of step is run: one row, and rows that share a prefix
 
 
@@ -224,3 +233,35 @@ def _spread(uniform: npt.NDArray[np.float64], temperature: npt.NDArray[np.float3
     spread = np.zeros(len(temperature), dtype=np.float64)
     spread[temperature > 0] = uniform
     return spread
+
+
+def graph_launcher(
+    model: LeanGpuModel, cache: KvCache, attention: TritonAttention, max_num_seqs: int, max_model_len: int
+) -> LauncherFactory:
+    """Return what makes the launcher of a runner over a lean model: graphs up to `max_num_seqs` rows.
+
+    `attention` is the runner's own: it plans the steps that are no graphs, too.
+    """
+
+    def make(tokens: TokenTable) -> StepLauncher:
+        heads, dtype = model.spec.num_heads, model.dtype
+        attention.reserve_padded(max_num_seqs, heads, dtype)
+        inputs = GraphInputs(max_num_seqs, cache, max_model_len, tokens.spare)
+        plan = partial(attention.begin_padded, num_heads=heads, dtype=dtype)
+        parts = GraphParts(model, attention, plan, tokens, inputs, graph_sizes(max_num_seqs))
+        return GraphLauncher(parts, EagerLauncher(model, attention, tokens), CudaRecorder())
+
+    return make
+
+
+def graph_bytes(model: LeanGpuModel, block_size: int, max_num_seqs: int, max_model_len: int) -> int:
+    """Return what graphs take on the device beside the steps that are none, in bytes: an estimate from above.
+
+    Inputs (block tables twice, as they land and as they are read); logits, and a draw from them in float32 and float64;
+    the hidden states of the largest size; and for each graph what the driver keeps of it.
+    """
+    spec, rows = model.spec, max_num_seqs
+    inputs = 4 * rows * (8 + 2 * -(-max_model_len // block_size))
+    logits = rows * spec.vocab_size * (model.dtype.itemsize + _DRAW_BYTES)
+    hidden = rows * (4 * spec.hidden_size + 3 * spec.intermediate_size) * model.dtype.itemsize
+    return inputs + logits + hidden + _GRAPH_BYTES * _WAYS * len(graph_sizes(rows))
