@@ -93,6 +93,7 @@ class Engine:
         self._lease = LeaseSession(new_agent(), new_attach())
         self._runner, self._channel, self._sink, self._clock = runner, channel, sink, clock
         self._requests: dict[SequenceId, EngineRequest] = {}
+        self._traced: set[SequenceId] = set()  # those of the requests that are
         self._seated: set[SequenceId] = set()  # those that the runner holds state of
         self._flights: deque[_Flight] = deque()
         self._commands: deque[EngineRequest | tuple[SequenceId, FinishReason]] = deque()
@@ -212,6 +213,8 @@ class Engine:
             self._finish_with_error(request.new.sequence, str(refused), usage)
         else:
             self._requests[request.new.sequence] = request
+            if request.traced:
+                self._traced.add(request.new.sequence)
 
     def _finish_with_error(self, sequence: SequenceId, message: str, usage: Usage) -> None:
         self._outputs.finished.append(SequenceFinished(sequence, FinishReason.ERROR, usage, None, message))
@@ -300,10 +303,12 @@ class Engine:
         self._settle(completion)
 
     def _trace_rows(self, flight: _Flight) -> None:
+        if not self._traced:
+            return
         now = self._clock.time_ns()
         for row in flight.plan.rows:
-            request = self._requests.get(row.sequence)
-            if request is not None and request.traced:
+            if row.sequence in self._traced:
+                request = self._requests[row.sequence]
                 decode = row.samples and row.length == 1 and row.start >= request.prompt_tokens
                 chunk = Chunk(row.sequence, row.start, row.length, flight.began_ns, now, decode)
                 self._outputs.chunks.append(chunk)
@@ -313,6 +318,7 @@ class Engine:
         for end in completion.finished:
             self._outputs.finished.append(SequenceFinished(end.sequence, end.reason, end.usage, end.stop_token))
             self._requests.pop(end.sequence, None)
+            self._traced.discard(end.sequence)
         self._outputs.preempted.extend(completion.preempted)
         for sequence in completion.forgotten:
             self._runner.remove(sequence)
@@ -329,6 +335,7 @@ class Engine:
         for sequence in self._seated:  # also those that ended while a step in flight still had them
             self._runner.remove(sequence)
         self._requests.clear()
+        self._traced.clear()
         self._seated.clear()
         lease = self._lease
         attach = replace(self._new_attach(), session=lease.session, epoch_seen=lease.epoch_seen)

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from common.lease import Copy
 from common.types import BlockId, SamplingParams, SequenceId, TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRow:
+class ScheduledRow(NamedTuple):
     """One sequence's part of a step: positions start .. start+length-1 are computed and their K/V written.
 
     `blocks` is the row's snapshot and covers position start+length-1; TRIMMED stands for blocks that no layer reads any
