@@ -1,0 +1,212 @@
+"""Native linears on this CPU: time a call for each kind, shape and number of rows, beside oneDNN and the read floor.
+
+Shapes are those of a 128M model (hidden 768) and, with --model 8b, of an 8B one. Weights come from enough copies in
+turn that no cache keeps them. The contenders take turns: ours, oneDNN with a prepacked weight, and torch's F.linear,
+each with output of the same type; for integers they have the float weight. Floor: bytes of the packed weight over the
+rate at which the same threads read memory, measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.nn.functional import linear
+
+from bench.harness import end_with_json, parser, report
+from bench.rates import fastest_in_turns
+from gpuworker.kernels.cpu_linear import IntegerWeight, Kind, Memory, PackedLinear, Rows, Store
+
+_SHAPES = {  # name: [N, K]
+    "128m": {"qkv": (1280, 768), "o": (768, 768), "gate_up": (6144, 768), "down": (768, 3072), "lm_head": (32000, 768)},
+    "8b": {"qkv": (6144, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)},
+}
+_ROWS = (1, 4, 8, 16, 32, 64, 256, 1024)
+_FEW, _MANY = 8, 64  # rows up to which reading decides, and from which arithmetic does
+_COPIES_BYTES = 160 << 20
+_FLOPS = 4e10  # of all calls of a contender in one turn, at most
+_READ_BYTES = 256 << 20
+_T = TypeVar("_T")
+_HALVES = (Kind.BF16, Kind.I8_BF16, Kind.I4_BF16)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What one shape, kind and number of rows took, in seconds a call."""
+
+    kind: Kind
+    shape: str
+    n: int
+    k: int
+    rows: int
+    nbytes: int
+    ours: float
+    onednn: float
+    plain: float
+
+    @property
+    def flops(self) -> float:
+        """FLOP of a call."""
+        return 2.0 * self.n * self.k * self.rows
+
+
+def main() -> None:
+    """Measure, print a table and the figures."""
+    options = _options()
+    torch.set_num_threads(options.threads)
+    rate = _read_rate(options.threads)
+    cells = list(_measure(options))
+    Console(width=140).print(_table(cells, rate))
+    figures = {"read_gbs": rate / 1e9} | _summary(cells, rate)
+    report("cpu_linear", figures, _NOTES, as_json=False)
+    for cell in cells:
+        name = f"{cell.kind.name.lower()}_{cell.shape}_m{cell.rows}"
+        figures |= {f"{name}_us": cell.ours * 1e6, f"{name}_over_onednn": cell.onednn / cell.ours}
+    end_with_json("cpu_linear", figures, options.json)
+
+
+_KINDS = {
+    "few_over_floor": f"time over the floor, up to {_FEW} rows: geometric mean over shapes and rows",
+    "few_over_onednn": "oneDNN's time over ours, the same",
+    "many_gflops": f"GFLOP/s from {_MANY} rows",
+    "many_over_onednn": "oneDNN's time over ours, the same",
+}
+_NOTES = {"read_gbs": "GB/s, a sum over memory on huge pages"} | {
+    f"{kind.name.lower()}_{name}": note for kind in Kind for name, note in _KINDS.items()
+}
+
+
+def _options() -> argparse.Namespace:
+    flags = parser(__doc__)
+    flags.add_argument("--model", choices=sorted(_SHAPES), default="128m")
+    flags.add_argument("--kinds", default="f32,bf16,i8_bf16,i4_bf16,w8a8", help="of " + ",".join(k.name for k in Kind))
+    flags.add_argument("--rows", default=",".join(map(str, _ROWS)))
+    flags.add_argument("--shapes", default="", help="names, all unless given")
+    flags.add_argument("--threads", type=int, default=3)
+    flags.add_argument("--repeats", type=int, default=5)
+    return flags.parse_args()
+
+
+def _read_rate(threads: int) -> float:
+    memory = Memory(_READ_BYTES)
+    ctypes.memset(memory.address, 1, _READ_BYTES)
+    whole = (ctypes.c_uint8 * _READ_BYTES).from_address(memory.address)
+    numbers = torch.frombuffer(whole, dtype=torch.float32)
+    torch.set_num_threads(threads)
+    return _READ_BYTES / fastest_in_turns(numbers.sum)[0]
+
+
+def _measure(options: argparse.Namespace) -> Iterator[Cell]:
+    names = options.shapes.split(",") if options.shapes else list(_SHAPES[options.model])
+    for kind in (Kind[name.upper()] for name in options.kinds.split(",")):
+        for name in names:
+            n, k = _SHAPES[options.model][name]
+            yield from _shape(kind, name, n, k, options)
+
+
+def _shape(kind: Kind, name: str, n: int, k: int, options: argparse.Namespace) -> Iterator[Cell]:
+    dtype = torch.bfloat16 if kind in _HALVES or kind is Kind.W8A8 else torch.float32
+    floats = torch.randn(n, k).mul_(k**-0.5).to(dtype)
+    rows = Rows(_integers(kind, n, k) if kind.whole else floats)
+    pack = partial(PackedLinear, [rows], kind, threads=options.threads)
+    first = pack()
+    ours = _copies(first, pack, first.nbytes)
+    layout = torch.ops.mkldnn._reorder_linear_weight
+    theirs = _copies(layout(floats, 32), lambda: layout(floats.clone(), 32), floats.nbytes)
+    plain = _copies(floats, floats.clone, floats.nbytes)
+    for count in map(int, options.rows.split(",")):
+        if name == "lm_head" and count > _MANY:
+            continue  # logits are computed where a token is drawn: never for so many rows
+        x, out = torch.randn(count, k).to(dtype), torch.empty(count, n, dtype=dtype)
+        store = Store.BF16 if dtype is torch.bfloat16 else Store.F32
+        pointwise = torch.ops.mkldnn._linear_pointwise
+        turns = (
+            _turn([packed.bound(_spread(x), store, out) for packed in ours], n * k * count),
+            _turn([_call(pointwise, x, weight, None, "none", [], "") for weight in theirs], n * k * count),
+            _turn([_call(linear, x, weight) for weight in plain], n * k * count),
+        )
+        with torch.inference_mode():
+            seconds = fastest_in_turns(*(run for run, _ in turns), repeats=options.repeats)
+        each = [second / calls for second, (_, calls) in zip(seconds, turns, strict=True)]
+        yield Cell(kind, name, n, k, count, first.nbytes, *each)
+
+
+def _integers(kind: Kind, n: int, k: int) -> IntegerWeight:
+    four = kind in (Kind.I4_F32, Kind.I4_BF16)
+    values = torch.randint(-8, 8, (n, k), dtype=torch.int8)
+    return IntegerWeight(values, torch.rand(n, k // 128 if four else 1))
+
+
+def _copies(first: _T, make: Callable[[], _T], nbytes: int) -> list[_T]:
+    return [first, *(make() for _ in range(1, max(2, -(-_COPIES_BYTES // nbytes))))]
+
+
+def _spread(x: torch.Tensor) -> torch.Tensor:
+    """Return the rows at a stride of an odd number of cache lines, as the model keeps them."""
+    lines = -(-x.shape[1] * x.itemsize // 64) | 1
+    wide = torch.zeros(len(x), lines * 64 // x.itemsize, dtype=x.dtype)
+    wide[:, : x.shape[1]] = x
+    return wide[:, : x.shape[1]]
+
+
+def _call(function: Callable[..., object], *arguments: object) -> Callable[[], object]:
+    return lambda: function(*arguments)
+
+
+def _turn(calls: list[Callable[[], object]], products: float) -> tuple[Callable[[], None], int]:
+    """Return what runs the calls in turn, and how many it runs: of long ones not all."""
+    kept = calls[: max(2, int(_FLOPS / (2 * products)))]
+
+    def run() -> None:
+        for call in kept:
+            call()
+
+    return run, len(kept)
+
+
+def _table(cells: list[Cell], rate: float) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("kind", "shape", "N x K", "rows"):
+        table.add_column(column)
+    for column in ("us", "GFLOP/s", "GB/s", "over floor", "oneDNN/ours", "F.linear/ours"):
+        table.add_column(column, justify="right")
+    for cell in cells:
+        figures = (cell.flops / cell.ours / 1e9, cell.nbytes / cell.ours / 1e9, cell.ours * rate / cell.nbytes)
+        table.add_row(
+            *(cell.kind.name, cell.shape, f"{cell.n} x {cell.k}", str(cell.rows), f"{cell.ours * 1e6:.0f}"),
+            *(f"{figures[0]:.0f}", f"{figures[1]:.1f}", f"{figures[2]:.2f}"),
+            *(f"{cell.onednn / cell.ours:.2f}", f"{cell.plain / cell.ours:.2f}"),
+        )
+    return table
+
+
+def _summary(cells: list[Cell], rate: float) -> dict[str, float]:
+    """Return geometric means over the shapes for each kind: at few rows and at many."""
+    figures = {}
+    for kind in dict.fromkeys(cell.kind for cell in cells):
+        name, mine = kind.name.lower(), [cell for cell in cells if cell.kind is kind]
+        few, many = [cell for cell in mine if cell.rows <= _FEW], [cell for cell in mine if cell.rows >= _MANY]
+        if few:
+            figures[f"{name}_few_over_floor"] = _mean(cell.ours * rate / cell.nbytes for cell in few)
+            figures[f"{name}_few_over_onednn"] = _mean(cell.onednn / cell.ours for cell in few)
+        if many:
+            figures[f"{name}_many_gflops"] = _mean(cell.flops / cell.ours / 1e9 for cell in many)
+            figures[f"{name}_many_over_onednn"] = _mean(cell.onednn / cell.ours for cell in many)
+    return figures
+
+
+def _mean(values: Iterable[float]) -> float:
+    logs = [math.log(value) for value in values]
+    return math.exp(sum(logs) / len(logs))
+
+
+if __name__ == "__main__":
+    main()
