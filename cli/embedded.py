@@ -11,9 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from common.clock import Clock, SystemClock
-from common.config import load_or_exit
 from common.lease import Attach, Attached, AttachOk, Connected, Granted, Inventory, LeaseEvent, Report
-from gpuworker.config import GpuWorkerSettings
 from kvmanager.core.config import LedgerConfig, Runway
 from kvmanager.core.ledger import Ledger
 
@@ -70,6 +68,8 @@ class EmbeddedChannel:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a GPU worker with its manager inside."""
+    from common.config import load_or_exit
+    from gpuworker.config import GpuWorkerSettings
     from gpuworker.main import run
 
     settings = load_or_exit(GpuWorkerSettings, argv, prog="python -m cli.embedded")

@@ -1,0 +1,124 @@
+"""Drives an engine as a worker has it, with the manager's ledger inside, on a host that has torch and little more."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cli.embedded import EmbeddedChannel
+from common.clock import SystemClock
+from common.errors import EngineFailure
+from common.hashing import chain, chain_root, key_of
+from common.lease import Attach
+from common.types import FinishReason, KvGeometry, PoolIdentity, SamplingParams, SequenceId
+from gpuworker.core.batch_plan import StepRunner
+from gpuworker.core.lease_agent import LeaseAgent
+from gpuworker.core.outcomes import AgentConfig
+from gpuworker.core.sequence import NewSequence
+from gpuworker.core.stopping import StopRule
+from gpuworker.engine import Engine
+from gpuworker.ports import EngineOutputs, EngineRequest
+
+_PATIENCE = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """What came of one sequence: its tokens, and when each came (seconds, of one clock)."""
+
+    tokens: list[int]
+    times: list[float]
+
+
+class EngineDriver:
+    """An engine over a runner; greedy sequences all at once. Use it with `with`; it closes the runner."""
+
+    def __init__(self, runner: StepRunner, config: AgentConfig, geometry: KvGeometry) -> None:
+        self._config, self._ids = config, itertools.count(1)
+        self._streams: dict[SequenceId, Stream] = {}
+        self._open: set[SequenceId] = set()
+        self._failure, self._done = "", threading.Event()
+        attach = Attach(
+            "bench",
+            time.time_ns().to_bytes(16, "big"),
+            session=0,
+            epoch_seen=0,
+            identity=PoolIdentity("bench", "none", config.block_size, geometry),
+            num_blocks=config.num_blocks,
+            prefix_caching=config.prefix_caching,
+            max_num_seqs=config.max_num_seqs,
+        )
+        clock = SystemClock()
+        self._engine = Engine(
+            lambda: LeaseAgent(config), lambda: attach, runner, EmbeddedChannel(clock), self._take, clock
+        )
+        self._engine.ended.add_done_callback(lambda _: self._done.set())
+
+    def __enter__(self) -> EngineDriver:
+        self._engine.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.stop()
+
+    def run(self, prompts: Sequence[Sequence[int]], output_tokens: int) -> list[Stream]:
+        """Return what comes of the prompts. Raises EngineFailure when a sequence fails or takes too long."""
+        requests = [self._request(prompt, output_tokens) for prompt in prompts]
+        names = [request.new.sequence for request in requests]
+        self._streams = {name: Stream([], []) for name in names}
+        self._open = set(names)
+        self._done.clear()
+        for request in requests:
+            self._engine.submit(request)
+        finished = self._done.wait(_PATIENCE)
+        if self._failure or not finished or self._engine.ended.done():
+            raise EngineFailure(self._failure or "the engine ended, or took too long")
+        return [self._streams[name] for name in names]
+
+    def _take(self, outputs: EngineOutputs) -> None:
+        """Note a step's outputs, on the engine's thread."""
+        now = time.perf_counter()
+        for sequence, tokens in outputs.tokens:
+            stream = self._streams[sequence]
+            stream.tokens.extend(tokens)
+            stream.times.extend([now] * len(tokens))
+        for end in outputs.finished:
+            if end.reason is FinishReason.ERROR:
+                self._failure = end.message
+            self._open.discard(end.sequence)
+        if outputs.finished and (self._failure or not self._open):
+            self._done.set()
+
+    def _request(self, prompt: Sequence[int], output_tokens: int) -> EngineRequest:
+        root = chain_root("bench", "none", self._config.block_size, "", [])
+        links = chain(root, prompt, self._config.block_size)
+        sequence = SequenceId(next(self._ids))
+        new = NewSequence(
+            sequence=sequence,
+            request_id=str(sequence),
+            tokens=tuple(prompt),
+            chain=tuple(map(key_of, links)),
+            chain_tail=links[-1] if links else root,
+            max_len=len(prompt) + output_tokens,
+            stop=StopRule(output_tokens),
+        )
+        sampling = SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True)
+        return EngineRequest(new, sampling, len(prompt))
+
+
+def random_prompts(count: int, length: int, vocabulary: int, seed: int) -> list[list[int]]:
+    """Return prompts that share nothing; ids from 3 on, since the first may be special."""
+    rng = random.Random(seed)
+    return [[rng.randrange(3, vocabulary) for _ in range(length)] for _ in range(count)]
+
+
+def decode_rate(streams: Sequence[Stream], skipped: int) -> float:
+    """Return tokens a second while all streams decode: from when each has `skipped` tokens until the first ends."""
+    begin = max(stream.times[skipped - 1] for stream in streams)
+    end = min(stream.times[-1] for stream in streams)
+    drawn = sum(begin < at <= end for stream in streams for at in stream.times)
+    return drawn / (end - begin)

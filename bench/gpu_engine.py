@@ -1,0 +1,164 @@
+"""The engine on a GPU against the time that reading its bytes takes, and against transformers' continuous batching.
+
+Random weights made on the device, in two shapes that people run. The whole engine runs: its thread, the lease agent,
+the manager's ledger, the step runner, CUDA graphs; only the network is missing. First a tiny model's tokens are
+compared with those of transformers' `generate`.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from bench.gpu_driver import EngineDriver, decode_rate, random_prompts
+from bench.gpu_measure import Figure, checked, copy_bandwidth, parser, report, the_device
+from bench.gpu_models import MODELS, TINY, config_of, spec_of
+from bench.gpu_peer import PeerFailure, peer_rate
+from common.types import KvGeometry
+from gpuworker.core.outcomes import AgentConfig
+from gpuworker.cuda_graphs import graph_launcher
+from gpuworker.devices import dtype_name
+from gpuworker.kernels.triton_attention import TritonAttention
+from gpuworker.kv_cache import KvCache, bytes_per_block
+from gpuworker.model_runner import ModelRunner, RunnerLimits
+from gpuworker.models.lean_gpu import LeanGpuModel
+from gpuworker.models.lean_gpu_weights import fused_weights, random_weights
+from gpuworker.models.lean_spec import rotary_table
+
+BLOCK_SIZE = 16
+_CONTEXT, _OUTPUT, _SKIPPED = 1024, 192, 32
+_TARGETS = {("llama_8b", 1): 0.80, ("llama_8b", 32): 0.75, ("qwen3_06b", 1): 0.45, ("qwen3_06b", 32): 0.60}
+_BATCHES = (1, 8, 32, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """So many sequences at once, whose contexts are `context` long on the average while they decode."""
+
+    batch: int
+    context: int = _CONTEXT
+    output: int = _OUTPUT
+    skipped: int = _SKIPPED
+
+    @property
+    def prompt(self) -> int:
+        """Tokens of each prompt."""
+        return self.context - (self.output + self.skipped) // 2
+
+    @property
+    def blocks(self) -> int:
+        """What all sequences take at their ends, and some to lease ahead."""
+        return self.batch * (-(-(self.prompt + self.output) // BLOCK_SIZE) + 2)
+
+
+def main() -> None:
+    """Run the benchmark."""
+    flags = parser(__doc__)
+    flags.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    flags.add_argument("--no-peer", action="store_true", help="leave transformers' continuous batching out")
+    args = flags.parse_args()
+    device = the_device("gpu_engine")
+    check(device)
+    copied = copy_bandwidth(device)
+    figures = [Figure("copy_gb_s", copied / 1e9, "copy of 1 GiB on the device, bytes read and written")]
+    for name in args.models[: 1 if args.quick else None]:
+        for figure in measured(name, copied, device, _BATCHES[: 1 if args.quick else None], peer=not args.no_peer):
+            print(f"timed  {figure.name}", flush=True)
+            figures.append(figure)
+    report("gpu_engine", device, figures)
+
+
+def check(device: torch.device) -> None:
+    """Compare the tokens of a tiny model in float32 with `generate`'s: prefills, chunks, graphs, draws."""
+    config, prompts = config_of(TINY), random_prompts(5, 70, 1000, seed=1)
+    torch.manual_seed(0)
+    with device:
+        module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    tensors = module.state_dict()
+    weights = fused_weights(spec_of(TINY), tensors.__getitem__, torch.float32, device)
+    model = LeanGpuModel(spec_of(TINY), weights, rotary_table(config, 256), "float32")
+    with torch.inference_mode():
+        ids = torch.tensor(prompts, device=device)
+        options = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False}
+        expected = module.generate(ids, attention_mask=torch.ones_like(ids), **options)[:, ids.shape[1] :].tolist()
+    with engine_on(model, Load(5, 110, 40, 0), budget=64) as engine:
+        found = [stream.tokens for stream in engine.run(prompts, 40)]
+    pairs = [(a, b) for ours, theirs in zip(found, expected, strict=True) for a, b in zip(ours, theirs, strict=True)]
+    checked("tokens that differ from generate's", sum(a != b for a, b in pairs) / len(pairs), 0.0)
+
+
+def engine_on(model: LeanGpuModel, load: Load, budget: int = 8192) -> EngineDriver:
+    """Return an engine over a cache that holds the load."""
+    spec, max_len = model.spec, load.prompt + load.output
+    geometry = KvGeometry(spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.head_dim, model.kv_dtype)
+    cache = KvCache(geometry, load.blocks, BLOCK_SIZE, model.device)
+    attention = TritonAttention(cache)
+    limits = RunnerLimits(load.batch, max_len)
+    launcher = graph_launcher(model, cache, attention, load.batch, max_len)
+    runner = ModelRunner(model, cache, attention, limits, (), launcher)
+    config = AgentConfig(load.blocks, BLOCK_SIZE, budget, max_num_seqs=load.batch, prefix_caching=False)
+    return EngineDriver(runner, config, geometry)
+
+
+def measured(name: str, copied: float, device: torch.device, batches: tuple[int, ...], peer: bool) -> Iterator[Figure]:
+    """Yield tokens a second of one model at each batch, over what its bytes allow, and over the peer's."""
+    spec, config = spec_of(MODELS[name]), config_of(MODELS[name])
+    weights = random_weights(spec, torch.bfloat16, device)
+    model = LeanGpuModel(spec, weights, rotary_table(config, 2 * _CONTEXT), dtype_name(torch.bfloat16))
+    ours = {}
+    for batch in batches:
+        load = Load(batch)
+        ours[batch] = _rate(model, load)
+        limit = batch * copied / step_bytes(model, load)
+        what = f"{batch} rows, contexts of {load.context}"
+        yield Figure(f"{name}_{batch}_tok_s", ours[batch], f"tokens a second: {what}")
+        share = f"over what reading {step_bytes(model, load) / 1e9:.2f} GB a step allows at a copy's speed: {what}"
+        yield Figure(f"{name}_{batch}_of_limit", ours[batch] / limit, share, _TARGETS.get((name, batch)))
+    del model, weights
+    _empty()
+    for batch in batches if peer else ():
+        yield _over_peer(name, Load(batch), ours[batch], device)
+        _empty()
+
+
+def _rate(model: LeanGpuModel, load: Load) -> float:
+    with engine_on(model, load) as engine:
+        for seed in range(2):  # the first to warm up
+            prompts = random_prompts(load.batch, load.prompt, model.vocab_size, seed)
+            streams = engine.run(prompts, load.output)
+    _empty()
+    return decode_rate(streams, load.skipped)
+
+
+def _over_peer(name: str, load: Load, ours: float, device: torch.device) -> Figure:
+    """Return our tokens a second over those of transformers' continuous batching, on a model of the same shape."""
+    figure, peer = f"{name}_{load.batch}_over_transformers", "transformers' continuous batching"
+    prompts = random_prompts(load.batch, load.prompt, spec_of(MODELS[name]).vocab_size, 1)
+    try:
+        theirs = peer_rate(config_of(MODELS[name]), prompts, load.output, load.skipped, device)
+    except PeerFailure as error:
+        return Figure(figure, None, f"{peer} failed: {error}")
+    return Figure(figure, ours / theirs, f"tokens a second over {peer} ({theirs:.0f})", 1.0)
+
+
+def step_bytes(model: LeanGpuModel, load: Load) -> int:
+    """Return what a step of decodes must read: all weights but an embedding of its own, and the K/V of all rows."""
+    spec, weights = model.spec, model.weights
+    embedding = 0 if spec.tied else weights.embedding.numel() * weights.embedding.itemsize
+    geometry = KvGeometry(spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.head_dim, model.kv_dtype)
+    return weights.num_bytes - embedding + load.batch * load.context * bytes_per_block(geometry, 1)
+
+
+def _empty() -> None:
+    """Give back what nobody holds: the next cache is made beside it otherwise."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
