@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from common.cores import threads_of_each
 from common.local_redis import LocalRedis
 
 REDIS: Final = "redis"
@@ -99,7 +100,7 @@ def _manager(options: StackOptions, redis_url: str) -> Program:
 
 def _worker(options: StackOptions, index: int, redis_url: str) -> Program:
     port = options.worker_ports[index]
-    threads = options.threads or max(1, ((os.cpu_count() or 2) - 1) // options.workers)
+    threads = options.threads or threads_of_each(options.workers)
     flags = (
         *_common(options, port, redis_url),
         *("--worker-id", f"worker-{index}", "--model", str(options.model), "--threads", str(threads)),

@@ -10,6 +10,7 @@ from importlib.metadata import version
 
 import torch
 
+from common.cores import usable_cores
 from common.fingerprint import model_fingerprint, tokenizer_fingerprint
 from common.hub import checkpoint_directory
 from common.identity_wire import identity_to_proto
@@ -69,6 +70,14 @@ class DataPlane:
             prefix_caching=self.settings.prefix_caching,
             max_num_seqs=self.max_num_seqs,
         )
+
+    def device_words(self) -> str:
+        """Return the device in words; of a CPU, how many of its cores compute."""
+        device = self.model.device
+        if device.type != "cpu":
+            return str(device)
+        threads = self.settings.threads or default_threads()
+        return f"cpu with {threads} {'thread' if threads == 1 else 'threads'} of {usable_cores()} cores"
 
     def info(self, attach: Attach) -> pb.WorkerInfo:
         """Return what the worker says of itself."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import psutil
 import torch
 
+from common.cores import threads_of_each
 from common.errors import FieldViolation, InvalidConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -72,12 +72,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def default_threads() -> int:
-    """Return the number of threads for tensor operations on CPU: OMP_NUM_THREADS, else one less than the usable cores.
-
-    With a thread for every core, one busy neighbour (the I/O thread, another service) stalls each parallel region.
-    """
+    """Return the number of threads for tensor operations on CPU: OMP_NUM_THREADS, else one less than the cores."""
     asked = os.environ.get("OMP_NUM_THREADS", "")
-    return int(asked) if asked.isdigit() and int(asked) else max(1, len(os.sched_getaffinity(0)) - 1)
+    return int(asked) if asked.isdigit() and int(asked) else threads_of_each()
 
 
 def free_bytes(device: torch.device) -> int:
@@ -85,6 +82,8 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free: int = torch.cuda.mem_get_info(device)[0]
         return free
+    import psutil
+
     available = int(psutil.virtual_memory().available)
     if _CGROUP_LIMIT.is_file() and (limit := _CGROUP_LIMIT.read_text().strip()).isdigit():
         available = min(available, max(0, int(limit) - int(_CGROUP_USED.read_text())))
@@ -96,4 +95,6 @@ def total_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         total: int = torch.cuda.mem_get_info(device)[1]
         return total
+    import psutil
+
     return int(psutil.virtual_memory().total)

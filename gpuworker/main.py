@@ -83,7 +83,7 @@ class Worker:
             await self._server.ready()
             self._servicer.beat()  # routers that came while it attached see that it can be used now
             took = time.monotonic() - began
-            print(f"READY {self._address(port)} {plane.model.device}, loaded in {took:.1f} s", flush=True)  # noqa: T201
+            print(f"READY {self._address(port)} {plane.device_words()}, loaded in {took:.1f} s", flush=True)  # noqa: T201
         await self._stop.wait()
         await self._drain()
 
