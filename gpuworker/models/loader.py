@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -60,7 +61,7 @@ def load_model(source: ModelSource, device: torch.device) -> HostedModel:
     try:
         with telling_progress(directory):
             if source.load_format == "dummy":
-                module = _random_model(config, precision.dtype, source.seed, device)
+                module = random_module(config, precision.dtype, source.seed, device)
             else:
                 module = _stored_model(directory, config, precision.dtype, device)
     except (OSError, ValueError, RuntimeError) as error:
@@ -156,19 +157,29 @@ def _stored_model(
 
     What is stored in the right type stays on the pages of its file; what is not is converted tensor by tensor.
     """
-    checkpoint, plain = Checkpoint(directory), _without_quantisation(config)
+    checkpoint = Checkpoint(directory)
     if checkpoint.packed:
         what = f"{checkpoint.packed} of {len(list(checkpoint))} weights of the checkpoint are in {checkpoint.format}"
         _log.info("%s; the hosted path runs them dequantised, in %s", what, dtype_name(dtype))
+    weights = {name: _Unread(checkpoint, name, dtype) for name in checkpoint}
+    return cast("PreTrainedModel", make_module(config, weights, dtype).to(device))
+
+
+def make_module(config: PretrainedConfig, weights: Mapping[str, Any], dtype: torch.dtype) -> torch.nn.Module:
+    """Return a model with eager attention from its weights, tensors or what gives them when it is indexed.
+
+    Raises ValueError when one is missing or has another shape than the configuration says.
+    """
+    plain = _without_quantisation(config)
     with torch.device("meta"):
         kind = type(AutoModelForCausalLM.from_config(plain))
-    weights = {name: _Unread(checkpoint, name, dtype) for name in checkpoint}
-    options: dict[str, Any] = {"state_dict": weights, "dtype": dtype, "attn_implementation": "eager"}
+    options: dict[str, Any] = {"state_dict": dict(weights), "dtype": dtype, "attn_implementation": "eager"}
     module, report = kind.from_pretrained(None, config=plain, output_loading_info=True, **options)
     bad = sorted(str(name) for part in ("missing_keys", "mismatched_keys") for name in report[part])
     if bad:
         raise ValueError(f"{len(bad)} weights are missing or have another shape, such as {bad[0]}")
-    return cast("PreTrainedModel", module.to(device))
+    made: torch.nn.Module = module
+    return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +203,8 @@ def _without_quantisation(config: PretrainedConfig) -> PretrainedConfig:
     return plain
 
 
-def _random_model(config: PretrainedConfig, dtype: torch.dtype, seed: int, device: torch.device) -> PreTrainedModel:
+def random_module(config: PretrainedConfig, dtype: torch.dtype, seed: int, device: torch.device) -> PreTrainedModel:
+    """Return a model whose weights are drawn from a seed, as transformers initialises them."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), device:
         torch.manual_seed(seed)

@@ -23,6 +23,7 @@ from gpuworker.kernels.torch_attention import attend_packed
 from gpuworker.kv_cache import KvCache
 from gpuworker.models.hosted import HostedModel
 from gpuworker.step_inputs import attention_arrays, attention_metadata, pack_rows, to_device
+from gpuworker.step_model import StepModel
 
 _TOKENS = 16
 _BLOCK_SIZE = 4
@@ -89,18 +90,21 @@ def as_kept(numbers: torch.Tensor, kv_dtype: str) -> torch.Tensor:
     return (steps if dtype.is_floating_point else steps.round()).to(dtype).float() * scale
 
 
-def self_test(model: HostedModel, backend: Callable[[KvCache], AttentionBackend]) -> KvGeometry:
+def self_test(
+    model: HostedModel, backend: Callable[[KvCache], AttentionBackend], other: StepModel | None = None
+) -> KvGeometry:
     """Run the test and return the shape of a token's K/V as the layers really make it.
 
+    With an `other` model it is that one, of the same weights, that runs on the cache and is held to `model`.
     Raises Unsupported, saying why, when the model cannot be hosted.
     """
     try:
-        return _run(model, backend)
+        return _run(model, backend, other or model)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise Unsupported(f"{model.config.model_type} fails its self-test: {error!r}") from error
 
 
-def _run(model: HostedModel, backend: Callable[[KvCache], AttentionBackend]) -> KvGeometry:
+def _run(model: HostedModel, backend: Callable[[KvCache], AttentionBackend], on_cache: StepModel) -> KvGeometry:
     generator = torch.Generator().manual_seed(0)
     kind = model.config.model_type
     tokens = torch.randint(model.vocab_size, (2, _TOKENS), generator=generator).to(model.device)
@@ -113,7 +117,7 @@ def _run(model: HostedModel, backend: Callable[[KvCache], AttentionBackend]) -> 
     if model.kv_dtype != dtype_name(model.dtype):
         reference = _rounded_logits(model, tokens, reference)
     attention = backend(KvCache(geometry, _BLOCK_TABLE.size, _BLOCK_SIZE, model.device))
-    chunked, of_eager = _run_chunked(model, attention, tokens, reference)
+    chunked, of_eager = _run_chunked(on_cache, attention, tokens, reference)
     _compare(chunked, of_eager, _limit(model, model.kv_dtype), f"{kind} cannot be served: run through the paged cache")
     return geometry
 
@@ -152,7 +156,7 @@ def _check_windows(model: HostedModel, recorder: CallRecorder) -> None:
 
 
 def _run_chunked(
-    model: HostedModel, attention: AttentionBackend, tokens: torch.Tensor, reference: torch.Tensor
+    model: StepModel, attention: AttentionBackend, tokens: torch.Tensor, reference: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logits of all positions that the steps compute, [N, vocab], and those of `reference`."""
     ours, theirs = [], []
@@ -162,7 +166,8 @@ def _run_chunked(
         *tables, row, position = to_device([*attention_arrays(rows), rows.row_of_token, rows.positions], model.device)
         attention.begin(attention_metadata(rows, tables))
         keep = torch.arange(len(position), device=model.device)
-        ours.append(model.forward(tokens[row, position], position.long(), keep, attention))
+        logits = model.forward(tokens[row, position], position.long(), keep, attention)
+        ours.append(logits.clone())  # the next step may overwrite them
         theirs.append(reference[row, position])
     return torch.cat(ours), torch.cat(theirs)
 
