@@ -6,23 +6,26 @@ import os
 import socket
 import time
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 
 import torch
 
 from common.cores import usable_cores
+from common.errors import Unsupported
 from common.fingerprint import model_fingerprint, tokenizer_fingerprint
 from common.hub import checkpoint_directory
 from common.identity_wire import identity_to_proto
 from common.lease import Attach
-from common.types import PoolIdentity
-from gpuworker.attention import make_backend
+from common.types import ANY_ARITHMETIC, KvGeometry, PoolIdentity
+from gpuworker.attention import BackendFactory, BackendOptions, make_backend
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.core.outcomes import AgentConfig
 from gpuworker.devices import default_threads, pick_device
 from gpuworker.kv_cache import KvCache
 from gpuworker.memory import Ledger, MemoryOptions, plan_memory
 from gpuworker.model_runner import ModelRunner, RunnerLimits
+from gpuworker.models.bit_equality import refuse_unequal_bits
 from gpuworker.models.hosted import HostedModel
 from gpuworker.models.loader import ModelSource, context_limit, eos_token_ids, load_model
 from gpuworker.models.self_test import self_test
@@ -133,7 +136,10 @@ def assemble(settings: GpuWorkerSettings) -> DataPlane:
         quantization=settings.quantization,
     )
     model = load_model(source, device)
-    geometry = self_test(model, lambda cache: make_backend("auto", cache))
+    options = BackendOptions(deterministic=settings.deterministic)
+    backend = partial(make_backend, "auto", options=options)
+    geometry = self_test(model, backend)
+    arithmetic = _fixed_arithmetic(model, geometry, backend) if settings.deterministic else ANY_ARITHMETIC
     max_num_seqs = settings.max_num_seqs or _MAX_NUM_SEQS.get(device.type, _MAX_NUM_SEQS_ELSEWHERE)
     memory = plan_memory(model, geometry, context_limit(model.config), _memory_options(settings, max_num_seqs))
     cache = KvCache(geometry, memory.num_blocks, settings.block_size, device)
@@ -141,10 +147,25 @@ def assemble(settings: GpuWorkerSettings) -> DataPlane:
     eos = eos_token_ids(directory)
     seed = settings.seed if settings.load_format == "dummy" else None
     identity = PoolIdentity(
-        model_fingerprint(directory, seed), tokenizer_fingerprint(directory), settings.block_size, geometry
+        model_fingerprint(directory, seed),
+        tokenizer_fingerprint(directory),
+        settings.block_size,
+        geometry,
+        arithmetic=arithmetic,
     )
-    runner = ModelRunner(model, cache, make_backend("auto", cache), limits, eos)
+    runner = ModelRunner(model, cache, backend(cache), limits, eos)
     return DataPlane(settings, model, identity, memory, runner, max_num_seqs, eos)
+
+
+def _fixed_arithmetic(model: HostedModel, geometry: KvGeometry, backend: BackendFactory) -> str:
+    """Return what decides the bits of the model's logits. Raises Unsupported where other things in a step do."""
+    if model.arithmetic is None:
+        raise Unsupported(
+            f"--deterministic cannot be kept: this {model.config.model_type} is not run by the native CPU path, and the"
+            " bits of other products of matrices depend on how many rows they have"
+        )
+    refuse_unequal_bits(model, geometry, backend)
+    return model.arithmetic
 
 
 def _memory_options(settings: GpuWorkerSettings, max_num_seqs: int) -> MemoryOptions:

@@ -39,6 +39,11 @@ class EngineSettings(Settings):
         "auto: by the shape of each layer, where it gains, said in the log; none: in dtype. More than none only for "
         "models that run on the native CPU path",
     )
+    deterministic: bool = Field(
+        False,
+        description="compute the same tokens, to the bit of their logits, whatever else runs, however prompts are cut, "
+        "on every worker of the pool; refused where that cannot be kept: it needs the native CPU path",
+    )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     seed: int = Field(0, description="seed of dummy weights")
     kv_blocks: Count | None = Field(None, description="size of a worker's KV pool in blocks")

@@ -53,6 +53,11 @@ class HostedModel:
         module.set_attn_implementation(IMPLEMENTATION)
 
     @property
+    def arithmetic(self) -> str | None:
+        """What decides the bits of its logits, in words; None: also what else is in the step, as in torch's products."""
+        return None
+
+    @property
     def vocab_size(self) -> int:
         """Width of the logits."""
         return int(self.config.vocab_size)
