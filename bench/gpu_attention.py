@@ -20,10 +20,14 @@ from bench.gpu_cases import LLAMA_8B, Case, Rows, make_case
 from bench.gpu_measure import Figure, copy_bandwidth, graph_seconds, parser, report, rotation, the_device
 from gpuworker.kernels.triton_attention import TritonAttention
 
+Sizes = tuple[tuple[int, int], ...]
 # Batch and context of decodes. K and V of a layer, in bf16: 128 MiB and more; and from 8 to 128 MiB.
 _LARGE = ((32, 1024), (8, 8192), (128, 1024), (64, 4096))
 _SMALL = ((1, 2048), (1, 16384), (8, 1024), (32, 256), (16, 1024))
 _PREFILLS = (4096, 8192)
+_VARLEN = ((32, 1024), (8, 8192))
+# Rows, shared positions, positions of their own, and the least speed-up.
+_CASCADES = ((32, 2048, 128, 3.0), (128, 2048, 128, None), (32, 512, 512, None))
 _VARLEN_PAGES = (16, 256)  # ours, and what flash kernels without small pages ask for
 
 
@@ -81,22 +85,22 @@ def _decodes(device: torch.device, copied: float) -> Iterator[Figure]:
         yield Figure(f"decode_{name}_over_copy", mean, f"geometric mean, {words} of K and V a layer", target)
 
 
-def _narrow(device: torch.device) -> Iterator[Figure]:
+def _narrow(device: torch.device, size: tuple[int, int] = (32, 4096)) -> Iterator[Figure]:
     """Yield the time of narrow caches over that of bf16."""
-    wide = decode_seconds(_rotating(32, 4096, "bfloat16", device))
+    wide = decode_seconds(_rotating(*size, "bfloat16", device))
     for kv_dtype, target in (("fp8", 0.62), ("int8", None)):
-        seconds = decode_seconds(_rotating(32, 4096, kv_dtype, device))
-        what = f"decode of 32 rows of 4096: time on {kv_dtype} over time on bf16"
+        seconds = decode_seconds(_rotating(*size, kv_dtype, device))
+        what = f"decode of {size[0]} rows of {size[1]}: time on {kv_dtype} over time on bf16"
         yield Figure(f"{kv_dtype}_over_bf16", seconds / wide, what, target, at_most=True)
 
 
 # ---------------------------------------------------------------- varlen_attn
 
 
-def _varlen(device: torch.device) -> Iterator[Figure]:
+def _varlen(device: torch.device, sizes: Sizes = _VARLEN) -> Iterator[Figure]:
     """Yield our decode time over that of torch's flash kernel, on pages where it has them."""
     paged = "block_table" in inspect.signature(varlen.varlen_attn).parameters
-    for batch, context in ((32, 1024), (8, 8192)):
+    for batch, context in sizes:
         ours = decode_seconds(_rotating(batch, context, "bfloat16", device))
         for page in _VARLEN_PAGES if paged else (0,):
             where = f"on pages of {page}" if page else "on contiguous K/V (this torch's has no block table)"
@@ -175,9 +179,11 @@ def _flash_seconds(length: int, device: torch.device) -> float:
         return graph_seconds(work)
 
 
-def _cascade(device: torch.device) -> Iterator[Figure]:
+def _cascade(
+    device: torch.device, shapes: tuple[tuple[int, int, int, float | None], ...] = _CASCADES
+) -> Iterator[Figure]:
     """Yield what attending a shared prefix once gains."""
-    for batch, shared, tail, target in ((32, 2048, 128, 3.0), (128, 2048, 128, None), (32, 512, 512, None)):
+    for batch, shared, tail, target in shapes:
         rows = Rows.decodes(batch, shared + tail, shared)
         case = make_case(LLAMA_8B, rows, "bfloat16", device, layers=4)
         gain = decode_seconds(case) / decode_seconds(case, cascade=True)
