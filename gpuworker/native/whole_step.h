@@ -1,0 +1,33 @@
+// A whole step as one call: block copies, the tokens to start from, the model's forward, and the draw. So that it can be
+// queued (step_queue.h) behind the step that draws those tokens.
+#pragma once
+
+#include "draw.h"
+#include "llama.h"
+#include "quire_attention.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct {
+  const int32_t *copies;  // [num_copies, 2]: blocks to copy from and to, in this order
+  const quire_cache *cache;
+  quire_attention *attention;
+  const quire_llama *model;
+  quire_take take;        // its token_ids are those of `run`
+  quire_step step;
+  quire_llama_run run;    // its logits are those of `draw`
+  quire_draw draw;        // of no rows when none samples
+  int32_t num_copies, threads, deterministic, reserved;
+} quire_whole_step;
+
+// Runs it; `step` is a quire_whole_step. Returns what quire_llama_forward does. A step without rows only copies.
+QUIRE_API int32_t quire_run_step(void *step);
+
+// Copies whole blocks of all layers, in order: a source may be the destination of an earlier copy.
+QUIRE_API void quire_copy_blocks(const quire_cache *cache, const int32_t *copies, int32_t count);
+
+#ifdef __cplusplus
+}
+#endif
