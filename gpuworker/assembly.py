@@ -17,6 +17,7 @@ from common.fingerprint import model_fingerprint, tokenizer_fingerprint
 from common.hub import checkpoint_directory
 from common.identity_wire import identity_to_proto
 from common.lease import Attach
+from common.options import Execution
 from common.types import ANY_ARITHMETIC, KvGeometry, PoolIdentity
 from gpuworker.attention import BackendFactory, BackendOptions, make_backend
 from gpuworker.config import GpuWorkerSettings
@@ -27,7 +28,9 @@ from gpuworker.memory import Ledger, MemoryOptions, plan_memory
 from gpuworker.model_runner import ModelRunner, RunnerLimits
 from gpuworker.models.bit_equality import refuse_unequal_bits
 from gpuworker.models.hosted import HostedModel
+from gpuworker.models.lean import open_lean
 from gpuworker.models.loader import ModelSource, context_limit, eos_token_ids, load_model
+from gpuworker.models.native_model import NativeModel
 from gpuworker.models.self_test import self_test
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 
@@ -40,7 +43,7 @@ class DataPlane:
     """What runs steps, and what there is to say about it."""
 
     settings: GpuWorkerSettings
-    model: HostedModel
+    model: HostedModel | NativeModel
     identity: PoolIdentity
     memory: Ledger
     runner: ModelRunner
@@ -135,13 +138,14 @@ def assemble(settings: GpuWorkerSettings) -> DataPlane:
         kv_cache_dtype=settings.kv_cache_dtype,
         quantization=settings.quantization,
     )
-    model = load_model(source, device)
     options = BackendOptions(deterministic=settings.deterministic)
     backend = partial(make_backend, "auto", options=options)
-    geometry = self_test(model, backend)
+    model, geometry = _open(source, device, settings.execution, backend)
     arithmetic = _fixed_arithmetic(model, geometry, backend) if settings.deterministic else ANY_ARITHMETIC
     max_num_seqs = settings.max_num_seqs or _MAX_NUM_SEQS.get(device.type, _MAX_NUM_SEQS_ELSEWHERE)
     memory = plan_memory(model, geometry, context_limit(model.config), _memory_options(settings, max_num_seqs))
+    if isinstance(model, NativeModel):
+        model.reserve(settings.max_num_batched_tokens, max_num_seqs)
     cache = KvCache(geometry, memory.num_blocks, settings.block_size, device)
     limits = RunnerLimits(max_num_seqs, memory.max_model_len, settings.threads or 0)
     eos = eos_token_ids(directory)
@@ -157,7 +161,18 @@ def assemble(settings: GpuWorkerSettings) -> DataPlane:
     return DataPlane(settings, model, identity, memory, runner, max_num_seqs, eos)
 
 
-def _fixed_arithmetic(model: HostedModel, geometry: KvGeometry, backend: BackendFactory) -> str:
+def _open(
+    source: ModelSource, device: torch.device, execution: Execution, backend: BackendFactory
+) -> tuple[HostedModel | NativeModel, KvGeometry]:
+    """Return the model, tested, on the path that it can take, and the shape of its K/V."""
+    lean = open_lean(source, device, execution, backend)
+    if lean is not None:
+        return lean
+    hosted = load_model(source, device)
+    return hosted, self_test(hosted, backend)
+
+
+def _fixed_arithmetic(model: HostedModel | NativeModel, geometry: KvGeometry, backend: BackendFactory) -> str:
     """Return what decides the bits of the model's logits. Raises Unsupported where other things in a step do."""
     if model.arithmetic is None:
         raise Unsupported(

@@ -12,6 +12,7 @@ from common.options import (
     Bytes,
     Count,
     DType,
+    Execution,
     KvCacheDType,
     LoadFormat,
     Port,
@@ -43,6 +44,11 @@ class EngineSettings(Settings):
         False,
         description="compute the same tokens, to the bit of their logits, whatever else runs, however prompts are cut, "
         "on every worker of the pool; refused where that cannot be kept: it needs the native CPU path",
+    )
+    execution: Execution = Field(
+        "auto",
+        description="lean: the native forward of the Llama family, on a CPU; hosted: the model as transformers has it, "
+        "on our attention; auto: lean where the model and the processor allow it, and the log says why not",
     )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     seed: int = Field(0, description="seed of dummy weights")

@@ -19,11 +19,13 @@ from gpuworker.devices import free_bytes, total_bytes
 from gpuworker.kernels.torch_attention import MAX_MASK
 from gpuworker.kv_cache import bytes_per_block
 from gpuworker.models.hosted import HostedModel
+from gpuworker.models.native_model import NativeModel
 from gpuworker.models.self_test import CallRecorder
 
 GIB, MIB, KIB = 1 << 30, 1 << 20, 1 << 10
 _CPU_KV_BYTES, _CPU_KV_FRACTION = GIB, 0.25
 _CPU_NUM_SEQS, _CUDA_NUM_SEQS = 64, 256
+_LOGITS_BYTES = 16  # for each token of the vocabulary: float32 logits and weights, float64 cumulative sums
 _CONTEXTS = (1024, 4096, 16384)
 
 
@@ -97,7 +99,9 @@ def in_words(count: int) -> str:
     return f"{count} B"
 
 
-def plan_memory(model: HostedModel, geometry: KvGeometry, model_limit: int, options: MemoryOptions) -> Ledger:
+def plan_memory(
+    model: HostedModel | NativeModel, geometry: KvGeometry, model_limit: int, options: MemoryOptions
+) -> Ledger:
     """Return the ledger of a loaded model; nothing is allocated yet.
 
     Raises InvalidConfig, with the numbers, when no block fits, or not one sequence of `max_model_len`.
@@ -109,7 +113,7 @@ def plan_memory(model: HostedModel, geometry: KvGeometry, model_limit: int, opti
         what = f"{wanted_len} tokens were asked for; the model's positions end at {model_limit}"
         raise InvalidConfig(FieldViolation("--max-model-len", what))
     sized = replace(options, max_num_seqs=seqs, max_model_len=wanted_len)
-    activations = _measure_activations(model, sized) if device.type == "cuda" else _estimate(model, geometry, sized)
+    activations = _activations(model, geometry, sized)
     table = 4 * seqs * (wanted_len + 1)
     block = bytes_per_block(geometry, options.block_size)
     free = free_bytes(device) - (mapped_weight_bytes() if device.type == "cpu" else 0)
@@ -119,7 +123,7 @@ def plan_memory(model: HostedModel, geometry: KvGeometry, model_limit: int, opti
         device=str(device),
         total=total_bytes(device),
         free=free,
-        weights=weight_bytes(model.module),
+        weights=model.weight_bytes if isinstance(model, NativeModel) else weight_bytes(model.module),
         activations=activations,
         token_table=table,
         block_bytes=block,
@@ -183,6 +187,13 @@ def _refuse_too_small(ledger: Ledger, room: int, options: MemoryOptions) -> None
         raise InvalidConfig(FieldViolation("--max-model-len", what))
 
 
+def _activations(model: HostedModel | NativeModel, geometry: KvGeometry, options: MemoryOptions) -> int:
+    if isinstance(model, NativeModel):
+        seqs = options.max_num_seqs or 0
+        return model.scratch_bytes(options.max_num_batched_tokens, seqs) + _LOGITS_BYTES * seqs * model.vocab_size
+    return _measure_activations(model, options) if model.device.type == "cuda" else _estimate(model, geometry, options)
+
+
 def _estimate(model: HostedModel, geometry: KvGeometry, options: MemoryOptions) -> int:
     """Return what a step needs on CPU, from shapes.
 
@@ -194,7 +205,7 @@ def _estimate(model: HostedModel, geometry: KvGeometry, options: MemoryOptions) 
     inner = max(inner, _size(config, "num_experts_per_tok") * _size(config, "moe_intermediate_size"))
     gathered = 4 * context * geometry.num_kv_heads * (geometry.head_dim_k + geometry.head_dim_v)
     mask = 5 * min(tokens * context, MAX_MASK)  # as truth values, and as the floats that torch makes of them
-    logits = 16 * (options.max_num_seqs or 0) * model.vocab_size  # float32 logits and weights, float64 cumulative sums
+    logits = _LOGITS_BYTES * (options.max_num_seqs or 0) * model.vocab_size
     return tokens * (8 * hidden + 3 * inner) * model.dtype.itemsize + gathered + mask + logits
 
 

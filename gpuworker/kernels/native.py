@@ -66,6 +66,11 @@ def levels_here() -> tuple[str, ...]:
     return tuple(level for level in LEVELS if _NEEDS[level] <= flags)
 
 
+def level_of(loaded: ctypes.CDLL) -> str:
+    """Return the level of a loaded library."""
+    return next(level for level in reversed(levels_here()) if load(level) is loaded)
+
+
 def _processor_flags() -> frozenset[str]:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

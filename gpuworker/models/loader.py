@@ -162,10 +162,11 @@ def _stored_model(
         what = f"{checkpoint.packed} of {len(list(checkpoint))} weights of the checkpoint are in {checkpoint.format}"
         _log.info("%s; the hosted path runs them dequantised, in %s", what, dtype_name(dtype))
     weights = {name: _Unread(checkpoint, name, dtype) for name in checkpoint}
-    return cast("PreTrainedModel", make_module(config, weights, dtype).to(device))
+    module: torch.nn.Module = make_module(config, weights, dtype)
+    return cast("PreTrainedModel", module.to(device))
 
 
-def make_module(config: PretrainedConfig, weights: Mapping[str, Any], dtype: torch.dtype) -> torch.nn.Module:
+def make_module(config: PretrainedConfig, weights: Mapping[str, Any], dtype: torch.dtype) -> PreTrainedModel:
     """Return a model with eager attention from its weights, tensors or what gives them when it is indexed.
 
     Raises ValueError when one is missing or has another shape than the configuration says.
@@ -178,8 +179,7 @@ def make_module(config: PretrainedConfig, weights: Mapping[str, Any], dtype: tor
     bad = sorted(str(name) for part in ("missing_keys", "mismatched_keys") for name in report[part])
     if bad:
         raise ValueError(f"{len(bad)} weights are missing or have another shape, such as {bad[0]}")
-    made: torch.nn.Module = module
-    return made
+    return cast("PreTrainedModel", module)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,8 @@ from pathlib import Path
 SOURCE = Path(__file__).resolve().parent
 BUILT = SOURCE / "built"
 _COMMON = ["-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"]
-_COMMON += ["-fvisibility=hidden", "-fno-gnu-unique", "-Wall", "-Wextra", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
+_COMMON += ["-fvisibility=hidden", "-fno-gnu-unique"]
+_COMMON += ["-Wall", "-Wextra", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 _AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]
 _AVX512 = [
     *_AVX2,

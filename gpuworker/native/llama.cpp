@@ -231,6 +231,8 @@ class Step {
         unpack_row(model_.head, layout, token, out);
       } else if (model_.embedding_type == QUIRE_F32) {
         widen_row<float>(model_.embedding, token, model_.hidden, out);
+      } else if (model_.embedding_type == QUIRE_F16) {
+        widen_row<f16>(model_.embedding, token, model_.hidden, out);
       } else {
         widen_row<bf16>(model_.embedding, token, model_.hidden, out);
       }
