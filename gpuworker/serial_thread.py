@@ -5,16 +5,17 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 
 class SerialThread:
-    """Runs callables one after the other; they must not raise. `begin` runs first, in the thread.
+    """Runs callables one after the other, all of them `within` a context; they must not raise.
 
     A daemon: a step that hangs keeps no process from ending.
     """
 
-    def __init__(self, name: str, begin: Callable[[], None] = lambda: None) -> None:
-        self._begin = begin
+    def __init__(self, name: str, within: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        self._within = within
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
@@ -29,7 +30,7 @@ class SerialThread:
         self._thread.join()
 
     def _work(self) -> None:
-        self._begin()
-        while (work := self._queue.get()) is not None:
-            work()
-            del work  # what it holds must not live until the next comes
+        with self._within():
+            while (work := self._queue.get()) is not None:
+                work()
+                del work  # what it holds must not live until the next comes

@@ -15,6 +15,7 @@ from gpuworker.attention import AttentionBackend, LayerAttention, make_backend
 from gpuworker.core.batch_plan import ScheduledRow, StepPlan
 from gpuworker.kv_cache import KvCache
 from gpuworker.model_runner import ModelRunner
+from gpuworker.step_thread import ThreadExecutor
 from tests.checkpoints import EOS, SERVED, VOCAB_SIZE, checkpoint, hf_greedy
 from tests.gpuworker.runner_driver import GREEDY, Driver, hosted, runner_on
 
@@ -189,7 +190,8 @@ def test_the_models_own_end_is_forbidden_before_min_tokens() -> None:
 def test_the_runners_thread_has_the_threads_that_were_asked_for() -> None:
     runner = llama_runner()
     counts: list[int] = []
-    runner._thread.put(lambda: counts.append(torch.get_num_threads()))
+    assert isinstance(runner._executor, ThreadExecutor)
+    runner._executor._thread.put(lambda: counts.append(torch.get_num_threads()))
     runner.close()
     assert counts == [1]
 
