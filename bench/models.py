@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from bench.checkpoints import MAX_MODEL_LEN, MEDIUM, SMALL, checkpoint
+from bench.workers import BenchWorker
 from common.types import KvGeometry
 from gpuworker.assembly import DataPlane, assemble
+from gpuworker.attention import make_backend
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.core.batch_plan import StepRunner
 from gpuworker.core.outcomes import AgentConfig
+from gpuworker.kv_cache import KvCache
+from gpuworker.model_runner import ModelRunner, RunnerLimits
 
 
 def data_plane(model: str | None, shape: Mapping[str, object] = MEDIUM, **options: Any) -> DataPlane:
@@ -34,3 +39,14 @@ def cpu_runner(config: AgentConfig) -> tuple[StepRunner, KvGeometry]:
         prefix_caching=config.prefix_caching,
     )
     return plane.runner, plane.identity.kv_geometry
+
+
+def plane_worker(plane: DataPlane, block_size: int) -> BenchWorker:
+    """Return an engine on the model of a data plane, not yet started, with a cache of its own."""
+    geometry, device = plane.identity.kv_geometry, plane.model.device
+    slots = plane.memory.num_blocks * plane.memory.block_size
+    cache = KvCache(geometry, slots // block_size, block_size, device)
+    limits = RunnerLimits(plane.max_num_seqs, plane.memory.max_model_len, plane.settings.threads or 0)
+    runner = ModelRunner(plane.model, cache, make_backend("auto", cache), limits)
+    config = replace(plane.agent_config(), num_blocks=slots // block_size, block_size=block_size)
+    return BenchWorker(runner, config, None, geometry)

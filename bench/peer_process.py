@@ -26,6 +26,7 @@ from common.errors import Unavailable
 READY_SECONDS: Final = 400.0
 _END_SECONDS: Final = 20.0
 _POLL_SECONDS: Final = 0.02
+_LOOK_SECONDS: Final = 0.5
 _SHOWN_BYTES: Final = 2000
 _LONGEST_LINE: Final = 1 << 20
 
@@ -79,6 +80,7 @@ class PeerProcess:
         self._errors = options.scratch / f"{name}.err"
         self._outputs = options.scratch / f"{name}.json"
         self._first: dict[str, list[int]] | None = None
+        self._seen: set[psutil.Process] = set()
         self._process: asyncio.subprocess.Process | None = None
 
     async def __aenter__(self) -> PeerProcess:
@@ -143,22 +145,29 @@ class PeerProcess:
         return self._process
 
     async def _line_that(self, fits: Callable[[str], bool]) -> str:
-        process = self._running()
-        assert process.stdout is not None
-        while line := await process.stdout.readline():
+        while line := await self._next_line():
             text = line.decode(errors="replace").strip()
             if fits(text):
                 return text
         said = self._errors.read_bytes()[-_SHOWN_BYTES:].decode(errors="replace")
         raise Unavailable(f"the driver of {self.name} ended; its last words:\n{said}")
 
+    async def _next_line(self) -> bytes:
+        """Return a line, b"" once it has ended; an engine that outlives it may still have its output open."""
+        process = self._running()
+        assert process.stdout is not None
+        while True:
+            with suppress(TimeoutError):
+                return await asyncio.wait_for(process.stdout.readline(), _LOOK_SECONDS)
+            if process.returncode is not None:
+                return b""
+
     def _tree(self) -> list[psutil.Process]:
-        """Return it and all that it has started."""
-        try:
+        """Return it and all that it has started; what was seen once is remembered, as it may outlive its parent."""
+        with suppress(psutil.NoSuchProcess):
             root = psutil.Process(self._running().pid)
-            return [root, *root.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            return []
+            self._seen.update([root, *root.children(recursive=True)])
+        return [each for each in self._seen if each.is_running()]
 
     def _signal(self, number: signal.Signals) -> None:
         for each in self._tree():
@@ -175,11 +184,14 @@ class PeerProcess:
         assert process.stdin is not None
         process.stdin.close()
         with suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), _END_SECONDS)
+            async with asyncio.timeout(_END_SECONDS):
+                # `wait` would wait for whoever else has its output open, too.
+                while process.returncode is None:  # noqa: ASYNC110 - the event loop sets it, and tells nobody
+                    await asyncio.sleep(_POLL_SECONDS)
         for each in tree:
             with suppress(psutil.NoSuchProcess):
                 each.kill()
-        await process.wait()
+        await process.communicate()
 
 
 def missing(folder: Path, names: Sequence[str], model: str) -> Iterator[str]:

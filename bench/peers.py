@@ -11,7 +11,9 @@ the others by other ids of the same lengths. Result lines go to --out, from whic
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+import signal
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -175,6 +177,9 @@ async def _agreements(engines: Sequence[Engine], item: Item) -> dict[str, float]
 async def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Run everything; write each result line as it comes."""
     lines: list[dict[str, Any]] = []
+    this = asyncio.current_task()
+    assert this is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)  # so that no engine is left behind
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with args.out.open("w") as out:
 

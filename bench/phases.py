@@ -1,0 +1,148 @@
+"""How near the engine comes to what the machine can do: in prefill, in decode, in attention, and by block size.
+
+    python -m bench.phases --dtype float32 bfloat16 --json
+    python -m bench.phases --only blocks --scale 1 --repeat 3        for quire advise-block-size --speeds
+
+Operations and bytes are those of the model's shape (bench/model_costs.py); rates of matrix products and of reading are
+measured in the same run, with the same threads. Times are of whole steps, everything around the model included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+
+from bench import block_sizes, paged_attention
+from bench.closed_loop import Record
+from bench.flags import add_engine_flags, worker_options
+from bench.harness import parser, progress, report_columns
+from bench.model_costs import ModelCosts
+from bench.models import data_plane
+from bench.rates import matmul_rate, read_rate
+from bench.ratios import SHORT
+from bench.workers import BenchWorker
+from bench.workloads import Request, Workload, warm_up
+from gpuworker.assembly import DataPlane
+from gpuworker.devices import default_threads
+
+PREFILL_PROMPTS, PREFILL_TOKENS = 8, 1024
+DECODE_BATCHES, DECODE_PROMPT, DECODE_OUTPUT = (1, 8, 32), 512, 48
+
+
+def equal_requests(count: int, prompt: int, output: int, seed: int) -> Workload:
+    """Return requests of equal lengths that share nothing."""
+    rng = random.Random(f"equal/{seed}")
+    return Workload(
+        "equal",
+        [Request(str(index), [rng.randrange(3, 32000) for _ in range(prompt)], output) for index in range(count)],
+    )
+
+
+def step_seconds(records: Sequence[Record]) -> float:
+    """Return the median gap between tokens while every request decodes: from the last first token to the first end."""
+    begin, end = max(each.times[0] for each in records), min(each.times[-1] for each in records)
+    return statistics.median(
+        later - earlier
+        for each in records
+        for earlier, later in pairwise(each.times)
+        if begin <= earlier and later <= end
+    )
+
+
+def prefill(worker: BenchWorker, costs: ModelCosts, peak: float, repeat: int) -> dict[str, float]:
+    """Return how fast prompts are computed, and which part of the peak rate of matrix products that is."""
+    seconds = min(
+        worker.drive(equal_requests(PREFILL_PROMPTS, PREFILL_TOKENS, 1, 100 + turn)).seconds for turn in range(repeat)
+    )
+    flops = PREFILL_PROMPTS * costs.flops(0, PREFILL_TOKENS)
+    return {
+        "prefill_tok_s": PREFILL_PROMPTS * PREFILL_TOKENS / seconds,
+        "prefill_flop_fraction": flops / seconds / peak,
+    }
+
+
+def decode(worker: BenchWorker, costs: ModelCosts, peak: float, bandwidth: float, repeat: int) -> dict[str, float]:
+    """Return, by batch, how long a step takes, and which part of the peak rates it uses."""
+    found: dict[str, float] = {}
+    for batch in DECODE_BATCHES:
+        workloads = (equal_requests(batch, DECODE_PROMPT, DECODE_OUTPUT, 200 + turn) for turn in range(repeat))
+        runs = (tuple(worker.drive(workload).records.values()) for workload in workloads)
+        seconds = min(map(step_seconds, runs))
+        context = DECODE_PROMPT + DECODE_OUTPUT / 2
+        found |= {
+            f"decode{batch}_step_ms": 1e3 * seconds,
+            f"decode{batch}_read_fraction": costs.decode_bytes(batch, context) / seconds / bandwidth,
+            f"decode{batch}_flop_fraction": costs.decode_flops(batch, context) / seconds / peak,
+        }
+    return found
+
+
+def of_phases(plane: DataPlane, threads: int, repeat: int) -> dict[str, float]:
+    """Return the figures of prefill and decode of a loaded model."""
+    weight_bytes, dtype = float(plane.model.dtype.itemsize), plane.model.dtype
+    costs = ModelCosts.of(plane.model.config, weight_bytes, weight_bytes)
+    peak, bandwidth = matmul_rate(dtype, threads), read_rate(threads)
+    found = {"peak_gflop_s": peak / 1e9, "read_gb_s": bandwidth / 1e9}
+    with BenchWorker(plane.runner, plane.agent_config(), None, plane.identity.kv_geometry) as worker:
+        worker.drive(warm_up())
+        found |= prefill(worker, costs, peak, repeat)
+        found |= decode(worker, costs, peak, bandwidth, repeat)
+    return found
+
+
+NOTES = {
+    "peak_gflop_s": "matrix products of this machine, measured, GFLOP/s",
+    "read_gb_s": "reading of memory, measured, GB/s",
+    "prefill_tok_s": f"prompt tokens a second, {PREFILL_PROMPTS} prompts of {PREFILL_TOKENS}",
+    "prefill_flop_fraction": "operations of these over the peak rate",
+    **{f"decode{batch}_step_ms": f"a step of {batch} decodes at about {DECODE_PROMPT}, ms" for batch in DECODE_BATCHES},
+    **{
+        f"decode{batch}_read_fraction": "weights and K/V that it reads, over the rate of reading"
+        for batch in DECODE_BATCHES
+    },
+    **{f"decode{batch}_flop_fraction": "its operations over the peak rate" for batch in DECODE_BATCHES},
+}
+
+
+def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Return columns of figures: one for each type, and one for each kind of requests by block size."""
+    threads = args.threads or default_threads()
+    columns: dict[str, dict[str, float]] = {}
+    options = worker_options(args) | {"prefix_caching": False}
+    for dtype in args.dtype:
+        column = columns[SHORT[dtype]] = {}
+        if "attention" in args.only:
+            column |= paged_attention.measure(dtype, args.block_size, threads)
+            progress(f"attention in {dtype}", end=True)
+        if "phases" in args.only:
+            column |= of_phases(data_plane(args.model, dtype=dtype, **options), threads, args.repeat)
+            progress(f"phases in {dtype}", end=True)
+    if "blocks" in args.only:
+        plane = data_plane(args.model, dtype=args.dtype[-1], **options)
+        columns |= block_sizes.measure(plane, args.scale, args.repeat)
+        plane.runner.close()
+    return {name: column for name, column in columns.items() if column}
+
+
+def main() -> None:
+    """Run the benchmark."""
+    flags = parser(__doc__)
+    parts = ["phases", "attention", "blocks"]
+    flags.add_argument("--model", help="folder of a checkpoint; unset: a random one of 128 million parameters")
+    flags.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
+    flags.add_argument("--only", nargs="+", default=parts, choices=parts, help="parts to measure")
+    flags.add_argument("--scale", type=float, default=0.5, help="share of the requests of each kind, for blocks")
+    flags.add_argument("--repeat", type=int, default=3, help="runs of everything")
+    add_engine_flags(flags)
+    args = flags.parse_args()
+    torch.manual_seed(0)
+    report_columns("phases", measure(args), NOTES | paged_attention.NOTES | block_sizes.NOTES, args.json)
+
+
+if __name__ == "__main__":
+    main()

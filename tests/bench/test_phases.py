@@ -1,0 +1,62 @@
+"""Parts of the phases benchmark that can be told exactly: decode steps, workloads, and that its pieces run through."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bench import block_sizes, paged_attention
+from bench.closed_loop import Record
+from bench.phases import equal_requests, step_seconds
+from bench.rates import fastest_in_turns, matmul_rate, read_rate
+from bench.workloads import Request
+
+
+def record(times: list[float]) -> Record:
+    return Record(Request("r", [1], len(times)), 0.0, times, [7] * len(times))
+
+
+def test_a_decode_step_counts_while_all_decode() -> None:
+    """The gap of 9 s is from before the second request's first token, that of 5 s from after the first one's end."""
+    first, second = record([0.0, 9.0, 10.0, 11.0, 12.0]), record([9.5, 10.5, 11.5, 16.5])
+    assert step_seconds([first, second]) == 1.0
+
+
+def test_equal_requests_are_equal_in_length_alone() -> None:
+    workload = equal_requests(3, 20, 5, seed=1)
+    assert [(len(each.prompt), each.max_new_tokens) for each in workload.initial] == [(20, 5)] * 3
+    assert len({tuple(each.prompt) for each in workload.initial}) == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "prompts", "outputs"),
+    [("short", 64, (16, 64), (16, 64)), ("general", 64, (32, 1024), (16, 256)), ("long", 8, (1024, 1792), (64, 128))],
+)
+def test_kinds_of_requests_keep_their_bounds(
+    kind: str, count: int, prompts: tuple[int, int], outputs: tuple[int, int]
+) -> None:
+    made = block_sizes.requests(kind, 0, 1.0).initial
+    assert len(made) == count
+    assert all(prompts[0] <= len(each.prompt) <= prompts[1] for each in made)
+    assert all(outputs[0] <= each.max_new_tokens <= outputs[1] for each in made)
+    assert len(block_sizes.requests(kind, 0, 0.001).initial) == 1
+
+
+def test_each_work_is_timed_apart_and_its_first_run_is_not() -> None:
+    ran: list[str] = []
+    found = fastest_in_turns(lambda: ran.append("a"), lambda: ran.append("b"), repeats=2)
+    assert ran == ["a", "b"] * 3
+    assert all(0 < seconds < 1 for seconds in found)
+
+
+def test_rates_are_measured() -> None:
+    assert matmul_rate(torch.float32, 1, order=64) > 0
+    assert read_rate(1, size=1 << 16) > 0
+
+
+def test_paged_and_contiguous_attention_run_on_the_same_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_attention, "DECODE", paged_attention.Shape(rows=2, queries=1, context=40))
+    monkeypatch.setattr(paged_attention, "PREFILL", paged_attention.Shape(rows=1, queries=40, context=40))
+    found = paged_attention.measure("float32", 16, threads=1)
+    assert found.keys() == paged_attention.NOTES.keys()
+    assert all(ratio > 0 for ratio in found.values())
