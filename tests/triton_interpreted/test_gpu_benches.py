@@ -78,7 +78,7 @@ def test_attention_is_timed_in_every_kind_of_step(monkeypatch: pytest.MonkeyPatc
     assert found["decode_2x32_over_copy"] == found["decode_large_over_copy"] == pytest.approx(kv_bytes / 1e-3 * 2 / 1e9)
     assert found["fp8_over_bf16"] == found["cascade_2x32"] == found["prefill_24_over_flash"] == 1.0
     assert found["prefill_24_tflop_s"] == pytest.approx(2 * 24 * 24 * 4 * 16 / 1e-3 / 1e12)
-    assert [found[f"decode_2x256_over_varlen_{page}"] for page in (16, 256)] == [None, None]  # it needs a GPU
+    assert {value for name, value in found.items() if "over_varlen" in name} == {None}  # it needs a GPU
 
 
 def test_the_rate_counts_tokens_while_all_decode() -> None:
