@@ -88,16 +88,23 @@ class Product {
     for (int64_t step = 0; step < layout_.steps; step += layout_.block_steps) {
       const int64_t steps = std::min(layout_.block_steps, layout_.steps - step), after = step + steps;
       const uint8_t* ahead = after < layout_.steps ? panel + layout_.offset(after) : next;
-      block(task, step, steps, ahead, scratch);
+      block(task, {step, steps, ahead, next}, scratch);
     }
     store(task, scratch);
   }
 
  private:
-  void block(const Task& task, int64_t step, int64_t steps, const uint8_t* ahead, Scratch& scratch) const {
+  struct Block {
+    int64_t step, steps;
+    const uint8_t* ahead;  // where the next block begins
+    const uint8_t* next;   // where the next task's panel begins
+  };
+
+  void block(const Task& task, const Block& b, Scratch& scratch) const {
+    const int64_t step = b.step, steps = b.steps;
     Tile tile{};
     tile.weights = layout_.panel(w_, task.panel) + layout_.offset(step);
-    tile.panel_stride = tile.ahead_stride = layout_.panel_bytes;
+    tile.panel_stride = layout_.panel_bytes;
     tile.x_stride = x_.stride;
     tile.grouped = layout_.groups != 0;
     tile.has_zeros = w_.has_zeros;
@@ -106,7 +113,11 @@ class Product {
     tile.first = step == 0;
     tile.sums_stride = kSums;
     tile.x_sums_stride = layout_.groups;
-    // Each tile brings its part of what comes next.
+    // A single tile passes each weight once and brings what it soon needs; of several, each brings its part of the
+    // next block.
+    tile.near = task.tiles == 1;
+    tile.panel_end = layout_.panel(w_, task.panel) + layout_.panel_bytes;
+    tile.next = b.next ? b.next : tile.panel_end;
     const int64_t chunk_bytes = kChunk * step_bytes(w_.kind);
     tile.ahead_lines = static_cast<int>((chunk_bytes / 64 + task.tiles - 1) / task.tiles);
     const int64_t ahead_part = tile.groups * (tile.steps / kChunk) * tile.ahead_lines * 64;
@@ -124,7 +135,7 @@ class Product {
         tile.x_sums = x_.sums + (task.row + begin) * layout_.groups + step / layout_.group_steps;
       }
       const int64_t covered = i * ahead_part;
-      tile.ahead = ahead && covered < steps * step_bytes(w_.kind) ? ahead + covered : nullptr;
+      tile.ahead = b.ahead && covered < steps * step_bytes(w_.kind) ? b.ahead + covered : nullptr;
       tile_function(kind, static_cast<int>(end - begin), task.panels)(tile);
     }
   }

@@ -36,10 +36,16 @@ struct Tile {
   int64_t sums_stride;     // elements from panel to panel
   const float* x_sums;     // weights with zeros: [row][group], from this block's first group
   int64_t x_sums_stride;   // elements from row to row
-  const uint8_t* ahead;    // what to bring into the L2 cache meanwhile; null for nothing
-  int64_t ahead_stride;    // bytes to the second panel there
-  int ahead_lines;         // lines for each kChunk steps
+  // What to bring into the caches meanwhile. With `near`, what comes kNear bytes later in the panel, and at `panel_end`
+  // what the next task begins with. Else `ahead_lines` lines from `ahead` on for each kChunk steps, for the L2 cache.
+  bool near;
+  const uint8_t* panel_end;
+  const uint8_t* next;
+  const uint8_t* ahead;  // null for nothing
+  int ahead_lines;
 };
+
+constexpr int64_t kNear = 8192;  // of two panels half as much each
 
 // How many steps between two bursts of prefetches, and how many are written out one after the other.
 constexpr int kChunk = 8;
@@ -384,11 +390,16 @@ struct Kernel {
       begin(t, sums);
       int64_t left = t.steps;
       for (; left >= kChunk; left -= kChunk) {
-        if (ahead) {
-          for (int line = 0; line < t.ahead_lines; ++line, ahead += 64) {
+        if (t.near) {
+          const uint8_t* soon = w + kNear / P;
+          if (soon >= t.panel_end) soon += t.next - t.panel_end;
+#pragma GCC unroll 16
+          for (int line = 0; line < kChunk * Loader::kBytes / 64; ++line) {
 #pragma GCC unroll 2
-            for (int p = 0; p < P; ++p) __builtin_prefetch(ahead + p * t.ahead_stride, 0, 2);
+            for (int p = 0; p < P; ++p) __builtin_prefetch(soon + p * panel_stride + line * 64, 0, 3);
           }
+        } else if (ahead) {
+          for (int line = 0; line < t.ahead_lines; ++line, ahead += 64) __builtin_prefetch(ahead, 0, 2);
         }
 #pragma GCC unroll kUnrolled
         for (int i = 0; i < kChunk; ++i) {
