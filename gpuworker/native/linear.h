@@ -1,8 +1,8 @@
-// Products of activations with packed weights, y = x · Wᵀ: packing, and the product for a team of threads or as one call.
+// Products of activations with packed weights, y = x · Wᵀ: packing, and the product for a team or as one call.
 //
-// A weight W [N, K] is packed once into panels of 32 of its rows ("columns" of the product), K-major, so that a panel is
-// read from start to end. Every output is one chain of additions over k in an order that the weight alone decides: the
-// number of rows in the batch, the place of a row in it and the number of threads change no bit of a result.
+// A weight W [N, K] is packed once into panels of 32 of its rows ("columns" of the product), K-major, so that a panel
+// is read from start to end. Every output is one chain of additions over k in an order that the weight alone decides:
+// the number of rows in the batch, the place of a row in it and the number of threads change no bit of a result.
 #pragma once
 
 #include <stddef.h>

@@ -55,7 +55,7 @@ constexpr int kUnrolled = kChunk;
 constexpr int kUnrolled = 1;
 #endif
 
-// ---- math: one multiplication of a vector of weights with an input, added to sums ---------------------------------
+// ---- math: one multiplication of a vector of weights with an input, added to sums ---
 
 struct F32Math {
   using Sum = Vec;
@@ -181,7 +181,7 @@ struct I8Math {
 #endif
 #endif
 
-// ---- loaders: kSub times two vectors of weights from one step; the two are columns 0-15 and 16-31 --------------------
+// ---- loaders: kSub times two vectors of weights from one step; the two are columns 0-15 and 16-31 ---
 
 struct F32Loader {
   using Math = F32Math;
@@ -327,7 +327,7 @@ struct W8A8Loader {
 
 #endif
 
-// ---- the tile -----------------------------------------------------------------------------------------------------------
+// ---- the tile ---
 
 template <typename Loader, int R, int P>
 struct Kernel {
