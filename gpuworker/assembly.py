@@ -32,6 +32,7 @@ from gpuworker.models.lean import open_lean
 from gpuworker.models.loader import ModelSource, context_limit, eos_token_ids, load_model
 from gpuworker.models.native_model import NativeModel
 from gpuworker.models.self_test import self_test
+from gpuworker.step_queue import QueuedRunner
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 
 _MAX_NUM_SEQS = {"cuda": 256}
@@ -157,7 +158,7 @@ def assemble(settings: GpuWorkerSettings) -> DataPlane:
         geometry,
         arithmetic=arithmetic,
     )
-    runner = ModelRunner(model, cache, backend(cache), limits, eos)
+    runner = _runner_class(model)(model, cache, backend(cache), limits, eos)
     return DataPlane(settings, model, identity, memory, runner, max_num_seqs, eos)
 
 
@@ -170,6 +171,11 @@ def _open(
         return lean
     hosted = load_model(source, device)
     return hosted, self_test(hosted, backend)
+
+
+def _runner_class(model: HostedModel | NativeModel) -> type[ModelRunner]:
+    """Return the runner that stands least between the steps of a model."""
+    return QueuedRunner if isinstance(model, NativeModel) else ModelRunner
 
 
 def _fixed_arithmetic(model: HostedModel | NativeModel, geometry: KvGeometry, backend: BackendFactory) -> str:

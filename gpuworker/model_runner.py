@@ -36,6 +36,17 @@ class RunnerLimits:
     threads: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class RunnerParts:
+    """What steps are run with."""
+
+    model: StepModel
+    cache: KvCache
+    attention: AttentionBackend
+    threads: int
+    launcher: LauncherFactory | None
+
+
 class ModelRunner:
     """Implements `StepRunner`. All methods are called from the engine's thread.
 
@@ -57,9 +68,15 @@ class ModelRunner:
         self._tokens = TokenTable(limits.max_num_seqs, limits.max_model_len + 1, self._device)
         self._sampling: tuple[tuple[SequenceId, ...], SamplingBatch] | None = None
         self._generation, self._failures = 1, Failures()
-        made = launcher(self._tokens) if launcher else EagerLauncher(model, attention, self._tokens)
-        threads = limits.threads or default_threads()
-        self._executor: StepExecutor = ThreadExecutor(made, cache, self._tokens, self._failures, threads)
+        self._executor = self._executor_of(
+            RunnerParts(model, cache, attention, limits.threads or default_threads(), launcher)
+        )
+
+    def _executor_of(self, parts: RunnerParts) -> StepExecutor:
+        """Return what runs the steps."""
+        tokens = self._tokens
+        launcher = parts.launcher(tokens) if parts.launcher else EagerLauncher(parts.model, parts.attention, tokens)
+        return ThreadExecutor(launcher, parts.cache, tokens, self._failures, parts.threads)
 
     # ------------------------------------------------------------ the port
 

@@ -19,7 +19,6 @@ from common.types import SequenceId, TokenLogprobs
 from gpuworker.core.batch_plan import StepResult
 from gpuworker.sampler import Drawn, token_logprobs
 from gpuworker.step_launch import LaidOutStep
-from gpuworker.token_table import TokenTable
 
 
 @dataclass(frozen=True, slots=True)

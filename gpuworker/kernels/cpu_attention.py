@@ -126,7 +126,7 @@ class NativeAttention:
         if loaded is None:
             raise NativeUnavailable("no native library")
         self._library = bind(loaded)
-        self._deterministic, self._threads = deterministic, threads
+        self.deterministic, self._threads = deterministic, threads
         self._pools = cache
         self.cache = cache_struct(cache)
         for pool in (cache.keys, cache.values):
@@ -145,7 +145,7 @@ class NativeAttention:
         """Start the plan of the step: for code that attends inside a team of its own (attention.h)."""
         self._planned_heads = num_heads
         threads = self._threads or torch.get_num_threads()
-        self._library.quire_attention_begin(self.plan, self.cache, self.step, num_heads, threads, self._deterministic)
+        self._library.quire_attention_begin(self.plan, self.cache, self.step, num_heads, threads, self.deterministic)
 
     def write_and_attend(
         self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor

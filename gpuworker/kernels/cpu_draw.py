@@ -109,9 +109,13 @@ class NativeDraw:
             threads=threads,
         )
 
+    def point_at(self, logits: torch.Tensor) -> None:
+        """Draw from these logits, when the call is made."""
+        self.call.logits, self.call.logits_stride = logits.data_ptr(), logits.stride(0)
+
     def run(self, logits: torch.Tensor) -> None:
         """Draw, and write the tokens into the table; logits [S, vocab] float32 are overwritten."""
-        self.call.logits, self.call.logits_stride = logits.data_ptr(), logits.stride(0)
+        self.point_at(logits)
         self._run(ctypes.byref(self.call))
 
 

@@ -54,7 +54,7 @@ class HostedModel:
 
     @property
     def arithmetic(self) -> str | None:
-        """What decides the bits of its logits, in words; None: what else is in the step does, as in torch's products."""
+        """What decides the bits of its logits, in words; None: so does what else is in the step (torch's products)."""
         return None
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -21,6 +22,16 @@ from gpuworker.models.lean_spec import rotary_table
 _FIRST_POSITIONS: Final = 4096
 
 
+@dataclass(frozen=True, slots=True)
+class DescribedRun:
+    """A forward as the library takes it, where its logits and the time of its phases go, and what must stay for it."""
+
+    run: LlamaRunStruct
+    logits: torch.Tensor
+    spent: ctypes.Array[ctypes.c_double]
+    kept: tuple[torch.Tensor, ...]
+
+
 class NativeModel:
     """Implements `gpuworker.step_model.StepModel` over `NativeAttention`. Used by one thread at a time.
 
@@ -33,7 +44,7 @@ class NativeModel:
         self.device, self.dtype = torch.device("cpu"), packed.dtype
         self.seconds: dict[str, float] | None = None
         self._scratch, self._logits = torch.empty(0, dtype=torch.uint8), torch.empty(0, packed.spec.vocab_size)
-        self._rotate_up_to(_FIRST_POSITIONS)
+        self.rotate_up_to(_FIRST_POSITIONS)
 
     @property
     def vocab_size(self) -> int:
@@ -72,7 +83,14 @@ class NativeModel:
         """See `StepModel`; `keep` rises. What is returned is overwritten by the next forward."""
         if not isinstance(sink, NativeAttention):
             raise EngineFailure(f"the native model attends by native attention, not by {type(sink).__name__}")
-        token_ids, positions, keep = token_ids.contiguous(), positions.contiguous(), keep.contiguous()
+        described = self.describe(token_ids.contiguous(), positions.contiguous(), keep.contiguous())
+        sink.plan_step(self.packed.spec.num_heads)
+        self._run(described.run, sink.plan, positions)
+        self.add_up(described)
+        return described.logits[: len(keep)]
+
+    def describe(self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> DescribedRun:
+        """Return a forward of contiguous tensors for the library, on memory that later ones use too."""
         self.reserve(len(token_ids), len(keep))
         spent = (ctypes.c_double * len(PHASES))()
         run = LlamaRunStruct(
@@ -84,24 +102,25 @@ class NativeModel:
             seconds=None if self.seconds is None else spent,
             num_keep=len(keep),
         )
-        sink.plan_step(self.packed.spec.num_heads)
-        self._run(run, sink.plan, positions)
+        return DescribedRun(run, self._logits, spent, (token_ids, positions, keep, self._scratch))
+
+    def add_up(self, done: DescribedRun) -> None:
+        """Add the time of a run's phases, if it was taken."""
         if self.seconds is not None:
-            for name, more in zip(PHASES, spent, strict=True):
+            for name, more in zip(PHASES, done.spent, strict=True):
                 self.seconds[name] = self.seconds.get(name, 0.0) + more
-        return self._logits[: len(keep)]
 
     def _run(self, run: LlamaRunStruct, plan: ctypes.c_void_p, positions: torch.Tensor) -> None:
         forward, struct = self.packed.library.quire_llama_forward, self.packed.struct
         refused = forward(struct, plan, run)
         if refused == Refusal.POSITION:
-            self._rotate_up_to(max(int(positions.max()) + 1, 2 * struct.num_positions))
+            self.rotate_up_to(max(int(positions.max()) + 1, 2 * struct.num_positions))
             refused = forward(struct, plan, run)
         if refused:
             raise EngineFailure(f"the step has a {Refusal(refused).name.lower()} that the model does not know")
 
-    def _rotate_up_to(self, positions: int) -> None:
-        """Make the table of rotations for so many positions, but not more than the model has."""
+    def rotate_up_to(self, positions: int) -> None:
+        """Make the table of rotations for so many positions, but not more than the model has; no step runs."""
         length = min(positions, int(self.config.max_position_embeddings))
         self._rotary = rotary_table(self.config, length)
         self.packed.struct.rotary, self.packed.struct.num_positions = self._rotary.data_ptr(), length
