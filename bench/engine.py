@@ -26,30 +26,43 @@ from bench.workloads import make, warm_up
 from common.types import SamplingParams, SequenceId
 from gpuworker.assembly import DataPlane
 from gpuworker.core.batch_plan import StepPlan, StepResult, StepRunner
+from gpuworker.models.native_model import NativeModel
 
 CHECK_SCALE = 0.1
 """The share of each workload that --check runs, unless --scale says otherwise."""
 
 
 class TimedRunner:
-    """Implements `StepRunner` over another one, and adds up how long its steps and their forwards took. Seconds."""
+    """Implements `StepRunner` over another one, and adds up how long its steps and their forwards took. Seconds.
+
+    A native model takes the time of its forwards itself: they are run without Python.
+    """
 
     def __init__(self, runner: StepRunner, model: Any) -> None:
-        self._runner = runner
-        self.steps, self.in_steps, self.in_forward = 0, 0.0, 0.0
+        self._runner, self._native = runner, model if isinstance(model, NativeModel) else None
+        self.steps, self.in_steps, self._in_forward = 0, 0.0, 0.0
         forward: Callable[..., Any] = model.forward
 
         def timed(*args: Any, **named: Any) -> Any:
             began = time.perf_counter()
             result = forward(*args, **named)
-            self.in_forward += time.perf_counter() - began
+            self._in_forward += time.perf_counter() - began
             return result
 
-        model.forward = timed
+        if self._native is None:
+            model.forward = timed
+        self.reset()
+
+    @property
+    def in_forward(self) -> float:
+        """Seconds in the model's forward."""
+        return self._in_forward if self._native is None else sum((self._native.seconds or {}).values())
 
     def reset(self) -> None:
         """Begin to count anew; no step runs."""
-        self.steps, self.in_steps, self.in_forward = 0, 0.0, 0.0
+        self.steps, self.in_steps, self._in_forward = 0, 0.0, 0.0
+        if self._native is not None:
+            self._native.seconds = {}
 
     def add(self, sequence: SequenceId, tokens: Sequence[int], sampling: SamplingParams, prompt_tokens: int) -> None:
         """See `StepRunner`."""
@@ -102,7 +115,7 @@ SHARE_NOTES = {
 def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Return each workload's figures, medians over its repeats."""
     found = {}
-    worker, runner = engine(_plane(args, hosted=args.hosted))
+    worker, runner = engine(_plane(args, "hosted" if args.hosted else "auto"))
     with worker:
         worker.drive(warm_up())
         for name in args.workload:
@@ -121,7 +134,7 @@ def check(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     found = {}
     args.dtype = "float32"
     with ExitStack() as stack:
-        lean, hosted = (stack.enter_context(engine(_plane(args, hosted=hosted))[0]) for hosted in (False, True))
+        lean, hosted = (stack.enter_context(engine(_plane(args, path))[0]) for path in ("lean", "hosted"))
         for name in args.workload:
             workload = make(name, args.seed, args.scale)
             expected, got = (
@@ -139,9 +152,10 @@ CHECK_NOTES = {
 }
 
 
-def _plane(args: argparse.Namespace, hosted: bool) -> DataPlane:
+def _plane(args: argparse.Namespace, execution: str) -> DataPlane:
     caching = args.prefix_caching == "on"
-    return data_plane(args.model, dtype=args.dtype, prefix_caching=caching, **worker_options(args))
+    options = worker_options(args) | {"dtype": args.dtype, "prefix_caching": caching, "execution": execution}
+    return data_plane(args.model, **options)
 
 
 def main() -> None:
