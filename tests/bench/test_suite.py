@@ -1,0 +1,40 @@
+"""The served suite of the benchmarks: real processes, a client of the public API, a cold cache by a new salt."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from bench.checkpoints import SMALL, checkpoint
+from bench.serve import bench_options, suite_flags
+from bench.suite import served_suite
+from bench.workloads import make
+
+SHAPE = {**SMALL, "vocab_size": 32000, "num_hidden_layers": 2}
+
+
+def test_options_become_flags_of_the_suite() -> None:
+    options = {"prefix_caching": False, "threads": None, "block_size": 16, "deterministic": True}
+    assert suite_flags(options) == ["--no-prefix-caching", "--block-size", "16", "--deterministic"]
+
+
+@pytest.mark.timeout(120)
+async def test_a_workload_goes_through_all_processes() -> None:
+    args = argparse.Namespace(block_size=16, threads=1, trace_sample_ratio=0.0)
+    workload = make("W3", scale=0.01)
+    with checkpoint(None, SHAPE) as (folder, load_format):
+        options = bench_options(str(folder), load_format, args, "float32", caching=True)
+        async with served_suite(options) as suite:
+            (seconds, first), (_, again), (_, cold) = [await suite.run(workload, salt) for salt in ("a", "a", "b")]
+            assert suite.start_seconds > 0
+            assert suite.peak_rss().keys() == {"redis", "kvmanager", "worker-0", "router"}
+            assert min(suite.peak_rss().values()) > 1.0
+    assert list(first) == ["c00t0", "c00t1", "c00t2", "c00t3"]
+    assert [len(record.tokens) for record in first.values()] == [48] * 4
+    assert seconds >= max(record.times[-1] for record in first.values()) - first["c00t0"].submitted
+    tokens = [[record.tokens for record in run.values()] for run in (first, again, cold)]
+    assert tokens[0] == tokens[1] == tokens[2]
+    cached = [[record.cached_tokens for record in run.values()] for run in (first, again, cold)]
+    assert cached[0] == cached[2] == [0, 96, 208, 320], "the history before a turn but its last token, in blocks of 16"
+    assert cached[1] == [48, 160, 272, 384], "its own prompt but the last token"
