@@ -1,133 +1,150 @@
-"""What a decode step costs beyond the model's forward: an engine over a model that sleeps, at several batch sizes.
+"""What a decode step costs beyond the model's forward, at several batch sizes.
 
-The forward sleeps without the GIL for a fixed time and returns the same logits; everything around it is the real
-thing. The bubble is the time from the end of one forward to the start of the next, sampling included.
+    python -m bench.step_overhead --json
+
+An engine as a worker has it, with its I/O loop, over a small model of random weights. Its steps are queued natively, as
+a worker does, or launched from a Python thread, as on any other path, for comparison. Idle is the time from the end of
+one step to the start of the next; the rest of a step is what it does beside the forward: the tokens it starts from, the
+work list of attention, the draw.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import itertools
 import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import psutil
-import torch
 
+from bench.checkpoints import SMALL
 from bench.harness import parser, report
+from bench.models import data_plane
 from bench.workers import BenchWorker, random_prompts
-from common.types import KvGeometry
-from gpuworker.attention import AttentionMetadata, LayerAttention
+from common.types import SamplingParams
+from gpuworker.assembly import DataPlane
+from gpuworker.attention import make_backend
 from gpuworker.core.outcomes import AgentConfig
 from gpuworker.kv_cache import KvCache
 from gpuworker.model_runner import ModelRunner, RunnerLimits
-from gpuworker.models.hosted import LayerSink
+from gpuworker.models.native_model import NativeModel
+from gpuworker.sampler import Drawn
+from gpuworker.step_launch import EagerLauncher, LaidOutStep, StepLauncher
+from gpuworker.step_queue import QueuedRunner, QueueExecutor
+from gpuworker.token_table import TokenTable
 
-BLOCK_SIZE, PROMPT_TOKENS = 16, 64
-_PR_SET_TIMERSLACK = 29
-
-
-class NoAttention:
-    """Implements `AttentionBackend` for a model that never attends."""
-
-    def begin(self, step: AttentionMetadata) -> None:
-        """Nothing to plan."""
-
-    def write_and_attend(
-        self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
-        """Never called."""
-        raise NotImplementedError
+BLOCK_SIZE, PROMPT_TOKENS, WARM_UP = 16, 64, 8
+WAYS = ("queue", "thread")
+DRAWS = {
+    "greedy": SamplingParams(temperature=0.0, ignore_eos=True),
+    "top_p": SamplingParams(temperature=0.8, top_p=0.95, ignore_eos=True),
+}
 
 
 @dataclass
-class SleepingModel:
-    """A model whose forward takes `seconds`, without the GIL; it notes when each forward of `rows` rows was."""
+class Spent:
+    """Seconds of the steps of one load: between two steps, and in each of them."""
 
-    seconds: float
-    rows: int
-    vocab_size: int = 32000
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    enters: list[float] = field(default_factory=list)
-    exits: list[float] = field(default_factory=list)
+    idle: list[float] = field(default_factory=list)
+    steps: list[float] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self._logits = torch.randn(self.rows, self.vocab_size, generator=torch.Generator().manual_seed(0))
-        self._slack_set = False
 
-    def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, sink: LayerSink
-    ) -> torch.Tensor:
-        """Sleep, then return logits [len(keep), vocab]."""
-        if not self._slack_set:  # of this thread: a sleep then ends within some microseconds of its time
-            self._slack_set = ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0) == 0
-        full = len(token_ids) == len(keep) == self.rows
-        if full:
-            self.enters.append(time.perf_counter())
-        time.sleep(self.seconds)
-        if full:
-            self.exits.append(time.perf_counter())
-        return self._logits[: len(keep)]
+class TimedLauncher:
+    """Launches kernel by kernel, and notes when."""
+
+    def __init__(self, launcher: StepLauncher, spent: Spent) -> None:
+        self._launcher, self._spent, self._ended = launcher, spent, time.perf_counter()
+
+    def launch(self, step: LaidOutStep) -> Drawn:
+        """See `StepLauncher`."""
+        began = time.perf_counter()
+        drawn = self._launcher.launch(step)
+        self._spent.idle.append(began - self._ended)
+        self._ended = time.perf_counter()
+        self._spent.steps.append(self._ended - began)
+        return drawn
 
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """Of the steps of one load, in seconds: between two forwards, from one forward's start to the next, CPU time."""
+    """Of one step, in seconds: idle before it (median and 90th percentile), beside the forward, forward, CPU."""
 
-    bubbles: list[float]
-    periods: list[float]
+    idle: float
+    idle_p90: float
+    rest: float
+    forward: float
     cpu: float
 
 
-def measure(rows: int, steps: int, seconds: float) -> Overhead:
+def _runner(plane: DataPlane, way: str, limits: RunnerLimits, blocks: int, spent: Spent) -> ModelRunner:
+    model = plane.model
+    assert isinstance(model, NativeModel), "the native library was not built"
+    cache = KvCache(plane.identity.kv_geometry, blocks, BLOCK_SIZE, model.device)
+    attention = make_backend("auto", cache)
+    if way == "queue":
+        runner = QueuedRunner(model, cache, attention, limits)
+        assert isinstance(runner.executor, QueueExecutor)
+        runner.executor.idle = spent.idle
+        return runner
+
+    def launcher(tokens: TokenTable) -> StepLauncher:
+        return TimedLauncher(EagerLauncher(model, attention, tokens), spent)
+
+    return ModelRunner(model, cache, attention, limits, (), launcher)
+
+
+def measure(plane: DataPlane, way: str, rows: int, steps: int, sampling: SamplingParams) -> Overhead:
     """Run `steps` decode steps of `rows` rows."""
-    length = PROMPT_TOKENS + steps
+    length, model = PROMPT_TOKENS + steps + WARM_UP, plane.model
+    assert isinstance(model, NativeModel)
     config = AgentConfig(rows * (-(-length // BLOCK_SIZE) + 2), BLOCK_SIZE, 1 << 15, max_num_seqs=rows)
-    model = SleepingModel(seconds, rows)
-    cache = KvCache(KvGeometry(1, 1, 1, 1, "float32"), config.num_blocks, BLOCK_SIZE, model.device)
-    runner = ModelRunner(model, cache, NoAttention(), RunnerLimits(rows, length, 1))
+    limits, spent = RunnerLimits(rows, length, plane.settings.threads or 0), Spent()
+    runner = _runner(plane, way, limits, config.num_blocks, spent)
     with BenchWorker(runner, config, None) as worker:
-        worker.load(random_prompts(rows, PROMPT_TOKENS, 0), 8)
-        model.enters.clear()
-        model.exits.clear()
-        times = psutil.Process().cpu_times()
-        worker.load(random_prompts(rows, PROMPT_TOKENS, 1), steps)
-        spent = psutil.Process().cpu_times()
-    enters, exits = model.enters[1:-1], model.exits[1:-1]  # the first may wait for the last prompts, the last for none
-    return Overhead(
-        [enter - left for enter, left in zip(enters[1:], exits[:-1], strict=True)],
-        [after - before for before, after in itertools.pairwise(enters)],
-        (spent.user + spent.system - times.user - times.system) / steps,
-    )
+        worker.sampling = sampling
+        worker.load(random_prompts(rows, PROMPT_TOKENS, 0), WARM_UP)
+        spent.idle.clear()
+        spent.steps.clear()
+        model.seconds = {}
+        before = psutil.Process().cpu_times()
+        seconds = worker.load(random_prompts(rows, PROMPT_TOKENS, 1), steps).seconds
+        after = psutil.Process().cpu_times()
+    idle = spent.idle[2:]  # the first waits for the load, the second may for the last of its prompts
+    count = len(spent.idle)
+    forward = sum(model.seconds.values()) / count
+    inside = sum(spent.steps) / count if spent.steps else (seconds - sum(spent.idle[1:])) / count
+    cpu = (after.user + after.system - before.user - before.system) / count
+    return Overhead(statistics.median(idle), statistics.quantiles(idle, n=10)[-1], inside - forward, forward, cpu)
 
 
-def figures_of(rows: int, found: Overhead, seconds: float) -> Iterator[tuple[str, float, str]]:
+def figures_of(name: str, found: Overhead) -> Iterator[tuple[str, float, str]]:
     """Yield name, value and meaning of each figure of one batch size."""
-    of = f"{rows} rows, microseconds"
-    deciles = statistics.quantiles(found.bubbles, n=10)
-    yield f"bubble_us_{rows}", 1e6 * statistics.median(found.bubbles), f"between two forwards, median; {of}"
-    yield f"bubble_p90_us_{rows}", 1e6 * deciles[-1], f"between two forwards, 90th percentile; {of}"
-    over = statistics.median(found.periods) - seconds
-    yield f"over_sleep_us_{rows}", 1e6 * over, f"a step's period beyond what its forward was to sleep, median; {of}"
-    yield f"cpu_us_{rows}", 1e6 * found.cpu, f"CPU time of a step in all threads; {of}"
+    yield f"idle_us_{name}", 1e6 * found.idle, "between two steps, median"
+    yield f"idle_p90_us_{name}", 1e6 * found.idle_p90, "between two steps, 90th percentile"
+    yield f"rest_us_{name}", 1e6 * found.rest, "in a step beside the forward, mean"
+    yield f"forward_us_{name}", 1e6 * found.forward, "forward, mean"
+    yield f"cpu_us_{name}", 1e6 * found.cpu, "CPU time of a step in all threads"
 
 
 def main() -> None:
     """Run the benchmark."""
     flags: argparse.ArgumentParser = parser(__doc__)
     flags.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256], help="batch sizes")
-    flags.add_argument("--steps", type=int, default=400, help="decode steps of each")
-    flags.add_argument("--forward-ms", type=float, default=5.0, help="time that a forward sleeps")
+    flags.add_argument("--steps", type=int, default=300, help="decode steps of each")
+    flags.add_argument("--threads", type=int, help="threads of the engine; unset: cores - 1")
+    flags.add_argument("--draw", choices=sorted(DRAWS), default="greedy", help="how tokens are drawn")
+    flags.add_argument("--only", choices=WAYS, nargs="+", default=list(WAYS), help="some ways to run steps")
     args = flags.parse_args()
+    options = {"device": "cpu", "dtype": "float32", "threads": args.threads, "kv_blocks": 64, "max_model_len": 512}
+    plane = data_plane(None, SMALL, **options)
     figures: dict[str, float] = {}
     notes: dict[str, str] = {}
     for rows in args.rows:
-        seconds = args.forward_ms * 1e-3
-        for name, value, meaning in figures_of(rows, measure(rows, args.steps, seconds), seconds):
-            figures[name], notes[name] = value, meaning
+        for way in args.only:
+            found = measure(plane, way, rows, args.steps, DRAWS[args.draw])
+            for name, value, meaning in figures_of(f"{rows}_{way}", found):
+                figures[name], notes[name] = value, f"{meaning}; {rows} rows, {way}, microseconds"
     report("step_overhead", figures, notes, args.json)
 
 

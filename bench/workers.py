@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 import grpc
@@ -106,6 +106,8 @@ class BenchWorker:
         self._run, self._done = Run(), threading.Event()
         self._failure = ""
         self._buffer = OutputBuffer()
+        self.sampling = SamplingParams(temperature=0.0, ignore_eos=True)
+        """How the tokens of all requests are drawn."""
         self.engine = Engine(self._agent, self._attach, runner, channel, self._sink, SystemClock())
 
     def _wake(self) -> None:
@@ -229,7 +231,7 @@ class BenchWorker:
             max_len=len(request.prompt) + request.max_new_tokens,
             stop=StopRule(request.max_new_tokens),
         )
-        sampling = SamplingParams(temperature=0.0, max_tokens=request.max_new_tokens, ignore_eos=True)
+        sampling = replace(self.sampling, max_tokens=request.max_new_tokens)
         return EngineRequest(new, sampling, len(request.prompt))
 
 

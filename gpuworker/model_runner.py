@@ -68,7 +68,7 @@ class ModelRunner:
         self._tokens = TokenTable(limits.max_num_seqs, limits.max_model_len + 1, self._device)
         self._sampling: tuple[tuple[SequenceId, ...], SamplingBatch] | None = None
         self._generation, self._failures = 1, Failures()
-        self._executor = self._executor_of(
+        self.executor = self._executor_of(
             RunnerParts(model, cache, attention, limits.threads or default_threads(), launcher)
         )
 
@@ -85,7 +85,7 @@ class ModelRunner:
         if len(tokens) >= self._tokens.width:
             raise ValueError(f"sequence {sequence} has {len(tokens)} tokens; {self._tokens.width - 1} fit")
         seat = self._seats.take(sequence, SampledRow(sampling, prompt_tokens, self._eos)).index
-        self._executor.write(seat, np.array(tokens, dtype=np.int32), self._generation)
+        self.executor.write(seat, np.array(tokens, dtype=np.int32), self._generation)
 
     def remove(self, sequence: SequenceId) -> None:
         """See `StepRunner`; an unknown sequence is ignored."""
@@ -97,12 +97,12 @@ class ModelRunner:
     def submit(self, plan: StepPlan) -> Future[StepResult]:
         """See `StepRunner`."""
         step = self._lay_out(plan)
-        self._executor.submit(step)
+        self.executor.submit(step)
         return step.result
 
     def close(self) -> None:
         """See `StepRunner`."""
-        self._executor.close()
+        self.executor.close()
 
     # ------------------------------------------------------------ laying out
 

@@ -62,7 +62,9 @@ class _Described:
 
 
 class QueueExecutor:
-    """Implements `StepExecutor`."""
+    """Implements `StepExecutor`. While `idle` is a list, the seconds between two steps are appended to it."""
+
+    idle: list[float] | None = None
 
     def __init__(
         self, model: NativeModel, attention: NativeAttention, tokens: TokenTable, failures: Failures, threads: int
@@ -128,7 +130,9 @@ class QueueExecutor:
 
     def _collect(self, number: int, step: RunnerStep, described: _Described) -> None:
         """Wait for a step and tell what it drew; its memory is let go of with `described`."""
-        status, seconds = self._queue.wait(number)
+        status, times = self._queue.wait(number)
+        if self.idle is not None:
+            self.idle.append(times.idle_before)
         if self._failures.failed(step.generation):
             self._refuse(step)
         elif status:
@@ -138,7 +142,7 @@ class QueueExecutor:
             if described.run is not None:
                 self._model.add_up(described.run)
             draw = described.draw
-            step.tell(Drawn(_NONE) if draw is None else step.work.sampling.drawn(draw), seconds)
+            step.tell(Drawn(_NONE) if draw is None else step.work.sampling.drawn(draw), times.took)
 
 
 _NONE = torch.empty(0, dtype=torch.int64)

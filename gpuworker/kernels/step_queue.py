@@ -7,6 +7,12 @@ import ctypes
 _Address = ctypes.c_void_p
 
 
+class Times(ctypes.Structure):
+    """quire_queue_times: how long a call took, and how long the thread was idle before it, in seconds."""
+
+    _fields_ = (("took", ctypes.c_double), ("idle_before", ctypes.c_double))
+
+
 class StepQueue:
     """Makes native calls one after the other. `put` is for one thread; so is `wait`, in order and once for each."""
 
@@ -18,11 +24,10 @@ class StepQueue:
         start = library.quire_queue_start
         start.argtypes, start.restype = (), _Address
         self._put.argtypes, self._put.restype = (_Address, _Address, _Address), ctypes.c_int64
-        self._wait.argtypes = (_Address, ctypes.c_int64, ctypes.POINTER(ctypes.c_double))
+        self._wait.argtypes = (_Address, ctypes.c_int64, ctypes.POINTER(Times))
         self._wait.restype = ctypes.c_int32
         self._stop.argtypes, self._stop.restype = (_Address,), None
         self._queue = start()
-        self._seconds = ctypes.c_double()
         if not self._queue:
             raise OSError("the thread of the native step queue could not be started")
 
@@ -31,10 +36,11 @@ class StepQueue:
         number: int = self._put(self._queue, call, argument)
         return number
 
-    def wait(self, number: int) -> tuple[int, float]:
-        """Wait until a call is over; return what it returned and how many seconds it took."""
-        status: int = self._wait(self._queue, number, ctypes.byref(self._seconds))
-        return status, self._seconds.value
+    def wait(self, number: int) -> tuple[int, Times]:
+        """Wait until a call is over; return what it returned and the time it took."""
+        times = Times()
+        status: int = self._wait(self._queue, number, ctypes.byref(times))
+        return status, times
 
     def close(self) -> None:
         """Make what was put, and end the thread; closing twice is nothing."""

@@ -15,7 +15,7 @@ struct quire_queue {
   };
   struct Outcome {
     int32_t status;
-    double seconds;
+    quire_queue_times times;
   };
 
   std::mutex mutex;
@@ -27,6 +27,9 @@ struct quire_queue {
   std::thread thread;
 
   void work() {
+    using Clock = std::chrono::steady_clock;
+    const auto seconds = [](Clock::duration time) { return std::chrono::duration<double>(time).count(); };
+    auto ended = Clock::now();
     std::unique_lock<std::mutex> lock(mutex);
     for (;;) {
       came.wait(lock, [&] { return stopping || !calls.empty(); });
@@ -34,11 +37,12 @@ struct quire_queue {
       const Call call = calls.front();
       calls.pop_front();
       lock.unlock();
-      const auto began = std::chrono::steady_clock::now();
+      const auto began = Clock::now();
       const int32_t status = call.run(call.argument);
-      const std::chrono::duration<double> took = std::chrono::steady_clock::now() - began;
+      const double idle = seconds(began - ended);
+      ended = Clock::now();
       lock.lock();
-      outcomes.push_back({status, took.count()});
+      outcomes.push_back({status, {seconds(ended - began), idle}});
       over.notify_all();
     }
   }
@@ -65,7 +69,7 @@ int64_t quire_queue_put(quire_queue* queue, quire_call call, void* argument) {
   return ++queue->put;
 }
 
-int32_t quire_queue_wait(quire_queue* queue, int64_t number, double* seconds) {
+int32_t quire_queue_wait(quire_queue* queue, int64_t number, quire_queue_times* times) {
   std::unique_lock<std::mutex> lock(queue->mutex);
   const auto is_over = [&] { return number < queue->first_outcome + static_cast<int64_t>(queue->outcomes.size()); };
   queue->over.wait(lock, is_over);
@@ -76,7 +80,7 @@ int32_t quire_queue_wait(quire_queue* queue, int64_t number, double* seconds) {
   const quire_queue::Outcome outcome = queue->outcomes.front();
   queue->outcomes.pop_front();
   ++queue->first_outcome;
-  *seconds = outcome.seconds;
+  *times = outcome.times;
   return outcome.status;
 }
 

@@ -19,9 +19,14 @@ QUIRE_API quire_queue *quire_queue_start(void);
 // Queues a call and returns its number: 1, 2, 3 ... What `argument` points to must stay until the call is over.
 QUIRE_API int64_t quire_queue_put(quire_queue *, quire_call call, void *argument);
 
-// Waits until call `number` is over; returns what it returned, and how many seconds it took. Calls are asked for in
-// order, each once, by one thread. The number of one that was never put is waited for until it is.
-QUIRE_API int32_t quire_queue_wait(quire_queue *, int64_t number, double *seconds);
+// How long a call took, and how long the thread had nothing to do between the call before it and this one; seconds.
+typedef struct {
+  double took, idle_before;
+} quire_queue_times;
+
+// Waits until call `number` is over; returns what it returned. Calls are asked for in order, each once, by one thread.
+// The number of one that was never put is waited for until it is.
+QUIRE_API int32_t quire_queue_wait(quire_queue *, int64_t number, quire_queue_times *times);
 
 // Makes what was put, then ends the thread and frees the queue.
 QUIRE_API void quire_queue_stop(quire_queue *);

@@ -190,8 +190,8 @@ def test_the_models_own_end_is_forbidden_before_min_tokens() -> None:
 def test_the_runners_thread_has_the_threads_that_were_asked_for() -> None:
     runner = llama_runner()
     counts: list[int] = []
-    assert isinstance(runner._executor, ThreadExecutor)
-    runner._executor._thread.put(lambda: counts.append(torch.get_num_threads()))
+    assert isinstance(runner.executor, ThreadExecutor)
+    runner.executor._thread.put(lambda: counts.append(torch.get_num_threads()))
     runner.close()
     assert counts == [1]
 

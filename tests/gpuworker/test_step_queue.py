@@ -41,10 +41,11 @@ def test_a_call_gets_its_argument() -> None:
     number = ctypes.c_int32(41)
     call = CALL(lambda address: ctypes.c_int32.from_address(address).value + 1)
     steps = queue()
-    status, seconds = steps.wait(steps.put(address_of(call), ctypes.addressof(number)))
+    status, times = steps.wait(steps.put(address_of(call), ctypes.addressof(number)))
     steps.close()
     assert status == 42
-    assert 0 < seconds < PATIENCE
+    assert 0 < times.took < PATIENCE
+    assert 0 < times.idle_before < PATIENCE
 
 
 def test_who_waits_holds_nobody_up() -> None:
