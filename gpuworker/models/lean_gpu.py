@@ -8,16 +8,21 @@ the hosted path.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch.nn.functional import embedding, linear
+from transformers import PretrainedConfig
 
 from gpuworker.attention import LayerAttention
 from gpuworker.kernels import torch_elementwise
 from gpuworker.models.hosted import LayerSink
 from gpuworker.models.lean_gpu_weights import GpuLayer, GpuWeights
-from gpuworker.models.lean_spec import LeanSpec
+from gpuworker.models.lean_spec import LeanSpec, lean_spec, rotary_table
+from gpuworker.models.loader import context_limit
 from gpuworker.rotation import Rotation
 
 
@@ -50,29 +55,41 @@ class RotatingAttention(Protocol):
 
 
 class LeanGpuModel:
-    """Implements `gpuworker.step_model.StepModel`. `kv_dtype` is the type of K and V in the caches that it runs on.
+    """Implements `gpuworker.step_model.StepModel`. `kv_dtype` is the type of K and V in the caches that it runs on."""
 
-    rotary_table [max_positions, 2, head_dim / 2] float32, as of `lean_spec.rotary_table`.
-    """
+    arithmetic: str | None = None  # cuBLAS chooses a kernel, and so the bits, by the number of rows
 
     def __init__(
-        self,
-        spec: LeanSpec,
-        weights: GpuWeights,
-        rotary_table: torch.Tensor,
-        kv_dtype: str,
-        elementwise: Elementwise | None = None,
+        self, config: PretrainedConfig, weights: GpuWeights, kv_dtype: str, elementwise: Elementwise | None = None
     ) -> None:
-        self.spec, self.weights, self.kv_dtype = spec, weights, kv_dtype
+        spec = lean_spec(config)
+        if spec is None:
+            raise ValueError(f"a {config.model_type} that is not of the lean path")
+        self.config, self.spec, self.weights, self.kv_dtype = config, spec, weights, kv_dtype
         self.device, self.dtype = weights.embedding.device, weights.embedding.dtype
-        self._table = rotary_table.to(self.device).flatten(1)  # [max_positions, head_dim]
-        self._layers = [LayerAttention(n, spec.scale, window) for n, window in enumerate(spec.windows)]
+        table = rotary_table(config, context_limit(config))  # [max_positions, 2, head_dim / 2]
+        self._table = table.to(self.device).flatten(1)
         self._fused = elementwise or elementwise_on(self.device)
+        self._attention = _attention_of(spec)
 
     @property
     def vocab_size(self) -> int:
         """Width of the logits."""
         return self.spec.vocab_size
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights, and of the angles of all positions."""
+        return self.weights.num_bytes + self._table.numel() * self._table.itemsize
+
+    def only(self, layers: Sequence[int]) -> LeanGpuModel:
+        """Return a model of some of the layers on the same weights."""
+        part = copy.copy(self)
+        windows = tuple(self.spec.windows[layer] for layer in layers)
+        part.spec = replace(self.spec, num_layers=len(layers), windows=windows)
+        part.weights = replace(self.weights, layers=tuple(self.weights.layers[layer] for layer in layers))
+        part._attention = _attention_of(part.spec)
+        return part
 
     @torch.inference_mode()
     def forward(
@@ -99,7 +116,7 @@ class LeanGpuModel:
         residual = embedding(token_ids, weights.embedding)
         hidden = self._fused.rms_norm(residual, weights.layers[0].attention_norm, eps)
         after = [layer.attention_norm for layer in weights.layers[1:]] + [weights.norm]
-        for layer, attention, next_norm in zip(weights.layers, self._layers, after, strict=True):
+        for layer, attention, next_norm in zip(weights.layers, self._attention, after, strict=True):
             attended = self._attend(layer, attention, hidden, positions, sink).flatten(1)
             if next_norm is weights.norm and keep is not None:
                 attended, residual = attended.index_select(0, keep), residual.index_select(0, keep)
@@ -128,6 +145,10 @@ class LeanGpuModel:
         return sink.write_and_attend(
             attention, rotation.turned(query, layer.query_norm), rotation.turned(key, layer.key_norm), value
         )
+
+
+def _attention_of(spec: LeanSpec) -> list[LayerAttention]:
+    return [LayerAttention(n, spec.scale, window) for n, window in enumerate(spec.windows)]
 
 
 def elementwise_on(device: torch.device) -> Elementwise:

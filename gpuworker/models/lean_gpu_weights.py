@@ -12,9 +12,15 @@ from dataclasses import dataclass, fields
 import torch
 
 from gpuworker.models.lean_spec import LeanSpec
-
-TensorOf = Callable[[str], torch.Tensor]
-"""Gives a tensor of a checkpoint by its name in Hugging Face format, on any device. Raises KeyError without one."""
+from gpuworker.models.lean_weights import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    FusedLinear,
+    LayerTensors,
+    TensorOf,
+    layer_tensors,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,33 +71,28 @@ def fused_weights(spec: LeanSpec, tensor_of: TensorOf, dtype: torch.dtype, devic
     def joined(*names: str) -> torch.Tensor:
         return _joined([tensor_of(name) for name in names], dtype, device)
 
-    embedding = joined("model.embed_tokens.weight")
-    return GpuWeights(
-        embedding=embedding,
-        layers=tuple(_layer(spec, joined, f"model.layers.{index}.") for index in range(spec.num_layers)),
-        norm=joined("model.norm.weight"),
-        head=embedding if spec.tied else joined("lm_head.weight"),
-    )
+    embedding = joined(EMBEDDING)
+    layers = tuple(_layer(layer_tensors(spec, index), joined) for index in range(spec.num_layers))
+    return GpuWeights(embedding, layers, joined(FINAL_NORM), embedding if spec.tied else joined(HEAD))
 
 
-def _layer(spec: LeanSpec, joined: Callable[..., torch.Tensor], prefix: str) -> GpuLayer:
-    def of(module: str, parts: Sequence[str], kind: str) -> torch.Tensor:
-        return joined(*(f"{prefix}{module}.{part}_proj.{kind}" for part in parts))
+def _layer(names: LayerTensors, joined: Callable[..., torch.Tensor]) -> GpuLayer:
+    def bias(linear: FusedLinear) -> torch.Tensor | None:
+        return joined(*linear.biases) if linear.bias else None
 
-    qkv, out, gate_up, down = ("q", "k", "v"), ("o",), ("gate", "up"), ("down",)
     return GpuLayer(
-        attention_norm=joined(f"{prefix}input_layernorm.weight"),
-        qkv=of("self_attn", qkv, "weight"),
-        qkv_bias=of("self_attn", qkv, "bias") if spec.qkv_bias else None,
-        query_norm=joined(f"{prefix}self_attn.q_norm.weight") if spec.qk_norm else None,
-        key_norm=joined(f"{prefix}self_attn.k_norm.weight") if spec.qk_norm else None,
-        out=of("self_attn", out, "weight"),
-        out_bias=of("self_attn", out, "bias") if spec.o_bias else None,
-        mlp_norm=joined(f"{prefix}post_attention_layernorm.weight"),
-        gate_up=of("mlp", gate_up, "weight"),
-        gate_up_bias=of("mlp", gate_up, "bias") if spec.mlp_bias else None,
-        down=of("mlp", down, "weight"),
-        down_bias=of("mlp", down, "bias") if spec.mlp_bias else None,
+        attention_norm=joined(names.attention_norm),
+        qkv=joined(*names.qkv.weights),
+        qkv_bias=bias(names.qkv),
+        query_norm=None if names.query_norm is None else joined(names.query_norm),
+        key_norm=None if names.key_norm is None else joined(names.key_norm),
+        out=joined(*names.output.weights),
+        out_bias=bias(names.output),
+        mlp_norm=joined(names.mlp_norm),
+        gate_up=joined(*names.gate_up.weights),
+        gate_up_bias=bias(names.gate_up),
+        down=joined(*names.down.weights),
+        down_bias=bias(names.down),
     )
 
 

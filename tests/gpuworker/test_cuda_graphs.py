@@ -18,7 +18,7 @@ from gpuworker.model_runner import ModelRunner, RunnerLimits
 from gpuworker.models.checkpoint import Checkpoint
 from gpuworker.models.lean_gpu import LeanGpuModel
 from gpuworker.models.lean_gpu_weights import fused_weights
-from gpuworker.models.lean_spec import lean_spec, rotary_table
+from gpuworker.models.lean_spec import lean_spec
 from gpuworker.models.loader import read_config
 from gpuworker.sampler import Drawn, SampledRow, SamplingBatch
 from gpuworker.step_inputs import StagedStep, pack_rows
@@ -80,7 +80,7 @@ def lean_llama() -> LeanGpuModel:
     spec = lean_spec(config)
     assert spec is not None
     weights = fused_weights(spec, lambda name: files.tensor(name, torch.float32), torch.float32, CPU)
-    return LeanGpuModel(spec, weights, rotary_table(config, MAX_LEN), "float32")
+    return LeanGpuModel(config, weights, "float32")
 
 
 def cache_of(model: LeanGpuModel) -> KvCache:

@@ -11,10 +11,11 @@ import torch
 from bench import gpu_attention, gpu_attention_checks, gpu_cases, gpu_engine, gpu_measure
 from bench.gpu_cases import Heads, Rows
 from bench.gpu_driver import Stream, decode_rate
-from bench.gpu_models import TINY, spec_of
+from bench.gpu_models import TINY, config_of
 from gpuworker.cuda_graphs import RepeatingRecorder
 from gpuworker.models.lean_gpu import LeanGpuModel
 from gpuworker.models.lean_gpu_weights import random_weights
+from gpuworker.models.lean_spec import lean_spec
 
 CPU = torch.device("cpu")
 SMALL = Heads(4, 2, 16, torch.float32)
@@ -87,9 +88,11 @@ def test_the_rate_counts_tokens_while_all_decode() -> None:
 
 
 def test_a_step_reads_weights_and_contexts_once() -> None:
-    spec = replace(spec_of(TINY), num_layers=1, tied=False)
+    config = config_of((TINY[0], TINY[1] | {"num_hidden_layers": 1, "tie_word_embeddings": False}))
+    spec = lean_spec(config)
+    assert spec is not None
     weights = random_weights(spec, torch.bfloat16, CPU)
-    model = LeanGpuModel(spec, weights, torch.zeros(8, 2, spec.head_dim // 2), "bfloat16")
+    model = LeanGpuModel(config, weights, "bfloat16")
     load = gpu_engine.Load(4, 100, 20, 0)
     assert load.prompt == 90
     embedding = spec.vocab_size * spec.hidden_size * 2

@@ -16,7 +16,6 @@ from gpuworker.kernels.torch_attention import TorchAttention
 from gpuworker.kernels.triton_attention import TritonAttention
 from gpuworker.models.lean_gpu import LeanGpuModel
 from gpuworker.models.lean_gpu_weights import fused_weights
-from gpuworker.models.lean_spec import rotary_table
 from gpuworker.sampler import SampledRow, SamplingBatch
 from gpuworker.step_inputs import StagedStep, pack_rows
 from gpuworker.step_launch import EagerLauncher, LaidOutStep, StepLauncher
@@ -30,7 +29,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 def lean(case: Case) -> LeanGpuModel:
     weights = fused_weights(case.spec, case.tensor, torch.float32, CPU)
-    return LeanGpuModel(case.spec, weights, rotary_table(case.config, 64), "float32", triton_elementwise)
+    return LeanGpuModel(case.config, weights, "float32", triton_elementwise)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3, wide heads", "qwen3 with biases", "mistral, a window"])

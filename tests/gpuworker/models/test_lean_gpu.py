@@ -9,7 +9,6 @@ from gpuworker.kernels import torch_elementwise
 from gpuworker.kernels.torch_attention import TorchAttention
 from gpuworker.models.lean_gpu import LeanGpuModel
 from gpuworker.models.lean_gpu_weights import fused_weights, random_weights
-from gpuworker.models.lean_spec import rotary_table
 from gpuworker.models.self_test import CallRecorder
 from tests.gpuworker.models.lean_cases import CASES, Case, case_tokens, make_case, steps
 
@@ -18,7 +17,7 @@ CPU = torch.device("cpu")
 
 def lean(case: Case) -> LeanGpuModel:
     weights = fused_weights(case.spec, case.tensor, torch.float32, CPU)
-    return LeanGpuModel(case.spec, weights, rotary_table(case.config, 64), "float32")
+    return LeanGpuModel(case.config, weights, "float32")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -47,8 +46,7 @@ class CountingElementwise:
 
 def test_the_last_layer_goes_on_with_sampled_tokens_only() -> None:
     case, counting, position = make_case("llama"), CountingElementwise(), torch.arange(12)
-    table = rotary_table(case.config, 64)
-    model = LeanGpuModel(case.spec, random_weights(case.spec, torch.float32, CPU), table, "float32", counting)
+    model = LeanGpuModel(case.config, random_weights(case.spec, torch.float32, CPU), "float32", counting)
     model.forward(position, position, torch.tensor([11]), CallRecorder())
     assert counting.rows == [12, 12, 1]
 
