@@ -7,6 +7,8 @@ In an int8 or fp8 cache each (slot, head) has a scale of its own, in pools `[lay
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 
 import torch
@@ -29,7 +31,8 @@ def bytes_per_block(geometry: KvGeometry, block_size: int) -> int:
 class KvCache:
     """The pools. Zeroed, so that a masked read of a slot that was never written is a number.
 
-    On CPU the system hands out the pages of a pool as they are first written. `key_scales` and `value_scales`
+    On CPU the system hands out the pages of a pool as they are first written, large ones where it can: blocks lie
+    scattered, and each small page that is met costs a walk through the page table. `key_scales` and `value_scales`
     [layer, block, kv_head, block_size] float32 are None unless the cache is quantised.
     """
 
@@ -39,13 +42,13 @@ class KvCache:
         self.geometry = geometry
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.keys = torch.zeros((*shape, geometry.head_dim_k), dtype=dtype, device=device)
-        self.values = torch.zeros((*shape, geometry.head_dim_v), dtype=dtype, device=device)
+        self.keys = _zeroed((*shape, geometry.head_dim_k), dtype, device)
+        self.values = _zeroed((*shape, geometry.head_dim_v), dtype, device)
         self.key_scales: torch.Tensor | None = None
         self.value_scales: torch.Tensor | None = None
         if geometry.dtype in QUANTISED_DTYPES:
-            self.key_scales = torch.zeros(shape, dtype=torch.float32, device=device)
-            self.value_scales = torch.zeros(shape, dtype=torch.float32, device=device)
+            self.key_scales = _zeroed(shape, torch.float32, device)
+            self.value_scales = _zeroed(shape, torch.float32, device)
 
     def copy_blocks(self, copies: Sequence[Copy]) -> None:
         """Copy whole blocks of all layers, in list order: a source may be the destination of an earlier copy."""
@@ -53,3 +56,14 @@ class KvCache:
         for copy in copies:
             for pool in pools:
                 pool[:, copy.dst].copy_(pool[:, copy.src])
+
+
+def _zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a tensor of zeros; on CPU in pages that are not there yet (`torch.zeros` would write them all)."""
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not size:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)

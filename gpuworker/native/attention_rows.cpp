@@ -16,13 +16,22 @@ constexpr int kRunsAtOnce = 4, kColumns = 4;
 constexpr int kRunsAtOnce = 1, kColumns = 1;
 #endif
 
-// A few lanes that accumulate together: per lane its weights of the 64 slots, what its sum is multiplied by first, ...
+// A few lanes that accumulate together: their packed weights of the 64 slots, one lane after the other; what their sums are
+// multiplied by first; what one step of the weights stands for; their sums.
 template <int Q>
 struct Lanes {
-  const float* weights[Q];
+  const float* weights;
   float keep[Q], factor[Q];
   float* acc[Q];
 };
+
+// Fetches what `Bytes` from here lie in. A part of a line is fetched with its first part, which begins where a line does.
+template <size_t Bytes>
+inline void fetch_columns(const void* from) {
+  if (Bytes < 64 && reinterpret_cast<uintptr_t>(from) % 64 >= Bytes) return;
+#pragma GCC unroll 8
+  for (size_t at = 0; at < Bytes; at += 64) __builtin_prefetch(static_cast<const char*>(from) + at, 0, 3);
+}
 
 // Multiplies floats; numbers of type T are widened as they are read.
 template <typename T>
@@ -33,10 +42,13 @@ struct Wide {
 
   static float pack_query(float*, int) { return 1.0f; }
 
-  // Scores of the sixteen slots of four runs.
-  static Vec scores(const T* const* runs, int dim, const float* query) {
+  // Scores of the sixteen slots of four runs. With Fetch, the four runs of `ahead` are fetched on the way.
+  template <bool Fetch>
+  static Vec scores(const T* const* runs, const T* const* ahead, int dim, const float* query) {
     Vec acc[kLanes];
-    for (int first = 0; first < 4; first += kRunsAtOnce) dots(runs + first, dim, query, acc + first * kRun);
+    for (int first = 0; first < 4; first += kRunsAtOnce) {
+      dots<Fetch>(runs + first, ahead + first, dim, query, acc + first * kRun);
+    }
     return sums(acc);
   }
 
@@ -47,10 +59,10 @@ struct Wide {
   }
 
   // Adds weights · values to `acc`, for `Columns` times kWidth columns from `column`.
-  template <int Q, int Columns>
-  static void accumulate(const T* const* runs, int dim, int column, const Lanes<Q>& lanes) {
+  template <int Q, int Columns, bool Fetch, bool Whole>
+  static void accumulate(const T* const* runs, const T* const* ahead, int dim, int column, const Lanes<Q>& lanes) {
     Vec sum[Q][Columns];
-    const int rest = dim - column;
+    const float* weights = lanes.weights;
 #pragma GCC unroll 8
     for (int q = 0; q < Q; ++q) {
 #pragma GCC unroll 8
@@ -60,11 +72,12 @@ struct Wide {
     }
     for (int slot = 0; slot < kTile; ++slot) {
       const T* row = runs[slot / kRun] + (slot % kRun) * dim + column;
+      if (Fetch) fetch_columns<Columns * kLanes * sizeof(T)>(ahead[slot / kRun] + (slot % kRun) * dim + column);
 #pragma GCC unroll 8
       for (int c = 0; c < Columns; ++c) {
-        const Vec v = rest >= Columns * kLanes ? Vec::load(row + c * kLanes) : load_first(row, rest);
+        const Vec v = Whole ? Vec::load(row + c * kLanes) : load_first(row, dim - column);
 #pragma GCC unroll 8
-        for (int q = 0; q < Q; ++q) sum[q][c] = fma(Vec::all(lanes.weights[q][slot]), v, sum[q][c]);
+        for (int q = 0; q < Q; ++q) sum[q][c] = fma(Vec::all(weights[q * kTile + slot]), v, sum[q][c]);
       }
     }
 #pragma GCC unroll 8
@@ -77,7 +90,8 @@ struct Wide {
   static void put_in_order(float*, int) {}
 
  private:
-  static void dots(const T* const* runs, int dim, const float* query, Vec* out) {
+  template <bool Fetch>
+  static void dots(const T* const* runs, const T* const* ahead, int dim, const float* query, Vec* out) {
     constexpr int kSlots = kRunsAtOnce * kRun;
     Vec acc[kSlots];
 #pragma GCC unroll 16
@@ -87,6 +101,7 @@ struct Wide {
       const Vec q = Vec::load(query + column);
 #pragma GCC unroll 16
       for (int i = 0; i < kSlots; ++i) {
+        if (Fetch) fetch_columns<kLanes * sizeof(T)>(ahead[i / kRun] + (i % kRun) * dim + column);
         acc[i] = fma(Vec::load(runs[i / kRun] + (i % kRun) * dim + column), q, acc[i]);
       }
     }
@@ -177,7 +192,8 @@ struct Pairs {
   static float pack_query(float* query, int dim) { return Numbers::pack_query(query, padded(dim, kWidth)); }
   static float pack_weights(const Vec (&p)[4], float* to) { return Numbers::pack_weights(p, to); }
 
-  static Vec scores(const Number* const* runs, int dim, const float* query) {
+  template <bool Fetch>
+  static Vec scores(const Number* const* runs, const Number* const* ahead, int dim, const float* query) {
     Acc acc[kLanes];
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; ++i) acc[i] = Numbers::zero();
@@ -186,6 +202,7 @@ struct Pairs {
       const __m512i q = _mm512_loadu_si512(query + column / 2);
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) {
+        if (Fetch) fetch_columns<kWidth * sizeof(Number)>(ahead[i / kRun] + (i % kRun) * dim + column);
         acc[i] = Numbers::dot(acc[i], Numbers::load(runs[i / kRun] + (i % kRun) * dim + column), q);
       }
     }
@@ -203,28 +220,32 @@ struct Pairs {
     return sums(floats);
   }
 
-  template <int Q, int Columns>
-  static void accumulate(const Number* const* runs, int dim, int column, const Lanes<Q>& lanes) {
+  template <int Q, int Columns, bool Fetch, bool Whole>
+  static void accumulate(const Number* const* runs, const Number* const* ahead, int dim, int column,
+                         const Lanes<Q>& lanes) {
     Acc low[Q][Columns], high[Q][Columns];
     const __mmask32 mask = first32(dim - column);
+    const float* weights = lanes.weights;
 #pragma GCC unroll 8
     for (int q = 0; q < Q; ++q) {
 #pragma GCC unroll 8
       for (int c = 0; c < Columns; ++c) start(lanes, q, column + c * kWidth, low[q][c], high[q][c]);
     }
     for (int pair = 0; pair < kTile / 2; ++pair) {
-      const Number* row = runs[pair / 2] + (pair % 2) * 2 * dim + column;
+      const int at = (pair % 2) * 2 * dim + column;
+      const Number* row = runs[pair / 2] + at;
+      if (Fetch) {
+        fetch_columns<Columns * kWidth * sizeof(Number)>(ahead[pair / 2] + at);
+        fetch_columns<Columns * kWidth * sizeof(Number)>(ahead[pair / 2] + at + dim);
+      }
 #pragma GCC unroll 8
       for (int c = 0; c < Columns; ++c) {
         const Number *a = row + c * kWidth, *b = a + dim;
-        const Interleaved v = dim - column >= Columns * kWidth
-                                  ? interleave(Numbers::load(a), Numbers::load(b))
-                                  : interleave(Numbers::load(a, mask), Numbers::load(b, mask));
+        const Interleaved v = Whole ? interleave(Numbers::load(a), Numbers::load(b))
+                                    : interleave(Numbers::load(a, mask), Numbers::load(b, mask));
 #pragma GCC unroll 8
         for (int q = 0; q < Q; ++q) {
-          int32_t both;
-          std::memcpy(&both, lanes.weights[q] + pair, 4);
-          const __m512i weight = _mm512_set1_epi32(both);
+          const __m512i weight = _mm512_castps_si512(_mm512_set1_ps(weights[q * kTile + pair]));
           low[q][c] = Numbers::dot(low[q][c], weight, v.low);
           high[q][c] = Numbers::dot(high[q][c], weight, v.high);
         }
@@ -290,7 +311,7 @@ class RowsKernel {
   void run() {
     const int begin = item_.begin & ~(kTile - 1);
     load_tile(begin, next_);
-    for (int group = 0; group < 4; ++group) fetch(next_, group);
+    fetch(next_);
     for (int lane = 0; lane < lanes_; ++lane) open(lane);
     for (int base = begin; base < item_.end; base += kTile) {
       if (work_.plan.deterministic && base > begin && base % kFold == 0) fold_lanes();
@@ -312,7 +333,6 @@ class RowsKernel {
   int head_of(int lane) const { return item_.head + lane % item_.heads; }
   float* acc(int lane) const { return acc_ + static_cast<size_t>(lane) * padded(dv_, 32); }
   float* total(int lane) const { return totals_ + static_cast<size_t>(lane) * padded(dv_, 32); }
-  float* weights(int lane) const { return weights_ + lane * kTile; }
 
   void load_tile(int base, Tile& tile) const {
     int64_t runs[kRuns];
@@ -327,8 +347,8 @@ class RowsKernel {
     }
   }
 
-  void fetch(const Tile& tile, int group) const {
-    for (int run = group * 4; run < group * 4 + 4; ++run) {
+  void fetch(const Tile& tile) const {
+    for (int run = 0; run < kRuns; ++run) {
       prefetch(tile.keys[run], kRun * sizeof(Number) * dk_);
       prefetch(tile.values[run], kRun * sizeof(Number) * dv_);
     }
@@ -382,23 +402,27 @@ class RowsKernel {
     for (int lane = 0; lane < lanes_; ++lane) {
       const Query& query = query_of(lane);
       if (query.first >= base + kTile || query.end <= base) continue;
-      weigh(lane, base, query, count == 0 && more_);
+      weigh(lane, base, query, weights_ + count * kTile);
       seeing[count++] = lane;
     }
     int at = 0;
-    for (; at + 4 <= count; at += 4) accumulate<4>(seeing + at);
-    for (; at + 2 <= count; at += 2) accumulate<2>(seeing + at);
-    if (at < count) accumulate<1>(seeing + at);
+    for (; at + 4 <= count; at += 4) accumulate<4>(seeing, at);
+    for (; at + 2 <= count; at += 2) accumulate<2>(seeing, at);
+    if (at < count) accumulate<1>(seeing, at);
   }
 
-  // Scores of a lane against the tile, and from them the weights of its slots. One lane fetches the next tile on the way.
-  void weigh(int lane, int base, const Query& query, bool fetches) {
+  // Scores of a lane against the tile, and from them the weights of its slots. The lanes share the fetching of the next
+  // tile's K among them: requests that come all at once stall the core.
+  void weigh(int lane, int base, const Query& query, float* weights) {
     const float* packed = queries_ + static_cast<size_t>(lane) * padded(dk_, 32);
     const Vec factor = Vec::all(factor_[lane]);
     Vec score[4];
     for (int group = 0; group < 4; ++group) {
-      if (fetches) fetch(next_, group);
-      score[group] = Kind::scores(tile_.keys + group * 4, dk_, packed) * factor;
+      const Number *const *runs = tile_.keys + group * 4, *const *ahead = next_.keys + group * 4;
+      const bool fetches = more_ && group % lanes_ == lane % 4;
+      score[group] = fetches ? Kind::template scores<true>(runs, ahead, dk_, packed)
+                             : Kind::template scores<false>(runs, ahead, dk_, packed);
+      score[group] = score[group] * factor;
       if (Kind::kScaled) score[group] = score[group] * Vec::load(tile_.key_scales + group * kLanes);
     }
     if (work_.layer.softcap != 0.0f) {
@@ -421,24 +445,33 @@ class RowsKernel {
         score[group] = score[group] * Vec::load(tile_.value_scales + group * kLanes);
       }
     }
-    weight_factor_[lane] = Kind::pack_weights(score, weights(lane));
+    weight_factor_[lane] = Kind::pack_weights(score, weights);
   }
 
   template <int Q>
-  void accumulate(const int* which) {
+  void accumulate(const int* seeing, int at) {
     Lanes<Q> lanes;
+    lanes.weights = weights_ + at * kTile;
     for (int q = 0; q < Q; ++q) {
-      lanes.weights[q] = weights(which[q]);
-      lanes.keep[q] = keep_[which[q]];
-      lanes.factor[q] = weight_factor_[which[q]];
-      lanes.acc[q] = acc(which[q]);
+      const int lane = seeing[at + q];
+      lanes.keep[q] = keep_[lane];
+      lanes.factor[q] = weight_factor_[lane];
+      lanes.acc[q] = acc(lane);
     }
+    at == 0 && more_ ? all_columns<Q, true>(lanes) : all_columns<Q, false>(lanes);
+  }
+
+  template <int Q, bool Fetch>
+  void all_columns(const Lanes<Q>& lanes) {
     constexpr int kAtOnce = Q * kColumns <= 8 ? kColumns : kColumns / 2 > 0 ? kColumns / 2 : 1;
     int column = 0;
     for (; column + kAtOnce * Kind::kWidth <= dv_; column += kAtOnce * Kind::kWidth) {
-      Kind::template accumulate<Q, kAtOnce>(tile_.values, dv_, column, lanes);
+      Kind::template accumulate<Q, kAtOnce, Fetch, true>(tile_.values, next_.values, dv_, column, lanes);
     }
-    for (; column < dv_; column += Kind::kWidth) Kind::template accumulate<Q, 1>(tile_.values, dv_, column, lanes);
+    for (; column + Kind::kWidth <= dv_; column += Kind::kWidth) {
+      Kind::template accumulate<Q, 1, Fetch, true>(tile_.values, next_.values, dv_, column, lanes);
+    }
+    if (column < dv_) Kind::template accumulate<Q, 1, Fetch, false>(tile_.values, next_.values, dv_, column, lanes);
   }
 
   const Work& work_;
