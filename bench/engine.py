@@ -26,6 +26,7 @@ from bench.workloads import make, warm_up
 from common.types import SamplingParams, SequenceId
 from gpuworker.assembly import DataPlane
 from gpuworker.core.batch_plan import StepPlan, StepResult, StepRunner
+from gpuworker.kernels.llama_calls import PHASES
 from gpuworker.models.native_model import NativeModel
 
 CHECK_SCALE = 0.1
@@ -33,9 +34,10 @@ CHECK_SCALE = 0.1
 
 
 class TimedRunner:
-    """Implements `StepRunner` over another one, and adds up how long its steps and their forwards took. Seconds.
+    """Implements `StepRunner` over another one, and adds up how long its steps took, and what of them. Seconds.
 
-    A native model takes the time of its forwards itself: they are run without Python.
+    A native model takes the time of its phases itself: its forwards are run without Python. Of another one `forward` is
+    timed as a whole.
     """
 
     def __init__(self, runner: StepRunner, model: Any) -> None:
@@ -54,9 +56,9 @@ class TimedRunner:
         self.reset()
 
     @property
-    def in_forward(self) -> float:
-        """Seconds in the model's forward."""
-        return self._in_forward if self._native is None else sum((self._native.seconds or {}).values())
+    def phases(self) -> dict[str, float]:
+        """Seconds in each phase of the model's forward, as far as it tells them apart."""
+        return {"forward": self._in_forward} if self._native is None else dict(self._native.seconds or {})
 
     def reset(self) -> None:
         """Begin to count anew; no step runs."""
@@ -96,10 +98,11 @@ def engine(plane: DataPlane) -> tuple[BenchWorker, TimedRunner]:
 
 def shares(run: Run, runner: TimedRunner) -> dict[str, float]:
     """Return which part of a run's time went where; on a GPU a forward is only launched, and its share says little."""
+    phases = runner.phases
     return {
         "steps": runner.steps,
-        "share_forward": runner.in_forward / run.seconds,
-        "share_rest_of_step": (runner.in_steps - runner.in_forward) / run.seconds,
+        **{f"share_{name}": seconds / run.seconds for name, seconds in phases.items()},
+        "share_rest_of_step": (runner.in_steps - sum(phases.values())) / run.seconds,
         "share_between_steps": 1 - runner.in_steps / run.seconds,
     }
 
@@ -107,6 +110,7 @@ def shares(run: Run, runner: TimedRunner) -> dict[str, float]:
 SHARE_NOTES = {
     "steps": "steps run",
     "share_forward": "share of the time in the model's forward",
+    **{f"share_{name}": f"share of the time in the forward's {name.replace('_', ' and ')}" for name in PHASES},
     "share_rest_of_step": "in the rest of a step: arrays, sampling, reading back",
     "share_between_steps": "between steps",
 }

@@ -15,7 +15,7 @@ from gpuworker.config import GpuWorkerSettings
 from gpuworker.core.batch_plan import StepRunner
 from gpuworker.core.outcomes import AgentConfig
 from gpuworker.kv_cache import KvCache
-from gpuworker.model_runner import ModelRunner, RunnerLimits
+from gpuworker.model_runner import RunnerLimits
 
 
 def data_plane(model: str | None, shape: Mapping[str, object] = MEDIUM, **options: Any) -> DataPlane:
@@ -47,6 +47,6 @@ def plane_worker(plane: DataPlane, block_size: int) -> BenchWorker:
     slots = plane.memory.num_blocks * plane.memory.block_size
     cache = KvCache(geometry, slots // block_size, block_size, device)
     limits = RunnerLimits(plane.max_num_seqs, plane.memory.max_model_len, plane.settings.threads or 0)
-    runner = ModelRunner(plane.model, cache, make_backend("auto", cache), limits)
+    runner = type(plane.runner)(plane.model, cache, make_backend("auto", cache), limits)
     config = replace(plane.agent_config(), num_blocks=slots // block_size, block_size=block_size)
     return BenchWorker(runner, config, None, geometry)

@@ -64,9 +64,11 @@ def test_where_the_time_went_adds_up(running: tuple[BenchWorker, engine.TimedRun
     run = worker.drive(conversations(), salt="d")
     found = engine.shares(run, runner)
     assert found["steps"] >= 2 * 8
-    parts = [found[name] for name in ("share_forward", "share_rest_of_step", "share_between_steps")]
-    assert sum(parts) == pytest.approx(1.0)
-    assert min(parts) >= 0.0
+    parts = {name: share for name, share in found.items() if name.startswith("share_")}
+    assert sum(parts.values()) == pytest.approx(1.0)
+    assert min(parts.values()) >= 0.0
+    assert parts.keys() <= engine.SHARE_NOTES.keys()
+    assert parts.keys() > {"share_rest_of_step", "share_between_steps"}
 
 
 def test_one_model_runs_on_caches_of_several_block_sizes(plane: DataPlane) -> None:
