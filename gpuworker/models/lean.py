@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from common.errors import FieldViolation, InvalidConfig, Unsupported
 from common.hub import checkpoint_directory
@@ -118,7 +118,7 @@ def _reader(directory: Path, config: PretrainedConfig, source: ModelSource, prec
 
 def _part(
     config: PretrainedConfig, spec: LeanSpec, tensor_of: TensorOf, layers: Sequence[int], precision: Precision
-) -> torch.nn.Module:
+) -> PreTrainedModel:
     """Return the model as transformers runs it, of some of its layers."""
     part = copy.deepcopy(config)
     part.num_hidden_layers = len(layers)
