@@ -81,7 +81,7 @@ def check(device: torch.device, rows: int = 5, prompt: int = 70, output: int = 4
     module.generation_config.eos_token_id = None
     tensors = module.state_dict()
     weights = fused_weights(spec, tensors.__getitem__, torch.float32, device)
-    model = LeanGpuModel(config, weights, "float32")
+    model = LeanGpuModel(config, weights, "float32", prompt + output)
     with torch.inference_mode():
         ids = torch.tensor(prompts, device=device)
         made = module.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=output, do_sample=False)
@@ -109,7 +109,7 @@ def measured(name: str, copied: float, device: torch.device, batches: tuple[int,
     """Yield tokens a second of one model at each batch, over what its bytes allow, and over the peer's."""
     spec, config = spec_of(MODELS[name]), config_of(MODELS[name])
     weights = random_weights(spec, torch.bfloat16, device)
-    model = LeanGpuModel(config, weights, dtype_name(torch.bfloat16))
+    model = LeanGpuModel(config, weights, dtype_name(torch.bfloat16), 2 * _CONTEXT)
     ours = {}
     for batch in batches:
         load = Load(batch)

@@ -22,7 +22,6 @@ from gpuworker.kernels import torch_elementwise
 from gpuworker.models.hosted import LayerSink
 from gpuworker.models.lean_gpu_weights import GpuLayer, GpuWeights
 from gpuworker.models.lean_spec import LeanSpec, lean_spec, rotary_table
-from gpuworker.models.loader import context_limit
 from gpuworker.rotation import Rotation
 
 
@@ -55,19 +54,27 @@ class RotatingAttention(Protocol):
 
 
 class LeanGpuModel:
-    """Implements `gpuworker.step_model.StepModel`. `kv_dtype` is the type of K and V in the caches that it runs on."""
+    """Implements `gpuworker.step_model.StepModel`. `kv_dtype` is the type of K and V in the caches that it runs on.
+
+    Positions end at `max_positions`. Raises ValueError for a model that is not of the family.
+    """
 
     arithmetic: str | None = None  # cuBLAS chooses a kernel, and so the bits, by the number of rows
 
     def __init__(
-        self, config: PretrainedConfig, weights: GpuWeights, kv_dtype: str, elementwise: Elementwise | None = None
+        self,
+        config: PretrainedConfig,
+        weights: GpuWeights,
+        kv_dtype: str,
+        max_positions: int,
+        elementwise: Elementwise | None = None,
     ) -> None:
         spec = lean_spec(config)
         if spec is None:
             raise ValueError(f"a {config.model_type} that is not of the lean path")
         self.config, self.spec, self.weights, self.kv_dtype = config, spec, weights, kv_dtype
         self.device, self.dtype = weights.embedding.device, weights.embedding.dtype
-        table = rotary_table(config, context_limit(config))  # [max_positions, 2, head_dim / 2]
+        table = rotary_table(config, max_positions)  # [max_positions, 2, head_dim / 2]
         self._table = table.to(self.device).flatten(1)
         self._fused = elementwise or elementwise_on(self.device)
         self._attention = _attention_of(spec)

@@ -80,7 +80,7 @@ def lean_llama() -> LeanGpuModel:
     spec = lean_spec(config)
     assert spec is not None
     weights = fused_weights(spec, lambda name: files.tensor(name, torch.float32), torch.float32, CPU)
-    return LeanGpuModel(config, weights, "float32")
+    return LeanGpuModel(config, weights, "float32", MAX_LEN)
 
 
 def cache_of(model: LeanGpuModel) -> KvCache:

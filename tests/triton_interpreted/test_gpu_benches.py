@@ -92,7 +92,7 @@ def test_a_step_reads_weights_and_contexts_once() -> None:
     spec = lean_spec(config)
     assert spec is not None
     weights = random_weights(spec, torch.bfloat16, CPU)
-    model = LeanGpuModel(config, weights, "bfloat16")
+    model = LeanGpuModel(config, weights, "bfloat16", 8)
     load = gpu_engine.Load(4, 100, 20, 0)
     assert load.prompt == 90
     embedding = spec.vocab_size * spec.hidden_size * 2

@@ -29,7 +29,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 def lean(case: Case) -> LeanGpuModel:
     weights = fused_weights(case.spec, case.tensor, torch.float32, CPU)
-    return LeanGpuModel(case.config, weights, "float32", triton_elementwise)
+    return LeanGpuModel(case.config, weights, "float32", 64, triton_elementwise)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3, wide heads", "qwen3 with biases", "mistral, a window"])

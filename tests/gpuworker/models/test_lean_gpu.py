@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 def lean(case: Case) -> LeanGpuModel:
     weights = fused_weights(case.spec, case.tensor, torch.float32, CPU)
-    return LeanGpuModel(case.config, weights, "float32")
+    return LeanGpuModel(case.config, weights, "float32", 64)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -46,7 +46,7 @@ class CountingElementwise:
 
 def test_the_last_layer_goes_on_with_sampled_tokens_only() -> None:
     case, counting, position = make_case("llama"), CountingElementwise(), torch.arange(12)
-    model = LeanGpuModel(case.config, random_weights(case.spec, torch.float32, CPU), "float32", counting)
+    model = LeanGpuModel(case.config, random_weights(case.spec, torch.float32, CPU), "float32", 64, counting)
     model.forward(position, position, torch.tensor([11]), CallRecorder())
     assert counting.rows == [12, 12, 1]
 
