@@ -56,10 +56,7 @@ class TorchAttention:
         self._kv_heads = cache.geometry.num_kv_heads
         self._slots_at_once = _GATHERED_BYTES // (4 * self._kv_heads * cache.geometry.head_dim_k)
         self._device = cache.keys.device
-        # A row of the flat pools is one slot of one head; a row of the blocked pools is one head of a block.
-        pools = list(zip(cache.keys, cache.values, strict=True))
-        self._flat = [(keys.flatten(0, 2), values.flatten(0, 2)) for keys, values in pools]
-        self._blocked = [(keys.flatten(0, 1), values.flatten(0, 1)) for keys, values in pools]
+        self._pools = (_Pool(cache.keys, cache.key_scales), _Pool(cache.values, cache.value_scales))
 
     def begin(self, step: AttentionMetadata) -> None:
         """Find the slots to write and the rows that attend together."""
@@ -76,9 +73,8 @@ class TorchAttention:
         self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """See `AttentionBackend`."""
-        for pool, new in zip(self._flat[layer.layer], (key, value), strict=True):
-            # What is written is finite, so that a masked slot weighs nothing whoever wrote it: 0 * inf is not 0.
-            pool.index_copy_(0, self._writes, new.reshape(-1, new.shape[-1]).to(pool.dtype).nan_to_num())
+        for pool, new in zip(self._pools, (key, value), strict=True):
+            pool.write(layer.layer, self._writes, new.reshape(-1, new.shape[-1]))
         if self._permutation is not None:
             query = query.index_select(0, self._permutation)
         parts = [self._attend(layer, query[batch.queries], batch) for batch in self._batches]
@@ -91,8 +87,7 @@ class TorchAttention:
             batch.views[layer.window] = self._view(batch, layer.window)
         view, rows = batch.views[layer.window], len(batch.rows)
         keys, values = (
-            pool.index_select(0, view.blocks).view(rows, self._kv_heads, -1, pool.shape[-1]).float()
-            for pool in self._blocked[layer.layer]
+            pool.read(layer.layer, view.blocks).view(rows, self._kv_heads, -1, pool.head_dim) for pool in self._pools
         )
         # [tokens, heads, d] -> [rows, kv_heads, group, queries, d]
         stacked = query.reshape(rows, batch.query_count, self._kv_heads, -1, query.shape[-1]).permute(0, 2, 3, 1, 4)
@@ -131,6 +126,42 @@ class TorchAttention:
         at = torch.from_numpy(slots).to(self._device)[:, None, None]
         query = torch.from_numpy(positions).to(self._device)[:, None, :, None]
         return _sees(query, at, window)
+
+
+class _Pool:
+    """K or V of all layers, written by (slot, head) and read by (block, head) in float32.
+
+    What is written is finite, so that a masked slot weighs nothing whoever wrote it: 0 * inf is not 0.
+    """
+
+    def __init__(self, pool: torch.Tensor, scales: torch.Tensor | None) -> None:
+        self.head_dim = pool.shape[-1]
+        self._dtype = pool.dtype
+        stored = pool if scales is None else pool.view(torch.int8)  # fp8 has neither index_copy_ nor index_select
+        self._flat = stored.flatten(1, 3)  # [layer, slot of a head, d]
+        self._blocked = stored.flatten(1, 2)  # [layer, head of a block, block_size, d]
+        self._flat_scales = None if scales is None else scales.flatten(1, 3)
+        self._blocked_scales = None if scales is None else scales.flatten(1, 2)
+
+    def write(self, layer: int, at: torch.Tensor, new: torch.Tensor) -> None:
+        """Write rows [n, d] at indices [n]; a quantised one gets the scale that makes its largest number the type's."""
+        if self._flat_scales is None:
+            self._flat[layer].index_copy_(0, at, new.to(self._dtype).nan_to_num())
+            return
+        limits = torch.finfo(self._dtype) if self._dtype.is_floating_point else torch.iinfo(self._dtype)
+        numbers = new.float().nan_to_num()
+        scales = (numbers.abs().amax(dim=-1) / limits.max).clamp_min(torch.finfo(torch.float32).tiny)
+        steps = numbers / scales[:, None]
+        stored = (steps if self._dtype.is_floating_point else steps.round()).clamp(-limits.max, limits.max)
+        self._flat[layer].index_copy_(0, at, stored.to(self._dtype).view(torch.int8))
+        self._flat_scales[layer].index_copy_(0, at, scales)
+
+    def read(self, layer: int, at: torch.Tensor) -> torch.Tensor:
+        """Return [n, block_size, d] for indices [n]."""
+        found = self._blocked[layer].index_select(0, at)
+        if self._blocked_scales is None:
+            return found.float()
+        return found.view(self._dtype).float() * self._blocked_scales[layer].index_select(0, at)[..., None]
 
 
 def attend_packed(layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
