@@ -58,6 +58,7 @@ def _attend_tiles(
     softcap,
     window,
     MASKED: tl.constexpr,
+    ONE_QUERY: tl.constexpr,
     WINDOWED: tl.constexpr,
     SOFTCAPPED: tl.constexpr,
     QUANTISED: tl.constexpr,
@@ -70,7 +71,8 @@ def _attend_tiles(
     """Attend from `query` [M, K] over tiles of positions that begin at `first`, up to `stop`; update the softmax.
 
     acc [M, V], total [M] and peak [M] are its weighted sum, sum and maximum (as power of two) so far. MASKED tiles look
-    at each score's position, and at `end`; in the others every query sees every position.
+    at each score's position, and at `end`; in the others every query sees every position. `position` is [M], or one for
+    all with ONE_QUERY, where nothing before `end` lies behind it.
     """
     TILE_K: tl.constexpr = query.shape[1]
     TILE_V: tl.constexpr = acc.shape[1]
@@ -111,9 +113,14 @@ def _attend_tiles(
             # softcap * tanh(x / softcap), where scale has brought 2 / softcap along.
             scores = (2.0 * tl.sigmoid(scores) - 1.0) * (softcap * _LOG2_E)
         if MASKED:
-            seen = (at < end)[None, :] & (at[None, :] <= position[:, None])
-            if WINDOWED:
-                seen = seen & (at[None, :] > position[:, None] - window)
+            if ONE_QUERY:
+                seen = (at < end)[None, :]
+                if WINDOWED:
+                    seen = seen & (at > position - window)[None, :]
+            else:
+                seen = (at < end)[None, :] & (at[None, :] <= position[:, None])
+                if WINDOWED:
+                    seen = seen & (at[None, :] > position[:, None] - window)
             scores = tl.where(seen, scores, float("-inf"))
         new_peak = tl.max(scores, axis=1)
         # Where nothing stands between the product and the exponent, scaling and subtraction are one operation.
@@ -187,7 +194,7 @@ def attend_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,
-    ONE_LOOP: tl.constexpr,
+    ONE_QUERY: tl.constexpr,
     WINDOWED: tl.constexpr,
     SOFTCAPPED: tl.constexpr,
     WITH_SINKS: tl.constexpr,
@@ -198,8 +205,8 @@ def attend_kernel(
 
     query [T, H, K] and out [T, H, V] (contiguous), H = KV_HEADS * GROUP; keys and values: one layer of the pools;
     partial_out [n, H, V] and partial_lse [n, H] float32, the latter as power of two. `scale` holds log2(e), or with
-    SOFTCAPPED 2 / softcap instead. ONE_LOOP masks all tiles, which is the better where loading bounds: each loop
-    fills and drains its pipeline of loads.
+    SOFTCAPPED 2 / softcap instead. With ONE_QUERY an item has no more, and one loop masks all tiles: where loading
+    bounds, filling and draining the pipeline of loads once more costs more than masks.
     """
     item = items + (tl.program_id(0) // KV_HEADS).to(tl.int64) * _ITEM_FIELDS
     kv_head = tl.program_id(0) % KV_HEADS
@@ -219,7 +226,9 @@ def attend_kernel(
     valid = m // GROUP < count
     of_query = queries + (first_query + m // GROUP) * _QUERY_FIELDS
     token = tl.load(of_query, mask=valid, other=0).to(tl.int64)
-    position = tl.load(of_query + 1, mask=valid, other=-1)
+    position = highest
+    if not ONE_QUERY:
+        position = tl.load(of_query + 1, mask=valid, other=-1)
     head = kv_head * GROUP + m % GROUP
     dim_k = tl.arange(0, TILE_K)
     q = tl.load(
@@ -247,7 +256,7 @@ def attend_kernel(
     # Tiles from `inner` up to `edge` lie in the window of every query and before all of them.
     inner = first
     edge = first
-    if not ONE_LOOP:
+    if not ONE_QUERY:
         edge += tl.maximum(tl.minimum(end, lowest + 1) - first, 0) // TILE * TILE
         if WINDOWED:
             inner += (tl.maximum(highest - window + 1 - first, 0) + TILE - 1) // TILE * TILE
@@ -255,19 +264,19 @@ def attend_kernel(
                 acc, total, peak, q, first, tl.minimum(inner, end), end, position,
                 keys, values, key_scales, value_scales, table,
                 keys_block, keys_slot, values_block, values_slot, scales_block, scale, softcap, window,
-                True, WINDOWED, SOFTCAPPED, QUANTISED, BLOCK_SIZE, TILE, HEAD_DIM_K, HEAD_DIM_V, PRECISION,
+                True, ONE_QUERY, WINDOWED, SOFTCAPPED, QUANTISED, BLOCK_SIZE, TILE, HEAD_DIM_K, HEAD_DIM_V, PRECISION,
             )  # fmt: skip
         acc, total, peak = _attend_tiles(
             acc, total, peak, q, inner, edge, end, position,
             keys, values, key_scales, value_scales, table,
             keys_block, keys_slot, values_block, values_slot, scales_block, scale, softcap, window,
-            False, WINDOWED, SOFTCAPPED, QUANTISED, BLOCK_SIZE, TILE, HEAD_DIM_K, HEAD_DIM_V, PRECISION,
+            False, ONE_QUERY, WINDOWED, SOFTCAPPED, QUANTISED, BLOCK_SIZE, TILE, HEAD_DIM_K, HEAD_DIM_V, PRECISION,
         )  # fmt: skip
     acc, total, peak = _attend_tiles(
         acc, total, peak, q, tl.maximum(inner, edge), end, end, position,
         keys, values, key_scales, value_scales, table,
         keys_block, keys_slot, values_block, values_slot, scales_block, scale, softcap, window,
-        True, WINDOWED, SOFTCAPPED, QUANTISED, BLOCK_SIZE, TILE, HEAD_DIM_K, HEAD_DIM_V, PRECISION,
+        True, ONE_QUERY, WINDOWED, SOFTCAPPED, QUANTISED, BLOCK_SIZE, TILE, HEAD_DIM_K, HEAD_DIM_V, PRECISION,
     )  # fmt: skip
 
     # Whoever sees nothing (a padding row, a chunk outside of the window) gets zeros.

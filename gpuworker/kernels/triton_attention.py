@@ -50,8 +50,8 @@ class TritonAttention:
             (keys, values) if native_fp8 else (bytes_of(keys), bytes_of(values)) for keys, values in _layers(cache)
         ]
         self._pools = [(*pool, *scales_of(cache, layer)) for layer, pool in enumerate(pools)]
-        per_slot = bytes_per_block(cache.geometry, 1) / cache.geometry.num_layers
-        self._worth = None if cascade_bytes is None else max(1, int(cascade_bytes / per_slot))
+        per_slot = bytes_per_block(cache.geometry, 1) // cache.geometry.num_layers
+        self._worth = None if cascade_bytes is None else -(-cascade_bytes // per_slot)
         self._buffers, self._padded_buffers = PlanBuffers(self._device), PlanBuffers(self._device)
         self._step: AttentionMetadata | None = None
         self._plan: DevicePlan | None = None
@@ -204,7 +204,7 @@ class TritonAttention:
             BLOCK_SIZE=self._cache.block_size,
             BLOCK_M=shape.block_m,
             TILE=shape.tile,
-            ONE_LOOP=items is plan.single,
+            ONE_QUERY=items is plan.single,
             WINDOWED=layer.window is not None,
             SOFTCAPPED=softcap is not None,
             WITH_SINKS=layer.sinks is not None,

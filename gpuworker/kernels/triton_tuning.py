@@ -13,9 +13,11 @@ from triton.runtime import driver
 
 from gpuworker.kernels.work_list import Cut
 
-# What one stage of a decode loads, K and V together: two in flight on each of two programs of a multiprocessor cover
-# the latency of HBM several times.
+# What a tile of a decode loads, K and V together: two ahead in each of three programs of a multiprocessor cover the
+# latency of HBM several times.
 _STAGE_BYTES = 32 << 10
+# Quantised elements of K or V that four warps widen at once without running out of registers.
+_WIDENED = 8192
 # Shared memory that is no tile of K or V: weights on their way between warps, barriers.
 _SPARE_BYTES = 8 << 10
 # Programs that should run at once on a multiprocessor, and the shortest chunk worth a partial result.
@@ -58,6 +60,11 @@ class Heads:
         """head_dim_v, likewise."""
         return max(16, power_of_two(self.head_dim_v))
 
+    @property
+    def widest(self) -> int:
+        """The wider one."""
+        return max(self.tile_k, self.tile_v)
+
     def partial_floats(self, count: int) -> int:
         """Return what so many partial results take: the outputs of all heads and the weight of each."""
         return count * self.num_heads * (self.head_dim_v + 1)
@@ -88,6 +95,11 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def _power_below(n: int) -> int:
+    """Return the largest power of two that is at most n; 0 for 0."""
+    return (1 << n.bit_length()) >> 1
+
+
 def chip_of(device: torch.device) -> Chip:
     """Return what a device is; a CPU, where kernels run in Triton's interpreter, is a tiny one."""
     if device.type != "cuda":
@@ -116,28 +128,39 @@ def tuning(chip: Chip, heads: Heads) -> Tuning:
 
 
 def _single(chip: Chip, heads: Heads) -> KernelShape:
-    block_m = max(16, power_of_two(heads.group))
-    slot_bytes = (heads.tile_k + heads.tile_v) * heads.cache_bytes
-    tile = min(max(_STAGE_BYTES // slot_bytes, 16), 128)
-    if heads.query_bytes == 4:
-        tile = 16
-    return KernelShape(block_m, tile, 4, _stages(chip, heads, block_m, tile, 3))
+    """Tiles of _STAGE_BYTES, or as many as can be widened in registers where K and V are quantised."""
+    if heads.group > 32:
+        return _many(chip, heads)  # so many rows of queries fill a large tile by themselves
+    tile = _power_below(_STAGE_BYTES // ((heads.tile_k + heads.tile_v) * heads.cache_bytes))
+    if heads.cache_bytes == 1:
+        tile = min(tile, _WIDENED // heads.widest)
+    return _shape(chip, heads, max(16, power_of_two(heads.group)), min(max(tile, 16), 128), 4)
 
 
 def _many(chip: Chip, heads: Heads) -> KernelShape:
-    widest = max(heads.tile_k, heads.tile_v)
+    """The largest tiles that spill no registers, as tests/triton_compiled finds."""
+    old, quantised = chip.capability < 90, heads.cache_bytes == 1
     if heads.query_bytes == 4:
         # Full float32 products run on the vector units, out of registers: for checking, not for speed.
         block_m, tile, warps = 16, 16, 4
-    elif widest <= 128:
-        block_m, tile, warps = 128, 128 if chip.capability >= 90 else 64, 8
+    elif heads.widest > 256:
+        block_m, tile, warps = 32, 16 if quantised else 32, 8
+    elif heads.widest > 128:
+        block_m, tile, warps = 64, 16 if quantised else 32, 8
     else:
-        block_m, tile, warps = 64, 32, 4
-    block_m = max(block_m, power_of_two(heads.group))
-    return KernelShape(block_m, tile, warps, _stages(chip, heads, block_m, tile, 2 if tile == 128 else 3))
+        block_m, tile, warps = 128, 32 if old and (quantised or heads.widest > 64) else 64, 8
+    return _shape(chip, heads, max(block_m, power_of_two(heads.group)), tile, warps)
 
 
-def _stages(chip: Chip, heads: Heads, block_m: int, tile: int, wanted: int) -> int:
-    """Return how many stages of K and V fit into shared memory beside the queries."""
+def _shape(chip: Chip, heads: Heads, block_m: int, tile: int, warps: int) -> KernelShape:
+    """Load two tiles ahead, where shared memory beside the queries allows it.
+
+    Triton counts stages of loads that hang on loads: blocks come before what lies in them, so that a tile ahead takes
+    two. The matrix units of sm_90 and later read K and V where they lie, which keeps one more buffer busy.
+    """
+    if heads.query_bytes == 4:
+        tile = 16
     left = chip.shared_bytes - _SPARE_BYTES - block_m * heads.tile_k * heads.query_bytes
-    return max(1, min(wanted, left // (tile * (heads.tile_k + heads.tile_v) * heads.cache_bytes)))
+    buffers = left // (tile * (heads.tile_k + heads.tile_v) * heads.cache_bytes)
+    busy = 1 if chip.capability >= 90 and block_m >= 64 else 0
+    return KernelShape(block_m, tile, warps, 2 * max(1, min(2, buffers - busy)) + 1)
