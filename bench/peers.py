@@ -138,12 +138,18 @@ async def loaded(args: argparse.Namespace, mode: Mode, scratch: Path) -> AsyncIt
         yield [ours, *engines]
 
 
-def turns(engines: Sequence[Engine], items: Sequence[Item], repeat: int) -> Iterator[tuple[int, Item, Engine]]:
-    """Yield who runs what: all engines next to each other on an item, beginning with another one each time."""
+def turns(
+    engines: Sequence[Engine], items: Sequence[Item], repeat: int, once: Sequence[str] = ()
+) -> Iterator[tuple[int, Item, Engine]]:
+    """Yield who runs what: all engines next to each other on an item, beginning with another one each time.
+
+    Those that are named in `once` run the first repetition alone.
+    """
     for rep in range(repeat):
+        present = [engine for engine in engines if rep == 0 or engine.name not in once]
         for place, item in enumerate(items):
-            first = (rep + place) % len(engines)
-            for engine in (*engines[first:], *engines[:first]):
+            first = (rep + place) % len(present)
+            for engine in (*present[first:], *present[:first]):
                 yield rep, item, engine
 
 
@@ -160,7 +166,7 @@ async def compare(args: argparse.Namespace, mode: Mode, take: Callable[[dict[str
     with tempfile.TemporaryDirectory(prefix="quire-bench-") as scratch:
         async with loaded(args, mode, Path(scratch)) as engines:
             agreements = await _agreements(engines, args.agree)
-            for rep, item, engine in turns(engines, items, args.repeat):
+            for rep, item, engine in turns(engines, items, args.repeat, args.once):
                 found = await engine.run(item.workload, item.scale)
                 line = found | mode.fields | {"engine": engine.name, "rep": rep, "start_s": engine.start_seconds}
                 take(line | {"agreement": agreements[engine.name], "agreed_on": str(args.agree)})
@@ -205,6 +211,7 @@ def _parser() -> argparse.ArgumentParser:
     flags.add_argument("--caching", nargs="+", default=["off", "on"], choices=["off", "on"])
     flags.add_argument("--engines", nargs="+", default=list(PEERS), choices=list(PEERS), metavar="PEER")
     flags.add_argument("--repeat", type=int, default=3, help="runs of each engine on each item")
+    flags.add_argument("--once", nargs="+", default=[], metavar="PEER", help="those that run one repetition alone")
     flags.add_argument("--agree", type=Item.of, default=Item("W3", 0.125), help="what tokens are compared on")
     stamp = f"{datetime.now().astimezone():%Y%m%d-%H%M%S}"
     flags.add_argument("--out", type=Path, default=RESULTS / f"peers-{stamp}.jsonl", help="file of the result lines")
