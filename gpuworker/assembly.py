@@ -19,16 +19,18 @@ from common.identity_wire import identity_to_proto
 from common.lease import Attach
 from common.options import Execution
 from common.types import ANY_ARITHMETIC, KvGeometry, PoolIdentity
-from gpuworker.attention import BackendFactory, BackendOptions, make_backend
+from gpuworker.attention import AttentionBackend, BackendFactory, BackendOptions, make_backend
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.core.outcomes import AgentConfig
+from gpuworker.cuda_graphs import graph_launcher
 from gpuworker.devices import default_threads, pick_device
 from gpuworker.kv_cache import KvCache
 from gpuworker.memory import Ledger, MemoryOptions, plan_memory
 from gpuworker.model_runner import ModelRunner, RunnerLimits
 from gpuworker.models.bit_equality import refuse_unequal_bits
 from gpuworker.models.hosted import HostedModel
-from gpuworker.models.lean import open_lean
+from gpuworker.models.lean import LeanModel, open_lean
+from gpuworker.models.lean_gpu import LeanGpuModel
 from gpuworker.models.loader import ModelSource, context_limit, eos_token_ids, load_model
 from gpuworker.models.native_model import NativeModel
 from gpuworker.models.self_test import self_test
@@ -44,7 +46,7 @@ class DataPlane:
     """What runs steps, and what there is to say about it."""
 
     settings: GpuWorkerSettings
-    model: HostedModel | NativeModel
+    model: HostedModel | LeanModel
     identity: PoolIdentity
     memory: Ledger
     runner: ModelRunner
@@ -114,7 +116,7 @@ class DataPlane:
             weights=memory.weights,
             kv_cache=memory.kv,
             activations=memory.activations,
-            reserved=memory.token_table,
+            reserved=memory.token_table + memory.graphs,
             longest_context=memory.max_model_len,
             sequences_at_1k=memory.sequences_of(1024),
             sequences_at_4k=memory.sequences_of(4096),
@@ -158,13 +160,13 @@ def assemble(settings: GpuWorkerSettings) -> DataPlane:
         geometry,
         arithmetic=arithmetic,
     )
-    runner = _runner_class(model)(model, cache, backend(cache), limits, eos)
+    runner = _runner(model, cache, backend(cache), limits, eos, settings.cuda_graphs)
     return DataPlane(settings, model, identity, memory, runner, max_num_seqs, eos)
 
 
 def _open(
     source: ModelSource, device: torch.device, execution: Execution, backend: BackendFactory
-) -> tuple[HostedModel | NativeModel, KvGeometry]:
+) -> tuple[HostedModel | LeanModel, KvGeometry]:
     """Return the model, tested, on the path that it can take, and the shape of its K/V."""
     lean = open_lean(source, device, execution, backend)
     if lean is not None:
@@ -173,12 +175,24 @@ def _open(
     return hosted, self_test(hosted, backend)
 
 
-def _runner_class(model: HostedModel | NativeModel) -> type[ModelRunner]:
+def _runner(
+    model: HostedModel | LeanModel,
+    cache: KvCache,
+    attention: AttentionBackend,
+    limits: RunnerLimits,
+    eos: tuple[int, ...],
+    cuda_graphs: bool,
+) -> ModelRunner:
     """Return the runner that stands least between the steps of a model."""
-    return QueuedRunner if isinstance(model, NativeModel) else ModelRunner
+    if isinstance(model, NativeModel):
+        return QueuedRunner(model, cache, attention, limits, eos)
+    launcher = None
+    if cuda_graphs and isinstance(model, LeanGpuModel) and model.device.type == "cuda":
+        launcher = graph_launcher(model, cache, attention, limits.max_num_seqs, limits.max_model_len)
+    return ModelRunner(model, cache, attention, limits, eos, launcher)
 
 
-def _fixed_arithmetic(model: HostedModel | NativeModel, geometry: KvGeometry, backend: BackendFactory) -> str:
+def _fixed_arithmetic(model: HostedModel | LeanModel, geometry: KvGeometry, backend: BackendFactory) -> str:
     """Return what decides the bits of the model's logits. Raises Unsupported where other things in a step do."""
     if model.arithmetic is None:
         raise Unsupported(
@@ -198,6 +212,7 @@ def _memory_options(settings: GpuWorkerSettings, max_num_seqs: int) -> MemoryOpt
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_model_len=settings.max_model_len,
+        cuda_graphs=settings.cuda_graphs,
     )
 
 

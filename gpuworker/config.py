@@ -47,8 +47,13 @@ class EngineSettings(Settings):
     )
     execution: Execution = Field(
         "auto",
-        description="lean: the native forward of the Llama family, on a CPU; hosted: the model as transformers has it, "
-        "on our attention; auto: lean where the model and the processor allow it, and the log says why not",
+        description="lean: our own forward of the Llama family, native on a CPU, fused kernels on CUDA; hosted: the "
+        "model as transformers has it, on our attention; auto: lean where the model and the device allow it, and the "
+        "log says why not",
+    )
+    cuda_graphs: bool = Field(
+        True,
+        description="CUDA only: capture decode steps of lean models at start, some seconds, and run them as graphs",
     )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     seed: int = Field(0, description="seed of dummy weights")

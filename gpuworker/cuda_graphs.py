@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpuworker.attention import AttentionMetadata
+from gpuworker.attention import AttentionBackend, AttentionMetadata
 from gpuworker.graph_inputs import GraphInputs, graph_sizes, padded_size
 from gpuworker.kv_cache import KvCache
 from gpuworker.models.hosted import LayerSink
@@ -30,7 +30,6 @@ from gpuworker.token_table import TokenTable
 from gpuworker.truncation import invert
 
 if TYPE_CHECKING:
-    from gpuworker.kernels.triton_attention import TritonAttention
     from gpuworker.models.lean_gpu import LeanGpuModel
 
 _log = logging.getLogger(__name__)
@@ -112,6 +111,19 @@ class RepeatingRecorder:
         if run:
             work()
         return work
+
+
+@runtime_checkable
+class PaddedAttention(AttentionBackend, Protocol):
+    """A backend that can plan steps of decodes into memory that does not move."""
+
+    def reserve_padded(self, rows: int, num_heads: int, dtype: torch.dtype) -> None:
+        """Make room for steps of up to `rows` rows, for queries of this type."""
+        ...
+
+    def begin_padded(self, step: AttentionMetadata, num_heads: int, dtype: torch.dtype) -> Hashable:
+        """Plan a step; rows without context are padding. Returns which kernels a layer launches, as `Plan`."""
+        ...
 
 
 Plan = Callable[[AttentionMetadata], Hashable]
@@ -236,12 +248,14 @@ def _spread(uniform: npt.NDArray[np.float64], temperature: npt.NDArray[np.float3
 
 
 def graph_launcher(
-    model: LeanGpuModel, cache: KvCache, attention: TritonAttention, max_num_seqs: int, max_model_len: int
-) -> LauncherFactory:
+    model: LeanGpuModel, cache: KvCache, attention: AttentionBackend, max_num_seqs: int, max_model_len: int
+) -> LauncherFactory | None:
     """Return what makes the launcher of a runner over a lean model: graphs up to `max_num_seqs` rows.
 
-    `attention` is the runner's own: it plans the steps that are no graphs, too.
+    `attention` is the runner's own: it plans the steps that are no graphs, too. None: it cannot plan for graphs.
     """
+    if not isinstance(attention, PaddedAttention):
+        return None
 
     def make(tokens: TokenTable) -> StepLauncher:
         heads, dtype = model.spec.num_heads, model.dtype

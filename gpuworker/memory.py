@@ -1,7 +1,7 @@
 """The byte ledger: where the device's memory goes, and how many blocks of K/V it holds. Made before anything is served.
 
 K/V = what was asked for in blocks or bytes, else
-      CUDA: utilization · total - (in use by others + weights + peak of a profile forward + token table)
+      CUDA: utilization · total - (in use by others + weights + peak of a profile forward + graphs + token table)
       CPU:  the smaller of 1 GiB and a quarter of what is free
 """
 
@@ -15,10 +15,13 @@ from transformers import PretrainedConfig
 
 from common.errors import FieldViolation, InvalidConfig
 from common.types import KvGeometry
+from gpuworker.cuda_graphs import graph_bytes
 from gpuworker.devices import free_bytes, total_bytes
 from gpuworker.kernels.torch_attention import MAX_MASK
 from gpuworker.kv_cache import bytes_per_block
 from gpuworker.models.hosted import HostedModel
+from gpuworker.models.lean import LeanModel
+from gpuworker.models.lean_gpu import LeanGpuModel
 from gpuworker.models.native_model import NativeModel
 from gpuworker.models.self_test import CallRecorder
 
@@ -40,6 +43,7 @@ class MemoryOptions:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int = 2048
     max_model_len: int | None = None
+    cuda_graphs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,7 @@ class Ledger:
     model_limit: int
     max_model_len: int
     max_num_seqs: int
+    graphs: int = 0
 
     @property
     def kv(self) -> int:
@@ -71,7 +76,7 @@ class Ledger:
 
     def lines(self) -> list[str]:
         """Return the ledger as lines of text for people."""
-        left = self.free - self.activations - self.token_table - self.kv
+        left = self.free - self.activations - self.graphs - self.token_table - self.kv
         blocks = (
             f"{self.num_blocks} blocks of {self.block_size} slots in {self.kv_dtype}, {in_words(self.block_bytes)} each"
         )
@@ -83,6 +88,7 @@ class Ledger:
             f"memory of {self.device}: {in_words(self.total)}, {in_words(self.free)} free beside the weights",
             f"  weights      {in_words(self.weights):>10}",
             f"  activations  {in_words(self.activations):>10}",
+            *([f"  CUDA graphs  {in_words(self.graphs):>10}"] if self.graphs else []),
             f"  token table  {in_words(self.token_table):>10}",
             f"  KV cache     {in_words(self.kv):>10}  {blocks}",
             f"  left         {in_words(left):>10}",
@@ -100,7 +106,7 @@ def in_words(count: int) -> str:
 
 
 def plan_memory(
-    model: HostedModel | NativeModel, geometry: KvGeometry, model_limit: int, options: MemoryOptions
+    model: HostedModel | LeanModel, geometry: KvGeometry, model_limit: int, options: MemoryOptions
 ) -> Ledger:
     """Return the ledger of a loaded model; nothing is allocated yet.
 
@@ -114,16 +120,19 @@ def plan_memory(
         raise InvalidConfig(FieldViolation("--max-model-len", what))
     sized = replace(options, max_num_seqs=seqs, max_model_len=wanted_len)
     activations = _activations(model, geometry, sized)
+    graphs = 0
+    if options.cuda_graphs and isinstance(model, LeanGpuModel):
+        graphs = graph_bytes(model, options.block_size, seqs, wanted_len)
     table = 4 * seqs * (wanted_len + 1)
     block = bytes_per_block(geometry, options.block_size)
     free = free_bytes(device) - (mapped_weight_bytes() if device.type == "cpu" else 0)
-    room = _room(device, free, options) - activations - table
+    room = _room(device, free, options) - activations - graphs - table
     num_blocks = _num_blocks(device, room, block, options)
     ledger = Ledger(
         device=str(device),
         total=total_bytes(device),
         free=free,
-        weights=model.weight_bytes if isinstance(model, NativeModel) else weight_bytes(model.module),
+        weights=weight_bytes(model.module) if isinstance(model, HostedModel) else model.weight_bytes,
         activations=activations,
         token_table=table,
         block_bytes=block,
@@ -133,6 +142,7 @@ def plan_memory(
         model_limit=model_limit,
         max_model_len=min(wanted_len, num_blocks * options.block_size),
         max_num_seqs=seqs,
+        graphs=graphs,
     )
     _refuse_too_small(ledger, room, options)
     return ledger
@@ -187,14 +197,14 @@ def _refuse_too_small(ledger: Ledger, room: int, options: MemoryOptions) -> None
         raise InvalidConfig(FieldViolation("--max-model-len", what))
 
 
-def _activations(model: HostedModel | NativeModel, geometry: KvGeometry, options: MemoryOptions) -> int:
+def _activations(model: HostedModel | LeanModel, geometry: KvGeometry, options: MemoryOptions) -> int:
     if isinstance(model, NativeModel):
         seqs = options.max_num_seqs or 0
         return model.scratch_bytes(options.max_num_batched_tokens, seqs) + _LOGITS_BYTES * seqs * model.vocab_size
     return _measure_activations(model, options) if model.device.type == "cuda" else _estimate(model, geometry, options)
 
 
-def _estimate(model: HostedModel, geometry: KvGeometry, options: MemoryOptions) -> int:
+def _estimate(model: HostedModel | LeanGpuModel, geometry: KvGeometry, options: MemoryOptions) -> int:
     """Return what a step needs on CPU, from shapes.
 
     Hidden states and MLP of all tokens; one layer's K/V gathered for the longest context, with its mask; logits.
@@ -213,7 +223,7 @@ def _size(config: PretrainedConfig, name: str) -> int:
     return int(getattr(config, name, 0) or 0)
 
 
-def _measure_activations(model: HostedModel, options: MemoryOptions) -> int:
+def _measure_activations(model: HostedModel | LeanGpuModel, options: MemoryOptions) -> int:
     """Return the peak of a forward over a full step, in bytes, beside weights; attention runs without a cache."""
     device = model.device
     torch.cuda.reset_peak_memory_stats(device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> HostedModel:
     return hosted(checkpoint("llama"))
 
 
-def plan(model: HostedModel, **options: int) -> Ledger:
+def plan(model: HostedModel, **options: Any) -> Ledger:
     return plan_memory(model, GEOMETRY, 1024, MemoryOptions(**options))
 
 

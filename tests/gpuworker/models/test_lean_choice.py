@@ -20,10 +20,9 @@ from gpuworker.kernels import native
 from gpuworker.kv_cache import KvCache
 from gpuworker.model_runner import ModelRunner, RunnerLimits
 from gpuworker.models import lean, lean_pack
-from gpuworker.models.lean import open_lean
+from gpuworker.models.lean import LeanModel, open_lean
 from gpuworker.models.lean_spec import LeanSpec
 from gpuworker.models.loader import ModelSource, load_model
-from gpuworker.models.native_model import NativeModel
 from gpuworker.models.self_test import self_test
 from tests.checkpoints import checkpoint, hf_greedy
 from tests.gpuworker.models.lean_cases import make_case
@@ -32,7 +31,7 @@ from tests.gpuworker.runner_driver import SLOTS, Driver
 pytestmark = pytest.mark.skipif(native.best() is None, reason="the native library was not built")
 CPU = torch.device("cpu")
 FAMILY = ("llama", "qwen3", "mistral")
-Opened = tuple[NativeModel, KvGeometry]
+Opened = tuple[LeanModel, KvGeometry]
 
 
 def backend(cache: KvCache) -> Any:

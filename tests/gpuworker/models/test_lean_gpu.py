@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from transformers import GPT2Config
 
+from common.errors import Unsupported
+from common.types import KvGeometry
+from gpuworker import memory
 from gpuworker.kernels import torch_elementwise
 from gpuworker.kernels.torch_attention import TorchAttention
+from gpuworker.memory import MemoryOptions, plan_memory
+from gpuworker.models.lean import load_on_gpu, why_hosted
 from gpuworker.models.lean_gpu import LeanGpuModel
 from gpuworker.models.lean_gpu_weights import fused_weights, random_weights
-from gpuworker.models.self_test import CallRecorder
+from gpuworker.models.loader import ModelSource
+from gpuworker.models.precision import Precision
+from gpuworker.models.self_test import CallRecorder, self_test
 from tests.gpuworker.models.lean_cases import CASES, Case, case_tokens, make_case, steps
 
 CPU = torch.device("cpu")
@@ -78,3 +88,43 @@ def test_random_weights_have_the_shapes_of_a_checkpoint(name: str) -> None:
     stored = fused_weights(case.spec, case.tensor, torch.bfloat16, CPU)
     assert [tensor.shape for tensor in made.tensors()] == [tensor.shape for tensor in stored.tensors()]
     assert {tensor.dtype for tensor in made.tensors()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("name", ["llama, tied, scaled", "qwen2, a window above", "qwen3 with biases"])
+def test_the_start_up_test_passes_on_the_layers_that_it_runs(name: str) -> None:
+    case = make_case(name)
+    model = load_on_gpu(case.config, case.tensor, Precision(torch.float32, "float32"), CPU)
+    geometry = self_test(case.hosted, TorchAttention, model.only(range(3)))
+    assert (geometry.num_layers, geometry.num_kv_heads) == (3, case.spec.num_kv_heads)
+    assert model.only([2]).spec.windows == (case.spec.windows[2],)
+
+
+def test_the_start_up_test_refuses_weights_that_are_not_the_models() -> None:
+    case = make_case("llama")
+    wrong = LeanGpuModel(case.config, random_weights(case.spec, torch.float32, CPU), "float32", 64)
+    with pytest.raises(Unsupported, match="run through the paged cache"):
+        self_test(case.hosted, TorchAttention, wrong)
+
+
+def test_what_cannot_take_the_lean_path_on_cuda_is_said_before_weights_are_read() -> None:
+    source, cuda = ModelSource("", dtype="float16"), torch.device("cuda")
+    assert why_hosted(make_case("llama").config, source, cuda) is None
+    int4 = why_hosted(make_case("llama").config, replace(source, quantization="int4"), cuda)
+    assert int4 == "on CUDA linears are not quantised at start, to int4 or else"
+    other = why_hosted(GPT2Config(), source, cuda)
+    assert other == "gpt2 is not of the Llama family (llama, mistral, qwen2, qwen3)"
+
+
+def test_the_ledger_keeps_room_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_bytes", lambda _: memory.GIB)
+    model, geometry = lean(make_case("llama")), KvGeometry(3, 2, 8, 8, "float32")
+    options = MemoryOptions(max_num_seqs=4, kv_blocks=10)
+    without = plan_memory(model, geometry, 64, options)
+    ledger = plan_memory(model, geometry, 64, replace(options, cuda_graphs=True))
+    # Inputs: 8 words a row and two block tables of 4; logits as they are and 28 bytes for a draw; hidden states;
+    # graphs of 1, 2 and 4 rows.
+    inputs, logits, hidden = 4 * 4 * (8 + 2 * 4), 4 * 96 * (4 + 28), 4 * (4 * 32 + 3 * 48) * 4
+    assert ledger.graphs == inputs + logits + hidden + 3 * 5 * (2 << 20)
+    assert (ledger.weights, without.graphs) == (model.weight_bytes, 0)
+    assert [line.split()[:2] for line in ledger.lines() if "graphs" in line] == [["CUDA", "graphs"]]
+    assert not any("graphs" in line for line in without.lines())
