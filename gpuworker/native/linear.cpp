@@ -64,6 +64,19 @@ void put(Vec value, T* at, int64_t count) {
   for (int64_t i = 0; i < count; ++i) at[i] = lanes[i];
 }
 
+// Both halves of a row of a panel. Where they are one line of the cache, it is written at once.
+void put_both(const Vec (&values)[2], bf16* at, int64_t count) {
+#if defined(__AVX512BF16__)
+  if (count >= kPanel) {
+    const __m512bh both = _mm512_cvtne2ps_pbh(values[1].v, values[0].v);
+    std::memcpy(at, &both, sizeof both);
+    return;
+  }
+#endif
+  put(values[0], at, count);
+  if (count > kLanes) put(values[1], at + kLanes, count - kLanes);
+}
+
 void add(Vec value, float* at, int64_t count) {
   if (count >= kLanes) {
     (Vec::load(at) + value).store(at);
@@ -88,9 +101,8 @@ class Product {
     for (int64_t step = 0; step < layout_.steps; step += layout_.block_steps) {
       const int64_t steps = std::min(layout_.block_steps, layout_.steps - step), after = step + steps;
       const uint8_t* ahead = after < layout_.steps ? panel + layout_.offset(after) : next;
-      block(task, {step, steps, ahead, next}, scratch);
+      block(task, {step, steps, ahead, next, after == layout_.steps}, scratch);
     }
-    store(task, scratch);
   }
 
  private:
@@ -98,6 +110,7 @@ class Product {
     int64_t step, steps;
     const uint8_t* ahead;  // where the next block begins
     const uint8_t* next;   // where the next task's panel begins
+    bool last;             // its sums are complete
   };
 
   void block(const Task& task, const Block& b, Scratch& scratch) const {
@@ -136,7 +149,9 @@ class Product {
       }
       const int64_t covered = i * ahead_part;
       tile.ahead = b.ahead && covered < steps * step_bytes(w_.kind) ? b.ahead + covered : nullptr;
+      if (b.last) fetch_outputs(task, begin, end);
       tile_function(kind, static_cast<int>(end - begin), task.panels)(tile);
+      if (b.last) store(task, begin, end, scratch);
     }
   }
 
@@ -148,33 +163,44 @@ class Product {
     return is_bf16(w_.kind) ? 2 : 4;
   }
 
-  void store(const Task& task, Scratch& scratch) const {
+  int64_t output_bytes_each() const {
+    return out_.store == QUIRE_STORE_BF16 || out_.store == QUIRE_STORE_SILU_BF16 ? 2 : 4;
+  }
+
+  // Has the lines that will be written come while the sums are computed: each row's are on a page of their own.
+  void fetch_outputs(const Task& task, int64_t begin, int64_t end) const {
+    const int64_t each = output_bytes_each(), bytes = task.panels * layout_.unit * each;
+    for (int64_t r = begin; r < end; ++r) {
+      const int64_t element = (task.row + r) * out_.stride + task.panel * layout_.unit;
+      const uint8_t* line = static_cast<const uint8_t*>(out_.data) + element * each;
+      for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(line + i, 1, 3);
+    }
+  }
+
+  void store(const Task& task, int64_t begin, int64_t end, const Scratch& scratch) const {
     for (int p = 0; p < task.panels; ++p) {
-      const PanelEnd& end = *layout_.end(w_, task.panel + p);
+      const PanelEnd& after = *layout_.end(w_, task.panel + p);
       const int64_t column = (task.panel + p) * layout_.unit;
       const int64_t columns = std::min(layout_.unit, (w_.paired ? w_.n / 2 : w_.n) - column);
-      for (int64_t r = 0; r < task.rows; ++r) {
+      for (int64_t r = begin; r < end; ++r) {
         const float* sums = scratch.sums + p * kSums + r * kPanel;
-        Vec values[2];
-        for (int half = 0; half < 2; ++half) values[half] = value(sums, end, half * kLanes, task.row + r);
+        const Vec values[2] = {value(sums, after, 0, task.row + r), value(sums, after, kLanes, task.row + r)};
         put_out(values, task.row + r, column, columns);
       }
     }
   }
 
-  Vec value(const float* sums, const PanelEnd& end, int lane, int64_t row) const {
+  Vec value(const float* sums, const PanelEnd& after, int lane, int64_t row) const {
     Vec out;
     if (w_.kind == QUIRE_LINEAR_W8A8) {
-      int32_t exact[kLanes];
-      std::memcpy(exact, sums + lane, sizeof exact);
-      float wide[kLanes];
-      for (int i = 0; i < kLanes; ++i) wide[i] = static_cast<float>(exact[i] - end.compensation[lane + i]);
-      out = Vec::load(wide) * (Vec::load(end.scales + lane) * Vec::all(x_.scales[row]));
+      const float* offset = reinterpret_cast<const float*>(after.compensation + lane);
+      out = I8Math::value(I8Math::minus(I8Math::load(sums + lane), I8Math::load(offset)));
+      out = out * (Vec::load(after.scales + lane) * Vec::all(x_.scales[row]));
     } else {
       out = Vec::load(sums + lane);
-      if (is_weight_only(w_.kind) && !layout_.groups) out = out * Vec::load(end.scales + lane);
+      if (is_weight_only(w_.kind) && !layout_.groups) out = out * Vec::load(after.scales + lane);
     }
-    return w_.has_bias ? out + Vec::load(end.bias + lane) : out;
+    return w_.has_bias ? out + Vec::load(after.bias + lane) : out;
   }
 
   void put_out(const Vec (&values)[2], int64_t row, int64_t column, int64_t columns) const {
@@ -182,10 +208,10 @@ class Product {
     bf16* halves = static_cast<bf16*>(out_.data) + row * out_.stride + column;
     if (out_.store == QUIRE_STORE_SILU_F32) return put(silu(values[0]) * values[1], floats, columns);
     if (out_.store == QUIRE_STORE_SILU_BF16) return put(silu(values[0]) * values[1], halves, columns);
+    if (out_.store == QUIRE_STORE_BF16) return put_both(values, halves, columns);
     for (int half = 0; half < 2 && columns > half * kLanes; ++half) {
       const int64_t count = columns - half * kLanes;
       if (out_.store == QUIRE_STORE_F32) put(values[half], floats + half * kLanes, count);
-      if (out_.store == QUIRE_STORE_BF16) put(values[half], halves + half * kLanes, count);
       if (out_.store == QUIRE_STORE_ADD_F32) add(values[half], floats + half * kLanes, count);
     }
   }

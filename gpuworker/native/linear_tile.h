@@ -102,6 +102,7 @@ struct I8Math {  // quads; inputs are 128 + q, which `compensation` takes off in
   static Sum load(const float* p) { return _mm512_loadu_si512(p); }
   static void store(Sum s, float* p) { _mm512_storeu_si512(p, s); }
   static Sum add(Sum s, Weight w, __m512i x) { return _mm512_dpbusd_epi32(s, x, w); }
+  static Sum minus(Sum s, Sum t) { return _mm512_sub_epi32(s, t); }
   static Vec value(Sum s) { return {_mm512_cvtepi32_ps(s)}; }
 };
 
@@ -141,6 +142,7 @@ struct I8Math {  // pairs of 16-bit numbers
   static Sum add(Sum s, Weight w, __m256i x) {
     return {_mm256_add_epi32(s.a, _mm256_madd_epi16(w.a, x)), _mm256_add_epi32(s.b, _mm256_madd_epi16(w.b, x))};
   }
+  static Sum minus(Sum s, Sum t) { return {_mm256_sub_epi32(s.a, t.a), _mm256_sub_epi32(s.b, t.b)}; }
   static Vec value(Sum s) { return {_mm256_cvtepi32_ps(s.a), _mm256_cvtepi32_ps(s.b)}; }
 };
 
@@ -171,6 +173,10 @@ struct I8Math {
   static void store(Sum s, float* p) { std::memcpy(p, &s, sizeof s); }
   static Sum add(Sum s, const Weight& w, Pair x) {
     for (int i = 0; i < kLanes; ++i) s.v[i] += w.v[i][0] * x.v[0] + w.v[i][1] * x.v[1];
+    return s;
+  }
+  static Sum minus(Sum s, const Sum& t) {
+    for (int i = 0; i < kLanes; ++i) s.v[i] -= t.v[i];
     return s;
   }
   static Vec value(const Sum& s) {
