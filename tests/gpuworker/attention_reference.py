@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +10,7 @@ import torch
 
 from common.types import KvGeometry
 from gpuworker.attention import AttentionMetadata, LayerAttention
+from gpuworker.devices import CACHE_DTYPES, QUANTISED_DTYPES
 from gpuworker.kv_cache import KvCache
 from gpuworker.step_inputs import attention_arrays, attention_metadata, pack_rows, to_device
 
@@ -61,14 +62,12 @@ def random_step(case: Case, seed: int = 0) -> Step:
     table = np.random.default_rng(seed).permutation(len(case.rows) * BLOCKS_A_ROW).astype(np.int32) + 1
     table = table.reshape(len(case.rows), BLOCKS_A_ROW)
     past = []
-    for row, (start, _) in enumerate(case.rows):
+    for start, _ in case.rows:
         keys = torch.randn((case.layers, start, case.num_kv_heads, case.head_dim_k), generator=draw)
         values = torch.randn((case.layers, start, case.num_kv_heads, case.head_dim_v), generator=draw)
-        for position in range(start):
-            block, offset = table[row, position // case.block_size], position % case.block_size
-            cache.keys[:, block, :, offset] = keys[:, position]
-            cache.values[:, block, :, offset] = values[:, position]
         past.append((keys, values))
+    for pool, numbers in ((cache.keys, [keys for keys, _ in past]), (cache.values, [values for _, values in past])):
+        _fill(pool, None, table, numbers)
     start_length = np.array(case.rows, dtype=np.int32)
     rows = pack_rows(start_length[:, 0], start_length[:, 1], table, case.block_size)
     metadata = attention_metadata(rows, to_device(attention_arrays(rows), CPU))
@@ -76,6 +75,48 @@ def random_step(case: Case, seed: int = 0) -> Step:
     key = torch.randn((case.tokens, case.num_kv_heads, case.head_dim_k), generator=draw)
     value = torch.randn((case.tokens, case.num_kv_heads, case.head_dim_v), generator=draw)
     return Step(case, cache, metadata, query, key, value, past)
+
+
+def in_type(step: Step, kv_dtype: str) -> Step:
+    """Return the step on a cache of this type, with all its K and V rounded to what the type can hold."""
+    case = step.case
+    cache = KvCache(replace(case.geometry, dtype=kv_dtype), step.cache.num_blocks, case.block_size, CPU)
+    past = [(kept(keys, kv_dtype)[0], kept(values, kv_dtype)[0]) for keys, values in step.past]
+    pools = (cache.keys, cache.key_scales), (cache.values, cache.value_scales)
+    for (pool, scales), which in zip(pools, (0, 1), strict=True):
+        pool.view(torch.uint8).fill_(0x44)  # a finite number in every type
+        if scales is not None:
+            scales.fill_(1e4)
+        _fill(pool, scales, step.metadata.block_table, [numbers[which] for numbers in past])
+    return replace(step, cache=cache, past=past, key=kept(step.key, kv_dtype)[0], value=kept(step.value, kv_dtype)[0])
+
+
+def kept(numbers: torch.Tensor, kv_dtype: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return [..., d] as a cache of this type gives it back, in float32; then what it stores, and the scales [...]."""
+    dtype = CACHE_DTYPES[kv_dtype]
+    if kv_dtype not in QUANTISED_DTYPES:
+        stored = numbers.to(dtype)
+        return stored.float(), stored, torch.ones(numbers.shape[:-1])
+    largest = 127.0 if kv_dtype == "int8" else 448.0
+    scales = numbers.abs().amax(dim=-1) / largest
+    steps = numbers / scales.clamp_min(1e-30)[..., None]
+    stored = (steps.round() if kv_dtype == "int8" else steps).to(dtype)
+    return stored.float() * scales[..., None], stored, scales
+
+
+def _fill(
+    pool: torch.Tensor, scales: torch.Tensor | None, table: npt.NDArray[np.int32], past: list[torch.Tensor]
+) -> None:
+    """Write per row [layers, start, kv_heads, d] into the row's blocks."""
+    kv_dtype = next(name for name, dtype in CACHE_DTYPES.items() if dtype == pool.dtype)
+    size = pool.shape[3]
+    for row, numbers in enumerate(past):
+        _, stored, steps = kept(numbers, kv_dtype)
+        for position in range(numbers.shape[1]):
+            at = (slice(None), int(table[row, position // size]), slice(None), position % size)
+            pool[at] = stored[:, position]
+            if scales is not None:
+                scales[at] = steps[:, position]
 
 
 def reference(step: Step, layer: LayerAttention) -> Float64Array:
