@@ -37,7 +37,6 @@ Replay = Callable[[], None]
 _WAYS = 5  # graphs of one size: three ways to plan attention, two to draw
 _GRAPH_BYTES = 2 << 20  # of one graph: arguments of some hundred kernels
 _DRAW_BYTES = 4 + 4 + 4 + 8 + 8  # of one logit: in float32, scaled, as weight; cumulated, and what it is compared with
-_REHEARSED = 2  # of so many sizes, the smallest, each kind of step is run: one row, and rows that share a prefix
 
 
 class GraphModel(Protocol):
@@ -198,9 +197,11 @@ class GraphLauncher:
 
     @torch.inference_mode()
     def _rehearse(self) -> None:
-        """Run each kind of step once at a small size, so that every kernel is compiled before anything is captured."""
-        small = self._parts.sizes[:_REHEARSED]
-        for size in small:
+        """Run each kind of step, so that every kernel is compiled before anything is captured.
+
+        One row compiles those of contexts that are cut; whether sharing a prefix pays off shows with the most rows.
+        """
+        for size in {self._parts.sizes[0], self._parts.sizes[-1]}:
             for step in self._parts.inputs.rehearsals(size):
                 self._parts.plan(step)
                 self._to_logits(size)

@@ -228,9 +228,9 @@ def _measure_activations(model: HostedModel | LeanGpuModel, options: MemoryOptio
     device = model.device
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    positions = torch.arange(options.max_num_batched_tokens, device=device)
-    keep = positions[: options.max_num_seqs]
-    logits = model.forward(torch.zeros_like(positions), positions, keep, CallRecorder())
+    tokens = torch.arange(options.max_num_batched_tokens, device=device)
+    positions = tokens % (options.max_model_len or 1)  # a model has angles, or embeddings, of no more
+    logits = model.forward(torch.zeros_like(tokens), positions, tokens[: options.max_num_seqs], CallRecorder())
     peak = torch.cuda.max_memory_allocated(device) - before
     sampling = 4 * logits.numel() * logits.itemsize
     del logits
