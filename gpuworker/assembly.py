@@ -131,6 +131,8 @@ def assemble(settings: GpuWorkerSettings) -> DataPlane:
     hosted.
     """
     device = pick_device(settings.device)
+    if device.index is not None:
+        torch.cuda.set_device(device)
     torch.set_num_threads(settings.threads or default_threads())
     directory = checkpoint_directory(settings.model)
     source = ModelSource(

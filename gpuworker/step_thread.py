@@ -44,7 +44,7 @@ class ThreadExecutor:
         self, launcher: StepLauncher, cache: KvCache, tokens: TokenTable, failures: Failures, threads: int
     ) -> None:
         self._launcher, self._cache, self._tokens, self._failures = launcher, cache, tokens, failures
-        self._thread = SerialThread("quire-runner", lambda: _computing(threads))
+        self._thread = SerialThread("quire-runner", lambda: _computing(threads, tokens.flat.device))
         self._collector = SerialThread("quire-collector")
 
     def write(self, seat: int, tokens: npt.NDArray[np.int32], generation: int) -> None:
@@ -103,9 +103,11 @@ class ThreadExecutor:
 
 
 @contextmanager
-def _computing(threads: int) -> Iterator[None]:
+def _computing(threads: int, device: torch.device) -> Iterator[None]:
     """Be a thread that computes. Matrix products obey the number of threads that their own thread has set."""
     torch.set_num_threads(threads)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     with torch.inference_mode():
         yield
 
