@@ -20,7 +20,9 @@ from gpuworker.kernels.cpu_linear import Kind, LinearStruct, Memory, Store, decl
 
 # Weights are read in turn from so much memory; what a cache may keep of it is less than what it serves in between.
 _BYTES: Final = 128 << 20
-_SECONDS: Final = 0.008  # of a measurement, of which the fastest call counts
+# The fastest call of each kind counts, of at least so many and for at least so long.
+_TURNS: Final = 6
+_SECONDS: Final = 0.006
 _FILL: Final = 0x3C  # makes small numbers of bytes, halves and floats alike
 
 
@@ -68,10 +70,8 @@ def choose(
     ctypes.memset(memory.address, _FILL, memory.nbytes)
     choices = []
     for shape in shapes:
-        seconds = {
-            kind: tuple(_seconds(found, memory, _struct(shape, kind), count, threads) for count in rows)
-            for kind in kinds
-        }
+        timed = [_seconds(found, memory, [_struct(shape, kind) for kind in kinds], count, threads) for count in rows]
+        seconds = dict(zip(kinds, zip(*timed, strict=True), strict=True))
         best = min((math.prod(each), kind) for kind, each in seconds.items())[1]
         choices.append(LinearChoice(shape, best, rows, seconds))
     return choices
@@ -82,26 +82,43 @@ def _struct(shape: LinearShape, kind: Kind) -> LinearStruct:
     return LinearStruct(kind, group, False, False, False, 0, shape.n, shape.k, None)
 
 
-def _seconds(library: ctypes.CDLL, memory: Memory, linear: LinearStruct, rows: int, threads: int) -> float:
-    """Return the seconds of a call, the least of those that fit the time, with weights from all over the memory."""
-    nbytes = int(library.quire_linear_bytes(ctypes.byref(linear)))
-    if not nbytes:
-        raise ValueError(f"no native linear of kind {linear.kind}, {linear.n} x {linear.k}")
-    if nbytes > memory.nbytes:  # so many outputs that a part of them shows the same
-        part = LinearStruct(linear.kind, linear.group, False, False, False, 0, linear.n // 2, linear.k, None)
-        return 2 * _seconds(library, memory, part, rows, threads)
-    halves = linear.kind in (Kind.BF16, Kind.I8_BF16, Kind.I4_BF16)
-    x = torch.ones(rows, linear.k, dtype=torch.bfloat16 if halves else torch.float32)
-    out = torch.empty(rows, linear.n)
-    scratch = Memory(int(library.quire_linear_scratch(ctypes.byref(linear), rows)))
-    fixed = (x.data_ptr(), int(halves), linear.k, rows, out.data_ptr(), linear.n, Store.F32, scratch.address, threads)
-    places = range(memory.address, memory.address + memory.nbytes - nbytes + 1, -(-nbytes // 64) * 64)
-    best, until, turn = math.inf, time.perf_counter() + _SECONDS, 0
-    while turn < 3 or time.perf_counter() < until:
-        linear.memory = places[turn % len(places)]
-        began = time.perf_counter()
-        library.quire_linear_run(ctypes.byref(linear), *fixed)
-        if turn:  # the first call warms up
-            best = min(best, time.perf_counter() - began)
+def _seconds(
+    library: ctypes.CDLL, memory: Memory, linears: Sequence[LinearStruct], rows: int, threads: int
+) -> list[float]:
+    """Return the seconds of a call for each; they take turns, so that what disturbs one disturbs all."""
+    calls = [_Call(library, memory, linear, rows, threads) for linear in linears]
+    best, until, turn = [math.inf] * len(calls), time.perf_counter() + _SECONDS * len(calls), 0
+    while turn <= _TURNS or time.perf_counter() < until:
+        for place, call in enumerate(calls):
+            began = time.perf_counter()
+            call(turn)
+            if turn:  # the first call warms up
+                best[place] = min(best[place], time.perf_counter() - began)
         turn += 1
-    return best
+    return [second * call.parts for second, call in zip(best, calls, strict=True)]
+
+
+class _Call:
+    """A product with weights from another place of the memory at each turn."""
+
+    def __init__(self, library: ctypes.CDLL, memory: Memory, linear: LinearStruct, rows: int, threads: int) -> None:
+        nbytes = int(library.quire_linear_bytes(ctypes.byref(linear)))
+        if not nbytes:
+            raise ValueError(f"no native linear of kind {Kind(linear.kind).name}, {linear.n} x {linear.k}")
+        self.parts = 1
+        while nbytes > memory.nbytes // 2:  # a part of so many outputs shows the same
+            self.parts *= 2
+            linear.n = max(1, linear.n // 2)
+            nbytes = int(library.quire_linear_bytes(ctypes.byref(linear)))
+        halves = linear.kind in (Kind.BF16, Kind.I8_BF16, Kind.I4_BF16)
+        self._x = torch.ones(rows, linear.k, dtype=torch.bfloat16 if halves else torch.float32)
+        self._out = torch.empty(rows, linear.n)
+        self._scratch = Memory(int(library.quire_linear_scratch(ctypes.byref(linear), rows)))
+        self._linear, self._run = linear, library.quire_linear_run
+        self._places = range(memory.address, memory.address + memory.nbytes - nbytes + 1, -(-nbytes // 64) * 64)
+        target = (self._out.data_ptr(), linear.n, int(Store.F32), self._scratch.address, threads)
+        self._arguments = (self._x.data_ptr(), int(halves), linear.k, rows, *target)
+
+    def __call__(self, turn: int) -> None:
+        self._linear.memory = self._places[turn % len(self._places)]
+        self._run(ctypes.byref(self._linear), *self._arguments)
