@@ -131,7 +131,7 @@ def assemble(settings: GpuWorkerSettings) -> DataPlane:
     hosted.
     """
     device = pick_device(settings.device)
-    if device.index is not None:
+    if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
     torch.set_num_threads(settings.threads or default_threads())
     directory = checkpoint_directory(settings.model)
