@@ -16,8 +16,10 @@ from gpuworker.core.batch_plan import ScheduledRow, StepPlan, StepResult
 from gpuworker.kv_cache import KvCache
 from gpuworker.model_runner import ModelRunner, RunnerLimits
 from gpuworker.models.hosted import HostedModel
+from gpuworker.models.lean import open_lean
 from gpuworker.models.loader import ModelSource, load_model
 from gpuworker.models.self_test import self_test
+from gpuworker.step_queue import QueuedRunner
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)
@@ -37,6 +39,19 @@ def runner_on(
     cache = KvCache(geometry, SLOTS // block_size, block_size, CPU)
     limits = RunnerLimits(8, max_model_len, threads=1)
     return ModelRunner(model, cache, make_backend("auto", cache), limits, eos)
+
+
+def queued_on(
+    directory: Path, block_size: int = 16, max_model_len: int = 256, eos: tuple[int, ...] = ()
+) -> ModelRunner:
+    """Return such a runner of a model on the native path, its steps queued natively."""
+    opened = open_lean(
+        ModelSource(str(directory), dtype="float32"), CPU, "lean", lambda cache: make_backend("auto", cache)
+    )
+    assert opened is not None
+    model, geometry = opened
+    cache = KvCache(geometry, SLOTS // block_size, block_size, CPU)
+    return QueuedRunner(model, cache, make_backend("auto", cache), RunnerLimits(8, max_model_len, threads=1), eos)
 
 
 @dataclass

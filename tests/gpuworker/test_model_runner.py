@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -13,11 +13,12 @@ from common.lease import Copy
 from common.types import TRIMMED, BlockId, KvGeometry, SamplingParams, SequenceId
 from gpuworker.attention import AttentionBackend, LayerAttention, make_backend
 from gpuworker.core.batch_plan import ScheduledRow, StepPlan
+from gpuworker.kernels.native import best
 from gpuworker.kv_cache import KvCache
 from gpuworker.model_runner import ModelRunner
 from gpuworker.step_thread import ThreadExecutor
 from tests.checkpoints import EOS, SERVED, VOCAB_SIZE, checkpoint, hf_greedy
-from tests.gpuworker.runner_driver import GREEDY, Driver, hosted, runner_on
+from tests.gpuworker.runner_driver import GREEDY, Driver, hosted, queued_on, runner_on
 
 A, B = SequenceId(1), SequenceId(2)
 LLAMA = "llama"
@@ -28,8 +29,23 @@ def prompts(*lengths: int) -> list[list[int]]:
     return [[draw.randrange(6, VOCAB_SIZE) for _ in range(length)] for length in lengths]
 
 
-def llama_runner(max_model_len: int = 256) -> ModelRunner:
-    return runner_on(hosted(checkpoint(LLAMA)), max_model_len=max_model_len)
+NewRunner = Callable[..., ModelRunner]
+
+
+def thread_runner(max_model_len: int = 256, eos: tuple[int, ...] = ()) -> ModelRunner:
+    return runner_on(hosted(checkpoint(LLAMA)), max_model_len=max_model_len, eos=eos)
+
+
+def queue_runner(max_model_len: int = 256, eos: tuple[int, ...] = ()) -> ModelRunner:
+    return queued_on(checkpoint(LLAMA), max_model_len=max_model_len, eos=eos)
+
+
+@pytest.fixture(params=["thread", "queue"])
+def llama_runner(request: pytest.FixtureRequest) -> NewRunner:
+    """What makes a runner of steps that a Python thread launches, or that are queued natively."""
+    if request.param == "queue" and best() is None:
+        pytest.skip("the native library was not built")
+    return queue_runner if request.param == "queue" else thread_runner
 
 
 def decode(sequence: SequenceId, position: int, blocks: Sequence[int]) -> ScheduledRow:
@@ -56,6 +72,20 @@ def test_greedy_output_of_a_mixed_batch_equals_generate(kind: str, block_size: i
     assert [stream.output for stream in streams] == [hf_greedy(checkpoint(kind), p, count) for p, count, _ in cases]
 
 
+@pytest.mark.parametrize("block_size", [4, 64])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral"])
+def test_greedy_output_of_queued_steps_equals_generate(kind: str, block_size: int) -> None:
+    if best() is None:
+        pytest.skip("the native library was not built")
+    runner = queued_on(checkpoint(kind), block_size)
+    driver = Driver(runner, block_size)
+    cases = [(prompt, 20 - n, 9) for n, prompt in enumerate(prompts(3, 41, 70, 17))]
+    streams = [driver.add(*case) for case in cases]
+    driver.run()
+    runner.close()
+    assert [stream.output for stream in streams] == [hf_greedy(checkpoint(kind), p, count) for p, count, _ in cases]
+
+
 @pytest.mark.parametrize("kind", SERVED)
 def test_greedy_output_alone_equals_generate(kind: str) -> None:
     runner = runner_on(hosted(checkpoint(kind)))
@@ -68,7 +98,7 @@ def test_greedy_output_alone_equals_generate(kind: str) -> None:
     assert len(set(stream.output)) > 5
 
 
-def test_a_sequence_that_joins_late_changes_nobodys_tokens() -> None:
+def test_a_sequence_that_joins_late_changes_nobodys_tokens(llama_runner: NewRunner) -> None:
     runner = llama_runner()
     driver = Driver(runner)
     first_prompt, second_prompt = prompts(20, 33)
@@ -98,7 +128,7 @@ def test_trimmed_blocks_are_not_read() -> None:
 # ---------------------------------------------------------------- the rest of the port
 
 
-def test_a_step_that_samples_nothing_draws_nothing() -> None:
+def test_a_step_that_samples_nothing_draws_nothing(llama_runner: NewRunner) -> None:
     runner = llama_runner()
     (prompt,) = prompts(9)
     runner.add(A, prompt, GREEDY, len(prompt))
@@ -108,7 +138,7 @@ def test_a_step_that_samples_nothing_draws_nothing() -> None:
     assert (result.step, result.drawn, result.logprobs) == (7, {}, {})
 
 
-def test_a_step_may_consist_of_copies_alone() -> None:
+def test_a_step_may_consist_of_copies_alone(llama_runner: NewRunner) -> None:
     runner = llama_runner()
     (prompt,) = prompts(9)
     runner.add(A, prompt, GREEDY, len(prompt))
@@ -119,7 +149,7 @@ def test_a_step_may_consist_of_copies_alone() -> None:
     assert again.drawn == first.drawn
 
 
-def test_copies_come_before_the_rows_of_their_step() -> None:
+def test_copies_come_before_the_rows_of_their_step(llama_runner: NewRunner) -> None:
     runner = llama_runner()
     (prompt,) = prompts(9)
     runner.add(A, prompt, GREEDY, len(prompt))
@@ -130,7 +160,7 @@ def test_copies_come_before_the_rows_of_their_step() -> None:
     runner.close()
 
 
-def test_a_sequence_that_comes_back_brings_its_tokens() -> None:
+def test_a_sequence_that_comes_back_brings_its_tokens(llama_runner: NewRunner) -> None:
     """Preempted and admitted again: prompt and output so far are prefilled, and the next token is the same."""
     runner = llama_runner()
     (prompt,) = prompts(21)
@@ -148,7 +178,7 @@ def sampled(seed: int) -> SamplingParams:
     return SamplingParams(temperature=1.2, top_p=0.95, repetition_penalty=1.1, seed=seed, logprobs=2)
 
 
-def test_draws_do_not_depend_on_the_batch() -> None:
+def test_draws_do_not_depend_on_the_batch(llama_runner: NewRunner) -> None:
     together: list[list[int]] = []
     alone: list[list[int]] = []
     for group in ([0, 1, 2], [0], [1], [2]):
@@ -161,7 +191,7 @@ def test_draws_do_not_depend_on_the_batch() -> None:
     assert together == alone
 
 
-def test_log_probabilities_come_with_the_tokens_that_asked() -> None:
+def test_log_probabilities_come_with_the_tokens_that_asked(llama_runner: NewRunner) -> None:
     runner = llama_runner()
     (prompt,) = prompts(11)
     runner.add(A, prompt, GREEDY, len(prompt))
@@ -175,8 +205,8 @@ def test_log_probabilities_come_with_the_tokens_that_asked() -> None:
     assert len(found.top) == 3
 
 
-def test_the_models_own_end_is_forbidden_before_min_tokens() -> None:
-    runner = runner_on(hosted(checkpoint(LLAMA)), eos=(EOS,))
+def test_the_models_own_end_is_forbidden_before_min_tokens(llama_runner: NewRunner) -> None:
+    runner = llama_runner(eos=(EOS,))
     (prompt,) = prompts(11)
     wants_end = ((EOS, 100.0),)
     runner.add(A, prompt, SamplingParams(temperature=0.0, logit_bias=wants_end, min_tokens=2), len(prompt))
@@ -188,7 +218,7 @@ def test_the_models_own_end_is_forbidden_before_min_tokens() -> None:
 
 
 def test_the_runners_thread_has_the_threads_that_were_asked_for() -> None:
-    runner = llama_runner()
+    runner = thread_runner()
     counts: list[int] = []
     assert isinstance(runner.executor, ThreadExecutor)
     runner.executor._thread.put(lambda: counts.append(torch.get_num_threads()))
@@ -196,7 +226,7 @@ def test_the_runners_thread_has_the_threads_that_were_asked_for() -> None:
     assert counts == [1]
 
 
-def test_what_the_collector_puts_into_words_comes_in_order_with_the_rest() -> None:
+def test_what_the_collector_puts_into_words_comes_in_order_with_the_rest(llama_runner: NewRunner) -> None:
     """Steps with log-probabilities are put into words by the collector's thread, those without by the runner's."""
     runner = llama_runner()
     driver = Driver(runner)
@@ -237,7 +267,7 @@ def two_steps(runner: ModelRunner) -> list[StepPlan]:
 
 
 def test_a_failed_step_fails_those_behind_it(broken: list[bool]) -> None:
-    runner = llama_runner()
+    runner = thread_runner()
     plans = two_steps(runner)
     broken.append(True)
     first, second = (runner.submit(plan) for plan in plans)
@@ -249,8 +279,26 @@ def test_a_failed_step_fails_those_behind_it(broken: list[bool]) -> None:
     runner.close()
 
 
+def test_a_queued_step_that_fails_fails_those_behind_it_until_its_sequences_are_gone() -> None:
+    if best() is None:
+        pytest.skip("the native library was not built")
+    runner = queue_runner()
+    runner.add(A, [VOCAB_SIZE + 5] * 9, GREEDY, 9)
+    futures = [runner.submit(StepPlan(n, (prefill(A, 0, 9, [0]),))) for n in (1, 2)]
+    with pytest.raises(EngineFailure, match="has a token that the model does not know"):
+        futures[0].result(timeout=60)
+    late = runner.submit(StepPlan(3, (prefill(A, 0, 9, [0]),)))
+    for future in (futures[1], late):
+        with pytest.raises(EngineFailure, match="before this one"):
+            future.result(timeout=60)
+    runner.remove(A)
+    tokens = [runner.submit(plan).result(timeout=60).drawn[A][0] for plan in two_steps(runner)]
+    runner.close()
+    assert tokens == hf_greedy(checkpoint(LLAMA), prompts(9)[0], 2)
+
+
 def test_the_runner_goes_on_once_every_sequence_of_the_failure_is_removed(broken: list[bool]) -> None:
-    runner = llama_runner()
+    runner = thread_runner()
     plans = two_steps(runner)
     broken.append(True)
     futures = [runner.submit(plan) for plan in plans]
@@ -262,7 +310,7 @@ def test_the_runner_goes_on_once_every_sequence_of_the_failure_is_removed(broken
     assert tokens == hf_greedy(checkpoint(LLAMA), prompts(9)[0], 2)
 
 
-def test_more_tokens_than_a_seat_holds_are_the_callers_mistake() -> None:
+def test_more_tokens_than_a_seat_holds_are_the_callers_mistake(llama_runner: NewRunner) -> None:
     runner = llama_runner(max_model_len=8)
     with pytest.raises(ValueError, match="has 9 tokens; 8 fit"):
         runner.add(A, prompts(9)[0], GREEDY, 9)
