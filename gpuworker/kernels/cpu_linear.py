@@ -20,6 +20,8 @@ from gpuworker.kernels import native
 from gpuworker.kernels.native import NativeUnavailable
 
 _HUGE_PAGE: Final = 2 << 20
+_CHUNK: Final = 32 << 20
+_ALIGNMENT: Final = 64
 _LARGEST_GROUP: Final = 1024
 _TYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 _int32, _int64, _pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
@@ -119,6 +121,26 @@ class Memory:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
 
+class Arena:
+    """Memory given out in pieces, which fill huge pages together. What a mapping has left over is never touched."""
+
+    def __init__(self, chunk: int = _CHUNK) -> None:
+        """Map `chunk` bytes at a time, or what a larger piece takes."""
+        self.nbytes = 0  # given out
+        self._chunk, self._chunks, self._left = chunk, list[Memory](), 0
+
+    def take(self, nbytes: int) -> int:
+        """Return the address of zeroed bytes, aligned to 64; they last as long as the arena."""
+        size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        if size > self._left:
+            self._left = max(size, self._chunk)
+            self._chunks.append(Memory(self._left))
+        last = self._chunks[-1]
+        at = last.address + last.nbytes - self._left
+        self._left, self.nbytes = self._left - size, self.nbytes + size
+        return at
+
+
 class PackedLinear:
     """A packed weight [N, K] of one source or of several, one below the other (or gate and up, paired)."""
 
@@ -130,8 +152,12 @@ class PackedLinear:
         paired: bool = False,
         threads: int = 1,
         library: ctypes.CDLL | None = None,
+        arena: Arena | None = None,
     ) -> None:
-        """Raise NativeUnavailable without a library, ValueError for a weight that it does not take."""
+        """Pack, into memory of its own or of an arena.
+
+        Raises NativeUnavailable without a library, ValueError for a weight that it does not take.
+        """
         self.kind, self.threads = kind, threads
         self.library = declared(library or native.best())
         prepared = [_prepared(rows, kind) for rows in sources]
@@ -143,8 +169,9 @@ class PackedLinear:
         group, zeros = grouping.pop()
         biased = any(rows.bias is not None for rows in prepared)
         self.struct = LinearStruct(kind, group, zeros, biased, paired, 0, self.n, self.k, None)
-        self._memory = Memory(self._bytes())
-        self.struct.memory = self._memory.address
+        self.nbytes = self._bytes()
+        self._memory = arena or Arena(self.nbytes)
+        self.struct.memory = self._memory.take(self.nbytes)
         self._scratch = Memory(0)
         described = (SourceStruct * len(prepared))(*map(_source, prepared))
         if self.library.quire_linear_pack(ctypes.byref(self.struct), described, len(prepared), threads):
@@ -155,11 +182,6 @@ class PackedLinear:
         if not nbytes:
             raise ValueError(f"no native linear of kind {self.kind.name}, {self.n} x {self.k}, {self.struct.group}")
         return nbytes
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the packed weight takes."""
-        return self._memory.nbytes
 
     def __call__(self, x: torch.Tensor, store: Store = Store.F32, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return x · Wᵀ, [M, N] (gated: [M, N / 2]), for x [M, K] in float32 or bfloat16; ADD_F32 needs `out`."""

@@ -1,16 +1,14 @@
 """The choice of the lean path: which models take it, and the start-up test that it computes what they are.
 
-The test needs the model as transformers runs it, but not all of it: layers differ in nothing but their window. So a
-model of the first two layers, and of one layer for each other window, is made of the checkpoint's own weights, on pages
-of its files, and the same layers of the lean model are held to it.
+A model takes it when its configuration says nothing that the path does not know, when its tensors are there, and when
+some of its layers compute what transformers makes of the same weights. Otherwise it runs hosted, and the log says why.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -30,13 +28,14 @@ from gpuworker.models.checkpoint import Checkpoint
 from gpuworker.models.hosted import HostedModel
 from gpuworker.models.lean_gpu import LeanGpuModel
 from gpuworker.models.lean_gpu_weights import fused_weights
-from gpuworker.models.lean_pack import KINDS, pack_model
+from gpuworker.models.lean_linears import KINDS, IntegersOf, LinearReader
+from gpuworker.models.lean_pack import pack_model
+from gpuworker.models.lean_reference import WeightsOf, reference_part, tested_layers
 from gpuworker.models.lean_spec import LeanSpec, lean_spec, why_not_lean
-from gpuworker.models.lean_weights import TensorOf, tensor_names
+from gpuworker.models.lean_weights import TensorOf
 from gpuworker.models.loader import (
     ModelSource,
     context_limit,
-    make_module,
     precision_of,
     random_module,
     read_config,
@@ -96,78 +95,62 @@ def why_hosted(config: PretrainedConfig, source: ModelSource, device: torch.devi
     return "the native library is not there" if native.best() is None else None
 
 
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """What gives the weights of a model by name: as tensors, or as the integers that a checkpoint stores."""
+
+    tensor: TensorOf
+    integers: IntegersOf
+
+
 def _open(
     directory: Path, config: PretrainedConfig, source: ModelSource, device: torch.device, backend: Backend
 ) -> tuple[LeanModel, KvGeometry]:
     """Load a model and test it. Raises Unsupported, saying why, where it does not come out right."""
     spec, precision = lean_spec(config), precision_of(source, config)
     assert spec is not None
-    load = load_native if device.type == "cpu" else load_on_gpu
+    load = _load_native if device.type == "cpu" else _load_on_gpu
     try:
         with telling_progress(directory):
-            tensor_of = _reader(directory, config, source, precision, device)
-            model = load(config, tensor_of, precision, device)
-            layers = tested_layers(spec)
-            part: torch.nn.Module = _part(config, spec, tensor_of, layers, precision)
+            weights = _reader(directory, config, source, precision, device)
+            model, weights_of = load(config, spec, weights, precision, device)
+            part: torch.nn.Module = reference_part(config, spec, weights.tensor, weights_of, precision.dtype)
             reference = HostedModel(cast("PreTrainedModel", part.to(device)), precision.kv_dtype)
     except (KeyError, OSError, ValueError, RuntimeError) as error:
         raise Unsupported(f"its weights are not what the lean path expects: {error}") from error
-    geometry = self_test(reference, backend, model.only(layers))
+    rough = isinstance(model, NativeModel) and model.packed.rounds_activations
+    geometry = self_test(reference, backend, model.only(tested_layers(spec)), rough=rough)
     widest = 0 if None in spec.windows else max(window or 0 for window in spec.windows)
     return model, replace(geometry, num_layers=spec.num_layers, window=widest)
 
 
-def load_native(
-    config: PretrainedConfig, tensor_of: TensorOf, precision: Precision, device: torch.device
-) -> NativeModel:
-    """Return a model of the family for the native library."""
-    spec, library = lean_spec(config), native.best()
-    assert spec is not None
+def _load_native(
+    config: PretrainedConfig, spec: LeanSpec, weights: _Weights, precision: Precision, device: torch.device
+) -> tuple[NativeModel, WeightsOf]:
+    """Return a model for the native library, and the weights that it multiplies by."""
+    library = native.best()
     assert library is not None
-    return NativeModel(config, pack_model(library, spec, tensor_of, precision.dtype), precision.kv_dtype)
+    reader = LinearReader(weights.tensor, weights.integers, precision.dtype, precision.quantization)
+    model = NativeModel(config, pack_model(library, spec, reader), precision.kv_dtype)
+    _log.info("%s: %s", config.model_type, model.packed.kinds_in_words)
+    return model, reader.dequantised
 
 
-def load_on_gpu(
-    config: PretrainedConfig, tensor_of: TensorOf, precision: Precision, device: torch.device
-) -> LeanGpuModel:
-    """Return a model of the family in torch's products and Triton's kernels."""
-    spec = lean_spec(config)
-    assert spec is not None
-    weights = fused_weights(spec, tensor_of, precision.dtype, device)
-    return LeanGpuModel(config, weights, precision.kv_dtype, context_limit(config))
-
-
-def tested_layers(spec: LeanSpec) -> tuple[int, ...]:
-    """Return the layers that the test runs: the first two, and the first of each window."""
-    first_of_window = {spec.windows.index(window) for window in spec.windows}
-    return tuple(sorted({*range(min(2, spec.num_layers)), *first_of_window}))
+def _load_on_gpu(
+    config: PretrainedConfig, spec: LeanSpec, weights: _Weights, precision: Precision, device: torch.device
+) -> tuple[LeanGpuModel, WeightsOf]:
+    """Return a model in torch's products and Triton's kernels, and the weights that it multiplies by."""
+    fused = fused_weights(spec, weights.tensor, precision.dtype, device)
+    model = LeanGpuModel(config, fused, precision.kv_dtype, context_limit(config))
+    return model, lambda linear: [weights.tensor(name) for name in linear.weights]
 
 
 def _reader(
     directory: Path, config: PretrainedConfig, source: ModelSource, precision: Precision, device: torch.device
-) -> TensorOf:
-    """Return what gives a model's tensors: those of the files, or those that the hosted path would draw."""
+) -> _Weights:
+    """Return what gives a model's weights: those of the files, or those that the hosted path would draw."""
     if source.load_format == "dummy":
         drawn = random_module(config, precision.dtype, source.seed, device).state_dict()
-        return drawn.__getitem__
+        return _Weights(drawn.__getitem__, lambda _: None)
     checkpoint = Checkpoint(directory)
-    return lambda name: checkpoint.tensor(name, precision.dtype)
-
-
-def _part(
-    config: PretrainedConfig, spec: LeanSpec, tensor_of: TensorOf, layers: Sequence[int], precision: Precision
-) -> PreTrainedModel:
-    """Return the model as transformers runs it, of some of its layers."""
-    part = copy.deepcopy(config)
-    part.num_hidden_layers = len(layers)
-    if getattr(config, "layer_types", None):
-        part.layer_types = [config.layer_types[layer] for layer in layers]
-    names = tensor_names(replace(spec, num_layers=len(layers)))
-    return make_module(part, {name: tensor_of(_name_in_whole(name, layers)) for name in names}, precision.dtype)
-
-
-def _name_in_whole(name: str, layers: Sequence[int]) -> str:
-    """Return what a tensor of the part is called in the whole model: its layer has another number there."""
-    head, separator, rest = name.partition(".layers.")
-    number, dot, tail = rest.partition(".")
-    return f"{head}{separator}{layers[int(number)]}{dot}{tail}" if separator else name
+    return _Weights(lambda name: checkpoint.tensor(name, precision.dtype), checkpoint.integers)

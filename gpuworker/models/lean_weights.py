@@ -17,13 +17,23 @@ TensorOf = Callable[[str], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class FusedLinear:
-    """Linears that take the same input, as one: the names of its parts, and the outputs of each."""
+    """Linears that take the same input, as one: its role in a layer, the names of its parts, the outputs of each."""
 
+    role: str
     parts: tuple[str, ...]
     sizes: tuple[int, ...]
     inputs: int
     bias: bool = False
-    paired: bool = False  # two parts, gate and up, whose outputs are joined pairwise
+
+    @property
+    def paired(self) -> bool:
+        """Whether it is two parts, gate and up, whose outputs are joined pairwise."""
+        return self.role == "gate_up"
+
+    @property
+    def last(self) -> bool:
+        """Whether it makes the logits."""
+        return self.role == "head"
 
     @property
     def weights(self) -> tuple[str, ...]:
@@ -70,11 +80,12 @@ def layer_tensors(spec: LeanSpec, layer: int) -> LayerTensors:
     attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
     hidden, inner, dim = spec.hidden_size, spec.intermediate_size, spec.head_dim
     heads, kv = spec.num_heads * dim, spec.num_kv_heads * dim
+    qkv, gate_up = (f"{attention}.{part}_proj" for part in "qkv"), (f"{mlp}.{part}_proj" for part in ("gate", "up"))
     return LayerTensors(
-        qkv=FusedLinear(tuple(f"{attention}.{part}_proj" for part in "qkv"), (heads, kv, kv), hidden, spec.qkv_bias),
-        output=FusedLinear((f"{attention}.o_proj",), (hidden,), heads, spec.o_bias),
-        gate_up=FusedLinear((f"{mlp}.gate_proj", f"{mlp}.up_proj"), (inner, inner), hidden, spec.mlp_bias, paired=True),
-        down=FusedLinear((f"{mlp}.down_proj",), (hidden,), inner, spec.mlp_bias),
+        qkv=FusedLinear("qkv", tuple(qkv), (heads, kv, kv), hidden, spec.qkv_bias),
+        output=FusedLinear("output", (f"{attention}.o_proj",), (hidden,), heads, spec.o_bias),
+        gate_up=FusedLinear("gate_up", tuple(gate_up), (inner, inner), hidden, spec.mlp_bias),
+        down=FusedLinear("down", (f"{mlp}.down_proj",), (hidden,), inner, spec.mlp_bias),
         attention_norm=f"model.layers.{layer}.input_layernorm.weight",
         mlp_norm=f"model.layers.{layer}.post_attention_layernorm.weight",
         query_norm=f"{attention}.q_norm.weight" if spec.qk_norm else None,
@@ -85,7 +96,7 @@ def layer_tensors(spec: LeanSpec, layer: int) -> LayerTensors:
 def head_tensors(spec: LeanSpec) -> FusedLinear:
     """Return the last linear; in a tied model its weight is the embedding."""
     name = EMBEDDING if spec.tied else HEAD
-    return FusedLinear((name.removesuffix(".weight"),), (spec.vocab_size,), spec.hidden_size)
+    return FusedLinear("head", (name.removesuffix(".weight"),), (spec.vocab_size,), spec.hidden_size)
 
 
 def tensor_names(spec: LeanSpec) -> Iterator[str]:

@@ -22,8 +22,9 @@ from gpuworker.kv_cache import KvCache
 from gpuworker.models import native_model
 from gpuworker.models.bit_equality import refuse_unequal_bits
 from gpuworker.models.hosted import HostedModel
+from gpuworker.models.lean_linears import LinearReader
 from gpuworker.models.lean_pack import pack_model
-from gpuworker.models.lean_weights import tensor_names
+from gpuworker.models.lean_weights import TensorOf, tensor_names
 from gpuworker.models.native_model import NativeModel
 from gpuworker.step_inputs import attention_arrays, attention_metadata, pack_rows, to_device
 from tests.gpuworker.models.lean_cases import BLOCK_SIZE, CASES, Case, case_tokens, make_case, steps
@@ -40,7 +41,11 @@ def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
 
 
 def lean(case: Case, library: ctypes.CDLL, dtype: torch.dtype = torch.float32) -> NativeModel:
-    return NativeModel(case.config, pack_model(library, case.spec, case.tensor, dtype), "float32")
+    return NativeModel(case.config, pack_model(library, case.spec, reading(case.tensor, dtype)), "float32")
+
+
+def reading(tensor_of: TensorOf, dtype: torch.dtype = torch.float32) -> LinearReader:
+    return LinearReader(tensor_of, lambda _: None, dtype, "none")
 
 
 def logits_of(model: Any, attention: AttentionBackend, tokens: torch.Tensor) -> torch.Tensor:
@@ -199,21 +204,20 @@ def test_every_tensor_of_a_model_is_read(name: str) -> None:
 def test_a_tensor_of_another_shape_is_refused(case: Case) -> None:
     wrong = changed(case, "model.norm.weight", lambda tensor: tensor[:-1])
     with pytest.raises(ValueError, match=r"model.norm.weight is \(31,\); the configuration says \(32,\)"):
-        pack_model(load(levels_here()[-1]), case.spec, wrong, torch.float32)
+        pack_model(load(levels_here()[-1]), case.spec, reading(wrong))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_weights_of_another_type_are_converted(case: Case, dtype: torch.dtype) -> None:
     library, tokens = load(levels_here()[-1]), case_tokens(case.spec)[0]
     in_type(case, dtype)
-    ours = NativeModel(case.config, pack_model(library, case.spec, case.tensor, torch.float32), "float32")
+    ours = lean(case, library)
     expected = in_type(case, torch.float32).reference_logits(tokens[None])[0, [15]]
     assert relative(run_row(ours, NativeAttention(case.cache(16)), 0, tokens, [15]), expected).max() < 1e-5
 
 
 def test_a_tied_model_holds_its_embedding_once() -> None:
     case = make_case("llama, tied, scaled")
-    packed = pack_model(load(levels_here()[-1]), case.spec, case.tensor, torch.float32)
-    embedding = 4 * case.spec.vocab_size * case.spec.hidden_size
+    packed = lean(case, load(levels_here()[-1])).packed
     assert packed.struct.embedding is None
-    assert sum(tensor.nbytes for tensor in packed.kept) < embedding
+    assert packed.num_bytes < 1.2 * 4 * sum(parameter.numel() for parameter in case.hosted.module.parameters())
