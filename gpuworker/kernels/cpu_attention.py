@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -112,6 +113,11 @@ def layer_struct(layer: LayerAttention) -> LayerStruct:
     return LayerStruct(layer.layer, layer.window or 0, layer.scale, layer.softcap or 0.0, sinks)
 
 
+def rows_struct(tensor: torch.Tensor) -> RowsStruct:
+    """Return [T, heads, d], contiguous along d, as C sees it; the tensor must outlive it."""
+    return RowsStruct(tensor.data_ptr(), tensor.stride(0), tensor.stride(1), TYPES[tensor.dtype])
+
+
 class NativeAttention:
     """Implements `gpuworker.attention.AttentionBackend`."""
 
@@ -129,11 +135,8 @@ class NativeAttention:
         self.deterministic, self._threads = deterministic, threads
         self._pools = cache
         self.cache = cache_struct(cache)
-        for pool in (cache.keys, cache.values):
-            self._library.quire_large_pages(pool.data_ptr(), pool.nbytes)
         self.plan = _pointer(self._library.quire_attention_new())
         weakref.finalize(self, self._library.quire_attention_free, self.plan)
-        self._rows = tuple(RowsStruct() for _ in range(4))
 
     def begin(self, step: AttentionMetadata) -> None:
         """Hold the step; its work list is made when the first layer says how many heads there are."""
@@ -153,23 +156,12 @@ class NativeAttention:
         """See `AttentionBackend`."""
         if query.shape[1] != self._planned_heads:
             self.plan_step(query.shape[1])
-        if layer.sinks is not None and layer.sinks.dtype != torch.float32:
-            raise TypeError(f"sinks must be float32, not {layer.sinks.dtype}")
+        if layer.sinks is not None:
+            layer = replace(layer, sinks=layer.sinks.float().contiguous())
         out = query.new_empty((*query.shape[:2], self.cache.head_dim_v))
-        tensors = [query, key, value, out]
-        for at, (rows, tensor) in enumerate(zip(self._rows, tensors, strict=True)):
-            tensors[at] = _fill(rows, tensor)
-        self._library.quire_attention_layer(self.plan, layer_struct(layer), *self._rows)
+        tensors = [each if each.stride(2) == 1 else each.contiguous() for each in (query, key, value, out)]
+        self._library.quire_attention_layer(self.plan, layer_struct(layer), *map(rows_struct, tensors))
         return out
-
-
-def _fill(rows: RowsStruct, tensor: torch.Tensor) -> torch.Tensor:
-    """Point at a tensor [T, heads, d], made contiguous along d if need be; return what must be kept."""
-    if tensor.stride(2) != 1:
-        tensor = tensor.contiguous()
-    rows.data, rows.type = tensor.data_ptr(), TYPES[tensor.dtype]
-    rows.token_stride, rows.head_stride = tensor.stride(0), tensor.stride(1)
-    return tensor
 
 
 def _address(array: Int32Array) -> int:
@@ -187,7 +179,6 @@ def bind(library: ctypes.CDLL) -> ctypes.CDLL:
         "quire_attention_begin": ((_pointer, cache, step, _int32, _int32, _int32), None),
         "quire_attention_layer": ((_pointer, layer, rows, rows, rows, rows), None),
         "quire_read": ((_pointer, _int64, _int32), _float),
-        "quire_large_pages": ((_pointer, _int64), None),
     }
     for name, (arguments, result) in functions.items():
         function = getattr(library, name)

@@ -14,8 +14,8 @@ using Rows = quire_rows;
 
 class AttentionPlan;
 
-AttentionPlan* new_attention_plan();
-void delete_attention_plan(AttentionPlan*);
+// The plan behind a handle of the C interface.
+AttentionPlan& plan_of(quire_attention*);
 
 // Starts a step; the step's arrays must stay until its last layer. With `deterministic`, what a query gets is the same to
 // the bit whatever stands beside it in the step, and however its sequence was cut into steps.

@@ -1,6 +1,4 @@
 // The C interface of paged attention: opens the parallel region around what attention.h offers to a team.
-#include <sys/mman.h>
-
 #include "attention.h"
 #include "attention_plan.h"
 #include "simd.h"
@@ -28,6 +26,8 @@ float read_part(const float* from, Range part) {
 }
 
 }  // namespace
+
+AttentionPlan& quire::plan_of(quire_attention* attention) { return attention->plan; }
 
 extern "C" {
 
@@ -58,17 +58,6 @@ float quire_read(const void* from, int64_t bytes, int32_t threads) {
     if (sum == 1.0f) total.store(sum);  // so that no member's reads are thought useless
   });
   return total.load();
-}
-
-void quire_large_pages(void* from, int64_t bytes) {
-#if defined(MADV_HUGEPAGE)
-  constexpr int64_t kPage = 4096;
-  const int64_t begin = (reinterpret_cast<int64_t>(from) + kPage - 1) / kPage * kPage;
-  const int64_t end = (reinterpret_cast<int64_t>(from) + bytes) / kPage * kPage;
-  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-#else
-  (void)from, (void)bytes;
-#endif
 }
 
 }  // extern "C"

@@ -216,9 +216,6 @@ std::unique_ptr<Window> make_window(const AttentionPlan& plan, int size) {
   return window;
 }
 
-AttentionPlan* new_attention_plan() { return new AttentionPlan(); }
-void delete_attention_plan(AttentionPlan* plan) { delete plan; }
-
 void begin(AttentionPlan& plan, const quire_cache& cache, const quire_step& step, int num_heads, int threads,
            bool deterministic) {
   plan.cache = cache;

@@ -31,9 +31,6 @@ QUIRE_API void quire_attention_layer(quire_attention *, const quire_layer *, con
 // attention over a cache of that size cannot be faster than.
 QUIRE_API float quire_read(const void *from, int64_t bytes, int32_t threads);
 
-// Asks for large pages where the pool has not been touched yet: blocks lie scattered, and each small page costs a walk.
-QUIRE_API void quire_large_pages(void *from, int64_t bytes);
-
 #ifdef __cplusplus
 }
 #endif
