@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from gpuworker.attention import AttentionMetadata, DeviceTables, Int32Array
+from gpuworker.devices import sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +89,8 @@ def to_device(arrays: Sequence[Int32Array], device: torch.device) -> list[torch.
     """Return int32 tensors of the same shapes: without a copy on CPU, with a single transfer elsewhere."""
     if device.type == "cpu":
         return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
-    packed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays])).pin_memory()
-    parts = torch.split(packed.to(device, non_blocking=True), [array.size for array in arrays])
+    packed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
+    parts = torch.split(sent(packed, device), [array.size for array in arrays])
     return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 

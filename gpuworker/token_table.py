@@ -8,6 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gpuworker.devices import sent
+
 
 class TokenTable:
     """One row a seat, `width` tokens long; places are named by seat * width + position. Used by the runner's thread.
@@ -26,9 +28,7 @@ class TokenTable:
     def write(self, seat: int, tokens: Sequence[int] | npt.NDArray[np.int32]) -> None:
         """Set the first tokens of a seat."""
         known = torch.from_numpy(np.asarray(tokens, dtype=np.int32))
-        if self._array is None:
-            known = known.pin_memory()  # from pageable memory, the copy would first wait for all that is queued
-        self.tensor[seat, : len(known)].copy_(known, non_blocking=True)
+        self.tensor[seat, : len(known)].copy_(sent(known, self.flat.device))
 
     def take(self, places: torch.Tensor) -> torch.Tensor:
         """Return the tokens at places [T] int64 as [T] int64."""

@@ -62,11 +62,11 @@ def draw_truncated(
 
     In order of falling probability, ties by rising id: the first top_k; of those the fewest whose share reaches top_p;
     of those the ones that are at least min_p times as likely as the first. Only the best `sort_first` are sorted at
-    first, and more for the rows that may keep more. On CUDA nobody waits to see which rows those are: where some row
-    has no top_k, all is sorted at once; else ties with the last token kept that are not among the best count as less
-    likely than it.
+    first, and more for the rows that may keep more. Off the CPU nobody waits to see which rows those are: where some
+    row has no top_k, all is sorted at once; else ties with the last token kept that are not among the best count as
+    less likely than it.
     """
-    vocab, in_one_go = scaled.shape[1], scaled.is_cuda
+    vocab, in_one_go = scaled.shape[1], scaled.device.type != "cpu"
     width = vocab if in_one_go and bounds.unbounded else min(vocab, max(sort_first, bounds.widest))
     best, ids = scaled.topk(width, dim=-1)
     counts = _kept_counts(best, scaled, bounds)
