@@ -7,7 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cli.embedded import EmbeddedChannel
 from common.clock import SystemClock
@@ -23,6 +23,7 @@ from gpuworker.core.stopping import StopRule
 from gpuworker.engine import Engine
 from gpuworker.ports import EngineOutputs, EngineRequest
 
+GREEDY = SamplingParams(temperature=0.0)
 _PATIENCE = 600.0
 
 
@@ -35,7 +36,7 @@ class Stream:
 
 
 class EngineDriver:
-    """An engine over a runner; greedy sequences all at once. Use it with `with`; it closes the runner."""
+    """An engine over a runner; sequences come all at once. Use it with `with`; it closes the runner."""
 
     def __init__(self, runner: StepRunner, config: AgentConfig, geometry: KvGeometry) -> None:
         self._config, self._ids = config, itertools.count(1)
@@ -65,9 +66,12 @@ class EngineDriver:
     def __exit__(self, *_: object) -> None:
         self._engine.stop()
 
-    def run(self, prompts: Sequence[Sequence[int]], output_tokens: int) -> list[Stream]:
+    def run(
+        self, prompts: Sequence[Sequence[int]], output_tokens: int, sampling: SamplingParams = GREEDY
+    ) -> list[Stream]:
         """Return what comes of the prompts. Raises EngineFailure when a sequence fails or takes too long."""
-        requests = [self._request(prompt, output_tokens) for prompt in prompts]
+        sampling = replace(sampling, max_tokens=output_tokens, ignore_eos=True)
+        requests = [self._request(prompt, sampling) for prompt in prompts]
         names = [request.new.sequence for request in requests]
         self._streams = {name: Stream([], []) for name in names}
         self._open = set(names)
@@ -93,7 +97,8 @@ class EngineDriver:
         if outputs.finished and (self._failure or not self._open):
             self._done.set()
 
-    def _request(self, prompt: Sequence[int], output_tokens: int) -> EngineRequest:
+    def _request(self, prompt: Sequence[int], sampling: SamplingParams) -> EngineRequest:
+        output_tokens = sampling.max_tokens
         root = chain_root("bench", "none", self._config.block_size, "", [])
         links = chain(root, prompt, self._config.block_size)
         sequence = SequenceId(next(self._ids))
@@ -106,7 +111,6 @@ class EngineDriver:
             max_len=len(prompt) + output_tokens,
             stop=StopRule(output_tokens),
         )
-        sampling = SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True)
         return EngineRequest(new, sampling, len(prompt))
 
 

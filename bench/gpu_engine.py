@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from bench.gpu_driver import EngineDriver, decode_rate, random_prompts
+from bench.gpu_driver import GREEDY, EngineDriver, decode_rate, random_prompts
 from bench.gpu_measure import Figure, checked, copy_bandwidth, parser, report, the_device
 from bench.gpu_models import MODELS, TINY, config_of, spec_of
 from bench.gpu_peer import PeerFailure, peer_rate
-from common.types import KvGeometry
+from common.types import KvGeometry, SamplingParams
 from gpuworker.core.outcomes import AgentConfig
 from gpuworker.cuda_graphs import graph_launcher
 from gpuworker.devices import dtype_name
@@ -32,6 +33,14 @@ BLOCK_SIZE = 16
 _CONTEXT, _OUTPUT, _SKIPPED = 1024, 192, 32
 _TARGETS = {("llama_8b", 1): 0.80, ("llama_8b", 32): 0.75, ("qwen3_06b", 1): 0.45, ("qwen3_06b", 32): 0.60}
 _BATCHES = (1, 8, 32, 128)
+_DRAWS = {
+    "greedy": GREEDY,
+    "temperature": SamplingParams(temperature=0.8, seed=1),
+    "top_k": SamplingParams(temperature=0.8, top_k=20, top_p=0.9, seed=1),
+    "top_p": SamplingParams(temperature=0.8, top_p=0.9, seed=1),
+    "penalty": SamplingParams(temperature=0.0, repetition_penalty=1.2),
+    "log-probabilities": SamplingParams(temperature=0.0, logprobs=3),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +97,26 @@ def check(device: torch.device, rows: int = 5, prompt: int = 70, output: int = 4
     load = Load(rows, prompt + output // 2, output, 0)
     with engine_on(model, load, budget=64) as engine:
         found = [stream.tokens for stream in engine.run(prompts, output)]
+        with _noticing_waits(device):
+            for name, sampling in _DRAWS.items():
+                streams = engine.run(prompts, output, sampling)
+                missing = sum(len(stream.tokens) != output for stream in streams)
+                checked(f"steps that wait for the device, {name}", missing, 0)
     differ = (torch.tensor(found) != made[:, prompt:].cpu()).float().mean()
     checked("tokens that differ from generate's", float(differ), 0.0)
+
+
+@contextmanager
+def _noticing_waits(device: torch.device) -> Iterator[None]:
+    """Have torch raise where it waits for the device without being told to: the step then fails, and says where."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def engine_on(model: LeanGpuModel, load: Load, budget: int = 8192) -> EngineDriver:
