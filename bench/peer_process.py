@@ -24,6 +24,7 @@ from common import die_with_parent
 from common.errors import Unavailable
 
 READY_SECONDS: Final = 400.0
+RUN_SECONDS: Final = 1800.0
 _END_SECONDS: Final = 20.0
 _POLL_SECONDS: Final = 0.02
 _LOOK_SECONDS: Final = 0.5
@@ -95,12 +96,19 @@ class PeerProcess:
         await self._end()
 
     async def run(self, workload: str, scale: float) -> dict[str, Any]:
-        """Run a share of a workload; return the driver's figures. Raises Unavailable, with its words, if it dies."""
+        """Run a share of a workload; return the driver's figures.
+
+        Raises Unavailable, with the driver's last words, if it ends or says nothing for RUN_SECONDS.
+        """
         process = self._running()
         assert process.stdin is not None
         self._signal(signal.SIGCONT)
         process.stdin.write(f"{workload} {scale:g}\n".encode())
-        line = await self._line_that(lambda text: text.startswith("{"))
+        try:
+            async with asyncio.timeout(RUN_SECONDS):
+                line = await self._line_that(lambda text: text.startswith("{"))
+        except TimeoutError:
+            raise Unavailable(f"{self.name} said nothing for {RUN_SECONDS:g} s; {self._last_words()}") from None
         if self._first is None:
             self._first = await self._written_outputs()
         self._signal(signal.SIGSTOP)
@@ -135,8 +143,11 @@ class PeerProcess:
                 cwd=options.folder,
                 limit=_LONGEST_LINE,
             )
-        async with asyncio.timeout(READY_SECONDS):
-            await self._line_that(lambda text: text == "READY")
+        try:
+            async with asyncio.timeout(READY_SECONDS):
+                await self._line_that(lambda text: text == "READY")
+        except TimeoutError:
+            raise Unavailable(f"{self.name} was not ready after {READY_SECONDS:g} s; {self._last_words()}") from None
         self.start_seconds = time.perf_counter() - began
         self._signal(signal.SIGSTOP)
 
@@ -149,8 +160,11 @@ class PeerProcess:
             text = line.decode(errors="replace").strip()
             if fits(text):
                 return text
+        raise Unavailable(f"the driver of {self.name} ended; {self._last_words()}")
+
+    def _last_words(self) -> str:
         said = self._errors.read_bytes()[-_SHOWN_BYTES:].decode(errors="replace")
-        raise Unavailable(f"the driver of {self.name} ended; its last words:\n{said}")
+        return f"its last words:\n{said}"
 
     async def _next_line(self) -> bytes:
         """Return a line, b"" once it has ended; an engine that outlives it may still have its output open."""

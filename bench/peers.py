@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import json
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -34,6 +35,7 @@ from bench.ratios import OURS
 from bench.serve import add_suite_flags, bench_options
 from bench.suite import ServedSuite, served_suite
 from bench.workloads import make, warm_up
+from common.errors import Unavailable
 
 RESULTS: Final = Path(__file__).parent / "results"
 _SHARING: Final = ("W2", "W3")
@@ -128,8 +130,12 @@ async def loaded(args: argparse.Namespace, mode: Mode, scratch: Path) -> AsyncIt
     async with AsyncExitStack() as stack:
         for name in args.engines:
             if PEERS[name].caches or not mode.prefix_caching:
-                engines.append(await stack.enter_async_context(PeerProcess(name, options)))
-                progress(f"{name} loaded in {engines[-1].start_seconds:.1f} s", end=True)
+                try:
+                    engines.append(await stack.enter_async_context(PeerProcess(name, options)))
+                except Unavailable as failure:
+                    print(f"{name} is left out: {failure}", file=sys.stderr)
+                else:
+                    progress(f"{name} loaded in {engines[-1].start_seconds:.1f} s", end=True)
         model = str(args.peers / args.model)
         flags = bench_options(model, "auto", args, mode.dtype, mode.prefix_caching)
         ours = Ours(await stack.enter_async_context(served_suite(flags)))
@@ -167,16 +173,28 @@ async def compare(args: argparse.Namespace, mode: Mode, take: Callable[[dict[str
         async with loaded(args, mode, Path(scratch)) as engines:
             agreements = await _agreements(engines, args.agree)
             for rep, item, engine in turns(engines, items, args.repeat, args.once):
-                found = await engine.run(item.workload, item.scale)
+                found = await _run(engine, item) if engine.name in agreements else None
+                if found is None:
+                    agreements.pop(engine.name, None)
+                    continue
                 line = found | mode.fields | {"engine": engine.name, "rep": rep, "start_s": engine.start_seconds}
                 take(line | {"agreement": agreements[engine.name], "agreed_on": str(args.agree)})
 
 
+async def _run(engine: Engine, item: Item) -> dict[str, Any] | None:
+    """Return the figures of a run; None, said on stderr, where a peer failed: the others go on without it."""
+    try:
+        return await engine.run(item.workload, item.scale)
+    except Unavailable as failure:
+        if engine.name == OURS:
+            raise
+        print(f"{engine.name} is left out from here on: {failure}", file=sys.stderr)
+        return None
+
+
 async def _agreements(engines: Sequence[Engine], item: Item) -> dict[str, float]:
-    """Return, for each engine, the share of tokens that it has in common with ours on one workload."""
-    for engine in engines:
-        await engine.run(item.workload, item.scale)
-    outputs = {engine.name: engine.first_outputs() for engine in engines}
+    """Return, for each engine that can run, the share of tokens that it has in common with ours on one workload."""
+    outputs = {engine.name: engine.first_outputs() for engine in engines if await _run(engine, item) is not None}
     return {name: agreement(outputs[OURS], found) for name, found in outputs.items()}
 
 

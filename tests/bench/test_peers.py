@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import textwrap
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import pytest
 from bench import peers
 from bench.checkpoints import SMALL
 from bench.peers import Item, Mode, items_of, turns
+from common.errors import Unavailable
 
 DRIVER = """
     import json, sys
@@ -75,7 +79,13 @@ def folder(tmp_path: Path) -> Path:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    shape: dict[str, Any] = {**SMALL, "vocab_size": 32000, "num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64}
+    shape: dict[str, Any] = {
+        **SMALL,
+        "vocab_size": 32000,
+        "num_hidden_layers": 1,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+    }
     shape = {key: value for key, value in shape.items() if key not in ("architectures", "model_type")}
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(tmp_path / "model")
@@ -104,6 +114,30 @@ def test_a_whole_comparison_runs_through(
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])["figures"]
     assert figures["tok_s_W4_fp32_naive"] == 0.5
     assert figures["ratio_W4_fp32"] == pytest.approx(figures["tok_s_W4_fp32_ours"] / 0.5, rel=1e-4)
+
+
+async def test_a_peer_that_fails_is_left_out_and_the_rest_go_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing(Named):
+        async def run(self, workload: str, scale: float) -> dict[str, Any]:
+            if workload == "W1":
+                raise Unavailable("out of memory")
+            return {}
+
+    engines: list[peers.Engine] = [Named("ours"), Failing("vllm")]
+
+    @asynccontextmanager
+    async def made(*_: object) -> AsyncIterator[list[peers.Engine]]:
+        yield engines
+
+    monkeypatch.setattr(peers, "loaded", made)
+    plan = [Item("W4", 1.0), Item("W1", 1.0), Item("W3", 1.0)]
+    args = argparse.Namespace(plan=plan, agree=Item("W3", 1.0), repeat=1, once=[])
+    lines: list[dict[str, Any]] = []
+    await peers.compare(args, Mode("float32", prefix_caching=False), lines.append)
+    assert [line["engine"] for line in lines] == ["ours", "vllm", "ours", "ours"]
+    assert capsys.readouterr().err == "vllm is left out from here on: out of memory\n"
 
 
 def test_a_folder_that_lacks_a_peer_is_refused(
