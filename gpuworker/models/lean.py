@@ -50,6 +50,14 @@ LeanModel = NativeModel | LeanGpuModel
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What gives the weights of a model by name: as tensors, or as the integers that a checkpoint stores."""
+
+    tensor: TensorOf
+    integers: IntegersOf = lambda _: None
+
+
 def open_lean(
     source: ModelSource, device: torch.device, execution: Execution, backend: Backend
 ) -> tuple[LeanModel, KvGeometry] | None:
@@ -95,21 +103,13 @@ def why_hosted(config: PretrainedConfig, source: ModelSource, device: torch.devi
     return "the native library is not there" if native.best() is None else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Weights:
-    """What gives the weights of a model by name: as tensors, or as the integers that a checkpoint stores."""
-
-    tensor: TensorOf
-    integers: IntegersOf
-
-
 def _open(
     directory: Path, config: PretrainedConfig, source: ModelSource, device: torch.device, backend: Backend
 ) -> tuple[LeanModel, KvGeometry]:
     """Load a model and test it. Raises Unsupported, saying why, where it does not come out right."""
     spec, precision = lean_spec(config), precision_of(source, config)
     assert spec is not None
-    load = _load_native if device.type == "cpu" else _load_on_gpu
+    load = load_native if device.type == "cpu" else load_on_gpu
     try:
         with telling_progress(directory):
             weights = _reader(directory, config, source, precision, device)
@@ -124,8 +124,8 @@ def _open(
     return model, replace(geometry, num_layers=spec.num_layers, window=widest)
 
 
-def _load_native(
-    config: PretrainedConfig, spec: LeanSpec, weights: _Weights, precision: Precision, device: torch.device
+def load_native(
+    config: PretrainedConfig, spec: LeanSpec, weights: Weights, precision: Precision, device: torch.device
 ) -> tuple[NativeModel, WeightsOf]:
     """Return a model for the native library, and the weights that it multiplies by."""
     library = native.best()
@@ -136,8 +136,8 @@ def _load_native(
     return model, reader.dequantised
 
 
-def _load_on_gpu(
-    config: PretrainedConfig, spec: LeanSpec, weights: _Weights, precision: Precision, device: torch.device
+def load_on_gpu(
+    config: PretrainedConfig, spec: LeanSpec, weights: Weights, precision: Precision, device: torch.device
 ) -> tuple[LeanGpuModel, WeightsOf]:
     """Return a model in torch's products and Triton's kernels, and the weights that it multiplies by."""
     fused = fused_weights(spec, weights.tensor, precision.dtype, device)
@@ -147,10 +147,10 @@ def _load_on_gpu(
 
 def _reader(
     directory: Path, config: PretrainedConfig, source: ModelSource, precision: Precision, device: torch.device
-) -> _Weights:
+) -> Weights:
     """Return what gives a model's weights: those of the files, or those that the hosted path would draw."""
     if source.load_format == "dummy":
         drawn = random_module(config, precision.dtype, source.seed, device).state_dict()
-        return _Weights(drawn.__getitem__, lambda _: None)
+        return Weights(drawn.__getitem__)
     checkpoint = Checkpoint(directory)
-    return _Weights(lambda name: checkpoint.tensor(name, precision.dtype), checkpoint.integers)
+    return Weights(lambda name: checkpoint.tensor(name, precision.dtype), checkpoint.integers)

@@ -14,7 +14,7 @@ from gpuworker import memory
 from gpuworker.kernels import torch_elementwise
 from gpuworker.kernels.torch_attention import TorchAttention
 from gpuworker.memory import MemoryOptions, plan_memory
-from gpuworker.models.lean import load_on_gpu, why_hosted
+from gpuworker.models.lean import Weights, load_on_gpu, why_hosted
 from gpuworker.models.lean_gpu import LeanGpuModel
 from gpuworker.models.lean_gpu_weights import fused_weights, random_weights
 from gpuworker.models.loader import ModelSource
@@ -93,7 +93,7 @@ def test_random_weights_have_the_shapes_of_a_checkpoint(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama, tied, scaled", "qwen2, a window above", "qwen3 with biases"])
 def test_the_start_up_test_passes_on_the_layers_that_it_runs(name: str) -> None:
     case = make_case(name)
-    model = load_on_gpu(case.config, case.tensor, Precision(torch.float32, "float32"), CPU)
+    model, _ = load_on_gpu(case.config, case.spec, Weights(case.tensor), Precision(torch.float32, "float32"), CPU)
     geometry = self_test(case.hosted, TorchAttention, model.only(range(3)))
     assert (geometry.num_layers, geometry.num_kv_heads) == (3, case.spec.num_kv_heads)
     assert model.only([2]).spec.windows == (case.spec.windows[2],)
