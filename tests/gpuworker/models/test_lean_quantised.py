@@ -46,9 +46,8 @@ def lean(case: Case, read: LinearReader, level: str = levels_here()[-1]) -> Nati
 
 def error(case: Case, model: NativeModel, read: LinearReader, level: str = levels_here()[-1]) -> float:
     """Return the worst relative error of logits against transformers on the dequantised weights."""
-    reference = HostedModel(
-        lean_reference.reference_part(case.config, case.spec, case.tensor, read.dequantised, torch.float32)
-    )
+    part = lean_reference.reference_part(case.config, case.spec, case.tensor, read.dequantised, torch.float32)
+    reference = HostedModel(part)
     tokens = case_tokens(case.spec)
     ours, theirs = (
         torch.cat([logits.clone() for logits in steps(runs, attention, tokens)])
