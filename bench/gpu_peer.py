@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, PretrainedConfig
 
 from bench.gpu_driver import Stream, decode_rate
 
@@ -15,11 +15,16 @@ class PeerFailure(Exception):
 
 
 def peer_rate(
-    config: PretrainedConfig, prompts: list[list[int]], output: int, skipped: int, device: torch.device
+    config: PretrainedConfig,
+    prompts: list[list[int]],
+    output: int,
+    skipped: int,
+    device: torch.device,
+    batching: ContinuousBatchingConfig | None = None,
 ) -> float:
     """Return tokens a second while all sequences decode, of the second of two runs, graphs and all.
 
-    Its own choices hold but for the length of outputs: cache, batch, graphs, attention. Raises PeerFailure.
+    Without `batching` its own choices hold: cache, batch, graphs, attention. Raises PeerFailure.
     """
     torch.manual_seed(0)
     with device:
@@ -28,7 +33,7 @@ def peer_rate(
     greedy = GenerationConfig(max_new_tokens=output, do_sample=False, eos_token_id=-1, pad_token_id=0)
     try:
         for _ in range(2):
-            found = module.generate_batch(prompts, greedy, record_timestamps=True, persistent_manager=True)
+            found = module.generate_batch(prompts, greedy, batching, record_timestamps=True, persistent_manager=True)
         module.destroy_cached_continuous_batching_manager()
     except (AttributeError, ImportError, RuntimeError, TypeError, ValueError) as error:
         raise PeerFailure(repr(error)) from error
