@@ -280,13 +280,24 @@ void draw_row(const quire_draw& draw, int64_t index) {
   draw.table[draw.first[index] + position] = static_cast<int32_t>(token);
 }
 
+// As many threads as have some microseconds of work each: a parallel region costs as much, and far more on busy cores.
+int threads_for(const quire_draw& draw) {
+  constexpr int64_t kScan = 1, kExponentials = 8, kEnough = 1 << 17;
+  int64_t passes = 0;
+  for (int32_t i = 0; i < draw.count; ++i) {
+    const quire_draw_row& row = draw.rows[i];
+    passes += kScan + (row.temperature > 0.0f) * kExponentials + (row.logprobs >= 0) * kExponentials;
+  }
+  return static_cast<int>(std::min<int64_t>({draw.threads, draw.count, 1 + passes * draw.vocab / kEnough}));
+}
+
 }  // namespace
 }  // namespace quire
 
 extern "C" int32_t quire_draw_tokens(void* argument) {
   const quire_draw& draw = *static_cast<const quire_draw*>(argument);
   quire::Queue rows;
-  quire::run_team(std::min(draw.threads, draw.count), [&](const quire::Team&) {
+  quire::run_team(quire::threads_for(draw), [&](const quire::Team&) {
     for (int64_t index; (index = rows.take()) < draw.count;) quire::draw_row(draw, index);
   });
   return 0;
