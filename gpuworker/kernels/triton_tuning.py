@@ -65,6 +65,11 @@ class Heads:
         """The wider one."""
         return max(self.tile_k, self.tile_v)
 
+    @property
+    def padded(self) -> bool:
+        """Whether a tile is wider than its heads."""
+        return (self.tile_k, self.tile_v) != (self.head_dim_k, self.head_dim_v)
+
     def partial_floats(self, count: int) -> int:
         """Return what so many partial results take: the outputs of all heads and the weight of each."""
         return count * self.num_heads * (self.head_dim_v + 1)
@@ -138,7 +143,7 @@ def _single(chip: Chip, heads: Heads) -> KernelShape:
 
 
 def _many(chip: Chip, heads: Heads) -> KernelShape:
-    """The largest tiles that spill no registers, as tests/triton_compiled finds."""
+    """The largest tiles that spill no registers under Triton 3.6 and 3.7, as tests/triton_compiled finds."""
     old, quantised = chip.capability < 90, heads.cache_bytes == 1
     if heads.query_bytes == 4:
         # Full float32 products run on the vector units, out of registers: for checking, not for speed.
@@ -147,8 +152,12 @@ def _many(chip: Chip, heads: Heads) -> KernelShape:
         block_m, tile, warps = 32, 16 if quantised else 32, 8
     elif heads.widest > 128:
         block_m, tile, warps = 64, 16 if quantised else 32, 8
+    elif quantised:
+        block_m, tile, warps = 64 if old else 128, 32, 8
+    elif heads.padded:
+        block_m, tile, warps = 64, 32 if old else 64, 8
     else:
-        block_m, tile, warps = 128, 32 if old and (quantised or heads.widest > 64) else 64, 8
+        block_m, tile, warps = 128, 32 if old and heads.widest > 64 else 64, 8
     return _shape(chip, heads, max(block_m, power_of_two(heads.group)), tile, warps)
 
 

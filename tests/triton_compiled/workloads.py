@@ -99,6 +99,7 @@ WORKLOADS: dict[str, Workload] = {
     "gemma2 9b, fp8": Attention(16, 8, 256, 256, "fp8", window=4096, softcap=50.0),
     "gpt-oss": Attention(64, 8, 64, 64, window=128, with_sinks=True),
     "all options, int8": Attention(32, 8, 128, 128, "int8", window=128, softcap=30.0, with_sinks=True),
+    "qwen2 0.5b, int8": Attention(14, 2, 64, 64, "int8"),
     "phi3 mini": Attention(32, 32, 96, 96),
     "deepseek": Attention(16, 16, 192, 128),
     "wide heads": Attention(8, 1, 512, 512),
