@@ -14,7 +14,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import psutil
 
@@ -31,7 +31,7 @@ from gpuworker.model_runner import ModelRunner, RunnerLimits
 from gpuworker.models.native_model import NativeModel
 from gpuworker.sampler import Drawn
 from gpuworker.step_launch import EagerLauncher, LaidOutStep, StepLauncher
-from gpuworker.step_queue import QueuedRunner, QueueExecutor
+from gpuworker.step_queue import QueuedRunner, QueueExecutor, StepTimes
 from gpuworker.token_table import TokenTable
 
 BLOCK_SIZE, PROMPT_TOKENS, WARM_UP = 16, 64, 8
@@ -42,33 +42,26 @@ DRAWS = {
 }
 
 
-@dataclass
-class Spent:
-    """Seconds of the steps of one load: between two steps, and in each of them."""
-
-    idle: list[float] = field(default_factory=list)
-    steps: list[float] = field(default_factory=list)
-
-
 class TimedLauncher:
     """Launches kernel by kernel, and notes when."""
 
-    def __init__(self, launcher: StepLauncher, spent: Spent) -> None:
-        self._launcher, self._spent, self._ended = launcher, spent, time.perf_counter()
+    def __init__(self, launcher: StepLauncher, model: NativeModel, spent: list[StepTimes]) -> None:
+        self._launcher, self._model, self._spent = launcher, model, spent
+        self._ended, self._forward = time.perf_counter(), 0.0
 
     def launch(self, step: LaidOutStep) -> Drawn:
         """See `StepLauncher`."""
         began = time.perf_counter()
         drawn = self._launcher.launch(step)
-        self._spent.idle.append(began - self._ended)
-        self._ended = time.perf_counter()
-        self._spent.steps.append(self._ended - began)
+        ended, forward = time.perf_counter(), sum((self._model.seconds or {}).values())
+        self._spent.append(StepTimes(began - self._ended, ended - began, forward - self._forward))
+        self._ended, self._forward = ended, forward
         return drawn
 
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """Of one step, in seconds: idle before it (median and 90th percentile), beside the forward, forward, CPU."""
+    """Of one step, in seconds; medians but for the 90th percentile and the CPU time, which is a mean."""
 
     idle: float
     idle_p90: float
@@ -77,7 +70,7 @@ class Overhead:
     cpu: float
 
 
-def _runner(plane: DataPlane, way: str, limits: RunnerLimits, blocks: int, spent: Spent) -> ModelRunner:
+def _runner(plane: DataPlane, way: str, limits: RunnerLimits, blocks: int, spent: list[StepTimes]) -> ModelRunner:
     model = plane.model
     assert isinstance(model, NativeModel), "the native library was not built"
     cache = KvCache(plane.identity.kv_geometry, blocks, BLOCK_SIZE, model.device)
@@ -85,11 +78,11 @@ def _runner(plane: DataPlane, way: str, limits: RunnerLimits, blocks: int, spent
     if way == "queue":
         runner = QueuedRunner(model, cache, attention, limits)
         assert isinstance(runner.executor, QueueExecutor)
-        runner.executor.idle = spent.idle
+        runner.executor.spent = spent
         return runner
 
     def launcher(tokens: TokenTable) -> StepLauncher:
-        return TimedLauncher(EagerLauncher(model, attention, tokens), spent)
+        return TimedLauncher(EagerLauncher(model, attention, tokens), model, spent)
 
     return ModelRunner(model, cache, attention, limits, (), launcher)
 
@@ -99,32 +92,34 @@ def measure(plane: DataPlane, way: str, rows: int, steps: int, sampling: Samplin
     length, model = PROMPT_TOKENS + steps + WARM_UP, plane.model
     assert isinstance(model, NativeModel)
     config = AgentConfig(rows * (-(-length // BLOCK_SIZE) + 2), BLOCK_SIZE, 1 << 15, max_num_seqs=rows)
-    limits, spent = RunnerLimits(rows, length, plane.settings.threads or 0), Spent()
-    runner = _runner(plane, way, limits, config.num_blocks, spent)
-    with BenchWorker(runner, config, None) as worker:
+    spent: list[StepTimes] = []
+    model.seconds = {}
+    limits = RunnerLimits(rows, length, plane.settings.threads or 0)
+    with BenchWorker(_runner(plane, way, limits, config.num_blocks, spent), config, None) as worker:
         worker.sampling = sampling
         worker.load(random_prompts(rows, PROMPT_TOKENS, 0), WARM_UP)
-        spent.idle.clear()
-        spent.steps.clear()
-        model.seconds = {}
+        spent.clear()
         before = psutil.Process().cpu_times()
-        seconds = worker.load(random_prompts(rows, PROMPT_TOKENS, 1), steps).seconds
+        worker.load(random_prompts(rows, PROMPT_TOKENS, 1), steps)
         after = psutil.Process().cpu_times()
-    idle = spent.idle[2:]  # the first waits for the load, the second may for the last of its prompts
-    count = len(spent.idle)
-    forward = sum(model.seconds.values()) / count
-    inside = sum(spent.steps) / count if spent.steps else (seconds - sum(spent.idle[1:])) / count
-    cpu = (after.user + after.system - before.user - before.system) / count
-    return Overhead(statistics.median(idle), statistics.quantiles(idle, n=10)[-1], inside - forward, forward, cpu)
+    decodes = spent[2:]  # the first waits for the load, the second may for the last of its prompts
+    idle = [each.idle_before for each in decodes]
+    return Overhead(
+        statistics.median(idle),
+        statistics.quantiles(idle, n=10)[-1],
+        statistics.median(each.took - each.forward for each in decodes),
+        statistics.median(each.forward for each in decodes),
+        (after.user + after.system - before.user - before.system) / len(spent),
+    )
 
 
 def figures_of(name: str, found: Overhead) -> Iterator[tuple[str, float, str]]:
     """Yield name, value and meaning of each figure of one batch size."""
     yield f"idle_us_{name}", 1e6 * found.idle, "between two steps, median"
     yield f"idle_p90_us_{name}", 1e6 * found.idle_p90, "between two steps, 90th percentile"
-    yield f"rest_us_{name}", 1e6 * found.rest, "in a step beside the forward, mean"
-    yield f"forward_us_{name}", 1e6 * found.forward, "forward, mean"
-    yield f"cpu_us_{name}", 1e6 * found.cpu, "CPU time of a step in all threads"
+    yield f"rest_us_{name}", 1e6 * found.rest, "in a step beside the forward, median"
+    yield f"forward_us_{name}", 1e6 * found.forward, "forward, median"
+    yield f"cpu_us_{name}", 1e6 * found.cpu, "CPU time of a step in all threads, mean"
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -61,10 +62,18 @@ class _Described:
     draw: NativeDraw | None = None
 
 
-class QueueExecutor:
-    """Implements `StepExecutor`. While `idle` is a list, the seconds between two steps are appended to it."""
+class StepTimes(NamedTuple):
+    """Seconds: between the step before and this one, in this one, and in its forward (0 unless the model counts)."""
 
-    idle: list[float] | None = None
+    idle_before: float
+    took: float
+    forward: float
+
+
+class QueueExecutor:
+    """Implements `StepExecutor`. While `spent` is a list, the time of each step is appended to it."""
+
+    spent: list[StepTimes] | None = None
 
     def __init__(
         self, model: NativeModel, attention: NativeAttention, tokens: TokenTable, failures: Failures, threads: int
@@ -131,8 +140,9 @@ class QueueExecutor:
     def _collect(self, number: int, step: RunnerStep, described: _Described) -> None:
         """Wait for a step and tell what it drew; its memory is let go of with `described`."""
         status, times = self._queue.wait(number)
-        if self.idle is not None:
-            self.idle.append(times.idle_before)
+        if self.spent is not None:
+            forward = sum(described.run.spent) if described.run is not None else 0.0
+            self.spent.append(StepTimes(times.idle_before, times.took, forward))
         if self._failures.failed(step.generation):
             self._refuse(step)
         elif status:

@@ -280,7 +280,8 @@ void draw_row(const quire_draw& draw, int64_t index) {
   draw.table[draw.first[index] + position] = static_cast<int32_t>(token);
 }
 
-// As many threads as have some microseconds of work each: a parallel region costs as much, and far more on busy cores.
+// All threads where there is work for them, else one: a parallel region takes some microseconds, and far more on busy
+// cores. Never some of them: OpenMP ends the threads that a smaller team leaves out, and starts others for the next one.
 int threads_for(const quire_draw& draw) {
   constexpr int64_t kScan = 1, kExponentials = 8, kEnough = 1 << 17;
   int64_t passes = 0;
@@ -288,7 +289,7 @@ int threads_for(const quire_draw& draw) {
     const quire_draw_row& row = draw.rows[i];
     passes += kScan + (row.temperature > 0.0f) * kExponentials + (row.logprobs >= 0) * kExponentials;
   }
-  return static_cast<int>(std::min<int64_t>({draw.threads, draw.count, 1 + passes * draw.vocab / kEnough}));
+  return draw.count > 1 && passes * draw.vocab > kEnough ? draw.threads : 1;
 }
 
 }  // namespace
