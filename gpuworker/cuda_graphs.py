@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 
 from gpuworker.attention import AttentionBackend, AttentionMetadata
+from gpuworker.devices import free_bytes
 from gpuworker.graph_inputs import GraphInputs, graph_sizes, padded_size
 from gpuworker.kv_cache import KvCache
 from gpuworker.models.hosted import LayerSink
@@ -86,15 +87,16 @@ class CudaRecorder:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()  # one: each stream keeps memory of its own
 
     def record(self, work: Callable[[], None], run: bool) -> Replay:
         """See `Recorder`."""
         if run:
-            stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
-            stream.wait_stream(current)
-            with torch.cuda.stream(stream):
+            current = torch.cuda.current_stream()
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):
                 work()
-            current.wait_stream(stream)
+            current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             work()
@@ -155,13 +157,14 @@ class GraphLauncher:
         self._forward: dict[tuple[int, Hashable], Replay] = {}
         self._greedy: dict[int, Replay] = {}
         self._drawing: dict[int, Replay] = {}
-        began = time.perf_counter()
+        began, free = time.perf_counter(), free_bytes(model.device)
         self._rehearse()
         # The largest first: the memory that it takes is enough for all others.
         for size in reversed(parts.sizes):
             self._capture(size, recorder)
+        taken = (free - free_bytes(model.device)) / (1 << 20)
         seconds = time.perf_counter() - began
-        _log.info("captured %d graphs of decodes, up to %d rows, in %.1f s", self.count, most, seconds)
+        _log.info("captured %d graphs, up to %d rows, in %.1f s and %.0f MiB", self.count, most, seconds, taken)
 
     @property
     def count(self) -> int:

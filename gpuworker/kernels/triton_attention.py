@@ -45,6 +45,7 @@ class TritonAttention:
     ) -> None:
         self._cache, self._device = cache, cache.keys.device
         self._chip, self._tuned = chip or chip_of(self._device), tuned
+        self._tunings: dict[Heads, Tuning] = {}
         native_fp8 = self._chip.capability >= 89
         pools = [
             (keys, values) if native_fp8 else (bytes_of(keys), bytes_of(values)) for keys, values in _layers(cache)
@@ -141,7 +142,9 @@ class TritonAttention:
         return Heads(num_heads, shape.num_kv_heads, *sizes)
 
     def _tuning(self, heads: Heads) -> Tuning:
-        return self._tuned or tuning(self._chip, heads)
+        if heads not in self._tunings:
+            self._tunings[heads] = self._tuned or tuning(self._chip, heads)
+        return self._tunings[heads]
 
     def _work_list(self, step: AttentionMetadata, tuned: Tuning, worth: int | None) -> WorkList:
         return work_list(step, self._cache.block_size, tuned.single_cut, tuned.many_cut, worth)

@@ -88,6 +88,8 @@ def work_list(step: AttentionMetadata, block_size: int, single: Cut, many: Cut, 
     if worth is not None:
         order, shared = shared_prefixes(step.block_table[:decodes], step.context_len[:decodes], block_size, worth)
     queries = _queries(step, order)
+    if not shared and decodes == step.num_rows:
+        return _decodes_alone(_decode_blocks(step, order, np.zeros_like(order)), queries, single)
     stacks, spans = _shared_blocks(shared, order, queries, block_size, many.queries)
     blocks = _joined(stacks, _prefill_blocks(step, many.queries))
     parts, size = blocks.chunks(many)
@@ -111,6 +113,14 @@ def work_list(step: AttentionMetadata, block_size: int, single: Cut, many: Cut, 
         partials,
         merged,
     )
+
+
+def _decodes_alone(rows: _Blocks, queries: Int32Array, single: Cut) -> WorkList:
+    """Cut a step of decodes that share nothing: what most steps are, and the engine waits for it."""
+    parts, size = rows.chunks(single)
+    partials, merged = _number(queries, parts)
+    none = np.empty((0, ITEM_FIELDS), dtype=np.int32)
+    return WorkList(rows.items(parts, size, np.zeros_like(parts), parts > 1), none, queries, partials, merged)
 
 
 def _queries(step: AttentionMetadata, order: Int64Array) -> Int32Array:
