@@ -23,12 +23,12 @@ _RAGGED = Rows((700, 1, 90, 2000, 33, 1024, 5, 130, 4000), (1,) * 9)
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 
 
-def check_attention(device: torch.device, tuned: Tuning | None = None) -> None:
+def check_attention(device: torch.device) -> None:
     """Check all kinds of steps; ends the program at the first that is wrong."""
     for dtype, kv_dtype in itertools.product(_TOLERANCE, ("", "int8", "fp8")):
         kv = kv_dtype or dtype_name(dtype)
         case = make_case(replace(LLAMA_8B, dtype=dtype), _MIXED, kv, device)
-        _check(f"mixed rows, {dtype_name(dtype)} on {kv}", case, TritonAttention(case.cache, tuned=tuned))
+        _check(f"mixed rows, {dtype_name(dtype)} on {kv}", case, TritonAttention(case.cache))
     for name, heads, rows in (
         ("blocks of 64", LLAMA_8B, replace(_MIXED, block_size=64)),
         ("heads of 64, no group", Heads(8, 8, 64), _MIXED),
@@ -44,6 +44,11 @@ def check_attention(device: torch.device, tuned: Tuning | None = None) -> None:
     ragged = make_case(LLAMA_8B, _RAGGED, "bfloat16", device)
     _check_graph("decodes as a graph", ragged, TritonAttention(ragged.cache))
     _check_write(device)
+
+
+def check_case(name: str, case: Case, tuned: Tuning) -> None:
+    """Check one step at tiles of one's own; ends the program when it is wrong."""
+    _check(name, case, TritonAttention(case.cache, tuned=tuned))
 
 
 def planned(case: Case, attention: TritonAttention) -> Callable[[int], torch.Tensor]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench import gpu_attention, gpu_attention_checks, gpu_cases, gpu_engine, gpu_measure
+from bench import gpu_attention, gpu_attention_checks, gpu_cases, gpu_engine, gpu_measure, gpu_tuning
 from bench.gpu_cases import Heads, Rows
 from bench.gpu_driver import Stream, decode_rate
 from bench.gpu_models import TINY, config_of
@@ -80,6 +80,30 @@ def test_attention_is_timed_in_every_kind_of_step(monkeypatch: pytest.MonkeyPatc
     assert found["fp8_over_bf16"] == found["cascade_2x32"] == found["prefill_24_over_flash"] == 1.0
     assert found["prefill_24_tflop_s"] == pytest.approx(2 * 24 * 24 * 4 * 16 / 1e-3 / 1e12)
     assert {value for name, value in found.items() if "over_varlen" in name} == {None}  # it needs a GPU
+
+
+def test_tunings_are_checked_and_ranked(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter((5e-6, 9e-6, 3e-6, 5e-6, 2e-6))
+
+    def next_time(work: Callable[[], object]) -> float:
+        work()
+        return next(times)
+
+    monkeypatch.setattr(gpu_tuning, "graph_seconds", next_time)
+    monkeypatch.setattr(gpu_tuning, "rotation", lambda size, device: 1)
+    monkeypatch.setattr(gpu_tuning, "_small", lambda case: case)
+    monkeypatch.setattr(gpu_tuning, "_SINGLES", ((16, 4, 2, 1), (32, 4, 2, 2)))
+    monkeypatch.setattr(gpu_tuning, "_MANIES", ((32, 16, 4, 1),))
+    monkeypatch.setattr(gpu_tuning, "_PREFILL", 24)
+    monkeypatch.setattr(gpu_tuning, "LLAMA_8B", SMALL)
+    found = list(gpu_tuning.ranked("decode", gpu_tuning.decodes(2, 40, "float32", CPU), 2))
+    assert [(figure.name, round(figure.value or 0)) for figure in found] == [
+        ("decode_today_us", 5),
+        ("decode_1_us", 3),
+        ("decode_2_us", 9),
+    ]
+    assert found[1].note == "tile 32, 4 warps, 2 stages, 2 programs a multiprocessor"
+    assert [round(figure.value or 0) for figure in gpu_tuning.ranked("prefill", gpu_tuning.prefills(CPU), 1)] == [5, 2]
 
 
 def test_the_rate_counts_tokens_while_all_decode() -> None:
