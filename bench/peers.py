@@ -5,7 +5,8 @@
 Ours is the whole suite with its processes apart: client, router, worker and KV manager over gRPC. The peers are called
 in process by their drivers (bench/peer_process.py). For each type and mode all engines are loaded, then take turns;
 those that wait are stopped. With prefix caching every run begins from a cold cache: ours by a salt, vLLM by a reset,
-the others by other ids of the same lengths. Result lines go to --out, from which `bench.plots` draws.
+the others by other ids of the same lengths. Result lines go to --out, from which `bench.plots` draws, and from which
+`python -m bench.ratio_table FILE...` prints the tables again.
 """
 
 from __future__ import annotations
@@ -245,8 +246,11 @@ def main() -> None:
     args.peers = args.peers.expanduser().resolve()
     if lacking := list(missing(args.peers, args.engines, args.model)):
         flags.error("--peers lacks " + ", ".join(lacking))
-    lines = uvloop.run(run(args))
-    print_report(lines, args.out, args.json)
+    try:
+        lines = uvloop.run(run(args))
+    except asyncio.CancelledError:
+        raise SystemExit(f"stopped; what was measured is in {args.out}") from None
+    print_report(lines, [args.out], args.json)
 
 
 if __name__ == "__main__":

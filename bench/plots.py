@@ -10,8 +10,7 @@ figure. Bars are medians over repetitions, with whiskers from least to greatest;
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +20,7 @@ from matplotlib import ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from bench.ratio_table import read_lines
 from bench.ratios import OURS, Lines, Setting, by_engine, median_of, over_fastest
 from bench.workloads import TITLES
 
@@ -148,11 +148,6 @@ def _duration(milliseconds: float) -> str:
     """Return two digits or more, as people write them: 8.5 ms, 120 ms, 3.4 s, 41 s."""
     value, unit = (milliseconds / 1000, "s") if milliseconds >= 1000 else (milliseconds, "ms")
     return f"{value:.0f} {unit}" if value >= 10 or value == int(value) else f"{value:.1f} {unit}"
-
-
-def read_lines(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    """Return the result lines of these files."""
-    return [json.loads(line) for path in paths for line in path.read_text().splitlines() if line]
 
 
 def main() -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from bench.harness import end_with_json
+from bench.harness import end_with_json, parser
 from bench.ratios import OURS, SHORT, Lines, by_engine, median_of, over_fastest, ratio_figures
 
 _WIDTH = 150
@@ -69,12 +70,12 @@ def all_figures(lines: Lines) -> dict[str, float]:
     return figures
 
 
-def print_report(lines: Lines, out: Path, as_json: bool) -> None:
+def print_report(lines: Lines, files: Sequence[Path], as_json: bool) -> None:
     """Print the tables; and, if asked, the JSON object as the last line."""
     console = Console(highlight=False, width=_WIDTH)
     for table in (throughput_table(lines), latency_table(lines), engine_table(lines)):
         console.print(table)
-    console.print(f"result lines: {out}")
+    console.print(f"result lines: {', '.join(map(str, files))}", soft_wrap=True)
     end_with_json("peers", all_figures(lines), as_json)
 
 
@@ -103,3 +104,20 @@ def _spread(lines: Lines, figure: str) -> str:
 def _latency(lines: Lines) -> str:
     first, gap = ([median_of(lines, f"{kind}_p{q}_ms") for q in (50, 99)] for kind in ("ttft", "itl"))
     return f"{first[0]:.0f} / {first[1]:.0f}; {gap[0]:.1f} / {gap[1]:.1f}"
+
+
+def read_lines(paths: Iterable[Path]) -> list[dict[str, Any]]:
+    """Return the result lines of these files."""
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines() if line]
+
+
+def main() -> None:
+    """Print the tables of files of result lines."""
+    flags = parser(__doc__)
+    flags.add_argument("results", nargs="+", type=Path, help="files of result lines")
+    args = flags.parse_args()
+    print_report(read_lines(args.results), args.results, args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from bench import ratio_table
 from bench.ratio_table import all_figures, print_report
 from bench.ratios import Setting, over_fastest, ratio_figures
 
@@ -72,8 +73,21 @@ def test_every_engine_has_its_speed_memory_and_start() -> None:
 
 
 def test_the_report_shows_all_engines_and_ends_with_json(capsys: pytest.CaptureFixture[str]) -> None:
-    print_report(three_turns(), Path("lines.jsonl"), as_json=True)
+    print_report(three_turns(), [Path("lines.jsonl")], as_json=True)
     *text, last = capsys.readouterr().out.splitlines()
     (row,) = (each for each in text if each.startswith("W1_fp32") and "openvino" in each)
     assert row.split()[-5:] == ["1.25", "(1.00", "to", "1.50)", "openvino"]
     assert json.loads(last)["figures"]["ratio_W1_fp32"] == 1.25
+
+
+def test_tables_are_printed_again_from_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for path, lines in zip(files, (three_turns()[:6], three_turns()[6:]), strict=True):
+        path.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    monkeypatch.setattr("sys.argv", ["bench.ratio_table", *map(str, files), "--json"])
+    ratio_table.main()
+    *text, last = capsys.readouterr().out.splitlines()
+    assert json.loads(last)["figures"] == {key: round(value, 6) for key, value in all_figures(three_turns()).items()}
+    assert text[-1] == f"result lines: {files[0]}, {files[1]}"
