@@ -37,8 +37,8 @@ class EngineSettings(Settings):
     quantization: Quantization = Field(
         "none",
         description="how linear layers hold their weights: int8 and int4 quantise weights alone, w8a8 activations too; "
-        "auto: by the shape of each layer, where it gains, said in the log; none: in dtype. More than none only for "
-        "models that run on the native CPU path",
+        "auto: int8, w8a8 or neither by the shape of each layer, timed at start and said in the log; none: as the "
+        "checkpoint has them, in integers too. Other than none only on the lean path of a CPU",
     )
     deterministic: bool = Field(
         False,
