@@ -66,10 +66,15 @@ void attend(const Team& team, const quire_cache& cache, const quire_layer& layer
   float* parts = plan.parts.data();
   const Work work{plan, window, cache, layer, query, out, parts, factor};
   float* scratch = plan.scratch.data() + team.rank() * scratch_floats(cache);
-  const int64_t items = static_cast<int64_t>(window.items.size());
-  for (int64_t at = plan.tickets.take(items, team.size()); at >= 0; at = plan.tickets.take(items, team.size())) {
-    const Item& item = window.items[at];
-    item.tiles ? attend_tiles(work, item, scratch) : attend_rows(work, item, scratch);
+  const auto take = [&]() -> const Item* {
+    const int64_t at = plan.tickets.take(static_cast<int64_t>(window.items.size()), team.size());
+    return at < 0 ? nullptr : &window.items[at];
+  };
+  for (const Item *before = nullptr, *item = take(); item;) {
+    const Item* after = take();
+    item->tiles ? attend_tiles(work, *item, scratch) : attend_rows(work, *item, before, after, scratch);
+    before = item;
+    item = after;
   }
   if (window.merges.empty()) return;
   team.barrier();

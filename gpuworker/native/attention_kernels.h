@@ -50,8 +50,9 @@ void deliver(const Work&, const Query&, int head, Part& part);
 // The query of a head as floats; `to` has room for a multiple of 32, filled up with zeros.
 void load_query(const Work&, int32_t token, int head, float* to);
 
-// Both attend from all queries of an item. `scratch` holds scratch_floats(cache).
-void attend_rows(const Work&, const Item&, float* scratch);
+// Both attend from all queries of an item. `before` and `after` are the member's last item and its next one, or null: the
+// first K and V of an item of rows are fetched while the one before it still computes.
+void attend_rows(const Work&, const Item&, const Item* before, const Item* after, float* scratch);
 void attend_tiles(const Work&, const Item&, float* scratch);
 size_t rows_scratch(const quire_cache&);
 size_t tiles_scratch(const quire_cache&);

@@ -25,30 +25,53 @@ struct Lanes {
   float* acc[Q];
 };
 
-// Fetches what `Bytes` from here lie in. A part of a line is fetched with its first part, which begins where a line does.
-template <size_t Bytes>
-inline void fetch_columns(const void* from) {
-  if (Bytes < 64 && reinterpret_cast<uintptr_t>(from) % 64 >= Bytes) return;
-#pragma GCC unroll 8
-  for (size_t at = 0; at < Bytes; at += 64) __builtin_prefetch(static_cast<const char*>(from) + at, 0, 3);
-}
+// Fetches runs of K or V, a few lines at a time between other work: a core has so many requests under way and no more,
+// and what comes after them waits, so that requests in bursts take turns with the arithmetic instead of hiding behind it.
+class Fetcher {
+ public:
+  // `steps` calls of some() fetch all `bytes` of each of kRuns runs.
+  void start(const void* const* runs, size_t bytes, int steps) {
+    next_run_ = runs;
+    last_run_ = runs + kRuns;
+    lines_ = static_cast<int>((bytes + 63) / 64);
+    left_ = 0;
+    quota_ = (kRuns * lines_ + steps - 1) / steps;
+  }
+  void stop() { next_run_ = last_run_, left_ = 0; }
+
+  void some() {
+    for (int i = 0; i < quota_; ++i) {
+      if (left_ == 0) {
+        if (next_run_ == last_run_) return;
+        at_ = static_cast<const char*>(*next_run_++);
+        left_ = lines_;
+      }
+      __builtin_prefetch(at_, 0, 3);
+      at_ += 64;
+      --left_;
+    }
+  }
+
+ private:
+  const void *const *next_run_ = nullptr, *const *last_run_ = nullptr;
+  const char* at_ = nullptr;
+  int lines_ = 0, left_ = 0, quota_ = 0;
+};
 
 // Multiplies floats; numbers of type T are widened as they are read.
 template <typename T>
 struct Wide {
   using Number = T;
   static constexpr int kWidth = kLanes;  // columns of `accumulate`
+  static constexpr int kAccumulators = 4 * kColumns;
   static constexpr bool kScaled = std::is_same<T, int8_t>::value;
 
   static float pack_query(float*, int) { return 1.0f; }
 
-  // Scores of the sixteen slots of four runs. With Fetch, the four runs of `ahead` are fetched on the way.
-  template <bool Fetch>
-  static Vec scores(const T* const* runs, const T* const* ahead, int dim, const float* query) {
+  // Scores of the sixteen slots of four runs.
+  static Vec scores(const T* const* runs, int dim, const float* query) {
     Vec acc[kLanes];
-    for (int first = 0; first < 4; first += kRunsAtOnce) {
-      dots<Fetch>(runs + first, ahead + first, dim, query, acc + first * kRun);
-    }
+    for (int first = 0; first < 4; first += kRunsAtOnce) dots(runs + first, dim, query, acc + first * kRun);
     return sums(acc);
   }
 
@@ -59,8 +82,8 @@ struct Wide {
   }
 
   // Adds weights · values to `acc`, for `Columns` times kWidth columns from `column`.
-  template <int Q, int Columns, bool Fetch, bool Whole>
-  static void accumulate(const T* const* runs, const T* const* ahead, int dim, int column, const Lanes<Q>& lanes) {
+  template <int Q, int Columns, bool Whole>
+  static void accumulate(const T* const* runs, int dim, int column, const Lanes<Q>& lanes, Fetcher& fetcher) {
     Vec sum[Q][Columns];
     const float* weights = lanes.weights;
 #pragma GCC unroll 8
@@ -72,7 +95,7 @@ struct Wide {
     }
     for (int slot = 0; slot < kTile; ++slot) {
       const T* row = runs[slot / kRun] + (slot % kRun) * dim + column;
-      if (Fetch) fetch_columns<Columns * kLanes * sizeof(T)>(ahead[slot / kRun] + (slot % kRun) * dim + column);
+      if (slot % kRun == 0) fetcher.some();
 #pragma GCC unroll 8
       for (int c = 0; c < Columns; ++c) {
         const Vec v = Whole ? Vec::load(row + c * kLanes) : load_first(row, dim - column);
@@ -90,8 +113,7 @@ struct Wide {
   static void put_in_order(float*, int) {}
 
  private:
-  template <bool Fetch>
-  static void dots(const T* const* runs, const T* const* ahead, int dim, const float* query, Vec* out) {
+  static void dots(const T* const* runs, int dim, const float* query, Vec* out) {
     constexpr int kSlots = kRunsAtOnce * kRun;
     Vec acc[kSlots];
 #pragma GCC unroll 16
@@ -101,7 +123,6 @@ struct Wide {
       const Vec q = Vec::load(query + column);
 #pragma GCC unroll 16
       for (int i = 0; i < kSlots; ++i) {
-        if (Fetch) fetch_columns<kLanes * sizeof(T)>(ahead[i / kRun] + (i % kRun) * dim + column);
         acc[i] = fma(Vec::load(runs[i / kRun] + (i % kRun) * dim + column), q, acc[i]);
       }
     }
@@ -126,6 +147,7 @@ struct Bf16Numbers {
   static __m512i load(const bf16* p, __mmask32 mask) { return _mm512_maskz_loadu_epi16(mask, p); }
   static __m512i load(const bf16* p) { return _mm512_loadu_si512(p); }
   static Acc dot(Acc acc, __m512i a, __m512i b) { return dot_bf16(acc, a, b); }
+  static Acc sum(Acc a, Acc b) { return _mm512_add_ps(a, b); }
   static __m512 to_float(Acc acc) { return acc; }
 
   static float pack_query(float* query, int dim) {  // in place: 32 bf16 lie where 16 floats did
@@ -156,6 +178,7 @@ struct Int8Numbers {
     return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   }
   static Acc dot(Acc acc, __m512i a, __m512i b) { return _mm512_dpwssd_epi32(acc, a, b); }
+  static Acc sum(Acc a, Acc b) { return _mm512_add_epi32(a, b); }
   static __m512 to_float(Acc acc) { return _mm512_cvtepi32_ps(acc); }
 
   // To the 16 bits that the largest fills; returns the step. 127 · 32767 · 512 stays below 2^31.
@@ -187,13 +210,13 @@ struct Pairs {
   using Number = typename Numbers::Number;
   using Acc = typename Numbers::Acc;
   static constexpr int kWidth = 2 * kLanes;
+  static constexpr int kAccumulators = 4;  // of four registers
   static constexpr bool kScaled = Numbers::kScaled;
 
   static float pack_query(float* query, int dim) { return Numbers::pack_query(query, padded(dim, kWidth)); }
   static float pack_weights(const Vec (&p)[4], float* to) { return Numbers::pack_weights(p, to); }
 
-  template <bool Fetch>
-  static Vec scores(const Number* const* runs, const Number* const* ahead, int dim, const float* query) {
+  static Vec scores(const Number* const* runs, int dim, const float* query) {
     Acc acc[kLanes];
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; ++i) acc[i] = Numbers::zero();
@@ -202,7 +225,6 @@ struct Pairs {
       const __m512i q = _mm512_loadu_si512(query + column / 2);
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) {
-        if (Fetch) fetch_columns<kWidth * sizeof(Number)>(ahead[i / kRun] + (i % kRun) * dim + column);
         acc[i] = Numbers::dot(acc[i], Numbers::load(runs[i / kRun] + (i % kRun) * dim + column), q);
       }
     }
@@ -220,41 +242,46 @@ struct Pairs {
     return sums(floats);
   }
 
-  template <int Q, int Columns, bool Fetch, bool Whole>
-  static void accumulate(const Number* const* runs, const Number* const* ahead, int dim, int column,
-                         const Lanes<Q>& lanes) {
-    Acc low[Q][Columns], high[Q][Columns];
+  // Even and odd pairs of slots have accumulators of their own: a chain of sums is as slow as each of them is late.
+  template <int Q, int Columns, bool Whole>
+  static void accumulate(const Number* const* runs, int dim, int column, const Lanes<Q>& lanes, Fetcher& fetcher) {
+    Acc low[2][Q][Columns], high[2][Q][Columns];
     const __mmask32 mask = first32(dim - column);
     const float* weights = lanes.weights;
 #pragma GCC unroll 8
     for (int q = 0; q < Q; ++q) {
 #pragma GCC unroll 8
-      for (int c = 0; c < Columns; ++c) start(lanes, q, column + c * kWidth, low[q][c], high[q][c]);
-    }
-    for (int pair = 0; pair < kTile / 2; ++pair) {
-      const int at = (pair % 2) * 2 * dim + column;
-      const Number* row = runs[pair / 2] + at;
-      if (Fetch) {
-        fetch_columns<Columns * kWidth * sizeof(Number)>(ahead[pair / 2] + at);
-        fetch_columns<Columns * kWidth * sizeof(Number)>(ahead[pair / 2] + at + dim);
-      }
-#pragma GCC unroll 8
       for (int c = 0; c < Columns; ++c) {
-        const Number *a = row + c * kWidth, *b = a + dim;
-        const Interleaved v = Whole ? interleave(Numbers::load(a), Numbers::load(b))
-                                    : interleave(Numbers::load(a, mask), Numbers::load(b, mask));
+        start(lanes, q, column + c * kWidth, low[0][q][c], high[0][q][c]);
+        low[1][q][c] = high[1][q][c] = Numbers::zero();
+      }
+    }
+    for (int run = 0; run < kRuns; ++run) {
+      fetcher.some();
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; ++half) {
+        const int at = half * 2 * dim + column;
 #pragma GCC unroll 8
-        for (int q = 0; q < Q; ++q) {
-          const __m512i weight = _mm512_castps_si512(_mm512_set1_ps(weights[q * kTile + pair]));
-          low[q][c] = Numbers::dot(low[q][c], weight, v.low);
-          high[q][c] = Numbers::dot(high[q][c], weight, v.high);
+        for (int c = 0; c < Columns; ++c) {
+          const Number *a = runs[run] + at + c * kWidth, *b = a + dim;
+          const Interleaved v = Whole ? interleave(Numbers::load(a), Numbers::load(b))
+                                      : interleave(Numbers::load(a, mask), Numbers::load(b, mask));
+#pragma GCC unroll 8
+          for (int q = 0; q < Q; ++q) {
+            const __m512i weight = _mm512_castps_si512(_mm512_set1_ps(weights[q * kTile + run * 2 + half]));
+            low[half][q][c] = Numbers::dot(low[half][q][c], weight, v.low);
+            high[half][q][c] = Numbers::dot(high[half][q][c], weight, v.high);
+          }
         }
       }
     }
 #pragma GCC unroll 8
     for (int q = 0; q < Q; ++q) {
 #pragma GCC unroll 8
-      for (int c = 0; c < Columns; ++c) end(lanes, q, column + c * kWidth, low[q][c], high[q][c]);
+      for (int c = 0; c < Columns; ++c) {
+        end(lanes, q, column + c * kWidth, Numbers::sum(low[0][q][c], low[1][q][c]),
+            Numbers::sum(high[0][q][c], high[1][q][c]));
+      }
     }
   }
 
@@ -308,16 +335,22 @@ class RowsKernel {
     totals_ = acc_ + static_cast<size_t>(lanes_) * padded(dv_, 32);
   }
 
-  void run() {
-    const int begin = item_.begin & ~(kTile - 1);
-    load_tile(begin, next_);
-    fetch(next_);
+  // `fetched`: the last item's run has fetched this one's first tile; this one fetches that of `after`, if there is one.
+  void run(bool fetched, const Item* after) {
+    const int begin = first_tile(item_);
+    load_tile(item_, begin, next_);
+    if (!fetched) fetch(next_);
     for (int lane = 0; lane < lanes_; ++lane) open(lane);
     for (int base = begin; base < item_.end; base += kTile) {
       if (work_.plan.deterministic && base > begin && base % kFold == 0) fold_lanes();
       tile_ = next_;
       more_ = base + kTile < item_.end;
-      if (more_) load_tile(base + kTile, next_);
+      if (more_) {
+        load_tile(item_, base + kTile, next_);
+      } else if (after) {
+        load_tile(*after, first_tile(*after), next_);
+        more_ = true;
+      }
       attend_tile(base);
     }
     for (int lane = 0; lane < lanes_; ++lane) close(lane);
@@ -334,9 +367,11 @@ class RowsKernel {
   float* acc(int lane) const { return acc_ + static_cast<size_t>(lane) * padded(dv_, 32); }
   float* total(int lane) const { return totals_ + static_cast<size_t>(lane) * padded(dv_, 32); }
 
-  void load_tile(int base, Tile& tile) const {
+  static int first_tile(const Item& item) { return item.begin & ~(kTile - 1); }
+
+  void load_tile(const Item& item, int base, Tile& tile) const {
     int64_t runs[kRuns];
-    find_runs(work_, item_, base, runs);
+    find_runs(work_, item, base, runs);
     for (int run = 0; run < kRuns; ++run) {
       tile.keys[run] = static_cast<const Number*>(work_.cache.keys) + runs[run] * dk_;
       tile.values[run] = static_cast<const Number*>(work_.cache.values) + runs[run] * dv_;
@@ -401,28 +436,45 @@ class RowsKernel {
     int seeing[kMaxLanes], count = 0;
     for (int lane = 0; lane < lanes_; ++lane) {
       const Query& query = query_of(lane);
-      if (query.first >= base + kTile || query.end <= base) continue;
-      weigh(lane, base, query, weights_ + count * kTile);
-      seeing[count++] = lane;
+      if (query.first < base + kTile && query.end > base) seeing[count++] = lane;
     }
-    int at = 0;
-    for (; at + 4 <= count; at += 4) accumulate<4>(seeing, at);
-    for (; at + 2 <= count; at += 2) accumulate<2>(seeing, at);
-    if (at < count) accumulate<1>(seeing, at);
+    fetch_next(next_.keys, dk_, 5 * count);  // calls in `weigh`
+    for (int i = 0; i < count; ++i) weigh(seeing[i], base, weights_ + i * kTile);
+    int steps = 0;
+    for (int at = 0; at < count; at += lanes_at_once(count - at)) {
+      const int width = columns_at_once(lanes_at_once(count - at)) * Kind::kWidth;
+      steps += kRuns * ((dv_ + width - 1) / width);
+    }
+    fetch_next(next_.values, dv_, steps);
+    for (int at = 0; at < count; at += lanes_at_once(count - at)) {
+      switch (lanes_at_once(count - at)) {
+        case 1: accumulate<1>(seeing, at); break;
+        case 2: accumulate<2>(seeing, at); break;
+        case 3: accumulate<3>(seeing, at); break;
+        default: accumulate<4>(seeing, at);
+      }
+    }
   }
 
-  // Scores of a lane against the tile, and from them the weights of its slots. The lanes share the fetching of the next
-  // tile's K among them: requests that come all at once stall the core.
-  void weigh(int lane, int base, const Query& query, float* weights) {
+  static int lanes_at_once(int left) { return left == 5 || left == 6 ? 3 : std::min(left, 4); }
+
+  void fetch_next(const Number* const* runs, int dim, int steps) {
+    if (more_ && steps) {
+      fetcher_.start(reinterpret_cast<const void* const*>(runs), kRun * sizeof(Number) * dim, steps);
+    } else {
+      fetcher_.stop();
+    }
+  }
+
+  // Scores of a lane against the tile, and from them the weights of its slots.
+  void weigh(int lane, int base, float* weights) {
+    const Query& query = query_of(lane);
     const float* packed = queries_ + static_cast<size_t>(lane) * padded(dk_, 32);
     const Vec factor = Vec::all(factor_[lane]);
     Vec score[4];
     for (int group = 0; group < 4; ++group) {
-      const Number *const *runs = tile_.keys + group * 4, *const *ahead = next_.keys + group * 4;
-      const bool fetches = more_ && group % lanes_ == lane % 4;
-      score[group] = fetches ? Kind::template scores<true>(runs, ahead, dk_, packed)
-                             : Kind::template scores<false>(runs, ahead, dk_, packed);
-      score[group] = score[group] * factor;
+      fetcher_.some();
+      score[group] = Kind::scores(tile_.keys + group * 4, dk_, packed) * factor;
       if (Kind::kScaled) score[group] = score[group] * Vec::load(tile_.key_scales + group * kLanes);
     }
     if (work_.layer.softcap != 0.0f) {
@@ -438,6 +490,7 @@ class RowsKernel {
     const float most = std::max(before, max(max(score[0], score[1]), max(score[2], score[3])).max());
     keep_[lane] = exp2_falling(before - most);
     most_[lane] = most;
+    fetcher_.some();
     for (Vec& some : score) some = exp2_falling(some - Vec::all(most));
     sum_[lane] = fma(sum_[lane], Vec::all(keep_[lane]), (score[0] + score[1]) + (score[2] + score[3]));
     if (Kind::kScaled) {
@@ -458,27 +511,25 @@ class RowsKernel {
       lanes.factor[q] = weight_factor_[lane];
       lanes.acc[q] = acc(lane);
     }
-    at == 0 && more_ ? all_columns<Q, true>(lanes) : all_columns<Q, false>(lanes);
-  }
-
-  template <int Q, bool Fetch>
-  void all_columns(const Lanes<Q>& lanes) {
-    constexpr int kAtOnce = Q * kColumns <= 8 ? kColumns : kColumns / 2 > 0 ? kColumns / 2 : 1;
+    constexpr int kAtOnce = columns_at_once(Q);
     int column = 0;
     for (; column + kAtOnce * Kind::kWidth <= dv_; column += kAtOnce * Kind::kWidth) {
-      Kind::template accumulate<Q, kAtOnce, Fetch, true>(tile_.values, next_.values, dv_, column, lanes);
+      Kind::template accumulate<Q, kAtOnce, true>(tile_.values, dv_, column, lanes, fetcher_);
     }
     for (; column + Kind::kWidth <= dv_; column += Kind::kWidth) {
-      Kind::template accumulate<Q, 1, Fetch, true>(tile_.values, next_.values, dv_, column, lanes);
+      Kind::template accumulate<Q, 1, true>(tile_.values, dv_, column, lanes, fetcher_);
     }
-    if (column < dv_) Kind::template accumulate<Q, 1, Fetch, false>(tile_.values, next_.values, dv_, column, lanes);
+    if (column < dv_) Kind::template accumulate<Q, 1, false>(tile_.values, dv_, column, lanes, fetcher_);
   }
+
+  static constexpr int columns_at_once(int lanes) { return std::max(1, std::min(kColumns, Kind::kAccumulators / lanes)); }
 
   const Work& work_;
   const Item& item_;
   const int dk_, dv_, lanes_;
   float *queries_, *weights_, *acc_, *totals_;
   Tile tile_, next_;
+  Fetcher fetcher_;
   bool more_ = false;
   float factor_[kMaxLanes], most_[kMaxLanes], keep_[kMaxLanes], weight_factor_[kMaxLanes];
   float total_most_[kMaxLanes], total_sum_[kMaxLanes];
@@ -486,8 +537,9 @@ class RowsKernel {
 };
 
 template <typename Kind>
-void run(const Work& work, const Item& item, float* scratch) {
-  RowsKernel<Kind>(work, item, scratch).run();
+void run(const Work& work, const Item& item, const Item* before, const Item* after, float* scratch) {
+  // An item of tiles between would have taken the fetched lines' place.
+  RowsKernel<Kind>(work, item, scratch).run(before && !before->tiles, after && !after->tiles ? after : nullptr);
 }
 
 }  // namespace
@@ -496,16 +548,16 @@ size_t rows_scratch(const quire_cache& cache) {
   return static_cast<size_t>(kMaxLanes) * (padded(cache.head_dim_k, 32) + kTile + 2 * padded(cache.head_dim_v, 32));
 }
 
-void attend_rows(const Work& work, const Item& item, float* scratch) {
+void attend_rows(const Work& work, const Item& item, const Item* before, const Item* after, float* scratch) {
   switch (work.cache.type) {
-    case QUIRE_F32: return run<Wide<float>>(work, item, scratch);
-    case QUIRE_F16: return run<Wide<f16>>(work, item, scratch);
+    case QUIRE_F32: return run<Wide<float>>(work, item, before, after, scratch);
+    case QUIRE_F16: return run<Wide<f16>>(work, item, before, after, scratch);
 #if defined(QUIRE_PAIRS)
-    case QUIRE_BF16: return run<Pairs<Bf16Numbers>>(work, item, scratch);
-    default: return run<Pairs<Int8Numbers>>(work, item, scratch);
+    case QUIRE_BF16: return run<Pairs<Bf16Numbers>>(work, item, before, after, scratch);
+    default: return run<Pairs<Int8Numbers>>(work, item, before, after, scratch);
 #else
-    case QUIRE_BF16: return run<Wide<bf16>>(work, item, scratch);
-    default: return run<Wide<int8_t>>(work, item, scratch);
+    case QUIRE_BF16: return run<Wide<bf16>>(work, item, before, after, scratch);
+    default: return run<Wide<int8_t>>(work, item, before, after, scratch);
 #endif
   }
 }
