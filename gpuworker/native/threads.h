@@ -8,6 +8,16 @@
 
 #include <atomic>
 #include <cstdint>
+#include <thread>
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 namespace quire {
 
@@ -15,17 +25,57 @@ struct Range {
   int64_t begin, end;
 };
 
+// Where members of a team wait for each other. They spin for as long as members come apart on cores of their own; then
+// they sleep: whoever is missing has lost its core to other work, and may need the one that a waiting member spins on.
+class Barrier {
+ public:
+  void wait(int size) {
+    const uint32_t round = round_.load(std::memory_order_acquire);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size) {
+      arrived_.store(0, std::memory_order_relaxed);
+      round_.store(round + 1, std::memory_order_seq_cst);
+      if (sleepers_.load(std::memory_order_seq_cst)) wake();
+      return;
+    }
+    for (int spin = 0; spin < kSpins; ++spin) {
+      if (round_.load(std::memory_order_acquire) != round) return;
+      relax();
+    }
+    sleepers_.fetch_add(1, std::memory_order_seq_cst);
+    while (round_.load(std::memory_order_seq_cst) == round) sleep(round);
+    sleepers_.fetch_sub(1, std::memory_order_relaxed);
+  }
+
+ private:
+  static constexpr int kSpins = 2000;  // some 30 to 100 microseconds
+
+  static void relax() {
+#if defined(__x86_64__)
+    _mm_pause();
+#endif
+  }
+#if defined(__linux__)
+  void sleep(uint32_t round) { syscall(SYS_futex, &round_, FUTEX_WAIT_PRIVATE, round, nullptr, nullptr, 0); }
+  void wake() { syscall(SYS_futex, &round_, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0); }
+#else
+  void sleep(uint32_t) { std::this_thread::yield(); }
+  void wake() {}
+#endif
+
+  alignas(64) std::atomic<int> arrived_{0};
+  alignas(64) std::atomic<uint32_t> round_{0};
+  std::atomic<int> sleepers_{0};
+};
+
 class Team {
  public:
-  Team(int rank, int size) : rank_(rank), size_(size) {}
+  Team(int rank, int size, Barrier* barrier) : rank_(rank), size_(size), barrier_(barrier) {}
   int rank() const { return rank_; }
   int size() const { return size_; }
 
   // Waits for all members; what they wrote before it is seen after it.
   void barrier() const {
-    if (size_ > 1) {
-#pragma omp barrier
-    }
+    if (size_ > 1) barrier_->wait(size_);
   }
 
   // The contiguous part of [0, count) that is this member's, in units of `grain`.
@@ -37,6 +87,7 @@ class Team {
 
  private:
   int rank_, size_;
+  Barrier* barrier_;
 };
 
 // Hands out [0, count) piece by piece to whoever comes: a member that is slow, because its core has other work, takes
@@ -54,11 +105,12 @@ class Queue {
 template <typename Body>
 void run_team(int threads, Body&& body) {
   if (threads <= 1) {
-    body(Team(0, 1));
+    body(Team(0, 1, nullptr));
     return;
   }
+  Barrier barrier;
 #pragma omp parallel num_threads(threads)
-  body(Team(omp_get_thread_num(), omp_get_num_threads()));
+  body(Team(omp_get_thread_num(), omp_get_num_threads(), &barrier));
 }
 
 }  // namespace quire
