@@ -17,6 +17,7 @@ from gpuworker.kernels.work_list import ITEM_FIELDS, QUERY_FIELDS
 
 LOG2_E = 1.4426950408889634
 _LOG2_E = tl.constexpr(LOG2_E)
+_LARGEST_HALF = tl.constexpr(65504.0)
 _ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
 _QUERY_FIELDS = tl.constexpr(QUERY_FIELDS)
 
@@ -49,11 +50,7 @@ def _attend_tiles(
     key_scales,
     value_scales,
     table,
-    keys_block,
-    keys_slot,
-    values_block,
-    values_slot,
-    scales_block,
+    kv_head,
     scale,
     softcap,
     window,
@@ -62,6 +59,8 @@ def _attend_tiles(
     WINDOWED: tl.constexpr,
     SOFTCAPPED: tl.constexpr,
     QUANTISED: tl.constexpr,
+    LIFT: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     HEAD_DIM_K: tl.constexpr,
@@ -70,9 +69,10 @@ def _attend_tiles(
 ):
     """Attend from `query` [M, K] over tiles of positions that begin at `first`, up to `stop`; update the softmax.
 
-    acc [M, V], total [M] and peak [M] are its weighted sum, sum and maximum (as power of two) so far. MASKED tiles look
-    at each score's position, and at `end`; in the others every query sees every position. `position` is [M], or one for
-    all with ONE_QUERY, where nothing before `end` lies behind it.
+    acc [M, V] and peak [M] are its weighted sum and maximum (as power of two) so far, `total` its sum: [M], or with
+    ONE_QUERY [M, TILE], which is summed up at the end, because there a tile is spread over warps that would have to
+    wait for each other. MASKED tiles look at each score's position, and at `end`; in the others every query sees every
+    position. `position` is [M], or one for all with ONE_QUERY, where nothing before `end` lies behind it.
     """
     TILE_K: tl.constexpr = query.shape[1]
     TILE_V: tl.constexpr = acc.shape[1]
@@ -81,17 +81,17 @@ def _attend_tiles(
     dim_v = tl.arange(0, TILE_V)
     for start in range(first, stop, TILE):
         at = start + in_tile
+        # A slot of a head is one row of a pool, in all pools alike. Counted in rows, its place takes 32 bits, and one
+        # multiplication by a constant makes an address of it. Tiles begin at the edge of a block or divide it.
         if BLOCK_SIZE >= TILE:
-            block = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
-            offset = start % BLOCK_SIZE + in_tile
-        elif MASKED:
-            block = tl.load(table + at // BLOCK_SIZE, mask=at < end, other=0).to(tl.int64)
-            offset = at % BLOCK_SIZE
+            block = tl.load(table + start // BLOCK_SIZE)
+            slot = (block * KV_HEADS + kv_head) * BLOCK_SIZE + start % BLOCK_SIZE + in_tile
         else:
-            block = tl.load(table + at // BLOCK_SIZE).to(tl.int64)
-            offset = at % BLOCK_SIZE
-        key_at = keys + (block * keys_block + offset * keys_slot)[:, None] + dim_k[None, :]
-        value_at = values + (block * values_block + offset * values_slot)[:, None] + dim_v[None, :]
+            blocks_at = table + start // BLOCK_SIZE + in_tile // BLOCK_SIZE
+            block = tl.load(blocks_at, mask=at < end, other=0) if MASKED else tl.load(blocks_at)
+            slot = (block * KV_HEADS + kv_head) * BLOCK_SIZE + in_tile % BLOCK_SIZE
+        key_at = keys + slot.to(tl.int64)[:, None] * HEAD_DIM_K + dim_k[None, :]
+        value_at = values + slot.to(tl.int64)[:, None] * HEAD_DIM_V + dim_v[None, :]
         # What lies behind the end is not read, which saves the traffic; a head that is no power of two is padded.
         if MASKED:
             key = tl.load(key_at, mask=(at < end)[:, None] & (dim_k < HEAD_DIM_K)[None, :], other=0.0)
@@ -101,11 +101,7 @@ def _attend_tiles(
             key = tl.load(key_at)
         scores = tl.dot(query, tl.trans(_widened(key, query.dtype)), input_precision=PRECISION)
         if QUANTISED:
-            scales_at = block * scales_block + offset
-            if MASKED:
-                key_scale = tl.load(key_scales + scales_at, mask=at < end, other=0.0)
-            else:
-                key_scale = tl.load(key_scales + scales_at)
+            key_scale = tl.load(key_scales + slot, mask=at < end, other=0.0) if MASKED else tl.load(key_scales + slot)
             scores *= (key_scale * scale)[None, :]
         if SOFTCAPPED:
             if not QUANTISED:
@@ -134,15 +130,17 @@ def _attend_tiles(
         else:
             weights = tl.exp2(scores - pivot[:, None])
         fade = tl.exp2(peak - pivot)
-        total = total * fade + tl.sum(weights, axis=1)
+        total = total * fade[:, None] + weights if ONE_QUERY else total * fade + tl.sum(weights, axis=1)
         acc = acc * fade[:, None]
         peak = new_peak
         if QUANTISED:
             if MASKED:
-                value_scale = tl.load(value_scales + scales_at, mask=at < end, other=0.0)
+                value_scale = tl.load(value_scales + slot, mask=at < end, other=0.0)
             else:
-                value_scale = tl.load(value_scales + scales_at)
-            weights *= value_scale[None, :]
+                value_scale = tl.load(value_scales + slot)
+            weights *= (value_scale * LIFT)[None, :]
+            if LIFT != 1.0:
+                weights = tl.minimum(weights, _LARGEST_HALF)
         if MASKED:
             value = tl.load(value_at, mask=(at < end)[:, None] & (dim_v < HEAD_DIM_V)[None, :], other=0.0)
         elif HEAD_DIM_V != TILE_V:
@@ -173,14 +171,6 @@ def attend_kernel(
     block_table,
     query_token,
     query_head,
-    keys_block,
-    keys_head,
-    keys_slot,
-    values_block,
-    values_head,
-    values_slot,
-    scales_block,
-    scales_head,
     table_row,
     scale,
     softcap,
@@ -199,14 +189,16 @@ def attend_kernel(
     SOFTCAPPED: tl.constexpr,
     WITH_SINKS: tl.constexpr,
     QUANTISED: tl.constexpr,
+    HALVES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Compute one item for one K/V head: into `out` if it is its queries' only part, else as a partial result.
 
-    query [T, H, K] and out [T, H, V] (contiguous), H = KV_HEADS * GROUP; keys and values: one layer of the pools;
-    partial_out [n, H, V] and partial_lse [n, H] float32, the latter as power of two. `scale` holds log2(e), or with
-    SOFTCAPPED 2 / softcap instead. With ONE_QUERY an item has no more, and one loop masks all tiles: where loading
-    bounds, filling and draining the pipeline of loads once more costs more than masks.
+    query [T, H, K] and out [T, H, V] (contiguous), H = KV_HEADS * GROUP; keys, values and their scales: one layer of
+    the pools, contiguous; partial_out [n, H, V] and partial_lse [n, H] float32, the latter as power of two. `scale`
+    holds log2(e), or with SOFTCAPPED 2 / softcap instead. With ONE_QUERY an item has no more, and one loop masks all
+    tiles: where loading bounds, filling and draining the pipeline of loads once more costs more than masks. With HALVES
+    products are of float16 whatever the type of the queries: fp8 widens to it in a third of the instructions.
     """
     item = items + (tl.program_id(0) // KV_HEADS).to(tl.int64) * _ITEM_FIELDS
     kv_head = tl.program_id(0) % KV_HEADS
@@ -236,6 +228,10 @@ def attend_kernel(
         mask=valid[:, None] & (dim_k < HEAD_DIM_K)[None, :],
         other=0.0,
     )
+    if HALVES:
+        q = tl.minimum(tl.maximum(q.to(tl.float32), -_LARGEST_HALF), _LARGEST_HALF).to(tl.float16)
+    # Weights times the scales of V would be lost below the smallest float16 where V is small.
+    LIFT: tl.constexpr = 256.0 if QUANTISED and q.dtype == tl.float16 else 1.0
     acc = tl.zeros((BLOCK_M, TILE_V), dtype=tl.float32)
     total = tl.zeros((BLOCK_M,), dtype=tl.float32)
     peak = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
@@ -244,12 +240,10 @@ def attend_kernel(
         here = valid & (part <= 0)
         peak = tl.load(sinks + head, mask=here, other=float("-inf")).to(tl.float32) * _LOG2_E
         total = tl.where(here, 1.0, 0.0)
+    if ONE_QUERY:
+        total = tl.where(tl.arange(0, TILE)[None, :] == 0, total[:, None], 0.0)
 
     table = block_table + row.to(tl.int64) * table_row
-    keys += kv_head.to(tl.int64) * keys_head
-    values += kv_head.to(tl.int64) * values_head
-    key_scales += kv_head.to(tl.int64) * scales_head
-    value_scales += kv_head.to(tl.int64) * scales_head
     first = begin
     if WINDOWED:
         first += tl.maximum(lowest - window + 1 - begin, 0) // TILE * TILE
@@ -262,26 +256,28 @@ def attend_kernel(
             inner += (tl.maximum(highest - window + 1 - first, 0) + TILE - 1) // TILE * TILE
             acc, total, peak = _attend_tiles(
                 acc, total, peak, q, first, tl.minimum(inner, end), end, position,
-                keys, values, key_scales, value_scales, table,
-                keys_block, keys_slot, values_block, values_slot, scales_block, scale, softcap, window,
-                True, ONE_QUERY, WINDOWED, SOFTCAPPED, QUANTISED, BLOCK_SIZE, TILE, HEAD_DIM_K, HEAD_DIM_V, PRECISION,
+                keys, values, key_scales, value_scales, table, kv_head, scale, softcap, window,
+                True, ONE_QUERY, WINDOWED, SOFTCAPPED, QUANTISED, LIFT,
+                KV_HEADS, BLOCK_SIZE, TILE, HEAD_DIM_K, HEAD_DIM_V, PRECISION,
             )  # fmt: skip
         acc, total, peak = _attend_tiles(
             acc, total, peak, q, inner, edge, end, position,
-            keys, values, key_scales, value_scales, table,
-            keys_block, keys_slot, values_block, values_slot, scales_block, scale, softcap, window,
-            False, ONE_QUERY, WINDOWED, SOFTCAPPED, QUANTISED, BLOCK_SIZE, TILE, HEAD_DIM_K, HEAD_DIM_V, PRECISION,
+            keys, values, key_scales, value_scales, table, kv_head, scale, softcap, window,
+            False, ONE_QUERY, WINDOWED, SOFTCAPPED, QUANTISED, LIFT,
+            KV_HEADS, BLOCK_SIZE, TILE, HEAD_DIM_K, HEAD_DIM_V, PRECISION,
         )  # fmt: skip
     acc, total, peak = _attend_tiles(
         acc, total, peak, q, tl.maximum(inner, edge), end, end, position,
-        keys, values, key_scales, value_scales, table,
-        keys_block, keys_slot, values_block, values_slot, scales_block, scale, softcap, window,
-        True, ONE_QUERY, WINDOWED, SOFTCAPPED, QUANTISED, BLOCK_SIZE, TILE, HEAD_DIM_K, HEAD_DIM_V, PRECISION,
+        keys, values, key_scales, value_scales, table, kv_head, scale, softcap, window,
+        True, ONE_QUERY, WINDOWED, SOFTCAPPED, QUANTISED, LIFT,
+        KV_HEADS, BLOCK_SIZE, TILE, HEAD_DIM_K, HEAD_DIM_V, PRECISION,
     )  # fmt: skip
+    if ONE_QUERY:
+        total = tl.sum(total, axis=1)
 
     # Whoever sees nothing (a padding row, a chunk outside of the window) gets zeros.
     total = tl.where(total > 0.0, total, 1.0)
-    acc = acc / total[:, None]
+    acc = acc / (total * LIFT)[:, None]
     dim_v = tl.arange(0, TILE_V)
     stored = valid[:, None] & (dim_v < HEAD_DIM_V)[None, :]
     if part < 0:

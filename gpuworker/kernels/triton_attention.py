@@ -43,6 +43,8 @@ class TritonAttention:
         tuned: Tuning | None = None,
         cascade_bytes: int | None = CASCADE_BYTES,
     ) -> None:
+        assert cache.keys.is_contiguous()
+        assert cache.values.is_contiguous()
         self._cache, self._device = cache, cache.keys.device
         self._chip, self._tuned = chip or chip_of(self._device), tuned
         self._tunings: dict[Heads, Tuning] = {}
@@ -169,7 +171,6 @@ class TritonAttention:
     ) -> None:
         assert self._step is not None
         keys, values, key_scales, value_scales = self._pools[layer.layer]
-        quantised = self._cache.key_scales is not None
         heads, table, softcap = plan.heads, self._step.device.block_table, layer.softcap
         attend_kernel[(len(items) * heads.num_kv_heads,)](
             query,
@@ -186,14 +187,6 @@ class TritonAttention:
             table,
             query.stride(0),
             query.stride(1),
-            keys.stride(0),
-            keys.stride(1),
-            keys.stride(2),
-            values.stride(0),
-            values.stride(1),
-            values.stride(2),
-            key_scales.stride(0),
-            key_scales.stride(1),
             table.stride(0),
             layer.scale * LOG2_E if softcap is None else 2 * layer.scale / softcap,
             softcap or 0.0,
@@ -211,7 +204,8 @@ class TritonAttention:
             WINDOWED=layer.window is not None,
             SOFTCAPPED=softcap is not None,
             WITH_SINKS=layer.sinks is not None,
-            QUANTISED=quantised,
+            QUANTISED=self._cache.key_scales is not None,
+            HALVES=keys.itemsize == 1 and keys.dtype != torch.int8 and query.dtype != torch.float32,
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
             num_warps=shape.num_warps,
             num_stages=shape.num_stages,

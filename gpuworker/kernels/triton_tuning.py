@@ -135,7 +135,9 @@ def tuning(chip: Chip, heads: Heads) -> Tuning:
 def _single(chip: Chip, heads: Heads) -> KernelShape:
     """Tiles of _STAGE_BYTES, or as many as can be widened in registers where K and V are quantised."""
     if heads.group > 32:
-        return _many(chip, heads)  # so many rows of queries fill a large tile by themselves
+        # So many rows of queries fill a large tile by themselves.
+        large = _many(chip, heads)
+        return _shape(chip, heads, large.block_m, min(large.tile, 64), large.num_warps)
     tile = _power_below(_STAGE_BYTES // ((heads.tile_k + heads.tile_v) * heads.cache_bytes))
     if heads.cache_bytes == 1:
         tile = min(tile, _WIDENED // heads.widest)
@@ -148,16 +150,18 @@ def _many(chip: Chip, heads: Heads) -> KernelShape:
     if heads.query_bytes == 4:
         # Full float32 products run on the vector units, out of registers: for checking, not for speed.
         block_m, tile, warps = 16, 16, 4
-    elif heads.widest > 256:
-        block_m, tile, warps = 32, 16 if quantised else 32, 8
+    elif heads.widest > 256 or (quantised and heads.widest > 128):
+        block_m, tile, warps = 32, 16 if quantised and heads.widest > 256 else 32, 8
     elif heads.widest > 128:
-        block_m, tile, warps = 64, 16 if quantised else 32, 8
+        block_m, tile, warps = 64, 32, 8
     elif quantised:
         block_m, tile, warps = 64 if old else 128, 32, 8
     elif heads.padded:
         block_m, tile, warps = 64, 32 if old else 64, 8
+    elif old:
+        block_m, tile, warps = 128, 64 if heads.widest <= 64 else 32, 8
     else:
-        block_m, tile, warps = 128, 32 if old and heads.widest > 64 else 64, 8
+        block_m, tile, warps = 128, 128 if chip.capability < 100 else 64, 8
     return _shape(chip, heads, max(block_m, power_of_two(heads.group)), tile, warps)
 
 

@@ -93,13 +93,16 @@ def check(
     dtype: torch.dtype = torch.float32,
     tuned: Tuning | None = None,
     chip: Chip = NATIVE_FP8,
+    magnitude: float = 1.0,
 ) -> None:
-    """Compare layers of a random step with float64."""
+    """Compare layers of a random step with float64; `magnitude` is that of the values."""
     given = random_step(case)
+    for values in (given.value, given.cache.values, *(values for _, values in given.past)):
+        values.mul_(magnitude)
     step = retyped(given, cache_dtype, dtype)
     tuned = tuned or small(case.num_heads // case.num_kv_heads)
     attention = TritonAttention(step.cache, chip=chip, tuned=tuned)
     for layer in layers:
         out = attend(step, attention, layer, given)
         assert out.dtype == dtype
-        np.testing.assert_allclose(out.double().numpy(), reference(step, layer), atol=TOLERANCE[dtype])
+        np.testing.assert_allclose(out.double().numpy(), reference(step, layer), atol=magnitude * TOLERANCE[dtype])
