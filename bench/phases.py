@@ -12,7 +12,8 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -54,45 +55,67 @@ def step_seconds(records: Sequence[Record]) -> float:
     )
 
 
-def prefill(worker: BenchWorker, costs: ModelCosts, peak: float, repeat: int) -> dict[str, float]:
-    """Return how fast prompts are computed, and which part of the peak rate of matrix products that is."""
-    seconds = min(
+@dataclass(slots=True)
+class Peaks:
+    """The best rates seen so far: FLOP/s of matrix products, bytes a second of reading.
+
+    They are taken again between measurements: one that another program disturbed would flatter the engine.
+    """
+
+    dtype: torch.dtype
+    threads: int
+    flops: float = 0.0
+    read: float = 0.0
+
+    def take(self) -> None:
+        """Measure both once more."""
+        self.flops = max(self.flops, matmul_rate(self.dtype, self.threads))
+        self.read = max(self.read, read_rate(self.threads))
+
+
+def prefill_seconds(worker: BenchWorker, repeat: int) -> float:
+    """Return the time of the prefills, each of which draws one token."""
+    return min(
         worker.drive(equal_requests(PREFILL_PROMPTS, PREFILL_TOKENS, 1, 100 + turn)).seconds for turn in range(repeat)
     )
-    flops = PREFILL_PROMPTS * costs.flops(0, PREFILL_TOKENS)
-    return {
-        "prefill_tok_s": PREFILL_PROMPTS * PREFILL_TOKENS / seconds,
-        "prefill_flop_fraction": flops / seconds / peak,
+
+
+def decode_seconds(worker: BenchWorker, batch: int, repeat: int) -> float:
+    """Return the time of a step in which so many sequences decode."""
+    workloads = (equal_requests(batch, DECODE_PROMPT, DECODE_OUTPUT, 200 + turn) for turn in range(repeat))
+    return min(step_seconds(tuple(worker.drive(workload).records.values())) for workload in workloads)
+
+
+def fractions(costs: ModelCosts, peaks: Peaks, prefill: float, decodes: Mapping[int, float]) -> dict[str, float]:
+    """Return speeds, and which parts of the peak rates they are; `decodes` has seconds of a step by batch."""
+    found = {
+        "peak_gflop_s": peaks.flops / 1e9,
+        "read_gb_s": peaks.read / 1e9,
+        "prefill_tok_s": PREFILL_PROMPTS * PREFILL_TOKENS / prefill,
+        "prefill_flop_fraction": PREFILL_PROMPTS * costs.flops(0, PREFILL_TOKENS) / prefill / peaks.flops,
     }
-
-
-def decode(worker: BenchWorker, costs: ModelCosts, peak: float, bandwidth: float, repeat: int) -> dict[str, float]:
-    """Return, by batch, how long a step takes, and which part of the peak rates it uses."""
-    found: dict[str, float] = {}
-    for batch in DECODE_BATCHES:
-        workloads = (equal_requests(batch, DECODE_PROMPT, DECODE_OUTPUT, 200 + turn) for turn in range(repeat))
-        runs = (tuple(worker.drive(workload).records.values()) for workload in workloads)
-        seconds = min(map(step_seconds, runs))
-        context = DECODE_PROMPT + DECODE_OUTPUT / 2
+    context = DECODE_PROMPT + DECODE_OUTPUT / 2
+    for batch, seconds in decodes.items():
         found |= {
             f"decode{batch}_step_ms": 1e3 * seconds,
-            f"decode{batch}_read_fraction": costs.decode_bytes(batch, context) / seconds / bandwidth,
-            f"decode{batch}_flop_fraction": costs.decode_flops(batch, context) / seconds / peak,
+            f"decode{batch}_read_fraction": costs.decode_bytes(batch, context) / seconds / peaks.read,
+            f"decode{batch}_flop_fraction": costs.decode_flops(batch, context) / seconds / peaks.flops,
         }
     return found
 
 
 def of_phases(plane: DataPlane, threads: int, repeat: int) -> dict[str, float]:
     """Return the figures of prefill and decode of a loaded model."""
-    weight_bytes, dtype = float(plane.model.dtype.itemsize), plane.model.dtype
-    costs = ModelCosts.of(plane.model.config, weight_bytes, weight_bytes)
-    peak, bandwidth = matmul_rate(dtype, threads), read_rate(threads)
-    found = {"peak_gflop_s": peak / 1e9, "read_gb_s": bandwidth / 1e9}
+    number = float(plane.model.dtype.itemsize)
+    peaks = Peaks(plane.model.dtype, threads)
+    peaks.take()
     with BenchWorker(plane.runner, plane.agent_config(), None, plane.identity.kv_geometry) as worker:
         worker.drive(warm_up())
-        found |= prefill(worker, costs, peak, repeat)
-        found |= decode(worker, costs, peak, bandwidth, repeat)
-    return found
+        prefill = prefill_seconds(worker, repeat)
+        peaks.take()
+        decodes = {batch: decode_seconds(worker, batch, repeat) for batch in DECODE_BATCHES}
+    peaks.take()
+    return fractions(ModelCosts.of(plane.model.config, number, number), peaks, prefill, decodes)
 
 
 NOTES = {

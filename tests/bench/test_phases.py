@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
-from bench import block_sizes, paged_attention
+from bench import block_sizes, paged_attention, phases
 from bench.closed_loop import Record
-from bench.phases import equal_requests, step_seconds
+from bench.model_costs import ModelCosts
+from bench.phases import Peaks, equal_requests, fractions, step_seconds
 from bench.rates import fastest_in_turns, matmul_rate, read_rate
 from bench.workloads import Request
 
@@ -20,6 +23,25 @@ def test_a_decode_step_counts_while_all_decode() -> None:
     """The gap of 9 s is from before the second request's first token, that of 5 s from after the first one's end."""
     first, second = record([0.0, 9.0, 10.0, 11.0, 12.0]), record([9.5, 10.5, 11.5, 16.5])
     assert step_seconds([first, second]) == 1.0
+
+
+def test_fractions_are_of_the_best_rates_seen() -> None:
+    costs = ModelCosts(4, 6, 2, 2, 1, 3, 10, weight_bytes=2, kv_bytes=2)
+    found = fractions(costs, Peaks(torch.float32, 1, flops=2e9, read=1e9), prefill=4.0, decodes={8: 0.5})
+    assert (found["peak_gflop_s"], found["read_gb_s"], found["prefill_tok_s"]) == (2.0, 1.0, 8 * 1024 / 4)
+    assert found["prefill_flop_fraction"] == pytest.approx(8 * costs.flops(0, 1024) / 4 / 2e9)
+    assert found["decode8_step_ms"] == 500
+    assert found["decode8_read_fraction"] == pytest.approx(costs.decode_bytes(8, 536) / 0.5 / 1e9)
+    assert found["decode8_flop_fraction"] == pytest.approx(costs.decode_flops(8, 536) / 0.5 / 2e9)
+
+
+def test_a_disturbed_measurement_does_not_lower_a_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(phases, "matmul_rate", partial(matmul_rate, order=64))
+    monkeypatch.setattr(phases, "read_rate", partial(read_rate, size=1 << 16))
+    peaks = Peaks(torch.float32, 1, flops=1e30, read=1.0)
+    peaks.take()
+    assert peaks.flops == 1e30
+    assert peaks.read > 1.0
 
 
 def test_equal_requests_are_equal_in_length_alone() -> None:
