@@ -85,5 +85,3 @@ class StepExecutor(Protocol):
     def close(self) -> None:
         """Finish what was submitted."""
         ...
-
-
