@@ -20,6 +20,7 @@ from matplotlib import ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from bench.peer_process import PEERS
 from bench.ratio_table import read_lines
 from bench.ratios import OURS, Lines, Setting, by_engine, median_of, over_fastest
 from bench.workloads import TITLES
@@ -102,7 +103,7 @@ def _throughput(axes: Axes, engines: Sequence[str], found: dict[str, Any]) -> No
     most = 0.0
     for place, name in enumerate(engines):
         if name not in found:
-            _absent(axes, place)
+            _absent(axes, place, name)
             continue
         values = [float(line["output_tok_s"]) for line in found[name]]
         middle, most = median_of(found[name], "output_tok_s"), max(most, *values)
@@ -119,7 +120,7 @@ def _latencies(axes: Axes, engines: Sequence[str], found: dict[str, Any], kind: 
     seen = []
     for place, name in enumerate(engines):
         if name not in found:
-            _absent(axes, place)
+            _absent(axes, place, name)
             continue
         middle, high = (max(0.1, median_of(found[name], f"{kind}_p{q}_ms")) for q in (50, 99))
         seen += [middle, high]
@@ -138,10 +139,9 @@ def _label(axes: Axes, text: str, where: tuple[float, float], name: str) -> None
     axes.annotate(text, where, (6, 0), textcoords="offset points", va="center", fontsize=7.5, fontweight=weight)
 
 
-def _absent(axes: Axes, place: int) -> None:
-    axes.annotate(
-        "no prefix cache", (0.02, place), xycoords=("axes fraction", "data"), va="center", color=_QUIET, fontsize=7.5
-    )
+def _absent(axes: Axes, place: int, name: str) -> None:
+    why = "not run" if name == OURS or PEERS[name].caches else "no prefix cache"
+    axes.annotate(why, (0.02, place), xycoords=("axes fraction", "data"), va="center", color=_QUIET, fontsize=7.5)
 
 
 def _duration(milliseconds: float) -> str:

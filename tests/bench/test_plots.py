@@ -22,7 +22,7 @@ def test_each_setting_has_a_column_and_ours_stands_first() -> None:
     assert axes[0].get_title("right") == "1.25×"
     assert axes[1].get_title("right") == "", "no peer ran there"
     words = {text.get_text() for text in axes[1].texts}
-    assert words == {"90", "no prefix cache"}
+    assert words == {"90", "no prefix cache", "not run"}
 
 
 @pytest.mark.parametrize(
