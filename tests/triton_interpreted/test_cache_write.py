@@ -141,3 +141,4 @@ def test_qkv_is_split_normed_turned_and_written(dtype: str, heads: int, normed: 
     ):
         bound = ERROR[dtype] * given.abs().amax(dim=-1, keepdim=True) + error
         assert ((pool - given).abs() <= bound).all()
+    assert not cache.values[1 - LAYER].float().any()  # where slot -1 of this layer would lie
