@@ -148,7 +148,9 @@ struct Bf16Numbers {
   static __m512i load(const bf16* p) { return _mm512_loadu_si512(p); }
   static Acc dot(Acc acc, __m512i a, __m512i b) { return dot_bf16(acc, a, b); }
   static Acc sum(Acc a, Acc b) { return _mm512_add_ps(a, b); }
-  static __m512 to_float(Acc acc) { return acc; }
+  static Vec sums(const Acc (&acc)[kLanes]) {
+    return {sum_lanes(acc, [](Acc a, Acc b) { return _mm512_add_ps(a, b); })};
+  }
 
   static float pack_query(float* query, int dim) {  // in place: 32 bf16 lie where 16 floats did
     for (int i = 0; i < dim; i += 32) {
@@ -179,7 +181,15 @@ struct Int8Numbers {
   }
   static Acc dot(Acc acc, __m512i a, __m512i b) { return _mm512_dpwssd_epi32(acc, a, b); }
   static Acc sum(Acc a, Acc b) { return _mm512_add_epi32(a, b); }
-  static __m512 to_float(Acc acc) { return _mm512_cvtepi32_ps(acc); }
+  static Vec sums(const Acc (&acc)[kLanes]) {
+    __m512 bits[kLanes];
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) bits[i] = _mm512_castsi512_ps(acc[i]);
+    const __m512 whole = sum_lanes(bits, [](__m512 x, __m512 y) {
+      return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(x), _mm512_castps_si512(y)));
+    });
+    return {_mm512_cvtepi32_ps(_mm512_castps_si512(whole))};
+  }
 
   // To the 16 bits that the largest fills; returns the step. 127 · 32767 · 512 stays below 2^31.
   static float pack_query(float* query, int dim) {
@@ -236,10 +246,7 @@ struct Pairs {
         acc[i] = Numbers::dot(acc[i], Numbers::load(runs[i / kRun] + (i % kRun) * dim + column, mask), q);
       }
     }
-    Vec floats[kLanes];
-#pragma GCC unroll 16
-    for (int i = 0; i < kLanes; ++i) floats[i].v = Numbers::to_float(acc[i]);
-    return sums(floats);
+    return Numbers::sums(acc);
   }
 
   // Even and odd pairs of slots have accumulators of their own: a chain of sums is as slow as each of them is late.
@@ -314,8 +321,8 @@ struct Pairs {
   static void end(const Lanes<Q>& lanes, int q, int column, __m512i low, __m512i high) {
     const Vec keep = Vec::all(lanes.keep[q]), factor = Vec::all(lanes.factor[q]);
     float* acc = lanes.acc[q] + column;
-    fma(Vec{Numbers::to_float(low)}, factor, Vec::load(acc) * keep).store(acc);
-    fma(Vec{Numbers::to_float(high)}, factor, Vec::load(acc + kLanes) * keep).store(acc + kLanes);
+    fma(Vec{_mm512_cvtepi32_ps(low)}, factor, Vec::load(acc) * keep).store(acc);
+    fma(Vec{_mm512_cvtepi32_ps(high)}, factor, Vec::load(acc + kLanes) * keep).store(acc + kLanes);
   }
 };
 
@@ -545,7 +552,8 @@ void run(const Work& work, const Item& item, const Item* before, const Item* aft
 }  // namespace
 
 size_t rows_scratch(const quire_cache& cache) {
-  return static_cast<size_t>(kMaxLanes) * (padded(cache.head_dim_k, 32) + kTile + 2 * padded(cache.head_dim_v, 32));
+  const size_t k = padded(cache.head_dim_k, 32), v = padded(cache.head_dim_v, 32);
+  return kMaxLanes * (k + kTile + 2 * v);
 }
 
 void attend_rows(const Work& work, const Item& item, const Item* before, const Item* after, float* scratch) {

@@ -79,24 +79,27 @@ inline Vec counting() {
 
 #if defined(__AVX512F__)
 
-inline Vec sum_up(Vec a, Vec b) {  // of each two neighbouring floats of a 128-bit part, those of a and b interleaved
-  return {_mm512_add_ps(_mm512_unpacklo_ps(a.v, b.v), _mm512_unpackhi_ps(a.v, b.v))};
-}
-inline Vec sum_pairs(Vec a, Vec b) {
-  const __m512d x = _mm512_castps_pd(a.v), y = _mm512_castps_pd(b.v);
-  return {_mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)))};
-}
-inline Vec sum_parts(Vec a, Vec b) {
-  return {_mm512_add_ps(_mm512_shuffle_f32x4(a.v, b.v, 0x88), _mm512_shuffle_f32x4(a.v, b.v, 0xdd))};
-}
-// Lane i is the sum of the lanes of a[i].
-inline Vec sums(const Vec (&a)[kLanes]) {
-  Vec fours[4];
+// Lane i is the sum of the lanes of a[i], by shuffles and `add` of what lies in registers: floats or integers.
+template <typename Add>
+inline __m512 sum_lanes(const __m512 (&a)[kLanes], Add add) {
+  __m512 fours[4];
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
-    fours[i] = sum_pairs(sum_up(a[4 * i], a[4 * i + 1]), sum_up(a[4 * i + 2], a[4 * i + 3]));
+    const __m512 *p = a + 4 * i;
+    const __m512d x = _mm512_castps_pd(add(_mm512_unpacklo_ps(p[0], p[1]), _mm512_unpackhi_ps(p[0], p[1])));
+    const __m512d y = _mm512_castps_pd(add(_mm512_unpacklo_ps(p[2], p[3]), _mm512_unpackhi_ps(p[2], p[3])));
+    fours[i] = add(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
   }
-  return sum_parts(sum_parts(fours[0], fours[1]), sum_parts(fours[2], fours[3]));
+  const auto parts = [&](__m512 x, __m512 y) {
+    return add(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xdd));
+  };
+  return parts(parts(fours[0], fours[1]), parts(fours[2], fours[3]));
+}
+inline Vec sums(const Vec (&a)[kLanes]) {
+  __m512 floats[kLanes];
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) floats[i] = a[i].v;
+  return {sum_lanes(floats, [](__m512 x, __m512 y) { return _mm512_add_ps(x, y); })};
 }
 
 #else

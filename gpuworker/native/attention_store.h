@@ -5,8 +5,8 @@
 #include <cstddef>
 #include <limits>
 
+#include "attention_simd.h"
 #include "quire_cpu.h"
-#include "simd.h"
 
 namespace quire {
 
@@ -30,23 +30,19 @@ template <typename T>
 inline void store_numbers(T* to, const float* from, int count, float most) {
   int i = 0;
   for (; i + kLanes <= count; i += kLanes) finite(Vec::load(from + i), most).store(to + i);
-  if (i == count) return;
-  float padded[kLanes] = {};
-  T rounded[kLanes];
-  std::copy(from + i, from + count, padded);
-  finite(Vec::load(padded), most).store(rounded);
-  std::copy(rounded, rounded + (count - i), to + i);
+  if (i < count) store_first(finite(load_first(from + i, count - i), most), to + i, count - i);
 }
 
 // Returns the scale: stored = round(number / scale), and the largest number becomes 127.
 inline float store_int8(int8_t* to, const float* from, int count) {
-  float largest = 0.0f;
-  for (int i = 0; i < count; ++i) largest = std::max(largest, std::fabs(finite(from[i], kMostFloat)));
-  const float scale = std::max(largest / 127.0f, std::numeric_limits<float>::min());
-  for (int i = 0; i < count; ++i) {
-    const float steps = std::nearbyint(finite(from[i], kMostFloat) / scale);
-    to[i] = static_cast<int8_t>(std::min(std::max(steps, -127.0f), 127.0f));
-  }
+  const int whole = count / kLanes * kLanes, rest = count - whole;
+  Vec largest = Vec::zero();
+  for (int i = 0; i < whole; i += kLanes) largest = max(largest, abs(finite(Vec::load(from + i), kMostFloat)));
+  if (rest) largest = max(largest, abs(finite(load_first(from + whole, rest), kMostFloat)));
+  const float scale = std::max(largest.max() / 127.0f, std::numeric_limits<float>::min());
+  const Vec step = Vec::all(scale);
+  for (int i = 0; i < whole; i += kLanes) (finite(Vec::load(from + i), kMostFloat) / step).store(to + i);
+  if (rest) store_first(finite(load_first(from + whole, rest), kMostFloat) / step, to + whole, rest);
   return scale;
 }
 
