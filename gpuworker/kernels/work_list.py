@@ -62,10 +62,13 @@ class _Blocks:
     highest: Int64Array
 
     def chunks(self, cut: Cut) -> tuple[Int64Array, Int64Array]:
-        """Return for each block the number of its chunks and their size: equal chunks, at least one a block."""
+        """Return for each block the number of its chunks and their size: equal chunks, at least one a block.
+
+        A chunk is about the whole over the items wanted: rounding up would cut in two what is hardly longer than that.
+        """
         length = self.end - self.begin
-        limit = max(cut.smallest, -(-int(length.sum()) // cut.items))
-        parts = np.maximum(-(-length // limit), 1)
+        wanted = max(cut.smallest, -(-int(length.sum()) // cut.items))
+        parts = np.maximum(np.minimum((2 * length + wanted) // (2 * wanted), length // cut.smallest), 1)
         size = np.maximum(-(-length // (parts * cut.tile)), 1) * cut.tile
         return np.maximum(-(-length // size), 1), size
 

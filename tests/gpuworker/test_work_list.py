@@ -55,8 +55,21 @@ def test_a_long_context_is_cut_into_equal_chunks_of_whole_tiles() -> None:
 
 
 def test_no_chunk_is_cut_shorter_than_is_worth_it() -> None:
-    work = work_list(step_of([(33, 1)]), BLOCK, Cut(1, 8, 32, 10), STACKED, None)
-    assert [row[3:5] for row in items(work.single)] == [(0, 24), (24, 34)]
+    assert chunks(34, Cut(1, 8, 32, 10)) == [(0, 34)]
+    assert chunks(64, Cut(1, 8, 32, 10)) == [(0, 32), (32, 64)]
+
+
+def test_what_is_hardly_longer_than_a_chunk_is_not_cut() -> None:
+    """65 positions over 2 items wanted are 33 each; nothing is gained by cutting 49 or fewer of them."""
+    assert chunks(49, Cut(1, 1, 1, 2), rest=16) == [(0, 49)]
+    assert chunks(50, Cut(1, 1, 1, 2), rest=15) == [(0, 25), (25, 50)]
+
+
+def chunks(context: int, cut: Cut, rest: int = 0) -> list[tuple[int, ...]]:
+    """How the context of a decode is cut, beside another one that has `rest`."""
+    rows = [(context - 1, 1)] + [(rest - 1, 1)] * (rest > 0)
+    work = work_list(step_of(rows), BLOCK, cut, STACKED, None)
+    return sorted(row[3:5] for row in items(work.single) if row[0] == 0)
 
 
 def test_a_prefill_with_few_queries_on_a_long_context_is_cut_too() -> None:
