@@ -8,11 +8,12 @@ NATIVE := $(wildcard gpuworker/native/*.cpp gpuworker/native/*.h gpuworker/nativ
 MODEL  ?= gpuworker/demo_model/checkpoint
 TESTS  ?= tests
 JOBS   ?= 0
+BENCH  ?= split
 # More OpenMP threads than cores makes every tensor operation crawl; the tests run several processes at once.
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo up test search check fmt lint types protos protos-baseline pins bench-split bench-waste bench-prefix clean
+.PHONY: help install demo up test search check fmt lint types protos protos-baseline pins bench bench-gpu clean
 
 help: ## List what make can do
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt hatch_build.py $(NATIVE)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Quire needs Python 3.11 or newer; set PYTHON=...")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing what constraints.txt pins into $(VENV); a minute or two the first time."
-	@$(BIN)/python -m pip install --disable-pip-version-check $$(test -t 1 || echo --quiet) -c constraints.txt -e '.[gpuworker,local,dev]'
+	@$(BIN)/python -m pip install --disable-pip-version-check $$(test -t 1 || echo --quiet) -c constraints.txt -e '.[gpuworker,local,bench,dev]'
 	@touch $@
 
 demo: $(STAMP) ## Start the whole stack, ask the demo model a few things, show the cache and a trace, stop
@@ -68,14 +69,12 @@ pins: $(STAMP) ## Write what is installed now into constraints.txt
 	@{ sed -n '/^#/p' constraints.txt; $(BIN)/python -m pip freeze --exclude-editable | sed 's/+[a-z0-9.]*$$//'; } > constraints.new
 	@mv constraints.new constraints.txt && touch $(STAMP)
 
-bench-split: $(STAMP) ## Measure the cost of the manager in a process of its own
-	$(BIN)/python -m bench.split
+bench: $(STAMP) ## Measure (BENCH=split|waste|prefix|engine|serve|peers|phases|cpu_attention|cpu_linear|..., ARGS=...)
+	$(BIN)/python -m bench.$(BENCH) $(ARGS)
 
-bench-waste: $(STAMP) ## Measure the waste of blocks over used slots
-	$(BIN)/python -m bench.waste
-
-bench-prefix: $(STAMP) ## Measure what the prefix cache saves
-	$(BIN)/python -m bench.prefix
+bench-gpu: ## Measure kernels and engine on a GPU: needs torch, triton and transformers alone, of .venv or of PYTHON
+	@for name in attention linear engine; do \
+		$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) -m bench.gpu_$$name || exit $$?; done
 
 clean: ## Remove the environment, caches and run-time files
 	rm -rf $(VENV) .quire .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist *.egg-info
