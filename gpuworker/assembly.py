@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import time
@@ -37,6 +38,7 @@ from gpuworker.models.self_test import self_test
 from gpuworker.step_queue import QueuedRunner
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 
+_log = logging.getLogger(__name__)
 _MAX_NUM_SEQS = {"cuda": 256}
 _MAX_NUM_SEQS_ELSEWHERE = 64
 
@@ -202,6 +204,7 @@ def _fixed_arithmetic(model: HostedModel | LeanModel, geometry: KvGeometry, back
             " bits of other products of matrices depend on how many rows they have"
         )
     refuse_unequal_bits(model, geometry, backend)
+    _log.info("deterministic, like every worker of this arithmetic: %s", model.arithmetic)
     return model.arithmetic
 
 
