@@ -280,10 +280,10 @@ void draw_row(const quire_draw& draw, int64_t index) {
   draw.table[draw.first[index] + position] = static_cast<int32_t>(token);
 }
 
-// All threads where there is work for them, else one: a parallel region takes some microseconds, and far more on busy
+// All threads where one would take some hundred microseconds, else one: a region takes a few, and milliseconds on busy
 // cores. Never some of them: OpenMP ends the threads that a smaller team leaves out, and starts others for the next one.
 int threads_for(const quire_draw& draw) {
-  constexpr int64_t kScan = 1, kExponentials = 8, kEnough = 1 << 17;
+  constexpr int64_t kScan = 1, kExponentials = 8, kEnough = 1 << 22;
   int64_t passes = 0;
   for (int32_t i = 0; i < draw.count; ++i) {
     const quire_draw_row& row = draw.rows[i];

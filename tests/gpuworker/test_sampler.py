@@ -256,7 +256,7 @@ def test_a_row_gets_the_same_bits_wherever_it_stands_in_whichever_batch(threads:
     torch.set_num_threads(threads)
     try:
         asked = [replace(each, seed=n, logprobs=3) for n, each in enumerate([*MANY_CASES.values(), GREEDY])]
-        others = [replace(SamplingParams(top_k=LARGE, logprobs=20), seed=n) for n in range(9)]
+        others = [replace(SamplingParams(top_k=LARGE, logprobs=20), seed=n) for n in range(60)]  # enough for a team
         logits = rounded_logits(len(asked) + len(others))
         params = [*asked, *others]
         together = token_logprobs(draw(logits, params), batch_of(params))
