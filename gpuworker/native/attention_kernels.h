@@ -64,4 +64,38 @@ inline void prefetch(const void* from, size_t bytes) {
   for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch(p + at, 0, 3);
 }
 
+// Fetches runs of K or V, a few lines at a time between other work: a core has so many requests under way and no more,
+// and what comes after them waits, so that requests in bursts take turns with the arithmetic instead of hiding behind it.
+class Fetcher {
+ public:
+  // So many calls of some() fetch all `bytes` of each of kRuns runs; with no calls to come, nothing.
+  template <typename T>
+  void start(const T* const* runs, size_t bytes, int calls) {
+    left_ = 0;
+    next_run_ = reinterpret_cast<const char* const*>(runs);
+    last_run_ = next_run_ + (calls ? kRuns : 0);
+    if (!calls) return;
+    lines_ = static_cast<int>((bytes + 63) / 64);
+    quota_ = (kRuns * lines_ + calls - 1) / calls;
+  }
+
+  void some() {
+    for (int i = 0; i < quota_; ++i) {
+      if (left_ == 0) {
+        if (next_run_ == last_run_) return;
+        at_ = *next_run_++;
+        left_ = lines_;
+      }
+      __builtin_prefetch(at_, 0, 3);
+      at_ += 64;
+      --left_;
+    }
+  }
+
+ private:
+  const char *const *next_run_ = nullptr, *const *last_run_ = nullptr;
+  const char* at_ = nullptr;
+  int lines_ = 0, left_ = 0, quota_ = 0;
+};
+
 }  // namespace quire

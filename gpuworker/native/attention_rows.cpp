@@ -25,39 +25,6 @@ struct Lanes {
   float* acc[Q];
 };
 
-// Fetches runs of K or V, a few lines at a time between other work: a core has so many requests under way and no more,
-// and what comes after them waits, so that requests in bursts take turns with the arithmetic instead of hiding behind it.
-class Fetcher {
- public:
-  // `steps` calls of some() fetch all `bytes` of each of kRuns runs.
-  void start(const void* const* runs, size_t bytes, int steps) {
-    next_run_ = runs;
-    last_run_ = runs + kRuns;
-    lines_ = static_cast<int>((bytes + 63) / 64);
-    left_ = 0;
-    quota_ = (kRuns * lines_ + steps - 1) / steps;
-  }
-  void stop() { next_run_ = last_run_, left_ = 0; }
-
-  void some() {
-    for (int i = 0; i < quota_; ++i) {
-      if (left_ == 0) {
-        if (next_run_ == last_run_) return;
-        at_ = static_cast<const char*>(*next_run_++);
-        left_ = lines_;
-      }
-      __builtin_prefetch(at_, 0, 3);
-      at_ += 64;
-      --left_;
-    }
-  }
-
- private:
-  const void *const *next_run_ = nullptr, *const *last_run_ = nullptr;
-  const char* at_ = nullptr;
-  int lines_ = 0, left_ = 0, quota_ = 0;
-};
-
 // Multiplies floats; numbers of type T are widened as they are read.
 template <typename T>
 struct Wide {
@@ -346,7 +313,12 @@ class RowsKernel {
   void run(bool fetched, const Item* after) {
     const int begin = first_tile(item_);
     load_tile(item_, begin, next_);
-    if (!fetched) fetch(next_);
+    if (!fetched) {
+      for (int run = 0; run < kRuns; ++run) {
+        prefetch(next_.keys[run], kRun * sizeof(Number) * dk_);
+        prefetch(next_.values[run], kRun * sizeof(Number) * dv_);
+      }
+    }
     for (int lane = 0; lane < lanes_; ++lane) open(lane);
     for (int base = begin; base < item_.end; base += kTile) {
       if (work_.plan.deterministic && base > begin && base % kFold == 0) fold_lanes();
@@ -386,13 +358,6 @@ class RowsKernel {
         std::memcpy(tile.key_scales + run * kRun, work_.cache.key_scales + runs[run], kRun * sizeof(float));
         std::memcpy(tile.value_scales + run * kRun, work_.cache.value_scales + runs[run], kRun * sizeof(float));
       }
-    }
-  }
-
-  void fetch(const Tile& tile) const {
-    for (int run = 0; run < kRuns; ++run) {
-      prefetch(tile.keys[run], kRun * sizeof(Number) * dk_);
-      prefetch(tile.values[run], kRun * sizeof(Number) * dv_);
     }
   }
 
@@ -466,11 +431,7 @@ class RowsKernel {
   static int lanes_at_once(int left) { return left == 5 || left == 6 ? 3 : std::min(left, 4); }
 
   void fetch_next(const Number* const* runs, int dim, int steps) {
-    if (more_ && steps) {
-      fetcher_.start(reinterpret_cast<const void* const*>(runs), kRun * sizeof(Number) * dim, steps);
-    } else {
-      fetcher_.stop();
-    }
+    fetcher_.start(runs, kRun * sizeof(Number) * dim, more_ ? steps : 0);
   }
 
   // Scores of a lane against the tile, and from them the weights of its slots.

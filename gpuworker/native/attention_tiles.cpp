@@ -58,6 +58,7 @@ class TilesKernel {
   static constexpr int kPer = Kind::kPer;
   static constexpr bool kStraight = std::is_same<Number, Stored>::value;  // K is read where it lies
   static constexpr bool kScaled = std::is_same<Stored, int8_t>::value;
+  static constexpr int kFetchSteps = 16;  // steps of a product between two fetches
 
  public:
   TilesKernel(const Work& work, const Item& item, float* scratch)
@@ -82,11 +83,21 @@ class TilesKernel {
   }
 
   void run() {
+    const int begin = item_.begin & ~(kTile - 1);
+    find_next(begin);
+    for (int run = 0; run < kRuns; ++run) {
+      prefetch(next_keys_[run], kRun * sizeof(Stored) * dk_);
+      prefetch(next_values_[run], kRun * sizeof(Stored) * dv_);
+    }
     open();
-    for (int base = item_.begin & ~(kTile - 1); base < item_.end; base += kTile) {
+    for (int base = begin; base < item_.end; base += kTile) {
       load_tile(base);
-      score(base);
+      const bool more = base + kTile < item_.end;
+      if (more) find_next(base + kTile);
+      fetcher_.start(next_keys_, kRun * sizeof(Stored) * dk_, more ? score_calls() : 0);
+      score();
       weigh(base);
+      fetcher_.start(next_values_, kRun * sizeof(Stored) * dv_, more ? value_calls() : 0);
       accumulate();
     }
     close();
@@ -117,18 +128,24 @@ class TilesKernel {
   static void put(float& to, float x) { to = x; }
   static void put(bf16& to, float x) { to = to_bf16(x); }
 
-  // Where K of each run lies, and V as `accumulate` wants it.
+  // Where the runs of a tile lie that is to be loaded next.
+  void find_next(int base) {
+    find_runs(work_, item_, base, next_runs_);
+    for (int run = 0; run < kRuns; ++run) {
+      next_keys_[run] = static_cast<const Stored*>(work_.cache.keys) + next_runs_[run] * dk_;
+      next_values_[run] = static_cast<const Stored*>(work_.cache.values) + next_runs_[run] * dv_;
+    }
+  }
+
+  // K of each run as `score` wants it, and V as `accumulate` does.
   void load_tile(int base) {
-    int64_t runs[kRuns];
-    find_runs(work_, item_, base, runs);
     slots_ = std::min(kTile, padded(item_.end - base, kRun));
-    const Stored* keys = static_cast<const Stored*>(work_.cache.keys);
-    const Stored* values = static_cast<const Stored*>(work_.cache.values);
     for (int run = 0; run < slots_ / kRun; ++run) {
-      const Stored *k = keys + runs[run] * dk_, *v = values + runs[run] * dv_;
+      const Stored *k = next_keys_[run], *v = next_values_[run];
       if (kScaled) {
-        std::memcpy(key_scales_ + run * kRun, work_.cache.key_scales + runs[run], kRun * sizeof(float));
-        std::memcpy(value_scales_ + run * kRun, work_.cache.value_scales + runs[run], kRun * sizeof(float));
+        const int64_t at = next_runs_[run];
+        std::memcpy(key_scales_ + run * kRun, work_.cache.key_scales + at, kRun * sizeof(float));
+        std::memcpy(value_scales_ + run * kRun, work_.cache.value_scales + at, kRun * sizeof(float));
       }
       key_stride_ = dk_;
       if (kStraight && dk_ % kPer == 0) {
@@ -207,8 +224,20 @@ class TilesKernel {
     for (; at < vectors_; ++at) body(std::integral_constant<int, 1>(), at * kLanes);
   }
 
+  // How often `score` and `accumulate` fetch.
+  int score_calls() const {
+    int calls = 0;
+    for_vectors([&](auto vectors, int) { calls += (slots_ + rows_at_once(vectors) - 1) / rows_at_once(vectors); });
+    return calls * ((dk_ + kFetchSteps * kPer - 1) / (kFetchSteps * kPer));
+  }
+  int value_calls() const {
+    int calls = 0;
+    for_vectors([&](auto vectors, int) { calls += dv_ / rows_at_once(vectors) + dv_ % rows_at_once(vectors); });
+    return calls * ((slots_ + kFetchSteps * kPer - 1) / (kFetchSteps * kPer));
+  }
+
   // scores [slot][lane] = K · queries · factor.
-  void score(int) {
+  void score() {
     for_vectors([&](auto vectors, int lane) {
       constexpr int V = decltype(vectors)::value, R = rows_at_once(V);
       for (int slot = 0; slot < slots_; slot += R) score_some<V, R>(slot, lane);
@@ -228,13 +257,16 @@ class TilesKernel {
       for (int v = 0; v < V; ++v) acc[r][v] = Kind::zero();
     }
     const Number* query = queries_ + lane * kPer;
-    for (int i = 0; i < dk_; i += kPer, query += wide_ * kPer) {
+    for (int i = 0; i < dk_;) {
+      fetcher_.some();
+      for (const int end = std::min(dk_, i + kFetchSteps * kPer); i < end; i += kPer, query += wide_ * kPer) {
 #pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) {
-        const auto one = Kind::broadcast(rows[r / kRun] + (r % kRun) * key_stride_ + i);
+        for (int r = 0; r < R; ++r) {
+          const auto one = Kind::broadcast(rows[r / kRun] + (r % kRun) * key_stride_ + i);
 #pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) {
-          acc[r][v] = Kind::dot(acc[r][v], one, Kind::load(query + v * kLanes * kPer));
+          for (int v = 0; v < V; ++v) {
+            acc[r][v] = Kind::dot(acc[r][v], one, Kind::load(query + v * kLanes * kPer));
+          }
         }
       }
     }
@@ -342,19 +374,22 @@ class TilesKernel {
       }
     }
     const Number* weights = weights_ + lane * kPer;
-    for (int slot = 0; slot < slots_; slot += kPer, weights += wide_ * kPer) {
-      const Number* row;
-      if constexpr (kPer == 1) {
-        row = value_runs_[slot / kRun] + (slot % kRun) * value_stride_ + column;
-      } else {
-        row = values_ + slot * padded(dv_, 32) + 2 * column;
-      }
+    for (int slot = 0; slot < slots_;) {
+      fetcher_.some();
+      for (const int end = std::min(slots_, slot + kFetchSteps * kPer); slot < end; slot += kPer, weights += wide_ * kPer) {
+        const Number* row;
+        if constexpr (kPer == 1) {
+          row = value_runs_[slot / kRun] + (slot % kRun) * value_stride_ + column;
+        } else {
+          row = values_ + slot * padded(dv_, 32) + 2 * column;
+        }
 #pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) {
-        const auto one = Kind::broadcast(row + r * kPer);
+        for (int r = 0; r < R; ++r) {
+          const auto one = Kind::broadcast(row + r * kPer);
 #pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) {
-          acc[r][v] = Kind::dot(acc[r][v], one, Kind::load(weights + v * kLanes * kPer));
+          for (int v = 0; v < V; ++v) {
+            acc[r][v] = Kind::dot(acc[r][v], one, Kind::load(weights + v * kLanes * kPer));
+          }
         }
       }
     }
@@ -384,6 +419,9 @@ class TilesKernel {
   int slots_ = 0, key_stride_ = 0, value_stride_ = 0;
   int all_from_ = 0, all_to_ = std::numeric_limits<int>::max();  // positions that every lane sees
   const Number *key_runs_[kRuns], *value_runs_[kRuns];
+  int64_t next_runs_[kRuns];
+  const Stored *next_keys_[kRuns], *next_values_[kRuns];
+  Fetcher fetcher_;
   float key_scales_[kTile], value_scales_[kTile];
   alignas(64) float most_[kMaxLanes], sum_[kMaxLanes], keep_[kMaxLanes], first_[kMaxLanes], end_[kMaxLanes];
 };
