@@ -35,7 +35,7 @@ class _Take(ctypes.Structure):
     _fields_ = (*((name, _pointer) for name in ("table", "places", "token_ids")), ("count", ctypes.c_int64))
 
 
-class _WholeStep(ctypes.Structure):
+class WholeStep(ctypes.Structure):
     """quire_whole_step."""
 
     _fields_ = (
@@ -55,7 +55,7 @@ class _WholeStep(ctypes.Structure):
 class _Described:
     """A step as the library takes it, and what must stay until it is over."""
 
-    whole: _WholeStep
+    whole: WholeStep
     copies: npt.NDArray[np.int32]  # [C, 2]
     token_ids: torch.Tensor | None = None
     run: DescribedRun | None = None
@@ -104,7 +104,7 @@ class QueueExecutor:
 
     def _describe(self, step: RunnerStep) -> _Described:
         copies = np.array([(copy.src, copy.dst) for copy in step.copies], dtype=np.int32).reshape(-1, 2)
-        whole = _WholeStep(
+        whole = WholeStep(
             copies=copies.ctypes.data,
             cache=ctypes.pointer(self._attention.cache),
             attention=self._attention.plan,

@@ -18,7 +18,7 @@ from gpuworker.kernels.native import best
 if TYPE_CHECKING:
     from gpuworker.sampler import SampledRow
 
-_ROW = np.dtype(  # quire_draw_row
+ROW = np.dtype(  # quire_draw_row
     [
         ("seed", np.uint64),
         *((name, np.float32) for name in ("temperature", "top_p", "min_p", "repetition", "frequency", "presence")),
@@ -52,7 +52,7 @@ class NativeRows:
         self.bias_ids = np.array([i for each in biases for i, _ in each], dtype=np.int32)
         self.bias_values = np.array([v for each in biases for _, v in each], dtype=np.float32)
         self.end_ids = np.array([i for each in ends for i in each], dtype=np.int32)
-        self.rows = np.zeros(self.count, dtype=_ROW)
+        self.rows = np.zeros(self.count, dtype=ROW)
         for row, into in zip(rows, self.rows, strict=True):
             _describe(row, into)
         for name, counts in (("bias", list(map(len, biases))), ("ends", list(map(len, ends)))):

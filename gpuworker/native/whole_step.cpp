@@ -29,6 +29,9 @@ extern "C" void quire_copy_blocks(const quire_cache* cache, const int32_t* copie
   }
 }
 
+extern "C" int64_t quire_whole_step_bytes(void) { return sizeof(quire_whole_step); }
+extern "C" int64_t quire_draw_row_bytes(void) { return sizeof(quire_draw_row); }
+
 extern "C" int32_t quire_run_step(void* argument) {
   quire_whole_step& whole = *static_cast<quire_whole_step*>(argument);
   quire_copy_blocks(whole.cache, whole.copies, whole.num_copies);

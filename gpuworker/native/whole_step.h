@@ -25,6 +25,10 @@ typedef struct {
 // Runs it; `step` is a quire_whole_step. Returns what quire_llama_forward does. A step without rows only copies.
 QUIRE_API int32_t quire_run_step(void *step);
 
+// Bytes of a quire_whole_step and of a quire_draw_row, for who describes them in another language.
+QUIRE_API int64_t quire_whole_step_bytes(void);
+QUIRE_API int64_t quire_draw_row_bytes(void);
+
 // Copies whole blocks of all layers, in order: a source may be the destination of an earlier copy.
 QUIRE_API void quire_copy_blocks(const quire_cache *cache, const int32_t *copies, int32_t count);
 

@@ -9,8 +9,10 @@ import threading
 import numpy as np
 import pytest
 
+from gpuworker.kernels.cpu_draw import ROW
 from gpuworker.kernels.native import best
 from gpuworker.kernels.step_queue import StepQueue, address_of
+from gpuworker.step_queue import WholeStep
 
 pytestmark = pytest.mark.skipif(best() is None, reason="the native library was not built")
 CALL = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)
@@ -83,3 +85,10 @@ def test_tokens_are_taken_from_the_table() -> None:
     steps.wait(steps.put(address_of(library.quire_take_tokens), ctypes.addressof(take)))
     steps.close()
     assert token_ids.tolist() == [103, 100, 119]
+
+
+def test_python_and_c_agree_on_the_sizes_of_what_passes_between_them() -> None:
+    library = best()
+    assert library is not None
+    sizes = ctypes.sizeof(WholeStep), ROW.itemsize
+    assert (library.quire_whole_step_bytes(), library.quire_draw_row_bytes()) == sizes
