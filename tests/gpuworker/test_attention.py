@@ -8,8 +8,9 @@ import torch
 
 from common.errors import InvalidConfig
 from gpuworker.attention import LayerAttention, backends_on, make_backend
-from gpuworker.kernels import torch_attention
-from tests.gpuworker.attention_reference import Case, random_step, reference
+from gpuworker.kernels import native, torch_attention
+from gpuworker.kernels.torch_attention import TorchAttention
+from tests.gpuworker.attention_reference import Case, in_type, random_step, reference
 
 MIXED = ((7, 1), (30, 1), (1, 1), (45, 1), (0, 9), (13, 6), (0, 1))
 PLAIN = LayerAttention(layer=1, scale=0.3)
@@ -17,6 +18,8 @@ PLAIN = LayerAttention(layer=1, scale=0.3)
 
 @pytest.fixture(params=backends_on("cpu"))
 def backend(request: pytest.FixtureRequest) -> str:
+    if request.param == "native" and native.best() is None:
+        pytest.skip("the native library was not built")
     return str(request.param)
 
 
@@ -98,6 +101,23 @@ def test_what_a_masked_slot_holds_weighs_nothing(backend: str) -> None:
     attention.begin(fresh.metadata)
     out = attention.write_and_attend(PLAIN, fresh.query, fresh.key, fresh.value)
     np.testing.assert_allclose(out.numpy(), reference(fresh, PLAIN), atol=2e-5)
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16", "int8", "fp8"])
+def test_torch_attends_over_what_a_narrow_cache_keeps(kv_dtype: str) -> None:
+    step = in_type(random_step(Case(MIXED)), kv_dtype)
+    attention = TorchAttention(step.cache)
+    attention.begin(step.metadata)
+    out = attention.write_and_attend(PLAIN, step.query, step.key, step.value)
+    np.testing.assert_allclose(out.numpy(), reference(step, PLAIN), atol=2e-5)
+
+
+def test_without_the_native_library_torch_attends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "best", lambda: None)
+    cache = random_step(Case(((0, 1),))).cache
+    assert isinstance(make_backend("auto", cache), TorchAttention)
+    with pytest.raises(InvalidConfig, match="--attention: 'native'; expected auto, torch"):
+        make_backend("native", cache)
 
 
 def test_an_unknown_backend_is_refused_by_name() -> None:
