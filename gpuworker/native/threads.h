@@ -47,7 +47,7 @@ class Barrier {
   }
 
  private:
-  static constexpr int kSpins = 2000;  // some 30 to 100 microseconds
+  static constexpr int kSpins = 500;  // some 10 microseconds
 
   static void relax() {
 #if defined(__x86_64__)
