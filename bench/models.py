@@ -24,13 +24,15 @@ def data_plane(model: str | None, shape: Mapping[str, object] = MEDIUM, **option
         return assemble(GpuWorkerSettings(model=str(folder), load_format=load_format, **options))
 
 
-def cpu_runner(config: AgentConfig) -> tuple[StepRunner, KvGeometry]:
-    """Return a runner of its own model and cache, small, and in float32."""
+def cpu_runner(
+    config: AgentConfig, shape: Mapping[str, object] = SMALL, dtype: str = "float32"
+) -> tuple[StepRunner, KvGeometry]:
+    """Return a runner of its own model and cache on the CPU."""
     plane = data_plane(
         None,
-        SMALL,
+        shape,
         device="cpu",
-        dtype="float32",
+        dtype=dtype,
         kv_blocks=config.num_blocks,
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,

@@ -1,8 +1,8 @@
 """What it costs that the KV manager is a service: an engine over a manager process against one over its own ledger.
 
 Runs go in interleaved pairs, whose order alternates; each pair gives one ratio of throughputs, embedded over remote
-(1.00: the split is free). The simulated step takes 5 ms and holds the GIL for 2 of them; the real one is a random
-Llama-shaped model on the CPU.
+(1.00: the split is free). The simulated step takes 5 ms and holds the GIL for 2 of them; the real ones are random Llama
+shapes on the CPU: a small one, whose steps are so short that they show every cost, and one of 128 million parameters.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import psutil
 
+from bench.checkpoints import MEDIUM
 from bench.harness import median_interval, parser, progress, report
 from bench.models import cpu_runner
 from bench.simulated_runner import SimulatedRunner
@@ -125,12 +126,13 @@ def main() -> None:
     flags.add_argument("--pairs", type=int, default=24, help="interleaved pairs of each kind")
     flags.add_argument("--sequences", type=int, default=64, help="sequences at once")
     flags.add_argument("--output-tokens", type=int, default=96, help="tokens that each draws")
-    flags.add_argument("--only", choices=["sim", "cpu"], help="one kind of step alone")
+    flags.add_argument("--only", choices=["sim", "cpu", "128m"], help="one kind of step alone")
     args = flags.parse_args()
     config = AgentConfig(BLOCKS, BLOCK_SIZE, max_num_seqs=args.sequences)
     kinds: dict[str, tuple[MakeRunner, str]] = {
         "sim": (lambda _: (SimulatedRunner(STEP_SECONDS, HELD_SECONDS), None), "simulated 5 ms step, GIL held for 2"),
-        "cpu": (cpu_runner, "CPU engine"),
+        "cpu": (cpu_runner, "CPU engine, small model"),
+        "128m": (lambda config: cpu_runner(config, MEDIUM, "bfloat16"), "CPU engine, 128 M model in bf16"),
     }
     figures: dict[str, float] = {}
     notes: dict[str, str] = {}
