@@ -380,7 +380,7 @@ extern "C" size_t quire_llama_scratch(const quire_llama* model, int64_t tokens, 
 }
 
 extern "C" int32_t quire_llama_forward(const quire_llama* model, quire_attention* attention, const quire_llama_run* run) {
-  auto& plan = *reinterpret_cast<quire::AttentionPlan*>(attention);  // which is all that a quire_attention is
+  auto& plan = quire::plan_of(attention);
   const int32_t refused = quire::refusal(*model, *run, plan.step.num_tokens);
   if (refused != QUIRE_LLAMA_DONE || !plan.step.num_tokens) return refused;
   for (int n = 0; n < model->num_layers; ++n) quire::prepare(plan, model->layers[n].window);
