@@ -73,7 +73,8 @@ void rotate(float* head, const float* cosine, const float* sine, int half) {
 
 void* row_of(const Input& in, int64_t row) { return static_cast<char*>(in.data) + row * in.stride; }
 
-int64_t item_size(const quire_linear& w) { return input_type(w) == QUIRE_F32 ? 4 : input_type(w) == QUIRE_BF16 ? 2 : 1; }
+// Of the inputs of a product that takes them as floats.
+int64_t item_size(const quire_linear& w) { return input_type(w) == QUIRE_F32 ? 4 : 2; }
 
 // Writes the zeros behind the k inputs of a row that others write, if its product reads any.
 void pad_row(const quire_linear& w, const Input& in, int64_t row) {
@@ -167,7 +168,9 @@ class Clock {
   }
 
  private:
-  static double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+  static double now() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+  }
   double* seconds_;
   double last_ = 0.0;
 };
@@ -251,11 +254,7 @@ class Step {
     const int64_t heads = model_.num_heads + model_.num_kv_heads;
     const Range part = me.team.share(rows * heads);
     for (int64_t item = part.begin; item < part.end; ++item) turn_head(n, layer, item / heads, item % heads);
-    const int64_t grain = rows;  // padding is rare: the first member alone writes it
-    if (me.team.rank() == 0 && row_elements(layer.output) != layer.output.k) {
-      const Input attended = input_at(layer.output, rows, scratch_.attended);
-      for (int64_t row = 0; row < grain; ++row) pad_row(layer.output, attended, row);
-    }
+    if (!needs_put_row(layer.output)) pad_rows(me, layer.output, input_at(layer.output, rows, scratch_.attended), rows);
     me.team.barrier();
     me.clock.mark(QUIRE_PHASE_ROPE);
   }
@@ -320,9 +319,7 @@ class Step {
                input_type(down) == QUIRE_F32 ? QUIRE_STORE_SILU_F32 : QUIRE_STORE_SILU_BF16};
     const bool by_row = needs_put_row(down);
     if (by_row) out = {scratch_.wide, down.k, QUIRE_STORE_SILU_F32};
-    if (!by_row && me.team.rank() == 0 && row_elements(down) != down.k) {
-      for (int64_t row = 0; row < rows; ++row) pad_row(down, inner, row);
-    }
+    if (!by_row) pad_rows(me, down, inner, rows);
     multiply(me, layer.gate_up, in, rows, out);
     if (by_row) put_rows(me, down, inner, rows);
     me.clock.mark(QUIRE_PHASE_GATE_UP);
@@ -338,13 +335,20 @@ class Step {
   }
 
   // Norms rows into the inputs of a product. A barrier at its end.
-  void norm(Member& me, const float* weight, const quire_linear& w, const Input& in, int64_t rows, const float* residual) {
+  void norm(Member& me, const float* weight, const quire_linear& w, const Input& in, int64_t rows,
+            const float* residual) {
     const Range part = me.team.share(rows);
     for (int64_t row = part.begin; row < part.end; ++row) {
       norm_row(residual + row * model_.hidden, weight, model_.norm_eps, w, in, row);
     }
     me.team.barrier();
     me.clock.mark(QUIRE_PHASE_NORM);
+  }
+
+  // Pads rows that other phases fill. Few weights have inputs to pad, so one member does it.
+  void pad_rows(Member& me, const quire_linear& w, const Input& in, int64_t rows) {
+    if (me.team.rank() != 0 || row_elements(w) == w.k) return;
+    for (int64_t row = 0; row < rows; ++row) pad_row(w, in, row);
   }
 
   // Makes inputs of what lies in `wide`. A barrier at its end.
@@ -379,7 +383,8 @@ extern "C" size_t quire_llama_scratch(const quire_llama* model, int64_t tokens, 
   return quire::lay_out(*model, tokens, num_keep, nullptr).bytes;
 }
 
-extern "C" int32_t quire_llama_forward(const quire_llama* model, quire_attention* attention, const quire_llama_run* run) {
+extern "C" int32_t quire_llama_forward(const quire_llama* model, quire_attention* attention,
+                                       const quire_llama_run* run) {
   auto& plan = quire::plan_of(attention);
   const int32_t refused = quire::refusal(*model, *run, plan.step.num_tokens);
   if (refused != QUIRE_LLAMA_DONE || !plan.step.num_tokens) return refused;

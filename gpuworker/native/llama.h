@@ -1,7 +1,8 @@
 // The forward of a step of a model of the Llama family (Llama, Qwen2, Qwen3, Mistral): one call, one parallel region.
 //
-// The residual stream is float32; what goes into a product has that product's type. All work but attention is done row by
-// row, so a row's numbers do not depend on what stands beside it in the step; for attention see `begin` in attention.h.
+// The residual stream is float32; what goes into a product has that product's type. All work but attention is done row
+// by row, so a row's numbers do not depend on what stands beside it in the step; for attention see `begin` in
+// attention.h.
 #pragma once
 
 #include "linear.h"
