@@ -94,6 +94,19 @@ def test_bfloat16_is_about_as_close_to_float32_as_the_hosted_path(name: str, lib
     assert ours.max() < 0.25
 
 
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 2e-5), (torch.bfloat16, 0.25)])
+def test_sizes_need_not_suit_vectors(
+    dtype: torch.dtype, limit: float, library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd = {"hidden_size": 33, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 6}
+    monkeypatch.setitem(CASES, "odd", ("LlamaConfig", odd | {"intermediate_size": 47, "vocab_size": 101}))
+    case = make_case("odd")
+    tokens = case_tokens(case.spec)
+    ours = logits_of(lean(case, library, dtype), NativeAttention(case.cache(), library=library), tokens)
+    theirs = logits_of(case.hosted, TorchAttention(case.cache()), tokens)
+    assert relative(ours, theirs).max() < limit
+
+
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16", "int8"])
 def test_the_type_of_the_cache_is_its_own(kv_dtype: str, library: ctypes.CDLL) -> None:
     case = make_case("qwen3, wide heads")
