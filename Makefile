@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt hatch_build.py $(NATIVE)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Quire needs Python 3.11 or newer; set PYTHON=...")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing what constraints.txt pins into $(VENV); a minute or two the first time."
-	@$(BIN)/python -m pip install --disable-pip-version-check $$(test -t 1 || echo --quiet) -c constraints.txt -e '.[gpuworker,local,bench,dev]'
+	@$(BIN)/python -m pip install --disable-pip-version-check $$(test -t 1 || echo --quiet) -c constraints.txt -e '.[router,kvmanager,gpuworker,cli,local,bench,dev]'
 	@touch $@
 
 demo: $(STAMP) ## Start the whole stack, ask the demo model a few things, show the cache and a trace, stop

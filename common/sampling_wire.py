@@ -9,7 +9,10 @@ from common.types import SamplingParams
 from quire.types.v1 import types_pb2
 
 _REPEATED = {"stop", "stop_token_ids", "logit_bias"}
-_SCALARS: tuple[Any, ...] = tuple(each.name for each in fields(SamplingParams) if each.name not in _REPEATED)
+_ELSEWHERE = {"constraint"}  # a field of the message around it
+_SCALARS: tuple[Any, ...] = tuple(
+    each.name for each in fields(SamplingParams) if each.name not in _REPEATED | _ELSEWHERE
+)
 
 
 def sampling_to_proto(sampling: SamplingParams) -> types_pb2.SamplingParams:

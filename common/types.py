@@ -112,10 +112,27 @@ _IDENTITY_FLAGS = {
 }
 
 
+class ConstraintKind(StrEnum):
+    """The language in which a constraint is written; the names are those of the wire's fields."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    GRAMMAR = "grammar"
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What the whole output must match: a JSON schema, a regular expression, or a grammar in Lark's notation."""
+
+    kind: ConstraintKind
+    text: str
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are drawn, with every default filled in. See `protos/quire/types/v1/types.proto` for ranges.
 
+    `constraint` travels beside the others, not with them: in requests and in submits it has a field of its own.
     `temperature` 0 is greedy, `top_k` 0 keeps all tokens, `logprobs` None returns none, 0 only that of the drawn token.
     """
 
@@ -136,6 +153,7 @@ class SamplingParams:
     logprobs: int | None = None
     n: int = 1
     include_stop: bool = False
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from common.errors import FieldViolation, InvalidRequest
 from common.packing import unpack_hashes, unpack_u32
 from common.sampling_wire import sampling_from_proto
-from common.types import SamplingParams, SequenceId
+from common.types import Constraint, ConstraintKind, SamplingParams, SequenceId
 from gpuworker.core.sequence import NewSequence
 from gpuworker.core.stopping import StopRule
 from gpuworker.ports import EngineLoad, EngineRequest
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
-from quire.types.v1 import types_pb2 as types
 
 LINK_BYTES = 32
 _MASK = (1 << 64) - 1
@@ -31,10 +30,15 @@ def fold_seed(seed: int, index: int) -> int:
     return z ^ (z >> 31)
 
 
-def sampling_params(message: types.SamplingParams, index: int) -> SamplingParams:
+def sampling_params(message: pb.Submit) -> SamplingParams:
     """Return the sampling of one sequence; the router has filled in every default."""
-    sampling = sampling_from_proto(message)
-    return replace(sampling, seed=fold_seed(sampling.seed, index))
+    sampling = sampling_from_proto(message.sampling)
+    return replace(sampling, seed=fold_seed(sampling.seed, message.index), constraint=_constraint(message))
+
+
+def _constraint(message: pb.Submit) -> Constraint | None:
+    kind = message.WhichOneof("constraint")
+    return None if kind is None else Constraint(ConstraintKind(kind), getattr(message, kind))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,7 @@ def engine_request(
     if not message.no_cache and len(message.chain_tail) != LINK_BYTES:
         what = f"{len(message.chain_tail)} bytes; expected {LINK_BYTES}"
         raise InvalidRequest(FieldViolation("chain_tail", what))
-    sampling = sampling_params(message.sampling, message.index)
+    sampling = sampling_params(message)
     prompt_tokens = len(tokens) - before
     stop = StopRule(
         max_tokens=sampling.max_tokens - before,

@@ -63,6 +63,8 @@ class Submission:
 
 def submit_to_proto(submission: Submission, handle: int, fork_of: int | None = None) -> pb.Submit:
     """Return the message for one sequence; `fork_of` is the handle of a sibling that was sent before."""
+    constraint = submission.sampling.constraint
+    constrained = {constraint.kind.value: constraint.text} if constraint is not None else {}
     return pb.Submit(
         handle=handle,
         request_id=submission.request_id,
@@ -79,6 +81,7 @@ def submit_to_proto(submission: Submission, handle: int, fork_of: int | None = N
         no_cache=submission.no_cache,
         fork_of=fork_of,
         eos_token_ids=submission.eos_token_ids,
+        **constrained,
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 from common.errors import InvalidRequest, ProtocolViolation
 from common.hashing import chain, chain_root, key_of, little_endian_int32
 from common.sampling_wire import sampling_to_proto
-from common.types import SamplingParams, SequenceId
+from common.types import Constraint, ConstraintKind, SamplingParams, SequenceId
 from gpuworker.convert import engine_request, fold_seed, load_message, sampling_params
 from gpuworker.ports import EngineLoad, EngineRequest
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
@@ -53,15 +53,23 @@ def test_a_submit_becomes_a_sequence_with_its_chain() -> None:
 
 
 def test_a_scalar_that_the_router_left_unset_is_off_and_not_zero() -> None:
-    sampling = sampling_params(types.SamplingParams(temperature=0.0, max_tokens=8), 0)
+    sampling = sampling_params(pb.Submit(sampling=types.SamplingParams(temperature=0.0, max_tokens=8)))
     assert sampling == SamplingParams(temperature=0.0, max_tokens=8)
     assert (sampling.top_p, sampling.repetition_penalty) == (1.0, 1.0)
 
 
 def test_sampling_is_as_the_router_says_but_for_the_seed_of_a_sibling() -> None:
     sampling = SamplingParams(temperature=0.5, max_tokens=8, logit_bias=((3, -2.0), (9, 1.0)), seed=7, logprobs=0, n=2)
-    assert sampling_params(sampling_to_proto(sampling), 0) == sampling
-    assert sampling_params(sampling_to_proto(sampling), 1) == replace(sampling, seed=fold_seed(7, 1))
+    message = pb.Submit(sampling=sampling_to_proto(sampling))
+    assert sampling_params(message) == sampling
+    message.index = 1
+    assert sampling_params(message) == replace(sampling, seed=fold_seed(7, 1))
+
+
+@pytest.mark.parametrize("kind", list(ConstraintKind))
+def test_a_constraint_is_part_of_how_tokens_are_drawn(kind: ConstraintKind) -> None:
+    message = submit(**{kind.value: "{}"})
+    assert convert(message).sampling.constraint == Constraint(kind, "{}")
 
 
 def test_siblings_draw_from_seeds_of_their_own() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from common.errors import ProtocolViolation
 from common.sampling_wire import sampling_from_proto
-from common.types import SamplingParams
+from common.types import Constraint, ConstraintKind, SamplingParams
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2
 from router.worker_convert import Submission, events_of, submit_to_proto
@@ -19,6 +19,12 @@ def test_stop_strings_stay_at_the_router_and_the_rest_of_the_sampling_goes() -> 
     message = submit_to_proto(Submission("r", 0, (1, 2), (), bytes(32), sampling), handle=4)
     assert sampling_from_proto(message.sampling) == replace(sampling, stop=())
     assert b"secret" not in message.SerializeToString()
+
+
+def test_a_constraint_goes_to_the_worker_as_it_was_given() -> None:
+    sampling = SamplingParams(constraint=Constraint(ConstraintKind.REGEX, "a+"))
+    message = submit_to_proto(Submission("r", 0, (1,), (), bytes(32), sampling), handle=4)
+    assert (message.WhichOneof("constraint"), message.regex) == ("regex", "a+")
 
 
 def test_log_probabilities_that_do_not_pair_up_are_a_violation() -> None:

@@ -108,6 +108,9 @@ class Submit(_message.Message):
     NO_CACHE_FIELD_NUMBER: _builtins.int
     FORK_OF_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    REGEX_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     request_id: _builtins.str
     index: _builtins.int
@@ -125,6 +128,9 @@ class Submit(_message.Message):
     no_cache: _builtins.bool
     fork_of: _builtins.int
     """Handle of a sequence of the same prompt, sent before, whose blocks may be shared."""
+    json_schema: _builtins.str
+    regex: _builtins.str
+    grammar: _builtins.str
     @_builtins.property
     def sampling(self) -> _types_pb2.SamplingParams:
         """Every field is set: the router has filled in defaults."""
@@ -148,19 +154,26 @@ class Submit(_message.Message):
         no_cache: _builtins.bool = ...,
         fork_of: _builtins.int | None = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        json_schema: _builtins.str = ...,
+        regex: _builtins.str = ...,
+        grammar: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_fork_of", b"_fork_of", "_timeout_seconds", b"_timeout_seconds", "fork_of", b"fork_of", "sampling", b"sampling", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_fork_of", b"_fork_of", "_timeout_seconds", b"_timeout_seconds", "constraint", b"constraint", "fork_of", b"fork_of", "grammar", b"grammar", "json_schema", b"json_schema", "regex", b"regex", "sampling", b"sampling", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fork_of", b"_fork_of", "_timeout_seconds", b"_timeout_seconds", "chain", b"chain", "chain_tail", b"chain_tail", "eos_token_ids", b"eos_token_ids", "fork_of", b"fork_of", "handle", b"handle", "index", b"index", "no_cache", b"no_cache", "output_tokens_before", b"output_tokens_before", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "timeout_seconds", b"timeout_seconds", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fork_of", b"_fork_of", "_timeout_seconds", b"_timeout_seconds", "chain", b"chain", "chain_tail", b"chain_tail", "constraint", b"constraint", "eos_token_ids", b"eos_token_ids", "fork_of", b"fork_of", "grammar", b"grammar", "handle", b"handle", "index", b"index", "json_schema", b"json_schema", "no_cache", b"no_cache", "output_tokens_before", b"output_tokens_before", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "regex", b"regex", "request_id", b"request_id", "sampling", b"sampling", "timeout_seconds", b"timeout_seconds", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__fork_of: _TypeAlias = _typing.Literal["fork_of"]  # noqa: Y015
     _WhichOneofArgType__fork_of: _TypeAlias = _typing.Literal["_fork_of", b"_fork_of"]  # noqa: Y015
     _WhichOneofReturnType__timeout_seconds: _TypeAlias = _typing.Literal["timeout_seconds"]  # noqa: Y015
     _WhichOneofArgType__timeout_seconds: _TypeAlias = _typing.Literal["_timeout_seconds", b"_timeout_seconds"]  # noqa: Y015
+    _WhichOneofReturnType_constraint: _TypeAlias = _typing.Literal["json_schema", "regex", "grammar"]  # noqa: Y015
+    _WhichOneofArgType_constraint: _TypeAlias = _typing.Literal["constraint", b"constraint"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__fork_of) -> _WhichOneofReturnType__fork_of | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__timeout_seconds) -> _WhichOneofReturnType__timeout_seconds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_constraint) -> _WhichOneofReturnType_constraint | None: ...
 
 Global___Submit: _TypeAlias = Submit  # noqa: Y015
 

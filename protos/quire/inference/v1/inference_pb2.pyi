@@ -36,8 +36,11 @@ class GenerateRequest(_message.Message):
     request_id: _builtins.str
     """Set by the client to be able to resume; otherwise the router makes one. ALREADY_EXISTS if it is in use."""
     json_schema: _builtins.str
+    """A JSON schema, as JSON; `{}` allows any JSON value."""
     regex: _builtins.str
+    """A regular expression in the syntax of Rust's regex crate, without look-around and back-references."""
     grammar: _builtins.str
+    """A context-free grammar in Lark's notation, with the rule `start`."""
     priority: _builtins.int
     """Higher is served first and preempted last. -100 to 100, default 0."""
     traceparent: _builtins.str
