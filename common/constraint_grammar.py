@@ -1,0 +1,35 @@
+"""A constraint as llguidance reads it: the router checks it in this form, the worker computes masks of it.
+
+Needs `llguidance`, which the extras of router and worker bring; nothing else of `common` imports this module.
+"""
+
+from __future__ import annotations
+
+import json
+
+from llguidance import LLMatcher, LLParserLimits
+
+from common.types import Constraint, ConstraintKind
+
+
+def grammar_of(constraint: Constraint) -> str:
+    """Return the constraint in llguidance's own notation. Raises ValueError when a JSON schema is no JSON object."""
+    match constraint.kind:
+        case ConstraintKind.JSON_SCHEMA:
+            # `true` and `{}` allow the same; options can be laid over an object alone.
+            schema = "{}" if constraint.text.strip() == "true" else constraint.text
+            # A schema may carry options for the compiler; it must not ask to have keywords passed over in silence.
+            return LLMatcher.grammar_from_json_schema(schema, overrides={"lenient": False})
+        case ConstraintKind.REGEX:
+            return LLMatcher.grammar_from_regex(constraint.text)
+        case ConstraintKind.GRAMMAR:
+            # Wrapped here: llguidance would take a text that begins with a brace for its own notation.
+            return json.dumps({"grammars": [{"lark_grammar": constraint.text}]})
+
+
+def parser_limits() -> LLParserLimits:
+    """Return what compiling and one mask may cost: llguidance's defaults, some 0.1 s to compile at most.
+
+    Without its verbose errors, which quote tokens of the output.
+    """
+    return LLParserLimits(verbose_errors=False)
