@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+CLIENTS := .clients
 NATIVE := $(wildcard gpuworker/native/*.cpp gpuworker/native/*.h gpuworker/native/build.py)
 MODEL  ?= gpuworker/demo_model/checkpoint
 TESTS  ?= tests
@@ -13,7 +14,7 @@ BENCH  ?= split
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo up test search check fmt lint types protos protos-baseline pins bench bench-gpu clean
+.PHONY: help install clients demo up test search check fmt lint types protos protos-baseline pins bench bench-gpu clean
 
 help: ## List what make can do
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,6 +26,14 @@ $(STAMP): pyproject.toml constraints.txt hatch_build.py $(NATIVE)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing what constraints.txt pins into $(VENV); a minute or two the first time."
 	@$(BIN)/python -m pip install --disable-pip-version-check $$(test -t 1 || echo --quiet) -c constraints.txt -e '.[router,kvmanager,gpuworker,cli,local,bench,dev]'
+	@touch $@
+
+clients: $(CLIENTS)/.installed ## Make the environment of clients that we did not write, in .clients
+
+# Their own environment: some need an older protobuf than Quire does.
+$(CLIENTS)/.installed: tests/clients/requirements.txt
+	@test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip install --disable-pip-version-check $$(test -t 1 || echo --quiet) -r $<
 	@touch $@
 
 demo: $(STAMP) ## Start the whole stack, ask the demo model a few things, show the cache and a trace, stop
@@ -77,5 +86,5 @@ bench-gpu: ## Measure kernels and engine on a GPU: needs torch, triton and trans
 		$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) -m bench.gpu_$$name || exit $$?; done
 
 clean: ## Remove the environment, caches and run-time files
-	rm -rf $(VENV) .quire .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) $(CLIENTS) .quire .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
