@@ -11,8 +11,8 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Final
 
-from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
-from prometheus_client.exposition import choose_encoder
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, exposition
+from prometheus_client.openmetrics import exposition as openmetrics
 
 from common.errors import FieldViolation, InvalidConfig
 
@@ -29,6 +29,18 @@ def new_registry() -> CollectorRegistry:
     for collector in (ProcessCollector, PlatformCollector, GCCollector):
         collector(registry=registry)
     return registry
+
+
+def exposed(registry: CollectorRegistry, accept: str) -> tuple[str, bytes]:
+    """Return content type and body for a scraper that accepts these types; OpenMetrics, with exemplars, if it may be.
+
+    Every scraper is told the same names. prometheus_client's own choice writes `quire_` for `quire:` in OpenMetrics
+    unless the scraper asks for UTF-8 names, which those before Prometheus 3 do not.
+    """
+    if "application/openmetrics-text" in accept:
+        body: bytes = openmetrics.generate_latest(registry, escaping=openmetrics.ALLOWUTF8)  # type: ignore[no-untyped-call]
+        return openmetrics.CONTENT_TYPE_LATEST, body
+    return exposition.CONTENT_TYPE_PLAIN_0_0_4, exposition.generate_latest(registry)
 
 
 def metrics_port(configured: int | None, grpc_port: int) -> int:
@@ -80,8 +92,7 @@ class MetricsServer:
             return HTTPStatus.METHOD_NOT_ALLOWED, "text/plain", b""
         if path == "/metrics":
             accept = next((line[7:] for line in head if line.lower().startswith("accept:")), "")
-            encode, content_type = choose_encoder(accept)
-            return HTTPStatus.OK, content_type, encode(self._registry)
+            return HTTPStatus.OK, *exposed(self._registry, accept)
         if path == "/health":
             status, word = (HTTPStatus.OK, "ok") if self._healthy() else (HTTPStatus.SERVICE_UNAVAILABLE, "not ready")
             return status, "application/json", json.dumps({"status": word}).encode()

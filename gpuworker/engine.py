@@ -361,4 +361,6 @@ class Engine:
             tokens_drawn=self._drawn,
             tokens_scheduled=self._scheduled,
             manager_attached=self._lease.open,
+            decode_times=self._rates.decode_times,
+            mixed_times=self._rates.mixed_times,
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -49,6 +50,7 @@ OPEN_TIMEOUT_S: Final = 5.0
 ANSWER_TIMEOUT_S: Final = 30.0
 FIRST_DELAY_S: Final = 0.05
 LONGEST_DELAY_S: Final = 2.0
+_UNANSWERED: Final = 256
 
 
 class _Refused(Exception):
@@ -72,13 +74,23 @@ class _Connection:
     answered: bool = False
     sent: int = 0
     received: int = 0
+    # When the latest messages were queued, by their number; an old one that no answer came to is forgotten.
+    queued: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_UNANSWERED))
 
     def put(self, message: kvmanager_pb2.SessionRequest) -> None:
         """Queue a message for the writer."""
         assert self.session is not None
         self.sent += 1
+        self.queued.append((self.sent, time.perf_counter()))
         message.session, message.seq, message.ack = self.session, self.sent, self.received
         self.outbox.put_nowait(message)
+
+    def round_trip(self, ack: int) -> float | None:
+        """Return the seconds since message `ack` was queued, None when it was answered before."""
+        queued = None
+        while self.queued and self.queued[0][0] <= ack:
+            queued = self.queued.popleft()
+        return time.perf_counter() - queued[1] if queued is not None and queued[0] == ack else None
 
     def end(self, why: str) -> None:
         """Ask for the end of the stream, from this side."""
@@ -95,7 +107,8 @@ class LeaseClient:
     """Keeps a session with one KV manager; `start` and `close` are the I/O loop's, the rest the engine's thread's.
 
     `on_event` is called on the I/O loop whenever `poll` has something new. `on_refused` is called there when the
-    manager refuses this worker for good (another identity); the client goes on trying, rarely.
+    manager refuses this worker for good (another identity); the client goes on trying, rarely. `on_round_trip` takes
+    the seconds from a report to its grants.
     """
 
     def __init__(
@@ -104,8 +117,10 @@ class LeaseClient:
         on_event: Callable[[], None] = lambda: None,
         on_refused: Callable[[AttachRejected], None] = lambda rejected: None,
         rng: random.Random | None = None,
+        on_round_trip: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         self._address, self._on_event, self._on_refused = address, on_event, on_refused
+        self._on_round_trip = on_round_trip
         self._rng = rng or random.Random()
         self._events: deque[tuple[int, LeaseEvent]] = deque()
         self._connection: _Connection | None = None
@@ -268,6 +283,9 @@ class LeaseClient:
             self._take_answer(connection, response.attach_ok)
         elif kind == "batch" and connection.answered:
             self._post(Granted(session, batch_from_proto(response.batch)))
+            seconds = connection.round_trip(response.ack)
+            if seconds is not None:
+                self._on_round_trip(seconds)
         elif kind == "drain":
             log.info("KV manager %s is going away", self._address)
             return False

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import accumulate
+from typing import Final
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from gpuworker.ports import EngineLoad
+from gpuworker.step_rates import STEP_BOUNDS, StepTimes
+
+_ROUND_TRIP_BUCKETS_S: Final = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 _GAUGES: tuple[tuple[str, str, Callable[[EngineLoad], float]], ...] = (
     ("quire:num_requests_running", "Sequences that take part in steps.", lambda load: load.running),
@@ -34,6 +39,16 @@ _GAUGES: tuple[tuple[str, str, Callable[[EngineLoad], float]], ...] = (
 )
 
 
+def lease_round_trips(registry: CollectorRegistry) -> Callable[[float], None]:
+    """Register the histogram of round trips to the KV manager, and return what takes one, in seconds."""
+    return Histogram(
+        "quire:lease_round_trip_seconds",
+        "Seconds from a report to the KV manager until the grants that answer it are here.",
+        buckets=_ROUND_TRIP_BUCKETS_S,
+        registry=registry,
+    ).observe
+
+
 class EngineCollector:
     """Makes metrics from a snapshot of the engine at each scrape."""
 
@@ -49,3 +64,13 @@ class EngineCollector:
         yield CounterMetricFamily("quire:engine_steps", "Completed steps.", value=load.steps)
         yield CounterMetricFamily("quire:engine_tokens_drawn", "Output tokens drawn.", value=load.tokens_drawn)
         yield CounterMetricFamily("quire:engine_tokens_scheduled", "Positions computed.", value=load.tokens_scheduled)
+        steps = HistogramMetricFamily("quire:step_seconds", "Time of a step, by what was in it.", labels=("kind",))
+        for kind, times in (("decode", load.decode_times), ("mixed", load.mixed_times)):
+            steps.add_metric((kind,), _buckets(times), sum_value=times.seconds)
+        yield steps
+
+
+def _buckets(times: StepTimes) -> list[tuple[str, float]]:
+    """Return (upper bound, steps up to it), as Prometheus wants them."""
+    bounds = (*map(str, STEP_BOUNDS), "+Inf")
+    return list(zip(bounds, accumulate(times.counts), strict=True))

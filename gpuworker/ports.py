@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from common.lease import Admit
 from common.types import FinishReason, SamplingParams, SequenceId, TokenLogprobs, Usage
 from gpuworker.core.sequence import NewSequence
+from gpuworker.step_rates import NO_STEPS, StepTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,3 +81,5 @@ class EngineLoad:
     tokens_drawn: int = 0
     tokens_scheduled: int = 0
     manager_attached: bool = False
+    decode_times: StepTimes = NO_STEPS
+    mixed_times: StepTimes = NO_STEPS

@@ -1,4 +1,4 @@
-"""What the worker learns from its own steps: the time of a decode step and of a prefilled token.
+"""What the worker learns from its own steps: the time of a decode step and of a prefilled token; and how long all took.
 
 A step is predicted to take decode_step + prefill_token x prefill tokens; both rates are exponential averages over
 completed steps (weight 0.1), the second learnt only from steps that prefill enough for it to stand out.
@@ -6,10 +6,41 @@ completed steps (weight 0.1), the second learnt only from steps that prefill eno
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from dataclasses import dataclass
+
 from gpuworker.core.batch_plan import StepPlan
 
 _WEIGHT = 0.1
 _ENOUGH_PREFILL = 16
+# Upper bounds of the buckets in which step times are counted, seconds; the last bucket has none.
+STEP_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """How long steps took: how many fell into each bucket of STEP_BOUNDS and the one above them, and all seconds."""
+
+    counts: tuple[int, ...] = (0,) * (len(STEP_BOUNDS) + 1)
+    seconds: float = 0.0
+
+
+NO_STEPS = StepTimes()
+
+
+class _Tally:
+    """Step times that still grow."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(STEP_BOUNDS) + 1)
+        self._seconds = 0.0
+
+    def add(self, seconds: float) -> None:
+        self._counts[bisect_left(STEP_BOUNDS, seconds)] += 1
+        self._seconds += seconds
+
+    def times(self) -> StepTimes:
+        return StepTimes(tuple(self._counts), self._seconds)
 
 
 def prefill_tokens(plan: StepPlan) -> int:
@@ -23,6 +54,17 @@ class StepRates:
     def __init__(self) -> None:
         self.decode_step = 0.0
         self.prefill_token = 0.0
+        self._decodes, self._mixed = _Tally(), _Tally()
+
+    @property
+    def decode_times(self) -> StepTimes:
+        """The times of steps without prefill."""
+        return self._decodes.times()
+
+    @property
+    def mixed_times(self) -> StepTimes:
+        """The times of steps that prefilled something."""
+        return self._mixed.times()
 
     def predict(self, plan: StepPlan) -> float:
         """Return the predicted seconds of a step; 0 while a rate that it needs is not learnt."""
@@ -34,6 +76,7 @@ class StepRates:
     def learn(self, plan: StepPlan, seconds: float) -> None:
         """Take in a completed step."""
         prefilled = prefill_tokens(plan)
+        (self._mixed if prefilled else self._decodes).add(seconds)
         if prefilled == 0:
             self.decode_step = _blend(self.decode_step, seconds)
         elif prefilled >= _ENOUGH_PREFILL:

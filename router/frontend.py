@@ -230,7 +230,7 @@ class RouterFrontend:
     def _drawn(self, run: RequestRun, running: Running, drawn: Drawn, now: float) -> Iterator[GenerateEvent]:
         output, metrics = running.output, self._recorder.metrics
         if output.first_token_at is None:
-            metrics.time_to_first_token.observe(now - run.request.arrived)
+            metrics.first_token(now - run.request.arrived, run.trace.trace_id)
             run.trace.first_token()
         else:
             metrics.inter_token_latency.observe(now - output.last_token_at)
@@ -277,7 +277,7 @@ class RouterFrontend:
         running.done = True
         run.expired |= ended.reason is FinishReason.DEADLINE
         event = running.output.finished(ended, now)
-        self._recorder.finished(run.request_id, event)
+        self._recorder.finished(run.request_id, event, run.trace.trace_id)
         run.trace.finished(event)
         self._dispatcher.released()
         return event

@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
 from starlette.types import Receive, Scope, Send
 
 from common.clock import Clock
 from common.errors import Cancelled, NotFound, QuireError
+from common.metrics import exposed
 from quire.inference.v1 import inference_pb2
 from router import http_errors
 from router.core.events import GenerateEvent
@@ -87,8 +87,8 @@ class _Api:
         return JSONResponse({"status": "ok" if ready else "not ready"}, 200 if ready else 503)
 
     async def metrics(self, request: Request) -> Response:
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(self._parts.registry), media_type=content_type)
+        content_type, body = exposed(self._parts.registry, request.headers.get("accept", ""))
+        return Response(body, media_type=content_type)
 
     def _model(self) -> Json:
         card = self._parts.card

@@ -14,10 +14,14 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 50_000,
 
 
 class RouterMetrics:
-    """Figures of requests as clients see them. Times in seconds."""
+    """Figures of requests as clients see them. Times in seconds.
+
+    A trace id beside a time is its exemplar: from a bar of the histogram to the trace of one request in it.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
+        self.requests = self._counter("requests", "requests that asked to be served, refused ones too")
         self.prompt_tokens = self._counter("prompt_tokens", "prompt tokens of admitted requests")
         self.cached_tokens = self._counter("prompt_tokens_cached", "prompt tokens that the prefix cache served")
         self.generation_tokens = self._counter("generation_tokens", "output tokens sent to clients")
@@ -44,10 +48,14 @@ class RouterMetrics:
         self._gauge("workers_connected", "workers with an open stream").set_function(connected)
         self._gauge("prefix_index_connected", "1 when the prefix index answers").set_function(index_connected)
 
-    def done(self, event: FinishedEvent) -> None:
-        """Count the end of one sequence."""
+    def first_token(self, seconds: float, trace_id: str) -> None:
+        """Count the first token of a sequence; `trace_id` is "" where the request is not traced."""
+        self.time_to_first_token.observe(seconds, _exemplar(trace_id))
+
+    def done(self, event: FinishedEvent, trace_id: str) -> None:
+        """Count the end of one sequence; `trace_id` as for `first_token`."""
         self.finished.labels(event.reason.value).inc()
-        self.latency.observe(event.timings.total_seconds)
+        self.latency.observe(event.timings.total_seconds, _exemplar(trace_id))
         self.request_generation.observe(event.usage.output_tokens)
 
     def refused(self, error: QuireError) -> None:
@@ -62,3 +70,7 @@ class RouterMetrics:
 
     def _histogram(self, name: str, help_: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"quire:{name}", help_, buckets=buckets, registry=self._registry)
+
+
+def _exemplar(trace_id: str) -> dict[str, str] | None:
+    return {"trace_id": trace_id} if trace_id else None

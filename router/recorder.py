@@ -27,12 +27,13 @@ class Recorder:
         self._decisions, self._tracer = decisions, tracer
 
     def trace(self, request: ValidatedRequest, request_id: str) -> RequestTrace:
-        """Return the spans of a request."""
+        """Count a request, and return its spans."""
+        self.metrics.requests.inc()
         return RequestTrace(self._tracer, self.clock, request, request_id)
 
-    def finished(self, request_id: str, event: FinishedEvent) -> None:
+    def finished(self, request_id: str, event: FinishedEvent, trace_id: str) -> None:
         """Count the end of one sequence; its lengths are logged, which `quire advise-block-size` reads."""
-        self.metrics.done(event)
+        self.metrics.done(event, trace_id)
         if log.isEnabledFor(logging.DEBUG):
             usage = event.usage
             lengths = {name: getattr(usage, name) for name in ("prompt_tokens", "cached_tokens", "output_tokens")}

@@ -1,10 +1,13 @@
-"""grpc.health.v1 and reflection: NOT_SERVING until a service is ready and while it drains."""
+"""grpc.health.v1 and reflection: NOT_SERVING until a service is ready and while it drains.
+
+One more name, `live`, is SERVING from the start: a process that waits for others to come back must not be restarted.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -13,10 +16,14 @@ from grpc_reflection.v1alpha import reflection
 from common.errors import Unavailable
 
 _STATUS: TypeAlias = health_pb2.HealthCheckResponse
+LIVE: Final = "live"
 
 
 class Health:
-    """The health of one server as a whole (service name "") and of each of its services; all change together."""
+    """The health of one server as a whole (service name "") and of each of its services; all change together.
+
+    That the process is alive at all (service name `live`) is said apart, until it drains.
+    """
 
     def __init__(self, services: Sequence[str]) -> None:
         self._names = ("", *services)
@@ -25,6 +32,7 @@ class Health:
     async def add_to(self, server: aio.Server) -> None:
         """Register health and reflection; every service is NOT_SERVING from the first moment."""
         await self._set(_STATUS.NOT_SERVING)
+        await self._servicer.set(LIVE, _STATUS.SERVING)
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
         described = (*self._names[1:], health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(described, server)

@@ -49,9 +49,15 @@ async def test_metrics_are_in_prometheus_format(client: httpx.AsyncClient, servi
     assert "process_resident_memory_bytes" in response.text
 
 
-async def test_metrics_are_in_openmetrics_format_for_who_asks(client: httpx.AsyncClient) -> None:
-    response = await client.get("/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
+@pytest.mark.parametrize("escaping", ["", "; escaping=allow-utf-8", "; escaping=underscores"])
+async def test_names_are_the_same_in_openmetrics_whoever_asks(
+    client: httpx.AsyncClient, service: Service, escaping: str
+) -> None:
+    service.steps.labels("w0").inc(3, {"trace_id": "ab"})
+    accept = f"application/openmetrics-text; version=1.0.0{escaping}, text/plain; version=0.0.4; q=0.5"
+    response = await client.get("/metrics", headers={"Accept": accept})
     assert response.headers["content-type"].startswith("application/openmetrics-text")
+    assert 'quire:steps_total{worker="w0"} 3.0 # {trace_id="ab"} 3.0' in response.text
     assert response.text.endswith("# EOF\n")
 
 

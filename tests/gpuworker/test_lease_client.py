@@ -119,7 +119,14 @@ class Rig:
         self.port = self.server.add_insecure_port("127.0.0.1:0")
         self.arrived = asyncio.Event()
         self.refused: list[AttachRejected] = []
-        self.client = LeaseClient(f"127.0.0.1:{self.port}", self.arrived.set, self.refused.append, random.Random(1))
+        self.round_trips: list[float] = []
+        self.client = LeaseClient(
+            f"127.0.0.1:{self.port}",
+            self.arrived.set,
+            self.refused.append,
+            random.Random(1),
+            self.round_trips.append,
+        )
         self.events: list[LeaseEvent] = []
 
     async def stream(self) -> Stream:
@@ -182,6 +189,21 @@ async def test_accepted_session_carries_grants_and_reports(rig: Rig) -> None:
     await rig.send(1, Report(step=5))
     request = await stream.next()
     assert (request.session, request.seq, request.ack, request.report.step) == (1, 3, 2, 5)
+
+
+async def test_a_grant_that_answers_a_report_tells_the_round_trip_once(rig: Rig) -> None:
+    stream, batch = await rig.session(1), batch_to_proto(Batch(4, lease=(BlockId(1),)))
+    stream.say(1, batch=batch, ack=2)
+    await rig.event(Granted)
+    assert len(rig.round_trips) == 1  # of the inventory
+    for step in (5, 6):
+        await rig.send(1, Report(step=step))
+        await stream.next()
+    for _ in range(2):
+        stream.say(1, batch=batch, ack=4)
+        await rig.event(Granted)
+    assert len(rig.round_trips) == 2
+    assert 0 < rig.round_trips[1] < TIMEOUT_S
 
 
 async def test_reports_keep_their_order(rig: Rig) -> None:

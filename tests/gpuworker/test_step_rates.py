@@ -6,7 +6,7 @@ import pytest
 
 from common.types import BlockId, SequenceId
 from gpuworker.core.batch_plan import ScheduledRow, StepPlan
-from gpuworker.step_rates import StepRates, prefill_tokens
+from gpuworker.step_rates import StepRates, StepTimes, prefill_tokens
 
 
 def plan(decodes: int, prefill: int = 0) -> StepPlan:
@@ -38,6 +38,16 @@ def test_a_rate_moves_by_a_tenth_towards_each_step() -> None:
     rates.learn(plan(1), 0.010)
     rates.learn(plan(1), 0.020)
     assert rates.decode_step == pytest.approx(0.011)
+
+
+def test_every_step_is_counted_by_what_was_in_it_and_how_long_it_took() -> None:
+    rates = StepRates()
+    for seconds in (0.0005, 0.001, 0.004):
+        rates.learn(plan(1), seconds)
+    rates.learn(plan(1, prefill=3), 7.0)
+    assert rates.decode_times.counts == (2, 0, 1, *[0] * 10)
+    assert rates.decode_times.seconds == pytest.approx(0.0055)
+    assert rates.mixed_times == StepTimes((*[0] * 12, 1), 7.0)
 
 
 def test_a_short_prefill_teaches_nothing() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from common.logs import fields_of
+from common.metrics import exposed
 from router.core.events import AdmittedEvent
 from tests.router.frontend_bench import (
     frontend_over,
@@ -70,12 +73,35 @@ async def test_metrics_count_what_the_client_saw() -> None:
     async with frontend_over(worker) as bench:
         await bench.events(request(prompt=10, n=2))
         value = bench.registry.get_sample_value
+        assert value("quire:requests_total") == 1
         assert value("quire:prompt_tokens_total") == 10
         assert value("quire:generation_tokens_total") == 6
         assert value("quire:request_success_total", {"finished_reason": "length"}) == 2
         assert value("quire:time_to_first_token_seconds_count") == 2
         assert value("quire:inter_token_latency_seconds_count") == 4
         assert (value("quire:num_requests_running"), value("quire:num_requests_waiting")) == (0, 0)
+
+
+async def test_times_of_a_traced_request_point_at_its_trace() -> None:
+    async with frontend_over(WorkerDouble(automatic=True)) as bench:
+        (admitted, *_) = await bench.events(request(prompt=10))
+        assert isinstance(admitted, AdmittedEvent)
+        for name in ("quire:time_to_first_token_seconds", "quire:e2e_request_latency_seconds"):
+            assert exemplars_of(bench.registry, name) == [{"trace_id": admitted.trace_id}]
+
+
+async def test_times_of_an_untraced_request_point_nowhere() -> None:
+    async with frontend_over(WorkerDouble(automatic=True)) as bench:
+        await bench.events(request(traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"))
+        assert exemplars_of(bench.registry, "quire:time_to_first_token_seconds") == []
+
+
+def exemplars_of(registry: CollectorRegistry, name: str) -> list[dict[str, str]]:
+    """Return the labels of the exemplars that OpenMetrics has of a histogram."""
+    _, text = exposed(registry, "application/openmetrics-text")
+    families = text_string_to_metric_families(text.decode())  # type: ignore[no-untyped-call]
+    samples = [sample for family in families if family.name == name for sample in family.samples]
+    return [dict(sample.exemplar.labels) for sample in samples if sample.exemplar is not None]
 
 
 async def test_the_lengths_of_what_ended_are_logged_for_who_chooses_a_block_size(

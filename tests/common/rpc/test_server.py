@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from common.errors import InvalidConfig, Unavailable
-from common.rpc.health import wait_until_serving
+from common.rpc.health import LIVE, wait_until_serving
 from common.rpc.server import RpcServer, open_channel
 
 SERVICE = "quire.inference.v1.InferenceService"
@@ -42,6 +42,13 @@ async def test_a_server_is_not_serving_until_it_is_ready(rpc: RpcServer, channel
     assert [await health(channel), await health(channel, SERVICE)] == [STATUS.NOT_SERVING] * 2
     await rpc.ready()
     assert [await health(channel), await health(channel, SERVICE)] == [STATUS.SERVING] * 2
+
+
+async def test_a_server_that_is_not_ready_is_alive(rpc: RpcServer, channel: aio.Channel) -> None:
+    assert await health(channel, LIVE) == STATUS.SERVING
+    await rpc.ready()
+    await rpc.health.not_ready()
+    assert [await health(channel), await health(channel, LIVE)] == [STATUS.NOT_SERVING, STATUS.SERVING]
 
 
 async def test_a_draining_server_says_so_while_it_finishes_what_runs(rpc: RpcServer, channel: aio.Channel) -> None:

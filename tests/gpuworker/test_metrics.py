@@ -1,0 +1,38 @@
+"""What Prometheus is told of a worker: levels and step times of its engine, round trips to its KV manager."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from gpuworker.metrics import EngineCollector, lease_round_trips
+from gpuworker.ports import EngineLoad
+from gpuworker.step_rates import STEP_BOUNDS, StepTimes
+
+
+def test_step_times_are_a_histogram_by_what_was_in_the_step() -> None:
+    registry = CollectorRegistry()
+    decodes = StepTimes((2, 0, 1, *[0] * (len(STEP_BOUNDS) - 2)), 0.005)
+    EngineCollector(lambda: EngineLoad(decode_times=decodes), registry)
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"quire:step_seconds_{name}", {"kind": "decode"} | labels)
+
+    assert [value("bucket", le=le) for le in ("0.001", "0.002", "0.005", "5.0", "+Inf")] == [2, 2, 3, 3, 3]
+    assert (value("count"), value("sum")) == (3, 0.005)
+    assert value("count", kind="mixed") == 0
+
+
+def test_levels_are_read_when_somebody_asks() -> None:
+    registry, loads = CollectorRegistry(), [EngineLoad(), EngineLoad(running=3, num_blocks=8, unheld_blocks=2)]
+    EngineCollector(lambda: loads[-1], registry)
+    assert registry.get_sample_value("quire:num_requests_running") == 3
+    assert registry.get_sample_value("quire:kv_cache_usage_perc") == pytest.approx(0.75)
+
+
+def test_round_trips_are_a_histogram_in_seconds() -> None:
+    registry = CollectorRegistry()
+    observe = lease_round_trips(registry)
+    observe(0.0015)
+    name = "quire:lease_round_trip_seconds_bucket"
+    assert [registry.get_sample_value(name, {"le": le}) for le in ("0.001", "0.002")] == [0, 1]
