@@ -22,13 +22,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+CONTEXT_LENGTH_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED"
+"""Reason of violations that fewer tokens would mend."""
+
 
 @dataclass(frozen=True, slots=True)
 class FieldViolation:
-    """One wrong field: its path (`sampling.top_p`, `--block-size`), what was wrong and what was expected."""
+    """One wrong field: its path (`sampling.top_p`, `--block-size`), what was wrong and what was expected.
+
+    `reason` is a stable UPPER_SNAKE word where clients may want to tell this mistake from others.
+    """
 
     field: str
     description: str
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

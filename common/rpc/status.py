@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, Protocol, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -95,13 +95,34 @@ async def abort(context: aio.ServicerContext[Any, Any], error: errors.QuireError
     await context.abort(code_of(error), status.message, trailers)
 
 
-def error_from_rpc(error: aio.AioRpcError) -> errors.QuireError:
-    """Return what a failed RPC means here, with everything that the other side said; see error_from_status."""
+class RpcFailure(Protocol):
+    """What a failed RPC knows, be it one of grpc.aio or of grpc's API for threads."""
+
+    def code(self) -> grpc.StatusCode: ...
+
+    def details(self) -> str | None: ...
+
+    def trailing_metadata(self) -> Iterable[tuple[str, str | bytes]] | None: ...
+
+
+def status_from_rpc(error: RpcFailure) -> status_pb2.Status:
+    """Return the status that a failed RPC ended with, and the details where the other side sent some."""
     packed = next((value for key, value in error.trailing_metadata() or () if key == DETAILS_KEY), None)
     if isinstance(packed, bytes):
-        return error_from_status(status_pb2.Status.FromString(packed))
+        return status_pb2.Status.FromString(packed)
     message = error.details() or error.code().name
-    return error_from_status(status_pb2.Status(code=error.code().value[0], message=message))
+    return status_pb2.Status(code=error.code().value[0], message=message)
+
+
+def error_from_rpc(error: RpcFailure) -> errors.QuireError:
+    """Return what a failed RPC means here, with everything that the other side said; see error_from_status."""
+    return error_from_status(status_from_rpc(error))
+
+
+def retry_after(status: status_pb2.Status) -> float | None:
+    """Return after how many seconds the other side wants to be asked again; None when it did not say."""
+    retry = _detail(status, error_details_pb2.RetryInfo)
+    return None if retry is None else retry.retry_delay.ToTimedelta().total_seconds()
 
 
 def error_from_status(status: status_pb2.Status) -> errors.QuireError:
@@ -121,17 +142,17 @@ def error_from_status(status: status_pb2.Status) -> errors.QuireError:
 
 def _rebuilt(status: status_pb2.Status, info: error_details_pb2.ErrorInfo) -> errors.QuireError:
     """Return an error whose class carries more than a message, from its details."""
-    retry = _detail(status, error_details_pb2.RetryInfo)
-    seconds = retry.retry_delay.ToTimedelta().total_seconds() if retry else 1.0
+    asked = retry_after(status)
+    seconds = 1.0 if asked is None else asked
     if bad := _detail(status, error_details_pb2.BadRequest):
-        found = (errors.FieldViolation(each.field, each.description) for each in bad.field_violations)
+        found = (errors.FieldViolation(each.field, each.description, each.reason) for each in bad.field_violations)
         return errors.InvalidRequest(*found)
     if quota := _detail(status, error_details_pb2.QuotaFailure):
         first = quota.violations[0]
         return errors.Overloaded(errors.QuotaViolation(first.subject, first.description), seconds)
     if info.reason == errors.IdentityMismatch.reason:
         return _rebuilt_mismatch(info)
-    return errors.Unavailable(status.message, seconds) if retry else errors.QuireError(status.message)
+    return errors.Unavailable(status.message, seconds) if asked is not None else errors.QuireError(status.message)
 
 
 def _rebuilt_mismatch(info: error_details_pb2.ErrorInfo) -> errors.IdentityMismatch:
@@ -160,7 +181,9 @@ def _bad_request(violations: Iterable[errors.FieldViolation]) -> error_details_p
     """Return the violations, as many as fit into trailers; the last one says how many do not."""
     detail, left_out = error_details_pb2.BadRequest(), 0
     for violation in violations:
-        packed = error_details_pb2.BadRequest.FieldViolation(field=violation.field, description=violation.description)
+        packed = error_details_pb2.BadRequest.FieldViolation(
+            field=violation.field, description=violation.description, reason=violation.reason
+        )
         if detail.ByteSize() + packed.ByteSize() > _MAX_DETAIL_BYTES:
             left_out += 1
         else:

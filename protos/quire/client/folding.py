@@ -1,0 +1,87 @@
+"""The events of a stream gathered into one completion."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from common.enum_wire import finish_from_proto, miss_from_proto
+from common.output_wire import logprobs_from_proto, usage_from_proto
+from common.types import FinishReason, MissReason, TokenLogprobs, Usage
+from quire.client.results import Chunk, Completion, Output, Timings, record
+from quire.inference.v1 import inference_pb2 as pb
+
+
+@dataclass(slots=True)
+class _Growing:
+    """One output so far."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finished: pb.Finished | None = None
+
+
+class Fold:
+    """Takes the events of one request in their order; `completion` may be read at any time."""
+
+    def __init__(self, sequences: int = 1) -> None:
+        """`sequences` is the n of the request."""
+        self.begun = False
+        self._admitted = pb.Admitted()
+        self._outputs = [_Growing() for _ in range(max(1, sequences))]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every output has ended."""
+        return all(output.finished is not None for output in self._outputs)
+
+    def take(self, event: pb.GenerateResponse) -> Chunk | None:
+        """Take an event; return what the caller sees of it."""
+        self.begun = True
+        match event.WhichOneof("event"):
+            case "tokens":
+                return self._tokens(event.tokens)
+            case "finished":
+                self._outputs[event.finished.index].finished = event.finished
+                return Chunk(event.finished.index, "", (), finish_reason=_reason(event.finished))
+            case "admitted":
+                self._admitted = event.admitted
+        return None
+
+    def completion(self) -> Completion:
+        """Return what has come so far."""
+        admitted = self._admitted
+        outputs = tuple(_output(index, growing) for index, growing in enumerate(self._outputs))
+        miss = miss_from_proto(admitted.miss_reason, unknown=MissReason.DISABLED) if admitted.miss_reason else None
+        return record(Completion, admitted, miss_reason=miss, outputs=outputs)
+
+    def _tokens(self, tokens: pb.Tokens) -> Chunk:
+        ids, logprobs = tuple(tokens.token_ids), tuple(map(logprobs_from_proto, tokens.logprobs))
+        growing = self._outputs[tokens.index]
+        growing.text.append(tokens.text)
+        growing.token_ids += ids
+        growing.logprobs += logprobs
+        return Chunk(tokens.index, tokens.text, ids, logprobs)
+
+
+def _output(index: int, growing: _Growing) -> Output:
+    finished = growing.finished
+    return Output(
+        index=index,
+        text="".join(growing.text),
+        token_ids=tuple(growing.token_ids),
+        logprobs=tuple(growing.logprobs),
+        finish_reason=_reason(finished) if finished else None,
+        stopped_by=_stopped_by(finished) if finished else None,
+        usage=usage_from_proto(finished.usage) if finished else Usage(),
+        timings=record(Timings, finished.timings) if finished else Timings(),
+    )
+
+
+def _reason(finished: pb.Finished) -> FinishReason:
+    return finish_from_proto(finished.reason, unknown=FinishReason.ERROR)
+
+
+def _stopped_by(finished: pb.Finished) -> str | int | None:
+    name = finished.WhichOneof("stopped_by")
+    return None if name is None else getattr(finished, name)

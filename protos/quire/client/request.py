@@ -1,0 +1,154 @@
+"""A call's arguments as the message that is sent. What cannot be sent is refused here as the server would: by field."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypeAlias, TypedDict
+
+from common.errors import FieldViolation, InvalidRequest
+from common.types import ConstraintKind
+from quire.inference.v1 import inference_pb2 as pb
+from quire.types.v1 import types_pb2
+
+
+class Message(TypedDict):
+    """One message of a chat; `role` is one that the model's chat template knows (system, user, assistant)."""
+
+    role: str
+    content: str
+
+
+Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
+"""A text, token ids, or the messages of a chat, which the model's own template renders."""
+
+
+class Sampling(TypedDict, total=False):
+    """How tokens are drawn; ranges and defaults are those of quire/types/v1/types.proto."""
+
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    max_tokens: int | None
+    min_tokens: int | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    seed: int | None
+    ignore_eos: bool | None
+    logprobs: int | None
+    n: int | None
+    include_stop: bool | None
+
+
+class Options(Sampling, total=False):
+    """Everything that a request may say besides its prompt; None is the same as absent.
+
+    At most one of `json_schema` (JSON, or what becomes JSON), `regex` and `grammar` (Lark's notation) restricts the
+    output. `timeout` is in seconds for the whole call, retries and the caller's pauses between chunks included.
+    """
+
+    json_schema: str | Mapping[str, Any] | bool | None
+    regex: str | None
+    grammar: str | None
+    priority: int | None
+    no_cache: bool | None
+    salt: str | None
+    request_id: str | None
+    traceparent: str | None
+    timeout: float | None
+
+
+_SAMPLING: Final = Sampling.__optional_keys__
+_CONSTRAINTS: Final = frozenset(ConstraintKind)
+_ENVELOPE: Final = frozenset({"priority", "request_id", "traceparent"})
+_CACHE: Final = frozenset({"no_cache", "salt"})
+
+
+def request_of(prompt: Prompt, options: Options) -> pb.GenerateRequest:
+    """Return the request. Raises TypeError for an option that does not exist, InvalidRequest for wrong values."""
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    given.pop("timeout", None)
+    if unknown := sorted(given.keys() - Options.__optional_keys__):
+        raise TypeError(
+            f"there is no option {', '.join(unknown)}; known are {', '.join(sorted(Options.__optional_keys__))}"
+        )
+    _text_to_list(given)
+    constraints = sorted(given.keys() & _CONSTRAINTS)
+    if len(constraints) > 1:
+        raise InvalidRequest(FieldViolation("constraint", f"is given as {' and '.join(constraints)}; expected one"))
+    fields = {name: _encoded(name, given[name]) for name in (*constraints, *sorted(given.keys() & _ENVELOPE))}
+    _check_fields(pb.GenerateRequest, fields, "")
+    return pb.GenerateRequest(
+        prompt=prompt_of(prompt),
+        sampling=_filled(types_pb2.SamplingParams, given, _SAMPLING, "sampling."),
+        cache=_filled(pb.CacheOptions, given, _CACHE, "cache."),
+        **fields,
+    )
+
+
+def prompt_of(prompt: Prompt) -> pb.Prompt:
+    """Return the message of a prompt. Raises InvalidRequest where it is neither text, nor ids, nor messages."""
+    if isinstance(prompt, str):
+        return pb.Prompt(text=prompt)
+    if prompt and isinstance(prompt[0], Mapping):
+        return _chat(prompt)
+    try:
+        return pb.Prompt(token_ids=pb.TokenIds(ids=prompt))  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(FieldViolation("prompt.token_ids.ids", f"are no token ids: {error}")) from error
+
+
+def conversation_of(messages: str | Sequence[Message]) -> Sequence[Message]:
+    """Return the messages of a chat; a text is one of the user's."""
+    return [Message(role="user", content=messages)] if isinstance(messages, str) else messages
+
+
+def _chat(messages: Sequence[Any]) -> pb.Prompt:
+    wrong = [place for place, message in enumerate(messages) if not _is_message(message)]
+    if wrong:
+        what = "expected a role and a content, both texts, and nothing else"
+        raise InvalidRequest(
+            *(FieldViolation(f"prompt.chat.messages[{place}]", f"is {messages[place]!r}; {what}") for place in wrong)
+        )
+    return pb.Prompt(chat=pb.Chat(messages=[pb.ChatMessage(**message) for message in messages]))
+
+
+def _is_message(given: object) -> bool:
+    if not isinstance(given, Mapping) or given.keys() != {"role", "content"}:
+        return False
+    return all(isinstance(value, str) for value in given.values())
+
+
+def _text_to_list(given: dict[str, Any]) -> None:
+    """A single stop string would be taken for one string a character."""
+    if isinstance(given.get("stop"), str):
+        given["stop"] = [given["stop"]]
+
+
+def _encoded(name: str, value: Any) -> Any:
+    if name == ConstraintKind.JSON_SCHEMA and not isinstance(value, str):
+        return json.dumps(value)
+    return value
+
+
+def _filled(kind: Any, given: Mapping[str, Any], names: frozenset[str], path: str) -> Any:
+    fields = {name: given[name] for name in sorted(given.keys() & names)}
+    _check_fields(kind, fields, path)
+    return kind(**fields)
+
+
+def _check_fields(kind: Any, fields: Mapping[str, Any], path: str) -> None:
+    """Raise InvalidRequest that names every field whose value has the wrong type, or does not fit."""
+    wrong: list[FieldViolation] = []
+    for name, value in fields.items():
+        try:
+            kind(**{name: value})
+        except (TypeError, ValueError) as error:
+            wrong.append(FieldViolation(path + name, f"is {value!r}: {error}"))
+    if wrong:
+        raise InvalidRequest(*wrong)

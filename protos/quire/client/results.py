@@ -1,0 +1,168 @@
+"""What the client returns: frozen records, and how those of a unary answer are made from its message."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
+
+from common.identity_wire import identity_from_proto
+from common.types import FinishReason, MissReason, PoolIdentity, TokenLogprobs, Usage
+from quire.inference.v1 import inference_pb2 as pb
+
+_RecordT = TypeVar("_RecordT")
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds, as the router saw them; `time_per_output_token` is the mean gap after the first token."""
+
+    queue_seconds: float = 0.0
+    time_to_first_token: float = 0.0
+    time_per_output_token: float = 0.0
+    total_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one event of a stream added to the output `index`. The last one of an output has its `finish_reason`.
+
+    `text` is complete in UTF-8 and never part of a stop string; it may be empty while tokens are held back for that.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One sequence. Without a `finish_reason` it had not ended when its stream did.
+
+    `stopped_by` is the stop string, or the id of the stop token, that ended it.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    finish_reason: FinishReason | None
+    stopped_by: str | int | None
+    usage: Usage
+    timings: Timings
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A request and its outputs, in the order of their index; text, tokens and end of the first are its own too.
+
+    `decision_id` is the choice of a worker, `trace_id` what `quire trace` takes.
+    """
+
+    request_id: str
+    worker_id: str
+    decision_id: str
+    trace_id: str
+    seed: int
+    prompt_tokens: int
+    cached_tokens: int
+    miss_reason: MissReason | None
+    queue_seconds: float
+    outputs: tuple[Output, ...]
+
+    @property
+    def text(self) -> str:
+        """The text of the first output."""
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The tokens of the first output."""
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the first output ended."""
+        return self.outputs[0].finish_reason
+
+    @property
+    def usage(self) -> Usage:
+        """What the first output cost."""
+        return self.outputs[0].usage
+
+    @property
+    def timings(self) -> Timings:
+        """How long the first output took."""
+        return self.outputs[0].timings
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What a router serves. `max_model_len` is how many tokens prompt and output may have together."""
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    has_chat_template: bool
+    identity: PoolIdentity
+
+    @staticmethod
+    def from_proto(message: pb.GetModelResponse) -> Model:
+        """Return the record of a message."""
+        return Model(
+            name=message.model,
+            max_model_len=message.max_model_len,
+            vocab_size=message.vocab_size,
+            eos_token_ids=tuple(message.eos_token_ids),
+            has_chat_template=message.has_chat_template,
+            identity=identity_from_proto(message.identity),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One worker as the router sees it. `state`: connected, connecting, draining, hung or mismatched.
+
+    `unheld_blocks` are free, or cached and may be evicted; `reason` says why a worker is not used.
+    """
+
+    worker_id: str
+    address: str
+    state: str
+    reason: str
+    running_sequences: int
+    waiting_sequences: int
+    num_blocks: int
+    unheld_blocks: int
+    manager_attached: bool
+    prefill_tokens_per_second: float
+    decode_step_seconds: float
+    heartbeat_age: float
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """A router's queue and its workers."""
+
+    version: str
+    draining: bool
+    redis_connected: bool
+    queued_requests: int
+    running_requests: int
+    workers: tuple[Worker, ...]
+
+    @staticmethod
+    def from_proto(message: pb.GetStatusResponse) -> Status:
+        """Return the record of a message."""
+        workers = tuple(record(Worker, each) for each in message.workers)
+        return record(Status, message, workers=workers)
+
+
+def record(kind: type[_RecordT], message: Message, **values: Any) -> _RecordT:
+    """Return a record whose fields are those of the same names in a message, but for those in `values`."""
+    names = [each.name for each in fields(kind) if each.name not in values]  # type: ignore[arg-type]
+    return kind(**{name: getattr(message, name) for name in names}, **values)

@@ -1,0 +1,175 @@
+"""The client for threads: `Client`, which they may share, and `Stream`, which one thread reads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeVar, Unpack, cast
+
+import grpc
+from google.protobuf.message import Message as ProtoMessage
+
+from common.rpc.status import RpcFailure
+from quire.client.folding import Fold
+from quire.client.request import Message, Options, Prompt, conversation_of, prompt_of, request_of
+from quire.client.results import Chunk, Completion, Model, Status
+from quire.client.retry import Attempts, Retry, RetryBudget, unfinished
+from quire.client.setup import DEFAULT_TIMEOUT, Metadata, client_options
+from quire.inference.v1 import inference_pb2 as pb
+from quire.inference.v1 import inference_pb2_grpc
+
+_AnswerT = TypeVar("_AnswerT", bound=ProtoMessage)
+
+
+class _Stub(Protocol):
+    """The generated stub over a channel for threads; the generated types know asyncio's alone."""
+
+    Generate: grpc.UnaryStreamMultiCallable[pb.GenerateRequest, pb.GenerateResponse]
+    Tokenize: grpc.UnaryUnaryMultiCallable[pb.TokenizeRequest, pb.TokenizeResponse]
+    Detokenize: grpc.UnaryUnaryMultiCallable[pb.DetokenizeRequest, pb.DetokenizeResponse]
+    GetModel: grpc.UnaryUnaryMultiCallable[pb.GetModelRequest, pb.GetModelResponse]
+    GetStatus: grpc.UnaryUnaryMultiCallable[pb.GetStatusRequest, pb.GetStatusResponse]
+
+
+class Stream(Iterator[Chunk]):
+    """The chunks of one request as they come. Leaving it (`with`), or `close`, cancels what still runs."""
+
+    def __init__(self, start: Callable[[float | None], Any], attempts: Attempts, sequences: int) -> None:
+        """`start` begins the call with a timeout in seconds."""
+        self._start, self._attempts, self._fold = start, attempts, Fold(sequences)
+        self._call = start(attempts.time_left())
+        self._closed = False
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __next__(self) -> Chunk:
+        while not self._closed:
+            event = self._event()
+            if event is None:
+                self._end()
+            elif (chunk := self._fold.take(event)) is not None:
+                return chunk
+        raise StopIteration
+
+    @property
+    def completion(self) -> Completion:
+        """What has come so far; all of it once the stream has ended."""
+        return self._fold.completion()
+
+    def close(self) -> None:
+        """Cancel the request, unless it has ended; nothing more comes."""
+        self._closed = True
+        self._call.cancel()
+
+    def _event(self) -> pb.GenerateResponse | None:
+        while True:
+            try:
+                return next(self._call, None)
+            except grpc.RpcError as error:
+                if self._closed:  # from another thread
+                    return None
+                time.sleep(self._attempts.wait_after(cast("RpcFailure", error), self._fold))
+                self._call = self._start(self._attempts.time_left())
+
+    def _end(self) -> None:
+        if not self._closed and not self._fold.complete:
+            raise unfinished(self._fold)
+        self._closed = True
+        self._attempts.succeeded()
+
+
+class Client:
+    """Calls one router, over one connection; threads may share it.
+
+    `timeout` is in seconds for a whole call, retries included; each call may say another. Raises QuireErrors.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout: float | None = DEFAULT_TIMEOUT,
+        retry: Retry = Retry(),  # noqa: B008 - frozen
+        credentials: grpc.ChannelCredentials | None = None,
+        metadata: Metadata = (),
+    ) -> None:
+        """`address` is HOST:PORT; nothing is sent yet. `credentials` ask for TLS; `metadata` goes with every call."""
+        options = client_options()
+        self._channel = (
+            grpc.secure_channel(address, credentials, options)
+            if credentials
+            else grpc.insecure_channel(address, options)
+        )
+        self._stub = cast("_Stub", inference_pb2_grpc.InferenceServiceStub(cast("Any", self._channel)))
+        self._timeout, self._retry, self._budget, self._metadata = timeout, retry, RetryBudget(retry), metadata
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection; what still runs is cancelled."""
+        self._channel.close()
+
+    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
+        """Begin a request and return its chunks as they come."""
+        request = request_of(prompt, options)
+        start = partial(self._stub.Generate, request, metadata=self._metadata)
+        attempts = self._attempts(options.get("timeout"))
+        return Stream(lambda timeout: start(timeout=timeout), attempts, request.sampling.n)
+
+    def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
+        """Return the whole answer to a prompt. It is streamed, so that Interrupted can carry what had come."""
+        with self.stream(prompt, **options) as stream:
+            for _ in stream:
+                pass
+            return stream.completion
+
+    def chat(self, messages: str | Sequence[Message], **options: Unpack[Options]) -> Completion:
+        """Return the answer to the messages of a chat, or to one of the user's."""
+        return self.generate(conversation_of(messages), **options)
+
+    def tokenize(
+        self, prompt: Prompt, *, add_special_tokens: bool = True, timeout: float | None = None
+    ) -> tuple[int, ...]:
+        """Return the token ids of a prompt."""
+        request = pb.TokenizeRequest(prompt=prompt_of(prompt), add_special_tokens=add_special_tokens)
+        return tuple(self._ask(self._stub.Tokenize, request, timeout).token_ids)
+
+    def detokenize(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, timeout: float | None = None
+    ) -> str:
+        """Return the text of token ids."""
+        request = pb.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+        return self._ask(self._stub.Detokenize, request, timeout).text
+
+    def model(self, *, timeout: float | None = None) -> Model:
+        """Return what the router serves."""
+        return Model.from_proto(self._ask(self._stub.GetModel, pb.GetModelRequest(), timeout))
+
+    def status(self, *, timeout: float | None = None) -> Status:
+        """Return the router's queue and its workers."""
+        return Status.from_proto(self._ask(self._stub.GetStatus, pb.GetStatusRequest(), timeout))
+
+    def _ask(
+        self, method: grpc.UnaryUnaryMultiCallable[Any, _AnswerT], request: ProtoMessage, timeout: float | None
+    ) -> _AnswerT:
+        attempts = self._attempts(timeout)
+        while True:
+            try:
+                answer = method(request, timeout=attempts.time_left(), metadata=self._metadata)
+            except grpc.RpcError as error:
+                time.sleep(attempts.wait_after(cast("RpcFailure", error)))
+            else:
+                attempts.succeeded()
+                return answer
+
+    def _attempts(self, timeout: float | None) -> Attempts:
+        return Attempts(self._retry, self._budget, self._timeout if timeout is None else timeout)
