@@ -14,7 +14,7 @@ from bench.models import plane_worker
 from bench.workers import BenchWorker
 from bench.workloads import Request, Workload, make, warm_up
 from cli.block_accounting import BLOCK_SIZES, count_waste
-from gpuworker.assembly import DataPlane
+from gpuworker.assembly import ModelPlane
 
 KINDS = ("short", "general", "long")
 _SHORT, _LONG = 64, 8
@@ -33,7 +33,7 @@ def requests(kind: str, seed: int, scale: float) -> Workload:
     return Workload(kind, made)
 
 
-def measure(plane: DataPlane, scale: float, repeat: int) -> dict[str, dict[str, float]]:
+def measure(plane: ModelPlane, scale: float, repeat: int) -> dict[str, dict[str, float]]:
     """Return, for each kind of requests, output tokens a second and waste by block size."""
     with ExitStack() as stack:
         workers = {size: stack.enter_context(plane_worker(plane, size)) for size in BLOCK_SIZES}

@@ -17,10 +17,10 @@ from bench.harness import median_interval, parser, progress, report
 from bench.models import data_plane
 from bench.workers import BenchWorker
 from bench.workloads import make, warm_up
-from gpuworker.assembly import DataPlane
+from gpuworker.assembly import ModelPlane
 
 
-def _worker(plane: DataPlane) -> BenchWorker:
+def _worker(plane: ModelPlane) -> BenchWorker:
     return BenchWorker(plane.runner, plane.agent_config(), None, plane.identity.kv_geometry)
 
 

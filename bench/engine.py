@@ -24,7 +24,7 @@ from bench.models import data_plane
 from bench.workers import BenchWorker, Run
 from bench.workloads import make, warm_up
 from common.types import SamplingParams, SequenceId
-from gpuworker.assembly import DataPlane
+from gpuworker.assembly import ModelPlane
 from gpuworker.core.batch_plan import StepPlan, StepResult, StepRunner
 from gpuworker.kernels.llama_calls import PHASES
 from gpuworker.models.native_model import NativeModel
@@ -90,7 +90,7 @@ class TimedRunner:
             self.in_steps += done.result().seconds
 
 
-def engine(plane: DataPlane) -> tuple[BenchWorker, TimedRunner]:
+def engine(plane: ModelPlane) -> tuple[BenchWorker, TimedRunner]:
     """Return an engine on a data plane, not yet started, and the clock of its steps."""
     runner = TimedRunner(plane.runner, plane.model)
     return BenchWorker(runner, plane.agent_config(), None, plane.identity.kv_geometry), runner
@@ -156,7 +156,7 @@ CHECK_NOTES = {
 }
 
 
-def _plane(args: argparse.Namespace, execution: str) -> DataPlane:
+def _plane(args: argparse.Namespace, execution: str) -> ModelPlane:
     caching = args.prefix_caching == "on"
     options = worker_options(args) | {"dtype": args.dtype, "prefix_caching": caching, "execution": execution}
     return data_plane(args.model, **options)

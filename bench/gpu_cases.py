@@ -10,7 +10,8 @@ import torch
 
 from common.types import KvGeometry
 from gpuworker.attention import AttentionMetadata, Int32Array, LayerAttention
-from gpuworker.kv_cache import KvCache, bytes_per_block
+from gpuworker.kv_cache import KvCache
+from gpuworker.ledger import bytes_per_block
 from gpuworker.step_inputs import PackedRows, attention_arrays, attention_metadata, pack_rows, to_device
 
 

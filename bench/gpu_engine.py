@@ -24,7 +24,8 @@ from gpuworker.core.outcomes import AgentConfig
 from gpuworker.cuda_graphs import graph_launcher
 from gpuworker.devices import dtype_name
 from gpuworker.kernels.triton_attention import TritonAttention
-from gpuworker.kv_cache import KvCache, bytes_per_block
+from gpuworker.kv_cache import KvCache
+from gpuworker.ledger import bytes_per_block
 from gpuworker.model_runner import ModelRunner, RunnerLimits
 from gpuworker.models.lean_gpu import LeanGpuModel
 from gpuworker.models.lean_gpu_weights import fused_weights, random_weights

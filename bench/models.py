@@ -9,7 +9,7 @@ from typing import Any
 from bench.checkpoints import MAX_MODEL_LEN, MEDIUM, SMALL, checkpoint
 from bench.workers import BenchWorker
 from common.types import KvGeometry
-from gpuworker.assembly import DataPlane, assemble
+from gpuworker.assembly import ModelPlane, assemble
 from gpuworker.attention import make_backend
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.core.batch_plan import StepRunner
@@ -18,7 +18,7 @@ from gpuworker.kv_cache import KvCache
 from gpuworker.model_runner import RunnerLimits
 
 
-def data_plane(model: str | None, shape: Mapping[str, object] = MEDIUM, **options: Any) -> DataPlane:
+def data_plane(model: str | None, shape: Mapping[str, object] = MEDIUM, **options: Any) -> ModelPlane:
     """Return what a worker with these options runs steps on; `options` are those of `GpuWorkerSettings`."""
     with checkpoint(model, shape) as (folder, load_format):
         return assemble(GpuWorkerSettings(model=str(folder), load_format=load_format, **options))
@@ -43,7 +43,7 @@ def cpu_runner(
     return plane.runner, plane.identity.kv_geometry
 
 
-def plane_worker(plane: DataPlane, block_size: int) -> BenchWorker:
+def plane_worker(plane: ModelPlane, block_size: int) -> BenchWorker:
     """Return an engine on the model of a data plane, not yet started, with a cache of its own."""
     geometry, device = plane.identity.kv_geometry, plane.model.device
     slots = plane.memory.num_blocks * plane.memory.block_size

@@ -28,7 +28,7 @@ from bench.rates import matmul_rate, read_rate
 from bench.ratios import SHORT
 from bench.workers import BenchWorker
 from bench.workloads import Request, Workload, warm_up
-from gpuworker.assembly import DataPlane
+from gpuworker.assembly import ModelPlane
 from gpuworker.devices import default_threads
 
 PREFILL_PROMPTS, PREFILL_TOKENS = 8, 1024
@@ -104,7 +104,7 @@ def fractions(costs: ModelCosts, peaks: Peaks, prefill: float, decodes: Mapping[
     return found
 
 
-def of_phases(plane: DataPlane, threads: int, repeat: int) -> dict[str, float]:
+def of_phases(plane: ModelPlane, threads: int, repeat: int) -> dict[str, float]:
     """Return the figures of prefill and decode of a loaded model."""
     number = float(plane.model.dtype.itemsize)
     peaks = Peaks(plane.model.dtype, threads)

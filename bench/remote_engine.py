@@ -17,7 +17,6 @@ import threading
 from dataclasses import replace
 from typing import Any
 
-from bench.simulated_runner import SimulatedRunner
 from cli.embedded import EmbeddedChannel
 from common import die_with_parent
 from common.clock import SystemClock
@@ -28,6 +27,8 @@ from gpuworker.core.lease_agent import LeaseAgent
 from gpuworker.core.outcomes import AgentConfig
 from gpuworker.engine import Engine
 from gpuworker.ports import EngineLoad, EngineRequest, OutputSink
+from gpuworker.simulated_runner import SimulatedRunner
+from gpuworker.simulation import SimulatedTokens, StepCosts
 
 BLOCK_SIZE, BLOCKS = 16, 4096
 _LENGTH = struct.Struct("<I")
@@ -48,7 +49,8 @@ def local_engine(runner: str, rows: int, sink: OutputSink) -> Engine:
 def _runner(name: str, config: AgentConfig) -> StepRunner:
     kind, *seconds = name.split(":")
     if kind == "sim":
-        return SimulatedRunner(*map(float, seconds))
+        step, held = map(float, seconds)
+        return SimulatedRunner(StepCosts(base=step), SimulatedTokens(range(7, 1007)), held)
     from bench.models import cpu_runner
 
     return cpu_runner(config)[0]

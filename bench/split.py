@@ -18,11 +18,12 @@ import psutil
 from bench.checkpoints import MEDIUM
 from bench.harness import median_interval, parser, progress, report
 from bench.models import cpu_runner
-from bench.simulated_runner import SimulatedRunner
 from bench.workers import BenchWorker, Run, manager_process, random_prompts
 from common.types import KvGeometry
 from gpuworker.core.batch_plan import StepRunner
 from gpuworker.core.outcomes import AgentConfig
+from gpuworker.simulated_runner import SimulatedRunner
+from gpuworker.simulation import SimulatedTokens, StepCosts
 
 BLOCK_SIZE = 16
 BLOCKS = 4096
@@ -120,6 +121,11 @@ def notes_of(name: str, what: str) -> dict[str, str]:
     }
 
 
+def simulated_runner(_: AgentConfig) -> tuple[StepRunner, None]:
+    """Return a runner of simulated steps."""
+    return SimulatedRunner(StepCosts(base=STEP_SECONDS), SimulatedTokens(range(7, 1007)), held=HELD_SECONDS), None
+
+
 def main() -> None:
     """Run the benchmark."""
     flags: argparse.ArgumentParser = parser(__doc__)
@@ -130,7 +136,7 @@ def main() -> None:
     args = flags.parse_args()
     config = AgentConfig(BLOCKS, BLOCK_SIZE, max_num_seqs=args.sequences)
     kinds: dict[str, tuple[MakeRunner, str]] = {
-        "sim": (lambda _: (SimulatedRunner(STEP_SECONDS, HELD_SECONDS), None), "simulated 5 ms step, GIL held for 2"),
+        "sim": (simulated_runner, "simulated 5 ms step, GIL held for 2"),
         "cpu": (cpu_runner, "CPU engine, small model"),
         "128m": (lambda config: cpu_runner(config, MEDIUM, "bfloat16"), "CPU engine, 128 M model in bf16"),
     }

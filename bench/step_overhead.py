@@ -23,7 +23,7 @@ from bench.harness import parser, report
 from bench.models import data_plane
 from bench.workers import BenchWorker, random_prompts
 from common.types import SamplingParams
-from gpuworker.assembly import DataPlane
+from gpuworker.assembly import ModelPlane
 from gpuworker.attention import make_backend
 from gpuworker.core.outcomes import AgentConfig
 from gpuworker.kv_cache import KvCache
@@ -70,7 +70,7 @@ class Overhead:
     cpu: float
 
 
-def _runner(plane: DataPlane, way: str, limits: RunnerLimits, blocks: int, spent: list[StepTimes]) -> ModelRunner:
+def _runner(plane: ModelPlane, way: str, limits: RunnerLimits, blocks: int, spent: list[StepTimes]) -> ModelRunner:
     model = plane.model
     assert isinstance(model, NativeModel), "the native library was not built"
     cache = KvCache(plane.identity.kv_geometry, blocks, BLOCK_SIZE, model.device)
@@ -87,7 +87,7 @@ def _runner(plane: DataPlane, way: str, limits: RunnerLimits, blocks: int, spent
     return ModelRunner(model, cache, attention, limits, (), launcher)
 
 
-def measure(plane: DataPlane, way: str, rows: int, steps: int, sampling: SamplingParams) -> Overhead:
+def measure(plane: ModelPlane, way: str, rows: int, steps: int, sampling: SamplingParams) -> Overhead:
     """Run `steps` decode steps of `rows` rows."""
     length, model = PROMPT_TOKENS + steps + WARM_UP, plane.model
     assert isinstance(model, NativeModel)

@@ -147,9 +147,12 @@ def flag_of(key: str) -> str:
 
 def env_of(key: str, info: FieldInfo) -> str:
     """Return the environment variable that sets a key: its own name where it has one, else QUIRE_<KEY>."""
+    return _extra(info, "env") or ENV_PREFIX + key.upper()
+
+
+def _extra(info: FieldInfo, name: str) -> str | None:
     extra = info.json_schema_extra
-    own = extra.get("env") if isinstance(extra, dict) else None
-    return str(own) if own else ENV_PREFIX + key.upper()
+    return str(extra[name]) if isinstance(extra, dict) and name in extra else None
 
 
 def build_parser(settings: type[Settings], prog: str | None = None) -> argparse.ArgumentParser:
@@ -190,7 +193,8 @@ def _add_flag(group: argparse._ArgumentGroup, key: str, info: FieldInfo) -> None
         group.add_argument(flag_of(key), action=argparse.BooleanOptionalAction, **common)
         return
     action = "append" if get_origin(info.annotation) is tuple else "store"
-    group.add_argument(flag_of(key), action=action, nargs="?", const=_NO_VALUE, metavar=_metavar(key, info), **common)
+    bare = _extra(info, "bare") or _NO_VALUE  # what the flag alone stands for
+    group.add_argument(flag_of(key), action=action, nargs="?", const=bare, metavar=_metavar(key, info), **common)
 
 
 def _default(info: FieldInfo) -> str:

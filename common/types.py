@@ -108,7 +108,7 @@ _IDENTITY_FLAGS = {
     "tokenizer_fingerprint": "--model",
     "block_size": "--block-size",
     "hash_version": "the Quire version",
-    "arithmetic": "--deterministic, --dtype or --quantization, or run both on equal processors",
+    "arithmetic": "--deterministic, --dtype, --quantization or --simulate, or run both on equal processors",
 }
 
 

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
-import socket
-import time
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 
 import torch
 
@@ -16,27 +12,25 @@ from common.cores import usable_cores
 from common.errors import Unsupported
 from common.fingerprint import model_fingerprint, tokenizer_fingerprint
 from common.hub import checkpoint_directory
-from common.identity_wire import identity_to_proto
-from common.lease import Attach
 from common.options import Execution
 from common.types import ANY_ARITHMETIC, KvGeometry, PoolIdentity
 from gpuworker.attention import AttentionBackend, BackendFactory, BackendOptions, make_backend
+from gpuworker.checkpoint_facts import eos_token_ids
 from gpuworker.config import GpuWorkerSettings
-from gpuworker.core.outcomes import AgentConfig
 from gpuworker.cuda_graphs import graph_launcher
-from gpuworker.devices import default_threads, pick_device
+from gpuworker.data_plane import DataPlane, Facts
+from gpuworker.devices import default_threads, dtype_name, pick_device
 from gpuworker.kv_cache import KvCache
-from gpuworker.memory import Ledger, MemoryOptions, plan_memory
+from gpuworker.memory import MemoryOptions, plan_memory
 from gpuworker.model_runner import ModelRunner, RunnerLimits
 from gpuworker.models.bit_equality import refuse_unequal_bits
 from gpuworker.models.hosted import HostedModel
 from gpuworker.models.lean import LeanModel, open_lean
 from gpuworker.models.lean_gpu import LeanGpuModel
-from gpuworker.models.loader import ModelSource, context_limit, eos_token_ids, load_model
+from gpuworker.models.loader import ModelSource, context_limit, load_model
 from gpuworker.models.native_model import NativeModel
 from gpuworker.models.self_test import self_test
 from gpuworker.step_queue import QueuedRunner
-from quire.gpuworker.v1 import gpuworker_pb2 as pb
 
 _log = logging.getLogger(__name__)
 _MAX_NUM_SEQS = {"cuda": 256}
@@ -44,89 +38,14 @@ _MAX_NUM_SEQS_ELSEWHERE = 64
 
 
 @dataclass(frozen=True, slots=True)
-class DataPlane:
-    """What runs steps, and what there is to say about it."""
+class ModelPlane(DataPlane):
+    """A data plane that runs a model."""
 
-    settings: GpuWorkerSettings
     model: HostedModel | LeanModel
-    identity: PoolIdentity
-    memory: Ledger
     runner: ModelRunner
-    max_num_seqs: int
-    eos: tuple[int, ...]
-
-    def agent_config(self) -> AgentConfig:
-        """Return the sizes and policies of the lease agent."""
-        settings = self.settings
-        return AgentConfig(
-            num_blocks=self.memory.num_blocks,
-            block_size=settings.block_size,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-            long_prefill_cap=settings.long_prefill_cap or 0,
-            window=self.identity.kv_geometry.window,
-            prefix_caching=settings.prefix_caching,
-            max_num_seqs=self.max_num_seqs,
-        )
-
-    def attach(self, worker_id: str, address: str) -> Attach:
-        """Return the identity part of an attach, with a new incarnation: start time in ns, then random."""
-        return Attach(
-            worker_id=worker_id,
-            incarnation=time.time_ns().to_bytes(8, "big") + os.urandom(8),
-            session=0,
-            epoch_seen=0,
-            identity=self.identity,
-            num_blocks=self.memory.num_blocks,
-            address=address,
-            prefix_caching=self.settings.prefix_caching,
-            max_num_seqs=self.max_num_seqs,
-        )
-
-    def device_words(self) -> str:
-        """Return the device in words; of a CPU, how many of its cores compute."""
-        device = self.model.device
-        if device.type != "cpu":
-            return str(device)
-        threads = self.settings.threads or default_threads()
-        return f"cpu with {threads} {'thread' if threads == 1 else 'threads'} of {usable_cores()} cores"
-
-    def info(self, attach: Attach) -> pb.WorkerInfo:
-        """Return what the worker says of itself."""
-        return pb.WorkerInfo(
-            worker_id=attach.worker_id,
-            incarnation=attach.incarnation,
-            address=attach.address,
-            model=self.settings.model,
-            identity=identity_to_proto(self.identity),
-            num_blocks=self.memory.num_blocks,
-            max_model_len=self.memory.max_model_len,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.settings.max_num_batched_tokens,
-            vocab_size=self.model.vocab_size,
-            eos_token_ids=self.eos,
-            device=str(self.model.device),
-            dtype=str(self.model.dtype).removeprefix("torch."),
-            version=f"quire {version('quire')}, torch {torch.__version__}",
-            prefix_caching=self.settings.prefix_caching,
-        )
-
-    def memory_message(self) -> pb.MemoryLedger:
-        """Return the byte ledger."""
-        memory = self.memory
-        return pb.MemoryLedger(
-            total=memory.total,
-            weights=memory.weights,
-            kv_cache=memory.kv,
-            activations=memory.activations,
-            reserved=memory.token_table + memory.graphs,
-            longest_context=memory.max_model_len,
-            sequences_at_1k=memory.sequences_of(1024),
-            sequences_at_4k=memory.sequences_of(4096),
-            sequences_at_16k=memory.sequences_of(16384),
-        )
 
 
-def assemble(settings: GpuWorkerSettings) -> DataPlane:
+def assemble(settings: GpuWorkerSettings) -> ModelPlane:
     """Load the model, test it, size the KV cache and allocate it.
 
     Raises InvalidConfig when options do not fit the checkpoint or the memory, Unsupported for a model that cannot be
@@ -165,7 +84,17 @@ def assemble(settings: GpuWorkerSettings) -> DataPlane:
         arithmetic=arithmetic,
     )
     runner = _runner(model, cache, backend(cache), limits, eos, settings.cuda_graphs)
-    return DataPlane(settings, model, identity, memory, runner, max_num_seqs, eos)
+    return ModelPlane(settings, identity, memory, runner, max_num_seqs, _facts(settings, model, eos), model)
+
+
+def _facts(settings: GpuWorkerSettings, model: HostedModel | LeanModel, eos: tuple[int, ...]) -> Facts:
+    device = model.device
+    words = str(device)
+    if device.type == "cpu":
+        threads = settings.threads or default_threads()
+        words = f"cpu with {threads} {'thread' if threads == 1 else 'threads'} of {usable_cores()} cores"
+    software = f"torch {torch.__version__}"
+    return Facts(model.vocab_size, eos, dtype_name(model.dtype), str(device), words, software)
 
 
 def _open(
@@ -219,8 +148,3 @@ def _memory_options(settings: GpuWorkerSettings, max_num_seqs: int) -> MemoryOpt
         max_model_len=settings.max_model_len,
         cuda_graphs=settings.cuda_graphs,
     )
-
-
-def default_worker_id(port: int) -> str:
-    """Return the name of a worker that was given none."""
-    return f"{socket.gethostname()}-{port}"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from common.options import (
     Address,
@@ -20,6 +20,15 @@ from common.options import (
     ServiceSettings,
     Settings,
 )
+from gpuworker.simulation import DEFAULT_COSTS, parse_costs
+
+
+def _costs(value: str) -> str:
+    parse_costs(value)
+    return value
+
+
+StepCostWords = Annotated[str, AfterValidator(_costs)]
 
 
 class EngineSettings(Settings):
@@ -50,6 +59,13 @@ class EngineSettings(Settings):
         description="lean: our own forward of the Llama family, native on a CPU, fused kernels on CUDA; hosted: the "
         "model as transformers has it, on our attention; auto: lean where the model and the device allow it, and the "
         "log says why not",
+    )
+    simulate: StepCostWords | None = Field(
+        None,
+        description="run no model: a step sleeps for base + decode for each row that draws + prefill for each other "
+        "position, and draws tokens that follow from seed and position; no weights are read, no K/V is kept. Without "
+        f"a value: {DEFAULT_COSTS}. For tests of load",
+        json_schema_extra={"bare": DEFAULT_COSTS},
     )
     cuda_graphs: bool = Field(
         True,
@@ -83,7 +99,9 @@ class GpuWorkerSettings(EngineSettings, ServiceSettings):
     port: Port = Field(50053, description="gRPC port; 0 takes a free one")
     metrics_port: Port | None = Field(None, description="port of /metrics and /health; unset: the gRPC port + 1000")
     advertise: Address | None = Field(
-        None, description="HOST:PORT at which routers reach this worker; unset: host and port"
+        None,
+        description="HOST:PORT at which routers reach this worker; unset: host and port, and for a host of 0.0.0.0 the "
+        "address on the way to the manager",
     )
     worker_id: str | None = Field(None, description="name of this worker; unset: host name and port")
     manager: Address = Field("127.0.0.1:50052", description="HOST:PORT of the KV manager")

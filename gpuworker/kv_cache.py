@@ -17,16 +17,6 @@ from common.lease import Copy
 from common.types import KvGeometry
 from gpuworker.devices import CACHE_DTYPES, QUANTISED_DTYPES
 
-_SCALE_BYTES = 4
-
-
-def bytes_per_block(geometry: KvGeometry, block_size: int) -> int:
-    """Return what one block takes in all layers, K, V and their scales together, in bytes."""
-    per_head = (geometry.head_dim_k + geometry.head_dim_v) * CACHE_DTYPES[geometry.dtype].itemsize
-    if geometry.dtype in QUANTISED_DTYPES:
-        per_head += 2 * _SCALE_BYTES
-    return geometry.num_layers * block_size * geometry.num_kv_heads * per_head
-
 
 class KvCache:
     """The pools. Zeroed, so that a masked read of a slot that was never written is a number.

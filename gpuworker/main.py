@@ -22,10 +22,10 @@ from common.logs import setup_logging
 from common.metrics import MetricsServer, metrics_port, new_registry
 from common.rpc.server import RpcServer
 from common.telemetry.provider import setup as setup_telemetry
-from gpuworker.assembly import DataPlane, assemble, default_worker_id
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.convert import SubmitLimits
 from gpuworker.core.lease_agent import LeaseAgent
+from gpuworker.data_plane import DataPlane, default_worker_id
 from gpuworker.engine import Engine
 from gpuworker.lease_client import LeaseClient
 from gpuworker.metrics import EngineCollector
@@ -38,6 +38,17 @@ SERVICE = "quire.gpuworker.v1.GpuWorkerService"
 _POLL_SECONDS = 0.02
 _LAST_WORDS_S = 0.5
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def assemble(settings: GpuWorkerSettings) -> DataPlane:
+    """Return what runs the steps; torch is imported only where there is a model to run. Raises as the two do."""
+    if settings.simulate is not None:
+        from gpuworker import simulated_plane
+
+        return simulated_plane.assemble(settings)
+    from gpuworker import assembly
+
+    return assembly.assemble(settings)
 
 
 class Worker:
@@ -75,7 +86,7 @@ class Worker:
         gc.freeze()
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._stop.set)
-        for line in plane.memory.lines():
+        for line in plane.start_lines():
             print(line, flush=True)  # noqa: T201
         await self._serve(plane, port)
         await self._until_attached()
@@ -83,7 +94,7 @@ class Worker:
             await self._server.ready()
             self._servicer.beat()  # routers that came while it attached see that it can be used now
             took = time.monotonic() - began
-            print(f"READY {self._address(port)} {plane.device_words()}, loaded in {took:.1f} s", flush=True)  # noqa: T201
+            print(f"READY {self._address(port)} {plane.facts.device_words}, loaded in {took:.1f} s", flush=True)  # noqa: T201
         await self._stop.wait()
         await self._drain()
 
@@ -107,7 +118,7 @@ class Worker:
         engine.start()
         EngineCollector(engine.load, self._registry)
         info = lambda: plane.info(engine.attach)  # noqa: E731
-        limits = SubmitLimits(plane.memory.max_model_len, plane.model.vocab_size, self.settings.block_size)
+        limits = SubmitLimits(plane.memory.max_model_len, plane.facts.vocab_size, self.settings.block_size)
         self._servicer.serve(Serving(engine, info, limits, plane.memory_message()))
 
     def _lease_client(self) -> LeaseClient:

@@ -18,18 +18,16 @@ from common.types import KvGeometry
 from gpuworker.cuda_graphs import graph_bytes
 from gpuworker.devices import free_bytes, total_bytes
 from gpuworker.kernels.torch_attention import MAX_MASK
-from gpuworker.kv_cache import bytes_per_block
+from gpuworker.ledger import GIB, Ledger, bytes_per_block, in_words
 from gpuworker.models.hosted import HostedModel
 from gpuworker.models.lean import LeanModel
 from gpuworker.models.lean_gpu import LeanGpuModel
 from gpuworker.models.native_model import NativeModel
 from gpuworker.models.self_test import CallRecorder
 
-GIB, MIB, KIB = 1 << 30, 1 << 20, 1 << 10
 _CPU_KV_BYTES, _CPU_KV_FRACTION = GIB, 0.25
 _CPU_NUM_SEQS, _CUDA_NUM_SEQS = 64, 256
 _LOGITS_BYTES = 16  # for each token of the vocabulary: float32 logits and weights, float64 cumulative sums
-_CONTEXTS = (1024, 4096, 16384)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,65 +42,6 @@ class MemoryOptions:
     max_num_batched_tokens: int = 2048
     max_model_len: int | None = None
     cuda_graphs: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Ledger:
-    """Bytes on one device, and what fits in the blocks."""
-
-    device: str
-    total: int
-    free: int  # before anything below but the weights was taken
-    weights: int
-    activations: int
-    token_table: int
-    block_bytes: int
-    num_blocks: int
-    block_size: int
-    kv_dtype: str
-    model_limit: int
-    max_model_len: int
-    max_num_seqs: int
-    graphs: int = 0
-
-    @property
-    def kv(self) -> int:
-        """Bytes of the KV cache."""
-        return self.num_blocks * self.block_bytes
-
-    def sequences_of(self, tokens: int) -> int:
-        """Return how many sequences of this many tokens fit at once."""
-        return self.num_blocks // -(-tokens // self.block_size)
-
-    def lines(self) -> list[str]:
-        """Return the ledger as lines of text for people."""
-        left = self.free - self.activations - self.graphs - self.token_table - self.kv
-        blocks = (
-            f"{self.num_blocks} blocks of {self.block_size} slots in {self.kv_dtype}, {in_words(self.block_bytes)} each"
-        )
-        whole = self.max_model_len == self.model_limit
-        limit = "the model's limit" if whole else f"the model allows {self.model_limit}"
-        fits = [f"{self.sequences_of(n)} of {n // 1024}k" for n in _CONTEXTS if n < self.max_model_len]
-        fits.append(f"{self.sequences_of(self.max_model_len)} of the longest")
-        return [
-            f"memory of {self.device}: {in_words(self.total)}, {in_words(self.free)} free beside the weights",
-            f"  weights      {in_words(self.weights):>10}",
-            f"  activations  {in_words(self.activations):>10}",
-            *([f"  CUDA graphs  {in_words(self.graphs):>10}"] if self.graphs else []),
-            f"  token table  {in_words(self.token_table):>10}",
-            f"  KV cache     {in_words(self.kv):>10}  {blocks}",
-            f"  left         {in_words(left):>10}",
-            f"longest context: {self.max_model_len} tokens ({limit})",
-            f"sequences that fit at once: {', '.join(fits)}; at most {self.max_num_seqs} run in a step",
-        ]
-
-
-def in_words(count: int) -> str:
-    """Return a number of bytes as people read it, e.g. "1.5 GiB"."""
-    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
-        if abs(count) >= unit:
-            return f"{count / unit:.1f} {name}"
-    return f"{count} B"
 
 
 def plan_memory(

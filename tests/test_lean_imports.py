@@ -1,4 +1,4 @@
-"""What each part loads: the control plane no torch, the engine no gRPC, Redis or tracing; seen in fresh processes."""
+"""What each part loads: control plane and simulated worker no torch, engine no gRPC, Redis or tracing; seen afresh."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ CONTROL_PLANE = [
     for package in (common, kvmanager, router)
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
 ]
+SIMULATED_WORKER = ["gpuworker.main", "gpuworker.simulated_plane"]
 ENGINE = ["gpuworker.engine", "gpuworker.model_runner", "gpuworker.kernels.torch_attention"]
 
 
@@ -25,10 +26,11 @@ ENGINE = ["gpuworker.engine", "gpuworker.model_runner", "gpuworker.kernels.torch
     ("modules", "unwanted"),
     [
         (CONTROL_PLANE, {"torch", "triton", "transformers", "safetensors"}),
+        (SIMULATED_WORKER, {"torch", "triton", "transformers", "safetensors"}),
         (ENGINE, {"grpc", "google.protobuf", "redis", "opentelemetry", "prometheus_client", "pydantic"}),
         (["common.hashing", "common.lease", "common.errors"], {"numpy", "grpc", "google.protobuf", "pydantic"}),
     ],
-    ids=["control plane", "engine", "contracts"],
+    ids=["control plane", "simulated worker", "engine", "contracts"],
 )
 def test_importing_loads_nothing_that_is_not_needed(modules: list[str], unwanted: set[str]) -> None:
     script = f"import json, sys, {', '.join(modules)}; print(json.dumps(sorted(sys.modules)))"

@@ -18,7 +18,8 @@ from gpuworker.kernels.triton_plan import DevicePlan, Launches, PlanBuffers, Roo
 from gpuworker.kernels.triton_rope import QkNorm, rope_and_write
 from gpuworker.kernels.triton_tuning import Chip, Heads, KernelShape, Tuning, chip_of, tuning
 from gpuworker.kernels.work_list import WorkList, work_list
-from gpuworker.kv_cache import KvCache, bytes_per_block
+from gpuworker.kv_cache import KvCache
+from gpuworker.ledger import bytes_per_block
 from gpuworker.rotation import Rotation
 
 # What attending a shared prefix apart must save a layer, in bytes of K and V: the kernels that it adds take about as

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -138,16 +137,6 @@ def _rope_parameters(config: PretrainedConfig) -> list[dict[str, Any]]:
     """Return the parameters of each kind of rotary embedding; none without any."""
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     return [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
-
-
-def eos_token_ids(directory: Path) -> tuple[int, ...]:
-    """Return the ids that end a generation, rising: those of generation_config.json, else of config.json."""
-    for name in ("generation_config.json", "config.json"):
-        path = directory / name
-        found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-        if found is not None:
-            return tuple(sorted(set(found if isinstance(found, list) else [found])))
-    return ()
 
 
 def _stored_model(

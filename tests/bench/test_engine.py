@@ -13,7 +13,7 @@ from bench.checkpoints import SMALL
 from bench.models import data_plane, plane_worker
 from bench.workers import BenchWorker
 from bench.workloads import Request, Workload
-from gpuworker.assembly import DataPlane
+from gpuworker.assembly import ModelPlane
 from gpuworker.kernels import native
 
 SHAPE = {**SMALL, "vocab_size": 32000, "num_hidden_layers": 2}
@@ -28,12 +28,12 @@ def conversations() -> Workload:
 
 
 @pytest.fixture(scope="module")
-def plane() -> DataPlane:
+def plane() -> ModelPlane:
     return data_plane(None, SHAPE, **OPTIONS)
 
 
 @pytest.fixture(scope="module")
-def running(plane: DataPlane) -> Iterator[tuple[BenchWorker, engine.TimedRunner]]:
+def running(plane: ModelPlane) -> Iterator[tuple[BenchWorker, engine.TimedRunner]]:
     worker, runner = engine.engine(plane)
     with worker:
         yield worker, runner
@@ -71,7 +71,7 @@ def test_where_the_time_went_adds_up(running: tuple[BenchWorker, engine.TimedRun
     assert parts.keys() > {"share_rest_of_step", "share_between_steps"}
 
 
-def test_one_model_runs_on_caches_of_several_block_sizes(plane: DataPlane) -> None:
+def test_one_model_runs_on_caches_of_several_block_sizes(plane: ModelPlane) -> None:
     outputs = []
     for block_size in (4, 64):
         with plane_worker(plane, block_size) as worker:

@@ -9,12 +9,15 @@ import sys
 
 import pytest
 
-from bench.simulated_runner import SimulatedRunner
 from bench.split import Pair, figures_of, notes_of
 from bench.workers import BenchWorker, Run, random_prompts
 from common.types import SamplingParams, SequenceId
 from gpuworker.core.batch_plan import StepPlan
 from gpuworker.core.outcomes import AgentConfig
+from gpuworker.simulated_runner import SimulatedRunner
+from gpuworker.simulation import SimulatedTokens, StepCosts
+
+TOKENS = SimulatedTokens(range(3, 1000))
 
 
 def pair(remote_seconds: float, embedded_seconds: float, cpu: float = 0.001, added: float = 0.002) -> Pair:
@@ -47,7 +50,7 @@ def test_costs_of_the_manager_are_told_by_token_and_by_request() -> None:
 
 def test_a_run_counts_every_token_of_every_sequence() -> None:
     config = AgentConfig(num_blocks=64, block_size=16, max_num_seqs=4)
-    with BenchWorker(SimulatedRunner(0.0, 0.0), config, None) as worker:
+    with BenchWorker(SimulatedRunner(StepCosts(), TOKENS), config, None) as worker:
         prompts = random_prompts(4, 20, seed=1)
         first, second = worker.load(prompts, 5), worker.load(prompts, 5)
     assert (first.tokens, first.prompt_tokens, first.cached_tokens) == (20, 80, 0)
@@ -57,7 +60,7 @@ def test_a_run_counts_every_token_of_every_sequence() -> None:
 
 
 def test_a_simulated_step_takes_its_time() -> None:
-    runner = SimulatedRunner(0.02, 0.005)
+    runner = SimulatedRunner(StepCosts(base=0.02), TOKENS, held=0.005)
     runner.add(SequenceId(1), [1, 2], SamplingParams(), 2)
     result = runner.submit(StepPlan(step=3, rows=(), copies=())).result(10.0)
     runner.remove(SequenceId(1))

@@ -6,12 +6,14 @@ from concurrent.futures import Future
 
 import pytest
 
-from bench.simulated_runner import SimulatedRunner
 from bench.workers import BenchWorker, random_prompts
 from common.errors import EngineFailure
 from gpuworker.core.batch_plan import StepPlan, StepResult
 from gpuworker.core.outcomes import AgentConfig
+from gpuworker.simulated_runner import SimulatedRunner
+from gpuworker.simulation import SimulatedTokens, StepCosts
 
+NO_COSTS, TOKENS = StepCosts(), SimulatedTokens(range(3, 1000))
 CONFIG = AgentConfig(num_blocks=32, block_size=4, max_num_seqs=4)
 
 
@@ -32,7 +34,7 @@ class BrokenRunner(SimulatedRunner):
 
 
 def test_a_load_is_counted_to_its_end() -> None:
-    with BenchWorker(SimulatedRunner(0.0, 0.0), CONFIG, manager=None) as worker:
+    with BenchWorker(SimulatedRunner(NO_COSTS, TOKENS), CONFIG, manager=None) as worker:
         run = worker.load(random_prompts(4, 9, seed=1), output_tokens=5)
     assert (run.tokens, run.prompt_tokens, len(run.first_tokens)) == (20, 36, 4)
     assert [len(tokens) for tokens in run.outputs.values()] == [5] * 4
@@ -41,7 +43,7 @@ def test_a_load_is_counted_to_its_end() -> None:
 
 def test_a_failed_step_gives_no_figures() -> None:
     with (
-        BenchWorker(FailingRunner(0.0, 0.0), CONFIG, manager=None) as worker,
+        BenchWorker(FailingRunner(NO_COSTS, TOKENS), CONFIG, manager=None) as worker,
         pytest.raises(EngineFailure, match="the device is gone"),
     ):
         worker.load(random_prompts(2, 9, seed=1), output_tokens=5)
@@ -50,7 +52,7 @@ def test_a_failed_step_gives_no_figures() -> None:
 def test_a_dead_engine_is_not_waited_for() -> None:
     with (
         pytest.raises(EngineFailure, match="a bug"),
-        BenchWorker(BrokenRunner(0.0, 0.0), CONFIG, manager=None) as worker,
+        BenchWorker(BrokenRunner(NO_COSTS, TOKENS), CONFIG, manager=None) as worker,
         pytest.raises(EngineFailure, match="the engine ended"),
     ):
         worker.load(random_prompts(2, 9, seed=1), output_tokens=5)

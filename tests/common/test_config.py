@@ -33,6 +33,7 @@ class Demo(ServiceSettings):
     worker: Addresses = Field((), description="workers")
     manager: Address = Field("127.0.0.1:50052", description="the manager")
     deterministic: bool = Field(False, description="the same bits")
+    simulate: str | None = Field(None, description="no model", json_schema_extra={"bare": "base=5ms"})
 
 
 def demo(*argv: str, **environ: str) -> Demo:
@@ -53,6 +54,15 @@ def toml(tmp_path: Path, text: str) -> str:
 
 def test_defaults_hold_when_nothing_is_given() -> None:
     assert (demo().port, demo().block_size, demo().worker, demo().deterministic) == (1, 16, (), False)
+
+
+def test_a_flag_may_stand_for_a_value_when_it_has_none() -> None:
+    assert [demo(*words).simulate for words in ((), ("--simulate",), ("--simulate", "base=1ms"))] == [
+        None,
+        "base=5ms",
+        "base=1ms",
+    ]
+    assert demo("--simulate", "--port", "7").port == 7
 
 
 def test_each_source_wins_over_the_one_below_it(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from common.errors import InvalidConfig
-from gpuworker.assembly import DataPlane, assemble
+from gpuworker.assembly import ModelPlane, assemble
 from gpuworker.config import GpuWorkerSettings
-from gpuworker.kv_cache import bytes_per_block
+from gpuworker.ledger import bytes_per_block
 from tests.checkpoints import checkpoint
 
 
@@ -23,7 +23,7 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def assembled(**options: Any) -> DataPlane:
+def assembled(**options: Any) -> ModelPlane:
     settings = GpuWorkerSettings(model=str(checkpoint("llama")), kv_blocks=64, threads=1, **options)
     plane = assemble(settings)
     plane.runner.close()

@@ -18,7 +18,7 @@ import torch
 
 from common.errors import Unsupported
 from common.types import ANY_ARITHMETIC, SamplingParams, TokenLogprobs
-from gpuworker.assembly import DataPlane, assemble
+from gpuworker.assembly import ModelPlane, assemble
 from gpuworker.attention import AttentionBackend, BackendOptions, make_backend
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.kernels.native import best
@@ -35,7 +35,7 @@ ASKED = SamplingParams(temperature=0.9, top_p=0.95, seed=11, logprobs=3, ignore_
 Bits = tuple[list[int], list[TokenLogprobs]]
 
 
-def plane(kind: str = "llama", **options: Any) -> DataPlane:
+def plane(kind: str = "llama", **options: Any) -> ModelPlane:
     settings: dict[str, Any] = {"dtype": "bfloat16", "deterministic": True, "threads": 1}
     settings |= {"device": "cpu", "kv_blocks": 128, "max_model_len": 512, **options}
     return assemble(GpuWorkerSettings(model=str(checkpoint(kind)), **settings))
@@ -60,7 +60,7 @@ def bits(result: Result) -> Bits:
 
 
 def run(
-    worker: DataPlane, before: Iterable[Sequence[int]] = (), beside: Iterable[Sequence[int]] = (), budget: int = 2048
+    worker: ModelPlane, before: Iterable[Sequence[int]] = (), beside: Iterable[Sequence[int]] = (), budget: int = 2048
 ) -> Result:
     """Return what the asked sequence gets on a fresh engine, after sequences that have ended and beside others."""
     config = replace(worker.agent_config(), max_num_batched_tokens=budget)

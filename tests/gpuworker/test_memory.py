@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from common.errors import InvalidConfig
 from common.types import KvGeometry
 from gpuworker import memory
-from gpuworker.memory import GIB, Ledger, MemoryOptions, in_words, mapped_weight_bytes, plan_memory, weight_bytes
+from gpuworker.ledger import GIB, Ledger, in_words
+from gpuworker.memory import MemoryOptions, mapped_weight_bytes, plan_memory, weight_bytes
 from gpuworker.models.hosted import HostedModel
 from gpuworker.models.stored_tensors import StoredTensors
 from tests.checkpoints import checkpoint

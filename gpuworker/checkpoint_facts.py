@@ -1,0 +1,76 @@
+"""What a checkpoint's configuration says in plain numbers: read with the standard library alone, without its weights.
+
+Numbers that a multi-modal checkpoint keeps in its `text_config` are found there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from common.errors import FieldViolation, InvalidConfig
+from common.types import KvGeometry
+
+_CONTEXT: Final = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_sequence_length",
+    "max_seq_len",
+    "seq_length",
+    "n_ctx",
+)
+_LAYERS: Final = ("num_hidden_layers", "n_layer", "n_layers")
+_HEADS: Final = ("num_attention_heads", "n_head", "n_heads")
+_HIDDEN: Final = ("hidden_size", "n_embd", "d_model")
+_DTYPES: Final = ("float32", "bfloat16", "float16")
+
+
+class CheckpointFacts:
+    """config.json of a checkpoint. Raises InvalidConfig when there is none, or it lacks a number that is asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / "config.json"
+        if not self._path.is_file():
+            what = f"no config.json in {directory}; expected a checkpoint in Hugging Face format"
+            raise InvalidConfig(FieldViolation("--model", what))
+        whole: dict[str, Any] = json.loads(self._path.read_text(encoding="utf-8"))
+        text = whole.get("text_config")
+        self._config: Mapping[str, Any] = {**whole, **text} if isinstance(text, dict) else whole
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding."""
+        return self._number("vocab_size")
+
+    @property
+    def context(self) -> int:
+        """Positions that the model spans."""
+        return self._number(*_CONTEXT)
+
+    def kv_geometry(self, dtype: str, kv_cache_dtype: str) -> KvGeometry:
+        """Return the shape of a token's K/V, if every layer has full attention; "auto" is the checkpoint's own type."""
+        heads = self._number(*_HEADS)
+        head_dim = self._config.get("head_dim") or self._number(*_HIDDEN) // heads
+        kv_heads = self._config.get("num_key_value_heads") or heads
+        own = self._config.get("dtype") or self._config.get("torch_dtype")
+        of_model = dtype if dtype != "auto" else own if own in _DTYPES else "float32"
+        kept = of_model if kv_cache_dtype == "auto" else kv_cache_dtype
+        return KvGeometry(self._number(*_LAYERS), int(kv_heads), int(head_dim), int(head_dim), kept)
+
+    def _number(self, *keys: str) -> int:
+        found = next((value for key in keys if isinstance(value := self._config.get(key), int)), None)
+        if found is None:
+            raise InvalidConfig(FieldViolation("--model", f"{self._path} has no number under {' or '.join(keys)}"))
+        return found
+
+
+def eos_token_ids(directory: Path) -> tuple[int, ...]:
+    """Return the ids that end a generation, rising: those of generation_config.json, else of config.json."""
+    for name in ("generation_config.json", "config.json"):
+        path = directory / name
+        found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        if found is not None:
+            return tuple(sorted(set(found if isinstance(found, list) else [found])))
+    return ()

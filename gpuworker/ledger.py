@@ -1,0 +1,83 @@
+"""The byte ledger of a worker, and what a block of K/V takes: plain numbers, known without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from common.types import KvGeometry
+
+GIB, MIB, KIB = 1 << 30, 1 << 20, 1 << 10
+# What K and V may be kept as, and the bytes of one number. The last two carry a float32 scale for each (slot, head).
+KV_BYTES: Final[Mapping[str, int]] = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
+SCALED: Final = ("int8", "fp8")
+_SCALE_BYTES = 4
+_CONTEXTS = (1024, 4096, 16384)
+
+
+def bytes_per_block(geometry: KvGeometry, block_size: int) -> int:
+    """Return what one block takes in all layers, K, V and their scales together, in bytes."""
+    per_head = (geometry.head_dim_k + geometry.head_dim_v) * KV_BYTES[geometry.dtype]
+    if geometry.dtype in SCALED:
+        per_head += 2 * _SCALE_BYTES
+    return geometry.num_layers * block_size * geometry.num_kv_heads * per_head
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """Bytes on one device, and what fits in the blocks."""
+
+    device: str
+    total: int
+    free: int  # before anything below but the weights was taken
+    weights: int
+    activations: int
+    token_table: int
+    block_bytes: int
+    num_blocks: int
+    block_size: int
+    kv_dtype: str
+    model_limit: int
+    max_model_len: int
+    max_num_seqs: int
+    graphs: int = 0
+
+    @property
+    def kv(self) -> int:
+        """Bytes of the KV cache."""
+        return self.num_blocks * self.block_bytes
+
+    def sequences_of(self, tokens: int) -> int:
+        """Return how many sequences of this many tokens fit at once."""
+        return self.num_blocks // -(-tokens // self.block_size)
+
+    def lines(self) -> list[str]:
+        """Return the ledger as lines of text for people."""
+        left = self.free - self.activations - self.graphs - self.token_table - self.kv
+        blocks = (
+            f"{self.num_blocks} blocks of {self.block_size} slots in {self.kv_dtype}, {in_words(self.block_bytes)} each"
+        )
+        whole = self.max_model_len == self.model_limit
+        limit = "the model's limit" if whole else f"the model allows {self.model_limit}"
+        fits = [f"{self.sequences_of(n)} of {n // 1024}k" for n in _CONTEXTS if n < self.max_model_len]
+        fits.append(f"{self.sequences_of(self.max_model_len)} of the longest")
+        return [
+            f"memory of {self.device}: {in_words(self.total)}, {in_words(self.free)} free beside the weights",
+            f"  weights      {in_words(self.weights):>10}",
+            f"  activations  {in_words(self.activations):>10}",
+            *([f"  CUDA graphs  {in_words(self.graphs):>10}"] if self.graphs else []),
+            f"  token table  {in_words(self.token_table):>10}",
+            f"  KV cache     {in_words(self.kv):>10}  {blocks}",
+            f"  left         {in_words(left):>10}",
+            f"longest context: {self.max_model_len} tokens ({limit})",
+            f"sequences that fit at once: {', '.join(fits)}; at most {self.max_num_seqs} run in a step",
+        ]
+
+
+def in_words(count: int) -> str:
+    """Return a number of bytes as people read it, e.g. "1.5 GiB"."""
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if abs(count) >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count} B"

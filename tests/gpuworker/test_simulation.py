@@ -1,0 +1,153 @@
+"""Simulated steps: what they cost, which tokens they draw, and a worker's data plane made of them without a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import InvalidConfig
+from common.types import KvGeometry, SamplingParams, SequenceId, TokenLogprobs
+from gpuworker.config import GpuWorkerSettings
+from gpuworker.core.batch_plan import ScheduledRow, StepPlan
+from gpuworker.simulated_plane import SimulatedPlane, assemble, simulated_tokens
+from gpuworker.simulated_runner import SimulatedRunner
+from gpuworker.simulation import DEFAULT_COSTS, SimulatedTokens, StepCosts, parse_costs, readable_ids
+
+CONFIG = {
+    "vocab_size": 9,
+    "max_position_embeddings": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_size": 32,
+    "eos_token_id": 5,
+}
+VOCABULARY = {"<pad>": 0, "a": 1, "\u0120b1": 2, "\u00e4": 3, "!": 4, "end": 5, "\u2581c": 6, "d": 7, "e": 8, "f": 9}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tokenizer = {"model": {"vocab": VOCABULARY}, "added_tokens": [{"id": 0}, {"id": 7}]}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return tmp_path
+
+
+def plane(folder: Path, **options: Any) -> SimulatedPlane:
+    made = assemble(GpuWorkerSettings(model=str(folder), simulate="base=1ms", **options))
+    made.runner.close()
+    return made
+
+
+def row(sequence: int, start: int, length: int, samples: bool) -> ScheduledRow:
+    return ScheduledRow(SequenceId(sequence), start, length, (), samples)
+
+
+def test_costs_are_read_in_their_units() -> None:
+    assert parse_costs(DEFAULT_COSTS) == StepCosts(0.005, 20e-6, 50e-6)
+    assert parse_costs("prefill=1.5ms, base=2s") == StepCosts(2.0, 0.0, 0.0015)
+
+
+@pytest.mark.parametrize("text", ["", "5ms", "base=5", "base=-1ms", "base=1ms,base=2ms", "sleep=1ms", "base=1ms,"])
+def test_costs_that_say_nothing_clear_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="expected terms of base=5ms"):
+        parse_costs(text)
+
+
+def test_a_step_costs_its_base_its_draws_and_what_it_prefills() -> None:
+    costs = StepCosts(base=0.004, decode=0.001, prefill=0.0001)
+    runner = SimulatedRunner(costs, SimulatedTokens([3, 4]))
+    for sequence in (1, 2):
+        runner.add(SequenceId(sequence), [7] * 11, SamplingParams(), 11)
+    plan = StepPlan(1, (row(1, 11, 1, True), row(2, 0, 11, True)))
+    assert runner.submit(plan).result(5.0).seconds == pytest.approx(0.004 + 2 * 0.001 + 10 * 0.0001)
+    runner.close()
+
+
+def test_a_token_follows_from_seed_and_position_alone() -> None:
+    tokens = SimulatedTokens([10, 11, 12, 13, 14])
+    expected = {seed: tokens.expected(seed, 4, 3) for seed in (1, 2**63)}
+    runner = SimulatedRunner(StepCosts(), tokens)
+    for sequence, seed in ((1, 1), (2, 2**63), (9, 1)):
+        runner.add(SequenceId(sequence), [7] * 4, SamplingParams(seed=seed), 4)
+    first = runner.submit(StepPlan(1, (row(1, 0, 4, True), row(2, 0, 4, True)))).result(5.0).drawn
+    second = runner.submit(StepPlan(2, (row(1, 4, 1, True), row(2, 4, 1, True), row(9, 0, 5, True)))).result(5.0).drawn
+    assert first == {1: expected[1][:1], 2: expected[2**63][:1]}
+    assert second == {1: expected[1][1:2], 2: expected[2**63][1:2], 9: expected[1][1:2]}
+    runner.close()
+
+
+def test_a_chunk_of_a_prompt_draws_nothing() -> None:
+    runner = SimulatedRunner(StepCosts(), SimulatedTokens([3]))
+    runner.add(SequenceId(1), [7] * 9, SamplingParams(), 9)
+    assert runner.submit(StepPlan(1, (row(1, 0, 4, False),))).result(5.0).drawn == {}
+    runner.close()
+
+
+def test_who_asks_for_log_probabilities_gets_those_of_a_sure_draw() -> None:
+    runner = SimulatedRunner(StepCosts(), SimulatedTokens([3]))
+    runner.add(SequenceId(1), [7], SamplingParams(logprobs=1), 1)
+    runner.add(SequenceId(2), [7], SamplingParams(), 1)
+    result = runner.submit(StepPlan(1, (row(1, 0, 1, True), row(2, 0, 1, True)))).result(5.0)
+    assert result.logprobs == {1: (TokenLogprobs(3, 0.0, ((3, 0.0),)),)}
+    runner.close()
+
+
+def test_a_step_queued_behind_another_is_done_after_it() -> None:
+    runner = SimulatedRunner(StepCosts(base=0.02), SimulatedTokens([3]))
+    first, second = runner.submit(StepPlan(1, ())), runner.submit(StepPlan(2, ()))
+    assert not second.done()
+    assert (second.result(5.0).step, first.done()) == (2, True)
+    runner.close()
+
+
+def test_only_plain_words_of_the_vocabulary_are_drawn(folder: Path) -> None:
+    assert readable_ids(folder, 9, [5]) == [1, 2, 6, 8], "no special token, no end, nothing past the embedding"
+
+
+def test_without_a_tokenizer_every_id_but_the_ends_is_drawn(tmp_path: Path) -> None:
+    assert readable_ids(tmp_path, 6, [0, 3]) == [1, 2, 4, 5]
+
+
+def test_whoever_has_the_checkpoint_knows_the_tokens(folder: Path) -> None:
+    tokens = simulated_tokens(folder)
+    assert sorted(tokens.expected(123, 0, 4)) == [1, 2, 6, 8]
+    assert tokens.expected(123, 4, 4) == tokens.expected(123, 0, 4)
+
+
+def test_the_plane_has_the_sizes_of_the_checkpoint(folder: Path) -> None:
+    made = plane(folder, kv_blocks=8, max_num_seqs=5)
+    assert made.identity.kv_geometry == KvGeometry(2, 2, 8, 8, "float32")
+    assert (made.memory.num_blocks, made.memory.max_model_len, made.max_num_seqs) == (8, 64, 5)
+    assert (made.facts.vocab_size, made.facts.eos) == (9, (5,))
+    assert made.memory_message().kv_cache == 0
+
+
+def test_the_pool_is_as_large_as_the_bytes_allow(folder: Path) -> None:
+    per_block = 2 * 16 * 2 * (8 + 8) * 4
+    assert plane(folder, kv_memory=str(10 * per_block)).memory.num_blocks == 10
+    assert plane(folder).memory.num_blocks == (1 << 30) // per_block
+
+
+def test_a_pool_too_small_for_what_was_asked_is_refused(folder: Path) -> None:
+    with pytest.raises(InvalidConfig, match="3 blocks of 16 slots do not hold"):
+        plane(folder, kv_blocks=3, max_model_len=64)
+
+
+def test_a_configuration_that_lacks_a_number_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 9}))
+    with pytest.raises(InvalidConfig, match="has no number under num_attention_heads"):
+        plane(tmp_path)
+
+
+def test_simulated_and_real_workers_are_never_in_one_pool(folder: Path) -> None:
+    ours = plane(folder).identity
+    assert ours.arithmetic == "simulated", "an arithmetic that no model reports"
+
+
+def test_bad_costs_are_refused_with_the_other_options() -> None:
+    with pytest.raises(ValueError, match="expected terms of"):
+        GpuWorkerSettings(model=".", simulate="fast")
