@@ -4,22 +4,15 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from typing import Any, Protocol
-
-from grpc import aio
-from opentelemetry import trace
+from typing import Protocol
 
 from common.clock import Clock
-from common.telemetry import traceparent_of
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
+from router.call_context import Context, call_context
 from router.convert import event_to_proto, model_to_proto, unary_to_proto
 from router.core.events import GenerateEvent
-from router.ports import CallContext, Frontend, ModelCard, RequestValidator, TextCodec
-
-Context = aio.ServicerContext[Any, Any]
-# Calls without a deadline report a time left of decades.
-_NO_DEADLINE_SECONDS = 30 * 86_400.0
+from router.ports import Frontend, ModelCard, RequestValidator, TextCodec
 
 
 class StatusSource(Protocol):
@@ -46,14 +39,14 @@ class InferenceServicer(rpc.InferenceServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Stream one request."""
-        validated = await self._validator.validate(request, self._call(context))
+        validated = await self._validator.validate(request, call_context(self._clock, context))
         async with aclosing(self._frontend.generate(validated)) as events:
             async for event in events:
                 yield event_to_proto(event)
 
     async def GenerateUnary(self, request: pb.GenerateUnaryRequest, context: Context) -> pb.GenerateUnaryResponse:
         """Answer one request as a whole. DEADLINE_EXCEEDED when the deadline cut it short."""
-        validated = await self._validator.validate(request.request, self._call(context))
+        validated = await self._validator.validate(request.request, call_context(self._clock, context))
         events: list[GenerateEvent] = []
         async with aclosing(self._frontend.generate(validated)) as stream:
             async for event in stream:
@@ -78,16 +71,3 @@ class InferenceServicer(rpc.InferenceServiceServicer):
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         """Return queue and workers."""
         return self._status.status()
-
-    def _call(self, context: Context) -> CallContext:
-        now, left = self._clock.monotonic(), context.time_remaining()
-        deadline = now + left if left is not None and left < _NO_DEADLINE_SECONDS else None
-        return CallContext(now, deadline, _traceparent(context))
-
-
-def _traceparent(context: Context) -> str:
-    """Return the span of this call when there is one, else what the client sent."""
-    if trace.get_current_span().get_span_context().is_valid:
-        return traceparent_of()
-    sent = dict(context.invocation_metadata() or ()).get("traceparent", "")
-    return sent if isinstance(sent, str) else ""
