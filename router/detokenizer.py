@@ -51,6 +51,12 @@ def detokenizers(inner: tokenizers.Tokenizer) -> Callable[[bool], Detokenizer]:
     return lambda skip_special_tokens: BytesDetokenizer(visible if skip_special_tokens else every, spelling.strip)
 
 
+def bytes_of_tokens(inner: tokenizers.Tokenizer) -> Callable[[int], bytes] | None:
+    """Return what tells the bytes of a token, none for an id without one; None for a decoder that spells no bytes."""
+    spelling = _spelling(json.loads(inner.to_str())["decoder"])
+    return None if spelling is None else _TokenBytes(inner, spelling.to_bytes, frozenset()).__getitem__
+
+
 @dataclass(frozen=True, slots=True)
 class _Spelling:
     """How tokens are written as bytes, and which character is stripped how often from the beginning of the text."""

@@ -29,6 +29,7 @@ from quire.decision.v1 import decision_pb2_grpc
 from quire.inference.v1 import inference_pb2_grpc
 from router.checkpoint import Checkpoint, read_checkpoint
 from router.config import RouterSettings
+from router.constraints import ConstraintChecker
 from router.core.admission import Admission, AdmissionLimits
 from router.core.identity import UNKNOWN_ARITHMETIC, UNKNOWN_GEOMETRY
 from router.core.routing import Router
@@ -67,6 +68,7 @@ class RouterProcess:
         self.settings, self._clock = settings, SystemClock()
         checkpoint = read_checkpoint(settings.model)
         self._text = CheckpointText.load(settings.model, checkpoint.max_model_len)
+        self._constraints = ConstraintChecker.load(settings.model, checkpoint.eos_token_ids)
         self._registry, self._ring = new_registry(), DecisionRing(settings.decision_ring)
         self._store = TraceStore(settings.span_ring)
         self._telemetry = setup_telemetry("router", settings, exporter=StoreExporter(self._store))
@@ -82,6 +84,7 @@ class RouterProcess:
             checkpoint,
             self._text.has_tokenizer,
             context=lambda: self.pool.context(checkpoint.max_model_len),
+            constraints=self._constraints,
         )
         self._serve_requests(name, checkpoint)
         self._http: HttpServer | None = None
@@ -160,6 +163,8 @@ class RouterProcess:
         for client in self._clients or ():
             await client.aclose()
         self._text.close()
+        if self._constraints is not None:
+            self._constraints.close()
         await self._telemetry.aclose()
 
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from common.types import BlockHash, Decision, PoolIdentity, SamplingParams
+from common.types import BlockHash, Constraint, Decision, PoolIdentity, SamplingParams
 from quire.inference.v1 import inference_pb2
 from router.core.events import GenerateEvent, ValidatedRequest
 
@@ -52,12 +52,21 @@ class RequestValidator(Protocol):
     async def validate(self, request: inference_pb2.GenerateRequest, call: CallContext) -> ValidatedRequest:
         """Tokenise (off the event loop), fill in defaults, check every field.
 
-        Raises InvalidRequest with all violations at once, Unsupported for `resume` and for constraints.
+        Raises InvalidRequest with all violations at once; Unsupported for `resume`, and for constraints without a
+        tokenizer.
         """
         ...
 
     def check_token_ids(self, token_ids: Sequence[int]) -> None:
         """Raise InvalidRequest that names each id (of very many the first) which is not in the model's vocabulary."""
+        ...
+
+
+class ConstraintCheck(Protocol):
+    """Knows which constraints can be enforced."""
+
+    async def check(self, constraint: Constraint) -> None:
+        """Raise InvalidRequest that says what is wrong with it, Unsupported if none can be enforced here."""
         ...
 
 
@@ -73,6 +82,10 @@ class TextCodec(Protocol):
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of token ids; one that the tokenizer does not know has none. InvalidRequest if negative."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """Return what one token stands for, special ones too; None where the tokenizer tells text alone."""
         ...
 
 

@@ -39,6 +39,8 @@ class RequestTrace:
                     "quire.priority": request.priority,
                 }
             )
+            if request.sampling.constraint is not None:
+                self._span.set_attribute("quire.constraint", request.sampling.constraint.kind.value)
 
     def decided(self, decision: Decision) -> None:
         """Put a decision on the request."""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.errors import FieldViolation, InvalidRequest, Unsupported
+from common.errors import CONTEXT_LENGTH_EXCEEDED, FieldViolation, InvalidRequest, Unsupported
 from common.types import SamplingParams
 from quire.inference.v1 import inference_pb2
 from router.chat import ChatTemplate
@@ -59,6 +59,10 @@ class CheckpointText:
         """Return the text of token ids. Raises InvalidRequest for a negative id, Unsupported without a tokenizer."""
         return self._need_tokenizer().decode(token_ids, skip_special_tokens)
 
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """Return the bytes of one token, None where the tokenizer has text alone. Unsupported without a tokenizer."""
+        return self._need_tokenizer().token_bytes(token_id)
+
     def assembler(self, sampling: SamplingParams) -> TextAssembler:
         """Return what makes text of one new sequence's output."""
         return NoText() if self._tokenizer is None else OutputText(self._tokenizer.detokenizer(), sampling)
@@ -74,7 +78,7 @@ class CheckpointText:
             raise InvalidRequest(FieldViolation(field, "is empty; expected at least one character"))
         if len(text) > self._max_characters:
             what = f"has {len(text)} characters; the model's context cannot hold more than {self._max_characters}"
-            raise InvalidRequest(FieldViolation(field, f"{what}; shorten the prompt"))
+            raise InvalidRequest(FieldViolation(field, f"{what}; shorten the prompt", CONTEXT_LENGTH_EXCEEDED))
         return _not_empty(await tokenizer.encode(text, add_special_tokens), field)
 
     def _render(self, chat: inference_pb2.Chat) -> str:

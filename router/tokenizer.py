@@ -16,7 +16,7 @@ from pathlib import Path
 import tokenizers
 
 from common.errors import FieldViolation, InvalidConfig, InvalidRequest
-from router.detokenizer import Detokenizer, detokenizers
+from router.detokenizer import Detokenizer, bytes_of_tokens, detokenizers
 
 
 class Tokenizer:
@@ -28,6 +28,7 @@ class Tokenizer:
         inner.no_padding()
         self._inner = inner
         self._new_detokenizer = detokenizers(inner)
+        self._token_bytes = bytes_of_tokens(inner)
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self.vocab_size = inner.get_vocab_size(with_added_tokens=True)
         self.longest_token = max(map(len, inner.get_vocab(with_added_tokens=True)), default=1)
@@ -56,6 +57,10 @@ class Tokenizer:
             raise InvalidRequest(FieldViolation(f"token_ids[{bad}]", what))
         detokenizer = self.detokenizer(skip_special_tokens)
         return detokenizer.push(token_ids) + detokenizer.finish()
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """Return the bytes that one token stands for, none for an unknown id; None where the decoder has text alone."""
+        return self._token_bytes(token_id) if self._token_bytes is not None else None
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
         """Return what makes text of one new sequence of tokens as they come."""

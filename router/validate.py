@@ -10,15 +10,15 @@ import math
 import re
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from common.errors import FieldViolation, InvalidRequest, Unsupported
-from common.types import SamplingParams
+from common.errors import CONTEXT_LENGTH_EXCEEDED, FieldViolation, InvalidRequest, Unsupported
+from common.types import Constraint, ConstraintKind, SamplingParams
 from quire.inference.v1 import inference_pb2
 from quire.types.v1 import types_pb2
 from router.checkpoint import Checkpoint
 from router.core.events import ValidatedRequest
-from router.ports import CallContext, TextCodec
+from router.ports import CallContext, ConstraintCheck, TextCodec
 
 MAX_STOPS = 16
 MAX_SEQUENCES = 64
@@ -76,8 +76,8 @@ class _Report:
 
     violations: list[FieldViolation] = field(default_factory=list)
 
-    def add(self, path: str, what: str) -> None:
-        self.violations.append(FieldViolation(path, what))
+    def add(self, path: str, what: str, reason: str = "") -> None:
+        self.violations.append(FieldViolation(path, what, reason))
 
     def check(self, path: str, value: float, allowed: Range) -> None:
         if value not in allowed:
@@ -96,7 +96,7 @@ class Validator:
     """The RequestValidator of one model.
 
     `context` returns the tokens that prompt and output may have together now, which depends on the workers that are
-    there; by default it is the checkpoint's.
+    there; by default it is the checkpoint's. `constraints` is None where there is no tokenizer to follow them with.
     """
 
     def __init__(
@@ -106,21 +106,26 @@ class Validator:
         has_tokenizer: bool = True,
         draw_seed: Callable[[], int] = lambda: secrets.randbits(_SEED_BITS),
         context: Callable[[], int] | None = None,
+        constraints: ConstraintCheck | None = None,
     ) -> None:
         self._codec = codec
         self._checkpoint = checkpoint
         self._has_tokenizer = has_tokenizer
         self._draw_seed = draw_seed
+        self._constraints = constraints
         self._context = context or (lambda: checkpoint.max_model_len)
 
     async def validate(self, request: inference_pb2.GenerateRequest, call: CallContext) -> ValidatedRequest:
         """Return the request with every default filled in; see ports.RequestValidator."""
-        _refuse_unsupported(request)
+        if request.WhichOneof("input") == "resume":
+            what = "resume is not offered yet; send the prompt and the tokens that you have as prompt.token_ids"
+            raise Unsupported(what)
         report = _Report()
         self._check_envelope(report, request)
         self._check_sampling(report, request.sampling)
         prompt = await self._prompt(report, request)
         sampling = self._sampling(report, request.sampling, len(prompt))
+        sampling = await self._constrained(report, request, sampling)
         if report.violations:
             raise InvalidRequest(*report.violations)
         return ValidatedRequest(
@@ -185,7 +190,8 @@ class Validator:
         context = self._context()
         if len(prompt) >= context:
             what = f"has {len(prompt)} tokens; the context is {context}, one of it for output"
-            report.add("prompt", f"{what}; shorten the prompt by {len(prompt) - context + 1} tokens or more")
+            what = f"{what}; shorten the prompt by {len(prompt) - context + 1} tokens or more"
+            report.add("prompt", what, CONTEXT_LENGTH_EXCEEDED)
         return prompt
 
     def _sampling(self, report: _Report, given: types_pb2.SamplingParams, prompt_tokens: int) -> SamplingParams:
@@ -203,6 +209,23 @@ class Validator:
             **values,  # type: ignore[arg-type]
         )
 
+    async def _constrained(
+        self, report: _Report, request: inference_pb2.GenerateRequest, sampling: SamplingParams
+    ) -> SamplingParams:
+        """Put the constraint in. Its document ends where it is complete: no flag makes the output longer."""
+        kind = request.WhichOneof("constraint")
+        if kind is None:
+            return sampling
+        if self._constraints is None:
+            what = "this checkpoint has no tokenizer.json to follow it with"
+            raise Unsupported(f"{kind}: {what}; add one, or ask for the form in the prompt")
+        constraint = Constraint(ConstraintKind(kind), getattr(request, kind))
+        try:
+            await self._constraints.check(constraint)
+        except InvalidRequest as error:
+            report.violations += error.violations
+        return replace(sampling, constraint=constraint, ignore_eos=False, min_tokens=0)
+
     def _fit(self, report: _Report, values: dict[str, float], prompt_tokens: int) -> None:
         """Fill in max_tokens, and refuse one that the context cannot hold after the prompt."""
         context = self._context()
@@ -211,7 +234,8 @@ class Validator:
             values["max_tokens"] = max(1, min(left, self._checkpoint.max_new_tokens or left))
         elif values["max_tokens"] > left > 0:
             what = f"is {values['max_tokens']}; the context of {context} leaves {left} after {prompt_tokens}"
-            report.add("sampling.max_tokens", f"{what} tokens of prompt; lower it to {left} or shorten the prompt")
+            what = f"{what} tokens of prompt; lower it to {left} or shorten the prompt"
+            report.add("sampling.max_tokens", what, CONTEXT_LENGTH_EXCEEDED)
         if values.get("min_tokens", 0) > values["max_tokens"] >= 1:
             what = f"is {values['min_tokens']}; expected at most max_tokens, which is {values['max_tokens']}"
             report.add("sampling.min_tokens", what)
@@ -225,11 +249,3 @@ def valid_traceparent(header: str) -> str:
     version, trace_id, span_id, more = match.groups()
     malformed = version == "ff" or (version == "00" and more) or not int(trace_id, 16) or not int(span_id, 16)
     return "" if malformed else header.strip()
-
-
-def _refuse_unsupported(request: inference_pb2.GenerateRequest) -> None:
-    if request.WhichOneof("input") == "resume":
-        raise Unsupported("resume is not offered yet; send the prompt and the tokens that you have as prompt.token_ids")
-    constraint = request.WhichOneof("constraint")
-    if constraint is not None:
-        raise Unsupported(f"{constraint} is not offered: output cannot be constrained yet; ask for it in the prompt")

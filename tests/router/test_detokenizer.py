@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from router.detokenizer import BytesDetokenizer, WindowDetokenizer, detokenizers
+from router.detokenizer import BytesDetokenizer, WindowDetokenizer, bytes_of_tokens, detokenizers
 from tests.router.tokenizers_for_tests import byte_fallback, byte_level, metaspace, word_piece
 
 BYTE_LEVEL, BYTE_FALLBACK, WORD_PIECE, METASPACE = byte_level(), byte_fallback(), word_piece(), metaspace()
@@ -114,3 +114,24 @@ def test_an_id_without_a_token_has_no_text() -> None:
 def test_families_of_tokenizers_are_recognised() -> None:
     kinds = [type(detokenizers(each)(True)) for each in (BYTE_LEVEL, BYTE_FALLBACK, WORD_PIECE, METASPACE)]
     assert kinds == [BytesDetokenizer, BytesDetokenizer, WindowDetokenizer, WindowDetokenizer]
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "token", "spelt"),
+    [
+        (BYTE_LEVEL, "Ġa", b" a"),
+        (BYTE_LEVEL, "ðŁ", b"\xf0\x9f"),
+        (BYTE_LEVEL, "<|end|>", b"<|end|>"),
+        (BYTE_FALLBACK, "<0xE4>", b"\xe4"),
+        (BYTE_FALLBACK, "▁a", b" a"),
+    ],
+)
+def test_a_token_of_bytes_tells_them(tokenizer: Tokenizer, token: str, spelt: bytes) -> None:
+    bytes_of = bytes_of_tokens(tokenizer)
+    assert bytes_of is not None
+    assert bytes_of(the(tokenizer, token)) == spelt
+
+
+@pytest.mark.parametrize("tokenizer", [WORD_PIECE, METASPACE])
+def test_other_tokens_have_text_alone(tokenizer: Tokenizer) -> None:
+    assert bytes_of_tokens(tokenizer) is None

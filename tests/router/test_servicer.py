@@ -22,6 +22,7 @@ from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
 from quire.types.v1 import types_pb2
 from router.checkpoint import read_checkpoint
+from router.constraints import ConstraintChecker
 from router.core.admission import AdmissionLimits
 from router.ports import ModelCard
 from router.servicer import InferenceServicer
@@ -50,7 +51,9 @@ async def served(*workers: WorkerDouble, limits: AdmissionLimits | None = None) 
     async with frontend_over(*workers, limits=limits, patience=0.1) as bench:
         card = ModelCard("demo", bench.pool.identity, 4096, checkpoint.vocab_size, checkpoint.eos_token_ids, True)
         status = RouterStatus(card, bench.pool, bench.admission, lambda: False, lambda: bench.frontend.draining, clock)
-        servicer = InferenceServicer(bench.frontend, Validator(text, checkpoint), text, status, clock)
+        constraints = ConstraintChecker.load(CHECKPOINT, checkpoint.eos_token_ids)
+        validator = Validator(text, checkpoint, constraints=constraints)
+        servicer = InferenceServicer(bench.frontend, validator, text, status, clock)
         server = RpcServer(["quire.inference.v1.InferenceService"], [server_spans(bench.tracer)])
         rpc.add_InferenceServiceServicer_to_server(servicer, server.server)
         port = await server.start("127.0.0.1", 0)
@@ -188,19 +191,32 @@ async def test_an_id_in_use_already_exists() -> None:
         running.cancel()
 
 
-@pytest.mark.parametrize(
-    "request_",
-    [
-        pb.GenerateRequest(resume=pb.Resume(request_id="r1", output_tokens_received=[3])),
-        generate(json_schema="{}"),
-    ],
-    ids=["resume", "constraint"],
-)
-async def test_what_is_not_offered_is_unimplemented_with_a_reason(request_: pb.GenerateRequest) -> None:
+async def test_resume_is_unimplemented_with_a_reason() -> None:
     async with served(WorkerDouble()) as service:
-        error = await code_of(service, request_)
+        request = pb.GenerateRequest(resume=pb.Resume(request_id="r1", output_tokens_received=[3]))
+        error = await code_of(service, request)
         assert error.code() is grpc.StatusCode.UNIMPLEMENTED
         assert "not offered" in (error.details() or "")
+
+
+async def test_a_constraint_reaches_the_worker() -> None:
+    worker = WorkerDouble()
+    async with served(worker) as service:
+        running = service.stub.Generate(generate(regex="[0-9]+"), timeout=PATIENCE_S)
+        await worker.until(lambda: bool(worker.submits))
+        assert (worker.submits[0].WhichOneof("constraint"), worker.submits[0].regex) == ("regex", "[0-9]+")
+        running.cancel()
+
+
+async def test_a_constraint_that_cannot_be_enforced_is_named_as_a_wrong_field() -> None:
+    async with served(WorkerDouble()) as service:
+        error = await code_of(service, generate(json_schema='{"not": {}}'))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        bad = detail(error, error_details_pb2.BadRequest)
+        assert isinstance(bad, error_details_pb2.BadRequest)
+        assert [(each.field, each.description) for each in bad.field_violations] == [
+            ("json_schema", 'uses keywords that cannot be enforced: "not"; leave them out')
+        ]
 
 
 # ------------------------------------------------------------ deadlines and cancels

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from common.errors import FieldViolation, InvalidRequest, Unsupported
-from common.types import SamplingParams
+from common.errors import CONTEXT_LENGTH_EXCEEDED, FieldViolation, InvalidRequest, Unsupported
+from common.types import Constraint, ConstraintKind, SamplingParams
 from quire.inference.v1 import inference_pb2 as pb
 from quire.types.v1.types_pb2 import SamplingParams as Sampling
 from router.checkpoint import Checkpoint
 from router.core.events import ValidatedRequest
-from router.ports import CallContext
+from router.ports import CallContext, ConstraintCheck
 from router.validate import Validator, valid_traceparent
 
 CONTEXT, VOCABULARY, SEED = 32, 100, 4711
@@ -34,12 +34,24 @@ class Words:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         raise NotImplementedError
 
+    def token_bytes(self, token_id: int) -> bytes | None:
+        raise NotImplementedError
+
+
+class OnlyDigits:
+    """A check of constraints to which one alone is right."""
+
+    async def check(self, constraint: Constraint) -> None:
+        if constraint.text != "[0-9]+":
+            raise InvalidRequest(FieldViolation(constraint.kind.value, "is not of digits"))
+
 
 def validator(
     defaults: Mapping[str, float] | None = None,
     max_new_tokens: int | None = None,
     has_tokenizer: bool = True,
     context: int = CONTEXT,
+    constraints: ConstraintCheck | None = None,
 ) -> Validator:
     checkpoint = Checkpoint(
         directory=Path("model"),
@@ -50,7 +62,9 @@ def validator(
         max_new_tokens=max_new_tokens,
         tokenizer_fingerprint="none",
     )
-    return Validator(Words(), checkpoint, has_tokenizer, draw_seed=lambda: SEED, context=lambda: context)
+    return Validator(
+        Words(), checkpoint, has_tokenizer, draw_seed=lambda: SEED, context=lambda: context, constraints=constraints
+    )
 
 
 def request(text: str = "one two", **fields: Any) -> pb.GenerateRequest:
@@ -65,6 +79,12 @@ async def refused(message: pb.GenerateRequest, by: Validator | None = None) -> l
     with pytest.raises(InvalidRequest) as caught:
         await (by or validator()).validate(message, CALL)
     return [f"{violation.field}: {violation.description}" for violation in caught.value.violations]
+
+
+async def reasons(message: pb.GenerateRequest) -> list[str]:
+    with pytest.raises(InvalidRequest) as caught:
+        await validator().validate(message, CALL)
+    return [violation.reason for violation in caught.value.violations]
 
 
 async def test_a_bare_prompt_gets_every_default() -> None:
@@ -194,6 +214,12 @@ async def test_a_wrong_request_is_refused_with_what_to_do(message: pb.GenerateRe
     assert await refused(message) == [violation]
 
 
+async def test_what_the_context_cannot_hold_has_a_reason_of_its_own() -> None:
+    assert await reasons(request("a " * 33)) == [CONTEXT_LENGTH_EXCEEDED]
+    assert await reasons(request(sampling=Sampling(max_tokens=31))) == [CONTEXT_LENGTH_EXCEEDED]
+    assert await reasons(request("refused", priority=101)) == ["", ""]
+
+
 async def test_every_violation_is_reported_at_once() -> None:
     message = request("refused", priority=200, sampling=Sampling(top_p=2, n=99, stop=[""]))
     fields = [line.partition(":")[0] for line in await refused(message)]
@@ -215,10 +241,30 @@ async def test_stop_strings_need_a_tokenizer() -> None:
     assert lines == ["sampling.stop: needs a tokenizer, and this checkpoint has none; use stop_token_ids"]
 
 
-@pytest.mark.parametrize("constraint", ["json_schema", "regex", "grammar"])
-async def test_constraints_are_not_offered(constraint: str) -> None:
-    with pytest.raises(Unsupported, match=f"{constraint} is not offered"):
-        await accepted(request(**{constraint: "x"}))
+async def test_a_constraint_goes_with_the_sampling() -> None:
+    by = validator(constraints=OnlyDigits())
+    sampling = (await accepted(request(regex="[0-9]+"), by)).sampling
+    assert sampling.constraint == Constraint(ConstraintKind.REGEX, "[0-9]+")
+
+
+async def test_a_document_ends_where_it_is_complete_whatever_else_was_asked() -> None:
+    by = validator(constraints=OnlyDigits())
+    given = Sampling(ignore_eos=True, min_tokens=5, max_tokens=9)
+    sampling = (await accepted(request(regex="[0-9]+", sampling=given), by)).sampling
+    assert (sampling.ignore_eos, sampling.min_tokens, sampling.max_tokens) == (False, 0, 9)
+
+
+@pytest.mark.parametrize("kind", ["json_schema", "regex", "grammar"])
+async def test_a_wrong_constraint_is_reported_with_the_other_mistakes(kind: str) -> None:
+    given = request("refused", **{kind: "x"})
+    assert await refused(given, validator(constraints=OnlyDigits())) == [
+        "prompt.text: is refused", f"{kind}: is not of digits"
+    ]  # fmt: skip
+
+
+async def test_without_a_tokenizer_constraints_are_not_offered() -> None:
+    with pytest.raises(Unsupported, match=r"regex: this checkpoint has no tokenizer\.json to follow it with"):
+        await accepted(request(regex="[0-9]+"), validator(has_tokenizer=False))
 
 
 async def test_resume_is_not_offered() -> None:

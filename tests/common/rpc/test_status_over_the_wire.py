@@ -20,7 +20,10 @@ from common.rpc.status import DETAILS_KEY, code_of, error_from_rpc
 KINDS = ("unary", "yielding", "writing", "stream_unary", "stream_stream")
 MISMATCH = Mismatch("block_size", ours="16", theirs="32", flag="--block-size")
 CASES: list[tuple[errors.QuireError, grpc.StatusCode]] = [
-    (errors.InvalidRequest(FieldViolation("a", "x"), FieldViolation("b", "y")), grpc.StatusCode.INVALID_ARGUMENT),
+    (
+        errors.InvalidRequest(FieldViolation("a", "x"), FieldViolation("b", "y", "TOO_LONG")),
+        grpc.StatusCode.INVALID_ARGUMENT,
+    ),
     (errors.NotFound("no sequence 7"), grpc.StatusCode.NOT_FOUND),
     (errors.AlreadyExists("request r1"), grpc.StatusCode.ALREADY_EXISTS),
     (errors.Overloaded(QuotaViolation("router.queue", "1024 of 1024"), 2.5), grpc.StatusCode.RESOURCE_EXHAUSTED),
