@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 
 _CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+# The same in the first version of control groups: microseconds, -1 without a quota.
+_CGROUP_V1 = Path("/sys/fs/cgroup/cpu")
 
 
 def usable_cores() -> int:
@@ -28,7 +30,11 @@ def threads_of_each(workers: int = 1, cores: int | None = None) -> int:
 def _quota() -> float | None:
     """Return the cores of a cgroup's quota; None without one."""
     try:
-        quota, period = _CGROUP_QUOTA.read_text().split()
-        return int(quota) / int(period)
+        if _CGROUP_QUOTA.exists():
+            quota, period = _CGROUP_QUOTA.read_text().split()
+        else:
+            quota, period = ((_CGROUP_V1 / f"cpu.cfs_{part}_us").read_text() for part in ("quota", "period"))
+        cores = int(quota) / int(period)
     except (OSError, ValueError):  # no such file, or "max"
         return None
+    return cores if cores > 0 else None

@@ -14,8 +14,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 # What K and V may be kept as. The last two carry a float32 scale for each (slot, head): stored = value / scale.
 QUANTISED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 CACHE_DTYPES = DTYPES | QUANTISED_DTYPES
-_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-_CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
+# Limit and use of a container's memory in bytes, in the second and in the first version of control groups.
+_CGROUP_MEMORY = (
+    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
+    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
+)
 
 
 def pick_device(name: str) -> torch.device:
@@ -85,8 +88,9 @@ def free_bytes(device: torch.device) -> int:
     import psutil
 
     available = int(psutil.virtual_memory().available)
-    if _CGROUP_LIMIT.is_file() and (limit := _CGROUP_LIMIT.read_text().strip()).isdigit():
-        available = min(available, max(0, int(limit) - int(_CGROUP_USED.read_text())))
+    for limit, used in _CGROUP_MEMORY:
+        if limit.is_file() and (most := limit.read_text().strip()).isdigit():
+            available = min(available, max(0, int(most) - int(used.read_text())))
     return available
 
 

@@ -16,6 +16,7 @@ def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A host of eight cores; return where its quota is to be written."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr(cores, "_CGROUP_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(cores, "_CGROUP_V1", tmp_path)
     return tmp_path / "cpu.max"
 
 
@@ -24,6 +25,13 @@ def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 )
 def test_the_quota_of_a_container_counts(host: Path, quota: str, usable: int) -> None:
     host.write_text(quota + "\n")
+    assert usable_cores() == usable
+
+
+@pytest.mark.parametrize(("quota", "usable"), [("-1", 8), ("150000", 2), ("50000", 1), ("1600000", 8)])
+def test_the_quota_of_the_first_version_of_control_groups_counts(host: Path, quota: str, usable: int) -> None:
+    (host.parent / "cpu.cfs_quota_us").write_text(quota + "\n")
+    (host.parent / "cpu.cfs_period_us").write_text("100000\n")
     assert usable_cores() == usable
 
 

@@ -1,0 +1,43 @@
+"""`python -m common.rpc.probe HOST:PORT [SERVICE]`: asks grpc.health.v1 once; status 0 when the answer is SERVING.
+
+For probes of containers and orchestrators, which run it every few seconds: it loads gRPC and nothing else of Quire.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+TIMEOUT_S: Final = 3.0
+SERVING, NOT_SERVING, MISUSED = 0, 1, 2
+
+
+def ask(address: str, service: str = "", timeout: float = TIMEOUT_S) -> str:
+    """Return the health of a service, "" for the whole server: SERVING, NOT_SERVING, or the gRPC status instead."""
+    with grpc.insecure_channel(address) as channel:
+        request = health_pb2.HealthCheckRequest(service=service)
+        try:
+            answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout)
+        except grpc.RpcError as error:
+            return f"{error.code().name}: {error.details()}"
+    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the answer and return the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if len(words) not in (1, 2):
+        print("usage: python -m common.rpc.probe HOST:PORT [SERVICE]", file=sys.stderr)  # noqa: T201
+        return MISUSED
+    address, service = [*words, ""][:2]
+    answer = ask(address, service)
+    print(answer)  # noqa: T201
+    return SERVING if answer == "SERVING" else NOT_SERVING
+
+
+if __name__ == "__main__":
+    sys.exit(main())
