@@ -22,13 +22,14 @@ from common.logs import setup_logging
 from common.metrics import MetricsServer, metrics_port, new_registry
 from common.rpc.server import RpcServer
 from common.telemetry.provider import setup as setup_telemetry
+from gpuworker.advertise import reachable_address
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.convert import SubmitLimits
 from gpuworker.core.lease_agent import LeaseAgent
 from gpuworker.data_plane import DataPlane, default_worker_id
 from gpuworker.engine import Engine
 from gpuworker.lease_client import LeaseClient
-from gpuworker.metrics import EngineCollector
+from gpuworker.metrics import EngineCollector, lease_round_trips
 from gpuworker.servicer import GpuWorkerServicer, Serving
 from quire.gpuworker.v1 import gpuworker_pb2_grpc
 
@@ -79,6 +80,7 @@ class Worker:
         self._add_servicer(self._server.server)
         port = await self._server.start(settings.host, settings.port)
         await self._metrics.start(settings.host, metrics_port(settings.metrics_port, settings.port))
+        address = settings.advertise or await reachable_address(settings.host, port, settings.manager)
         began = time.monotonic()
         plane = await asyncio.to_thread(assemble, settings)
         # What torch and transformers made lives on: walking it takes 0.2 s, amid steps, and four times that at the end.
@@ -88,25 +90,22 @@ class Worker:
             loop.add_signal_handler(number, self._stop.set)
         for line in plane.start_lines():
             print(line, flush=True)  # noqa: T201
-        await self._serve(plane, port)
+        await self._serve(plane, port, address)
         await self._until_attached()
         if not self._stop.is_set():
             await self._server.ready()
             self._servicer.beat()  # routers that came while it attached see that it can be used now
             took = time.monotonic() - began
-            print(f"READY {self._address(port)} {plane.facts.device_words}, loaded in {took:.1f} s", flush=True)  # noqa: T201
+            print(f"READY {address} {plane.facts.device_words}, loaded in {took:.1f} s", flush=True)  # noqa: T201
         await self._stop.wait()
         await self._drain()
 
     def _add_servicer(self, server: aio.Server) -> None:
         gpuworker_pb2_grpc.add_GpuWorkerServiceServicer_to_server(self._servicer, server)
 
-    def _address(self, port: int) -> str:
-        return self.settings.advertise or f"{self.settings.host}:{port}"
-
-    async def _serve(self, plane: DataPlane, port: int) -> None:
+    async def _serve(self, plane: DataPlane, port: int, address: str) -> None:
         worker_id = self.settings.worker_id or default_worker_id(port)
-        new_attach = partial(plane.attach, worker_id, self._address(port))
+        new_attach = partial(plane.attach, worker_id, address)
         channel = self._given_channel or self._lease_client()
         new_agent = partial(LeaseAgent, plane.agent_config())
         engine = Engine(new_agent, new_attach, plane.runner, channel, self._servicer.deliver, SystemClock())
@@ -122,7 +121,8 @@ class Worker:
         self._servicer.serve(Serving(engine, info, limits, plane.memory_message()))
 
     def _lease_client(self) -> LeaseClient:
-        self._client = LeaseClient(self.settings.manager, self._wake, self._on_refused)
+        round_trips = lease_round_trips(self._registry)
+        self._client = LeaseClient(self.settings.manager, self._wake, self._on_refused, on_round_trip=round_trips)
         return self._client
 
     def _wake(self) -> None:
