@@ -19,7 +19,7 @@ def request_of(question: str, **sampling: Any) -> pb.GenerateRequest:
 
 
 async def answer(stub: rpc.InferenceServiceStub, question: str) -> None:
-    """Print an answer as it comes: one `admitted`, `tokens` as they are made, one `finished`; the deadline is gRPC's."""
+    """Print an answer as it comes: one `admitted`, `tokens` as they are made, one `finished`; gRPC has the deadline."""
     worker_id = ""
     async for event in stub.Generate(request_of(question, temperature=0.0, max_tokens=32), timeout=30.0):
         match event.WhichOneof("event"):

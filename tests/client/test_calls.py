@@ -1,0 +1,232 @@
+"""Both clients over real gRPC against a router that plays scripts: answers, retries, broken streams, deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from subprocess import run
+
+import grpc
+import pytest
+
+from cli.stack import free_ports
+from common.errors import DeadlineExceeded, FieldViolation, InvalidRequest, Overloaded, QuotaViolation, Unavailable
+from common.types import FinishReason
+from quire.client import Client, Interrupted, InterruptedByDeadline, Retry
+from tests.client.router_double import HELLO, PATIENCE_S, RouterDouble, admitted, facing, finished, served, tokens
+
+QUICK = Retry(attempts=3, first_backoff=0.001)
+NEVER = Retry(attempts=1)
+both = pytest.mark.parametrize("kind", ["threads", "asyncio"])
+
+
+@both
+async def test_generate_returns_the_whole_answer(kind: str) -> None:
+    double = RouterDouble()
+    async with served(double) as address, facing(kind, address, metadata=(("tenant", "a"),)) as face:
+        done = await face.call("generate", "x", temperature=0.0)
+    assert (done.text, done.token_ids, done.cached_tokens, done.finish_reason) == ("Hello", (1, 2, 3), 4, "stop")
+    assert double.requests[0].prompt.text == "x"
+    assert double.metadata[0]["tenant"] == "a"
+
+
+@both
+async def test_chat_sends_a_text_as_the_users_message(kind: str) -> None:
+    double = RouterDouble()
+    async with served(double) as address, facing(kind, address) as face:
+        assert (await face.call("chat", "Hi")).text == "Hello"
+    (message,) = double.requests[0].prompt.chat.messages
+    assert (message.role, message.content) == ("user", "Hi")
+
+
+@both
+async def test_a_stream_brings_chunks_and_then_the_completion(kind: str) -> None:
+    async with served(RouterDouble()) as address, facing(kind, address) as face:
+        chunks, done = await face.chunks("x")
+    assert [chunk.text for chunk in chunks] == ["Hel", "lo", ""]
+    assert [chunk.finish_reason for chunk in chunks] == [None, None, FinishReason.STOP]
+    assert done.text == "Hello"
+
+
+@both
+async def test_n_outputs_come_by_their_index(kind: str) -> None:
+    script = [admitted(), tokens("a", 1), tokens("b", 2, index=1), finished(1, index=1), finished(1)]
+    async with served(RouterDouble([script])) as address, facing(kind, address) as face:
+        done = await face.call("generate", "x", n=2)
+    assert [(output.index, output.text) for output in done.outputs] == [(0, "a"), (1, "b")]
+
+
+@both
+async def test_leaving_a_stream_cancels_the_request(kind: str) -> None:
+    double = RouterDouble([[admitted(), tokens("Hel", 1), asyncio.Event()]])
+    async with served(double) as address, facing(kind, address) as face:
+        chunks, partial = await face.chunks("x", most=1)
+        await asyncio.wait_for(double.cancelled.wait(), PATIENCE_S)
+    assert [chunk.text for chunk in chunks] == ["Hel"]
+    assert (partial.text, partial.finish_reason) == ("Hel", None)
+
+
+async def test_a_cancelled_task_cancels_the_request() -> None:
+    double = RouterDouble([[admitted(), asyncio.Event()]])
+    async with served(double) as address, facing("asyncio", address) as face:
+        task = asyncio.create_task(face.call("generate", "x"))
+        while not double.requests:  # noqa: ASYNC110 - the double has no event for it
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait_for(double.cancelled.wait(), PATIENCE_S)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+async def test_another_thread_may_close_a_stream() -> None:
+    double = RouterDouble([[admitted(), tokens("Hel", 1), asyncio.Event()]])
+
+    def read(address: str) -> list[str]:
+        with Client(address, timeout=PATIENCE_S) as client, client.stream("x") as stream:
+            texts = [next(stream).text]
+            threading.Thread(target=stream.close).start()
+            return [*texts, *(chunk.text for chunk in stream)]
+
+    async with served(double) as address:
+        assert await asyncio.to_thread(read, address) == ["Hel"]
+
+
+# ------------------------------------------------------------ retries
+
+
+@both
+async def test_a_refused_request_is_sent_again_as_it_was(kind: str) -> None:
+    full = Overloaded(QuotaViolation("router.queue", "full"), 0.01)
+    double = RouterDouble([[full], [Unavailable("starting", 0.0)], HELLO])
+    async with served(double) as address, facing(kind, address, retry=QUICK) as face:
+        assert (await face.call("generate", "x", seed=3)).text == "Hello"
+    assert len(double.requests) == 3
+    assert double.requests[0] == double.requests[1] == double.requests[2]
+
+
+@both
+async def test_the_last_refusal_is_raised_with_its_details(kind: str) -> None:
+    double = RouterDouble([[Overloaded(QuotaViolation("router.queue", "9 of 9"), 0.01)]])
+    async with served(double) as address, facing(kind, address, retry=QUICK) as face:
+        with pytest.raises(Overloaded) as error:
+            await face.call("generate", "x")
+    assert (error.value.violation.description, error.value.retry_after_s) == ("9 of 9", 0.01)
+    assert len(double.requests) == 3
+
+
+@both
+async def test_a_wrong_request_is_sent_once_and_names_its_fields(kind: str) -> None:
+    double = RouterDouble([[InvalidRequest(FieldViolation("sampling.top_p", "is 2"), FieldViolation("n", "is 0"))]])
+    async with served(double) as address, facing(kind, address, retry=QUICK) as face:
+        with pytest.raises(InvalidRequest) as error:
+            await face.call("generate", "x")
+    assert [violation.field for violation in error.value.violations] == ["sampling.top_p", "n"]
+    assert len(double.requests) == 1
+
+
+@both
+async def test_questions_are_asked_again_too(kind: str) -> None:
+    double = RouterDouble([[grpc.StatusCode.UNAVAILABLE], []])
+    async with served(double) as address, facing(kind, address, retry=QUICK) as face:
+        assert await face.call("tokenize", "x", add_special_tokens=False) == (4, 5)
+    assert [request.add_special_tokens for request in double.requests] == [False, False]
+
+
+@both
+async def test_nobody_there_is_unavailable(kind: str) -> None:
+    async with facing(kind, f"127.0.0.1:{free_ports(1)[0]}", retry=NEVER) as face:
+        with pytest.raises(Unavailable):
+            await face.call("status")
+
+
+@both
+async def test_a_stream_that_breaks_raises_what_had_come_and_is_not_begun_again(kind: str) -> None:
+    double = RouterDouble([[admitted(), tokens("Hel", 1, 2), grpc.StatusCode.UNAVAILABLE], HELLO])
+    async with served(double) as address, facing(kind, address, retry=QUICK) as face:
+        with pytest.raises(Interrupted) as error:
+            await face.call("generate", "x")
+    assert (error.value.partial.text, error.value.partial.token_ids) == ("Hel", (1, 2))
+    assert isinstance(error.value.meant, Unavailable)
+    assert len(double.requests) == 1
+
+
+@both
+async def test_an_admission_is_an_event_too(kind: str) -> None:
+    double = RouterDouble([[admitted(), Unavailable("its worker is gone", 0.0)], HELLO])
+    async with served(double) as address, facing(kind, address, retry=QUICK) as face:
+        with pytest.raises(Interrupted, match="its worker is gone"):
+            await face.call("generate", "x")
+    assert len(double.requests) == 1
+
+
+@both
+async def test_a_stream_that_just_ends_is_broken(kind: str) -> None:
+    async with served(RouterDouble([[admitted(), tokens("Hel", 1)]])) as address, facing(kind, address) as face:
+        with pytest.raises(Interrupted, match="before every output had ended"):
+            await face.call("generate", "x")
+
+
+# ------------------------------------------------------------ deadlines
+
+
+@both
+async def test_the_deadline_is_the_servers_too_and_covers_all_tries(kind: str) -> None:
+    double = RouterDouble([[Unavailable("starting", 0.2)], HELLO])
+    async with served(double) as address, facing(kind, address, timeout=PATIENCE_S, retry=QUICK) as face:
+        await face.call("generate", "x", timeout=2.0)
+    first, second = double.time_left
+    assert first is not None
+    assert second is not None
+    assert 1.0 < first <= 2.01
+    assert second <= first - 0.19
+
+
+@both
+async def test_a_deadline_before_the_first_event(kind: str) -> None:
+    double = RouterDouble([[asyncio.Event()]])
+    async with served(double) as address, facing(kind, address, retry=QUICK) as face:
+        with pytest.raises(DeadlineExceeded) as error:
+            await face.call("generate", "x", timeout=0.1)
+    assert not isinstance(error.value, Interrupted)
+
+
+@both
+async def test_a_deadline_amid_the_tokens_carries_them(kind: str) -> None:
+    double = RouterDouble([[admitted(), tokens("Hel", 1), asyncio.Event()]])
+    async with served(double) as address, facing(kind, address, timeout=0.5) as face:
+        with pytest.raises(InterruptedByDeadline) as error:
+            await face.call("generate", "x")
+    assert error.value.partial.token_ids == (1,)
+
+
+@both
+async def test_without_a_timeout_there_is_no_deadline(kind: str) -> None:
+    double = RouterDouble()
+    async with served(double) as address, facing(kind, address, timeout=None) as face:
+        await face.call("generate", "x")
+    assert double.time_left[0] is None or double.time_left[0] > 86_400.0
+
+
+# ------------------------------------------------------------ questions
+
+
+@both
+async def test_what_is_served_and_how_it_is(kind: str) -> None:
+    async with served(RouterDouble()) as address, facing(kind, address) as face:
+        model, status = await face.call("model"), await face.call("status")
+        text = await face.call("detokenize", [4, 5])
+    assert (model.name, model.max_model_len, model.eos_token_ids, model.identity.block_size) == ("demo", 512, (2,), 16)
+    assert (status.version, status.queued_requests, status.running_requests) == ("0.1.0", 2, 1)
+    assert [(worker.worker_id, worker.state, worker.num_blocks) for worker in status.workers] == [
+        ("worker-0", "connected", 64)
+    ]
+    assert text == "back"
+
+
+def test_importing_the_client_loads_no_service() -> None:
+    script = "import sys, quire.client; print(*sorted({name.split('.')[0] for name in sys.modules}))"
+    loaded = set(run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout.split())
+    assert "grpc" in loaded
+    unwanted = "torch numpy redis pydantic opentelemetry prometheus_client psutil uvloop router kvmanager gpuworker cli"
+    assert not loaded & set(unwanted.split())
