@@ -27,6 +27,7 @@ from common.telemetry.server_spans import server_spans
 from common.types import PoolIdentity
 from quire.decision.v1 import decision_pb2_grpc
 from quire.inference.v1 import inference_pb2_grpc
+from quire.kserve.v2 import kserve_pb2_grpc
 from router.checkpoint import Checkpoint, read_checkpoint
 from router.config import RouterSettings
 from router.constraints import ConstraintChecker
@@ -39,6 +40,8 @@ from router.dispatcher import Dispatcher
 from router.frontend import RouterFrontend
 from router.http import HttpParts, create_app
 from router.http_server import HttpServer, serve_http
+from router.kserve_servicer import SERVICE as KSERVE
+from router.kserve_servicer import KserveServicer
 from router.metrics import RouterMetrics
 from router.otlp_receiver import add_otlp_receiver
 from router.ports import ModelCard, PrefixIndex
@@ -57,6 +60,8 @@ log = logging.getLogger(__name__)
 
 INFERENCE: Final = "quire.inference.v1.InferenceService"
 DECISIONS: Final = "quire.decision.v1.DecisionService"
+# A stream of many requests, each of which may bring a trace of its own.
+_UNTRACED: Final = (f"/{KSERVE}/ModelStreamInfer",)
 _DISCOVERY_TIMEOUT_S: Final = 1.0
 _LAST_WORDS_S: Final = 0.5
 
@@ -76,7 +81,7 @@ class RouterProcess:
         self._card = _card(settings, checkpoint, _identity(settings, checkpoint), self._text)
         name, incarnation = f"router-{secrets.token_hex(4)}", secrets.token_bytes(16)
         self.pool = WorkerPool(RouterIdentity(name, incarnation), self._card.identity, self._clock)
-        self._server = RpcServer([INFERENCE, DECISIONS], [server_spans(self._telemetry.tracer)])
+        self._server = RpcServer([INFERENCE, DECISIONS, KSERVE], [server_spans(self._telemetry.tracer, _UNTRACED)])
         self._discovery = self._new_discovery()
         self.readiness = Readiness(self.pool, self._server.health)
         self._validator = Validator(
@@ -121,9 +126,14 @@ class RouterProcess:
         )
         service = InferenceServicer(self.frontend, self._validator, self._text, status, clock)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, self._server.server)
+        kserve = KserveServicer(self.frontend, self._validator, self._card, self._is_ready, clock)
+        kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(kserve, self._server.server)
         decisions = DecisionServicer(self._ring, self._store)
         decision_pb2_grpc.add_DecisionServiceServicer_to_server(decisions, self._server.server)
         add_otlp_receiver(self._store, self._server.server)
+
+    def _is_ready(self) -> bool:
+        return self.readiness.ready and not self.frontend.draining
 
     async def start(self) -> str:
         """Listen, and look for workers; return where. Raises InvalidConfig when a port is taken."""
@@ -135,7 +145,7 @@ class RouterProcess:
             codec=self._text,
             card=self._card,
             registry=self._registry,
-            ready=lambda: self.readiness.ready and not self.frontend.draining,
+            ready=self._is_ready,
             clock=self._clock,
         )
         self._http = await serve_http(create_app(parts), settings.host, settings.http_port, settings.drain_timeout)
