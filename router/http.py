@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -16,16 +15,20 @@ from prometheus_client import CollectorRegistry
 from starlette.types import Receive, Scope, Send
 
 from common.clock import Clock
-from common.errors import Cancelled, NotFound, QuireError
+from common.errors import Cancelled, InvalidRequest, QuireError
 from common.metrics import exposed
-from quire.inference.v1 import inference_pb2
 from router import http_errors
-from router.core.events import GenerateEvent
+from router import openai_models as described
+from router.core.events import GenerateEvent, ValidatedRequest
+from router.http_tokens import token_routes
 from router.merge import merged
-from router.openai_request import chat_requests, completion_requests
-from router.openai_response import Answer, Form, Json
+from router.openai_answer import Answer, Form, Json
+from router.openai_request import Order, chat_order, completion_order
+from router.openai_response import WholeAnswer
+from router.openai_stream import DONE, StreamedAnswer, error_line
 from router.openai_types import ChatRequest, CompletionRequest
 from router.ports import CallContext, Frontend, ModelCard, RequestValidator, TextCodec
+from router.status import quire_version
 
 T = TypeVar("T")
 Events = AsyncGenerator[tuple[int, GenerateEvent], None]
@@ -46,15 +49,26 @@ class HttpParts:
 
 def create_app(parts: HttpParts) -> FastAPI:
     """Return the application."""
-    app = FastAPI(title="Quire", docs_url=None, redoc_url=None)
+    about = "The OpenAI-compatible API of Quire. The gRPC API, protos/quire/inference/v1, offers the same and more."
+    app = FastAPI(title="Quire", version=quire_version(), description=about, docs_url=None, redoc_url=None)
     http_errors.install(app)
     api = _Api(parts)
-    app.add_api_route("/v1/completions", api.completions, methods=["POST"], response_model=None)
-    app.add_api_route("/v1/chat/completions", api.chat, methods=["POST"], response_model=None)
-    app.add_api_route("/v1/models", api.models)
-    app.add_api_route("/v1/models/{name:path}", api.model)
-    app.add_api_route("/health", api.health)
-    app.add_api_route("/metrics", api.metrics)
+    post: dict[str, Any] = {"methods": ["POST"], "response_model": None, "tags": ["OpenAI"]}
+    whole, chunk = described.Completion, described.CompletionChunk
+    app.add_api_route("/v1/completions", api.completions, responses=described.answers(whole, chunk), **post)
+    answers = described.answers(described.ChatCompletion, described.ChatChunk)
+    app.add_api_route("/v1/chat/completions", api.chat, responses=answers, **post)
+    app.add_api_route("/v1/models", api.models, response_model=described.Models, tags=["OpenAI"])
+    answers = {404: {"model": described.ErrorBody}}
+    app.add_api_route(
+        "/v1/models/{name:path}", api.model, response_model=described.Model, responses=answers, tags=["OpenAI"]
+    )
+    app.include_router(token_routes(parts.codec, parts.validator, parts.card, api.check_model))
+    answers = {503: {"model": described.Health}}
+    app.add_api_route("/health", api.health, response_model=described.Health, responses=answers, tags=["state"])
+    app.add_api_route("/ping", api.health, methods=["GET", "POST"], include_in_schema=False)
+    app.add_api_route("/version", api.version, response_model=described.Version, tags=["state"])
+    app.add_api_route("/metrics", api.metrics, tags=["state"])
     return app
 
 
@@ -64,75 +78,92 @@ class _Api:
     def __init__(self, parts: HttpParts) -> None:
         self._parts = parts
         self._started = int(time.time())
+        self._fingerprint = _fingerprint(parts.card)
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
-        self._check_model(body.model)
-        requests = completion_requests(body, request.headers)
-        return await self._serve(requests, self._form(body, chat=False), body.stream, request)
+        """Complete one or several prompts."""
+        self.check_model(body.model)
+        form = self._form(body, chat=False)
+        if body.echo:
+            codec = self._parts.codec
+            texts = [each if isinstance(each, str) else codec.decode(each) for each in body.prompts]
+            form = replace(form, echo=tuple(texts))
+        return await self._serve(completion_order(body, request.headers), form, request)
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
-        self._check_model(body.model)
-        requests = chat_requests(body, request.headers)
-        return await self._serve(requests, self._form(body, chat=True), body.stream, request)
+        """Answer a chat, rendered with the checkpoint's own template."""
+        self.check_model(body.model)
+        return await self._serve(chat_order(body, request.headers), self._form(body, chat=True), request)
 
     async def models(self) -> Json:
+        """List what is served."""
         return {"object": "list", "data": [self._model()]}
 
     async def model(self, name: str) -> Json:
-        self._check_model(name)
+        """Describe one model."""
+        self.check_model(name)
         return self._model()
 
     async def health(self) -> Response:
+        """Tell whether requests can be served now."""
         ready = self._parts.ready()
         return JSONResponse({"status": "ok" if ready else "not ready"}, 200 if ready else 503)
 
+    async def version(self) -> Json:
+        """Tell the version."""
+        return {"version": quire_version()}
+
     async def metrics(self, request: Request) -> Response:
+        """Return the metrics in the format of Prometheus."""
         content_type, body = exposed(self._parts.registry, request.headers.get("accept", ""))
         return Response(body, media_type=content_type)
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ModelNotFound for a model that is not served here."""
+        if name not in (None, "", self._parts.card.name):
+            raise http_errors.ModelNotFound(f"model {name!r} is not served here; {self._parts.card.name!r} is")
 
     def _model(self) -> Json:
         card = self._parts.card
         kind = {"id": card.name, "object": "model", "owned_by": "quire", "root": card.name}
         return kind | {"created": self._started, "max_model_len": card.max_model_len}
 
-    def _check_model(self, name: str | None) -> None:
-        if name not in (None, "", self._parts.card.name):
-            raise NotFound(f"model {name!r} is not served here; {self._parts.card.name!r} is")
-
     def _form(self, body: CompletionRequest | ChatRequest, chat: bool) -> Form:
+        options = body.stream_options if body.stream else None
         return Form(
             chat=chat,
             model=self._parts.card.name,
+            fingerprint=self._fingerprint,
             created=int(time.time()),
             codec=self._parts.codec,
+            streamed=bool(body.stream),
             sequences=1 if body.n is None else max(1, body.n),
-            return_token_ids=body.return_token_ids,
-            include_usage=body.include_usage,
+            return_token_ids=bool(body.return_token_ids),
+            include_usage=options is not None and options.include_usage,
+            continuous_usage=options is not None and options.continuous_usage_stats,
         )
 
-    async def _serve(
-        self, requests: Sequence[inference_pb2.GenerateRequest], form: Form, stream: bool, request: Request
-    ) -> Response:
+    async def _serve(self, order: Order, form: Form, request: Request) -> Response:
         call = CallContext(arrived=self._parts.clock.monotonic())
-        answer = Answer(form, len(requests))
-        if not stream:
-            await _unless_gone(request, self._collect(requests, call, answer))
-            return JSONResponse(answer.whole(), headers=_headers(answer))
-        events = await _unless_gone(request, self._begin(requests, call, answer))
-        return _EventStream(events, answer)
+        answer = Answer(form, len(order.requests))
+        if form.streamed:
+            events = await _unless_gone(request, self._begin(order, call, answer))
+            return _EventStream(events, answer)
+        body = await _unless_gone(request, self._collect(order, call, answer))
+        return JSONResponse(body, headers=_headers(answer))
 
-    async def _collect(
-        self, requests: Sequence[inference_pb2.GenerateRequest], call: CallContext, answer: Answer
-    ) -> None:
-        async with aclosing(await self._begin(requests, call, answer)) as events:
+    async def _collect(self, order: Order, call: CallContext, answer: Answer) -> Json:
+        whole = WholeAnswer(answer)
+        async with aclosing(await self._begin(order, call, answer)) as events:
             async for prompt, event in events:
-                answer.take(prompt, event)
+                piece = answer.take(prompt, event)
+                if piece is not None:
+                    whole.add(piece)
+        return whole.body()
 
-    async def _begin(
-        self, requests: Sequence[inference_pb2.GenerateRequest], call: CallContext, answer: Answer
-    ) -> Events:
+    async def _begin(self, order: Order, call: CallContext, answer: Answer) -> Events:
         """Return the events after the first: when that has come, no refusal does, and a status can be sent."""
-        validated = [await self._parts.validator.validate(request, call) for request in requests]
+        validated = await self._validated(order, call)
         events = merged([self._parts.frontend.generate(each) for each in validated])
         try:
             answer.take(*await anext(events))
@@ -140,6 +171,15 @@ class _Api:
             await events.aclose()
             raise
         return events
+
+    async def _validated(self, order: Order, call: CallContext) -> list[ValidatedRequest]:
+        try:
+            return [await self._parts.validator.validate(request, call) for request in order.requests]
+        except InvalidRequest as error:
+            names = order.names
+            raise InvalidRequest(
+                *(replace(each, field=names.get(each.field, each.field)) for each in error.violations)
+            ) from None
 
 
 class _EventStream(StreamingResponse):
@@ -155,23 +195,26 @@ class _EventStream(StreamingResponse):
 
 
 async def _lines(events: Events, answer: Answer) -> AsyncGenerator[str, None]:
-    for chunk in answer.openings():
-        yield _line(chunk)
+    stream = StreamedAnswer(answer)
+    for line in stream.openings():
+        yield line
     try:
         async for prompt, event in events:
-            added = answer.take(prompt, event)
-            if added is not None:
-                yield _line(answer.chunk(added))
-        for chunk in answer.closing():
-            yield _line(chunk)
+            piece = answer.take(prompt, event)
+            if piece is not None and (line := stream.line(piece)):
+                yield line
+        if line := stream.closing():
+            yield line
     except QuireError as error:
-        # The status is long sent; clients look for an `error` in the stream.
-        yield _line(http_errors.body_of(error))
-    yield "data: [DONE]\n\n"
+        # The status is long sent.
+        yield error_line(http_errors.body_of(error))
+    yield DONE
 
 
-def _line(chunk: Json) -> str:
-    return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
+def _fingerprint(card: ModelCard) -> str:
+    """Return what tells clients that answers may have changed: the version and the checkpoint."""
+    model = card.identity.model_fingerprint[:12]
+    return f"quire-{quire_version()}-{model}" if model else f"quire-{quire_version()}"
 
 
 def _headers(answer: Answer) -> dict[str, str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -13,6 +14,7 @@ from starlette.exceptions import HTTPException
 
 from common import errors
 
+Json = dict[str, Any]
 _STATUS: Mapping[type[errors.QuireError], int] = {
     errors.InvalidRequest: 400,
     # Not 501: clients of this API try again after any 5xx.
@@ -25,6 +27,8 @@ _STATUS: Mapping[type[errors.QuireError], int] = {
     errors.DeadlineExceeded: 504,
     errors.QuireError: 500,
 }
+# Codes that clients of OpenAI know; else it is Quire's reason.
+_CODES: Mapping[str, str] = {errors.Overloaded.reason: "rate_limit_exceeded"}
 # Field paths of the gRPC API as this API has them.
 _PATHS = (
     ("sampling.include_stop", "include_stop_str_in_output"),
@@ -33,18 +37,25 @@ _PATHS = (
     ("prompt.token_ids.ids", "prompt"),
     ("prompt.text", "prompt"),
     ("cache.salt", "cache_salt"),
+    ("token_ids", "tokens"),
 )
+_WORD = re.compile(r"\w+")
 
 
-def body_of(error: errors.QuireError) -> dict[str, Any]:
-    """Return the error body: message, type, the first wrong field, and Quire's reason as the code."""
-    message, param = str(error), None
+class ModelNotFound(errors.NotFound):
+    """A model that is not served here, by OpenAI's name for that."""
+
+    reason = "MODEL_NOT_FOUND"
+
+
+def body_of(error: errors.QuireError) -> Json:
+    """Return the error body: message, type, the first wrong field, and OpenAI's code or Quire's reason."""
+    message, param, reason = str(error), None, error.reason
     if isinstance(error, errors.InvalidRequest):
         named = [(_path(violation.field), violation.description) for violation in error.violations]
         message, param = "; ".join(f"{field}: {what}" for field, what in named), named[0][0]
-    kind = "invalid_request_error" if status_of(error) < 429 else "server_error"
-    kind = "rate_limit_error" if isinstance(error, errors.Overloaded) else kind
-    return {"error": {"message": message, "type": kind, "param": param, "code": error.reason.lower()}}
+        reason = error.violations[0].reason or reason
+    return _body(status_of(error), message, param, _CODES.get(reason, reason.lower()))
 
 
 def status_of(error: errors.QuireError) -> int:
@@ -68,34 +79,67 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _bug)
 
 
-def _answer(error: errors.QuireError, status: int | None = None) -> JSONResponse:
-    return JSONResponse(body_of(error), status or status_of(error), headers_of(error))
+def _body(status: int, message: str, param: str | None, code: str | None) -> Json:
+    kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 async def _quire_error(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, errors.QuireError)
-    return _answer(error)
+    return JSONResponse(body_of(error), status_of(error), headers_of(error))
 
 
-async def _malformed(_: Request, error: Exception) -> JSONResponse:
+async def _malformed(request: Request, error: Exception) -> JSONResponse:
+    """A body that is no JSON, or whose fields have the wrong types; every such field is named."""
     assert isinstance(error, RequestValidationError)
-    found: dict[str, errors.FieldViolation] = {}
+    found: dict[str | None, str] = {}
     for each in error.errors():
         # A union reports each of its members: the first is enough.
-        path = ".".join(str(part) for part in each["loc"][1:2]) or "body"
-        found.setdefault(path, errors.FieldViolation(path, each["msg"]))
-    return _answer(errors.InvalidRequest(*found.values()))
+        found.setdefault(_place(each["loc"]), _mistake(request, each))
+    message = "; ".join(f"{path}: {what}" if path else what for path, what in found.items())
+    body = _body(400, message, next(iter(found)), errors.InvalidRequest.reason.lower())
+    return JSONResponse(body, 400, {"x-should-retry": "false"})
 
 
-async def _http_error(_: Request, error: Exception) -> JSONResponse:
+async def _http_error(request: Request, error: Exception) -> JSONResponse:
+    """What the server itself refuses: paths that are not here, and methods that a path does not have."""
     assert isinstance(error, HTTPException)
-    known = {404: errors.NotFound("no such path; /v1/models, /v1/completions and /v1/chat/completions are here")}
-    return _answer(known.get(error.status_code, errors.QuireError(error.detail)), error.status_code)
+    headers = {"x-should-retry": "false", **(error.headers or {})}
+    known = {
+        404: ("no such path; /v1/models, /v1/completions and /v1/chat/completions are here", "unknown_url"),
+        405: (f"{request.method} is not offered here; use {headers.get('Allow', 'another')}", "method_not_allowed"),
+    }
+    message, code = known.get(error.status_code, (str(error.detail), None))
+    return JSONResponse(_body(error.status_code, message, None, code), error.status_code, headers)
 
 
 async def _bug(_: Request, error: Exception) -> JSONResponse:
     # The text of a bug may hold a prompt; the server logs it, the client learns nothing of it.
-    return _answer(errors.QuireError("internal error"))
+    return JSONResponse(body_of(errors.QuireError("internal error")), 500, {"x-should-retry": "false"})
+
+
+def _place(location: Sequence[str | int]) -> str | None:
+    """Return the path of a field, such as messages[0].role, without the members of a union that pydantic appends."""
+    path = ""
+    for part in location[1:]:
+        if isinstance(part, int):
+            path += f"[{part}]" if path else ""
+        elif _WORD.fullmatch(part) and part not in ("str", "int", "bool", "dict"):
+            path += f".{part}" if path else part
+        else:
+            break
+    return path or None
+
+
+def _mistake(request: Request, found: Mapping[str, Any]) -> str:
+    if found["type"] == "json_invalid":
+        return f"the body is no valid JSON: {found['ctx']['error']} at character {found['loc'][-1]}"
+    if len(found["loc"]) > 1:
+        return str(found["msg"])
+    given = request.headers.get("content-type", "none")
+    if not given.partition(";")[0].strip().lower().endswith("json"):
+        return f"the content-type is {given}; expected application/json"
+    return 'the body is no JSON object; expected one such as {"model": ...}'
 
 
 def _path(field: str) -> str:

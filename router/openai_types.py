@@ -14,12 +14,45 @@ Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 # What protobuf's float can hold; validate.py has the real ranges.
 Float32 = Annotated[float, Field(ge=-3.4e38, le=3.4e38)]
+# What asks for nothing.
+_NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
 
 class StreamOptions(BaseModel):
-    """How a stream ends."""
+    """What a stream says of its cost."""
 
-    include_usage: bool = False
+    include_usage: bool = Field(False, description="end with a chunk that has `usage` and no choices")
+    continuous_usage_stats: bool = Field(False, description="with include_usage: say the usage so far in every chunk")
+
+
+class JsonSchemaFormat(BaseModel):
+    """A JSON schema as OpenAI wraps it; a schema is enforced whether or not `strict` is set."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    name: str = ""
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """What form the answer must have."""
+
+    type: str = Field("text", description="text, json_object or json_schema")
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's way to say what the answer must match; one of its fields is to be set."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json", description="a JSON schema")
+    regex: str | None = Field(None, description="in the syntax of Rust's regex crate, without look-around")
+    grammar: str | None = Field(None, description="in Lark's notation, with the rule `start`")
+    choice: list[str] | None = Field(None, description="the answer is one of these texts")
+    json_object: bool | None = Field(None, description="any JSON object")
 
 
 class GenerationFields(BaseModel):
@@ -27,64 +60,63 @@ class GenerationFields(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    # Fields whose presence, other than as one of these values, asks for what is not offered.
+    # Fields that ask for what is not offered, each with the values that do not.
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "guided_json": (),
-        "guided_regex": (),
-        "guided_grammar": (),
-        "structured_outputs": (),
-        "prompt_logprobs": (),
-        "use_beam_search": (False,),
+        "allowed_token_ids": _NOTHING,
+        "bad_words": _NOTHING,
+        "logits_processors": _NOTHING,
+        "prompt_logprobs": (None,),
+        "skip_special_tokens": (None, True),
+        "truncate_prompt_tokens": (None,),
+        "use_beam_search": _NOTHING,
     }
 
-    model: str | None = None
-    stream: bool = False
+    model: str | None = Field(None, description="the name that /v1/models tells; may be left out")
+    stream: bool | None = Field(None, description="answer in chunks, as server-sent events")
     stream_options: StreamOptions | None = None
-    temperature: Float32 | None = None
+    temperature: Float32 | None = Field(None, description="0 is greedy; unset: the checkpoint's, else 1")
     top_p: Float32 | None = None
-    n: Int32 | None = None
-    stop: str | list[str] | None = None
-    seed: Int64 | None = None
+    n: Int32 | None = Field(None, description="choices for each prompt; they share the blocks of the prompt")
+    stop: str | list[str] | None = Field(None, description="up to 16 texts at which an answer ends")
+    seed: Int64 | None = Field(None, description="equal requests with equal seeds draw equal tokens")
     presence_penalty: Float32 | None = None
     frequency_penalty: Float32 | None = None
     logit_bias: dict[Int32, Float32] | None = None
-    top_k: Int32 | None = None
+    response_format: ResponseFormat | None = None
+    top_k: Int32 | None = Field(None, description="0 and -1 keep all tokens")
     min_p: Float32 | None = None
     min_tokens: Int32 | None = None
     repetition_penalty: Float32 | None = None
     stop_token_ids: list[Int32] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
-    priority: Int32 = 0
-    cache_salt: str = ""
-    return_token_ids: bool = False
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_grammar: str | None = None
+    guided_choice: list[str] | None = None
+    request_id: str | None = Field(None, description="instead of the header X-Request-Id")
+    priority: Int32 | None = Field(None, description="-100 to 100; higher is served first")
+    cache_salt: str | None = Field(None, description="share cached prefixes only with requests of the same salt")
+    return_token_ids: bool | None = Field(None, description="give every choice its `token_ids`")
 
     @property
     def unsupported(self) -> list[str]:
         """Names of the fields that ask for what is not offered."""
         given = self.model_extra or {}
-        return [
-            name for name, harmless in self.refused.items() if given.get(name) and given[name] not in harmless
-        ]  # fmt: skip
-
-    @property
-    def include_usage(self) -> bool:
-        """Whether a stream ends with what it cost."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return [name for name, harmless in self.refused.items() if name in given and given[name] not in harmless]
 
 
 class CompletionRequest(GenerationFields):
     """Body of POST /v1/completions. A list of prompts is answered by `n` choices for each, in order."""
 
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = GenerationFields.refused | {
-        "best_of": (1,),
-        "echo": (False,),
-        "suffix": ("",),
-    }
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = GenerationFields.refused | {"suffix": _NOTHING}
 
-    prompt: str | list[Int32] | list[str] | list[list[Int32]]
+    prompt: str | list[Int32] | list[str] | list[list[Int32]] = Field(..., description="texts or token ids")
     max_tokens: Int32 | None = 16
-    logprobs: Int32 | None = None
+    logprobs: Int32 | None = Field(None, description="so many of the most likely tokens at each position, 0 to 20")
+    echo: bool | None = Field(None, description="begin each choice with its prompt")
+    best_of: Int32 | None = Field(None, description="must equal n")
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -106,8 +138,9 @@ class TextPart(BaseModel):
 class Message(BaseModel):
     """One message of a chat."""
 
-    role: str
+    role: str = Field(..., description="a word that the checkpoint's chat template knows; developer counts as system")
     content: str | list[TextPart] | None = None
+    tool_calls: list[Any] | None = None
 
     @property
     def text(self) -> str:
@@ -117,27 +150,27 @@ class Message(BaseModel):
         return "".join(part.text for part in self.content)
 
 
-class ResponseFormat(BaseModel):
-    """What form the answer must have."""
-
-    type: str = "text"
-    json_schema: dict[str, Any] | None = None
-
-
 class ChatRequest(GenerationFields):
     """Body of POST /v1/chat/completions."""
 
     refused: ClassVar[dict[str, tuple[Any, ...]]] = GenerationFields.refused | {
-        "tools": (),
-        "functions": (),
-        "audio": (),
-        "modalities": (["text"],),
-        "continue_final_message": (False,),
+        "add_generation_prompt": (None, True),
+        "audio": _NOTHING,
+        "chat_template": _NOTHING,
+        "chat_template_kwargs": _NOTHING,
+        "continue_final_message": _NOTHING,
+        "documents": _NOTHING,
+        "echo": _NOTHING,
+        "function_call": (*_NOTHING, "none", "auto"),
+        "functions": _NOTHING,
+        "modalities": (*_NOTHING, ["text"]),
+        "tool_choice": (*_NOTHING, "none", "auto"),
+        "tools": _NOTHING,
+        "web_search_options": (None,),
     }
 
     messages: list[Message]
-    max_completion_tokens: Int32 | None = None
-    max_tokens: Int32 | None = None
+    max_completion_tokens: Int32 | None = Field(None, description="unset: as many as the context holds")
+    max_tokens: Int32 | None = Field(None, description="the older name of max_completion_tokens")
     logprobs: bool | None = None
-    top_logprobs: Int32 | None = None
-    response_format: ResponseFormat | None = None
+    top_logprobs: Int32 | None = Field(None, description="0 to 20; needs `logprobs`")
