@@ -109,7 +109,7 @@ def _in_json(name: str) -> str:
 def _parsed(text: bytes, wrong: list[FieldViolation]) -> dict[str, Any]:
     try:
         values = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         wrong.append(FieldViolation("sampling_parameters", f"is not JSON: {error}; expected an object"))
         return {}
     if not isinstance(values, dict):

@@ -51,6 +51,7 @@ class ScriptedFrontend:
         self.requests: list[ValidatedRequest] = []
         # Set when the script waits, and when a request has ended, however it ended.
         self.reached, self.closed = asyncio.Event(), asyncio.Event()
+        self.ended = 0
 
     async def generate(self, request: ValidatedRequest) -> AsyncGenerator[GenerateEvent, None]:
         self.requests.append(request)
@@ -64,4 +65,5 @@ class ScriptedFrontend:
                 else:
                     yield step
         finally:
+            self.ended += 1
             self.closed.set()
