@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import itertools
 import logging
 import secrets
@@ -14,15 +13,15 @@ from dataclasses import fields
 from typing import Final
 from urllib.parse import urlsplit
 
-import uvloop
-
 from common.clock import SystemClock
 from common.config import load_or_exit, refuse
 from common.decisions import DecisionRing
 from common.errors import InvalidConfig, QuireError, StaleEpoch
 from common.fingerprint import model_fingerprint, tokenizer_fingerprint
+from common.garbage import collect_rarely
 from common.logs import setup_logging
 from common.metrics import MetricsServer, metrics_port, new_registry
+from common.rpc import event_loop
 from common.rpc.server import RpcServer
 from common.telemetry.provider import setup as setup_telemetry
 from common.telemetry.server_spans import server_spans
@@ -148,15 +147,6 @@ def _without_secrets(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
-def _collect_garbage_rarely() -> None:
-    """Keep the collector from walking all records and blocks now and then: 65 ms a time with a full ring of decisions.
-
-    They form no cycles; the little that does (errors of broken streams) is found in the younger generations.
-    """
-    gc.freeze()
-    gc.set_threshold(20_000, 50, 1_000)
-
-
 async def serve(settings: KvManagerSettings) -> int:
     """Serve until SIGTERM or SIGINT, or until another manager takes over; return the exit status."""
     loop = asyncio.get_running_loop()
@@ -169,7 +159,7 @@ async def serve(settings: KvManagerSettings) -> int:
     process = ManagerProcess(settings, end)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
-    _collect_garbage_rarely()
+    collect_rarely()
     print(await process.start(), flush=True)  # noqa: T201
     replaced = await ended
     if replaced is None:
@@ -185,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = load_or_exit(KvManagerSettings, argv, prog="quire-kvmanager")
     setup_logging("kvmanager", settings.log_level, settings.log_format)
     try:
-        return uvloop.run(serve(settings))
+        return event_loop.run(serve(settings))
     except InvalidConfig as error:
         refuse(error)
     except QuireError as error:

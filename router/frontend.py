@@ -20,10 +20,11 @@ from router.core.events import AdmittedEvent, FinishedEvent, GenerateEvent, Vali
 from router.core.routing import Choice
 from router.core.worker_events import Drawn, Ended, Granted, Lost, Preempted, Refused, SequenceEvent
 from router.dispatcher import Claim, Dispatcher, Job
+from router.inbox import Arrival, Expired, Turns
 from router.output_stream import EXPIRED, STOPPED, OutputStream, StopTokens
 from router.ports import TextAssemblers
 from router.recorder import Recorder
-from router.request_run import Arrival, Expired, Prefix, RequestRun, Running, placement_of, submission_of
+from router.request_run import Prefix, RequestRun, Running, placement_of, submission_of
 from router.request_trace import RequestTrace
 from router.worker_client import WorkerClient
 
@@ -47,6 +48,7 @@ class RouterFrontend:
         self._dispatcher, self._admission = dispatcher, admission
         self._assemblers, self._recorder, self._eos_token_ids = assemblers, recorder, eos_token_ids
         self._clock = recorder.clock
+        self._turns = Turns()
         self.draining = False
         self._idle = asyncio.Event()
         recorder.metrics.watch(lambda: admission.running, lambda: admission.queued)
@@ -61,13 +63,14 @@ class RouterFrontend:
             self._recorder.metrics.refused(refused)
             trace.end(str(refused))
             raise
-        run = RequestRun(request, request_id, trace)
+        run = RequestRun(request, request_id, trace, self._turns)
         failure = "internal error"
         try:
             await self._begin(run)
             while run.live:
-                for event in self._step(run, await run.inbox.get()):
-                    yield event
+                for arrival in await run.inbox.take():
+                    for event in self._step(run, arrival):
+                        yield event
                 await self._move_lost(run)
             failure = DEADLINE_WORDS if run.expired else ""
         except (asyncio.CancelledError, GeneratorExit):
@@ -184,28 +187,29 @@ class RouterFrontend:
 
     def _step(self, run: RequestRun, arrival: Arrival) -> Iterator[GenerateEvent]:
         """Yield what the client is to see of one arrival."""
-        if isinstance(arrival.event, Expired):
+        event = arrival.event
+        if isinstance(event, Expired):
             yield from self._expire(run)
             return
         running = run.sequences[arrival.index]
         if arrival.attempt != running.attempt or running.done:
             return
         now = self._clock.monotonic()
-        match arrival.event:
+        match event:
+            case Drawn() as drawn:
+                yield from self._drawn(run, running, drawn, now)
             case Granted() as granted:
                 running.output.granted(granted, running.attempt, now)
                 if not run.admitted:
                     yield self._admitted(run, granted, now)
-            case Drawn() as drawn:
-                yield from self._drawn(run, running, drawn, now)
             case Preempted():
                 running.output.preempted()
             case Ended() as ended:
                 yield from self._ended(run, running, ended, now)
-            case Refused(error) if not isinstance(error, Unavailable | Overloaded):
-                raise error
-            case Refused() | Lost() as lost:
-                running.lose(str(lost.error) if isinstance(lost, Refused) else lost.reason)
+            case Refused(error):
+                running.lose(_words_of(error))
+            case Lost(reason):
+                running.lose(reason)
 
     def _admitted(self, run: RequestRun, granted: Granted, now: float) -> AdmittedEvent:
         request, metrics = run.request, self._recorder.metrics
@@ -262,6 +266,8 @@ class RouterFrontend:
         self._dispatcher.released()
 
     def _expire(self, run: RequestRun) -> Iterator[GenerateEvent]:
+        if not run.live:  # the last end came together with the deadline
+            return
         if not run.admitted:
             run.close(FinishReason.DEADLINE)
             raise DeadlineExceeded(f"{DEADLINE_WORDS} before the request got blocks at its worker")
@@ -296,3 +302,10 @@ class RouterFrontend:
             self._recorder.metrics.migrations.inc()
             run.trace.lost()
             await self._place(run, [running], moved=reason)
+
+
+def _words_of(refusal: QuireError) -> str:
+    """Return why a worker refused a sequence; raises the error when every other worker would refuse it too."""
+    if not isinstance(refusal, Unavailable | Overloaded):
+        raise refusal
+    return str(refusal)

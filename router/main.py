@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Final
 
-import uvloop
 from redis.asyncio import Redis
 
 from common.clock import SystemClock
@@ -19,8 +18,10 @@ from common.config import load_or_exit, refuse
 from common.decisions import DecisionRing
 from common.errors import InvalidConfig, QuireError
 from common.fingerprint import model_fingerprint
+from common.garbage import collect_rarely
 from common.logs import setup_logging
 from common.metrics import new_registry
+from common.rpc import event_loop
 from common.rpc.server import RpcServer
 from common.telemetry.provider import setup as setup_telemetry
 from common.telemetry.server_spans import server_spans
@@ -210,6 +211,7 @@ async def serve(settings: RouterSettings) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     where = await process.start()
+    collect_rarely()
     log.info("listening on %s, waiting for a worker", where)
     waits = [asyncio.create_task(event.wait()) for event in (process.readiness.first, stop)]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -227,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = load_or_exit(RouterSettings, argv, prog="quire-router")
     setup_logging("router", settings.log_level, settings.log_format)
     try:
-        uvloop.run(serve(settings))
+        event_loop.run(serve(settings))
     except InvalidConfig as error:
         refuse(error)
     except QuireError as error:

@@ -13,24 +13,14 @@ from router.core.routing import Placement
 from router.core.waiting_line import Ticket
 from router.core.worker_events import Drawn, Granted, Preempted, SequenceEvent
 from router.dispatcher import Claim, Job
+from router.inbox import Expired, Inbox, Turns
 from router.output_stream import OutputStream
 from router.request_trace import RequestTrace
 from router.worker_client import Sink, WorkerClient
 from router.worker_convert import Submission
 
-
-@dataclass(frozen=True, slots=True)
-class Expired:
-    """The request's deadline has passed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """An event of one run of one sequence; what comes of an earlier run is out of date."""
-
-    index: int
-    attempt: int
-    event: SequenceEvent | Expired
+# After these a sequence still has its place at the worker.
+_GOES_ON = (Granted, Drawn, Preempted)
 
 
 @dataclass(slots=True)
@@ -63,12 +53,12 @@ class Running:
 class RequestRun:
     """A request's sequences and the inbox that their workers fill."""
 
-    def __init__(self, request: ValidatedRequest, request_id: str, trace: RequestTrace) -> None:
+    def __init__(self, request: ValidatedRequest, request_id: str, trace: RequestTrace, turns: Turns) -> None:
         self.request, self.request_id, self.trace = request, request_id, trace
         self.sequences: list[Running] = []
-        # Fills up while the client reads slowly, by an event (some 200 bytes) a token that it asked for at most. Those
-        # tokens stay in the admission's books meanwhile: max_tokens_in_flight bounds all inboxes together.
-        self.inbox: asyncio.Queue[Arrival] = asyncio.Queue()
+        # Fills up while the client reads slowly, with the tokens that it asked for at most. They stay in the
+        # admission's books meanwhile: max_tokens_in_flight bounds all inboxes together.
+        self.inbox = Inbox(turns)
         self.admitted = False
         # Whether a sequence was ended by the deadline.
         self.expired = False
@@ -92,17 +82,16 @@ class RequestRun:
         index, attempt = running.output.index, running.attempt
 
         def sink(event: SequenceEvent) -> None:
-            last = not isinstance(event, Granted | Drawn | Preempted)
-            if last and attempt == running.attempt and running.claim is not None:
+            if not isinstance(event, _GOES_ON) and attempt == running.attempt and running.claim is not None:
                 left(running.claim, event)
-            self.inbox.put_nowait(Arrival(index, attempt, event))
+            self.inbox.put(index, attempt, event)
 
         return sink
 
     def expire_in(self, seconds: float) -> None:
         """Let Expired arrive after so many seconds."""
-        arrival = Arrival(-1, 0, Expired())
-        self._timer = asyncio.get_running_loop().call_later(max(0.0, seconds), self.inbox.put_nowait, arrival)
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(max(0.0, seconds), self.inbox.put, -1, 0, Expired())
 
     def close(self, reason: FinishReason) -> None:
         """Give up whatever still runs."""

@@ -1,0 +1,136 @@
+"""Where the events of one request wait for its stream, and the order in which streams are woken.
+
+A step of a worker brings a token for every stream at once. Were all of them woken at once, the event loop would write
+for as long as that takes, 10 ms for 400 streams, before it looks at its sockets again: a new request waits for all of
+it, and when steps come faster than they can be written, they pile up unread. So a few streams are woken in each turn
+of the loop. Whatever comes for a stream meanwhile joins what waits for it already, and goes out in one message: a
+router with much to do sends fewer, larger messages, one with little to do sends every token at once. The same bounds
+what waits for a client that reads slowly: eight bytes a token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Final
+
+from common.types import TokenLogprobs
+from router.core.worker_events import Drawn, SequenceEvent
+
+# A wake-up is about 30 us of work, most of it one gRPC write: the loop looks at its sockets every half millisecond.
+WAKES_A_TURN: Final = 16
+
+
+class Turns:
+    """Shares the turns of one event loop among the streams of a process. Streams without output so far overtake."""
+
+    def __init__(self, wakes_a_turn: int = WAKES_A_TURN) -> None:
+        self._wakes = self._left = wakes_a_turn
+        self._first: deque[asyncio.Future[None]] = deque()
+        self._line: deque[asyncio.Future[None]] = deque()
+        self._scheduled = False
+
+    def now(self) -> bool:
+        """Return whether the caller may go on in this turn; it then counts as woken."""
+        if not self._left:
+            return False
+        self._left -= 1
+        self._schedule()
+        return True
+
+    def wake(self, waiter: asyncio.Future[None], first: bool) -> None:
+        """Set `waiter`, in this turn or in a later one; `first` says that its stream had no output yet."""
+        if self.now():
+            waiter.set_result(None)
+        else:
+            (self._first if first else self._line).append(waiter)
+
+    def _schedule(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._next_turn)
+
+    def _next_turn(self) -> None:
+        self._left, self._scheduled = self._wakes, False
+        while self._left and (line := self._first or self._line):
+            waiter = line.popleft()
+            if not waiter.done():  # its request may have been cancelled
+                waiter.set_result(None)
+                self._left -= 1
+        if self._left < self._wakes:
+            self._schedule()
+
+
+@dataclass(frozen=True, slots=True)
+class Expired:
+    """The request's deadline has passed."""
+
+
+@dataclass(slots=True)
+class Arrival:
+    """An event of one run of one sequence, or all that it has drawn since its last event of another kind.
+
+    What comes of an earlier run is out of date.
+    """
+
+    index: int
+    attempt: int
+    other: SequenceEvent | Expired | None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    @property
+    def event(self) -> SequenceEvent | Expired:
+        """What came, as one event."""
+        return Drawn(tuple(self.token_ids), tuple(self.logprobs)) if self.other is None else self.other
+
+
+class Inbox:
+    """What the workers of one request have told and its stream has not taken yet; in order for each sequence."""
+
+    __slots__ = ("_arrivals", "_drawn", "_taken", "_turns", "_waiter")
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+        self._arrivals: list[Arrival] = []
+        # By sequence, the arrival that more tokens may join.
+        self._drawn: dict[int, Arrival] = {}
+        self._waiter: asyncio.Future[None] | None = None
+        self._taken = False
+
+    def put(self, index: int, attempt: int, event: SequenceEvent | Expired) -> None:
+        """Add an event and see to it that the stream is woken."""
+        if isinstance(event, Drawn):
+            self._draw(index, attempt, event)
+        else:
+            self._drawn.pop(index, None)
+            self._arrivals.append(Arrival(index, attempt, event))
+        if self._waiter is not None:
+            self._turns.wake(self._waiter, first=not self._taken)
+            self._waiter = None
+
+    async def take(self) -> list[Arrival]:
+        """Return everything that has come, once there is something and the stream has its turn."""
+        if not self._arrivals or not self._turns.now():
+            waiter = asyncio.get_running_loop().create_future()
+            if self._arrivals:
+                self._turns.wake(waiter, first=False)
+            else:
+                self._waiter = waiter
+            try:
+                await waiter
+            finally:
+                self._waiter = None
+        arrivals, self._arrivals = self._arrivals, []
+        self._drawn.clear()
+        self._taken = True
+        return arrivals
+
+    def _draw(self, index: int, attempt: int, drawn: Drawn) -> None:
+        arrival = self._drawn.get(index)
+        if arrival is None or arrival.attempt != attempt:
+            arrival = self._drawn[index] = Arrival(index, attempt, None)
+            self._arrivals.append(arrival)
+        arrival.token_ids += drawn.token_ids
+        arrival.logprobs += drawn.logprobs
