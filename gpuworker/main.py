@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-import uvloop
 from grpc import aio
 
 from common.clock import SystemClock
@@ -20,6 +19,7 @@ from common.errors import InvalidConfig, QuireError
 from common.lease import AttachRejected, LeaseChannel
 from common.logs import setup_logging
 from common.metrics import MetricsServer, metrics_port, new_registry
+from common.rpc import event_loop
 from common.rpc.server import RpcServer
 from common.telemetry.provider import setup as setup_telemetry
 from gpuworker.advertise import reachable_address
@@ -168,7 +168,7 @@ def run(settings: GpuWorkerSettings, channel: LeaseChannel | None = None) -> int
         await Worker(settings, channel).run()
 
     try:
-        uvloop.run(body())
+        event_loop.run(body())
     except InvalidConfig as error:
         refuse(error)
     except QuireError as error:
