@@ -9,16 +9,16 @@ FROM ${PYTHON_IMAGE} AS tools
 RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ \
     && rm -rf /var/lib/apt/lists/*
-# Where pip finds packages is the builder's business: each of these is one of pip's own variables while it is given.
-ARG PIP_INDEX_URL
-ARG PIP_TRUSTED_HOST
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 WORKDIR /source
 RUN python -m venv --without-pip /opt/quire
-COPY pyproject.toml constraints.txt docker/requirements.py ./
+COPY pyproject.toml constraints.txt docker/requirements.py docker/slim.sh ./
 
 # The native CPU kernels for each level of vector instructions, compiled once for both targets.
 FROM tools AS wheel
+# Where pip finds packages is the builder's business: each of these is one of pip's own variables while it is given.
+ARG PIP_INDEX_URL
+ARG PIP_TRUSTED_HOST
 COPY . .
 RUN pip wheel --no-deps --wheel-dir /wheel .
 
@@ -47,12 +47,15 @@ HEALTHCHECK --interval=5s --timeout=5s --start-period=300s --retries=3 \
 ENTRYPOINT ["quire-gpuworker"]
 
 FROM tools AS packages-cpu
+ARG PIP_INDEX_URL
+ARG PIP_TRUSTED_HOST
 # PyTorch's own index has builds without CUDA; pip takes them because 2.13.0+cpu counts as newer than 2.13.0.
 ARG PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 RUN python requirements.py gpuworker --without triton > requirements.txt \
     && pip --python /opt/quire/bin/python install -c constraints.txt -r requirements.txt
 COPY --from=wheel /wheel /wheel
-RUN pip --python /opt/quire/bin/python install --no-deps /wheel/*.whl
+RUN pip --python /opt/quire/bin/python install --no-deps /wheel/*.whl \
+    && sh slim.sh /opt/quire
 
 FROM runtime AS cpu
 COPY --from=packages-cpu /opt/quire /opt/quire
@@ -60,12 +63,15 @@ ENV QUIRE_DEVICE=cpu
 USER 10001:10001
 
 FROM tools AS packages-cuda
+ARG PIP_INDEX_URL
+ARG PIP_TRUSTED_HOST
 ARG PIP_EXTRA_INDEX_URL
 # PyPI's torch brings the CUDA runtime in packages of its own; the host needs the driver and its container toolkit alone.
 RUN python requirements.py gpuworker > requirements.txt \
     && pip --python /opt/quire/bin/python install -c constraints.txt -r requirements.txt
 COPY --from=wheel /wheel /wheel
-RUN pip --python /opt/quire/bin/python install --no-deps /wheel/*.whl
+RUN pip --python /opt/quire/bin/python install --no-deps /wheel/*.whl \
+    && sh slim.sh /opt/quire
 
 FROM runtime AS cuda
 # Triton compiles the launcher of each kernel in C, when it first runs.

@@ -11,11 +11,12 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=igno
 WORKDIR /source
 RUN python -m venv --without-pip /opt/quire
 # First the dependencies: this layer is made again only when they change.
-COPY pyproject.toml constraints.txt docker/requirements.py ./
+COPY pyproject.toml constraints.txt docker/requirements.py docker/slim.sh ./
 RUN python requirements.py kvmanager > requirements.txt \
     && pip --python /opt/quire/bin/python install -c constraints.txt -r requirements.txt
 COPY . .
-RUN pip --python /opt/quire/bin/python install --no-deps -c constraints.txt .
+RUN pip --python /opt/quire/bin/python install --no-deps . \
+    && sh slim.sh /opt/quire
 
 FROM ${PYTHON_IMAGE}
 ARG VERSION=0.1.0
