@@ -47,6 +47,9 @@ test: $(STAMP) ## Run the tests (TESTS=PATH for some of them, JOBS=N in that man
 	@if [ "$(TESTS)" = tests ]; then \
 		TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/triton_interpreted && $(BIN)/python -m pytest tests/triton_compiled; fi
 
+test-docker: $(STAMP) ## Build the images, run the stack on this host's Docker engine under load, scale it, break it (minutes)
+	$(BIN)/python -m pytest -n 0 -x -s --timeout 1800 tests/docker/engine
+
 search: $(STAMP) ## Search the lease protocol's model at length (7 minutes), and print which mutant each search kills
 	$(BIN)/python -m pytest -m exhaustive tests/protocol
 	$(BIN)/python -m tests.protocol.mutants
@@ -64,6 +67,7 @@ fmt: $(STAMP) ## Format the code and mend what ruff can mend
 lint: $(STAMP) ## Check style and format
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/hadolint docker/*.Dockerfile
 
 types: $(STAMP) ## Check types
 	$(BIN)/mypy
