@@ -28,7 +28,13 @@ $(STAMP): pyproject.toml constraints.txt hatch_build.py $(NATIVE)
 	@$(BIN)/python -m pip install --disable-pip-version-check $$(test -t 1 || echo --quiet) -c constraints.txt -e '.[router,kvmanager,gpuworker,cli,local,bench,dev]'
 	@touch $@
 
-clients: $(CLIENTS)/.installed ## Make the environment of clients that we did not write, in .clients
+clients: $(CLIENTS)/.installed ## Install the clients that the tests call with: .clients, and what the examples in Node and C++ need
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		command -v npm >/dev/null || set -- nodejs npm; \
+		command -v grpc_cpp_plugin >/dev/null || set -- "$$@" g++ make pkg-config libgrpc++-dev protobuf-compiler-grpc; \
+		[ $$# = 0 ] || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$$@"; }; fi
+	@! command -v npm >/dev/null || npm ci --silent --prefix protos/examples/node
+	@! command -v grpc_cpp_plugin >/dev/null || $(MAKE) --silent -C protos/examples/cpp
 
 # Their own environment: some need an older protobuf than Quire does.
 $(CLIENTS)/.installed: tests/clients/requirements.txt
