@@ -1,0 +1,230 @@
+"""`tritonclient`, NVIDIA's client of the Open Inference Protocol, against a whole suite on the demo model."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import subprocess
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto, FileDescriptorProto
+
+from gpuworker.demo_model.prompts import questions
+from quire.inference.v1 import inference_pb2 as pb
+from quire.kserve.v2 import kserve_pb2
+from tests.clients.served import ROOT, Served, missing
+from tests.e2e.suite import Outcome, greedy
+
+PYTHON = ROOT / ".clients" / "bin" / "python"
+SCRIPT = Path(__file__).with_name("triton_calls.py")
+LIMIT_S = 60.0
+
+Call = Callable[[str], Any]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def tritonclient() -> None:
+    """Look for the client before a suite is started for it."""
+    if not PYTHON.exists():
+        missing("tritonclient", "make clients")
+
+
+@pytest.fixture(scope="module")
+def prompts(served: Served) -> list[dict[str, Any]]:
+    """Eight prompts, as text and as token ids."""
+
+    async def ids_of(text: str) -> list[int]:
+        request = pb.TokenizeRequest(prompt=pb.Prompt(text=text))
+        return list((await served.suite.inference.Tokenize(request)).token_ids)
+
+    texts = [question.text for question in questions(8)]
+    return [{"text": text, "ids": served.run(lambda _, text=text: ids_of(text))} for text in texts]  # type: ignore[misc]
+
+
+@pytest.fixture(scope="module")
+def call(served: Served, prompts: list[dict[str, Any]]) -> Call:
+    """Return what one method of the script's `Calls` returns, made in a process with tritonclient."""
+
+    def made(name: str) -> Any:
+        told = {"address": served.address, "model": served.model, "prompts": prompts, "calls": [name]}
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+        command = [str(PYTHON), "-I", str(SCRIPT)]
+        done = subprocess.run(
+            command,
+            input=json.dumps(told),
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            env=environment,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)[name]
+
+    return made
+
+
+def quires_own(served: Served, ids: list[int], max_tokens: int) -> Outcome:
+    """Return what Quire's own API answers."""
+    return served.run(lambda suite: suite.generate(greedy(ids, max_tokens)))
+
+
+def test_the_server_and_its_model(call: Call) -> None:
+    told = call("server")
+    assert [told[name] for name in ("live", "ready", "model ready", "other ready")] == [True, True, True, False]
+    assert (told["name"], told["decoupled"]) == ("quire", True)
+    assert told["inputs"]["text_input"] == ["BYTES", 1]
+    assert told["inputs"]["input_ids"] == ["INT32", -1]
+    assert told["outputs"]["text_output"] == ["BYTES", -1]
+
+
+def test_an_answer_is_that_of_quires_own_api(call: Call, served: Served, prompts: list[dict[str, Any]]) -> None:
+    own = quires_own(served, prompts[0]["ids"], 8)
+    by_text, by_ids, with_prompt = call("unary")
+    assert (
+        by_text
+        == by_ids
+        == {
+            "id": "7",
+            "final": True,
+            "text_output": [own.text],
+            "finish_reason": ["length"],
+            "num_input_tokens": [len(prompts[0]["ids"])],
+            "num_output_tokens": [8],
+            "output_ids": own.tokens,
+        }
+    )
+    assert with_prompt == {"id": "7", "final": True, "text_output": [prompts[0]["text"] + own.text]}
+
+
+def test_parameters_of_the_request_and_a_callback(call: Call, served: Served, prompts: list[dict[str, Any]]) -> None:
+    own = quires_own(served, prompts[0]["ids"], 8)
+    assert call("parameters") == {"id": "", "final": True, "text_output": [own.text], "output_ids": own.tokens}
+    assert call("callback") == {"id": "", "final": True, "text_output": [own.text]}
+
+
+def test_requests_of_one_stream_come_interleaved_each_whole(
+    call: Call, served: Served, prompts: list[dict[str, Any]]
+) -> None:
+    responses = call("stream")
+    for number, prompt in enumerate(prompts):
+        own = quires_own(served, prompt["ids"], 24)
+        mine = [each for each in responses if each["id"] == str(number)]
+        assert "".join(each["text_output"][0] for each in mine) == own.text
+        assert [token for each in mine for token in each["output_ids"]] == own.tokens
+        assert [each["final"] for each in mine] == [False] * (len(mine) - 1) + [True]
+    order = [each["id"] for each in responses]
+    # One after another they would change only from one request to the next.
+    assert sum(before != after for before, after in pairwise(order)) >= 2 * len(prompts)
+
+
+def test_an_answer_as_a_whole_on_a_stream_and_an_empty_final_response(call: Call) -> None:
+    responses = call("whole_on_a_stream")
+    (whole,) = [each for each in responses if each["id"] == "whole"]
+    *parts, last = [each for each in responses if each["id"] == "empty"]
+    assert whole["final"]
+    assert last == {"id": "empty", "final": True}
+    assert "".join(each["text_output"][0] for each in parts) == whole["text_output"][0]
+
+
+def test_the_asyncio_client_as_users_of_tritons_vllm_backend_have_it(
+    call: Call, served: Served, prompts: list[dict[str, Any]]
+) -> None:
+    wanted = {str(number): quires_own(served, prompt["ids"], 24).text for number, prompt in enumerate(prompts)}
+    assert call("asyncio") == wanted
+
+
+def test_several_sequences_with_their_probabilities(call: Call) -> None:
+    first, again = call("several")
+    assert (first["text_output"], first["num_output_tokens"]) == (again["text_output"], [6, 6, 6])
+    assert len(set(first["text_output"])) == 3
+    for tokens, cumulative, logprobs in zip(
+        first["num_output_tokens"], first["cumulative_logprob"], first["logprobs"], strict=True
+    ):
+        drawn = [next(iter(entry.values()))["logprob"] for entry in json.loads(logprobs)]
+        assert len(drawn) == tokens
+        assert sum(drawn) == pytest.approx(cumulative, rel=1e-5)
+
+
+def test_constraints_hold(call: Call) -> None:
+    document, text = call("constrained")
+    assert isinstance(json.loads(document)["ok"], bool)
+    assert re.fullmatch("[0-9]{3}-[a-f]{2}", text)
+
+
+def test_errors_have_their_status_and_name_everything(call: Call, served: Served) -> None:
+    told = call("errors")
+    unknown = ["StatusCode.NOT_FOUND", f"model 'other' is not served here; {served.model!r}, version '1', is"]
+    assert told["model"] == told["metadata"] == unknown
+    status, message = told["tensors"]
+    assert status == "StatusCode.INVALID_ARGUMENT"
+    assert message.startswith("input_ids: has datatype 'INT64'; expected INT32; inputs[1].name: is 'prompt'; expected")
+    assert message.endswith("sampling_parameters.top_p: is 3; expected more than 0, at most 1 (1 keeps all tokens)")
+    assert told["late"][0] == "StatusCode.DEADLINE_EXCEEDED"
+    assert told["statistics"][0] == "StatusCode.UNIMPLEMENTED"
+    served.until_all_free()
+
+
+def test_an_error_on_a_stream_names_its_request_and_the_stream_goes_on(call: Call) -> None:
+    wrong, good = call("errors_on_a_stream")
+    assert "request wrong: sampling_parameters.top_p: is 3; expected" in wrong["error"]
+    assert "sampling_parameters.n: is 0; expected" in wrong["error"]
+    assert (good["id"], good["final"]) == ("good", True)
+
+
+def test_a_cancelled_stream_gives_every_block_back(call: Call, served: Served) -> None:
+    (error,) = call("cancelled")
+    assert "CANCELLED" in error
+    served.until_all_free()
+
+
+# ------------------------------------------------------------ the wire
+
+
+def test_the_wire_is_that_of_the_client(call: Call) -> None:
+    """Every field, method and enum value that Quire declares is the client's: name, number, type and label."""
+    theirs = [FileDescriptorProto.FromString(base64.b64decode(each)) for each in call("wire")]
+    ours = FileDescriptorProto()
+    kserve_pb2.DESCRIPTOR.CopyToProto(ours)
+    assert {each.package for each in theirs} == {ours.package}
+    known = {name: field for file in theirs for name, field in fields(file.message_type)}
+    declared = dict(fields(ours.message_type))
+    assert len(declared) > 60
+    assert declared == {name: known.get(name) for name in declared}
+    assert methods([ours]) <= methods(theirs)
+    values = {
+        (each.name, value.name, value.number) for file in theirs for each in file.enum_type for value in each.value
+    }
+    assert {(each.name, value.name, value.number) for each in ours.enum_type for value in each.value} <= values
+
+
+def methods(files: Iterable[FileDescriptorProto]) -> set[tuple[str | bool, ...]]:
+    """Return service and name of each method; what it takes and gives, and which of them it streams."""
+    return {
+        (
+            *(service.name, method.name, method.input_type, method.output_type),
+            *(method.client_streaming, method.server_streaming),
+        )
+        for file in files
+        for service in file.service
+        for method in service.method
+    }
+
+
+def fields(messages: Iterable[DescriptorProto], within: str = "") -> Iterable[tuple[str, tuple[int, int, int, str]]]:
+    """Yield the fields of messages and of those inside them: full name; number, type, label, type's name."""
+    for message in messages:
+        name = f"{within}{message.name}"
+        for field in message.field:
+            yield f"{name}.{field.name}", _facts(field)
+        yield from fields(message.nested_type, f"{name}.")
+
+
+def _facts(field: FieldDescriptorProto) -> tuple[int, int, int, str]:
+    return field.number, field.type, field.label, field.type_name
