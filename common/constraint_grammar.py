@@ -6,10 +6,15 @@ Needs `llguidance`, which the extras of router and worker bring; nothing else of
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits
 
 from common.types import Constraint, ConstraintKind
+
+# Between the parts of a JSON document there may be one space, as most programs write it: that costs fewest tokens, and
+# some models, free to choose, never stop writing blanks.
+_WHITESPACE: Any = {"whitespace_pattern": " "}
 
 
 def grammar_of(constraint: Constraint) -> str:
@@ -18,8 +23,9 @@ def grammar_of(constraint: Constraint) -> str:
         case ConstraintKind.JSON_SCHEMA:
             # `true` and `{}` allow the same; options can be laid over an object alone.
             schema = "{}" if constraint.text.strip() == "true" else constraint.text
-            # A schema may carry options for the compiler; it must not ask to have keywords passed over in silence.
-            return LLMatcher.grammar_from_json_schema(schema, overrides={"lenient": False})
+            # A schema may carry options for the compiler ("x-guidance"), such as other whitespace; it must not ask for
+            # keywords to be passed over in silence.
+            return LLMatcher.grammar_from_json_schema(schema, defaults=_WHITESPACE, overrides={"lenient": False})
         case ConstraintKind.REGEX:
             return LLMatcher.grammar_from_regex(constraint.text)
         case ConstraintKind.GRAMMAR:

@@ -20,6 +20,7 @@ from gpuworker.config import GpuWorkerSettings
 from gpuworker.cuda_graphs import graph_launcher
 from gpuworker.data_plane import DataPlane, Facts
 from gpuworker.devices import default_threads, dtype_name, pick_device
+from gpuworker.grammars import GrammarCompiler
 from gpuworker.kv_cache import KvCache
 from gpuworker.memory import MemoryOptions, plan_memory
 from gpuworker.model_runner import ModelRunner, RunnerLimits
@@ -43,6 +44,11 @@ class ModelPlane(DataPlane):
 
     model: HostedModel | LeanModel
     runner: ModelRunner
+
+    @property
+    def grammars(self) -> GrammarCompiler | None:
+        """See `DataPlane`."""
+        return self.runner.grammars
 
 
 def assemble(settings: GpuWorkerSettings) -> ModelPlane:
@@ -84,6 +90,7 @@ def assemble(settings: GpuWorkerSettings) -> ModelPlane:
         arithmetic=arithmetic,
     )
     runner = _runner(model, cache, backend(cache), limits, eos, settings.cuda_graphs)
+    runner.constrain(GrammarCompiler(directory / "tokenizer.json", model.vocab_size, eos))
     return ModelPlane(settings, identity, memory, runner, max_num_seqs, _facts(settings, model, eos), model)
 
 

@@ -33,10 +33,11 @@ def fold_seed(seed: int, index: int) -> int:
 def sampling_params(message: pb.Submit) -> SamplingParams:
     """Return the sampling of one sequence; the router has filled in every default."""
     sampling = sampling_from_proto(message.sampling)
-    return replace(sampling, seed=fold_seed(sampling.seed, message.index), constraint=_constraint(message))
+    return replace(sampling, seed=fold_seed(sampling.seed, message.index), constraint=constraint_of(message))
 
 
-def _constraint(message: pb.Submit) -> Constraint | None:
+def constraint_of(message: pb.Submit) -> Constraint | None:
+    """Return what the output of a sequence must match, if anything."""
     kind = message.WhichOneof("constraint")
     return None if kind is None else Constraint(ConstraintKind(kind), getattr(message, kind))
 
@@ -84,7 +85,7 @@ def engine_request(
         min_tokens=max(0, sampling.min_tokens - before),
         eos_ids=frozenset(message.eos_token_ids),
         stop_token_ids=frozenset(sampling.stop_token_ids),
-        ignore_eos=sampling.ignore_eos,
+        ignore_eos=sampling.ignore_eos and sampling.constraint is None,  # a constraint lets a text end in its own time
     )
     new = NewSequence(
         sequence=sequence,

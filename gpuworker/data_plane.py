@@ -14,6 +14,7 @@ from common.types import PoolIdentity
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.core.batch_plan import StepRunner
 from gpuworker.core.outcomes import AgentConfig
+from gpuworker.grammars import GrammarCompiler
 from gpuworker.ledger import Ledger
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 
@@ -40,6 +41,11 @@ class DataPlane:
     runner: StepRunner
     max_num_seqs: int
     facts: Facts
+
+    @property
+    def grammars(self) -> GrammarCompiler | None:
+        """What compiles the constraints of requests; None where the runner follows none."""
+        return None
 
     def agent_config(self) -> AgentConfig:
         """Return the sizes and policies of the lease agent."""

@@ -316,7 +316,8 @@ class Engine:
     def _settle(self, completion: Completion) -> None:
         """Take over what ended or lost its blocks."""
         for end in completion.finished:
-            self._outputs.finished.append(SequenceFinished(end.sequence, end.reason, end.usage, end.stop_token))
+            finished = SequenceFinished(end.sequence, end.reason, end.usage, end.stop_token, end.message)
+            self._outputs.finished.append(finished)
             self._requests.pop(end.sequence, None)
             self._traced.discard(end.sequence)
         self._outputs.preempted.extend(completion.preempted)

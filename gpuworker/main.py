@@ -118,7 +118,7 @@ class Worker:
         EngineCollector(engine.load, self._registry)
         info = lambda: plane.info(engine.attach)  # noqa: E731
         limits = SubmitLimits(plane.memory.max_model_len, plane.facts.vocab_size, self.settings.block_size)
-        self._servicer.serve(Serving(engine, info, limits, plane.memory_message()))
+        self._servicer.serve(Serving(engine, info, limits, plane.memory_message(), plane.grammars))
 
     def _lease_client(self) -> LeaseClient:
         round_trips = lease_round_trips(self._registry)

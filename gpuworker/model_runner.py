@@ -16,7 +16,9 @@ from common.types import SamplingParams, SequenceId
 from gpuworker.attention import AttentionBackend
 from gpuworker.core.batch_plan import StepPlan, StepResult
 from gpuworker.devices import default_threads
+from gpuworker.grammars import GrammarCompiler
 from gpuworker.kv_cache import KvCache
+from gpuworker.mask_keeper import MaskKeeper
 from gpuworker.sampler import SampledRow, SamplingBatch
 from gpuworker.seats import Seats
 from gpuworker.step_execution import Failures, RunnerStep, StepExecutor
@@ -68,6 +70,9 @@ class ModelRunner:
         self._tokens = TokenTable(limits.max_num_seqs, limits.max_model_len + 1, self._device)
         self._sampling: tuple[tuple[SequenceId, ...], SamplingBatch] | None = None
         self._generation, self._failures = 1, Failures()
+        self.grammars: GrammarCompiler | None = None
+        """What compiles constraints; None where the runner follows none."""
+        self._masks: MaskKeeper | None = None
         self.executor = self._executor_of(
             RunnerParts(model, cache, attention, limits.threads or default_threads(), launcher)
         )
@@ -78,18 +83,37 @@ class ModelRunner:
         launcher = parts.launcher(tokens) if parts.launcher else EagerLauncher(parts.model, parts.attention, tokens)
         return ThreadExecutor(launcher, parts.cache, tokens, self._failures, parts.threads)
 
+    def constrain(self, grammars: GrammarCompiler) -> None:
+        """Take sequences with constraints, too, which these compile; call it once, before the first sequence."""
+        self.grammars, self._masks = grammars, MaskKeeper(grammars)
+
+    @property
+    def mask_lateness(self) -> tuple[int, int, float]:
+        """See `MaskKeeper.lateness`."""
+        return (0, 0, 0.0) if self._masks is None else self._masks.lateness
+
     # ------------------------------------------------------------ the port
 
     def add(self, sequence: SequenceId, tokens: Sequence[int], sampling: SamplingParams, prompt_tokens: int) -> None:
-        """See `StepRunner`. Raises ValueError when no seat is free or the tokens do not fit: the caller's mistake."""
+        """See `StepRunner`. Raises ValueError when no seat is free, the tokens do not fit, or there is a constraint and
+        nothing to follow it with: the caller's mistake.
+        """
         if len(tokens) >= self._tokens.width:
             raise ValueError(f"sequence {sequence} has {len(tokens)} tokens; {self._tokens.width - 1} fit")
-        seat = self._seats.take(sequence, SampledRow(sampling, prompt_tokens, self._eos)).index
-        self.executor.write(seat, np.array(tokens, dtype=np.int32), self._generation)
+        row = SampledRow(sampling, prompt_tokens, self._eos)
+        if sampling.constraint is not None:
+            if self._masks is None:
+                raise ValueError(
+                    f"sequence {sequence} has a constraint, and the runner has no grammars: see `constrain`"
+                )
+            self._masks.add(sequence, row, tokens[prompt_tokens:])
+        self.executor.write(self._seats.take(sequence, row).index, np.array(tokens, dtype=np.int32), self._generation)
 
     def remove(self, sequence: SequenceId) -> None:
         """See `StepRunner`; an unknown sequence is ignored."""
-        self._seats.leave(sequence)
+        left = self._seats.leave(sequence)
+        if self._masks is not None and left is not None and left.params.constraint is not None:
+            self._masks.remove(sequence)
         self._sampling = None
         if not self._seats and self._failures.failed(self._generation):
             self._generation += 1
@@ -103,6 +127,8 @@ class ModelRunner:
     def close(self) -> None:
         """See `StepRunner`."""
         self.executor.close()
+        if self._masks is not None:
+            self._masks.close()
 
     # ------------------------------------------------------------ laying out
 
@@ -120,7 +146,11 @@ class ModelRunner:
         sampling = self._sampling_batch(sequences)
         if on_cpu:
             sampling.prepare()
-        point = sampling.at(packed.context_len[samples].astype(np.int64), seats[samples])
+        positions, masks = packed.context_len[samples].astype(np.int64), None
+        if len(sampling.constrained):
+            assert self._masks is not None, "`add` takes no constraint without it"
+            masks = self._masks.masks(sequences, sampling.constrained, positions)
+        point = sampling.at(positions, seats[samples], masks)
         work = LaidOutStep(staged, staged.on(self._device) if on_cpu else None, point, sampling)
         return RunnerStep(plan.step, self._generation, plan.copies, work, sequences, _begun())
 

@@ -14,13 +14,15 @@ from dataclasses import dataclass, replace
 from opentelemetry.trace import Tracer
 
 from common.enum_wire import finish_from_proto
-from common.errors import AlreadyExists, QuireError
+from common.errors import AlreadyExists, QuireError, Unsupported
 from common.lease import Admit
 from common.rpc.status import to_status
 from common.telemetry import is_sampled
-from common.types import FinishReason, SequenceId
-from gpuworker.convert import SubmitLimits, engine_request
+from common.types import FinishReason, SequenceId, Usage
+from gpuworker.convert import SubmitLimits, constraint_of, engine_request
 from gpuworker.engine import Engine
+from gpuworker.grammar_desk import GrammarDesk
+from gpuworker.grammars import Grammar, GrammarCompiler
 from gpuworker.output_buffer import OutputBuffer
 from gpuworker.ports import EngineOutputs, SequenceFinished
 from gpuworker.spans import SequenceSpans
@@ -29,23 +31,34 @@ from quire.gpuworker.v1 import gpuworker_pb2 as pb
 
 @dataclass(slots=True)
 class _Live:
-    """A sequence that this stream's router waits for."""
+    """A sequence that this stream's router waits for; its grammar stays compiled as long."""
 
     handle: int
     submitted: float
     output_before: int
+    grammar: Grammar | None = None
     spans: SequenceSpans | None = None
     deadline: asyncio.TimerHandle | None = None
 
 
 class RouterStream:
-    """Everything between one open stream and the engine."""
+    """Everything between one open stream and the engine. `own` hears of each sequence that is handed to the engine.
+
+    Without `grammars`, sequences with constraints are refused.
+    """
 
     def __init__(
-        self, engine: Engine, next_sequence: Callable[[], SequenceId], limits: SubmitLimits, tracer: Tracer
+        self,
+        engine: Engine,
+        next_sequence: Callable[[], SequenceId],
+        own: Callable[[SequenceId, RouterStream], None],
+        limits: SubmitLimits,
+        tracer: Tracer,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
-        self._engine, self._next_sequence, self._limits = engine, next_sequence, limits
+        self._engine, self._next_sequence, self._own, self._limits = engine, next_sequence, own, limits
         self._tracer = tracer
+        self._desk = GrammarDesk(grammars, self._compiled) if grammars is not None else None
         self._live: dict[SequenceId, _Live] = {}
         self._by_handle: dict[int, SequenceId] = {}
         self._outputs = OutputBuffer()
@@ -59,15 +72,37 @@ class RouterStream:
         """Those that have not finished."""
         return frozenset(self._live)
 
+    @property
+    def compiling(self) -> int:
+        """How many wait for their constraints to be compiled; they are not among the sequences yet."""
+        return 0 if self._desk is None else len(self._desk)
+
     # ------------------------------------------------------------ from the router
 
-    def submit(self, message: pb.Submit) -> SequenceId | None:
-        """Hand a sequence to the engine; None, and a Refused to the router, when it cannot be served."""
+    def submit(self, message: pb.Submit) -> None:
+        """Hand a sequence to the engine, once its constraint is compiled; send Refused when it cannot be served."""
+        constraint, now = constraint_of(message), time.monotonic()
+        if constraint is None:
+            self._start(message, now, None)
+        elif self._desk is None:
+            self._refuse(message, Unsupported("this worker follows no constraints"))
+        elif message.handle in self._desk:
+            self._refuse(message, _taken(message))
+        else:
+            self._desk.put(message, constraint, now)
+
+    def _compiled(self, message: pb.Submit, came: float, grammar: Grammar | QuireError) -> None:
+        if isinstance(grammar, QuireError):
+            self._refuse(message, grammar)
+        else:
+            self._start(message, came, grammar)
+
+    def _start(self, message: pb.Submit, came: float, grammar: Grammar | None) -> None:
         sequence = self._next_sequence()
-        live = _Live(message.handle, time.monotonic(), message.output_tokens_before)
+        live = _Live(message.handle, came, message.output_tokens_before, grammar)
         try:
             if message.handle in self._by_handle:
-                raise AlreadyExists(f"handle {message.handle} names a sequence of this stream already")
+                raise _taken(message)
             live.spans = self._open_spans(message, sequence)
             traceparent = live.spans.reserve_traceparent if live.spans is not None else ""
             fork_of = self._by_handle.get(message.fork_of) if message.HasField("fork_of") else None
@@ -76,17 +111,19 @@ class RouterStream:
         except QuireError as refused:
             if live.spans is not None:
                 live.spans.refused(str(refused))
-            status = to_status(refused).SerializeToString()
-            self.push(pb.StreamResponse(refused=pb.Refused(handle=message.handle, status=status)))
-            return None
+            self._refuse(message, refused)
+            return
         if message.HasField("timeout_seconds"):
+            left = max(0.0, came + message.timeout_seconds - time.monotonic())
             loop = asyncio.get_running_loop()
-            live.deadline = loop.call_later(
-                max(0.0, message.timeout_seconds), self._engine.cancel, sequence, FinishReason.DEADLINE
-            )
+            live.deadline = loop.call_later(left, self._engine.cancel, sequence, FinishReason.DEADLINE)
         self._live[sequence], self._by_handle[message.handle] = live, sequence
+        self._own(sequence, self)
         self._engine.submit(request)
-        return sequence
+
+    def _refuse(self, message: pb.Submit, refused: QuireError) -> None:
+        status = to_status(refused).SerializeToString()
+        self.push(pb.StreamResponse(refused=pb.Refused(handle=message.handle, status=status)))
 
     def _open_spans(self, message: pb.Submit, sequence: SequenceId) -> SequenceSpans | None:
         if not is_sampled(message.traceparent):
@@ -102,13 +139,20 @@ class RouterStream:
     def cancel(self, message: pb.Cancel) -> None:
         """End a sequence that the router no longer wants; unknown handles are ignored."""
         sequence = self._by_handle.get(message.handle)
+        reason = finish_from_proto(message.reason, unknown=FinishReason.CANCELLED)
         if sequence is not None:
-            self._engine.cancel(sequence, finish_from_proto(message.reason, unknown=FinishReason.CANCELLED))
+            self._engine.cancel(sequence, reason)
+        elif self._desk is not None and (waited := self._desk.withdraw(message.handle)) is not None:
+            usage = Usage(prompt_tokens=len(waited.prompt_token_ids) // 4)
+            self._outputs.finished(message.handle, SequenceFinished(self._next_sequence(), reason, usage))
+            self.ready.set()
 
     def close(self) -> None:
         """The router is gone, or the worker goes: cancel what is left; its router hears of the stream's end alone."""
         self.closed = True
         self.ready.set()
+        if self._desk is not None:
+            self._desk.clear()
         for sequence in list(self._live):
             self._engine.cancel(sequence, FinishReason.CANCELLED)
 
@@ -180,6 +224,10 @@ class RouterStream:
             live = self._live.get(chunk.sequence)
             if live is not None and live.spans is not None:
                 live.spans.chunk(chunk)
+
+
+def _taken(message: pb.Submit) -> AlreadyExists:
+    return AlreadyExists(f"handle {message.handle} names a sequence of this stream already")
 
 
 def _over_all_runs(end: SequenceFinished, output_before: int) -> SequenceFinished:

@@ -1,15 +1,18 @@
 """Draws the next token of each row from its logits.
 
-Order: repetition penalty (prompt and output), frequency and presence penalty (output), bias, forbidden end tokens;
-then log-probabilities are taken; then temperature, top_k, top_p, min_p, and the draw. A draw inverts the cumulative
+Order: repetition penalty (prompt and output), frequency and presence penalty (output), bias, what a constraint does not
+allow, forbidden end tokens; then log-probabilities are taken; then temperature, top_k, top_p, min_p, and the draw. So
+log-probabilities are those of what may be drawn, and tell of nothing else. A draw inverts the cumulative
 distribution, in order of token id and in float64, at one number in [0, 1) that is a hash of (seed, position): whoever
 shares the batch, whichever worker runs the sequence, the same logits give the same token.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +22,9 @@ from common.types import SamplingParams, TokenLogprobs
 from gpuworker.devices import sent
 from gpuworker.kernels.cpu_draw import NativeDraw, NativeRows, native_rows
 from gpuworker.truncation import Truncation, draw_truncated, invert
+
+if TYPE_CHECKING:
+    from gpuworker.step_masks import StepMasks
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -59,6 +65,11 @@ class SampledRow:
         of_model = () if self.params.ignore_eos else self.eos_token_ids
         return tuple(dict.fromkeys((*of_model, *self.params.stop_token_ids)))
 
+    @property
+    def early_ends(self) -> tuple[int, ...]:
+        """Those of the end tokens that the draw forbids at first; none under a constraint, which may want one."""
+        return self.end_tokens if self.params.min_tokens and self.params.constraint is None else ()
+
 
 @dataclass(frozen=True, slots=True)
 class RowLogprobs:
@@ -82,6 +93,8 @@ class Drawn:
 class DrawPoint:
     """Where the rows of a batch are in one step, on the host: D of S rows draw at random, E end tokens are too early.
 
+    `masks` are of the rows with a constraint; they may still be being filled.
+
     positions [S] are those of the tokens to draw; those before them stand in the table, at [seats[s], :positions[s]].
     """
 
@@ -90,6 +103,7 @@ class DrawPoint:
     uniform: Float64Array  # [D]
     early_rows: Int64Array  # [E]
     early_ids: Int64Array  # [E]
+    masks: StepMasks | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,27 +134,27 @@ class SamplingBatch:
         self._bias = self._entries([row.params.logit_bias for row in rows])
         until = [row.prompt_tokens + row.params.min_tokens if row.params.min_tokens else 0 for row in rows]
         self._ends = self._entries(
-            [tuple((t, float(u)) for t in row.end_tokens) if u else () for row, u in zip(rows, until, strict=True)]
+            [tuple((t, float(u)) for t in row.early_ends) for row, u in zip(rows, until, strict=True)]
         )
-        self.plain = not (
-            len(self._penalised) or len(self._asking) or len(self._drawing) or self._bias[0].size or self._ends[0].size
-        )
+        self.constrained = _where([row.params.constraint is not None for row in rows])
+        """The rows with a constraint: `at` wants masks where there are any."""
+        adjusted = len(self._penalised), len(self.constrained), self._bias[0].size, self._ends[0].size
+        self.plain = not (len(self._asking) or len(self._drawing) or any(adjusted))
         self._prepared = False
         self.native: NativeRows | None = None
         """The rows for the native library, once prepared, where that draws."""
         # [S], 0 for greedy rows; None where some row asks for more than a draw at a temperature.
         self.temperatures: npt.NDArray[np.float32] | None = None
-        more = len(self._penalised), len(self._asking), len(self._truncated), self._bias[0].size, self._ends[0].size
-        if not any(more):
+        if not (len(self._asking) or len(self._truncated) or any(adjusted)):
             wanted = [0.0 if row.greedy else row.params.temperature for row in rows]
             self.temperatures = np.array(wanted, dtype=np.float32)
 
-    def at(self, positions: Int64Array, seats: Int32Array) -> DrawPoint:
+    def at(self, positions: Int64Array, seats: Int32Array, masks: StepMasks | None = None) -> DrawPoint:
         """Return what the rows need to draw the tokens at `positions` [S]; their known tokens are at `seats` [S]."""
         rows, ids, until = self._ends
         early = positions[rows] < until
         uniform = uniforms(self._seeds[self._drawing], positions[self._drawing])
-        return DrawPoint(positions, seats, uniform, rows[early], ids[early])
+        return DrawPoint(positions, seats, uniform, rows[early], ids[early], masks)
 
     def prepare(self) -> None:
         """Lay out the parameters on the device."""
@@ -163,7 +177,8 @@ class SamplingBatch:
         """Draw for every row; logits [S, vocab] float32 are overwritten, table [seats, width] has the known tokens."""
         self.prepare()
         if self.native is not None:
-            draw = NativeDraw(self.native, point.positions, point.seats, table, torch.get_num_threads())
+            threads = torch.get_num_threads()
+            draw = NativeDraw(self.native, point.positions, point.seats, table, threads, point.masks)
             draw.run(logits)
             return self.drawn(draw)
         if self.plain:
@@ -192,8 +207,19 @@ class SamplingBatch:
         rows, ids, values = self._biases
         if len(rows):
             logits.index_put_((rows, ids), values.to(logits.dtype), accumulate=True)
+        if point.masks is not None:
+            self._forbid(logits, point.masks)
         if point.early_rows.size:
             logits[self._tensor(point.early_rows), self._tensor(point.early_ids)] = float("-inf")
+
+    def _forbid(self, logits: torch.Tensor, masks: StepMasks) -> None:
+        """Wait for the masks, and leave nothing to what they do not allow: one transfer of a bit for each logit."""
+        masks.wait()
+        allowed = self._tensor(masks.bits.view(np.int32))  # [C, words]
+        shifts = torch.arange(32, dtype=torch.int32, device=self._device)
+        bits = ((allowed[:, :, None] >> shifts) & 1).flatten(1)[:, : self._vocab_size]
+        at = self._tensor(self.constrained)
+        logits[at] = logits[at].masked_fill_(bits == 0, float("-inf"))
 
     def _draw(self, logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
         """Return one token for each of n drawing rows; logits [n, vocab], uniform [n] float64."""
@@ -302,5 +328,6 @@ def token_logprobs(drawn: Drawn, batch: SamplingBatch) -> dict[int, TokenLogprob
     result = {}
     for n, row in enumerate(found.rows.tolist()):
         count = batch.rows[row].params.logprobs or 0
-        result[row] = TokenLogprobs(tokens[row], own[n], tuple(zip(ids[n][:count], values[n][:count], strict=True)))
+        best = zip(ids[n][:count], values[n][:count], strict=True)
+        result[row] = TokenLogprobs(tokens[row], own[n], tuple(each for each in best if each[1] > -math.inf))
     return result

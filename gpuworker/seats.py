@@ -47,11 +47,13 @@ class Seats:
         seat = self._taken[sequence] = Seat(self._free.pop(), sampled)
         return seat
 
-    def leave(self, sequence: SequenceId) -> None:
-        """Free the seat of a sequence; one without a seat is ignored."""
+    def leave(self, sequence: SequenceId) -> SampledRow | None:
+        """Free the seat of a sequence, and return how it was sampled; None for one without a seat."""
         seat = self._taken.pop(sequence, None)
-        if seat is not None:
-            self._free.append(seat.index)
+        if seat is None:
+            return None
+        self._free.append(seat.index)
+        return seat.sampled
 
     def of_rows(self, rows: Sequence[ScheduledRow]) -> Int32Array:
         """Return the seats [R] of the rows of a step, after writing their blocks into the table."""

@@ -16,6 +16,7 @@ from common.identity_wire import identity_from_proto
 from common.types import PoolIdentity, SequenceId
 from gpuworker.convert import SubmitLimits, load_message
 from gpuworker.engine import Engine
+from gpuworker.grammars import GrammarCompiler
 from gpuworker.ports import EngineOutputs
 from gpuworker.router_stream import RouterStream
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
@@ -32,6 +33,7 @@ class Serving:
     info: Callable[[], pb.WorkerInfo]
     limits: SubmitLimits
     memory: pb.MemoryLedger
+    grammars: GrammarCompiler | None = None
 
 
 class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
@@ -67,7 +69,7 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
     @property
     def live_sequences(self) -> int:
         """Sequences that some router waits for."""
-        return len(self._owner)
+        return len(self._owner) + sum(stream.compiling for stream in self._streams)
 
     # ------------------------------------------------------------ engine -> routers
 
@@ -111,7 +113,8 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
         """Serve one router until it goes; what it leaves behind is cancelled."""
         serving = self._ready()
         await self._greet(serving.engine.attach.identity, request_iterator)
-        stream = RouterStream(serving.engine, self._next_sequence, serving.limits, self._tracer)
+        own = self._owner.__setitem__
+        stream = RouterStream(serving.engine, self._next_sequence, own, serving.limits, self._tracer, serving.grammars)
         stream.push(pb.StreamResponse(hello=pb.WorkerHello(info=serving.info())))
         self._streams.add(stream)
         reader = asyncio.create_task(self._read(stream, request_iterator))
@@ -155,9 +158,7 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
             async for request in requests:
                 match request.WhichOneof("message"):
                     case "submit":
-                        sequence = stream.submit(request.submit)
-                        if sequence is not None:
-                            self._owner[sequence] = stream
+                        stream.submit(request.submit)
                     case "cancel":
                         stream.cancel(request.cancel)
                     case _:

@@ -38,8 +38,13 @@ class RunnerStep:
             self.sequences[row]: (found,) for row, found in token_logprobs(drawn, self.work.sampling).items()
         }
         # zip makes the tuples of one token each.
-        tokens = dict(zip(self.sequences, zip(drawn.tokens.tolist(), strict=True), strict=True))
-        self.result.set_result(StepResult(self.number, tokens, logprobs, seconds))
+        found, masks = drawn.tokens.tolist(), self.work.point.masks
+        tokens = dict(zip(self.sequences, zip(found, strict=True), strict=True))
+        if masks is None:
+            self.result.set_result(StepResult(self.number, tokens, logprobs, seconds))
+            return
+        masks.drew(found)
+        self.result.set_result(StepResult(self.number, tokens, logprobs, seconds, masks.ended))
 
 
 class Failures:
@@ -65,6 +70,8 @@ class Failures:
     def fail(self, step: RunnerStep, error: BaseException) -> None:
         """Tell the engine that a step failed; whatever it was becomes an EngineFailure."""
         self.note(step.generation, error)
+        if (masks := step.work.point.masks) is not None:
+            masks.failed()
         failure = error if isinstance(error, EngineFailure) else EngineFailure(f"a step failed: {error!r}")
         if failure is not error:
             failure.__cause__ = error

@@ -124,7 +124,8 @@ class QueueExecutor:
         if step.sequences:
             native = work.sampling.native
             assert native is not None, "a batch on a CPU with the native library has been prepared for it"
-            draw = NativeDraw(native, work.point.positions, work.point.seats, self._tokens.tensor, self._threads)
+            point, table = work.point, self._tokens.tensor
+            draw = NativeDraw(native, point.positions, point.seats, table, self._threads, point.masks)
             draw.point_at(run.logits)
             whole.draw, described.draw = draw.call, draw
         return described

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 from common.lease import Copy
 from common.types import BlockId, SamplingParams, SequenceId, TokenLogprobs
+from gpuworker.core.stopping import Ending
 
 
 class ScheduledRow(NamedTuple):
@@ -45,12 +46,16 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step drew: tokens per sampling sequence (one, unless it speculates), log-probabilities where asked for."""
+    """What a step drew: tokens per sampling sequence (one, unless it speculates), log-probabilities where asked for.
+
+    `ended` are sequences whose constraint had let them come to their end before it: what they drew is nothing.
+    """
 
     step: int
     drawn: Mapping[SequenceId, tuple[int, ...]]
     logprobs: Mapping[SequenceId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     seconds: float = 0.0
+    ended: Mapping[SequenceId, Ending] = field(default_factory=dict)
 
 
 class StepRunner(Protocol):

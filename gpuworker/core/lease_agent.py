@@ -187,13 +187,13 @@ class LeaseAgent:
         if plan.step != result.step:
             raise ValueError(f"step {result.step} completed, but {plan.step} is the oldest in flight")
         tokens: dict[SequenceId, tuple[int, ...]] = {}
-        computed, shift, drawn = 0, self._block_shift, result.drawn
+        computed, shift, drawn, ended = 0, self._block_shift, result.drawn, result.ended
         for row in plan.rows:
             sequence = self._sequences[row.sequence]
             sequence.in_flight -= 1
             if row.samples:
                 sequence.sampling -= 1
-                self._deliver(sequence, drawn[row.sequence], tokens)
+                self._deliver(sequence, drawn[row.sequence], tokens, ended.get(row.sequence))
             start, end = row.start, row.start + row.length
             computed += row.length
             if end >> shift != start >> shift:
@@ -215,9 +215,20 @@ class LeaseAgent:
             self._clear_events()
         return completion
 
-    def _deliver(self, sequence: Sequence, drawn: tuple[int, ...], tokens: dict[SequenceId, tuple[int, ...]]) -> None:
-        """Accept what a step drew, up to a stop; drop it when the sequence has ended. A preempted one still gets it."""
+    def _deliver(
+        self,
+        sequence: Sequence,
+        drawn: tuple[int, ...],
+        tokens: dict[SequenceId, tuple[int, ...]],
+        ended: Ending | None,
+    ) -> None:
+        """Accept what a step drew, up to a stop; drop it when the sequence has ended, or `ended` before the step. A
+        preempted one still gets it.
+        """
         if sequence.phase is SequencePhase.DRAINING_FINISH:
+            return
+        if ended is not None:
+            self._end(sequence, ended)
             return
         for count, token in enumerate(drawn, start=1):
             ending = sequence.accept(token, self.config.block_size)
@@ -260,7 +271,8 @@ class LeaseAgent:
             self._halt(sequence)
         sequence.phase = SequencePhase.DRAINING_FINISH
         sequence.reason = ending.reason
-        self._finished.append(Finished(sequence.id, ending.reason, ending.stop_token, sequence.usage()))
+        usage = sequence.usage()
+        self._finished.append(Finished(sequence.id, ending.reason, ending.stop_token, usage, ending.message))
 
     def _halt(self, sequence: Sequence) -> None:
         """Leave a sequence out of later steps. It stalls no more, and must not seem to when it comes back."""

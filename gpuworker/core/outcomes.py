@@ -34,6 +34,7 @@ class Finished(NamedTuple):
     reason: FinishReason
     stop_token: int | None
     usage: Usage
+    message: str = ""
 
 
 @dataclass(frozen=True, slots=True)

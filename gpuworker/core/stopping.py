@@ -9,10 +9,11 @@ from common.types import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Why a sequence ended, with the token that stopped it (None when a limit did)."""
+    """Why a sequence ended, with the token that stopped it (None when something else did), and words for an error."""
 
     reason: FinishReason
     stop_token: int | None = None
+    message: str = ""
 
 
 LENGTH = Ending(FinishReason.LENGTH)

@@ -17,6 +17,7 @@ from gpuworker.kernels.native import best
 
 if TYPE_CHECKING:
     from gpuworker.sampler import SampledRow
+    from gpuworker.step_masks import StepMasks
 
 ROW = np.dtype(  # quire_draw_row
     [
@@ -30,6 +31,12 @@ ROW = np.dtype(  # quire_draw_row
 _MOST = 2**31 - 1
 
 
+class MaskCall(ctypes.Structure):
+    """quire_masks."""
+
+    _fields_ = (*((name, ctypes.c_void_p) for name in ("bits", "of", "ready", "waited")), ("words", ctypes.c_int64))
+
+
 class DrawCall(ctypes.Structure):
     """quire_draw."""
 
@@ -37,6 +44,7 @@ class DrawCall(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("rows", "bias_ids", "bias_values", "end_ids", "logits")),
         ("logits_stride", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("table", "first", "positions", "tokens", "logprobs", "top_ids", "top")),
+        ("masks", ctypes.POINTER(MaskCall)),
         *((name, ctypes.c_int32) for name in ("count", "vocab", "top_count", "threads")),
     )
 
@@ -48,7 +56,7 @@ class NativeRows:
         self.count, self.vocab_size, self.library = len(rows), vocab_size, library
         self.top_count = min(vocab_size, max([0, *(row.params.logprobs or 0 for row in rows)]))
         biases = [[(i, v) for i, v in row.params.logit_bias if 0 <= i < vocab_size] for row in rows]
-        ends = [[i for i in row.end_tokens if 0 <= i < vocab_size] if row.params.min_tokens else [] for row in rows]
+        ends = [[i for i in row.early_ends if 0 <= i < vocab_size] for row in rows]
         self.bias_ids = np.array([i for each in biases for i, _ in each], dtype=np.int32)
         self.bias_values = np.array([v for each in biases for _, v in each], dtype=np.float32)
         self.end_ids = np.array([i for each in ends for i in each], dtype=np.int32)
@@ -82,6 +90,7 @@ class NativeDraw:
         seats: npt.NDArray[np.int32],
         table: torch.Tensor,
         threads: int,
+        masks: StepMasks | None = None,
     ) -> None:
         count, top_count = rows.count, rows.top_count
         self.tokens = np.empty(count, dtype=np.int64)
@@ -89,7 +98,7 @@ class NativeDraw:
         self.top_ids = np.zeros((count, top_count), dtype=np.int32)
         self.top = np.zeros((count, top_count), dtype=np.float32)
         first = seats.astype(np.int64) * table.shape[1]
-        self._kept = (rows, positions, first, table)
+        self._kept = (rows, positions, first, table, masks)
         self._run = rows.library.quire_draw_tokens
         self.call = DrawCall(
             rows=_pointer(rows.rows),
@@ -108,6 +117,8 @@ class NativeDraw:
             top_count=top_count,
             threads=threads,
         )
+        if masks is not None:
+            self.call.masks = ctypes.pointer(_describe_masks(masks))
 
     def point_at(self, logits: torch.Tensor) -> None:
         """Draw from these logits, when the call is made."""
@@ -123,6 +134,18 @@ def native_rows(rows: Sequence[SampledRow], vocab_size: int) -> NativeRows | Non
     """Return the rows for the library; None where it was not built."""
     library = best()
     return None if library is None else NativeRows(rows, vocab_size, library)
+
+
+def open_masks(ready: npt.NDArray[np.uint32]) -> None:
+    """Let a native draw go on that waits for `ready` [1], or will."""
+    library = best()
+    if library is not None:
+        library.quire_masks_open(ctypes.c_void_p(_pointer(ready)))
+
+
+def _describe_masks(masks: StepMasks) -> MaskCall:
+    addresses = (each.ctypes.data for each in (masks.bits, masks.of, masks.ready, masks.waited))
+    return MaskCall(*addresses, masks.bits.shape[1])
 
 
 def _pointer(array: npt.NDArray[np.generic]) -> int:

@@ -15,7 +15,7 @@ import torch  # noqa: F401 - brings the OpenMP library that ours resolves agains
 
 from gpuworker.native.build import LEVELS, library
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 _NEEDS = {
     "scalar": frozenset[str](),
     "avx2": frozenset({"avx2", "fma", "f16c", "bmi2"}),

@@ -1,6 +1,8 @@
 #include "draw.h"
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cmath>
 #include <limits>
 #include <vector>
@@ -119,10 +121,41 @@ void penalise(const quire_draw_row& row, const int32_t* tokens, int64_t known, f
   }
 }
 
+constexpr int64_t kWord = 32;  // tokens in a word of a mask
+
+// Leaves nothing to what the row's mask does not allow.
+void forbid(const quire_masks& masks, int64_t index, float* logits, int64_t vocab) {
+  if (masks.of[index] < 0) return;
+  const uint32_t* bits = masks.bits + masks.of[index] * masks.words;
+  for (int64_t first = 0; first < vocab; first += kWord) {
+    const uint32_t word = bits[first / kWord];
+    if (word == UINT32_MAX) continue;
+    const int64_t count = std::min(kWord, vocab - first);
+    if (!word) {
+      std::fill_n(logits + first, count, -std::numeric_limits<float>::infinity());
+      continue;
+    }
+    for (int64_t i = 0; i < count; ++i)
+      if (!(word >> i & 1)) logits[first + i] = -std::numeric_limits<float>::infinity();
+  }
+}
+
+// Waits until the masks are filled. The forward is done: the team has nothing else to do, so it need not spin for long.
+void await(const quire_masks& masks) {
+  std::atomic<uint32_t>& ready = *reinterpret_cast<std::atomic<uint32_t>*>(masks.ready);
+  *masks.waited = 0.0;
+  if (ready.load(std::memory_order_acquire)) return;
+  const auto began = std::chrono::steady_clock::now();
+  for (int spin = 0; spin < kSpins && !ready.load(std::memory_order_acquire); ++spin) relax();
+  while (!ready.load(std::memory_order_acquire)) sleep_while(ready, 0);
+  *masks.waited = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+}
+
 void adjust(const quire_draw& draw, const quire_draw_row& row, int64_t index, float* logits) {
   if (row.repetition != 1.0f || row.frequency != 0.0f || row.presence != 0.0f)
     penalise(row, draw.table + draw.first[index], draw.positions[index], logits, draw.vocab);
   for (int32_t i = row.bias_begin; i < row.bias_end; ++i) logits[draw.bias_ids[i]] += draw.bias_values[i];
+  if (draw.masks) forbid(*draw.masks, index, logits, draw.vocab);
   if (draw.positions[index] >= row.ends_from) return;
   for (int32_t i = row.ends_begin; i < row.ends_end; ++i)
     logits[draw.end_ids[i]] = -std::numeric_limits<float>::infinity();
@@ -297,11 +330,18 @@ int threads_for(const quire_draw& draw) {
 
 extern "C" int32_t quire_draw_tokens(void* argument) {
   const quire_draw& draw = *static_cast<const quire_draw*>(argument);
+  if (draw.masks) quire::await(*draw.masks);
   quire::Queue rows;
   quire::run_team(quire::threads_for(draw), [&](const quire::Team&) {
     for (int64_t index; (index = rows.take()) < draw.count;) quire::draw_row(draw, index);
   });
   return 0;
+}
+
+extern "C" void quire_masks_open(uint32_t* ready) {
+  std::atomic<uint32_t>& word = *reinterpret_cast<std::atomic<uint32_t>*>(ready);
+  word.store(1, std::memory_order_release);
+  quire::wake_all(word);
 }
 
 extern "C" int32_t quire_take_tokens(void* argument) {

@@ -24,6 +24,18 @@ typedef struct {
   int32_t ends_from;             // the position from which its end tokens may be drawn
 } quire_draw_row;
 
+// Which tokens the rows with a constraint may draw; filled on another thread, perhaps still while the draw is called.
+typedef struct {
+  const uint32_t *bits;  // [masks, words]: bit i of word w allows token 32 w + i
+  const int32_t *of;     // [count], which of them is a row's; -1: it has none
+  uint32_t *ready;       // 0 until quire_masks_open; the draw waits for that before it reads `bits`
+  double *waited;        // out: for so many seconds
+  int64_t words;
+} quire_masks;
+
+// Lets the draw that waits for `ready` go on, or the one that will ask.
+QUIRE_API void quire_masks_open(uint32_t *ready);
+
 // One draw of all rows of a step.
 typedef struct {
   const quire_draw_row *rows;  // [count]
@@ -39,6 +51,7 @@ typedef struct {
   float *logprobs;             // [count], out: of the drawn token, where asked for
   int32_t *top_ids;            // [count, top_count], out: the best, of equal ones the lowest ids first
   float *top;                  // [count, top_count], out
+  const quire_masks *masks;    // null where no row has a constraint
   int32_t count, vocab, top_count, threads;
 } quire_draw;
 

@@ -25,6 +25,27 @@ struct Range {
   int64_t begin, end;
 };
 
+inline void relax() {
+#if defined(__x86_64__)
+  _mm_pause();
+#endif
+}
+
+// Sleeps while `word` is `seen`, and returns no later than after wake_all on it; may return early.
+#if defined(__linux__)
+inline void sleep_while(std::atomic<uint32_t>& word, uint32_t seen) {
+  syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+}
+inline void wake_all(std::atomic<uint32_t>& word) {
+  syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
+}
+#else
+inline void sleep_while(std::atomic<uint32_t>&, uint32_t) { std::this_thread::yield(); }
+inline void wake_all(std::atomic<uint32_t>&) {}
+#endif
+
+constexpr int kSpins = 500;  // some 10 microseconds
+
 // Where members of a team wait for each other. They spin for as long as members come apart on cores of their own; then
 // they sleep: whoever is missing has lost its core to other work, and may need the one that a waiting member spins on.
 class Barrier {
@@ -34,7 +55,7 @@ class Barrier {
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size) {
       arrived_.store(0, std::memory_order_relaxed);
       round_.store(round + 1, std::memory_order_seq_cst);
-      if (sleepers_.load(std::memory_order_seq_cst)) wake();
+      if (sleepers_.load(std::memory_order_seq_cst)) wake_all(round_);
       return;
     }
     for (int spin = 0; spin < kSpins; ++spin) {
@@ -42,26 +63,11 @@ class Barrier {
       relax();
     }
     sleepers_.fetch_add(1, std::memory_order_seq_cst);
-    while (round_.load(std::memory_order_seq_cst) == round) sleep(round);
+    while (round_.load(std::memory_order_seq_cst) == round) sleep_while(round_, round);
     sleepers_.fetch_sub(1, std::memory_order_relaxed);
   }
 
  private:
-  static constexpr int kSpins = 500;  // some 10 microseconds
-
-  static void relax() {
-#if defined(__x86_64__)
-    _mm_pause();
-#endif
-  }
-#if defined(__linux__)
-  void sleep(uint32_t round) { syscall(SYS_futex, &round_, FUTEX_WAIT_PRIVATE, round, nullptr, nullptr, 0); }
-  void wake() { syscall(SYS_futex, &round_, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0); }
-#else
-  void sleep(uint32_t) { std::this_thread::yield(); }
-  void wake() {}
-#endif
-
   alignas(64) std::atomic<int> arrived_{0};
   alignas(64) std::atomic<uint32_t> round_{0};
   std::atomic<int> sleepers_{0};

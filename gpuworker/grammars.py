@@ -1,0 +1,128 @@
+"""Compiles constraints to what masks are computed from, and keeps the compiled ones: clients send one schema again
+and again.
+
+`llguidance` is imported when the first constraint comes: an engine without constraints runs where it is not installed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
+
+from common.errors import FieldViolation, InvalidRequest, Unsupported
+from common.types import Constraint
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+_KEPT = 64  # compiled grammars that no sequence uses; some hundred kilobytes each
+_MOST_WORDS = 500
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Grammar:
+    """A compiled constraint. `eos_ids` are the tokens by which llguidance means the end of the text.
+
+    `ends_by_token` is False where the checkpoint has no such token: then the ids are stand-ins, never to be drawn.
+    """
+
+    prototype: LLMatcher
+    eos_ids: tuple[int, ...]
+    ends_by_token: bool
+
+    def matcher(self) -> LLMatcher:
+        """Return a matcher at the beginning; what it learns about the grammar helps its siblings."""
+        return self.prototype.deep_copy()
+
+
+class GrammarCompiler:
+    """Compiles constraints over the tokenizer of a checkpoint. All methods may be called from any thread.
+
+    `vocab_size` is the width of the logits, `eos` are the checkpoint's ids for the end of a text.
+    """
+
+    def __init__(self, tokenizer_json: Path, vocab_size: int, eos: tuple[int, ...]) -> None:
+        self.vocab_size = vocab_size
+        self._path, self._eos = tokenizer_json, tuple(token for token in eos if token < vocab_size)
+        self._lock, self._tokenizing = threading.Lock(), threading.Lock()
+        self._tokenizer: LLTokenizer | None = None
+        self._thread = ThreadPoolExecutor(1, "quire-grammars")
+        self._recent: OrderedDict[Constraint, Grammar] = OrderedDict()
+        self._used: WeakValueDictionary[Constraint, Grammar] = WeakValueDictionary()
+
+    def compiled(self, constraint: Constraint) -> Grammar | None:
+        """Return the grammar if some sequence uses it or it was used lately; never waits for a compilation."""
+        with self._lock:
+            grammar = self._used.get(constraint)
+            if grammar is not None:
+                self._keep(constraint, grammar)
+        return grammar
+
+    def compile_soon(self, constraint: Constraint) -> Future[Grammar]:
+        """Compile on a thread for that; the future has what `compile` returns or raises."""
+        return self._thread.submit(self.compile, constraint)
+
+    def compile(self, constraint: Constraint) -> Grammar:
+        """Return the grammar of a constraint; takes up to some tenths of a second, bounded by llguidance's limits.
+
+        Raises InvalidRequest when it does not compile or allows nothing, Unsupported when this worker cannot follow
+        any constraint.
+        """
+        grammar = self.compiled(constraint) or self._compile(constraint)
+        with self._lock:
+            self._keep(constraint, grammar)
+        return grammar
+
+    def _keep(self, constraint: Constraint, grammar: Grammar) -> None:
+        self._used[constraint] = self._recent[constraint] = grammar
+        self._recent.move_to_end(constraint)
+        if len(self._recent) > _KEPT:
+            self._recent.popitem(last=False)
+
+    def _compile(self, constraint: Constraint) -> Grammar:
+        tokenizer = self._tokens()
+        from llguidance import LLMatcher
+
+        from common.constraint_grammar import grammar_of, parser_limits
+
+        try:
+            text = grammar_of(constraint)
+        except ValueError as error:
+            raise _refusal(constraint, str(error)) from error
+        matcher = LLMatcher(tokenizer, text, log_level=0, limits=parser_limits())
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # what allows nothing shows only now
+        if matcher.is_error():
+            raise _refusal(constraint, matcher.get_error())
+        return Grammar(matcher, tuple(tokenizer.eos_tokens), bool(self._eos))
+
+    def _tokens(self) -> LLTokenizer:
+        """Read the tokenizer, once: a second for a large vocabulary."""
+        with self._tokenizing:
+            if self._tokenizer is None:
+                self._tokenizer = self._read_tokenizer()
+            return self._tokenizer
+
+    def _read_tokenizer(self) -> LLTokenizer:
+        try:
+            from llguidance import LLTokenizer
+        except ImportError as error:
+            what = "this worker cannot follow constraints: llguidance is not installed there"
+            raise Unsupported(f"{what}; install quire[gpuworker], or llguidance alone") from error
+        if not self._path.is_file():
+            raise Unsupported(f"a constraint needs the tokenizer, and there is no {self._path.name} in the checkpoint")
+        try:
+            return LLTokenizer(str(self._path), n_vocab=self.vocab_size, eos_token=list(self._eos) or None)
+        except ValueError as error:
+            what = f"the tokenizer of this checkpoint cannot be constrained: {error}"
+            raise Unsupported(f"{what}; it must spell its tokens as bytes, within the model's vocabulary") from error
+
+
+def _refusal(constraint: Constraint, words: str) -> InvalidRequest:
+    what = f"cannot be followed: {' '.join(words.split())[:_MOST_WORDS]}"
+    return InvalidRequest(FieldViolation(constraint.kind.value, what))
