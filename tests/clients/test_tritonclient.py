@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto, FileDescriptorProto
 
@@ -179,9 +180,19 @@ def test_an_error_on_a_stream_names_its_request_and_the_stream_goes_on(call: Cal
 
 
 def test_a_cancelled_stream_gives_every_block_back(call: Call, served: Served) -> None:
+    before = cancelled_requests(served)
     (error,) = call("cancelled")
     assert "CANCELLED" in error
     served.until_all_free()
+    # None of the four came to its end: that would have freed its blocks as well.
+    assert cancelled_requests(served) == before + 4
+
+
+def cancelled_requests(served: Served) -> float:
+    """Return how many requests of clients that went away the router has counted."""
+    metrics = httpx.get(f"{served.http_url}/metrics").text
+    (count,) = re.findall(r'^quire:request_failure_total\{reason="CANCELLED"\} (.*)$', metrics, re.MULTILINE)
+    return float(count)
 
 
 # ------------------------------------------------------------ the wire
