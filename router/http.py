@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.telemetry import TelemetryConfig
 from prometheus_client import CollectorRegistry
 from starlette.types import Receive, Scope, Send
 
@@ -30,6 +31,9 @@ from router.openai_types import ChatRequest, CompletionRequest
 from router.ports import CallContext, Frontend, ModelCard, RequestValidator, TextCodec
 from router.status import quire_version
 
+MAX_BODY_BYTES = 64 * 1024 * 1024
+# The router traces requests itself; the framework would write what a wrong body says into logs.
+_NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
 T = TypeVar("T")
 Events = AsyncGenerator[tuple[int, GenerateEvent], None]
 
@@ -50,7 +54,15 @@ class HttpParts:
 def create_app(parts: HttpParts) -> FastAPI:
     """Return the application."""
     about = "The OpenAI-compatible API of Quire. The gRPC API, protos/quire/inference/v1, offers the same and more."
-    app = FastAPI(title="Quire", version=quire_version(), description=about, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="Quire",
+        version=quire_version(),
+        description=about,
+        docs_url=None,
+        redoc_url=None,
+        max_body_size=MAX_BODY_BYTES,
+        telemetry=_NO_TELEMETRY,
+    )
     http_errors.install(app)
     api = _Api(parts)
     post: dict[str, Any] = {"methods": ["POST"], "response_model": None, "tags": ["OpenAI"]}

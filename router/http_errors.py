@@ -76,6 +76,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(errors.QuireError, _quire_error)
     app.add_exception_handler(RequestValidationError, _malformed)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(UnicodeEncodeError, _no_text)
     app.add_exception_handler(Exception, _bug)
 
 
@@ -101,11 +102,19 @@ async def _malformed(request: Request, error: Exception) -> JSONResponse:
     return JSONResponse(body, 400, {"x-should-retry": "false"})
 
 
+async def _no_text(_: Request, error: Exception) -> JSONResponse:
+    """JSON can write halves of characters, which are no text; messages of the worker cannot hold them."""
+    message = "a text has half of a surrogate pair, which is no character; send whole ones"
+    body = _body(400, message, None, errors.InvalidRequest.reason.lower())
+    return JSONResponse(body, 400, {"x-should-retry": "false"})
+
+
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
     """What the server itself refuses: paths that are not here, and methods that a path does not have."""
     assert isinstance(error, HTTPException)
     headers = {"x-should-retry": "false", **(error.headers or {})}
     known = {
+        413: ("the body is larger than the router takes", "body_too_large"),
         404: ("no such path; /v1/models, /v1/completions and /v1/chat/completions are here", "unknown_url"),
         405: (f"{request.method} is not offered here; use {headers.get('Allow', 'another')}", "method_not_allowed"),
     }
