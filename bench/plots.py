@@ -33,19 +33,19 @@ NAMES: Final = {
     "hf-cb": "transformers, continuous",
     "naive": "transformers, static",
 }
-_ACCENT, _INK, _QUIET, _GRID = "#0b6e4f", "#22262b", "#6b7280", "#e5e7eb"
-_COLOURS: Final = {OURS: _ACCENT, "vllm": "#8fa3b8", "openvino": "#a9b8c6", "hf-cb": "#c3cdd6", "naive": "#d9dfe5"}
+ACCENT, INK, QUIET, GRID = "#0b6e4f", "#22262b", "#6b7280", "#e5e7eb"
+_COLOURS: Final = {OURS: ACCENT, "vllm": "#8fa3b8", "openvino": "#a9b8c6", "hf-cb": "#c3cdd6", "naive": "#d9dfe5"}
 _ROWS: Final = (("Output tokens a second", ""), ("Time to first token", "ttft"), ("Gap between tokens", "itl"))
 _RATIO_FONT: Final[dict[str, Any]] = {"fontsize": 12, "fontweight": "bold", "pad": 8}
 _PANEL_WIDTH, _PANEL_HEIGHT = 2.55, 1.75
-_STYLE: Final[Any] = {
+STYLE: Final[Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 8.5,
-    "text.color": _INK,
-    "axes.edgecolor": _GRID,
-    "axes.labelcolor": _QUIET,
-    "xtick.color": _QUIET,
-    "ytick.color": _INK,
+    "text.color": INK,
+    "axes.edgecolor": GRID,
+    "axes.labelcolor": QUIET,
+    "xtick.color": QUIET,
+    "ytick.color": INK,
 }
 
 
@@ -54,7 +54,7 @@ def draw(lines: Lines, title: str) -> Figure:
     settings = by_engine(lines)
     ratios = {each.setting: each.median for each in over_fastest(lines)}
     engines = [name for name in ORDER if any(name in found for found in settings.values())]
-    with plt.rc_context(_STYLE):
+    with plt.rc_context(STYLE):
         size = (1.6 + _PANEL_WIDTH * len(settings), 1.1 + _PANEL_HEIGHT * len(_ROWS))
         figure, grid = plt.subplots(len(_ROWS), len(settings), figsize=size, squeeze=False)
         for column, (setting, found) in enumerate(settings.items()):
@@ -67,10 +67,10 @@ def draw(lines: Lines, title: str) -> Figure:
                     _throughput(axes, engines, found)
                     axes.set_title(_heading(setting), loc="left", fontsize=9, linespacing=1.5, pad=8)
                     if setting in ratios:
-                        colour = _ACCENT if ratios[setting] >= 1.0 else _QUIET
+                        colour = ACCENT if ratios[setting] >= 1.0 else QUIET
                         axes.set_title(f"{ratios[setting]:.2f}×", loc="right", color=colour, **_RATIO_FONT)
         figure.suptitle(title, x=0.012, y=0.978, ha="left", va="top", fontsize=13, fontweight="bold")
-        figure.text(0.012, 0.012, _FOOT, ha="left", va="bottom", fontsize=7.5, color=_QUIET)
+        figure.text(0.012, 0.012, _FOOT, ha="left", va="bottom", fontsize=7.5, color=QUIET)
         figure.tight_layout(rect=(0.0, 0.035, 1.0, 0.985), h_pad=2.0, w_pad=1.6)
     return figure
 
@@ -92,7 +92,7 @@ def _prepare(axes: Axes, engines: Sequence[str], label: str) -> None:
     axes.set_ylim(len(engines) - 0.4, -0.6)
     axes.tick_params(which="both", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.grid(axis="x", color=_GRID, linewidth=0.8)
+    axes.grid(axis="x", color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     if label:
         axes.set_ylabel(label, fontsize=9, labelpad=8)
@@ -109,7 +109,7 @@ def _throughput(axes: Axes, engines: Sequence[str], found: dict[str, Any]) -> No
         middle, most = median_of(found[name], "output_tok_s"), max(most, *values)
         axes.barh(place, middle, height=0.62, color=_COLOURS[name])
         if len(values) > 1:
-            axes.plot([min(values), max(values)], [place, place], color=_INK, linewidth=1.0, alpha=0.65)
+            axes.plot([min(values), max(values)], [place, place], color=INK, linewidth=1.0, alpha=0.65)
         _label(axes, f"{middle:.0f}", (max(values), place), name)
     axes.set_xlim(0, 1.22 * most)
     axes.xaxis.set_major_locator(ticker.MaxNLocator(4, integer=True))
@@ -124,13 +124,13 @@ def _latencies(axes: Axes, engines: Sequence[str], found: dict[str, Any], kind: 
             continue
         middle, high = (max(0.1, median_of(found[name], f"{kind}_p{q}_ms")) for q in (50, 99))
         seen += [middle, high]
-        colour = _ACCENT if name == OURS else "#7d8fa1"
+        colour = ACCENT if name == OURS else "#7d8fa1"
         axes.plot([middle, high], [place, place], color=colour, linewidth=1.6, alpha=0.55)
         axes.plot(high, place, "o", markersize=5, markerfacecolor="white", markeredgecolor=colour, markeredgewidth=1.3)
         axes.plot(middle, place, "o", markersize=6, color=colour)
-        _label(axes, f"{_duration(middle)} \u00b7 {_duration(high)}", (high, place), name)
+        _label(axes, f"{duration(middle)} \u00b7 {duration(high)}", (high, place), name)
     axes.set_xlim(0.6 * min(seen), 14.0 * max(seen))
-    axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: _duration(value)))
+    axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: duration(value)))
     axes.xaxis.set_minor_formatter(ticker.NullFormatter())
 
 
@@ -141,10 +141,10 @@ def _label(axes: Axes, text: str, where: tuple[float, float], name: str) -> None
 
 def _absent(axes: Axes, place: int, name: str) -> None:
     why = "not run" if name == OURS or PEERS[name].caches else "no prefix cache"
-    axes.annotate(why, (0.02, place), xycoords=("axes fraction", "data"), va="center", color=_QUIET, fontsize=7.5)
+    axes.annotate(why, (0.02, place), xycoords=("axes fraction", "data"), va="center", color=QUIET, fontsize=7.5)
 
 
-def _duration(milliseconds: float) -> str:
+def duration(milliseconds: float) -> str:
     """Return two digits or more, as people write them: 8.5 ms, 120 ms, 3.4 s, 41 s."""
     value, unit = (milliseconds / 1000, "s") if milliseconds >= 1000 else (milliseconds, "ms")
     return f"{value:.0f} {unit}" if value >= 10 or value == int(value) else f"{value:.1f} {unit}"

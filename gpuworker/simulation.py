@@ -51,24 +51,36 @@ def parse_costs(text: str) -> StepCosts:
 
 
 class SimulatedTokens:
-    """The tokens that simulated sequences draw: `drawn` has each of the `count` ids as the draw of one sequence."""
+    """The cycle of tokens that simulated sequences draw; `drawn` has each of them as the draw of one sequence."""
 
     def __init__(self, ids: Sequence[int]) -> None:
+        self.drawn = tuple((token,) for token in ids)
+        self.count = len(self.drawn)
         self._ids = tuple(ids)
-        self.drawn = tuple((token,) for token in self._ids)
-        self.count = len(self._ids)
+        self._places = {token: place for place, token in enumerate(ids)}
 
     def phase(self, seed: int) -> int:
-        """Return where a seed's cycle begins (splitmix64: Steele, Lea and Flood 2014)."""
+        """Return where in the cycle a seed begins (splitmix64: Steele, Lea and Flood 2014)."""
         z = (seed + 0x9E3779B97F4A7C15) & _WORD
         z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
         z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _WORD
         return (z ^ (z >> 31)) % self.count
 
+    def run(self, place: int, count: int) -> tuple[int, ...]:
+        """Return the tokens from a place of the cycle on."""
+        place %= self.count
+        ids = self._ids
+        while place + count > len(ids):
+            ids += self._ids
+        return ids[place : place + count]
+
+    def place(self, token: int) -> int | None:
+        """Return where a token stands in the cycle; None when it is none of them."""
+        return self._places.get(token)
+
     def expected(self, seed: int, position: int, count: int) -> tuple[int, ...]:
         """Return the tokens at `position` and after it, as a sequence with this seed has them."""
-        start = self.phase(seed) + position
-        return tuple(self._ids[(start + index) % self.count] for index in range(count))
+        return self.run(self.phase(seed) + position, count)
 
 
 def readable_ids(directory: Path, vocab_size: int, eos: Sequence[int]) -> list[int]:

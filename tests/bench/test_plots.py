@@ -29,7 +29,7 @@ def test_each_setting_has_a_column_and_ours_stands_first() -> None:
     ("milliseconds", "words"), [(8.46, "8.5 ms"), (3.0, "3 ms"), (120.4, "120 ms"), (3440, "3.4 s"), (41000, "41 s")]
 )
 def test_durations_are_written_as_people_do(milliseconds: float, words: str) -> None:
-    assert plots._duration(milliseconds) == words
+    assert plots.duration(milliseconds) == words
 
 
 def test_a_file_is_drawn_for_each_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,246 @@
+"""The suite under open-loop load: requests come whether or not it keeps up, from processes of their own.
+
+    python -m bench.load --rates 50 100 --json              simulated workers: what one router carries
+    python -m bench.load --saturation --added --routers 1 2
+    python -m bench.load --streams 4096 --kill              every token of every stream checked, a worker killed
+    python -m bench.load --real --rates 5 10 20 --cv 3      the real engine on the CPU, in bursts
+    python -m bench.load --all --json --plot                all figures, in less than six minutes
+
+Arrivals are a Poisson process, or with --cv above 1 bursts of that coefficient of variation (`bench/arrivals.py`).
+Latencies count from when a request was due; a run whose clients fell behind is marked invalid. Simulated workers run no
+model: a step takes the time that --simulate says, and every token is checked. Nothing is pinned unless --pin says so:
+clients, routers, manager and workers share the machine's cores, so a router's cost a token tells what it would carry on
+a core of its own. Rows go to bench/results/load.jsonl, and --plot draws them (`bench/load_plot.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import uvloop
+
+from bench import load_modes
+from bench.checkpoints import checkpoint
+from bench.harness import parser, report, report_columns
+from bench.load_figures import NOTES, Slo
+from bench.load_modes import Row, Shape
+from bench.load_suite import LoadSuite, load_suite
+from bench.serve import suite_flags
+from gpuworker.checkpoint_facts import CheckpointFacts
+
+DEMO: Final = Path("gpuworker/demo_model/checkpoint")
+RESULTS: Final = Path("bench/results/load.jsonl")
+_STREAM_COSTS: Final = "base=250ms"
+_STREAM_TOKENS: Final = 60
+_FRACTIONS: Final = (0.25, 0.5, 0.75)
+
+
+class Load:
+    """One run of the benchmark: what was asked for, and the rows and figures so far."""
+
+    def __init__(self, args: argparse.Namespace, model: Path, load_format: str) -> None:
+        self.args, self._model, self._load_format = args, model, load_format
+        self.rows: list[dict[str, float | str]] = []
+        self.columns: dict[str, Row] = {}
+        self.figures: dict[str, float] = {}
+
+    # ------------------------------------------------------------ suites and shapes
+
+    def shape(self, output_tokens: int | None = None, real: bool = False) -> Shape:
+        """Return what the requests are like."""
+        args = self.args
+        return Shape(
+            prompt_tokens=args.prompt_tokens,
+            output_tokens=output_tokens or args.output_tokens,
+            model=self._model,
+            vocabulary=CheckpointFacts(self._model).vocab_size,
+            simulated=not real,
+            api=args.api,
+            warm=args.warm,
+            seconds=args.seconds,
+            seed=args.seed,
+            slo=Slo(args.slo_ttft_ms / 1e3, args.slo_itl_ms / 1e3),
+        )
+
+    @asynccontextmanager
+    async def suite(
+        self, routers: int = 1, real: bool = False, special: Mapping[str, object] | None = None
+    ) -> AsyncIterator[LoadSuite]:
+        """Run a suite, real or simulated; `special` are options of `quire up` in place of the usual ones."""
+        args = self.args
+        options: dict[str, object] = {
+            "model": self._model,
+            "load_format": self._load_format,
+            "trace_sample_ratio": 0.0,
+            "max_num_seqs": 64 if real else 1024,
+            "kv_blocks": 4096 if real else 65536,
+        }
+        if not real:
+            options["simulate"] = args.simulate
+        if routers > 1:
+            options["routers"] = routers
+        options |= special or {}
+        workers = int(str(options.pop("workers", args.workers)))
+        limits = ("--max-queued-requests", "16384")
+        async with load_suite(suite_flags(options), args.clients + 2, limits, workers) as suite:
+            suite.pin(_cores(args.pin))
+            yield suite
+
+    # ------------------------------------------------------------ what is measured
+
+    def keep(self, row: Row, routers: int, engine: str) -> Row:
+        """Note a row for the picture and the file, and say it."""
+        self.rows.append({"engine": engine, "routers": routers, **row})
+        print(load_modes.words(row), flush=True)
+        return row
+
+    async def at_rates(self, rates: list[float], cvs: list[float], real: bool, routers: int = 1) -> None:
+        """Measure given rates."""
+        engine = "real" if real else "simulated"
+        async with self.suite(routers, real) as suite:
+            for cv in cvs:
+                for rate in rates:
+                    row = self.keep(await load_modes.at_rate(suite, self.shape(real=real), rate, cv), routers, engine)
+                    self.columns[f"{engine}_{rate:.0f}rps" + (f"_cv{cv:g}" if cv > 1.0 else "")] = row
+
+    async def saturate(self, routers: int, added: bool) -> None:
+        """Find what the routers carry, in tokens and in requests; then what one adds at half of it."""
+        ending = "" if routers == 1 else f"_{routers}"
+        async with self.suite(routers) as suite:
+            shape = self.shape()
+            top, rows = await load_modes.find_saturation(suite, shape, self.args.probes)
+            for row in rows:
+                self.keep(row, routers, "simulated")
+            self._note_saturation(f"router_tokens_per_s{ending}", "tokens_s", top)
+            rate = top["rate"] if top else rows[-1]["rate"]
+            if added:
+                found = await load_modes.added_ttft(suite, replace(shape, seconds=2 * shape.seconds), rate / 2)
+                self.figures |= {f"{name}{ending}": value for name, value in found.items() if "added" in name}
+                self.figures |= {
+                    f"half_load_{name}{ending}": value for name, value in found.items() if "added" not in name
+                }
+            for fraction in _FRACTIONS if self.args.all else ():
+                self.keep(await load_modes.at_rate(suite, shape, fraction * rate), routers, "simulated")
+            short = replace(self.shape(1), warm=1.0, streams=128)
+            top, rows = await load_modes.find_saturation(suite, short, self.args.probes)
+            for row in rows:
+                print(load_modes.words(row), flush=True)
+            self._note_saturation(f"router_requests_per_s{ending}", "requests_s", top)
+
+    def _note_saturation(self, name: str, figure: str, top: Row | None) -> None:
+        self.figures[name] = top[figure] if top else 0.0
+        if top:
+            for role in ("router", "kvmanager", "worker"):
+                self.figures[f"{name}.{role}_us_per_token"] = top[f"{role}_us_per_token"]
+                self.figures[f"{name}.{role}_cores"] = top[f"{role}_cores"]
+            self.figures[f"{name}.on_a_core"] = top[figure] / max(1e-9, top["router_cores"])
+            self.figures[f"{name}.ttft_p99_ms"] = top["ttft_p99_ms"]
+
+    async def open_streams(self, count: int, kill: bool) -> None:
+        """Hold many streams open at once."""
+        shape = replace(self.shape(_STREAM_TOKENS), streams=count, prompt_tokens=32)
+        special = {"workers": 2, "simulate": _STREAM_COSTS, "max_num_seqs": count, "max_num_batched_tokens": 4 * count}
+        async with self.suite(special=special) as suite:
+            self.figures |= await load_modes.many_streams(suite, shape, self.args.opening, 3.0 if kill else None)
+
+    async def everything(self) -> None:
+        """Take every figure."""
+        for routers in self.args.routers:
+            await self.saturate(routers, added=routers == 1)
+        top = self.figures["router_tokens_per_s"] / self.args.output_tokens or 50.0
+        await self.at_rates([0.5 * top], [3.0], real=False)
+        await self.open_streams(4096, kill=True)
+        await self.at_rates([5.0, 10.0, 20.0], [1.0], real=True)
+
+
+async def run(load: Load) -> None:
+    """Measure what the flags ask for."""
+    args = load.args
+    if args.all:
+        return await load.everything()
+    if args.saturation or args.added:
+        for routers in args.routers:
+            await load.saturate(routers, args.added)
+    if args.rates:
+        for routers in args.routers:
+            await load.at_rates(args.rates, args.cv, args.real, routers)
+    if args.streams:
+        await load.open_streams(args.streams, args.kill)
+    return None
+
+
+def _cores(text: str) -> Mapping[str, list[int]]:
+    """Return the cores of each role in text such as `router=0,clients=2-3`."""
+    found: dict[str, list[int]] = {}
+    for part in filter(None, text.split(",")):
+        role, _, span = part.partition("=")
+        first, _, last = span.partition("-")
+        found[role] = list(range(int(first), int(last or first) + 1))
+    return found
+
+
+def flags() -> argparse.ArgumentParser:
+    """Return the parser."""
+    made = parser(__doc__)
+    made.formatter_class = argparse.RawDescriptionHelpFormatter
+    made.add_argument("--all", action="store_true", help="every figure, one after the other")
+    made.add_argument("--rates", type=float, nargs="+", default=[], help="requests a second, each a run")
+    made.add_argument("--saturation", action="store_true", help="find the highest rate that is carried")
+    made.add_argument("--added", action="store_true", help="and what the router adds to TTFT at half of it")
+    made.add_argument("--streams", type=int, default=0, help="open as many streams at once")
+    made.add_argument("--kill", action="store_true", help="kill a worker while they are open")
+    made.add_argument("--real", action="store_true", help="the real engine on the CPU instead of simulated steps")
+    made.add_argument("--routers", type=int, nargs="+", default=[1], help="router processes on one port, each a suite")
+    made.add_argument("--workers", type=int, default=1)
+    made.add_argument("--clients", type=int, default=2, help="processes that make the load")
+    made.add_argument("--api", choices=["grpc", "http"], default="grpc")
+    made.add_argument(
+        "--cv", type=float, nargs="+", default=[1.0], help="coefficient of variation of the gaps; 1: Poisson"
+    )
+    made.add_argument("--model", type=Path, help="folder of a checkpoint; unset: the demo model")
+    made.add_argument("--random", action="store_true", help="a random model of 128 million parameters instead")
+    made.add_argument("--simulate", default="base=8ms,decode=4us,prefill=2us", help="what a simulated step costs")
+    made.add_argument("--prompt-tokens", type=int, default=64)
+    made.add_argument("--output-tokens", type=int, default=200)
+    made.add_argument("--seconds", type=float, default=4.0, help="length of a run's window")
+    made.add_argument("--warm", type=float, default=2.0, help="seconds of load before it")
+    made.add_argument("--probes", type=int, default=4, help="rates that are tried for a saturation")
+    made.add_argument("--opening", type=float, default=600.0, help="streams opened a second")
+    made.add_argument("--slo-ttft-ms", type=float, default=200.0)
+    made.add_argument("--slo-itl-ms", type=float, default=100.0)
+    made.add_argument("--pin", default="", help="cores of each role: router=0,worker=1,clients=2-3")
+    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--results", type=Path, default=RESULTS, help="file of the rows that were measured")
+    made.add_argument("--plot", action="store_true", help="draw the rows beside their file")
+    return made
+
+
+def main() -> None:
+    """Run the benchmark."""
+    args = flags().parse_args()
+    if args.all and args.routers == [1]:
+        args.routers = [1, 2, 3]
+    with checkpoint(None if args.random else str(args.model or DEMO)) as (model, load_format):
+        load = Load(args, model, load_format)
+        uvloop.run(run(load))
+    if load.rows:
+        args.results.parent.mkdir(exist_ok=True)
+        args.results.write_text("".join(json.dumps(row) + "\n" for row in load.rows))
+    if load.columns:
+        report_columns("load", load.columns, NOTES, args.json, load.figures)
+    else:
+        report("load", load.figures, NOTES, args.json)
+    if args.plot:
+        from bench.load_plot import write
+
+        print(write(args.results))
+
+
+if __name__ == "__main__":
+    main()

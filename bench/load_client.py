@@ -1,0 +1,116 @@
+"""A client process of the load benchmark: takes one plan a line, makes its requests, writes what it saw to a file.
+
+Latencies count from when a request was due, not from when it was sent, so that a client which falls behind does not
+hide what its user would have waited for (no coordinated omission); how far it fell behind is told too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import random
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import uvloop
+
+from bench.arrivals import arrivals, paced
+from bench.load_calls import Api, LoadRequest, open_api
+from bench.load_plan import Plan, Seen, Trace
+from bench.token_check import TokenCheck
+from gpuworker.simulated_plane import simulated_tokens
+from gpuworker.simulation import SimulatedTokens
+
+_FIRST_ID = 8  # after what checkpoints use for padding, ends and roles
+
+
+class Client:
+    """Runs one plan."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._rng = random.Random(f"prompts/{plan.seed}/{plan.client}")
+        self._tokens: SimulatedTokens | None = simulated_tokens(Path(plan.check)) if plan.check else None
+        self._seeds = itertools.count(plan.seed * 1_000_003 + plan.client * 10_000_019 + 1)
+        self._traces: list[Trace] = []
+
+    async def run(self) -> Seen:
+        """Return what was seen, once all requests are over or patience is."""
+        plan = self._plan
+        async with open_api(plan) as api:
+            work = self._closed(api) if plan.streams and not plan.opening else self._open(api, list(self._schedule()))
+            gc.collect()
+            gc.freeze()
+            await asyncio.sleep(max(0.0, plan.start - time.monotonic()))
+            spent = time.process_time()
+            await work
+            spent = time.process_time() - spent
+        took = max((trace.done for trace in self._traces), default=plan.start + 1.0) - plan.start
+        return Seen.of(self._traces, spent / took)
+
+    def _schedule(self) -> Iterator[tuple[Trace, LoadRequest]]:
+        """Yield this client's requests with the times at which they are due."""
+        plan = self._plan
+        whole: Iterable[float] = arrivals(plan.rate, plan.seconds, plan.cv, plan.seed)
+        if plan.opening:
+            whole = paced(plan.opening, plan.streams)
+        for due in itertools.islice(whole, plan.client, None, plan.clients):
+            yield Trace(plan.start + due), self._request()
+
+    def _request(self) -> LoadRequest:
+        plan, seed = self._plan, next(self._seeds)
+        prompt = self._rng.choices(range(_FIRST_ID, plan.vocabulary), k=plan.prompt_tokens)
+        check = TokenCheck(self._tokens, seed, plan.prompt_tokens) if self._tokens is not None else None
+        return LoadRequest(prompt, plan.output_tokens, seed, check)
+
+    async def _open(self, api: Api, schedule: list[tuple[Trace, LoadRequest]]) -> None:
+        """Make each request when it is due, whatever became of those before it."""
+        running = set()
+        for trace, request in schedule:
+            await asyncio.sleep(max(0.0, trace.intended - time.monotonic()))
+            running.add(asyncio.create_task(self._one(api, trace, request)))
+        if running:
+            _, unfinished = await asyncio.wait(running, timeout=self._plan.patience)
+            for task in unfinished:
+                task.cancel()
+            await asyncio.gather(*unfinished, return_exceptions=True)
+
+    async def _closed(self, api: Api) -> None:
+        """Keep the streams running: a request follows the end of another."""
+        plan = self._plan
+
+        async def stream() -> None:
+            while time.monotonic() < plan.start + plan.seconds:
+                await self._one(api, Trace(time.monotonic()), self._request())
+
+        count = len(range(plan.client, plan.streams, plan.clients))
+        await asyncio.wait_for(asyncio.gather(*(stream() for _ in range(count))), plan.seconds + plan.patience)
+
+    async def _one(self, api: Api, trace: Trace, request: LoadRequest) -> None:
+        self._traces.append(trace)
+        trace.sent = time.monotonic()
+        try:
+            await api.call(request, trace)
+        finally:
+            trace.done = time.monotonic()
+            if request.check is not None:
+                if trace.status == "OK":
+                    request.check.end(request.output_tokens)
+                trace.faults.extend(request.check.faults)
+
+
+async def serve() -> None:
+    """Run plans from standard input until it is closed; answer each with an empty line."""
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        plan = Plan.from_json(line)
+        seen = await Client(plan).run()
+        gc.unfreeze()
+        seen.save(plan.results)
+        print(flush=True)
+
+
+if __name__ == "__main__":
+    uvloop.run(serve())

@@ -1,0 +1,115 @@
+"""Draws the load benchmark's rows: time to first token and goodput against the offered rate, for each count of routers.
+
+python -m bench.load_plot bench/results/load.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any, Final
+
+import matplotlib as mpl
+from matplotlib import pyplot as plt
+from matplotlib import ticker
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from bench.plots import ACCENT, GRID, INK, QUIET, STYLE, duration
+
+Row = dict[str, Any]
+_COLOURS: Final = {1: ACCENT, 2: "#c2701c", 3: "#3f5f8a"}
+
+
+def draw(rows: list[Row], title: str) -> Figure:
+    """Return the picture of the rows of simulated workers under Poisson arrivals."""
+    wanted = [row for row in rows if row["engine"] == "simulated" and row["cv"] == 1.0]
+    routers = sorted({int(row["routers"]) for row in wanted})
+    with plt.rc_context(STYLE):
+        figure, grid = plt.subplots(1, 2, figsize=(10.5, 4.4), squeeze=False)
+        first, good = grid[0]
+        _prepare(first, "Time to first token", "Output tokens offered a second")
+        _prepare(good, "Goodput: requests a second within the SLO", "Output tokens offered a second")
+        for count in routers:
+            line = sorted((row for row in wanted if row["routers"] == count), key=lambda row: row["offered_tokens_s"])
+            _latencies(first, line, count)
+            _goodput(good, line, count)
+        first.set_yscale("log")
+        first.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: duration(value)))
+        first.yaxis.set_minor_formatter(ticker.NullFormatter())
+        figure.suptitle(title, x=0.012, y=0.975, ha="left", va="top", fontsize=13, fontweight="bold")
+        figure.text(0.012, 0.015, _FOOT, ha="left", va="bottom", fontsize=7.5, color=QUIET)
+        figure.tight_layout(rect=(0.0, 0.05, 1.0, 0.94), w_pad=2.5)
+    return figure
+
+
+_FOOT: Final = (
+    "Solid: median; dashed: 99th percentile, from when a request was due. Filled dots: carried with a steady backlog; "
+    "rings: not carried. Simulated workers; clients, routers, manager and worker share the machine."
+)
+
+
+def _prepare(axes: Axes, title: str, label: str) -> None:
+    axes.set_title(title, loc="left", fontsize=9.5, fontweight="bold", color=INK, pad=10)
+    axes.set_xlabel(label)
+    axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value / 1000:g}k"))
+    axes.set_xlim(left=0)
+    axes.tick_params(which="both", length=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def _latencies(axes: Axes, line: list[Row], count: int) -> None:
+    offered = [row["offered_tokens_s"] for row in line]
+    for share, style in ((50, "-"), (99, "--")):
+        _points(axes, line, offered, [max(0.1, row[f"ttft_p{share}_ms"]) for row in line], count, style)
+
+
+def _goodput(axes: Axes, line: list[Row], count: int) -> None:
+    offered = [row["offered_tokens_s"] for row in line]
+    values = [row["goodput_requests_s"] for row in line]
+    _points(axes, line, offered, values, count, "-")
+    best = max(range(len(line)), key=values.__getitem__)
+    words = f"{count} router{'s' if count > 1 else ''}"
+    where = (offered[best], values[best])
+    axes.annotate(
+        words, where, (-6, 6), textcoords="offset points", ha="right", color=_colour(count), fontweight="bold"
+    )
+    axes.set_ylim(bottom=0)
+
+
+def _points(axes: Axes, line: list[Row], x: list[float], y: list[float], count: int, style: str) -> None:
+    colour = _colour(count)
+    axes.plot(x, y, style, color=colour, linewidth=1.5, alpha=0.8)
+    for row, across, up in zip(line, x, y, strict=True):
+        inside = colour if row["steady"] and row["valid"] else "white"
+        axes.plot(across, up, "o", markersize=5, markerfacecolor=inside, markeredgecolor=colour)
+
+
+def _colour(count: int) -> str:
+    return _COLOURS.get(count, QUIET)
+
+
+def write(results: Path, title: str = "What routers carry") -> Path:
+    """Draw a file of rows beside itself; return where."""
+    mpl.use("agg")
+    figure = draw([json.loads(line) for line in results.read_text().splitlines()], title)
+    path = results.with_suffix(".png")
+    figure.savefig(path, dpi=160)
+    plt.close(figure)
+    return path
+
+
+def main() -> None:
+    """Draw."""
+    flags = argparse.ArgumentParser(description=__doc__)
+    flags.add_argument("results", type=Path, help="file of rows, as bench.load writes it")
+    flags.add_argument("--title", default="What routers carry")
+    args = flags.parse_args()
+    print(write(args.results, args.title))
+
+
+if __name__ == "__main__":
+    main()
