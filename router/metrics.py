@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from common.errors import QuireError
+from common.errors import Cancelled, DeadlineExceeded, EngineFailure, Overloaded, QuireError, Unavailable
+from common.types import FinishReason
 from router.core.events import FinishedEvent
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -29,6 +30,7 @@ class RouterMetrics:
             "quire:request_success", "sequences that ended by themselves", ["finished_reason"], registry=registry
         )
         self.failed = Counter("quire:request_failure", "requests that failed", ["reason"], registry=registry)
+        self._begin_at_zero()
         self.migrations = self._counter("migrations", "sequences that went on at another worker")
         self.time_to_first_token = self._histogram("time_to_first_token_seconds", "arrival to first token", _SECONDS)
         self.inter_token_latency = self._histogram("inter_token_latency_seconds", "gap between outputs", _SECONDS)
@@ -37,6 +39,13 @@ class RouterMetrics:
         self.routing = self._histogram("routing_seconds", "prefix lookup and wait for a worker", _SECONDS)
         self.request_prompt = self._histogram("request_prompt_tokens", "prompt tokens a request", _TOKENS)
         self.request_generation = self._histogram("request_generation_tokens", "output tokens a sequence", _TOKENS)
+
+    def _begin_at_zero(self) -> None:
+        """Expose every reason from the start: no rate shows the event with which a counter first appears."""
+        for reason in FinishReason:
+            self.finished.labels(reason.value)
+        for error in (Overloaded, Unavailable, DeadlineExceeded, Cancelled, EngineFailure, QuireError):
+            self.failed.labels(error.reason)
 
     def watch(self, running: Callable[[], float], waiting: Callable[[], float]) -> None:
         """Read these gauges when they are asked for."""

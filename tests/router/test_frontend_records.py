@@ -82,6 +82,13 @@ async def test_metrics_count_what_the_client_saw() -> None:
         assert (value("quire:num_requests_running"), value("quire:num_requests_waiting")) == (0, 0)
 
 
+async def test_every_reason_is_counted_from_zero() -> None:
+    async with frontend_over(WorkerDouble()) as bench:
+        value = bench.registry.get_sample_value
+        assert value("quire:request_failure_total", {"reason": "OVERLOADED"}) == 0
+        assert value("quire:request_success_total", {"finished_reason": "length"}) == 0
+
+
 async def test_times_of_a_traced_request_point_at_its_trace() -> None:
     async with frontend_over(WorkerDouble(automatic=True)) as bench:
         (admitted, *_) = await bench.events(request(prompt=10))

@@ -1,0 +1,140 @@
+"""A real Prometheus over a running suite: every panel shows something, every rule is healthy, a slow time has a trace.
+
+It takes half a minute, so it runs only when asked for: `pytest -m prometheus tests/operate`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from asyncio.subprocess import DEVNULL
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+import yaml
+
+from cli.stack import free_ports
+from quire.decision.v1 import decision_pb2, decision_pb2_grpc
+from tests.e2e.suite import Suite
+from tests.operate.conftest import burst, cancelled
+from tests.operate.exposition import targets
+from tests.operate.files import PROMETHEUS, load_yaml, panels, without_variables
+
+PROGRAM = shutil.which("prometheus")
+pytestmark = [
+    pytest.mark.prometheus,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.skipif(PROGRAM is None, reason="prometheus is not installed (a package of Debian)"),
+]
+PATIENCE_S = 60.0
+LOAD_S = 12.0
+
+
+@asynccontextmanager
+async def prometheus(suite: Suite, folder: Path) -> AsyncIterator[httpx.AsyncClient]:
+    """Run Prometheus on our configuration, with the suite's ports for compose's names and a second between scrapes."""
+    config = load_yaml(PROMETHEUS / "prometheus.yml")
+    config["global"] = {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"}
+    config["rule_files"] = [str(PROMETHEUS / "rules/*.yml")]
+    config["scrape_configs"] = [
+        {"job_name": job, "static_configs": [{"targets": addresses}]} for job, addresses in targets(suite).items()
+    ]
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+    (port,) = free_ports(1)
+    process = await asyncio.create_subprocess_exec(
+        str(PROGRAM),
+        f"--config.file={folder / 'prometheus.yml'}",
+        f"--storage.tsdb.path={folder / 'data'}",
+        f"--web.listen-address=127.0.0.1:{port}",
+        "--enable-feature=exemplar-storage",
+        stdout=DEVNULL,
+        stderr=DEVNULL,
+    )
+    try:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=10.0) as client:
+            await _ready(client)
+            yield client
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+async def _ready(client: httpx.AsyncClient) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            try:
+                if (await client.get("/-/ready")).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            await asyncio.sleep(0.1)
+
+
+async def asked(client: httpx.AsyncClient, path: str, **parameters: str | float) -> Any:
+    """Return the data of an answer of Prometheus."""
+    answer = (await client.get(f"/api/v1/{path}", params=parameters)).json()
+    assert answer["status"] == "success", answer
+    return answer["data"]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def scraped(suite: Suite, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[httpx.AsyncClient]:
+    """A Prometheus that has watched a loaded suite for some seconds."""
+    async with prometheus(suite, tmp_path_factory.mktemp("prometheus")) as client:
+        until = time.monotonic() + LOAD_S
+        seed = 1
+        while time.monotonic() < until:
+            await burst(suite, seed)
+            await cancelled(suite)
+            seed += 1
+        yield client
+
+
+async def test_every_target_answers(scraped: httpx.AsyncClient) -> None:
+    active = (await asked(scraped, "targets"))["activeTargets"]
+    assert {target["labels"]["job"]: target["health"] for target in active} == dict.fromkeys(
+        ("router", "kvmanager", "gpuworker"), "up"
+    )
+    assert [target["lastError"] for target in active if target["lastError"]] == []
+
+
+async def test_every_panel_shows_something(scraped: httpx.AsyncClient) -> None:
+    empty = []
+    for panel in panels():
+        for target in panel["targets"]:
+            expression = without_variables(target["expr"], rate_interval="30s")
+            result = await asked(scraped, "query", query=expression)
+            if not [each for each in result["result"] if each["value"][1] != "NaN"]:
+                empty.append(f"{panel['title']}: {expression}")
+    assert empty == []
+
+
+async def test_every_rule_is_evaluated_and_a_healthy_suite_raises_no_alert(scraped: httpx.AsyncClient) -> None:
+    groups = (await asked(scraped, "rules"))["groups"]
+    rules = [rule for group in groups for rule in group["rules"]]
+    assert len(rules) == 27
+    assert [(rule["name"], rule.get("lastError")) for rule in rules if rule["health"] != "ok"] == []
+    assert [rule["name"] for rule in rules if rule.get("state") == "firing"] == []
+
+
+async def test_a_slow_first_token_leads_to_its_trace(suite: Suite, scraped: httpx.AsyncClient) -> None:
+    now = time.time()
+    series = await asked(
+        scraped,
+        "query_exemplars",
+        query='quire:time_to_first_token_seconds_bucket{job="router"}',
+        start=now - 120,
+        end=now,
+    )
+    exemplars = [exemplar for each in series for exemplar in each["exemplars"]]
+    slowest = max(exemplars, key=lambda exemplar: float(exemplar["value"]))
+    stub = decision_pb2_grpc.DecisionServiceStub(suite.channel)
+    request = decision_pb2.GetTraceRequest(trace_id=slowest["labels"]["trace_id"])
+    spans = (await stub.GetTrace(request, timeout=10.0)).spans
+    assert {"request", "queue", "stream"} <= {span.name for span in spans}
