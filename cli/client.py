@@ -1,4 +1,4 @@
-"""What the commands share when they talk to a router: its address, a channel, and errors in words."""
+"""What the commands share when they talk to a router: its address, a client or a channel, and errors in words."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from cli.config import ClientSettings
 from common.config import load_or_exit
 from common.errors import QuireError, Unavailable
 from common.rpc.status import error_from_rpc
+from quire.client import AsyncClient
 
 _PIPED_WIDTH = 140
 
@@ -34,10 +35,24 @@ async def router_channel(address: str) -> AsyncIterator[grpc.aio.Channel]:
         try:
             yield channel
         except grpc.aio.AioRpcError as error:
-            meant = error_from_rpc(error)
-            if isinstance(meant, Unavailable) and "connect" in str(meant).lower():
-                meant = Unavailable(f"no router answers at {address}; start one with  quire up --model DIR")
-            raise meant from error
+            raise _with_advice(error_from_rpc(error), address) from error
+
+
+@asynccontextmanager
+async def router_client(address: str) -> AsyncIterator[AsyncClient]:
+    """Open the client library; calls have no deadline but those that they ask for."""
+    async with AsyncClient(address, timeout=None) as client:
+        try:
+            yield client
+        except Unavailable as error:
+            raise _with_advice(error, address) from error
+
+
+def _with_advice(error: QuireError, address: str) -> QuireError:
+    """Say what to do when nobody is there."""
+    if isinstance(error, Unavailable) and "connect" in str(error).lower():
+        return Unavailable(f"no router answers at {address}; start one with  quire up --model DIR")
+    return error
 
 
 def run_command(body: Callable[[Console], Coroutine[Any, Any, None]]) -> int:

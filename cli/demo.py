@@ -12,15 +12,14 @@ import grpc
 from rich.console import Console
 from rich.table import Table
 
-from cli.client import router_channel, run_command
-from cli.generate import stream_answer
+from cli.client import router_channel, router_client, run_command
+from cli.generate import print_answer
 from cli.stack import Stack, StackOptions, free_ports
 from cli.trace_view import render_trace
 from gpuworker.demo_model import CHECKPOINT
 from gpuworker.demo_model.prompts import questions, system_text
+from quire.client import AsyncClient, Completion, Message
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc
-from quire.inference.v1 import inference_pb2 as pb
-from quire.types.v1 import types_pb2 as types
 
 WORKERS = 2
 
@@ -40,49 +39,41 @@ def demo_options(state_dir: Path) -> StackOptions:
     )
 
 
-def chat(question: str, system: str = "") -> pb.GenerateRequest:
-    """Return a greedy chat request."""
-    messages = [pb.ChatMessage(role="user", content=question)]
-    if system:
-        messages.insert(0, pb.ChatMessage(role="system", content=system))
-    prompt = pb.Prompt(chat=pb.Chat(messages=messages))
-    return pb.GenerateRequest(prompt=prompt, sampling=types.SamplingParams(temperature=0.0, max_tokens=32))
-
-
-async def ask(
-    channel: grpc.aio.Channel, console: Console, question: str, system: str = ""
-) -> tuple[pb.Admitted, pb.Finished]:
+async def ask(client: AsyncClient, console: Console, question: str, system: str = "") -> Completion:
     """Print a question and its streamed answer."""
     console.print(f"  [bold]{question}[/]  ", end="")
-    return await stream_answer(channel, chat(question, system), console, timeout=60.0)
+    chat = [Message(role="system", content=system)] if system else []
+    chat.append(Message(role="user", content=question))
+    return await print_answer(client.stream(chat, temperature=0.0, max_tokens=32, timeout=60.0), console)
 
 
-async def show_cache(channel: grpc.aio.Channel, console: Console) -> pb.Admitted:
-    """Ask twice over one long text; print what the second request found in the cache."""
+async def show_cache(client: AsyncClient, console: Console) -> str:
+    """Ask twice over one long text; print what the second request found in the cache, and return its trace id."""
     system = system_text()
     console.print(f"\n[bold cyan]Two questions over the same text[/] ({len(system.split())} words of facts)")
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("", "prompt tokens", "cached tokens", "time to first token", "worker"):
         table.add_column(name, justify="right" if name and name != "worker" else "left")
-    admitted = pb.Admitted()
+    trace_id = ""
     for which, question in zip(("first", "second"), questions(2), strict=True):
-        admitted, finished = await ask(channel, console, question.text, system)
+        done = await ask(client, console, question.text, system)
+        trace_id = done.trace_id
         table.add_row(
             f"  {which}",
-            str(admitted.prompt_tokens),
-            str(admitted.cached_tokens),
-            f"{1e3 * finished.timings.time_to_first_token:.1f} ms",
-            admitted.worker_id,
+            str(done.prompt_tokens),
+            str(done.cached_tokens),
+            f"{1e3 * done.timings.time_to_first_token:.1f} ms",
+            done.worker_id,
         )
     console.print(table)
-    return admitted
+    return trace_id
 
 
-async def show_trace(channel: grpc.aio.Channel, console: Console, admitted: pb.Admitted) -> None:
+async def show_trace(channel: grpc.aio.Channel, console: Console, trace_id: str) -> None:
     """Print the trace of a request, once every service has delivered its spans."""
     console.print("\n[bold cyan]Where the second request's time went[/]")
     stub = decision_pb2_grpc.DecisionServiceStub(channel)
-    request = decision_pb2.GetTraceRequest(trace_id=admitted.trace_id)
+    request = decision_pb2.GetTraceRequest(trace_id=trace_id)
     answer = decision_pb2.GetTraceResponse()
     deadline = time.monotonic() + 5.0
     while time.monotonic() < deadline:
@@ -104,12 +95,12 @@ async def demo(console: Console) -> None:
                 await stack.start()
             up = time.monotonic() - began
             console.print(f"The suite is up after {up:.1f} s: gRPC {stack.address}, {stack.http_url}")
-            async with router_channel(stack.address) as channel:
+            async with router_client(stack.address) as client, router_channel(stack.address) as channel:
                 console.print("\n[bold cyan]A few prompts[/]")
                 for question in ("Hello!", "Who are you?", "What can you do?"):
-                    await ask(channel, console, question)
-                admitted = await show_cache(channel, console)
-                await show_trace(channel, console, admitted)
+                    await ask(client, console, question)
+                trace_id = await show_cache(client, console)
+                await show_trace(channel, console, trace_id)
         finally:
             with console.status("Stopping ..."):
                 await stack.stop()

@@ -6,14 +6,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-import grpc
 from rich.console import Console
 
-from cli.client import add_address, router_channel, run_command
+from cli.client import add_address, router_client, run_command
 from common.errors import DeadlineExceeded
-from quire.inference.v1 import inference_pb2 as pb
-from quire.inference.v1 import inference_pb2_grpc as rpc
-from quire.types.v1 import types_pb2 as types
+from quire.client import AsyncClient, AsyncStream, Completion, InterruptedByDeadline, Message, Options, Prompt
 
 
 def parser() -> argparse.ArgumentParser:
@@ -31,65 +28,50 @@ def parser() -> argparse.ArgumentParser:
     return flags
 
 
-def request_of(args: argparse.Namespace) -> pb.GenerateRequest:
-    """Return the request that the flags describe."""
+def prompt_of(args: argparse.Namespace) -> Prompt:
+    """Return the prompt that the flags describe."""
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     if args.raw:
-        prompt = pb.Prompt(text=text)
-    else:
-        messages = [pb.ChatMessage(role="user", content=text)]
-        if args.system:
-            messages.insert(0, pb.ChatMessage(role="system", content=args.system))
-        prompt = pb.Prompt(chat=pb.Chat(messages=messages))
-    sampling = types.SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed)
-    return pb.GenerateRequest(prompt=prompt, sampling=sampling)
+        return str(text)
+    system = [Message(role="system", content=args.system)] if args.system else []
+    return [*system, Message(role="user", content=text)]
 
 
-async def stream_answer(
-    channel: grpc.aio.Channel, request: pb.GenerateRequest, console: Console, timeout: float | None = None
-) -> tuple[pb.Admitted, pb.Finished]:
-    """Print the text of an answer as it comes; return how it began and how it ended.
+async def print_answer(stream: AsyncStream, console: Console) -> Completion:
+    """Print the text of an answer as it comes, without the space that it may begin with; return the whole."""
+    begun = False
+    async with stream:
+        try:
+            async for chunk in stream:
+                text = chunk.text if begun else chunk.text.lstrip()
+                begun = begun or bool(text)
+                console.print(text, end="", markup=False, soft_wrap=True)
+        finally:
+            if begun:
+                console.print()
+    return stream.completion
 
-    Raises DeadlineExceeded, with how far it came, when it has not ended after `timeout` seconds.
-    """
-    admitted, finished, tokens, begun = pb.Admitted(), pb.Finished(), 0, False
+
+async def answer(client: AsyncClient, args: argparse.Namespace, console: Console) -> Completion:
+    """Ask, and print the answer. Raises DeadlineExceeded, with how far it came, when it has not ended by --timeout."""
+    options = Options(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed, timeout=args.timeout)
     try:
-        async for event in rpc.InferenceServiceStub(channel).Generate(request, timeout=timeout):
-            match event.WhichOneof("event"):
-                case "admitted":
-                    admitted = event.admitted
-                case "tokens":
-                    tokens += len(event.tokens.token_ids)
-                    text = event.tokens.text if begun else event.tokens.text.lstrip()
-                    begun = begun or bool(text)
-                    console.print(text, end="", markup=False, soft_wrap=True)
-                case "finished":
-                    finished = event.finished
-    except grpc.aio.AioRpcError as error:
-        if timeout is None or error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
-            raise
-        raise DeadlineExceeded(_gave_up(timeout, tokens, admitted, error.details() or "")) from error
-    finally:
-        if begun:
-            console.print()
-    return admitted, finished
+        return await print_answer(client.stream(prompt_of(args), **options), console)
+    except InterruptedByDeadline as late:
+        tokens, trace = len(late.partial.token_ids), late.partial.trace_id
+        what = f"gave up after --timeout {args.timeout:g} s with {tokens} output tokens; quire trace {trace}"
+        raise DeadlineExceeded(what) from late
+    except DeadlineExceeded as late:  # what the router says matters where it refused to begin
+        raise DeadlineExceeded(f"not begun within --timeout {args.timeout:g} s: {late}") from late
 
 
-def _gave_up(timeout: float, tokens: int, admitted: pb.Admitted, details: str) -> str:
-    """Return how far a request came; what the router says matters where it refused to begin."""
-    if not admitted.trace_id:
-        return f"not begun within --timeout {timeout:g} s: {details}"
-    return f"gave up after --timeout {timeout:g} s with {tokens} output tokens; quire trace {admitted.trace_id}"
-
-
-def summary(admitted: pb.Admitted, finished: pb.Finished) -> str:
+def summary(done: Completion) -> str:
     """Return one line: tokens, cache, times, worker, and how to see more."""
-    timings, usage = finished.timings, finished.usage
-    reason = types.FinishReason.Name(finished.reason).removeprefix("FINISH_REASON_").lower()
+    timings, usage = done.timings, done.usage
     return (
-        f"{admitted.prompt_tokens} prompt tokens, {usage.cached_tokens} cached; {usage.output_tokens} output tokens "
-        f"({reason}); first token {1e3 * timings.time_to_first_token:.1f} ms, "
-        f"then {1e3 * timings.time_per_output_token:.1f} ms each; {admitted.worker_id}; quire trace {admitted.trace_id}"
+        f"{done.prompt_tokens} prompt tokens, {usage.cached_tokens} cached; {usage.output_tokens} output tokens "
+        f"({done.finish_reason}); first token {1e3 * timings.time_to_first_token:.1f} ms, "
+        f"then {1e3 * timings.time_per_output_token:.1f} ms each; {done.worker_id}; quire trace {done.trace_id}"
     )
 
 
@@ -98,9 +80,9 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
 
     async def body(console: Console) -> None:
-        async with router_channel(args.address) as channel:
-            admitted, finished = await stream_answer(channel, request_of(args), console, args.timeout)
+        async with router_client(args.address) as client:
+            done = await answer(client, args, console)
         if not args.quiet:
-            console.print(summary(admitted, finished), style="dim", soft_wrap=True)
+            console.print(summary(done), style="dim", soft_wrap=True)
 
     return run_command(body)

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from cli.client import add_address, router_channel, run_command
-from quire.inference.v1 import inference_pb2 as pb
-from quire.inference.v1 import inference_pb2_grpc as rpc
+from cli.client import add_address, router_client, run_command
+from quire.client import Status
 
 
-def table_of(status: pb.GetStatusResponse) -> Table:
+def table_of(status: Status) -> Table:
     """Return one row for each worker."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in ("worker", "address", "state", "manager"):
@@ -46,14 +45,12 @@ def main(argv: Sequence[str]) -> int:
     args = flags.parse_args(argv)
 
     async def body(console: Console) -> None:
-        async with router_channel(args.address) as channel:
-            stub = rpc.InferenceServiceStub(channel)
-            model = await stub.GetModel(pb.GetModelRequest(), timeout=5.0)
-            status = await stub.GetStatus(pb.GetStatusRequest(), timeout=5.0)
+        async with router_client(args.address) as client:
+            model, status = await client.model(timeout=5.0), await client.status(timeout=5.0)
         redis = "connected" if status.redis_connected else "not connected"
         draining = ", draining" if status.draining else ""
         console.print(
-            f"Quire {status.version}: {model.model}, context {model.max_model_len}, "
+            f"Quire {status.version}: {model.name}, context {model.max_model_len}, "
             f"block size {model.identity.block_size}; Redis {redis}{draining}"
         )
         console.print(f"{status.queued_requests} requests queued, {status.running_requests} running")
