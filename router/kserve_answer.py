@@ -19,6 +19,8 @@ VERSION: Final = "1"
 # What Triton's vLLM backend says before the end, and what its clients compare with.
 _UNFINISHED: Final = "None"
 _FINAL: Final = "triton_final_response"
+# Of an error's message: what a client sent may be in it.
+_MOST_CHARACTERS: Final = 4096
 
 
 @dataclass(slots=True)
@@ -92,7 +94,7 @@ class Answer:
 def error_response(request: pb.ModelInferRequest, error: QuireError) -> pb.ModelStreamInferResponse:
     """Return the end of a request on a stream that goes on. Some clients show the message alone: it names the id."""
     whose = f"request {request.id}: " if request.id else ""
-    response = pb.ModelStreamInferResponse(error_message=f"{whose}{error}")
+    response = pb.ModelStreamInferResponse(error_message=f"{whose}{error}"[:_MOST_CHARACTERS])
     response.infer_response.id = request.id
     response.infer_response.parameters[_FINAL].bool_param = True
     response.infer_response.parameters["reason"].string_param = error.reason

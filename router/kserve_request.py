@@ -158,7 +158,10 @@ class _Reader:
         """Return what to answer with: text_output unless others are named, and what `return_...` asks for."""
         known = {tensor.name for tensor in OUTPUTS}
         named = [output.name for output in self._request.outputs]
-        for place, output in enumerate(self._request.outputs):
+        if len(named) > len(OUTPUTS):
+            what = f"names {len(named)} tensors; expected each of the {len(OUTPUTS)} that there are at most once"
+            self._refuse("outputs", what)
+        for place, output in enumerate(self._request.outputs[: len(OUTPUTS)]):
             if output.name not in known:
                 what = f"is {output.name!r}; expected one of {', '.join(tensor.name for tensor in OUTPUTS)}"
                 self._refuse(f"outputs[{place}].name", what)

@@ -24,6 +24,9 @@ _SAME: Final = (
     *("presence_penalty", "frequency_penalty", "seed", "n", "ignore_eos", "logprobs"),
 )
 
+# More names than this are not looked at one by one.
+_MOST_NAMES: Final = 100
+
 
 class SamplingFields(BaseModel):
     """What may be set. Ranges are not checked here: `validate.py` checks every request, whichever way it came."""
@@ -88,6 +91,9 @@ def sampling_of(parameters: Mapping[str, Any], text: bytes | None) -> tuple[Samp
     values = _parsed(text, wrong) if text is not None else {}
     merged = {**parameters, **values}
     paths = {name: f"parameters.{name}" for name in parameters} | {name: _in_json(name) for name in values}
+    if len(merged) > _MOST_NAMES:
+        wrong.append(FieldViolation("parameters", f"are {len(merged)}; expected at most {_MOST_NAMES}"))
+        merged = {}
     problems: dict[str, str] = {}
     try:
         fields = SamplingFields.model_validate(merged)
@@ -109,6 +115,8 @@ def _in_json(name: str) -> str:
 def _parsed(text: bytes, wrong: list[FieldViolation]) -> dict[str, Any]:
     try:
         values = json.loads(text)
+        # JSON may escape half a character, which no other text can hold.
+        json.dumps(values, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         wrong.append(FieldViolation("sampling_parameters", f"is not JSON: {error}; expected an object"))
         return {}

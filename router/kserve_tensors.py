@@ -74,6 +74,9 @@ def inputs_of(request: pb.ModelInferRequest) -> tuple[dict[str, Elements], list[
     """Return the elements of each input by its name, and what is wrong with those that are left out."""
     found: dict[str, Elements] = {}
     wrong: list[FieldViolation] = []
+    if len(request.inputs) > len(INPUTS):
+        what = f"has {len(request.inputs)} tensors; expected each of the {len(INPUTS)} that there are at most once"
+        return {}, [FieldViolation("inputs", what)]
     raws: list[bytes | None] = [*request.raw_input_contents] or [None] * len(request.inputs)
     if len(raws) != len(request.inputs):
         what = f"has {len(raws)} entries for {len(request.inputs)} inputs; expected one for each, or none at all"

@@ -5,9 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from common.errors import InvalidRequest
 from quire.kserve.v2 import kserve_pb2 as pb
+from router.kserve_answer import error_response
 from router.kserve_request import Asked, read
+from router.kserve_sampling import SamplingFields
 from tests.router.kserve_messages import add_input, infer
 
 NAMES = [
@@ -15,6 +20,8 @@ NAMES = [
     *("return_cumulative_logprob", "return_logprobs", "return_num_input_tokens", "return_num_output_tokens"),
     "return_output_ids",
 ]
+
+FIELDS = list(SamplingFields.model_fields)
 
 
 def asked(streaming: bool = True, **inputs: Any) -> Asked:
@@ -123,6 +130,21 @@ def test_typed_beside_raw_contents_are_refused() -> None:
     assert wrong(request) == {"input_ids": "has contents beside raw_input_contents; expected one of them"}
 
 
+def test_more_tensors_than_there_are_are_counted_not_named() -> None:
+    request = infer(input_ids=[1], outputs=("text_output",) * 8)
+    for number in range(11):
+        add_input(request, f"x{number}", True)
+    assert wrong(request) == {
+        "inputs": "has 12 tensors; expected each of the 11 that there are at most once",
+        "outputs": "names 8 tensors; expected each of the 7 that there are at most once",
+    }
+
+
+def test_very_many_parameters_are_counted_not_named() -> None:
+    request = infer(input_ids=[1], sampling_parameters={f"x{number}": 1 for number in range(101)})
+    assert wrong(request) == {"parameters": "are 101; expected at most 100"}
+
+
 def test_shared_memory_is_refused() -> None:
     request = infer(input_ids=[1])
     request.inputs[0].parameters["shared_memory_region"].string_param = "region"
@@ -175,6 +197,7 @@ def test_every_wrong_parameter_is_named_with_the_way_it_came() -> None:
         ("{", "is not JSON: Expecting property name"),
         ("[1]", "is list; expected a JSON object"),
         (b"\xff", "is not JSON: 'utf-8' codec"),
+        ('{"stop": "\\ud800"}', "is not JSON: 'utf-8' codec can't encode"),
         ("[" * 100_000, "is not JSON: maximum recursion depth exceeded"),
     ],
 )
@@ -294,3 +317,34 @@ def test_a_call_that_answers_once_cannot_stream() -> None:
     assert wrong(infer(input_ids=[1], stream=True), streaming=False) == {
         "stream": "is true, and ModelInfer answers once; call ModelStreamInfer"
     }
+
+
+# ------------------------------------------------------------ whatever comes
+
+TEXTS = st.text(max_size=8)
+JSONS = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS | st.sampled_from(FIELDS), inner, max_size=4),
+    max_leaves=8,
+)
+SCALARS = st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats() | TEXTS
+CONTENTS = st.booleans() | st.binary(max_size=12) | st.lists(st.integers(-(2**31), 2**31 - 1), max_size=3)
+
+
+@given(
+    inputs=st.dictionaries(st.sampled_from(NAMES) | TEXTS, CONTENTS, max_size=4),
+    sampling=st.dictionaries(st.sampled_from(FIELDS) | TEXTS, JSONS, max_size=4),
+    parameters=st.dictionaries(st.sampled_from([*FIELDS, "timeout", "priority"]) | TEXTS, SCALARS, max_size=4),
+    shape=st.lists(st.integers(-(2**63), 2**63 - 1), max_size=2),
+    typed=st.booleans(),
+)
+def test_whatever_comes_is_read_or_refused_in_words_that_can_be_sent(
+    inputs: dict[str, Any], sampling: dict[str, Any], parameters: dict[str, Any], shape: list[int], typed: bool
+) -> None:
+    request = infer(parameters=parameters, typed=typed, sampling_parameters=sampling)
+    for name, value in inputs.items():
+        add_input(request, name, value, typed)
+    request.inputs[-1].shape[:] = shape
+    result = read(request, True)
+    error_response(request, InvalidRequest(*result.violations))
+    assert result.generate.ByteSize() >= 0
