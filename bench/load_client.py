@@ -15,12 +15,11 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import uvloop
-
 from bench.arrivals import arrivals, paced
 from bench.load_calls import Api, LoadRequest, open_api
 from bench.load_plan import Plan, Seen, Trace
 from bench.token_check import TokenCheck
+from common.rpc import event_loop
 from gpuworker.simulated_plane import simulated_tokens
 from gpuworker.simulation import SimulatedTokens
 
@@ -113,4 +112,4 @@ async def serve() -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(serve())
+    event_loop.run(serve())
