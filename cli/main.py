@@ -16,6 +16,11 @@ COMMANDS = {
     "advise-block-size": "which block size suits the requests of a log",
 }
 
+_EXTRAS = (
+    "the bare package is the client library alone. Install quire[cli] for the commands; `up` and `demo` need the extras "
+    "router, kvmanager, gpuworker and local too"
+)
+
 
 def usage() -> str:
     """Return what `quire` alone prints."""
@@ -35,7 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] not in COMMANDS:
         print(f"quire: there is no command {words[0]!r}\n\n{usage()}", file=sys.stderr)
         return 2
-    command = importlib.import_module(f"cli.{words[0].replace('-', '_')}")
+    try:
+        command = importlib.import_module(f"cli.{words[0].replace('-', '_')}")
+    except ModuleNotFoundError as missing:
+        print(f"quire: {words[0]} needs {missing.name}; {_EXTRAS}", file=sys.stderr)
+        return 2
     return int(command.main(words[1:]))
 
 

@@ -125,6 +125,12 @@ print(json.dumps(answer.token_ids))
 """
 
 
+def test_the_commands_say_what_they_need_besides(alone: str) -> None:
+    done = subprocess.run([alone, "-m", "cli.main", "status"], capture_output=True, text=True, check=False, cwd="/")
+    assert done.returncode == 2
+    assert "Install quire[cli] for the commands" in done.stderr
+
+
 @pytest.mark.timeout(3 * PATIENCE_S)
 def test_the_client_alone_needs_no_service_and_gets_the_same(alone: str, served: Served) -> None:
     listed = json.loads(python(alone, "-m", "pip", "list", "--format", "json", "--disable-pip-version-check"))
