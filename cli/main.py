@@ -17,8 +17,8 @@ COMMANDS = {
 }
 
 _EXTRAS = (
-    "the bare package is the client library alone. Install quire[cli] for the commands; `up` and `demo` need the extras "
-    "router, kvmanager, gpuworker and local too"
+    "the bare package is the client library alone. Install quire[cli] for the commands; `up` and `demo` need "
+    "the extras router, kvmanager, gpuworker and local too"
 )
 
 
