@@ -10,14 +10,13 @@ import numpy.typing as npt
 
 from common.types import FinishReason
 from gpuworker.core.stopping import Ending
-from gpuworker.grammars import Grammar
+from gpuworker.grammars import Grammar, complaint
 from gpuworker.sampler import SampledRow
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 COMPLETE = Ending(FinishReason.STOP)
-_MOST_WORDS = 300
 _Bits = npt.NDArray[np.uint32]
 
 
@@ -42,7 +41,7 @@ class Constrained:
         """Take in the token at `position`."""
         if self.ending is None:
             if not self.matcher.consume_token(token):
-                self.ending = self._broken(self.matcher.get_error())
+                self.ending = self._broken(complaint(self.matcher))
             elif self.matcher.is_stopped():
                 self.ending = COMPLETE
         self.position += 1
@@ -50,11 +49,11 @@ class Constrained:
     def settle(self, bits: _Bits) -> None:
         """Turn what llguidance allows, [words], into what may be drawn; where that is nothing, say so in `ending`."""
         if self.matcher.is_error():
-            self.ending = self._broken(self.matcher.get_error())
+            self.ending = self._broken(complaint(self.matcher))
             return
         ends = _forbid(bits, self._grammar.eos_ids)
         if not bits.any():
-            self.ending = COMPLETE if ends else self._broken("it allows no token")
+            self.ending = COMPLETE if ends else self._broken("nothing is allowed")
         elif self.position < self._ends_from:
             stops = _forbid(bits, self._stops)
             if not bits.any():
@@ -64,8 +63,7 @@ class Constrained:
 
     def _broken(self, why: str) -> Ending:
         where = f"after {self.position - self._begins_at} tokens"
-        words = f"the constraint cannot be followed {where}: {' '.join(why.split())[:_MOST_WORDS]}"
-        return Ending(FinishReason.ERROR, message=words)
+        return Ending(FinishReason.ERROR, message=f"the constraint cannot be followed {where}: {why}")
 
 
 def _forbid(bits: _Bits, tokens: Sequence[int]) -> list[int]:

@@ -98,7 +98,7 @@ class GrammarCompiler:
         if not matcher.is_error():
             matcher.compute_bitmask()  # what allows nothing shows only now
         if matcher.is_error():
-            raise _refusal(constraint, matcher.get_error())
+            raise _refusal(constraint, complaint(matcher))
         return Grammar(matcher, tuple(tokenizer.eos_tokens), bool(self._eos))
 
     def _tokens(self) -> LLTokenizer:
@@ -124,5 +124,12 @@ class GrammarCompiler:
 
 
 def _refusal(constraint: Constraint, words: str) -> InvalidRequest:
-    what = f"cannot be followed: {' '.join(words.split())[:_MOST_WORDS]}"
-    return InvalidRequest(FieldViolation(constraint.kind.value, what))
+    return InvalidRequest(FieldViolation(constraint.kind.value, f"cannot be followed: {words}"))
+
+
+def complaint(matcher: LLMatcher) -> str:
+    """Return in one line why a matcher cannot go on."""
+    error = matcher.get_error()
+    if "NoExtension" in error:
+        return "nothing is allowed that the tokenizer can spell"
+    return " ".join(error.split())[:_MOST_WORDS]

@@ -50,8 +50,8 @@ class StepMasks:
 
     def open(self) -> None:
         """Let the draw go on."""
-        self._open.set()
         open_masks(self.ready)
+        self._open.set()
 
     # ------------------------------------------------------------ who draws
 

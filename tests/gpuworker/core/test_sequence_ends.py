@@ -9,6 +9,7 @@ import pytest
 from common.errors import AlreadyExists, InvalidRequest
 from common.lease import Batch
 from common.types import FinishReason, SequenceId, SequencePhase
+from gpuworker.core.batch_plan import StepResult
 from gpuworker.core.stopping import Ending, StopRule
 from tests.gpuworker.core.driver import EOS, Driver, keys
 
@@ -243,3 +244,44 @@ def test_sequence_ids_rise() -> None:
     worker.submit(3, range(4))
     with pytest.raises(AlreadyExists):
         worker.submit(3, range(4))
+
+
+COMPLETE = Ending(FinishReason.STOP)
+
+
+def test_what_a_step_drew_behind_the_end_is_nothing() -> None:
+    worker = running()
+    worker.step()
+    plan = worker.plan()
+    completion = worker.agent.complete(StepResult(plan.step, {ONE: (51,)}, ended={ONE: COMPLETE}))
+    worker.agent.check_invariants()
+    assert completion.tokens == {}
+    (end,) = completion.finished
+    assert (end.reason, end.stop_token, end.usage.output_tokens) == (FinishReason.STOP, None, 1)
+    assert completion.forgotten == (ONE,)
+
+
+def test_an_end_with_an_error_says_its_words() -> None:
+    worker = running()
+    plan = worker.plan()
+    ending = Ending(FinishReason.ERROR, message="it cannot be followed")
+    (end,) = worker.agent.complete(StepResult(plan.step, {ONE: (51,)}, ended={ONE: ending})).finished
+    assert (end.reason, end.message) == (FinishReason.ERROR, "it cannot be followed")
+
+
+def test_a_sequence_that_was_cancelled_meanwhile_does_not_end_twice() -> None:
+    worker = running()
+    plan = worker.plan()
+    worker.agent.cancel(ONE)
+    (end,) = worker.agent.complete(StepResult(plan.step, {ONE: (51,)}, ended={ONE: COMPLETE})).finished
+    assert end.reason is FinishReason.CANCELLED
+
+
+def test_a_preempted_sequence_that_had_ended_does_not_wait_again() -> None:
+    worker = running()
+    plan = worker.plan()
+    worker.preempt(0)
+    completion = worker.agent.complete(StepResult(plan.step, {ONE: (51,)}, ended={ONE: COMPLETE}))
+    worker.agent.check_invariants()
+    assert (completion.preempted, completion.forgotten) == ((), (ONE,))
+    assert not worker.agent.has_work
