@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 
@@ -22,10 +23,22 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--max-tokens", type=int, help="output tokens at most")
     flags.add_argument("--temperature", type=float, help="0 is greedy")
     flags.add_argument("--seed", type=int, help="the same seed draws the same tokens")
+    only = flags.add_mutually_exclusive_group()
+    only.add_argument("--json-schema", type=text_of, help="answer with a document of this JSON schema (or @FILE) only")
+    only.add_argument("--regex", type=text_of, help="answer with what matches this regular expression (or @FILE) only")
+    only.add_argument("--grammar", type=text_of, help="answer with what this grammar (Lark, or @FILE) derives only")
     flags.add_argument("--timeout", type=float, help="seconds until the request is given up")
     flags.add_argument("--quiet", action="store_true", help="print the answer alone")
     add_address(flags)
     return flags
+
+
+def text_of(word: str) -> str:
+    """Return a flag's text: its own, or that of a file. Raises what argparse reports."""
+    try:
+        return Path(word[1:]).read_text() if word.startswith("@") else word
+    except OSError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def prompt_of(args: argparse.Namespace) -> Prompt:
@@ -54,7 +67,15 @@ async def print_answer(stream: AsyncStream, console: Console) -> Completion:
 
 async def answer(client: AsyncClient, args: argparse.Namespace, console: Console) -> Completion:
     """Ask, and print the answer. Raises DeadlineExceeded, with how far it came, when it has not ended by --timeout."""
-    options = Options(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed, timeout=args.timeout)
+    options: Options = {
+        "max_tokens": args.max_tokens,
+        "temperature": args.temperature,
+        "seed": args.seed,
+        "json_schema": args.json_schema,
+        "regex": args.regex,
+        "grammar": args.grammar,
+        "timeout": args.timeout,
+    }
     try:
         return await print_answer(client.stream(prompt_of(args), **options), console)
     except InterruptedByDeadline as late:

@@ -118,6 +118,13 @@ def test_generate_streams_and_trace_draws_what_it_names(up: Up) -> None:
     assert "routing: worker-0" in drawn.stdout
 
 
+def test_generate_keeps_to_a_regex_of_a_file(up: Up, tmp_path: Path) -> None:
+    (tmp_path / "regex").write_text("[ab]{3}")
+    words = ("ab", "--raw", "--quiet", "--regex", f"@{tmp_path}/regex", "--address", up.address)
+    shown = quire("generate", *words)
+    assert re.fullmatch("[ab]{3}\n", shown.stdout), shown.stderr
+
+
 def test_errors_are_one_line_and_say_what_to_do(up: Up) -> None:
     too_long = quire("generate", "ab", "--raw", "--max-tokens", "4000", "--address", up.address)
     assert too_long.returncode == 1

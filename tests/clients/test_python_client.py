@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -80,6 +81,25 @@ def test_every_wrong_field_is_named(served: Served) -> None:
     with Client(served.address) as client, pytest.raises(InvalidRequest) as refused:
         client.generate(PROMPT, top_p=2.0, priority=500)
     assert {violation.field for violation in refused.value.violations} == {"priority", "sampling.top_p"}
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"on": {"type": "boolean"}},
+    "required": ["on"],
+    "additionalProperties": False,
+}
+
+
+def test_the_output_keeps_to_a_schema_a_regex_or_a_grammar(served: Served) -> None:
+    with Client(served.address) as client:
+        ask = partial(client.generate, "The river", temperature=0.0, max_tokens=64)
+        assert isinstance(json.loads(ask(json_schema=SCHEMA).text)["on"], bool)
+        assert re.fullmatch("[a-f]{4}", ask(regex="[a-f]{4}").text)
+        assert ask(grammar='start: "yes" | "no"').text in {"yes", "no"}
+        with pytest.raises(InvalidRequest) as refused:
+            ask(regex="(")
+    assert [violation.field for violation in refused.value.violations] == ["regex"]
 
 
 def test_threads_share_a_client(served: Served) -> None:
