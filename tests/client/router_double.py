@@ -14,7 +14,7 @@ from grpc import aio
 
 from common.errors import QuireError
 from common.rpc.server import RpcServer
-from quire.client import AsyncClient, Chunk, Client, Completion
+from quire.client import AsyncClient, AsyncStream, Chunk, Client, Completion, Stream
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
 from quire.types.v1 import types_pb2 as types
@@ -134,6 +134,8 @@ class Face:
     """One of the two clients, called the same way by tests: the blocking one runs on a thread."""
 
     client: Client | AsyncClient
+    # Streams that were left: one that nobody holds is cancelled by its finaliser, closed or not.
+    left: list[Stream | AsyncStream] = field(default_factory=list)
 
     async def call(self, method: str, *args: Any, **options: Any) -> Any:
         if isinstance(self.client, AsyncClient):
@@ -149,12 +151,14 @@ class Face:
                     seen.append(chunk)
                     if len(seen) == most:
                         break
+            self.left.append(stream)
             return seen, stream.completion
         return await asyncio.to_thread(self._chunks, prompt, most, options)
 
     def _chunks(self, prompt: Any, most: int, options: Any) -> tuple[list[Chunk], Completion]:
         assert isinstance(self.client, Client)
         with self.client.stream(prompt, **options) as stream:
+            self.left.append(stream)
             return list(itertools.islice(stream, most)), stream.completion
 
 

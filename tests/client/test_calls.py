@@ -83,13 +83,13 @@ async def test_another_thread_may_close_a_stream() -> None:
     double = RouterDouble([[admitted(), tokens("Hel", 1), asyncio.Event()]])
 
     def read(address: str) -> list[str]:
-        with Client(address, timeout=PATIENCE_S) as client, client.stream("x") as stream:
+        with Client(address, timeout=10 * PATIENCE_S) as client, client.stream("x") as stream:
             texts = [next(stream).text]
             threading.Thread(target=stream.close).start()
             return [*texts, *(chunk.text for chunk in stream)]
 
     async with served(double) as address:
-        assert await asyncio.to_thread(read, address) == ["Hel"]
+        assert await asyncio.wait_for(asyncio.to_thread(read, address), PATIENCE_S) == ["Hel"]
 
 
 # ------------------------------------------------------------ retries

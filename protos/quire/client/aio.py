@@ -67,8 +67,7 @@ class AsyncStream(AsyncIterator[Chunk]):
             except asyncio.CancelledError:
                 if self._closed:  # by another task
                     return None
-                self._call.cancel()
-                raise
+                raise  # grpc.aio has cancelled the call
             else:
                 return event if isinstance(event, pb.GenerateResponse) else None
 

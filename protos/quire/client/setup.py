@@ -14,6 +14,6 @@ DEFAULT_TIMEOUT: Final = 300.0
 def client_options() -> Options:
     """Return the options of a client's channel: a call that waits for tokens pings its server, an idle client nobody.
 
-    Proxies end connections that ping without a call. Of two options of one name gRPC takes the last.
+    Proxies end connections that ping without a call.
     """
-    return [*channel_options(), ("grpc.keepalive_permit_without_calls", 0)]
+    return list((dict(channel_options()) | {"grpc.keepalive_permit_without_calls": 0}).items())
