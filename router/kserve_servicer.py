@@ -8,6 +8,8 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Final, TypeAlias
 
+from grpc import aio
+
 from common.clock import Clock
 from common.errors import NotFound, QuireError
 from quire.kserve.v2 import kserve_pb2 as pb
@@ -159,7 +161,11 @@ class _Stream:
 
     async def _write(self, response: pb.ModelStreamInferResponse) -> None:
         async with self._writing:
-            await self._context.write(response)
+            try:
+                await self._context.write(response)
+            except aio.InternalError:
+                # gRPC says so of a client that is gone, a moment before it cancels the call.
+                raise asyncio.CancelledError("the client went away") from None
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
