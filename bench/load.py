@@ -36,8 +36,8 @@ from gpuworker.checkpoint_facts import CheckpointFacts
 
 DEMO: Final = Path("gpuworker/demo_model/checkpoint")
 RESULTS: Final = Path("bench/results/load.jsonl")
-_STREAM_COSTS: Final = "base=250ms"
-_STREAM_TOKENS: Final = 60
+_STREAM_COSTS: Final = "base=400ms"
+_STREAM_TOKENS: Final = 45
 _FRACTIONS: Final = (0.25, 0.5, 0.75)
 
 
@@ -83,12 +83,10 @@ class Load:
         }
         if not real:
             options["simulate"] = args.simulate
-        if routers > 1:
-            options["routers"] = routers
         options |= special or {}
         workers = int(str(options.pop("workers", args.workers)))
         limits = ("--max-queued-requests", "16384")
-        async with load_suite(suite_flags(options), args.clients + 2, limits, workers) as suite:
+        async with load_suite(suite_flags(options), args.clients + 2, limits, workers, routers) as suite:
             suite.pin(_cores(args.pin))
             yield suite
 

@@ -102,7 +102,8 @@ class Client:
 
 
 async def serve() -> None:
-    """Run plans from standard input until it is closed; answer each with an empty line."""
+    """Run plans from standard input until it is closed; an empty line tells that it is ready, and each plan done."""
+    print(flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
         plan = Plan.from_json(line)
         seen = await Client(plan).run()

@@ -177,6 +177,7 @@ async def many_streams(suite: LoadSuite, shape: Shape, opening: float, kill_afte
         "streams_tokens": int(seen.counts.sum()),
         "streams_tokens_due": shape.streams * shape.output_tokens,
         "streams_faults": len(seen.faults),
+        "streams_migrated": await suite.counted("quire:migrations_total"),
         "streams_ttft_p99_ms": 1e3 * percentile(ttft[np.isfinite(ttft)], 99),
         "streams_lateness_p99_ms": 1e3 * _lateness(seen),
         "streams_seconds": float(seen.done.max() - start),

@@ -13,12 +13,14 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import psutil
 
 from bench.load_plan import Plan, Seen
 from cli.preflight import suite_options
 from cli.stack import Stack, free_ports
 from common import die_with_parent
+from common.metrics import metrics_port
 
 _AHEAD_SECONDS = 0.5
 CLIENTS = "clients"
@@ -59,6 +61,15 @@ class LoadSuite:
         assert pid is not None, "the worker runs"
         os.kill(pid, signal.SIGKILL)
 
+    async def counted(self, name: str) -> float:
+        """Return the sum of a counter over all routers; 0 where there is none of this name."""
+        options = self.stack.options
+        own = [f"{options.host}:{metrics_port(None, port)}" for port in options.own_ports]
+        async with httpx.AsyncClient() as client:
+            texts = [(await client.get(f"http://{address}/metrics")).text for address in own or [self.http]]
+        lines = [line for text in texts for line in text.splitlines()]
+        return sum(float(line.split()[1]) for line in lines if line.startswith(f"{name} "))
+
     async def run(self, plan: Plan, *beside: Plan) -> list[Seen]:
         """Run a plan on all clients, and plans `beside` it on a client each; return what each plan's clients saw.
 
@@ -86,20 +97,22 @@ async def _run(client: asyncio.subprocess.Process, plan: Plan) -> None:
 
 @asynccontextmanager
 async def load_suite(
-    options: Sequence[str], clients: int, router_flags: Sequence[str] = (), workers: int = 1
+    options: Sequence[str], clients: int, router_flags: Sequence[str] = (), workers: int = 1, routers: int = 1
 ) -> AsyncIterator[LoadSuite]:
     """Run a suite on free ports and `clients` processes; `options` are flags of `quire up`.
 
     Raises InvalidConfig for bad ones, Unavailable, with the last lines of a process, when it does not start.
     """
-    ports = free_ports(3 + workers)
+    ports = free_ports(3 + workers + routers)
     names = ("--port", "--http-port", "--manager-port", "--worker-port")
     with tempfile.TemporaryDirectory(prefix="quire-load-") as folder:
         flags = [word for name, port in zip(names, ports[:4], strict=True) for word in (name, str(port))]
         flags += ["--workers", str(workers), "--state-dir", folder, "--log-level", "warning"]
+        flags += ["--routers", str(routers)] if routers > 1 else []
         stack_options = suite_options([*options, *flags], os.environ)
         router_flags = (*stack_options.router_flags, *router_flags)
-        stack_options = replace(stack_options, router_flags=router_flags, worker_ports=tuple(ports[3:]))
+        of_workers, of_routers = tuple(ports[3 : 3 + workers]), tuple(ports[3 + workers :]) if routers > 1 else ()
+        stack_options = replace(stack_options, router_flags=router_flags, worker_ports=of_workers, own_ports=of_routers)
         async with Stack(stack_options, lambda _name, _line: None) as stack, _clients(clients) as processes:
             yield LoadSuite(stack, processes, Path(folder))
 
@@ -110,6 +123,9 @@ async def _clients(count: int) -> AsyncIterator[list[asyncio.subprocess.Process]
     pipe = asyncio.subprocess.PIPE
     made = [await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe) for _ in range(count)]
     try:
+        for client in made:
+            assert client.stdout is not None
+            await client.stdout.readline()  # it has imported everything
         yield made
     finally:
         for client in made:
