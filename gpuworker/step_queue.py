@@ -7,6 +7,7 @@ and a step neither waits for Python's lock nor holds it. The collector's thread 
 from __future__ import annotations
 
 import ctypes
+import logging
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from gpuworker.serial_thread import SerialThread
 from gpuworker.step_execution import Failures, RunnerStep
 from gpuworker.token_table import TokenTable
 
+log = logging.getLogger(__name__)
 _pointer, _int32 = ctypes.c_void_p, ctypes.c_int32
 
 
@@ -150,10 +152,17 @@ class QueueExecutor:
             what = f"the step has a {Refusal(status).name.lower()} that the model does not know"
             self._failures.fail(step, EngineFailure(what))
         else:
+            self._tell(step, described, times.took)
+
+    def _tell(self, step: RunnerStep, described: _Described, took: float) -> None:
+        draw = described.draw
+        try:
             if described.run is not None:
                 self._model.add_up(described.run)
-            draw = described.draw
-            step.tell(Drawn(_NONE) if draw is None else step.work.sampling.drawn(draw), times.took)
+            step.tell(Drawn(_NONE) if draw is None else step.work.sampling.drawn(draw), took)
+        except BaseException as error:  # whatever it is, who waits for the step must hear of it
+            log.error("step %d failed", step.number, exc_info=True)
+            self._failures.fail(step, error)
 
 
 _NONE = torch.empty(0, dtype=torch.int64)

@@ -98,8 +98,9 @@ class EngineDriver:
         priority: int = 0,
         fork_of: SequenceId | None = None,
         eos: Iterable[int] = (),
+        output_before: int = 0,
     ) -> SequenceId:
-        """Submit a sequence of at most `count` output tokens."""
+        """Submit a sequence of at most `count` output tokens; the last `output_before` of its prompt are output too."""
         sequence = SequenceId(next(self._ids))
         links = chain(self._root, prompt, self.config.block_size)
         new = NewSequence(
@@ -114,7 +115,7 @@ class EngineDriver:
             fork_of=fork_of,
         )
         self.results[sequence] = Result()
-        self.engine.submit(EngineRequest(new, sampling, len(prompt)))
+        self.engine.submit(EngineRequest(new, sampling, len(prompt) - output_before))
         return sequence
 
     def take(self) -> EngineOutputs:
