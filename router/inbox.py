@@ -41,6 +41,8 @@ class Turns:
 
     def wake(self, waiter: asyncio.Future[None], first: bool) -> None:
         """Set `waiter`, in this turn or in a later one; `first` says that its stream had no output yet."""
+        if waiter.done():
+            return  # its request has been cancelled, and has not run since
         if self.now():
             waiter.set_result(None)
         else:

@@ -76,6 +76,16 @@ async def test_a_waiting_stream_gets_all_that_comes_before_it_runs() -> None:
     assert [arrival.event for arrival in await taking] == [Drawn((1, 2, 3))]
 
 
+async def test_what_comes_for_a_stream_that_was_just_cancelled_disturbs_nobody() -> None:
+    inbox = Inbox(_turns())
+    taking = asyncio.create_task(inbox.take())
+    await asyncio.sleep(0)
+    taking.cancel()
+    inbox.put(0, 1, Drawn((1,)))  # the task has not run since, and still waits
+    with pytest.raises(asyncio.CancelledError):
+        await taking
+
+
 async def test_a_turn_of_the_loop_wakes_so_many_streams_and_no_more() -> None:
     turns, woken = _turns(2), list[int]()
     inboxes = [Inbox(turns) for _ in range(5)]
