@@ -38,6 +38,11 @@ class UpSettings(EngineSettings):
     )
     host: str = Field("127.0.0.1", description="address to listen on")
     port: FixedPort = Field(50051, description="gRPC port of the router")
+    routers: Count = Field(1, description="router processes, which share the router's ports")
+    own_port: FixedPort = Field(
+        50150,
+        description="with several routers: gRPC port of the first one alone, its /metrics 1000 above; others follow",
+    )
     http_port: FixedPort = Field(8000, description="HTTP port of the router: OpenAI-compatible API, /metrics, /health")
     manager_port: FixedPort = Field(50052, description="gRPC port of the KV manager")
     worker_port: FixedPort = Field(50053, description="gRPC port of the first worker; the others follow")

@@ -29,7 +29,11 @@ _SERVICES: Final[Mapping[str, type[Settings]]] = {
     each.service: each for each in (RouterSettings, KvManagerSettings, GpuWorkerSettings)
 }
 _TO_ALL: Final = ("log_level", "trace_sample_ratio")
-_PORT_FLAGS: Final = {"router": "--port or --http-port", "kvmanager": "--manager-port", "gpuworker": "--worker-port"}
+_PORT_FLAGS: Final = {
+    "router": "--port, --http-port or --own-port",
+    "kvmanager": "--manager-port",
+    "gpuworker": "--worker-port",
+}
 
 
 def suite_options(argv: Sequence[str], environ: Mapping[str, str]) -> StackOptions:
@@ -118,6 +122,7 @@ def _stack_options(settings: UpSettings, reading: Reading, model_name: str | Non
         http_port=settings.http_port,
         manager_port=settings.manager_port,
         worker_ports=tuple(range(settings.worker_port, settings.worker_port + settings.workers)),
+        own_ports=tuple(range(settings.own_port, settings.own_port + settings.routers)) if settings.routers > 1 else (),
         redis_url=settings.redis_url,
         state_dir=settings.state_dir,
         config=reading.file,
@@ -153,7 +158,8 @@ def _check_programs(
             problems += [FieldViolation(f"{program.name} {each.field}", each.description) for each in error.violations]
             continue
         problems += _overruled(services[program.service], final, reading)
-        ports += [(program, port) for port in _ports_of(final)]
+        shared = {port for other, port in ports if program.service == other.service == RouterSettings.service}
+        ports += [(program, port) for port in _ports_of(final) if port not in shared]
     problems += _taken(options.host, ports)
     if problems:
         raise _all_of(problems)
@@ -172,7 +178,8 @@ def _overruled(service: Reading, final: Settings, reading: Reading) -> Iterator[
 
 def _ports_of(final: Settings) -> tuple[int, ...]:
     if isinstance(final, RouterSettings):
-        return final.port, final.http_port
+        alone = () if final.own_port is None else (final.own_port, metrics_port(None, final.own_port))
+        return final.port, final.http_port, *alone
     assert isinstance(final, KvManagerSettings | GpuWorkerSettings)
     return final.port, metrics_port(final.metrics_port, final.port)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -37,6 +38,7 @@ class Program:
 class StackOptions:
     """What differs between one suite and another. `worker_ports` has one port a worker.
 
+    `own_ports` has one for each of several routers, which share `port` and `http_port`; one router needs none.
     `named_workers` is how many of them the router is told by flag (default all); the others it finds through Redis.
     `config` is the file that the services read besides their flags.
     """
@@ -50,6 +52,7 @@ class StackOptions:
     http_port: int = 8000
     manager_port: int = 50052
     worker_ports: tuple[int, ...] = (50053,)
+    own_ports: tuple[int, ...] = ()
     redis_url: str | None = None
     state_dir: Path = Path(".quire")
     config: Path | None = None
@@ -72,7 +75,7 @@ def redis_program(server: LocalRedis) -> Program:
 def service_programs(options: StackOptions, redis_url: str) -> tuple[list[Program], list[Program]]:
     """Return the control plane, which starts first, and the rest."""
     workers = [_worker(options, index, redis_url) for index in range(options.workers)]
-    rest = [*workers, _router(options, redis_url)]
+    rest = [*workers, *_routers(options, redis_url)]
     return ([] if options.embedded else [_manager(options, redis_url)]), rest
 
 
@@ -110,6 +113,22 @@ def _worker(options: StackOptions, index: int, redis_url: str) -> Program:
     command = (*_PYTHON, "cli.embedded" if options.embedded else "gpuworker.main")
     environment = _QUIET_GRPC | {"OMP_NUM_THREADS": str(threads)}
     return Program(f"worker-{index}", "gpuworker", command, flags, f"{options.host}:{port}", environment)
+
+
+def _routers(options: StackOptions, redis_url: str) -> Iterator[Program]:
+    """Yield one router, or several on the same ports, each of which knows the others by the ports of their own."""
+    if not options.own_ports:
+        yield _router(options, redis_url)
+    for index, own_port in enumerate(options.own_ports):
+        others = [f"{options.host}:{port}" for port in options.own_ports if port != own_port]
+        sharing = ("--own-port", str(own_port), *(word for other in others for word in ("--sibling", other)))
+        program = _router(options, redis_url)
+        yield replace(
+            program,
+            name=f"router-{index}",
+            flags=(*program.flags, *sharing),
+            address=f"{options.host}:{own_port}",
+        )
 
 
 def _router(options: StackOptions, redis_url: str) -> Program:

@@ -25,8 +25,8 @@ Say = Callable[[str, str], None]
 _POLL_SECONDS: Final = 0.05
 # What a service may need beyond its drain_timeout to say its last words.
 _LAST_WORDS_SECONDS: Final = 5.0
-_STOP_ORDER: Final = {"router": 0, "kvmanager": 2, REDIS: 3}
-_WORKERS_STOP: Final = 1
+# By service; Redis is none.
+_STOP_ORDER: Final = {"router": 0, "gpuworker": 1, "kvmanager": 2, "": 3}
 
 
 def free_ports(count: int) -> list[int]:
@@ -77,12 +77,14 @@ class Stack:
             await self._start(program)
         for program in (*control, *data):
             await self._or_failed(self._healthy(self.children[program.name]))
-        await self._or_failed(self._connected())
+        for program in data:
+            if program.service == "router":
+                await self._or_failed(self._connected(program.address))
 
     async def stop(self) -> None:
         """Drain the router first, then the workers, then the manager and Redis, so that nothing loses what it needs."""
         for step in range(1 + max(_STOP_ORDER.values())):
-            group = [each for name, each in self.children.items() if _STOP_ORDER.get(name, _WORKERS_STOP) == step]
+            group = [child for child in self.children.values() if _STOP_ORDER[child.program.service] == step]
             await asyncio.gather(*(child.stop() for child in group))
         self.children.clear()
 
@@ -144,9 +146,9 @@ class Stack:
                 await asyncio.sleep(_POLL_SECONDS)
         raise _not_ready(child)
 
-    async def _connected(self) -> None:
-        """Wait until the router sees every worker, and that with its manager: one is enough for it to be healthy."""
-        async with grpc.aio.insecure_channel(self.address) as channel:
+    async def _connected(self, address: str) -> None:
+        """Wait until a router sees every worker, and that with its manager: one is enough for it to be healthy."""
+        async with grpc.aio.insecure_channel(address) as channel:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
             async with asyncio.timeout(self.options.ready_seconds):
                 while True:

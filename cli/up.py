@@ -32,7 +32,7 @@ class Lines:
 
     def __call__(self, name: str, line: str) -> None:
         text = Text(f"{time.monotonic() - self._began:8.2f}s  ", style="dim")
-        text.append(f"{name:<10}", style=_COLOURS.get(name, "green"))
+        text.append(f"{name:<10}", style=_COLOURS.get(name.partition("-")[0], "green"))
         text.append(line)
         self._console.print(text, soft_wrap=True)
 

@@ -22,6 +22,12 @@ class RouterSettings(ServiceSettings):
     )
     block_size: BlockSize = Field(16, description="slots in a block; the same on every service")
     port: Port = Field(50051, description="gRPC port; 0 takes a free one")
+    own_port: Port | None = Field(
+        None,
+        description="let other routers of this host share --port and --http-port (SO_REUSEPORT); this one alone also "
+        "listens here (gRPC) and 1000 above (/metrics, /health); 0 takes free ones",
+    )
+    sibling: Addresses = Field((), description="HOST:PORT of the own port of a router that shares the ports; repeat it")
     http_port: Port = Field(
         8000, description="port of /metrics, /health and the OpenAI-compatible API; 0 takes a free one"
     )

@@ -20,7 +20,7 @@ from common.errors import InvalidConfig, QuireError
 from common.fingerprint import model_fingerprint
 from common.garbage import collect_rarely
 from common.logs import setup_logging
-from common.metrics import new_registry
+from common.metrics import MetricsServer, metrics_port, new_registry
 from common.rpc import event_loop
 from common.rpc.server import RpcServer
 from common.telemetry.provider import setup as setup_telemetry
@@ -50,6 +50,7 @@ from router.readiness import Readiness
 from router.recorder import Recorder
 from router.redis_prefix_index import LOOKUP_SECONDS, NoPrefixIndex, RedisPrefixIndex, connect
 from router.servicer import InferenceServicer
+from router.siblings import Siblings
 from router.status import RouterStatus
 from router.text import CheckpointText
 from router.trace_store import StoreExporter, TraceStore
@@ -82,7 +83,11 @@ class RouterProcess:
         self._card = _card(settings, checkpoint, _identity(settings, checkpoint), self._text)
         name, incarnation = f"router-{secrets.token_hex(4)}", secrets.token_bytes(16)
         self.pool = WorkerPool(RouterIdentity(name, incarnation), self._card.identity, self._clock)
-        self._server = RpcServer([INFERENCE, DECISIONS, KSERVE], [server_spans(self._telemetry.tracer, _UNTRACED)])
+        self._server = RpcServer(
+            [INFERENCE, DECISIONS, KSERVE], [server_spans(self._telemetry.tracer, _UNTRACED)], self._shares
+        )
+        self._siblings = Siblings(settings.sibling)
+        self._own_http = MetricsServer(self._registry, self._is_ready)
         self._discovery = self._new_discovery()
         self.readiness = Readiness(self.pool, self._server.health)
         self._validator = Validator(
@@ -95,6 +100,11 @@ class RouterProcess:
         self._serve_requests(name, checkpoint)
         self._http: HttpServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def _shares(self) -> bool:
+        """Whether other routers may listen on the same ports."""
+        return self.settings.own_port is not None
 
     def _redis_clients(self) -> tuple[Redis, Redis] | None:
         """Return one client for lookups, which must be quick or not at all, and one for discovery."""
@@ -125,11 +135,11 @@ class RouterProcess:
         status = RouterStatus(
             self._card, self.pool, admission, self._redis_connected, lambda: self.frontend.draining, clock
         )
-        service = InferenceServicer(self.frontend, self._validator, self._text, status, clock)
+        service = InferenceServicer(self.frontend, self._validator, self._text, status, clock, self._siblings)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, self._server.server)
         kserve = KserveServicer(self.frontend, self._validator, self._card, self._is_ready, clock)
         kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(kserve, self._server.server)
-        decisions = DecisionServicer(self._ring, self._store)
+        decisions = DecisionServicer(self._ring, self._store, self._siblings)
         decision_pb2_grpc.add_DecisionServiceServicer_to_server(decisions, self._server.server)
         add_otlp_receiver(self._store, self._server.server)
 
@@ -139,7 +149,7 @@ class RouterProcess:
     async def start(self) -> str:
         """Listen, and look for workers; return where. Raises InvalidConfig when a port is taken."""
         settings = self.settings
-        port = await self._server.start(settings.host, settings.port)
+        port = await self._server.start(settings.host, settings.port, settings.own_port)
         parts = HttpParts(
             frontend=self.frontend,
             validator=self._validator,
@@ -149,34 +159,49 @@ class RouterProcess:
             ready=self._is_ready,
             clock=self._clock,
         )
-        self._http = await serve_http(create_app(parts), settings.host, settings.http_port, settings.drain_timeout)
+        app = create_app(parts)
+        self._http = await serve_http(app, settings.host, settings.http_port, settings.drain_timeout, self._shares)
+        if settings.own_port is not None:
+            await self._own_http.start(settings.host, metrics_port(None, settings.own_port))
         for address in settings.worker:
             self.pool.add(address)
         loops = [self.readiness.run(), self.pool.watch()]
         if self._discovery is not None:
             loops.append(self._discovery.run())
         self._tasks = [asyncio.create_task(each) for each in loops]
-        return f"{settings.host}:{port}, HTTP on {settings.host}:{self._http.port}"
+        alone = f", alone on {settings.host}:{self._server.own_port}" if self._shares else ""
+        return f"{settings.host}:{port}, HTTP on {settings.host}:{self._http.port}{alone}"
 
     async def stop(self) -> None:
         """Take nothing new, let running requests finish for `drain_timeout`, then stop."""
         self.frontend.draining = True
         await self._server.health.drain()
-        if not await self.frontend.drain(self.settings.drain_timeout):
+        grace = self.settings.drain_timeout
+        # What comes from now on is for the siblings; without any it is told that this router drains.
+        closing = asyncio.create_task(self._close(grace)) if self._shares else None
+        if not await self.frontend.drain(grace):
             log.warning("stopping although some requests have not finished")
         # Statuses are on their way; whoever merely watches the health is not waited for.
-        http = self._http.stop() if self._http is not None else asyncio.sleep(0)
-        await asyncio.gather(self._server.stop(_LAST_WORDS_S), http)
+        await self._close(_LAST_WORDS_S)
+        if closing is not None:
+            await closing
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.pool.aclose()
+        await self._siblings.aclose()
+        await self._own_http.stop()
         for client in self._clients or ():
             await client.aclose()
         self._text.close()
         if self._constraints is not None:
             self._constraints.close()
         await self._telemetry.aclose()
+
+    async def _close(self, grace: float) -> None:
+        """Listen no more; running calls have `grace` seconds."""
+        http = self._http.stop() if self._http is not None else asyncio.sleep(0)
+        await asyncio.gather(self._server.stop(grace), http)
 
 
 def _identity(settings: RouterSettings, checkpoint: Checkpoint) -> PoolIdentity:

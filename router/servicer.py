@@ -13,6 +13,7 @@ from router.call_context import Context, call_context
 from router.convert import event_to_proto, model_to_proto, unary_to_proto
 from router.core.events import GenerateEvent
 from router.ports import Frontend, ModelCard, RequestValidator, TextCodec
+from router.siblings import Siblings, asked_by_sibling
 
 
 class StatusSource(Protocol):
@@ -33,9 +34,10 @@ class InferenceServicer(rpc.InferenceServiceServicer):
         codec: TextCodec,
         status: StatusSource,
         clock: Clock,
+        siblings: Siblings,
     ) -> None:
         self._frontend, self._validator, self._codec = frontend, validator, codec
-        self._status, self._clock = status, clock
+        self._status, self._clock, self._siblings = status, clock, siblings
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Stream one request."""
@@ -69,5 +71,8 @@ class InferenceServicer(rpc.InferenceServiceServicer):
         return model_to_proto(self._status.model())
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
-        """Return queue and workers."""
-        return self._status.status()
+        """Return queue and workers; the requests are those of all routers on these ports."""
+        status = self._status.status()
+        if not asked_by_sibling(context):
+            await self._siblings.add_to(status)
+        return status

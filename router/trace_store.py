@@ -61,6 +61,11 @@ class TraceStore:
         spans.sort(key=lambda span: (span.start_unix_nano, -span.end_unix_nano))
         return decision_pb2.GetTraceResponse(trace_id=trace_id, spans=spans)
 
+    def trace_of(self, request_id: str) -> str:
+        """Return the id of the trace that a request is in; "" when no span here names it."""
+        with self._lock:
+            return self._trace_of_request.get(request_id, "")
+
     def _add(self, trace_id: str, span: decision_pb2.Span) -> None:
         known = self._traces.get(trace_id, {})
         if span.span_id not in known:

@@ -25,22 +25,30 @@ class RpcServer:
         around = [*interceptors, AroundInterceptor(ErrorsToStatuses)]
         self.server = aio.server(interceptors=around, options=server_options(reuse_port))
         self.health = Health(services)
-        self.port = 0
+        self.port = self.own_port = 0
 
-    async def start(self, host: str, port: int) -> int:
-        """Listen, NOT_SERVING yet, and return the port (a free one for 0). Raises InvalidConfig when it is taken."""
+    async def start(self, host: str, port: int, own_port: int | None = None) -> int:
+        """Listen, NOT_SERVING yet, and return the port (a free one for 0). Raises InvalidConfig when it is taken.
+
+        On `own_port` the server answers too: where others share `port`, it reaches this process for certain.
+        """
         await self.health.add_to(self.server)
-        try:
-            self.port = self.server.add_insecure_port(f"{host}:{port}")
-        except RuntimeError:
-            what = f"cannot listen on {host}:{port}; expected a free port of this machine (0 takes one)"
-            raise InvalidConfig(FieldViolation("--port", what)) from None
+        self.port = self._listen(host, port, "--port")
+        if own_port is not None:
+            self.own_port = self._listen(host, own_port, "--own-port")
         await self.server.start()
         return self.port
 
     async def ready(self) -> None:
         """Say SERVING to health checks."""
         await self.health.ready()
+
+    def _listen(self, host: str, port: int, flag: str) -> int:
+        try:
+            return self.server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError:
+            what = f"cannot listen on {host}:{port}; expected a free port of this machine (0 takes one)"
+            raise InvalidConfig(FieldViolation(flag, what)) from None
 
     async def stop(self, grace: float) -> None:
         """Say NOT_SERVING, take no new RPC, and give running ones `grace` seconds before they are cancelled."""

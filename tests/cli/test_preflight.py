@@ -169,7 +169,7 @@ def test_a_port_that_is_taken_is_told_with_the_flag_that_changes_it(taken: int, 
 
 def test_two_processes_cannot_have_one_port(base: dict[str, str]) -> None:
     found = refusals(("--worker-port", base["QUIRE_UP_PORT"]), base)
-    wanted = "is taken; router needs it: choose another with --port or --http-port"
+    wanted = "is taken; router needs it: choose another with --port, --http-port or --own-port"
     assert found == {f"port {base['QUIRE_UP_PORT']} of 127.0.0.1": wanted}
 
 

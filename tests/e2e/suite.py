@@ -29,6 +29,28 @@ class Outcome:
     finished: pb.Finished | None = None
 
 
+async def stream(
+    channel: grpc.aio.Channel,
+    request: pb.GenerateRequest,
+    timeout: float = PATIENCE,
+    first_token: asyncio.Event | None = None,
+) -> Outcome:
+    """Stream one request over a channel to its end; `first_token` is set when its first token comes."""
+    outcome = Outcome()
+    async for event in inference_pb2_grpc.InferenceServiceStub(channel).Generate(request, timeout=timeout):
+        match event.WhichOneof("event"):
+            case "admitted":
+                outcome.admitted = event.admitted
+            case "tokens":
+                outcome.tokens.extend(event.tokens.token_ids)
+                outcome.text += event.tokens.text
+                if first_token is not None:
+                    first_token.set()
+            case "finished":
+                outcome.finished = event.finished
+    return outcome
+
+
 class Suite:
     """A running suite, its lines, and clients of the router and the KV manager."""
 
@@ -42,19 +64,7 @@ class Suite:
         self, request: pb.GenerateRequest, timeout: float = PATIENCE, first_token: asyncio.Event | None = None
     ) -> Outcome:
         """Stream one request to its end; `first_token` is set when its first token comes."""
-        outcome = Outcome()
-        async for event in self.inference.Generate(request, timeout=timeout):
-            match event.WhichOneof("event"):
-                case "admitted":
-                    outcome.admitted = event.admitted
-                case "tokens":
-                    outcome.tokens.extend(event.tokens.token_ids)
-                    outcome.text += event.tokens.text
-                    if first_token is not None:
-                        first_token.set()
-                case "finished":
-                    outcome.finished = event.finished
-        return outcome
+        return await stream(self.channel, request, timeout, first_token)
 
     async def pools(self) -> list[kvmanager_pb2.Pool]:
         """Return every worker's pool, as the KV manager counts it."""

@@ -26,6 +26,7 @@ from router.constraints import ConstraintChecker
 from router.core.admission import AdmissionLimits
 from router.ports import ModelCard
 from router.servicer import InferenceServicer
+from router.siblings import Siblings
 from router.status import RouterStatus
 from router.text import CheckpointText
 from router.validate import Validator
@@ -53,7 +54,7 @@ async def served(*workers: WorkerDouble, limits: AdmissionLimits | None = None) 
         status = RouterStatus(card, bench.pool, bench.admission, lambda: False, lambda: bench.frontend.draining, clock)
         constraints = ConstraintChecker.load(CHECKPOINT, checkpoint.eos_token_ids)
         validator = Validator(text, checkpoint, constraints=constraints)
-        servicer = InferenceServicer(bench.frontend, validator, text, status, clock)
+        servicer = InferenceServicer(bench.frontend, validator, text, status, clock, Siblings())
         server = RpcServer(["quire.inference.v1.InferenceService"], [server_spans(bench.tracer)])
         rpc.add_InferenceServiceServicer_to_server(servicer, server.server)
         port = await server.start("127.0.0.1", 0)

@@ -26,6 +26,7 @@ from quire.decision.v1 import decision_pb2 as pb
 from quire.decision.v1 import decision_pb2_grpc as rpc
 from router.decision_servicer import DecisionServicer
 from router.otlp_receiver import add_otlp_receiver
+from router.siblings import Siblings
 from router.trace_convert import from_otlp, from_sdk
 from router.trace_store import StoreExporter, TraceStore
 
@@ -147,7 +148,7 @@ class Served:
 async def served(store: TraceStore) -> AsyncIterator[Served]:
     server, ring = RpcServer(["quire.decision.v1.DecisionService"]), DecisionRing(8)
     add_otlp_receiver(store, server.server)
-    rpc.add_DecisionServiceServicer_to_server(DecisionServicer(ring, store), server.server)
+    rpc.add_DecisionServiceServicer_to_server(DecisionServicer(ring, store, Siblings()), server.server)
     port = await server.start("127.0.0.1", 0)
     async with open_channel(f"127.0.0.1:{port}") as channel:
         yield Served(f"127.0.0.1:{port}", store, ring, rpc.DecisionServiceStub(channel))
