@@ -20,6 +20,7 @@ from gpuworker.convert import SubmitLimits
 from gpuworker.core.batch_plan import StepRunner
 from gpuworker.core.outcomes import AgentConfig
 from gpuworker.engine import Engine
+from gpuworker.grammars import GrammarCompiler
 from gpuworker.servicer import GpuWorkerServicer, Serving
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.gpuworker.v1 import gpuworker_pb2_grpc as rpc
@@ -111,10 +112,10 @@ class Served:
         self.engine: Engine = self.driver.engine
         self.address = ""
 
-    def serve(self, limits: SubmitLimits = LIMITS) -> None:
+    def serve(self, limits: SubmitLimits = LIMITS, grammars: GrammarCompiler | None = None) -> None:
         """Say that the model is loaded."""
         info = lambda: pb.WorkerInfo(worker_id="w0", incarnation=self.engine.attach.incarnation)  # noqa: E731
-        self.servicer.serve(Serving(self.engine, info, limits, pb.MemoryLedger(total=7)))
+        self.servicer.serve(Serving(self.engine, info, limits, pb.MemoryLedger(total=7), grammars))
 
     @asynccontextmanager
     async def stub(self) -> AsyncIterator[rpc.GpuWorkerServiceStub]:
