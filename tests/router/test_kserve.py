@@ -1,12 +1,10 @@
-"""The Open Inference Protocol over a real socket, with a scripted frontend behind it: answers, errors, streams."""
+"""The Open Inference Protocol over a real socket, with a scripted frontend behind it: what is served, whole answers."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -16,79 +14,27 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from common.clock import ManualClock
-from common.errors import DeadlineExceeded, Overloaded, QuotaViolation, Unavailable
-from common.rpc.server import RpcServer, open_channel
-from common.types import FinishReason, KvGeometry, PoolIdentity, TokenLogprobs
+from common.errors import DeadlineExceeded
+from common.types import FinishReason
 from quire.kserve.v2 import kserve_pb2 as pb
-from quire.kserve.v2 import kserve_pb2_grpc as rpc
-from router.checkpoint import read_checkpoint
-from router.core.events import ValidatedRequest
-from router.kserve_servicer import SERVICE, KserveServicer
-from router.ports import ModelCard
-from router.text import CheckpointText
-from router.validate import Validator
-from tests.router.frontend_double import TRACE_ID, ScriptedFrontend, Step, admitted, finished, tokens
+from router.kserve_servicer import SERVICE
+from tests.router.frontend_double import TRACE_ID, Step, admitted, finished, tokens
 from tests.router.kserve_messages import infer, is_final, outputs_of
-
-DEMO = Path(__file__).parents[2] / "gpuworker" / "demo_model" / "checkpoint"
-FACTS = read_checkpoint(DEMO)
-PATIENCE_S = 10.0
-ARRIVED = 3.0
+from tests.router.kserve_service import ARRIVED, PATIENCE_S, Api, served_api, two_sequences
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@dataclass
-class Api:
-    """The service, what is behind it, and stubs."""
-
-    channel: aio.Channel
-    stub: rpc.GRPCInferenceServiceStub
-    frontend: ScriptedFrontend
-    is_ready: bool = True
-
-    async def infer(self, request: pb.ModelInferRequest) -> pb.ModelInferResponse:
-        return await self.stub.ModelInfer(request, timeout=PATIENCE_S)
-
-    async def refused(self, request: pb.ModelInferRequest) -> tuple[grpc.StatusCode, str]:
-        """Return the status of a request that fails."""
-        with pytest.raises(aio.AioRpcError) as error:
-            await self.infer(request)
-        return error.value.code(), error.value.details() or ""
-
-    async def stream(
-        self, *requests: pb.ModelInferRequest, metadata: Sequence[tuple[str, str]] = ()
-    ) -> list[pb.ModelStreamInferResponse]:
-        """Send requests on one stream, half-close it, and return all responses."""
-        call = self.stub.ModelStreamInfer(iter(requests), timeout=PATIENCE_S, metadata=metadata)
-        return [response async for response in call]
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def served() -> AsyncIterator[Api]:
-    text, frontend = CheckpointText.load(DEMO, FACTS.max_model_len), ScriptedFrontend()
-    identity = PoolIdentity("m", FACTS.tokenizer_fingerprint, 16, KvGeometry(4, 2, 64, 64, "float32"))
-    card = ModelCard("demo", identity, FACTS.max_model_len, FACTS.vocab_size, FACTS.eos_token_ids, True)
-    server = RpcServer([SERVICE])
-    port = await server.start("127.0.0.1", 0)
-    async with open_channel(f"127.0.0.1:{port}") as channel:
-        api = Api(channel, rpc.GRPCInferenceServiceStub(channel), frontend)
-        validator = Validator(text, FACTS, draw_seed=lambda: 11)
-        service = KserveServicer(frontend, validator, card, lambda: api.is_ready, ManualClock(ARRIVED))
-        rpc.add_GRPCInferenceServiceServicer_to_server(service, server.server)
-        await server.ready()
-        yield api
-    await server.server.stop(None)
-    text.close()
+    async with served_api() as running:
+        yield running
 
 
 @pytest.fixture
 def api(served: Api) -> Api:
     """The service with its script as at first."""
-    served.frontend.reset()
-    served.is_ready = True
-    return served
+    return served.reset()
 
 
 # ------------------------------------------------------------ what is served
@@ -186,18 +132,6 @@ async def test_the_prompt_comes_before_the_answer_as_with_tritons_vllm_backend(a
     assert outputs_of(await api.infer(infer(text_input="Lyon is "))) == {"text_output": ["Lyon is Hello world"]}
 
 
-def two_sequences(request: ValidatedRequest) -> list[Step]:
-    entry = TokenLogprobs(5, -0.5, ((6, -0.25), (5, -0.5)))
-    return [
-        admitted(request, cached=2),
-        tokens("a", 5, 6, index=1, logprobs=(entry, entry)),
-        tokens("b", 5, index=0, logprobs=(entry,)),
-        finished(2, index=1, reason=FinishReason.LENGTH),
-        tokens("c", 8, index=0, logprobs=(TokenLogprobs(8, -1.0),)),
-        finished(2, index=0),
-    ]
-
-
 async def test_everything_that_can_be_asked_for(api: Api) -> None:
     api.frontend.script = two_sequences
     asked = ("finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens", "num_output_tokens", "output_ids")
@@ -273,131 +207,3 @@ async def test_a_cancelled_call_closes_its_events(api: Api) -> None:
     await asyncio.wait_for(api.frontend.reached.wait(), PATIENCE_S)
     call.cancel()
     await asyncio.wait_for(api.frontend.closed.wait(), PATIENCE_S)
-
-
-# ------------------------------------------------------------ streams
-
-
-async def test_a_stream_has_a_response_a_delta_and_one_final_one(api: Api) -> None:
-    wanted = infer(name="a", input_ids=[1], stream=True, return_finish_reason=True, return_num_output_tokens=True)
-    responses = await api.stream(wanted)
-    assert {response.error_message for response in responses} == {""}
-    answers = [response.infer_response for response in responses]
-    assert [outputs_of(each)["text_output"] for each in answers] == [["Hello"], [" world"], [""]]
-    assert [outputs_of(each)["finish_reason"] for each in answers] == [["None"], ["None"], ["stop"]]
-    assert [outputs_of(each)["num_output_tokens"] for each in answers] == [[1], [1], [0]]
-    assert [is_final(each) for each in answers] == [False, False, True]
-    assert {each.id for each in answers} == {"a"}
-
-
-async def test_without_stream_a_stream_answers_once(api: Api) -> None:
-    (response,) = await api.stream(infer(name="a", text_input="x ", stream=False))
-    assert outputs_of(response.infer_response) == {"text_output": ["x Hello world"]}
-    assert is_final(response.infer_response)
-
-
-async def test_deltas_of_several_sequences_keep_their_places(api: Api) -> None:
-    api.frontend.script = two_sequences
-    wanted = infer(input_ids=[1], stream=True, sampling_parameters={"n": 2}, return_finish_reason=True)
-    answers = [outputs_of(each.infer_response) for each in await api.stream(wanted)]
-    assert [each["text_output"] for each in answers] == [["", "a"], ["b", ""], ["c", ""], ["", ""]]
-    assert [each["finish_reason"] for each in answers][1:] == [["None", "None"], ["None", "length"], ["stop", "length"]]
-
-
-async def test_an_empty_final_response_when_that_is_enough(api: Api) -> None:
-    parameters = {"triton_enable_empty_final_response": True}
-    *_, last = await api.stream(infer(input_ids=[1], stream=True, parameters=parameters))
-    assert list(last.infer_response.outputs) == []
-    assert is_final(last.infer_response)
-    *_, last = await api.stream(infer(input_ids=[1], stream=True, parameters=parameters, return_finish_reason=True))
-    assert outputs_of(last.infer_response) == {"text_output": [""], "finish_reason": ["stop"]}
-
-
-async def test_requests_of_one_stream_are_answered_as_they_go(api: Api) -> None:
-    first, second = asyncio.Event(), asyncio.Event()
-
-    def script(request: ValidatedRequest) -> list[Step]:
-        if request.prompt == (1,):
-            return [admitted(request), tokens("slow"), first, tokens("er"), finished(2)]
-        return [admitted(request), tokens("quick"), second, finished(1)]
-
-    api.frontend.script = script
-    call = api.stub.ModelStreamInfer(timeout=PATIENCE_S)
-    seen = []
-
-    async def see() -> None:
-        response = await call.read()
-        assert isinstance(response, pb.ModelStreamInferResponse)
-        answer = response.infer_response
-        seen.append((answer.id, *outputs_of(answer)["text_output"], is_final(answer)))
-
-    await call.write(infer(name="a", input_ids=[1], stream=True))
-    await see()
-    await call.write(infer(name="b", input_ids=[2], stream=True))
-    await see()
-    second.set()
-    await see()
-    await call.done_writing()  # what is under way goes on
-    first.set()
-    await see()
-    await see()
-    assert seen == [
-        *(("a", "slow", False), ("b", "quick", False), ("b", "", True)),
-        *(("a", "er", False), ("a", "", True)),
-    ]
-    assert await call.read() is aio.EOF
-    assert await call.code() is grpc.StatusCode.OK
-
-
-async def test_an_error_is_told_under_its_id_and_the_stream_goes_on(api: Api) -> None:
-    api.frontend.script = lambda request: (
-        [Overloaded(QuotaViolation("router.queue", "8 of 8"), 1.0)]
-        if request.prompt == (1,)
-        else [admitted(request), tokens("fine"), finished(1)]
-    )
-    requests = [infer(name="full", input_ids=[1]), infer(name="good", input_ids=[2]), infer(name="gone", model="x")]
-    by_id = {each.infer_response.id: each for each in await api.stream(*requests)}
-    assert by_id["full"].error_message == "request full: router.queue: 8 of 8; try again in 1.0 s"
-    assert by_id["full"].infer_response.parameters["reason"].string_param == "OVERLOADED"
-    assert by_id["gone"].error_message.startswith("request gone: model 'x' is not served here")
-    assert outputs_of(by_id["good"].infer_response) == {"text_output": ["fine"]}
-    assert all(is_final(each.infer_response) for each in by_id.values())
-
-
-async def test_a_stream_that_fails_late_has_no_other_final_response(api: Api) -> None:
-    late: list[Step] = [tokens("He"), finished(1, reason=FinishReason.DEADLINE), DeadlineExceeded("deadline exceeded")]
-    api.frontend.script = lambda request: [admitted(request), *late]
-    responses = await api.stream(infer(input_ids=[1], stream=True))
-    assert [(each.error_message, is_final(each.infer_response)) for each in responses] == [
-        ("", False),
-        ("deadline exceeded", True),
-    ]
-
-
-async def test_clients_may_ask_for_a_status_in_place_of_the_message(api: Api) -> None:
-    api.frontend.script = lambda _: [Unavailable("no worker")]
-    with pytest.raises(aio.AioRpcError) as error:
-        await api.stream(infer(input_ids=[1]), metadata=[("triton_grpc_error", "true")])
-    assert (error.value.code(), error.value.details()) == (grpc.StatusCode.UNAVAILABLE, "no worker")
-
-
-async def test_cancelling_the_stream_closes_every_request_on_it(api: Api) -> None:
-    api.frontend.script = lambda request: [admitted(request), tokens("x"), asyncio.Event()]
-    call = api.stub.ModelStreamInfer(timeout=PATIENCE_S)
-    for number in range(3):
-        await call.write(infer(name=str(number), input_ids=[1], stream=True))
-        assert await call.read() is not aio.EOF
-    call.cancel()
-    async with asyncio.timeout(PATIENCE_S):
-        while api.frontend.ended < 3:
-            api.frontend.closed.clear()
-            await api.frontend.closed.wait()
-
-
-async def test_the_streams_deadline_and_trace_are_those_of_its_requests(api: Api) -> None:
-    parent, own = f"00-{'a' * 32}-{'b' * 16}-01", f"00-{'c' * 32}-{'d' * 16}-01"
-    requests = [infer(name="1", input_ids=[1]), infer(name="2", input_ids=[2], parameters={"traceparent": own})]
-    await api.stream(*requests, metadata=[("traceparent", parent)])
-    traces = {request.prompt[0]: request.traceparent for request in api.frontend.requests}
-    assert traces == {1: parent, 2: own}
-    assert all(request.deadline == pytest.approx(ARRIVED + PATIENCE_S, abs=1) for request in api.frontend.requests)
