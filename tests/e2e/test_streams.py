@@ -6,9 +6,7 @@ import asyncio
 import random
 
 import grpc
-import openai
 import pytest
-from openai.types.chat import ChatCompletionChunk, ChatCompletionMessageParam
 
 from gpuworker.demo_model.prompts import questions, system_text
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc
@@ -121,23 +119,6 @@ async def test_one_trace_spans_the_three_services(suite: Suite) -> None:
     assert len(roots) == 1
     events = {event.attributes["quire.decision.kind"] for span in answer.spans for event in span.events}
     assert {"routing", "grant"} <= events
-
-
-async def test_the_openai_client_is_served(suite: Suite) -> None:
-    async with openai.AsyncOpenAI(base_url=suite.stack.http_url + "/v1", api_key="none", max_retries=0) as client:
-        models = [model.id async for model in client.models.list()]
-        question = questions(1)[0]
-        messages: list[ChatCompletionMessageParam] = [
-            {"role": "system", "content": system_text()},
-            {"role": "user", "content": question.text},
-        ]
-        whole = await client.chat.completions.create(model=models[0], messages=messages, temperature=0, max_tokens=24)
-        stream: openai.AsyncStream[ChatCompletionChunk] = await client.chat.completions.create(
-            model=models[0], messages=messages, temperature=0, max_tokens=24, stream=True
-        )
-        parts = [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
-    over_grpc = await suite.generate(chat(question.text, system_text(), max_tokens=24))
-    assert whole.choices[0].message.content == "".join(parts) == over_grpc.text
 
 
 async def test_prompt_text_is_in_no_log_line(suite: Suite) -> None:
