@@ -1,0 +1,28 @@
+"""One stack for all tests of this folder, which run in the order of their file; it is taken down whatever happens."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.docker.engine.stack import Stack, Transcript
+
+
+@pytest.fixture(scope="session")
+def transcript() -> Iterator[Transcript]:
+    """A transcript; the file that TRANSCRIPT names gets it too."""
+    with Path(os.environ.get("TRANSCRIPT", os.devnull)).open("w") as file:
+        yield Transcript(file)
+
+
+@pytest.fixture(scope="session")
+def stack(transcript: Transcript) -> Iterator[Stack]:
+    Stack(transcript).take_down()  # what a run left that was cut off
+    running = Stack(transcript)
+    try:
+        yield running
+    finally:
+        running.take_down()

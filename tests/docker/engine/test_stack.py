@@ -1,0 +1,126 @@
+"""The stack on a real Docker engine, as one story: build, start, ask, scale, restart, crash, stop. `make test-docker`.
+
+Every step builds on the one before it; pytest stops at the first that fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+
+from common.rpc import probe
+from tests.docker.engine.stack import Stack, Transcript
+
+IMAGES = {"kvmanager": "quire/kvmanager", "router": "quire/router", "gpuworker": "quire/gpuworker:cpu"}
+BASE = os.environ.get("PYTHON_IMAGE", "python:3.11-slim-bookworm")
+# Writes where an image must not be written; prints what comes of it.
+WRITE = "import pathlib; pathlib.Path('/opt/quire/x').write_text('x')"
+REFUSED = f"""
+try: exec({WRITE!r}); print('written')
+except OSError as error: print(error.strerror)
+"""
+OUTSIDE = """
+import socket
+try: socket.create_connection(('192.0.2.1', 80), timeout=2); print('connected')
+except OSError as error: print(type(error).__name__)
+"""
+LIMITS = "from common.cores import usable_cores; import os; print(usable_cores(), os.getuid())"
+# Ends the manager as a crash would: the process itself, not the init above it.
+CRASH = """
+import os, pathlib, signal
+for each in pathlib.Path('/proc').glob('[0-9]*'):
+    words = (each / 'cmdline').read_bytes().split(b'\\0')
+    if each.name != '1' and any(word.endswith(b'quire-kvmanager') for word in words[1:2]):
+        os.kill(int(each.name), signal.SIGKILL)
+"""
+
+
+def test_the_images_are_built(stack: Stack, transcript: Transcript) -> None:
+    transcript.say(stack.docker("version", "--format", "docker {{.Client.Version}}, engine {{.Server.Version}}"))
+    transcript.say(stack.compose("version"))
+    for service in IMAGES:
+        with transcript.timed(f"docker compose build {service}"):
+            stack.compose("build", service, timeout=1500.0)
+    base = int(stack.docker("image", "inspect", "--format", "{{.Size}}", BASE))
+    transcript.say(f"{BASE}: {base / 1e6:.0f} MB")
+    for image in IMAGES.values():
+        size = int(stack.docker("image", "inspect", "--format", "{{.Size}}", image))
+        transcript.say(f"{image}: {size / 1e6:.0f} MB, {(size - base) / 1e6:.0f} MB without its base")
+    for image in (IMAGES["kvmanager"], IMAGES["router"]):
+        found = stack.docker("run", "--rm", "--entrypoint", "sh", image, "-c", "ls -d /opt/quire/lib/*/site-packages/*")
+        assert "site-packages/grpc\n" in found
+        assert not any(f"site-packages/{package}\n" in found for package in ("torch", "triton", "transformers", "pip"))
+
+
+def test_it_starts_and_is_healthy(stack: Stack, transcript: Transcript) -> None:
+    with transcript.timed("docker compose up --wait --scale gpuworker=2"):
+        stack.compose("up", "--detach", "--wait", "--wait-timeout", "240", "--scale", "gpuworker=2")
+    transcript.say("\n".join(f"{each['Name']:26} {each['Status']}" for each in stack.containers()))
+    assert {each["Health"] for each in stack.containers()} == {"healthy"}
+    assert probe.ask(f"127.0.0.1:{stack.grpc_port}", "quire.inference.v1.InferenceService") == "SERVING"
+
+
+def test_another_container_is_answered(stack: Stack, transcript: Transcript) -> None:
+    with transcript.timed("docker compose run client once"):
+        answer = json.loads(stack.compose("run", "--no-deps", "--rm", "-T", "client", "once").splitlines()[-1])
+    transcript.say(f"answered: {answer}")
+    assert (answer["tokens"], answer["reason"]) == (8, "FINISH_REASON_LENGTH")
+    assert answer["worker"] in stack.workers()
+    assert answer["http"]
+    transcript.say(stack.compose("exec", "-T", "router", "quire", "status"))
+
+
+def test_what_runs_is_confined(stack: Stack, transcript: Transcript) -> None:
+    for service in IMAGES:
+        assert stack.python(service, REFUSED) == "Read-only file system"
+        host = stack.inspect(service)["HostConfig"]
+        assert (host["ReadonlyRootfs"], host["CapDrop"], host["Privileged"]) == (True, ["ALL"], False)
+    assert stack.python("gpuworker", OUTSIDE) in ("OSError", "TimeoutError")
+    assert stack.python("gpuworker", LIMITS) == "1 10001"
+    transcript.say("file systems are read-only, capabilities dropped, uid 10001; workers reach nothing outside")
+
+
+def test_workers_come_and_go_under_load(stack: Stack, transcript: Transcript) -> None:
+    with stack.load() as load:
+        before = stack.workers()
+        with transcript.timed("docker compose up --scale gpuworker=3, under load"):
+            stack.compose("up", "--detach", "--wait", "--no-recreate", "--scale", "gpuworker=3")
+        (third,) = set(stack.workers()) - set(before)
+        with transcript.timed(f"the third worker, {third}, gets streams"):
+            load.more(3, worker=third)
+        asyncio.run(stack.until_all_run(3))
+        with transcript.timed("docker compose up --scale gpuworker=2, while each of the three runs streams"):
+            stack.compose("up", "--detach", "--wait", "--no-recreate", "--scale", "gpuworker=2")
+        assert len(stack.workers()) == 2
+        load.more(24)
+    assert ("gpuworker", 0) in stack.ends()
+
+
+def test_the_manager_is_restarted_under_load(stack: Stack, transcript: Transcript) -> None:
+    with stack.load() as load:
+        with transcript.timed("docker compose restart kvmanager, under load"):
+            stack.compose("restart", "kvmanager")
+        load.more(24)
+        transcript.say("killing the manager's process, under load")
+        stack.compose("exec", "--detach", "kvmanager", "python", "-c", CRASH)
+        with transcript.timed("the engine starts it again, and it is healthy"):
+            stack.until_restarted("kvmanager")
+        load.more(24)
+    lines = stack.compose("logs", "--no-log-prefix", "kvmanager").splitlines()
+    epochs = [json.loads(line)["msg"] for line in lines if "took epoch" in line]
+    transcript.say(f"the manager: {', '.join(epochs)}")
+    assert len(epochs) == 3
+
+
+def test_it_stops_cleanly(stack: Stack, transcript: Transcript) -> None:
+    with transcript.timed("docker compose stop"):
+        stack.compose("stop")
+    ends = stack.ends()
+    transcript.say(f"all ends so far: {', '.join(f'{service} {code}' for service, code in ends)}")
+    assert {service for service, _ in ends[-6:]} == {"client", *IMAGES, "redis"}
+    assert [end for end in ends if end[1] != 0] == [("kvmanager", 128 + signal.SIGKILL)]
+    with transcript.timed("docker compose down --volumes"):
+        stack.take_down()
+    assert stack.containers() == []
