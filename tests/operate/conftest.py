@@ -12,6 +12,7 @@ from cli.stack import StackOptions
 from gpuworker.demo_model import CHECKPOINT
 from tests.e2e.load import prompts
 from tests.e2e.suite import Suite, greedy, running_suite
+from tests.operate.tee import Tee, forwarding, running_tee
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -27,15 +28,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in long]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def suite(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Suite]:
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def tee() -> AsyncIterator[Tee]:
+    """What the suite takes for its collector."""
+    async with running_tee() as running:
+        yield running
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def suite(tee: Tee, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Suite]:
     """Two workers with so few blocks that sequences are preempted and prefixes evicted."""
     flags = ("--kv-blocks", "80", "--dtype", "float32")
     options = StackOptions(model=CHECKPOINT, workers=2, worker_flags=flags)
-    async with running_suite(tmp_path_factory.mktemp("operate"), options) as running:
-        await burst(running)
-        await cancelled(running)
-        yield running
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", tee.endpoint)
+        async with (
+            running_suite(tmp_path_factory.mktemp("operate"), options) as running,
+            forwarding(tee, running.stack.address),
+        ):
+            await burst(running)
+            await cancelled(running)
+            yield running
 
 
 async def burst(suite: Suite, seed: int = 0) -> None:

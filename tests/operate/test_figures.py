@@ -12,14 +12,14 @@ from tests.operate.exposition import OPENMETRICS, Exposed, scrape
 from tests.operate.files import Expression, expressions, rules
 from tests.operate.promql import TARGET_LABELS, Selector, groupings, result_labels, selectors
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 # What Prometheus makes itself.
 BUILT_IN: Mapping[str, Set[str]] = {"up": frozenset(), "ALERTS": frozenset({"alertname", "alertstate", "severity"})}
 JOBS = ("router", "kvmanager", "gpuworker")
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def exposed(suite: Suite) -> dict[str, Exposed]:
     return await scrape(suite, OPENMETRICS)
 

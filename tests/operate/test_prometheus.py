@@ -29,7 +29,7 @@ from tests.operate.files import PROMETHEUS, load_yaml, panels, without_variables
 PROGRAM = shutil.which("prometheus")
 pytestmark = [
     pytest.mark.prometheus,
-    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.asyncio(loop_scope="session"),
     pytest.mark.skipif(PROGRAM is None, reason="prometheus is not installed (a package of Debian)"),
 ]
 PATIENCE_S = 60.0
@@ -83,7 +83,7 @@ async def asked(client: httpx.AsyncClient, path: str, **parameters: str | float)
     return answer["data"]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def scraped(suite: Suite, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[httpx.AsyncClient]:
     """A Prometheus that has watched a loaded suite for some seconds."""
     async with prometheus(suite, tmp_path_factory.mktemp("prometheus")) as client:

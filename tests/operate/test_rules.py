@@ -12,6 +12,10 @@ from typing import Any
 import pytest
 
 from common import errors
+from common.config import flag_of
+from gpuworker.config import GpuWorkerSettings
+from kvmanager.config import KvManagerSettings
+from router.config import RouterSettings
 from tests.operate.alert_cases import CASES, UP, Case, Series
 from tests.operate.files import PROMETHEUS, ROOT, RUNBOOK, load_yaml, rules
 from tests.operate.promql import selectors
@@ -75,6 +79,15 @@ def test_the_runbook_has_a_section_for_every_alert_and_for_no_other() -> None:
     page = RUNBOOK.relative_to(ROOT)
     assert urls == {alert: f"{page}#{alert.lower()}" for alert in urls}
     assert {heading for heading in headings if heading.startswith("Quire") and " " not in heading} == set(urls)
+
+
+def test_options_that_the_runbook_names_exist() -> None:
+    runbook = RUNBOOK.read_text().partition("## Runbook")[2]
+    services = (RouterSettings, KvManagerSettings, GpuWorkerSettings)
+    known = {flag_of(key) for settings in services for key in settings.model_fields}
+    named = set(re.findall(r"`(--[a-z-]+)", runbook))
+    assert named
+    assert named <= known
 
 
 def test_reasons_that_count_as_failures_of_ours_are_errors_that_exist() -> None:
