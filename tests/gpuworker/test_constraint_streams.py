@@ -1,4 +1,4 @@
-"""Constraints on their way from a router to the engine: compiled off the loop, refused in words, cancelled meanwhile."""
+"""Constraints on their way from a router to the engine: compiled off the loop, refused in words, cancelled mid-way."""
 
 from __future__ import annotations
 
