@@ -37,12 +37,13 @@ class Api:
     channel: aio.Channel
     stub: rpc.GRPCInferenceServiceStub
     frontend: ScriptedFrontend
+    clock: ManualClock
     is_ready: bool = True
 
     def reset(self) -> Api:
-        """Go back to the script of a short answer, and to being ready."""
+        """Go back to the script of a short answer, to the time of the start, and to being ready."""
         self.frontend.reset()
-        self.is_ready = True
+        self.is_ready, self.clock.now = True, ARRIVED
         return self
 
     async def infer(self, request: pb.ModelInferRequest) -> pb.ModelInferResponse:
@@ -71,9 +72,9 @@ async def served_api() -> AsyncIterator[Api]:
     server = RpcServer([SERVICE])
     port = await server.start("127.0.0.1", 0)
     async with open_channel(f"127.0.0.1:{port}") as channel:
-        api = Api(channel, rpc.GRPCInferenceServiceStub(channel), frontend)
+        api = Api(channel, rpc.GRPCInferenceServiceStub(channel), frontend, ManualClock(ARRIVED))
         validator = Validator(text, FACTS, draw_seed=lambda: 11)
-        service = KserveServicer(frontend, validator, card, lambda: api.is_ready, ManualClock(ARRIVED))
+        service = KserveServicer(frontend, validator, card, lambda: api.is_ready, api.clock)
         rpc.add_GRPCInferenceServiceServicer_to_server(service, server.server)
         await server.ready()
         yield api

@@ -201,6 +201,11 @@ async def test_a_deadline_that_cut_the_answer_short_is_the_status(api: Api) -> N
     assert api.frontend.requests[0].deadline == ARRIVED + 1.0
 
 
+async def test_of_two_deadlines_the_earlier_one_counts(api: Api) -> None:
+    await api.infer(infer(input_ids=[1], parameters={"timeout": 60_000_000}))
+    assert api.frontend.requests[0].deadline == pytest.approx(ARRIVED + PATIENCE_S, abs=1)
+
+
 async def test_a_cancelled_call_closes_its_events(api: Api) -> None:
     api.frontend.script = lambda request: [admitted(request), asyncio.Event()]
     call = api.stub.ModelInfer(infer(input_ids=[1]), timeout=PATIENCE_S)

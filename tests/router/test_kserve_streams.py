@@ -69,6 +69,24 @@ async def test_an_empty_final_response_when_that_is_enough(api: Api) -> None:
     assert outputs_of(last.infer_response) == {"text_output": [""], "finish_reason": ["stop"]}
 
 
+async def test_a_whole_answer_has_its_tensors_although_it_is_empty(api: Api) -> None:
+    api.frontend.script = lambda request: [admitted(request), finished(0)]
+    (only,) = await api.stream(infer(input_ids=[1], parameters={"triton_enable_empty_final_response": True}))
+    assert outputs_of(only.infer_response) == {"text_output": [""]}
+
+
+async def test_each_request_of_a_stream_arrives_at_its_own_time(api: Api) -> None:
+    call = api.stub.ModelStreamInfer(timeout=PATIENCE_S)
+    for _ in range(2):
+        await call.write(infer(input_ids=[1]))
+        assert await call.read() is not aio.EOF
+        api.clock.advance(2.0)
+    await call.done_writing()
+    first, second = api.frontend.requests
+    assert second.arrived - first.arrived == 2.0
+    assert second.deadline == first.deadline
+
+
 async def test_requests_of_one_stream_are_answered_as_they_go(api: Api) -> None:
     first, second = asyncio.Event(), asyncio.Event()
 
