@@ -16,9 +16,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from common.errors import NotFound
 from quire.decision.v1 import decision_pb2
-from router.trace_convert import from_otlp, from_sdk
-
-REQUEST_ID = "quire.request_id"
+from router.trace_convert import KeptSpan, from_otlp, from_sdk
 
 
 class TraceStore:
@@ -30,17 +28,17 @@ class TraceStore:
         self._capacity = capacity
         self._lock = threading.Lock()
         self._order: deque[tuple[str, str]] = deque()  # (trace id, span id), oldest first
-        self._traces: dict[str, dict[str, decision_pb2.Span]] = {}  # trace id -> span id -> span
+        self._traces: dict[str, dict[str, KeptSpan]] = {}  # trace id -> span id -> span
         self._trace_of_request: dict[str, str] = {}
 
     def __len__(self) -> int:
         return len(self._order)
 
-    def add(self, spans: Iterable[tuple[str, decision_pb2.Span]]) -> None:
-        """Keep (trace id, span) pairs; one that comes again (its sender tried twice) replaces the first."""
+    def add(self, spans: Iterable[KeptSpan]) -> None:
+        """Keep spans; one that comes again (its sender tried twice) replaces the first."""
         with self._lock:
-            for trace_id, span in spans:
-                self._add(trace_id, span)
+            for span in spans:
+                self._add(span)
 
     def add_otlp(self, request: trace_service_pb2.ExportTraceServiceRequest) -> None:
         """Keep the spans of an OTLP export."""
@@ -53,7 +51,8 @@ class TraceStore:
         """
         with self._lock:
             trace_id = trace_id or self._trace_of_request.get(request_id, "")
-            spans = list(self._traces.get(trace_id, {}).values())
+            kept = list(self._traces.get(trace_id, {}).values())
+        spans = [span.message() for span in kept]
         if not spans:
             named = f"trace {trace_id}" if trace_id else f"request {request_id}"
             what = f"no span of {named}; it was not sampled, is not delivered yet, or {self._capacity} newer spans"
@@ -66,24 +65,25 @@ class TraceStore:
         with self._lock:
             return self._trace_of_request.get(request_id, "")
 
-    def _add(self, trace_id: str, span: decision_pb2.Span) -> None:
+    def _add(self, span: KeptSpan) -> None:
+        trace_id = span.trace_id
         known = self._traces.get(trace_id, {})
         if span.span_id not in known:
             if len(self._order) == self._capacity:
                 self._drop_oldest()
             self._order.append((trace_id, span.span_id))
         self._traces.setdefault(trace_id, known)[span.span_id] = span
-        if REQUEST_ID in span.attributes:
-            self._trace_of_request[span.attributes[REQUEST_ID]] = trace_id
+        if span.request_id:
+            self._trace_of_request[span.request_id] = trace_id
 
     def _drop_oldest(self) -> None:
         trace_id, span_id = self._order.popleft()
         spans = self._traces[trace_id]
-        request_id = spans.pop(span_id).attributes.get(REQUEST_ID)
+        request_id = spans.pop(span_id).request_id
         if not spans:
             del self._traces[trace_id]
-        named = any(span.attributes.get(REQUEST_ID) == request_id for span in spans.values())
-        if request_id is not None and not named and self._trace_of_request.get(request_id) == trace_id:
+        named = any(span.request_id == request_id for span in spans.values())
+        if request_id and not named and self._trace_of_request.get(request_id) == trace_id:
             del self._trace_of_request[request_id]
 
 

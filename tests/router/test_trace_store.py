@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -92,6 +92,7 @@ def test_both_ways_into_the_store_give_the_same_message(store: TraceStore) -> No
     link = Link(own.start_span("other").get_span_context())
     attributes: dict[str, Any] = {
         "bytes": b"\x01\xff",
+        "quire.request_id": "r1",
         "text": "é",
         "whole": 1,
         "half": 0.5,
@@ -104,7 +105,11 @@ def test_both_ways_into_the_store_give_the_same_message(store: TraceStore) -> No
     made.set_status(StatusCode.ERROR, "why")
     made.end()
     assert isinstance(made, ReadableSpan)
-    assert [from_sdk(made)] == list(from_otlp(encode_spans([made])))
+    (delivered,) = from_otlp(encode_spans([made]))
+    direct = from_sdk(made)
+    assert direct.message() == delivered.message()
+    assert replace(direct, message=delivered.message) == delivered
+    assert direct.request_id == "r1"
 
 
 def test_the_oldest_span_goes_first(store: TraceStore, tracer: Tracer) -> None:
