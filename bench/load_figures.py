@@ -66,6 +66,7 @@ def figures(seen: Seen, window: Window, output_tokens: int, cpu: Mapping[str, fl
         "faults": len(seen.faults),
         "lateness_p99_ms": percentile(1e3 * (seen.sent - seen.intended)[due], 99),
         "busiest_client": max(seen.cpu, default=0.0),
+        "clients_cores": sum(seen.cpu),
     }
     for status in sorted(set(seen.status[due].tolist()) - {FINISHED}):
         found[f"status_{status}"] = float((seen.status[due] == status).sum())
@@ -144,6 +145,19 @@ def costs(seen: Seen, cpu: Mapping[str, float]) -> dict[str, float]:
 
 
 NOTES = {
+    "router_tokens_per_s": "highest rate carried, output tokens a second (0: none of those tried)",
+    "router_tokens_per_s_on_a_core": "over the cores that the router used then: what a core of its own would carry",
+    "router_requests_per_s": "the same of requests for one token, requests a second",
+    "router_requests_per_s_on_a_core": "over the cores that the router used then",
+    "router_added_ttft_ms_p50": "TTFT through the router minus straight to the worker, at half of that load: medians",
+    "router_added_ttft_ms_p99": "99th percentiles",
+    "half_load_samples": "requests of each kind, interleaved in one run",
+    "half_load_valid": "1: the clients kept up",
+    "streams_at_once": "streams that were open at one moment",
+    "streams_finished": "of them ended as they should",
+    "streams_tokens": "tokens that came, each of them checked",
+    "streams_faults": "tokens lost, repeated, out of order or foreign",
+    "streams_migrated": "streams that went on at another worker, as theirs was killed",
     "offered_requests_s": "requests that were due, a second",
     "offered_tokens_s": "output tokens that they asked for, a second",
     "requests_s": "requests that ended, a second",
@@ -158,6 +172,10 @@ NOTES = {
     "faults": "tokens lost, repeated, out of order or foreign",
     "lateness_p99_ms": "how late the generator sent, 99th percentile",
     "busiest_client": "cores that the busiest client process used",
+    "clients_cores": "cores that all of them used",
+    "router_us_per_token": "processor time of the routers, microseconds an output token",
+    "router_ms_per_request": "and milliseconds a request",
+    "router_cores": "cores that the routers used",
     "valid": "1: the generator kept up",
     "steady": "1: the load was carried: backlog steady, TTFT p99 in bounds, nothing refused or lost",
 }

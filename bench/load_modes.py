@@ -111,10 +111,17 @@ async def saturation(
     return carried, rows
 
 
-async def find_saturation(suite: LoadSuite, shape: Shape, probes: int) -> tuple[Row | None, list[Row]]:
+async def find_saturation(
+    suite: LoadSuite, shape: Shape, probes: int, on_row: Callable[[Row], None]
+) -> tuple[Row | None, list[Row]]:
     """Return the highest rate that the suite carries, and all rows that were measured on the way."""
-    guess = _CLOSED_OF_SATURATION * await capacity(suite, shape)
-    return await saturation(lambda rate: at_rate(suite, shape, rate), guess, probes)
+
+    async def probe(rate: float) -> Row:
+        row = await at_rate(suite, shape, rate)
+        on_row(row)
+        return row
+
+    return await saturation(probe, _CLOSED_OF_SATURATION * await capacity(suite, shape), probes)
 
 
 async def added_ttft(suite: LoadSuite, shape: Shape, rate: float) -> Row:
@@ -134,12 +141,12 @@ async def added_ttft(suite: LoadSuite, shape: Shape, rate: float) -> Row:
         f"router_added_ttft_ms_p{share}": percentile(routed, share) - percentile(straight, share) for share in (50, 99)
     }
     return found | {
-        "routed_ttft_ms_p50": percentile(routed, 50),
-        "direct_ttft_ms_p50": percentile(straight, 50),
-        "samples": float(min(len(routed), len(straight))),
-        "tokens_s": loaded["tokens_s"],
-        "valid": float(loaded["valid"] and max(map(_lateness, probes)) <= window.lateness),
-        "router_cores": cpu["router"] / elapsed,
+        "half_load_routed_ttft_ms_p50": percentile(routed, 50),
+        "half_load_direct_ttft_ms_p50": percentile(straight, 50),
+        "half_load_samples": float(min(len(routed), len(straight))),
+        "half_load_tokens_s": loaded["tokens_s"],
+        "half_load_valid": float(loaded["valid"] and max(map(_lateness, probes)) <= window.lateness),
+        "half_load_router_cores": cpu["router"] / elapsed,
     }
 
 

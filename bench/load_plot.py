@@ -35,18 +35,22 @@ def draw(rows: list[Row], title: str) -> Figure:
             line = sorted((row for row in wanted if row["routers"] == count), key=lambda row: row["offered_tokens_s"])
             _latencies(first, line, count)
             _goodput(good, line, count)
+        for axes in (first, good):
+            axes.set_xlim(0, 1.08 * max((row["offered_tokens_s"] for row in wanted), default=1.0))
+        good.set_ylim(0, 1.15 * max((row["goodput_requests_s"] for row in wanted), default=1.0))
         first.set_yscale("log")
         first.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: duration(value)))
         first.yaxis.set_minor_formatter(ticker.NullFormatter())
         figure.suptitle(title, x=0.012, y=0.975, ha="left", va="top", fontsize=13, fontweight="bold")
         figure.text(0.012, 0.015, _FOOT, ha="left", va="bottom", fontsize=7.5, color=QUIET)
-        figure.tight_layout(rect=(0.0, 0.05, 1.0, 0.94), w_pad=2.5)
+        figure.tight_layout(rect=(0.0, 0.075, 1.0, 0.94), w_pad=2.5)
     return figure
 
 
 _FOOT: Final = (
-    "Solid: median; dashed: 99th percentile, from when a request was due. Filled dots: carried with a steady backlog; "
-    "rings: not carried. Simulated workers; clients, routers, manager and worker share the machine."
+    "Left, solid: median; dashed: 99th percentile; from when a request was due. Filled dots: carried, with a steady "
+    "backlog and TTFT within the SLO; rings: not carried, or clients that fell behind.\n"
+    "Simulated workers, Poisson arrivals; clients, routers, manager and worker share the machine's cores."
 )
 
 
@@ -54,7 +58,6 @@ def _prepare(axes: Axes, title: str, label: str) -> None:
     axes.set_title(title, loc="left", fontsize=9.5, fontweight="bold", color=INK, pad=10)
     axes.set_xlabel(label)
     axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value / 1000:g}k"))
-    axes.set_xlim(left=0)
     axes.tick_params(which="both", length=0)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color=GRID, linewidth=0.8)
@@ -65,6 +68,8 @@ def _latencies(axes: Axes, line: list[Row], count: int) -> None:
     offered = [row["offered_tokens_s"] for row in line]
     for share, style in ((50, "-"), (99, "--")):
         _points(axes, line, offered, [max(0.1, row[f"ttft_p{share}_ms"]) for row in line], count, style)
+        end = (offered[-1], line[-1][f"ttft_p{share}_ms"])
+        axes.annotate(f"p{share}", end, (6, 0), textcoords="offset points", va="center", color=_colour(count))
 
 
 def _goodput(axes: Axes, line: list[Row], count: int) -> None:
@@ -77,7 +82,6 @@ def _goodput(axes: Axes, line: list[Row], count: int) -> None:
     axes.annotate(
         words, where, (-6, 6), textcoords="offset points", ha="right", color=_colour(count), fontweight="bold"
     )
-    axes.set_ylim(bottom=0)
 
 
 def _points(axes: Axes, line: list[Row], x: list[float], y: list[float], count: int, style: str) -> None:
