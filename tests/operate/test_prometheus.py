@@ -1,5 +1,6 @@
 """A real Prometheus over a running suite: every panel shows something, every rule is healthy, a slow time has a trace.
 
+The configuration is that for clusters, with the suite's processes as pods, so that its relabelling is tried too.
 It takes half a minute, so it runs only when asked for: `pytest -m prometheus tests/operate`.
 """
 
@@ -9,7 +10,7 @@ import asyncio
 import shutil
 import time
 from asyncio.subprocess import DEVNULL
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -38,13 +39,13 @@ LOAD_S = 12.0
 
 @asynccontextmanager
 async def prometheus(suite: Suite, folder: Path) -> AsyncIterator[httpx.AsyncClient]:
-    """Run Prometheus on our configuration, with the suite's ports for compose's names and a second between scrapes."""
-    config = load_yaml(PROMETHEUS / "prometheus.yml")
+    """Run Prometheus on the configuration for clusters, told of its pods, with a second between scrapes."""
+    config = load_yaml(PROMETHEUS / "kubernetes.yml")
     config["global"] = {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"}
     config["rule_files"] = [str(PROMETHEUS / "rules/*.yml")]
-    config["scrape_configs"] = [
-        {"job_name": job, "static_configs": [{"targets": addresses}]} for job, addresses in targets(suite).items()
-    ]
+    (scraping,) = config["scrape_configs"]
+    del scraping["kubernetes_sd_configs"]
+    scraping["static_configs"] = [*pods(suite)]
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     (port,) = free_ports(1)
     process = await asyncio.create_subprocess_exec(
@@ -63,6 +64,25 @@ async def prometheus(suite: Suite, folder: Path) -> AsyncIterator[httpx.AsyncCli
     finally:
         process.terminate()
         await process.wait()
+
+
+def pods(suite: Suite) -> Iterator[dict[str, Any]]:
+    """Yield what a cluster would tell of the suite's processes: a target for each of a pod's ports."""
+    for job, addresses in targets(suite).items():
+        for number, address in enumerate(addresses):
+            host, _, port = address.rpartition(":")
+            about = {
+                "annotation_prometheus_io_scrape": "true",
+                "annotation_prometheus_io_port": port,
+                "ip": host,
+                "label_app_kubernetes_io_name": job,
+                "name": f"{job}-{number}",
+            }
+            for name in ("grpc", "metrics"):
+                labels = {f"__meta_kubernetes_pod_{key}": value for key, value in about.items()}
+                labels["__meta_kubernetes_pod_container_port_name"] = name
+                yield {"targets": [f"{host}:1"], "labels": labels}
+    yield {"targets": ["127.0.0.1:1"], "labels": {"__meta_kubernetes_pod_container_port_name": "grpc"}}  # no annotation
 
 
 async def _ready(client: httpx.AsyncClient) -> None:
@@ -98,9 +118,12 @@ async def scraped(suite: Suite, tmp_path_factory: pytest.TempPathFactory) -> Asy
 
 async def test_every_target_answers(scraped: httpx.AsyncClient) -> None:
     active = (await asked(scraped, "targets"))["activeTargets"]
-    assert {target["labels"]["job"]: target["health"] for target in active} == dict.fromkeys(
-        ("router", "kvmanager", "gpuworker"), "up"
-    )
+    assert sorted((target["labels"]["instance"], target["labels"]["job"], target["health"]) for target in active) == [
+        ("gpuworker-0", "gpuworker", "up"),
+        ("gpuworker-1", "gpuworker", "up"),
+        ("kvmanager-0", "kvmanager", "up"),
+        ("router-0", "router", "up"),
+    ]
     assert [target["lastError"] for target in active if target["lastError"]] == []
 
 
@@ -136,5 +159,8 @@ async def test_a_slow_first_token_leads_to_its_trace(suite: Suite, scraped: http
     slowest = max(exemplars, key=lambda exemplar: float(exemplar["value"]))
     stub = decision_pb2_grpc.DecisionServiceStub(suite.channel)
     request = decision_pb2.GetTraceRequest(trace_id=slowest["labels"]["trace_id"])
-    spans = (await stub.GetTrace(request, timeout=10.0)).spans
-    assert {"request", "queue", "stream"} <= {span.name for span in spans}
+    names: set[str] = set()
+    async with asyncio.timeout(PATIENCE_S):
+        while not {"request", "queue", "stream"} <= names:  # the last ones are on their way
+            names = {span.name for span in (await stub.GetTrace(request, timeout=10.0)).spans}
+            await asyncio.sleep(0.1)
