@@ -31,7 +31,7 @@ from router.openai_types import ChatRequest, CompletionRequest
 from router.ports import CallContext, Frontend, ModelCard, RequestValidator, TextCodec
 from router.status import quire_version
 
-MAX_BODY_BYTES = 64 * 1024 * 1024
+MAX_BODY_BYTES = 16 * 1024 * 1024
 # The router traces requests itself; the framework would write what a wrong body says into logs.
 _NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
 T = TypeVar("T")
@@ -165,8 +165,8 @@ class _Api:
         return JSONResponse(body, headers=_headers(answer))
 
     async def _collect(self, order: Order, call: CallContext, answer: Answer) -> Json:
-        whole = WholeAnswer(answer)
         async with aclosing(await self._begin(order, call, answer)) as events:
+            whole = WholeAnswer(answer)  # not before: n may be any number until it is validated
             async for prompt, event in events:
                 piece = answer.take(prompt, event)
                 if piece is not None:

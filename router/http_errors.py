@@ -39,6 +39,8 @@ _PATHS = (
     ("cache.salt", "cache_salt"),
     ("token_ids", "tokens"),
 )
+# A body can be wrong in very many places.
+_MAX_MESSAGE = 4_000
 _WORD = re.compile(r"\w+")
 
 
@@ -82,7 +84,7 @@ def install(app: FastAPI) -> None:
 
 def _body(status: int, message: str, param: str | None, code: str | None) -> Json:
     kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return {"error": {"message": message[:_MAX_MESSAGE], "type": kind, "param": param, "code": code}}
 
 
 async def _quire_error(_: Request, error: Exception) -> JSONResponse:

@@ -12,6 +12,7 @@ from quire.types.v1 import types_pb2
 from router.openai_constraint import constraint_of
 from router.openai_types import ChatRequest, CompletionRequest, GenerationFields, Message
 
+MAX_PROMPTS = 1024
 # Fields whose name is the same here and there.
 _SAME = (
     *("temperature", "top_p", "min_p", "min_tokens", "repetition_penalty", "presence_penalty"),
@@ -33,8 +34,9 @@ class Order:
 def completion_order(body: CompletionRequest, headers: Mapping[str, str]) -> Order:
     """Return a request for each prompt. Raises Unsupported and InvalidRequest."""
     _refuse(body)
-    if not body.prompts:
-        raise InvalidRequest(FieldViolation("prompt", "is empty; expected a text, token ids, or a list of either"))
+    if not 1 <= len(body.prompts) <= MAX_PROMPTS:
+        what = f"has {len(body.prompts)} prompts; expected a text, token ids, or a list of 1 to {MAX_PROMPTS} of either"
+        raise InvalidRequest(FieldViolation("prompt", what))
     if body.best_of is not None and body.best_of != (1 if body.n is None else body.n):
         raise Unsupported(f"best_of: is {body.best_of}; only as many as n are drawn, so leave it out")
     if body.echo and body.logprobs is not None:

@@ -14,6 +14,9 @@ Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 # What protobuf's float can hold; validate.py has the real ranges.
 Float32 = Annotated[float, Field(ge=-3.4e38, le=3.4e38)]
+# Of lists that may be long the first wrong entry is named, not all.
+TokenIds = Annotated[list[Int32], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
 # What asks for nothing.
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
@@ -51,7 +54,7 @@ class StructuredOutputs(BaseModel):
     json_: dict[str, Any] | str | None = Field(None, alias="json", description="a JSON schema")
     regex: str | None = Field(None, description="in the syntax of Rust's regex crate, without look-around")
     grammar: str | None = Field(None, description="in Lark's notation, with the rule `start`")
-    choice: list[str] | None = Field(None, description="the answer is one of these texts")
+    choice: Texts | None = Field(None, description="the answer is one of these texts")
     json_object: bool | None = Field(None, description="any JSON object")
 
 
@@ -77,7 +80,7 @@ class GenerationFields(BaseModel):
     temperature: Float32 | None = Field(None, description="0 is greedy; unset: the checkpoint's, else 1")
     top_p: Float32 | None = None
     n: Int32 | None = Field(None, description="choices for each prompt; they share the blocks of the prompt")
-    stop: str | list[str] | None = Field(None, description="up to 16 texts at which an answer ends")
+    stop: str | Texts | None = Field(None, description="up to 16 texts at which an answer ends")
     seed: Int64 | None = Field(None, description="equal requests with equal seeds draw equal tokens")
     presence_penalty: Float32 | None = None
     frequency_penalty: Float32 | None = None
@@ -87,14 +90,14 @@ class GenerationFields(BaseModel):
     min_p: Float32 | None = None
     min_tokens: Int32 | None = None
     repetition_penalty: Float32 | None = None
-    stop_token_ids: list[Int32] | None = None
+    stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_grammar: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Texts | None = None
     request_id: str | None = Field(None, description="instead of the header X-Request-Id")
     priority: Int32 | None = Field(None, description="-100 to 100; higher is served first")
     cache_salt: str | None = Field(None, description="share cached prefixes only with requests of the same salt")
@@ -112,7 +115,9 @@ class CompletionRequest(GenerationFields):
 
     refused: ClassVar[dict[str, tuple[Any, ...]]] = GenerationFields.refused | {"suffix": _NOTHING}
 
-    prompt: str | list[Int32] | list[str] | list[list[Int32]] = Field(..., description="texts or token ids")
+    prompt: str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True)] = Field(
+        ..., description="texts or token ids"
+    )
     max_tokens: Int32 | None = 16
     logprobs: Int32 | None = Field(None, description="so many of the most likely tokens at each position, 0 to 20")
     echo: bool | None = Field(None, description="begin each choice with its prompt")
@@ -139,7 +144,7 @@ class Message(BaseModel):
     """One message of a chat."""
 
     role: str = Field(..., description="a word that the checkpoint's chat template knows; developer counts as system")
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     tool_calls: list[Any] | None = None
 
     @property
@@ -169,7 +174,7 @@ class ChatRequest(GenerationFields):
         "web_search_options": (None,),
     }
 
-    messages: list[Message]
+    messages: Annotated[list[Message], Field(fail_fast=True)]
     max_completion_tokens: Int32 | None = Field(None, description="unset: as many as the context holds")
     max_tokens: Int32 | None = Field(None, description="the older name of max_completion_tokens")
     logprobs: bool | None = None

@@ -26,6 +26,8 @@ MAX_LOGPROBS = 20
 MAX_PRIORITY = 100
 # Of a list with many wrong entries only the first are named.
 _MOST_NAMED = 5
+# What is wrong in more places than this is not worth the time to say.
+_MOST_VIOLATIONS = 100
 # JSON readers keep whole numbers exact up to this many bits.
 _SEED_BITS = 53
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -77,7 +79,8 @@ class _Report:
     violations: list[FieldViolation] = field(default_factory=list)
 
     def add(self, path: str, what: str, reason: str = "") -> None:
-        self.violations.append(FieldViolation(path, what, reason))
+        if len(self.violations) < _MOST_VIOLATIONS:
+            self.violations.append(FieldViolation(path, what, reason))
 
     def check(self, path: str, value: float, allowed: Range) -> None:
         if value not in allowed:

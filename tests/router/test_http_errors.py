@@ -57,6 +57,23 @@ async def test_a_malformed_body_is_refused_with_what_is_wrong(
     assert not api.frontend.requests
 
 
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": "a", "n": 2**31 - 1}, "n"),
+        ({"prompt": "a", "stop": [""] * 100_000}, "stop"),
+        ({"prompt": [[1]] * 2000}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [["a"]] * 100_000}, "prompt"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_huge_mistake_is_answered_briefly(api: Api, body: dict[str, Any], param: str, stream: bool) -> None:
+    answer = await api.http.post("/v1/completions", json=body | {"stream": stream}, timeout=DEADLINE_S)
+    assert (answer.status_code, detail(answer)["param"]) == (400, param)
+    assert len(answer.content) < 5000
+
+
 async def test_a_field_inside_a_message_is_named(api: Api) -> None:
     answer = await api.http.post("/v1/chat/completions", json={"messages": [*HI, {"content": "x"}]})
     assert detail(answer)["param"] == "messages[1].role"
