@@ -77,7 +77,9 @@ class StepRates:
         """Take in a completed step."""
         prefilled = prefill_tokens(plan)
         (self._mixed if prefilled else self._decodes).add(seconds)
-        if prefilled == 0:
+        if prefilled == 0 or seconds < self.decode_step:
+            # A whole step, prefill and all, that is quicker than a decode is said to be: decodes were disturbed when
+            # that was learnt, and where requests ask for one token no other step ever shows it.
             self.decode_step = _blend(self.decode_step, seconds)
         elif prefilled >= _ENOUGH_PREFILL:
             self.prefill_token = _blend(self.prefill_token, max(0.0, seconds - self.decode_step) / prefilled)

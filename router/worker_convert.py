@@ -103,6 +103,7 @@ def load_from_proto(load: pb.Load) -> Load:
         prefill_seconds_per_token=load.prefill_seconds_per_token,
         step_age_seconds=load.step_age_seconds,
         step_predicted_seconds=load.step_predicted_seconds,
+        steps=load.steps,
         manager_attached=load.manager_attached,
         draining=load.draining,
     )

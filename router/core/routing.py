@@ -12,6 +12,7 @@ its queue and its slower steps.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ OVERCOMMIT = 2
 PRIOR_PREFILL_TOKEN_S = 1e-4
 PRIOR_STEP_S = 0.02
 PRIOR_OUTPUT_TOKENS = 64.0
+# What a worker has shown weighs half when others have shown something so many seconds later; see _trust.
+TRUST_HALF_LIFE_S = 10.0
 # A worker whose manager is away grants nothing new: about what a restart of the manager takes.
 MANAGER_AWAY_S = 1.0
 
@@ -69,6 +72,7 @@ class Choice:
 class _Cost:
     worker: WorkerModel
     hit_blocks: int
+    trust: float
     queue_delay: float
     prefill: float
     decode_pressure: float
@@ -83,7 +87,10 @@ class _Cost:
             ("prefill", self.prefill),
             ("decode_pressure", self.decode_pressure),
         )
-        return Candidate(self.worker.worker_id, self.total, terms, figures=(("hit_blocks", float(self.hit_blocks)),))
+        figures = [("hit_blocks", float(self.hit_blocks))]
+        if self.trust < 1.0:
+            figures.append(("trust", self.trust))
+        return Candidate(self.worker.worker_id, self.total, terms, figures=tuple(figures))
 
 
 class Router:
@@ -100,7 +107,7 @@ class Router:
         absent: Collection[tuple[str, str]] = (),
     ) -> Choice:
         """Return the choice among `workers`; `hits` are blocks by worker id, `absent` names of others with reasons."""
-        now, fallback = self._clock.monotonic(), _Fallback.of(workers)
+        now, others = self._clock.monotonic(), _Others.of(workers)
         costs: list[_Cost] = []
         out = [Candidate(name, rejected=reason) for name, reason in absent]
         verdicts = set()
@@ -108,7 +115,7 @@ class Router:
             verdict, reason = _filter(worker, placement, now)
             verdicts.add(verdict)
             if verdict is Outcome.PLACED:
-                costs.append(_cost(worker, placement, hits.get(worker.worker_id, 0), fallback))
+                costs.append(_cost(worker, placement, hits.get(worker.worker_id, 0), others))
             else:
                 out.append(Candidate(worker.worker_id, rejected=reason))
         decision_id = self._new_id()
@@ -141,11 +148,11 @@ class Router:
 
 
 def _ages(workers: Sequence[WorkerModel], now: float) -> Iterator[tuple[str, float]]:
-    """Yield how old each signal is that the costs rest on; a rate that is assumed has no age."""
+    """Yield how old each signal is that the costs rest on; rates that are assumed have no age."""
     for worker in workers:
         yield f"{worker.worker_id}.heartbeat", now - worker.heartbeat_at
-        if worker.rates.prefill_token.value is not None:
-            yield f"{worker.worker_id}.prefill_rate", worker.rates.prefill_token.age(now)
+        if worker.shown_at > float("-inf"):
+            yield f"{worker.worker_id}.rates", now - worker.shown_at
 
 
 _BEST_FIRST = (Outcome.PLACED, Outcome.WAIT, Outcome.NO_WORKER, Outcome.TOO_LARGE)
@@ -167,43 +174,62 @@ def _filter(worker: WorkerModel, placement: Placement, now: float) -> tuple[Outc
 
 
 @dataclass(frozen=True, slots=True)
-class _Fallback:
-    """What is assumed of a worker that has shown nothing yet: the mean of those that have."""
+class _Others:
+    """What the workers show on the whole: assumed of one that has shown nothing yet, or nothing for long."""
 
     prefill_token: float
     step: float
     output_tokens: float
+    latest: float
 
     @staticmethod
-    def of(workers: Sequence[WorkerModel]) -> _Fallback:
+    def of(workers: Sequence[WorkerModel]) -> _Others:
+        latest = max((worker.shown_at for worker in workers), default=float("-inf"))
+        trusts = [_trust(worker, latest) for worker in workers]
         rates = [worker.rates for worker in workers]
-        return _Fallback(
-            _mean([rate.prefill_token.value for rate in rates], PRIOR_PREFILL_TOKEN_S),
-            _mean([rate.step.predict(1) for rate in rates], PRIOR_STEP_S),
-            _mean([rate.output_tokens.value for rate in rates], PRIOR_OUTPUT_TOKENS),
+        return _Others(
+            _mean([rate.prefill_token.value for rate in rates], trusts, PRIOR_PREFILL_TOKEN_S),
+            _mean([rate.step.predict(1) for rate in rates], trusts, PRIOR_STEP_S),
+            _mean([rate.output_tokens.value for rate in rates], trusts, PRIOR_OUTPUT_TOKENS),
+            latest,
         )
 
 
-def _mean(values: Sequence[float | None], prior: float) -> float:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else prior
+def _trust(worker: WorkerModel, latest: float) -> float:
+    """Return the weight of what a worker has shown, against the mean of all.
+
+    A worker that was disturbed while it learnt looks slow, is passed over, and so never shows better: what it showed
+    halves in weight with every TRUST_HALF_LIFE_S by which the worker shown last is ahead of it. Then it looks like the
+    others, and is tried. A pool that rests as a whole forgets nothing.
+    """
+    behind = 0.0 if worker.shown_at == latest else latest - worker.shown_at
+    return math.pow(0.5, behind / TRUST_HALF_LIFE_S)
 
 
-def _cost(worker: WorkerModel, placement: Placement, hit_blocks: int, fallback: _Fallback) -> _Cost:
-    capacity, rates = worker.capacity, worker.rates
-    per_token = fallback.prefill_token if rates.prefill_token.value is None else rates.prefill_token.value
+def _mean(values: Sequence[float | None], trusts: Sequence[float], prior: float) -> float:
+    known = [(value, trust) for value, trust in zip(values, trusts, strict=True) if value is not None]
+    weight = sum(trust for _, trust in known)
+    return sum(value * trust for value, trust in known) / weight if weight else prior
+
+
+def _cost(worker: WorkerModel, placement: Placement, hit_blocks: int, others: _Others) -> _Cost:
+    capacity, rates, trust = worker.capacity, worker.rates, _trust(worker, others.latest)
     running = min(worker.sequences + placement.sequences, capacity.max_num_seqs)
-    step = rates.step.predict(running)
-    if step is None:
-        step = fallback.step * (1.0 + (running - 1) / capacity.max_num_seqs)
+    per_token = _believed(rates.prefill_token.value, others.prefill_token, trust)
+    usual_step = others.step * (1.0 + (running - 1) / capacity.max_num_seqs)
+    step = _believed(rates.step.predict(running), usual_step, trust)
     hit_blocks = min(hit_blocks, (placement.prompt_tokens - 1) // capacity.block_size)
     uncached = placement.prompt_tokens - hit_blocks * capacity.block_size
-    horizon = min(float(placement.max_tokens), fallback.output_tokens)
-    stay = rates.sequence.value if rates.sequence.value is not None else fallback.output_tokens * step
+    horizon = min(float(placement.max_tokens), others.output_tokens)
+    stay = rates.sequence.value if rates.sequence.value is not None else others.output_tokens * step
     delay = worker.pending_prefill_tokens * per_token + _wait_for_room(worker, placement, hit_blocks, stay)
     if not worker.load.manager_attached:
         delay += MANAGER_AWAY_S
-    return _Cost(worker, hit_blocks, delay, uncached * per_token + step, horizon * step)
+    return _Cost(worker, hit_blocks, trust, delay, uncached * per_token + step, horizon * step)
+
+
+def _believed(shown: float | None, usual: float, trust: float) -> float:
+    return usual if shown is None else usual + trust * (shown - usual)
 
 
 def _wait_for_room(worker: WorkerModel, placement: Placement, hit_blocks: int, stay: float) -> float:

@@ -51,6 +51,7 @@ class Load:
     prefill_seconds_per_token: float = 0.0
     step_age_seconds: float = 0.0
     step_predicted_seconds: float = 0.0
+    steps: int = 0
     manager_attached: bool = True
     draining: bool = False
 
@@ -78,6 +79,8 @@ class WorkerModel:
     heartbeat_at: float
     rates: Rates = field(init=False)
     draining: bool = False
+    # When it last told something of its steps that it had not told before (seconds).
+    shown_at: float = float("-inf")
     _since: _Placed = field(default_factory=_Placed)
     _outstanding: _Placed = field(default_factory=_Placed)
 
@@ -85,10 +88,17 @@ class WorkerModel:
         self.rates = Rates(StepLine(full_batch=max(1, self.capacity.max_num_seqs)))
 
     def heartbeat(self, load: Load, now: float) -> None:
-        """Take in a heartbeat: it replaces what was estimated since the last one."""
+        """Take in a heartbeat: it replaces what was estimated since the last one.
+
+        A worker without work repeats what it learnt before: that is no news, however often it comes.
+        """
+        news = _shown(load) != _shown(self.load)
         self.load, self.heartbeat_at, self._since = load, now, _Placed()
+        if not news:
+            return
+        self.shown_at = now
         if load.decode_step_seconds > 0:
-            self.rates.step.add(load.running, load.decode_step_seconds)
+            self.rates.step.add(load.running, load.decode_step_seconds, now)
         if load.prefill_seconds_per_token > 0:
             self.rates.prefill_token.add(load.prefill_seconds_per_token, now)
 
@@ -135,3 +145,8 @@ class WorkerModel:
         if self.draining or load.draining:
             return WorkerState.DRAINING, "it finishes what it has and takes nothing new"
         return None
+
+
+def _shown(load: Load) -> tuple[int, float, float]:
+    """Return what a heartbeat tells of steps that have ended."""
+    return load.steps, load.decode_step_seconds, load.prefill_seconds_per_token

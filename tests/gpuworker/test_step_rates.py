@@ -54,3 +54,14 @@ def test_a_short_prefill_teaches_nothing() -> None:
     rates = StepRates()
     rates.learn(plan(1, prefill=15), 5.0)
     assert (rates.decode_step, rates.prefill_token) == (0.0, 0.0)
+
+
+def test_a_prefill_quicker_than_the_learnt_decode_shows_that_decodes_were_disturbed() -> None:
+    rates = StepRates()
+    rates.learn(plan(1), 0.500)
+    rates.learn(plan(1, prefill=100), 0.100)
+    assert rates.decode_step == pytest.approx(0.460)
+    assert rates.prefill_token == 0.0
+    for _ in range(30):
+        rates.learn(plan(1, prefill=100), 0.100)
+    assert rates.decode_step == pytest.approx(0.100, rel=0.2)

@@ -40,7 +40,7 @@ def test_a_line_without_samples_predicts_nothing() -> None:
 
 def test_one_batch_size_predicts_a_full_batch_at_twice_the_empty_one() -> None:
     line = StepLine(full_batch=8)
-    line.add(running=4, seconds=0.012)
+    line.add(running=4, seconds=0.012, now=0.0)
     assert line.predict(4) == pytest.approx(0.012)
     empty, full = line.predict(0), line.predict(8)
     assert empty is not None
@@ -49,8 +49,8 @@ def test_one_batch_size_predicts_a_full_batch_at_twice_the_empty_one() -> None:
 
 def test_two_batch_sizes_fix_the_line() -> None:
     line = StepLine(full_batch=64)
-    line.add(running=2, seconds=0.010)
-    line.add(running=12, seconds=0.030)
+    line.add(running=2, seconds=0.010, now=0.0)
+    line.add(running=12, seconds=0.030, now=0.0)
     assert line.predict(7) == pytest.approx(0.020)
     assert line.predict(32) == pytest.approx(0.070)
 
@@ -58,7 +58,7 @@ def test_two_batch_sizes_fix_the_line() -> None:
 def test_a_line_that_noise_made_fall_still_rises_by_half_the_assumed_slope() -> None:
     line = StepLine(full_batch=64)
     for running, seconds in ((2, 0.03), (12, 0.01)):
-        line.add(running, seconds)
+        line.add(running, seconds, now=0.0)
     alone, full = line.predict(0), line.predict(64)
     assert alone is not None
     assert full is not None

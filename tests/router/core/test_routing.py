@@ -196,9 +196,9 @@ def test_the_record_has_every_candidate_and_the_age_of_each_signal() -> None:
     assert all(candidate.cost is not None for candidate in record.candidates)
     assert dict(record.signal_ages) == {
         "w0.heartbeat": 3.0,
-        "w0.prefill_rate": 3.0,
+        "w0.rates": 3.0,
         "w1.heartbeat": 0.5,
-        "w1.prefill_rate": 3.0,
+        "w1.rates": 3.0,
     }
     assert dict(record.figures) == {"prompt_tokens": 100.0, "tied": 1.0, "seed": 5.0}
 
