@@ -77,7 +77,7 @@ CASES: Final = (
     *_down("QuireRouterDown", "router"),
     *_down("QuireManagerDown", "kvmanager"),
     *_down("QuireWorkerDown", "gpuworker"),
-    _level('quire:workers_connected{job="router"}', "1x8 0x40", "1x8 0 1x40", "QuireNoWorkers", "3m"),
+    _level('quire:workers_connected{job="router"}', "1x8 0x40", "1x8 0x6 1x40", "QuireNoWorkers", "5m"),
     _level('quire:manager_attached{job="gpuworker"}', "1x8 0x40", "1x8 0 0 1x40", "QuireWorkerDetached", "4m"),
     _level('quire:step_age_seconds{job="gpuworker"}', "0x8 15+15x40", "29x40", "QuireStepStuck", "5m"),
     _level('quire:manager_epoch{job="kvmanager"}', "1x8 0 2x4 0 3x80", "1x8 0 2x80", "QuireManagersCompete", "10m"),

@@ -81,6 +81,12 @@ def test_the_runbook_has_a_section_for_every_alert_and_for_no_other() -> None:
     assert {heading for heading in headings if heading.startswith("Quire") and " " not in heading} == set(urls)
 
 
+def test_files_that_the_page_names_exist() -> None:
+    named = re.findall(r"(?<![\w/])docker/[\w./-]+", RUNBOOK.read_text())
+    assert named
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
 def test_options_that_the_runbook_names_exist() -> None:
     runbook = RUNBOOK.read_text().partition("## Runbook")[2]
     services = (RouterSettings, KvManagerSettings, GpuWorkerSettings)
