@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import signal
 import sys
 import time
@@ -76,7 +77,9 @@ class Worker:
         """Serve until SIGTERM or SIGINT, then drain. Raises EngineFailure when the engine ends before that."""
         settings, loop = self.settings, asyncio.get_running_loop()
         for number in _SIGNALS:
-            signal.signal(number, signal.SIG_DFL)  # while it loads there is nothing to drain, and no way to stop that
+            # While it loads there is nothing to drain, and no way to stop that. Not SIG_DFL: to that, the first process
+            # of a container is deaf.
+            loop.add_signal_handler(number, os._exit, 128 + number)
         self._add_servicer(self._server.server)
         port = await self._server.start(settings.host, settings.port)
         await self._metrics.start(settings.host, metrics_port(settings.metrics_port, settings.port))

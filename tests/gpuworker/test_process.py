@@ -82,7 +82,7 @@ async def test_while_it_loads_there_is_nothing_to_wait_for() -> None:
     async with worker(LOADS_FOR_EVER) as process:
         await until(process, "loading")
         process.send_signal(signal.SIGTERM)
-        assert await ended(process) == (-signal.SIGTERM, "")
+        assert await ended(process) == (128 + signal.SIGTERM, "")
 
 
 async def test_a_worker_whose_engine_ended_ends_and_says_why() -> None:

@@ -133,6 +133,18 @@ class Stack:
                     return
                 await asyncio.sleep(_POLL_SECONDS)
 
+    def until_logged(self, container: str, words: str, seconds: float = 60.0) -> None:
+        """Wait until a container has printed some words."""
+        command = ["docker", "logs", "--follow", container]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as logs:
+            assert logs.stdout is not None
+            giving_up = threading.Timer(seconds, logs.kill)
+            giving_up.start()
+            found = any(words in line for line in logs.stdout)
+            giving_up.cancel()
+            logs.kill()
+        assert found, f"{container} never said {words!r}"
+
     def until_restarted(self, service: str, seconds: float = 120.0) -> None:
         """Wait until the engine has started a container again, by its restart policy, and it is healthy."""
         deadline = time.monotonic() + seconds

@@ -54,6 +54,19 @@ def test_the_images_are_built(stack: Stack, transcript: Transcript) -> None:
         assert not any(f"site-packages/{package}\n" in found for package in ("torch", "triton", "transformers", "pip"))
 
 
+def test_a_worker_without_a_manager_stops_at_once(stack: Stack, transcript: Transcript) -> None:
+    """As the container's first process, which is deaf to signals that it does not handle: there is no init here."""
+    image = IMAGES["gpuworker"]
+    name = stack.docker("run", "--detach", image, "--manager", "nowhere.invalid:50052").strip()
+    try:
+        stack.until_logged(name, "cannot be found")
+        with transcript.timed("docker stop of a worker that waits for its manager"):
+            stack.docker("stop", "--time", "30", name)
+        assert stack.docker("inspect", "--format", "{{.State.ExitCode}}", name).strip() == str(128 + signal.SIGTERM)
+    finally:
+        stack.docker("rm", "--force", name)
+
+
 def test_it_starts_and_is_healthy(stack: Stack, transcript: Transcript) -> None:
     with transcript.timed("docker compose up --wait --scale gpuworker=2"):
         stack.compose("up", "--detach", "--wait", "--wait-timeout", "240", "--scale", "gpuworker=2")
