@@ -81,6 +81,7 @@ def create_app(parts: HttpParts) -> FastAPI:
     app.add_api_route("/ping", api.health, methods=["GET", "POST"], include_in_schema=False)
     app.add_api_route("/version", api.version, response_model=described.Version, tags=["state"])
     app.add_api_route("/metrics", api.metrics, tags=["state"])
+    described.describe(app)
     return app
 
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field
 
+_REF = "#/components/schemas/{model}"
 Finish = Literal["stop", "length"]
 
 
@@ -204,9 +206,23 @@ class Version(_Exact):
     version: str
 
 
+def describe(app: FastAPI) -> None:
+    """Let an application describe chunks too: FastAPI knows of one model for each answer, the whole one."""
+    described = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        schema = described()
+        for chunk in (ChatChunk, CompletionChunk):
+            model = chunk.model_json_schema(ref_template=_REF)
+            schema["components"]["schemas"] |= model.pop("$defs") | {chunk.__name__: model}
+        return schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
 def answers(whole: type[BaseModel], chunk: type[BaseModel] | None = None) -> dict[int | str, dict[str, Any]]:
     """Return what a route may answer, for FastAPI's `responses`; `chunk` is one line of its stream."""
-    stream = {"text/event-stream": {"schema": chunk.model_json_schema()}} if chunk is not None else {}
+    stream = {"text/event-stream": {"schema": {"$ref": _REF.format(model=chunk.__name__)}}} if chunk is not None else {}
     said = {
         "400": "a field is wrong, or asks for what is not offered",
         "404": "another model is served here",

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from common.errors import InvalidRequest, Unsupported
+from common.errors import InvalidRequest, Overloaded, Unsupported
 from common.types import Constraint, ConstraintKind
 from gpuworker.demo_model import CHECKPOINT
 from router.checkpoint import read_checkpoint
-from router.constraints import MAX_BYTES, ConstraintChecker
+from router.constraints import MAX_BYTES, MAX_WAITING, ConstraintChecker
 from tests.router.tokenizers_for_tests import word_piece
 
 JSON, REGEX, GRAMMAR = ConstraintKind.JSON_SCHEMA, ConstraintKind.REGEX, ConstraintKind.GRAMMAR
@@ -121,6 +121,25 @@ async def test_who_stops_waiting_does_not_spoil_it_for_others(
         await first
     with pytest.raises(InvalidRequest, match="is wrong"):
         await second
+
+
+async def test_more_than_can_wait_are_told_to_try_again(
+    checker: ConstraintChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+
+    def examine(constraint: Constraint) -> str:
+        assert go_on.wait(DEADLINE_S)
+        return ""
+
+    monkeypatch.setattr(checker, "_examine", examine)
+    waiting = [asyncio.create_task(checker.check(Constraint(REGEX, str(each)))) for each in range(MAX_WAITING)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match=f"router.constraints: {MAX_WAITING} of {MAX_WAITING} constraints wait"):
+        await checker.check(Constraint(REGEX, "one more"))
+    go_on.set()
+    await asyncio.gather(*waiting)
+    await checker.check(Constraint(REGEX, "one more"))
 
 
 async def test_a_tokenizer_that_spells_no_bytes_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -72,6 +73,14 @@ async def test_the_schema_describes_every_route_with_its_answers_and_errors(api:
     assert chat["requestBody"]["content"]["application/json"]["schema"]["$ref"].endswith("/ChatRequest")
     good = chat["responses"]["200"]["content"]
     assert good["application/json"]["schema"]["$ref"].endswith("/ChatCompletion")
-    assert good["text/event-stream"]["schema"]["title"] == "ChatChunk"
+    assert good["text/event-stream"]["schema"]["$ref"].endswith("/ChatChunk")
     assert chat["responses"]["429"]["content"]["application/json"]["schema"]["$ref"].endswith("/ErrorBody")
     assert all(operation["description"] for path in paths.values() for operation in path.values())
+
+
+async def test_everything_that_the_schema_refers_to_is_in_it(api: Api) -> None:
+    answer = await api.http.get("/openapi.json")
+    named = set(re.findall(r'"\$ref":"([^"]*)"', answer.text))
+    assert len(named) > 10
+    schemas = answer.json()["components"]["schemas"]
+    assert {each.removeprefix("#/components/schemas/") for each in named} <= set(schemas)
