@@ -22,7 +22,9 @@ from gpuworker.router_stream import RouterStream
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.gpuworker.v1 import gpuworker_pb2_grpc as rpc
 
-HEARTBEAT_SECONDS = 0.5
+# Each router learns of the others' requests by this alone. Of 40 requests of half a second that three routers give two
+# workers, the workers were 20 apart on average at 0.5 s, and 4 at 0.1 s (simulated: tests/router/core).
+HEARTBEAT_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,15 +34,13 @@ class Average:
 class StepLine:
     """Seconds of a decode step = base + slope x running sequences, by exponentially weighted least squares.
 
-    Each sample weighs 0.95 times the next one, and less when more time than a heartbeat lies between them: half after
-    ten seconds, so that a worker which comes back to work soon shows what it is now. Until batch sizes have varied, the
-    slope is the one at which a full batch takes twice the time of an empty one, as where K/V and weights cost as much
-    to read. It never falls below half of that: every sequence costs something, and a line that noise has made flat
-    would send all requests to one worker.
+    A sample's weight halves in ten seconds, so that a worker which comes back to work soon shows what it is now. Until
+    batch sizes have varied, the slope is the one at which a full batch takes twice the time of an empty one, as where
+    K/V and weights cost as much to read. It never falls below half of that: every sequence costs something, and a line
+    that noise has made flat would send all requests to one worker.
     """
 
     full_batch: int
-    _decay: float = 0.95
     _weight: float = 0.0
     _updated: float = 0.0
     _x: float = 0.0
@@ -52,7 +50,7 @@ class StepLine:
 
     def add(self, running: int, seconds: float, now: float) -> None:
         """Take in a step of `running` sequences, of the moment `now` (seconds)."""
-        keep = min(self._decay, 0.5 ** ((now - self._updated) / _HALF_LIFE_S))
+        keep = 0.5 ** ((now - self._updated) / _HALF_LIFE_S)
         self._updated = now
         self._weight = keep * self._weight + 1.0
         self._x = keep * self._x + running

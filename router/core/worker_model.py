@@ -69,7 +69,7 @@ class _Placed:
 class WorkerModel:
     """One incarnation of a worker as routing sees it.
 
-    A heartbeat is up to 0.5 s old, so what this router placed since is added; and no figure is believed to be below
+    A heartbeat is up to 0.1 s old, so what this router placed since is added; and no figure is believed to be below
     what this router itself has outstanding there, which covers a submit that crossed the heartbeat on the wire.
     """
 

@@ -57,10 +57,10 @@ def test_two_batch_sizes_fix_the_line() -> None:
 
 def test_a_line_that_noise_made_fall_still_rises_by_half_the_assumed_slope() -> None:
     line = StepLine(full_batch=64)
-    for running, seconds in ((2, 0.03), (12, 0.01)):
-        line.add(running, seconds, now=0.0)
+    for now, running, seconds in ((0.0, 2, 0.03), (10.0, 12, 0.01)):
+        line.add(running, seconds, now=now)
     alone, full = line.predict(0), line.predict(64)
     assert alone is not None
     assert full is not None
-    middle_x, middle_y = (2 * 0.95 + 12) / 1.95, (0.03 * 0.95 + 0.01) / 1.95
+    middle_x, middle_y = (2 * 0.5 + 12) / 1.5, (0.03 * 0.5 + 0.01) / 1.5
     assert full - alone == pytest.approx(64 * middle_y / (64 + middle_x) / 2)

@@ -428,7 +428,7 @@ Global___Refused: _TypeAlias = Refused  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):
-    """Every 0.5 s from the I/O thread, also while a step hangs."""
+    """Every 0.1 s from the I/O thread, also while a step hangs."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
