@@ -10,13 +10,15 @@ Arrivals are a Poisson process, or with --cv above 1 bursts of that coefficient 
 Latencies count from when a request was due; a run whose clients fell behind is marked invalid. Simulated workers run no
 model: a step takes the time that --simulate says, and every token is checked. Nothing is pinned unless --pin says so:
 clients, routers, manager and workers share the machine's cores, so a router's cost a token tells what it would carry on
-a core of its own. Rows go to bench/results/load.jsonl, and --plot draws them (`bench/load_plot.py`).
+a core of its own. Requests are not traced unless --trace-sample-ratio says so. Rows go to bench/results/load.jsonl, and
+--plot draws them (`bench/load_plot.py`).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
@@ -51,7 +53,7 @@ class Load:
         self.args, self._model, self._load_format = args, model, load_format
         self.rows: list[dict[str, float | str]] = []
         self.columns: dict[str, Row] = {}
-        self.figures: dict[str, float] = {}
+        self.figures: dict[str, float] = {"load_average_before": os.getloadavg()[0]}
         self.failed: list[str] = []
 
     # ------------------------------------------------------------ suites and shapes
@@ -81,7 +83,7 @@ class Load:
         options: dict[str, object] = {
             "model": self._model,
             "load_format": self._load_format,
-            "trace_sample_ratio": 0.0,
+            "trace_sample_ratio": args.trace_sample_ratio,
             "max_num_seqs": 64 if real else 1024,
             "kv_blocks": 4096 if real else 65536,
         }
@@ -228,6 +230,7 @@ def flags() -> argparse.ArgumentParser:
     made.add_argument("--opening", type=float, default=600.0, help="streams opened a second")
     made.add_argument("--slo-ttft-ms", type=float, default=200.0)
     made.add_argument("--slo-itl-ms", type=float, default=100.0)
+    made.add_argument("--trace-sample-ratio", type=float, default=0.0, help="share of the requests that are traced")
     made.add_argument("--pin", default="", help="cores of each role: router=0,worker=1,clients=2-3")
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--results", type=Path, default=RESULTS, help="file of the rows that were measured")

@@ -145,6 +145,7 @@ def costs(seen: Seen, cpu: Mapping[str, float]) -> dict[str, float]:
 
 
 NOTES = {
+    "load_average_before": "the machine's load before it all: what else ran (best near 0)",
     "router_tokens_per_s": "highest rate carried, output tokens a second (0: none of those tried)",
     "router_tokens_per_s_on_a_core": "over the cores that the router used then: what a core of its own would carry",
     "router_requests_per_s": "the same of requests for one token, requests a second",
