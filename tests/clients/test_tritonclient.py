@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import base64
 import json
-import os
 import re
-import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto, FileDescriptorProto
 
 from gpuworker.demo_model.prompts import questions
 from quire.inference.v1 import inference_pb2 as pb
-from quire.kserve.v2 import kserve_pb2
-from tests.clients.served import ROOT, Served, missing
+from tests.clients.other_python import answers_of, need_clients
+from tests.clients.served import Served
 from tests.e2e.suite import Outcome, greedy
-
-PYTHON = ROOT / ".clients" / "bin" / "python"
-SCRIPT = Path(__file__).with_name("triton_calls.py")
-LIMIT_S = 60.0
 
 Call = Callable[[str], Any]
 
@@ -32,8 +23,7 @@ Call = Callable[[str], Any]
 @pytest.fixture(scope="session", autouse=True)
 def tritonclient() -> None:
     """Look for the client before a suite is started for it."""
-    if not PYTHON.exists():
-        missing("tritonclient", "make clients")
+    need_clients()
 
 
 @pytest.fixture(scope="module")
@@ -54,19 +44,7 @@ def call(served: Served, prompts: list[dict[str, Any]]) -> Call:
 
     def made(name: str) -> Any:
         told = {"address": served.address, "model": served.model, "prompts": prompts, "calls": [name]}
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
-        command = [str(PYTHON), "-I", str(SCRIPT)]
-        done = subprocess.run(
-            command,
-            input=json.dumps(told),
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            env=environment,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)[name]
+        return answers_of("triton_calls.py", told)[name]
 
     return made
 
@@ -193,49 +171,3 @@ def cancelled_requests(served: Served) -> float:
     metrics = httpx.get(f"{served.http_url}/metrics").text
     (count,) = re.findall(r'^quire:request_failure_total\{reason="CANCELLED"\} (.*)$', metrics, re.MULTILINE)
     return float(count)
-
-
-# ------------------------------------------------------------ the wire
-
-
-def test_the_wire_is_that_of_the_client(call: Call) -> None:
-    """Every field, method and enum value that Quire declares is the client's: name, number, type and label."""
-    theirs = [FileDescriptorProto.FromString(base64.b64decode(each)) for each in call("wire")]
-    ours = FileDescriptorProto()
-    kserve_pb2.DESCRIPTOR.CopyToProto(ours)
-    assert {each.package for each in theirs} == {ours.package}
-    known = {name: field for file in theirs for name, field in fields(file.message_type)}
-    declared = dict(fields(ours.message_type))
-    assert len(declared) > 60
-    assert declared == {name: known.get(name) for name in declared}
-    assert methods([ours]) <= methods(theirs)
-    values = {
-        (each.name, value.name, value.number) for file in theirs for each in file.enum_type for value in each.value
-    }
-    assert {(each.name, value.name, value.number) for each in ours.enum_type for value in each.value} <= values
-
-
-def methods(files: Iterable[FileDescriptorProto]) -> set[tuple[str | bool, ...]]:
-    """Return service and name of each method; what it takes and gives, and which of them it streams."""
-    return {
-        (
-            *(service.name, method.name, method.input_type, method.output_type),
-            *(method.client_streaming, method.server_streaming),
-        )
-        for file in files
-        for service in file.service
-        for method in service.method
-    }
-
-
-def fields(messages: Iterable[DescriptorProto], within: str = "") -> Iterable[tuple[str, tuple[int, int, int, str]]]:
-    """Yield the fields of messages and of those inside them: full name; number, type, label, type's name."""
-    for message in messages:
-        name = f"{within}{message.name}"
-        for field in message.field:
-            yield f"{name}.{field.name}", _facts(field)
-        yield from fields(message.nested_type, f"{name}.")
-
-
-def _facts(field: FieldDescriptorProto) -> tuple[int, int, int, str]:
-    return field.number, field.type, field.label, field.type_name

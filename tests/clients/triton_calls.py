@@ -1,6 +1,6 @@
 """Calls of `tritonclient`, which Quire did not write: run by .clients/bin/python, told by JSON on stdin what to call.
 
-It prints one JSON object, an entry for each function below; test_tritonclient.py says what they must be.
+One JSON object is printed, an entry for each method that was named; test_tritonclient.py has what they must be.
 """
 
 from __future__ import annotations
@@ -43,11 +43,6 @@ class Calls:
             "outputs": {each.name: [each.datatype, *each.shape] for each in metadata.outputs},
             "decoupled": config.model_transaction_policy.decoupled,
         }
-
-    def wire(self) -> list[str]:
-        """Return the protocol as this client has it, as serialised FileDescriptorProtos."""
-        files = (model_config_pb2.DESCRIPTOR, service_pb2.DESCRIPTOR)
-        return [base64.b64encode(each.serialized_pb).decode() for each in files]
 
     def unary(self) -> list[dict[str, Any]]:
         """Return each prompt's answer: asked as text, as token ids by name, and with the prompt before the answer."""
@@ -245,11 +240,19 @@ def read(result: Any) -> dict[str, Any]:
     return found
 
 
+def wire() -> list[str]:
+    """Return the protocol as this client has it, as serialised FileDescriptorProtos."""
+    return [base64.b64encode(each.DESCRIPTOR.serialized_pb).decode() for each in (model_config_pb2, service_pb2)]
+
+
 def main() -> None:
-    """Make every call, and print what came of it."""
+    """Make the calls that were asked for, and print what came of each."""
     told = json.load(sys.stdin)
-    calls = Calls(told)
-    json.dump({name: getattr(calls, name)() for name in told["calls"]}, sys.stdout)
+    if told.get("wire"):
+        json.dump({"wire": wire()}, sys.stdout)
+    else:
+        calls = Calls(told)
+        json.dump({name: getattr(calls, name)() for name in told["calls"]}, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,68 @@
+"""Calls of the Open Inference Protocol's own stubs: run by .clients/bin/python, told by JSON on stdin where to call."""
+
+from __future__ import annotations
+
+import base64
+import json
+import sys
+from typing import Any
+
+import grpc
+from open_inference.grpc import protocol as pb
+from open_inference.grpc.service import GRPCInferenceServiceStub
+
+PATIENCE_S = 30.0
+
+
+def answers(told: dict[str, Any]) -> dict[str, Any]:
+    """Return what a server says of itself, to a request in typed contents, and to one that is wrong."""
+    with grpc.insecure_channel(told["address"]) as channel:
+        stub, model = GRPCInferenceServiceStub(channel), told["model"]
+        metadata = stub.ModelMetadata(pb.ModelMetadataRequest(name=model), timeout=PATIENCE_S)
+        answer = stub.ModelInfer(request(told, n=1), timeout=PATIENCE_S)
+        outputs = {output.name: output.contents for output in answer.outputs}
+        return {
+            "ready": [
+                stub.ServerLive(pb.ServerLiveRequest(), timeout=PATIENCE_S).live,
+                stub.ServerReady(pb.ServerReadyRequest(), timeout=PATIENCE_S).ready,
+                stub.ModelReady(pb.ModelReadyRequest(name=model), timeout=PATIENCE_S).ready,
+            ],
+            "inputs": {each.name: [each.datatype, list(each.shape)] for each in metadata.inputs},
+            "id": answer.id,
+            "text": [text.decode() for text in outputs["text_output"].bytes_contents],
+            "ids": list(outputs["output_ids"].int_contents),
+            "error": error(stub, request(told, n=0)),
+        }
+
+
+def request(told: dict[str, Any], n: int) -> Any:
+    """Return a request for six greedy tokens of each of n sequences."""
+    sampling = json.dumps({"temperature": 0, "max_tokens": 6, "ignore_eos": True, "n": n})
+    made = pb.ModelInferRequest(model_name=told["model"], id="7")
+    made.inputs.add(name="input_ids", datatype="INT32", shape=[3]).contents.int_contents.extend(told["prompt"])
+    made.inputs.add(name="sampling_parameters", datatype="BYTES", shape=[1]).contents.bytes_contents.append(
+        sampling.encode()
+    )
+    for name in ("text_output", "output_ids"):
+        made.outputs.add(name=name)
+    return made
+
+
+def error(stub: Any, wrong: Any) -> list[str]:
+    """Return status and message of a request that is refused."""
+    try:
+        stub.ModelInfer(wrong, timeout=PATIENCE_S)
+    except grpc.RpcError as refused:
+        return [refused.code().name, refused.details() or ""]
+    return ["no error", ""]
+
+
+def main() -> None:
+    """Make the calls, or tell the protocol as these stubs have it, as a serialised FileDescriptorProto."""
+    told = json.load(sys.stdin)
+    wire = [base64.b64encode(pb.DESCRIPTOR.serialized_pb).decode()]
+    json.dump({"wire": wire} if told.get("wire") else answers(told), sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
