@@ -19,6 +19,7 @@ from cli.stack import free_ports
 from common.config import installed_settings, load
 from common.errors import InvalidConfig
 from gpuworker.config import GpuWorkerSettings
+from gpuworker.simulation import DEFAULT_COSTS
 from kvmanager.config import KvManagerSettings
 from router.config import RouterSettings
 from tests.checkpoints import config_of
@@ -88,6 +89,14 @@ def test_what_is_given_to_up_alone_reaches_the_workers(base: dict[str, str]) -> 
     options = suite_options(("--seed", "7", "--no-prefix-caching"), environ)
     worker = load(GpuWorkerSettings, programs(options)["worker-0"].flags, environ)
     assert (worker.kv_blocks, worker.max_num_seqs, worker.seed, worker.prefix_caching) == (9, 5, 7, False)
+
+
+@pytest.mark.parametrize(
+    ("words", "costs"), [(("--simulate",), DEFAULT_COSTS), (("--simulate", "base=1ms"), "base=1ms")]
+)
+def test_simulated_steps_reach_the_workers(words: tuple[str, ...], costs: str, base: dict[str, str]) -> None:
+    worker = load(GpuWorkerSettings, programs(suite_options(words, base))["worker-0"].flags, base)
+    assert worker.simulate == costs
 
 
 def test_embedded_managers_need_no_address_of_one(base: dict[str, str]) -> None:
