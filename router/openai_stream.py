@@ -1,6 +1,6 @@
 """A streamed answer of the OpenAI-compatible API: each piece becomes one line of server-sent events.
 
-Lines are written from a template, as every token of a stream comes through here: 0.3 microseconds a chunk of a chat, where
+Lines are written from a template, as every token of a stream comes through here: 0.3 microseconds a chunk, where
 `json.dumps` of the whole chunk took 3.2 (CPython 3.11).
 """
 
