@@ -31,6 +31,7 @@ from gpuworker.models.lean_gpu import LeanGpuModel
 from gpuworker.models.loader import ModelSource, context_limit, load_model
 from gpuworker.models.native_model import NativeModel
 from gpuworker.models.self_test import self_test
+from gpuworker.ports import MaskLateness
 from gpuworker.step_queue import QueuedRunner
 
 _log = logging.getLogger(__name__)
@@ -49,6 +50,10 @@ class ModelPlane(DataPlane):
     def grammars(self) -> GrammarCompiler | None:
         """See `DataPlane`."""
         return self.runner.grammars
+
+    def mask_lateness(self) -> MaskLateness:
+        """See `DataPlane`."""
+        return self.runner.mask_lateness
 
 
 def assemble(settings: GpuWorkerSettings) -> ModelPlane:

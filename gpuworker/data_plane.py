@@ -16,6 +16,7 @@ from gpuworker.core.batch_plan import StepRunner
 from gpuworker.core.outcomes import AgentConfig
 from gpuworker.grammars import GrammarCompiler
 from gpuworker.ledger import Ledger
+from gpuworker.ports import MaskLateness
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 
 
@@ -46,6 +47,10 @@ class DataPlane:
     def grammars(self) -> GrammarCompiler | None:
         """What compiles the constraints of requests; None where the runner follows none."""
         return None
+
+    def mask_lateness(self) -> MaskLateness:
+        """Return how often and how long draws have waited for masks."""
+        return MaskLateness()
 
     def agent_config(self) -> AgentConfig:
         """Return the sizes and policies of the lease agent."""

@@ -30,7 +30,7 @@ from gpuworker.core.lease_agent import LeaseAgent
 from gpuworker.data_plane import DataPlane, default_worker_id
 from gpuworker.engine import Engine
 from gpuworker.lease_client import LeaseClient
-from gpuworker.metrics import EngineCollector, lease_round_trips
+from gpuworker.metrics import EngineCollector, MaskCollector, lease_round_trips
 from gpuworker.servicer import GpuWorkerServicer, Serving
 from quire.gpuworker.v1 import gpuworker_pb2_grpc
 
@@ -119,6 +119,7 @@ class Worker:
             await self._client.start()
         engine.start()
         EngineCollector(engine.load, self._registry)
+        MaskCollector(plane.mask_lateness, self._registry)
         info = lambda: plane.info(engine.attach)  # noqa: E731
         limits = SubmitLimits(plane.memory.max_model_len, plane.facts.vocab_size, self.settings.block_size)
         self._servicer.serve(Serving(engine, info, limits, plane.memory_message(), plane.grammars))

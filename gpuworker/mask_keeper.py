@@ -29,6 +29,7 @@ from common.types import FinishReason, SequenceId
 from gpuworker.constrained import Constrained
 from gpuworker.core.stopping import Ending
 from gpuworker.grammars import GrammarCompiler
+from gpuworker.ports import MaskLateness
 from gpuworker.sampler import SampledRow
 from gpuworker.serial_thread import SerialThread
 from gpuworker.step_masks import StepMasks
@@ -46,7 +47,7 @@ _UNKNOWN = Ending(FinishReason.ERROR, message="the constraint of this sequence i
 class MaskKeeper:
     """The mask thread. `add`, `remove` and `masks` are for the engine's thread, `drew` and `failed` for who runs steps.
 
-    `lateness` counts the steps with masks that drew, those of them whose draw waited, and for how many seconds in all.
+    `lateness` may be read by any thread.
     """
 
     def __init__(self, grammars: GrammarCompiler) -> None:
@@ -56,7 +57,7 @@ class MaskKeeper:
         self._states: dict[SequenceId, Constrained | Ending] = {}
         self._waiting: list[StepMasks] = []  # in order of steps; two at most
         self._executor: LLExecutor | None = None
-        self.lateness = (0, 0, 0.0)
+        self.lateness = MaskLateness()
 
     # ------------------------------------------------------------ the engine's thread
 
@@ -111,7 +112,7 @@ class MaskKeeper:
     def _take_in(self, masks: StepMasks, tokens: Sequence[int]) -> None:
         waited = float(masks.waited[0])
         steps, late, seconds = self.lateness
-        self.lateness = (steps + 1, late + (waited > 0), seconds + waited)
+        self.lateness = MaskLateness(steps + 1, late + (waited > 0), seconds + waited)
         for sequence, token in zip(masks.sequences, tokens, strict=True):
             state = self._states.get(sequence)
             if isinstance(state, Constrained):

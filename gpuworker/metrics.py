@@ -9,7 +9,7 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from gpuworker.ports import EngineLoad
+from gpuworker.ports import EngineLoad, MaskLateness
 from gpuworker.step_rates import STEP_BOUNDS, StepTimes
 
 _ROUND_TRIP_BUCKETS_S: Final = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -68,6 +68,21 @@ class EngineCollector:
         for kind, times in (("decode", load.decode_times), ("mixed", load.mixed_times)):
             steps.add_metric((kind,), _buckets(times), sum_value=times.seconds)
         yield steps
+
+
+class MaskCollector:
+    """Makes metrics of constrained steps at each scrape."""
+
+    def __init__(self, lateness: Callable[[], MaskLateness], registry: CollectorRegistry) -> None:
+        self._lateness = lateness
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric."""
+        steps, late, seconds = self._lateness()
+        yield CounterMetricFamily("quire:constrained_steps", "Steps with constrained sequences.", value=steps)
+        yield CounterMetricFamily("quire:late_mask_steps", "Those of them whose draw waited for masks.", value=late)
+        yield CounterMetricFamily("quire:late_mask_seconds", "For how long they waited, in all.", value=seconds)
 
 
 def _buckets(times: StepTimes) -> list[tuple[str, float]]:

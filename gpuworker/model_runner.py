@@ -19,6 +19,7 @@ from gpuworker.devices import default_threads
 from gpuworker.grammars import GrammarCompiler
 from gpuworker.kv_cache import KvCache
 from gpuworker.mask_keeper import MaskKeeper
+from gpuworker.ports import MaskLateness
 from gpuworker.sampler import SampledRow, SamplingBatch
 from gpuworker.seats import Seats
 from gpuworker.step_execution import Failures, RunnerStep, StepExecutor
@@ -88,9 +89,9 @@ class ModelRunner:
         self.grammars, self._masks = grammars, MaskKeeper(grammars)
 
     @property
-    def mask_lateness(self) -> tuple[int, int, float]:
-        """See `MaskKeeper.lateness`."""
-        return (0, 0, 0.0) if self._masks is None else self._masks.lateness
+    def mask_lateness(self) -> MaskLateness:
+        """How often and how long draws have waited for masks; may be read by any thread."""
+        return MaskLateness() if self._masks is None else self._masks.lateness
 
     # ------------------------------------------------------------ the port
 

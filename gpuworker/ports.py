@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from common.lease import Admit
 from common.types import FinishReason, SamplingParams, SequenceId, TokenLogprobs, Usage
@@ -62,6 +63,14 @@ class EngineOutputs:
 
 OutputSink = Callable[[EngineOutputs], None]
 """Called on the engine's thread; it must only hand over, never block or raise."""
+
+
+class MaskLateness(NamedTuple):
+    """Of the steps with constrained rows: how many drew, how many of them waited for masks, how many seconds in all."""
+
+    steps: int = 0
+    late: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

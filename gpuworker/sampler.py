@@ -169,7 +169,7 @@ class SamplingBatch:
         self._penalties = self._penalties_of([self.rows[row] for row in self._penalised])
         self._biases = [self._tensor(each) for each in self._bias]
         self._drawing_at, self._truncated_at = self._tensor(self._drawing), self._tensor(cut)
-        self._asking_at = self._tensor(self._asking)
+        self._asking_at, self._constrained_at = self._tensor(self._asking), self._tensor(self.constrained)
         self._temperature = self._column([p.temperature for p in drawing])
         self._bounds = Truncation.of([drawing[row] for row in cut], self._device) if len(cut) else None
 
@@ -218,7 +218,7 @@ class SamplingBatch:
         allowed = self._tensor(masks.bits.view(np.int32))  # [C, words]
         shifts = torch.arange(32, dtype=torch.int32, device=self._device)
         bits = ((allowed[:, :, None] >> shifts) & 1).flatten(1)[:, : self._vocab_size]
-        at = self._tensor(self.constrained)
+        at = self._constrained_at
         logits[at] = logits[at].masked_fill_(bits == 0, float("-inf"))
 
     def _draw(self, logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:

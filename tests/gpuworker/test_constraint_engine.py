@@ -13,6 +13,7 @@ import torch
 
 from common.options import Execution
 from common.types import Constraint, ConstraintKind, FinishReason, SamplingParams, SequenceId
+from gpuworker import sampler
 from gpuworker.grammars import GrammarCompiler
 from gpuworker.kernels import native
 from gpuworker.mask_keeper import MaskKeeper
@@ -97,6 +98,14 @@ def test_outputs_depend_on_neither_path_nor_neighbours_nor_preemption() -> None:
             assert sum(each.preemptions for each in results[:-1]) > 0
             engine.assert_all_free()
     assert len({tuple(map(tuple, tokens)) for tokens in found.values()}) == 1, found
+
+
+def test_draws_by_torch_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    with driver("llama", "hosted", 16) as engine:
+        native_draws = [each.tokens for each in run(engine, *range(len(SAMPLINGS)))]
+    monkeypatch.setattr(sampler, "native_rows", lambda rows, vocab_size: None)
+    with driver("llama", "hosted", 16) as engine:
+        assert [each.tokens for each in run(engine, *range(len(SAMPLINGS)))] == native_draws
 
 
 def test_outputs_match_and_end_with_a_stop(path: Execution) -> None:

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from common.types import KvGeometry, SamplingParams
+from common.types import Constraint, ConstraintKind, KvGeometry, SamplingParams
+from gpuworker import sampler
 from gpuworker.attention import AttentionBackend, AttentionMetadata, DeviceTables, LayerAttention
 from gpuworker.cuda_graphs import GraphLauncher, GraphParts, RepeatingRecorder
+from gpuworker.grammars import GrammarCompiler
 from gpuworker.graph_inputs import GraphInputs, graph_sizes, padded_size
 from gpuworker.kernels.torch_attention import TorchAttention
 from gpuworker.kv_cache import KvCache
@@ -24,7 +26,7 @@ from gpuworker.sampler import Drawn, SampledRow, SamplingBatch
 from gpuworker.step_inputs import StagedStep, pack_rows
 from gpuworker.step_launch import EagerLauncher, LaidOutStep, StepLauncher
 from gpuworker.token_table import TokenTable
-from tests.checkpoints import VOCAB_SIZE, checkpoint, hf_greedy
+from tests.checkpoints import EOS, VOCAB_SIZE, checkpoint, hf_greedy, tokenizer
 from tests.gpuworker.runner_driver import GREEDY, Driver
 
 CPU = torch.device("cpu")
@@ -225,6 +227,28 @@ def test_draws_of_graphs_are_those_of_single_kernels(samplings: list[SamplingPar
     captured = Captured()
     assert outputs(captured.runner, samplings) == outputs(eager_runner(), samplings)
     assert captured.beneath.steps <= 10
+
+
+@pytest.mark.parametrize("by_torch", [False, True])
+def test_constrained_rows_draw_behind_the_graph(by_torch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: the forward is a graph, masks are waited for behind it, and the draw is launched kernel by kernel."""
+    if by_torch:
+        monkeypatch.setattr(sampler, "native_rows", lambda rows, vocab_size: None)
+    endless = Constraint(ConstraintKind.REGEX, "([a-f]|[0-9]{2}){40}")
+    samplings = [
+        SamplingParams(temperature=0.0, constraint=endless),
+        SamplingParams(temperature=1.0, seed=4, constraint=endless),
+        GREEDY,
+    ]
+    captured, eager = Captured(), eager_runner()
+    for runner in (captured.runner, eager):
+        runner.constrain(GrammarCompiler(checkpoint("llama") / "tokenizer.json", VOCAB_SIZE, (EOS,)))
+    found = outputs(captured.runner, samplings)
+    assert found == outputs(eager, samplings)
+    assert captured.beneath.steps <= 10
+    letters = set(tokenizer().encode("abcdef0123456789"))
+    assert set(found[0]) | set(found[1]) <= letters
+    assert not set(found[2]) <= letters
 
 
 def test_more_rows_than_were_captured_run_kernel_by_kernel() -> None:

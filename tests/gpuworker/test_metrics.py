@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry
 
-from gpuworker.metrics import EngineCollector, lease_round_trips
-from gpuworker.ports import EngineLoad
+from gpuworker.metrics import EngineCollector, MaskCollector, lease_round_trips
+from gpuworker.ports import EngineLoad, MaskLateness
 from gpuworker.step_rates import STEP_BOUNDS, StepTimes
 
 
@@ -36,3 +36,10 @@ def test_round_trips_are_a_histogram_in_seconds() -> None:
     observe(0.0015)
     name = "quire:lease_round_trip_seconds_bucket"
     assert [registry.get_sample_value(name, {"le": le}) for le in ("0.001", "0.002")] == [0, 1]
+
+
+def test_late_masks_are_counted() -> None:
+    registry = CollectorRegistry()
+    MaskCollector(lambda: MaskLateness(steps=20, late=3, seconds=0.25), registry)
+    names = ("constrained_steps", "late_mask_steps", "late_mask_seconds")
+    assert [registry.get_sample_value(f"quire:{name}_total") for name in names] == [20, 3, 0.25]
