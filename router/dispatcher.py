@@ -89,6 +89,8 @@ class Dispatcher:
 
     async def known_identity(self) -> PoolIdentity:
         """Return the pool's identity once a worker has told it. Raises Unavailable when none does for a while."""
+        if self._identity_known.is_set():
+            return self._pool.identity
         try:
             async with asyncio.timeout(self._patience):
                 while not is_complete(self._pool.identity):

@@ -33,14 +33,22 @@ class AroundInterceptor(aio.ServerInterceptor):
 
     def __init__(self, around: Around) -> None:
         self._around = around
+        # By method: a handler is the same at every call of it.
+        self._wrapped: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        method = handler_call_details.method
+        if method in self._wrapped:
+            return self._wrapped[method]
         handler = await continuation(handler_call_details)
-        return None if handler is None else _wrap(handler, self._around, handler_call_details.method)
+        if handler is None:
+            return None
+        self._wrapped[method] = _wrap(handler, self._around, method)
+        return self._wrapped[method]
 
 
 class ErrorsToStatuses:

@@ -11,11 +11,14 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from cli.stack import free_ports
 from common.fingerprint import model_fingerprint, tokenizer_fingerprint
+from common.metrics import metrics_port
 from common.rpc.server import open_channel
 from common.types import FinishReason
 from quire.inference.v1 import inference_pb2 as pb
@@ -113,6 +116,57 @@ async def test_sigterm_lets_running_streams_finish_and_takes_no_new_ones() -> No
             events = [response.WhichOneof("event") async for response in call]
             assert (events[0], events[-1]) == ("admitted", "finished")
         assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 0
+
+
+async def until_refused(port: int) -> None:
+    """Wait until nobody listens on a port."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            try:
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+            except ConnectionRefusedError:
+                return
+            writer.close()
+            await asyncio.sleep(0.01)
+
+
+async def test_of_two_routers_on_one_port_the_one_that_drains_leaves_new_connections_to_the_other() -> None:
+    port, http_port, *own = free_ports(4)
+    old, new = WorkerDouble("w0", identity=DEMO), WorkerDouble("w1", identity=DEMO, automatic=True)
+
+    def flags(mine: int, other: int, worker: WorkerDouble) -> tuple[str, ...]:
+        alone = ("--own-port", str(mine), "--sibling", f"127.0.0.1:{other}", "--worker", worker.address)
+        return ("--port", str(port), "--http-port", str(http_port), *alone)
+
+    wanted = pb.GenerateRequest(prompt=pb.Prompt(text="The river"), sampling=types_pb2.SamplingParams(max_tokens=2))
+    async with (
+        running(old, new),
+        router(*flags(own[0], own[1], old)) as leaving,
+        router(*flags(own[1], own[0], new)) as staying,
+        open_channel(f"127.0.0.1:{own[0]}") as channel,
+    ):
+        for process in (leaving, staying):
+            await address_in(process.stdout, "READY ")
+        call = rpc.InferenceServiceStub(channel).Generate(wanted, timeout=PATIENCE_S)
+        await old.until(lambda: bool(old.submits))
+        leaving.send_signal(signal.SIGTERM)
+        await until_refused(own[0])
+        for _ in range(8):
+            async with open_channel(f"127.0.0.1:{port}") as another:
+                answer = await rpc.InferenceServiceStub(another).GenerateUnary(pb.GenerateUnaryRequest(request=wanted))
+                assert answer.admitted.worker_id == "w1"
+        async with httpx.AsyncClient() as client:
+            assert (await client.get(f"http://127.0.0.1:{http_port}/health")).status_code == 200
+            assert "quire:generation_tokens_total 16.0" in (await client.get(metrics_of(own[1]))).text
+        old.step({1: [100, 101]}, granted={1: 0}, finished={1: FinishReason.LENGTH})
+        events = [response.WhichOneof("event") async for response in call]
+        assert (events[0], events[-1]) == ("admitted", "finished")
+        assert await asyncio.wait_for(leaving.wait(), PATIENCE_S) == 0
+
+
+def metrics_of(own_port: int) -> str:
+    """Return where one of several routers tells its own figures."""
+    return f"http://127.0.0.1:{metrics_port(None, own_port)}/metrics"
 
 
 @pytest.mark.parametrize(
