@@ -121,11 +121,11 @@ class RouterProcess:
 
     def _serve_requests(self, name: str, checkpoint: Checkpoint) -> None:
         settings, clock = self.settings, self._clock
+        metrics = RouterMetrics(self._registry)
+        metrics.watch_workers(lambda: len(self.pool.models()), self._redis_connected)
         index: PrefixIndex = NoPrefixIndex()
         if self._clients:
-            index = RedisPrefixIndex(self._clients[0], lambda: self.pool.identity, clock)
-        metrics = RouterMetrics(self._registry)
-        metrics.watch_workers(lambda: len(self.pool.models()), lambda: index.connected)
+            index = RedisPrefixIndex(self._clients[0], lambda: self.pool.identity, clock, count=metrics.looked_up)
         admission = Admission(AdmissionLimits(settings.max_queued_requests, settings.max_tokens_in_flight))
         new_id = _ids(name)
         chooser = Router(clock, new_id, settings.routing_seed)

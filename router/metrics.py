@@ -11,6 +11,8 @@ from common.types import FinishReason
 from router.core.events import FinishedEvent
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+# What may come of a question to the prefix index: an answer, none in time, or that it was not asked after many without.
+LOOKUPS = ("answered", "failed", "skipped")
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 50_000, 100_000)
 
 
@@ -30,6 +32,9 @@ class RouterMetrics:
             "quire:request_success", "sequences that ended by themselves", ["finished_reason"], registry=registry
         )
         self.failed = Counter("quire:request_failure", "requests that failed", ["reason"], registry=registry)
+        self._lookups = Counter(
+            "quire:prefix_lookups", "questions to the prefix index by what came of them", ["outcome"], registry=registry
+        )
         self._begin_at_zero()
         self.migrations = self._counter("migrations", "sequences that went on at another worker")
         self.time_to_first_token = self._histogram("time_to_first_token_seconds", "arrival to first token", _SECONDS)
@@ -46,6 +51,8 @@ class RouterMetrics:
             self.finished.labels(reason.value)
         for error in (Overloaded, Unavailable, DeadlineExceeded, Cancelled, EngineFailure, QuireError):
             self.failed.labels(error.reason)
+        for outcome in LOOKUPS:
+            self._lookups.labels(outcome)
 
     def watch(self, running: Callable[[], float], waiting: Callable[[], float]) -> None:
         """Read these gauges when they are asked for."""
@@ -55,7 +62,11 @@ class RouterMetrics:
     def watch_workers(self, connected: Callable[[], float], index_connected: Callable[[], float]) -> None:
         """Read these gauges when they are asked for."""
         self._gauge("workers_connected", "workers with an open stream").set_function(connected)
-        self._gauge("prefix_index_connected", "1 when the prefix index answers").set_function(index_connected)
+        self._gauge("prefix_index_connected", "1 while Redis answers, asked every second").set_function(index_connected)
+
+    def looked_up(self, outcome: str) -> None:
+        """Count a question to the prefix index; `outcome` is one of LOOKUPS."""
+        self._lookups.labels(outcome).inc()
 
     def first_token(self, seconds: float, trace_id: str) -> None:
         """Count the first token of a sequence; `trace_id` is "" where the request is not traced."""

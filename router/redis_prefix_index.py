@@ -49,10 +49,14 @@ class RedisPrefixIndex:
         clock: Clock,
         timeout: float = LOOKUP_SECONDS,
         breaker: CircuitBreaker | None = None,
+        count: Callable[[str], None] = lambda outcome: None,
     ) -> None:
-        """`identity` tells the pool as far as it is known; without a model nothing is asked. `timeout` in seconds."""
+        """`identity` tells the pool as far as it is known; without a model nothing is asked. `timeout` in seconds.
+
+        `count` is told what came of each question: answered, failed, or skipped after many failures.
+        """
         self._redis, self._identity, self._clock, self._timeout = redis, identity, clock, timeout
-        self._breaker = breaker or CircuitBreaker()
+        self._breaker, self._count = breaker or CircuitBreaker(), count
         self._owners: dict[int, SlotOwner] = {}
         self._looked: dict[int, float] = {}
         self._namespace = ""
@@ -65,7 +69,10 @@ class RedisPrefixIndex:
     async def lookup(self, chain: Sequence[BlockHash]) -> Mapping[str, int] | None:
         """Return hit blocks by worker id; None when the index cannot be asked, or knows no worker."""
         identity = self._identity()
-        if not identity.model_fingerprint or not self._breaker.allows(self._clock.monotonic()):
+        if not identity.model_fingerprint:
+            return None
+        if not self._breaker.allows(self._clock.monotonic()):
+            self._count("skipped")
             return None
         try:
             async with asyncio.timeout(self._timeout):
@@ -74,10 +81,12 @@ class RedisPrefixIndex:
             if self._breaker.healthy:
                 log.warning("the prefix index does not answer", extra={"reason": str(error) or "timeout"})
             self._breaker.failed(self._clock.monotonic())
+            self._count("failed")
             return None
         if not self._breaker.healthy:
             log.info("the prefix index answers again")
         self._breaker.succeeded()
+        self._count("answered")
         return hits if self._owners else None
 
     async def _lookup(self, namespace: str, chain: Sequence[BlockHash]) -> Mapping[str, int]:

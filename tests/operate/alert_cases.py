@@ -69,6 +69,14 @@ def _level(name: str, fires: str, quiet: str, alert: str, at: str = "25m") -> Ca
     return Case(alert, {name: fires}, {name: quiet}, at)
 
 
+def _lookups(failed: str) -> Series:
+    name = "quire:prefix_lookups_total"
+    return {
+        f'{name}{{job="router", outcome="answered"}}': "0+99x400",
+        f'{name}{{job="router", outcome="failed"}}': failed,
+    }
+
+
 _GAPS = ("quire:inter_token_latency_seconds", 'job="router"')
 _LEASES = ("quire:lease_round_trip_seconds", 'job="gpuworker", instance="a"')
 _FILES = 'job="router", instance="a"'
@@ -106,6 +114,7 @@ CASES: Final = (
     Case("QuireHitRateFell", _hits("0+80x720 57600+35x80"), _hits("0+80x720 57600+45x80"), "25h30m", "2m"),
     _level('quire:index_reachable{job="kvmanager"}', "0x400", "1x400", "QuireIndexUnreachable"),
     _level('quire:prefix_index_connected{job="router"}', "0x400", "1x400", "QuireIndexUnreachable"),
+    Case("QuireLookupsFail", _lookups("0+25x400"), _lookups("0+24x400")),
     _level('quire:index_queue{job="kvmanager"}', "20001x400", "20000x400", "QuireIndexBehind"),
     Case(
         "QuireLeasesSlow",

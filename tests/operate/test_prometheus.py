@@ -141,7 +141,7 @@ async def test_every_panel_shows_something(scraped: httpx.AsyncClient) -> None:
 async def test_every_rule_is_evaluated_and_a_healthy_suite_raises_no_alert(scraped: httpx.AsyncClient) -> None:
     groups = (await asked(scraped, "rules"))["groups"]
     rules = [rule for group in groups for rule in group["rules"]]
-    assert len(rules) == 27
+    assert len(rules) == 28
     assert [(rule["name"], rule.get("lastError")) for rule in rules if rule["health"] != "ok"] == []
     assert [rule["name"] for rule in rules if rule.get("state") == "firing"] == []
 

@@ -133,7 +133,8 @@ async def test_without_a_model_nothing_is_asked(redis_url: str, clock: ManualClo
 async def test_a_redis_that_is_down_is_left_alone_and_used_again_when_it_is_back(clock: ManualClock) -> None:
     server = await asyncio.to_thread(_started)
     client = connect(server.url, PATIENT_S)
-    index = RedisPrefixIndex(client, lambda: IDENTITY, clock, PATIENT_S, CircuitBreaker(threshold=2, first=1.0))
+    breaker, came = CircuitBreaker(threshold=2, first=1.0), list[str]()
+    index = RedisPrefixIndex(client, lambda: IDENTITY, clock, PATIENT_S, breaker, came.append)
     try:
         await own(client, 0, "w0", 11)
         await publish(client, CHAIN[:2], (0, 11))
@@ -149,6 +150,7 @@ async def test_a_redis_that_is_down_is_left_alone_and_used_again_when_it_is_back
         clock.advance(1.0)
         assert await index.lookup(CHAIN[:2]) == {"w0": 2}
         assert index.connected
+        assert came == ["answered", "failed", "failed", "skipped", "answered"]
     finally:
         await client.aclose()
         server.stop()
