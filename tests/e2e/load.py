@@ -9,6 +9,7 @@ import signal
 from collections.abc import Sequence
 
 from gpuworker.demo_model.prompts import questions, system_text
+from quire.inference.v1 import inference_pb2 as pb
 from quire.kvmanager.v1 import kvmanager_pb2
 from tests.e2e.reference import chat_tokens
 from tests.e2e.suite import Outcome, Suite, greedy
@@ -23,11 +24,16 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
 
 
 async def all_started(suite: Suite, asked: Sequence[list[int]], count: int) -> list[asyncio.Task[Outcome]]:
-    """Start a stream for each prompt; return when every one has its first token."""
-    firsts = [asyncio.Event() for _ in asked]
+    """Start a greedy stream for each prompt; return when every one has its first token."""
+    return await started(suite, [greedy(prompt, count) for prompt in asked])
+
+
+async def started(suite: Suite, requests: Sequence[pb.GenerateRequest]) -> list[asyncio.Task[Outcome]]:
+    """Start a stream for each request; return when every one has its first token."""
+    firsts = [asyncio.Event() for _ in requests]
     tasks = [
-        asyncio.create_task(suite.generate(greedy(prompt, count), first_token=first))
-        for prompt, first in zip(asked, firsts, strict=True)
+        asyncio.create_task(suite.generate(request, first_token=first))
+        for request, first in zip(requests, firsts, strict=True)
     ]
     await asyncio.gather(*(first.wait() for first in firsts))
     return tasks

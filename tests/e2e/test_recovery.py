@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from redis.asyncio import Redis
 from cli.stack import StackOptions
 from gpuworker.demo_model import CHECKPOINT
 from quire.inference.v1 import inference_pb2
-from tests.e2e.load import all_started, epoch, kill, prompts
+from tests.e2e.load import all_started, epoch, kill, prompts, started
 from tests.e2e.reference import greedy_tokens
 from tests.e2e.suite import PATIENCE, Suite, greedy, running_suite
 
@@ -105,3 +106,28 @@ async def test_a_worker_that_joins_is_found_through_redis(tmp_path: Path) -> Non
         await suite.stack.children["worker-1"].stop()
         left = await asyncio.gather(*(suite.generate(greedy(prompt, 8)) for prompt in prompts(8, seed=9)))
         assert {outcome.admitted.worker_id for outcome in left if outcome.admitted} == {"worker-0"}
+
+
+def constrained(prompt: list[int], seed: int) -> inference_pb2.GenerateRequest:
+    """Return a request, drawn at random, whose whole output must match; some hundred tokens."""
+    request = greedy(prompt, 200)
+    request.sampling.temperature, request.sampling.seed, request.regex = 1.0, seed, CODES
+    return request
+
+
+CODES = "([a-z]{2}[0-9]{3} ){30}"
+
+
+async def test_constraints_are_followed_on_by_another_worker(tmp_path: Path) -> None:
+    """It takes in what was drawn before: the same text comes as from an undisturbed run."""
+    options = StackOptions(model=CHECKPOINT, workers=2, worker_flags=FLAGS)
+    requests = [constrained(prompt, seed) for seed, prompt in enumerate(prompts(16, seed=7))]
+    async with running_suite(tmp_path, options) as suite:
+        tasks = await started(suite, requests)
+        kill(suite, "worker-1")
+        disturbed = await asyncio.gather(*tasks)
+        await suite.until_all_free(workers=2)
+        undisturbed = await asyncio.gather(*map(suite.generate, requests[:6]))
+    assert {outcome.admitted.worker_id for outcome in disturbed if outcome.admitted} == {"worker-0", "worker-1"}
+    assert [outcome.tokens for outcome in disturbed[:6]] == [outcome.tokens for outcome in undisturbed]
+    assert all(re.fullmatch(CODES, outcome.text) for outcome in disturbed)
