@@ -10,8 +10,8 @@ Arrivals are a Poisson process, or with --cv above 1 bursts of that coefficient 
 Latencies count from when a request was due; a run whose clients fell behind is marked invalid. Simulated workers run no
 model: a step takes the time that --simulate says, and every token is checked. Nothing is pinned unless --pin says so:
 clients, routers, manager and workers share the machine's cores, so a router's cost a token tells what it would carry on
-a core of its own. Requests are not traced unless --trace-sample-ratio says so. Rows go to bench/results/load.jsonl, and
---plot draws them (`bench/load_plot.py`).
+a core of its own. Requests are not traced unless --trace-sample-ratio says so. With --all or --plot rows are kept in
+bench/results/load.jsonl; --plot draws them (`bench/load_plot.py`).
 """
 
 from __future__ import annotations
@@ -233,9 +233,22 @@ def flags() -> argparse.ArgumentParser:
     made.add_argument("--trace-sample-ratio", type=float, default=0.0, help="share of the requests that are traced")
     made.add_argument("--pin", default="", help="cores of each role: router=0,worker=1,clients=2-3")
     made.add_argument("--seed", type=int, default=0)
-    made.add_argument("--results", type=Path, default=RESULTS, help="file of the rows that were measured")
+    made.add_argument("--results", type=Path, help="file for the rows that were measured")
     made.add_argument("--plot", action="store_true", help="draw the rows beside their file")
     return made
+
+
+def _keep(rows: list[dict[str, float | str]], args: argparse.Namespace) -> None:
+    """Write the rows to a file, and draw them, where that was asked for."""
+    path: Path = args.results or RESULTS
+    if not rows or not (args.results or args.all or args.plot):
+        return
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if args.plot:
+        from bench.load_plot import write
+
+        print(write(path))
 
 
 def main() -> int:
@@ -246,13 +259,7 @@ def main() -> int:
     with checkpoint(None if args.random else str(args.model or DEMO)) as (model, load_format):
         load = Load(args, model, load_format)
         uvloop.run(run(load))
-    if load.rows:
-        args.results.parent.mkdir(exist_ok=True)
-        args.results.write_text("".join(json.dumps(row) + "\n" for row in load.rows))
-    if load.rows and args.plot:
-        from bench.load_plot import write
-
-        print(write(args.results))
+    _keep(load.rows, args)
     if load.columns:
         report_columns("load", load.columns, NOTES, args.json, load.figures)
     else:

@@ -31,6 +31,7 @@ def draw(rows: list[Row], title: str) -> Figure:
         first, good = grid[0]
         _prepare(first, "Time to first token", "Output tokens offered a second")
         _prepare(good, "Goodput: requests a second within the SLO", "Output tokens offered a second")
+        _offered(good, wanted)
         for count in routers:
             line = sorted((row for row in wanted if row["routers"] == count), key=lambda row: row["offered_tokens_s"])
             _latencies(first, line, count)
@@ -72,6 +73,16 @@ def _latencies(axes: Axes, line: list[Row], count: int) -> None:
         axes.annotate(f"p{share}", end, (6, 0), textcoords="offset points", va="center", color=_colour(count))
 
 
+def _offered(axes: Axes, rows: list[Row]) -> None:
+    """Draw what goodput would be if every request kept the SLO."""
+    ends = sorted((row["offered_tokens_s"], row["offered_requests_s"]) for row in rows)[-1:]
+    for tokens, requests in ends:
+        axes.plot([0, tokens], [0, requests], ":", color=QUIET, linewidth=1.2)
+        axes.annotate(
+            "offered", (0.2 * tokens, 0.2 * requests), (4, 8), textcoords="offset points", ha="right", color=QUIET
+        )
+
+
 def _goodput(axes: Axes, line: list[Row], count: int) -> None:
     offered = [row["offered_tokens_s"] for row in line]
     values = [row["goodput_requests_s"] for row in line]
@@ -89,7 +100,7 @@ def _points(axes: Axes, line: list[Row], x: list[float], y: list[float], count: 
     axes.plot(x, y, style, color=colour, linewidth=1.5, alpha=0.8)
     for row, across, up in zip(line, x, y, strict=True):
         inside = colour if row["steady"] and row["valid"] else "white"
-        axes.plot(across, up, "o", markersize=5, markerfacecolor=inside, markeredgecolor=colour)
+        axes.plot(across, up, "o", markersize=5, markerfacecolor=inside, markeredgecolor=colour, clip_on=False)
 
 
 def _colour(count: int) -> str:
