@@ -19,6 +19,7 @@ from bench.arrivals import arrivals, paced
 from bench.load_calls import Api, LoadRequest, open_api
 from bench.load_plan import Plan, Seen, Trace
 from bench.token_check import TokenCheck
+from common.garbage import collect_rarely
 from common.rpc import event_loop
 from gpuworker.simulated_plane import simulated_tokens
 from gpuworker.simulation import SimulatedTokens
@@ -41,8 +42,7 @@ class Client:
         plan = self._plan
         async with open_api(plan) as api:
             work = self._closed(api) if plan.streams and not plan.opening else self._open(api, list(self._schedule()))
-            gc.collect()
-            gc.freeze()
+            collect_rarely()
             await asyncio.sleep(max(0.0, plan.start - time.monotonic()))
             spent = time.process_time()
             await work

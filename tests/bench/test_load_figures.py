@@ -88,16 +88,17 @@ def test_a_run_whose_clients_fall_behind_is_invalid(late: float, cpu: float, val
 
 def steady(seen: Seen, **changed: float) -> bool:
     carried = {"in_flight": 50.0, "backlog_growth": 0.0, "tokens_s": 1000.0, "offered_tokens_s": 1000.0}
-    return is_steady({**carried, "ttft_p99_ms": 90.0, **changed}, WINDOW, seen)
+    return is_steady({**carried, "ttft_p99_ms": 90.0, "itl_p99_ms": 40.0, **changed}, WINDOW, seen)
 
 
-def test_a_load_is_carried_unless_its_backlog_grows_its_tokens_lack_or_its_first_tokens_are_late() -> None:
+def test_a_load_is_carried_unless_its_backlog_grows_or_its_tokens_lack_or_are_late() -> None:
     seen = Seen.of([trace(10.1, 0.05)])
     assert steady(seen)
     assert not steady(seen, backlog_growth=31.0)
     assert steady(seen, backlog_growth=29.0), "less than the noise of a steady number of 50"
-    assert not steady(seen, tokens_s=900.0)
+    assert not steady(seen, tokens_s=890.0)
     assert not steady(seen, ttft_p99_ms=101.0)
+    assert not steady(seen, itl_p99_ms=51.0)
 
 
 def test_nothing_may_be_refused_or_lost() -> None:
