@@ -32,7 +32,8 @@ class Client:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._rng = random.Random(f"prompts/{plan.seed}/{plan.client}")
+        # Prompts of another run would be in the prefix cache by now: those of each run are its own.
+        self._rng = random.Random(f"prompts/{plan.start}/{plan.client}/{plan.seed}")
         self._tokens: SimulatedTokens | None = simulated_tokens(Path(plan.check)) if plan.check else None
         self._seeds = itertools.count(plan.seed * 1_000_003 + plan.client * 10_000_019 + 1)
         self._traces: list[Trace] = []
