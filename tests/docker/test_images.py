@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import shlex
 import tomllib
 from fnmatch import fnmatch
@@ -11,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from common.options import ServiceSettings
-from docker.requirements import requirements
 from gpuworker.config import GpuWorkerSettings
 from kvmanager.config import KvManagerSettings
 from router.config import RouterSettings
@@ -25,6 +25,10 @@ IMAGES: list[tuple[str, str | None, type[ServiceSettings]]] = [
     ("gpuworker", "cuda", GpuWorkerSettings),
 ]
 FILES = ["kvmanager", "router", "gpuworker"]
+
+
+# By its path: an installed package `docker` would be found in place of the folder.
+requirements = runpy.run_path(str(REPOSITORY / "docker/requirements.py"))["requirements"]
 
 
 def dockerfile(name: str, target: str | None = None) -> Dockerfile:

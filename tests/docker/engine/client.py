@@ -113,7 +113,8 @@ async def once(host: str) -> None:
     asked = pb.GenerateRequest(prompt=pb.Prompt(text="Hello"), sampling=sampling)
     async with grpc.aio.insecure_channel(f"{host}:{GRPC_PORT}") as channel:
         worker, tokens, finished = await ask(rpc.InferenceServiceStub(channel), asked)
-    body = {"model": "quire-demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
+    messages = [{"role": "user", "content": "Hello"}]
+    body = {"model": "quire-demo", "messages": messages, "temperature": 0, "max_completion_tokens": 8}
     url = f"http://{host}:{HTTP_PORT}/v1/chat/completions"
     http = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     answer: dict[str, Any] = await asyncio.to_thread(lambda: json.load(urllib.request.urlopen(http, timeout=60.0)))

@@ -22,6 +22,13 @@ from quire.inference.v1 import inference_pb2, inference_pb2_grpc
 REPOSITORY: Final = Path(__file__).resolve().parents[3]
 PROJECT: Final = "quire-test"
 _POLL_SECONDS: Final = 0.1
+_KILL_SERVICE: Final = """
+import os, pathlib, signal
+for each in pathlib.Path('/proc').glob('[0-9]*'):
+    words = (each / 'cmdline').read_bytes().split(b'\\0')
+    if each.name != '1' and any(b'/quire-' in word for word in words[1:2]):
+        os.kill(int(each.name), signal.SIGKILL)
+"""
 FILES: Final = ("compose.yaml", "tests/docker/engine/load.compose.yaml")
 
 
@@ -100,10 +107,13 @@ class Stack:
         ids = self.compose("ps", "--quiet", "gpuworker").split()
         return sorted(f"{each[:12]}-50053" for each in ids)
 
-    def inspect(self, service: str) -> dict[str, Any]:
-        """Return what the engine says of the first container of a service."""
-        (first, *_) = self.compose("ps", "--quiet", service).split()
-        found: dict[str, Any] = json.loads(self.docker("inspect", first))[0]
+    def container(self, service: str) -> str:
+        """Return the id of the first running container of a service."""
+        return self.compose("ps", "--quiet", service).split()[0]
+
+    def inspect(self, container: str) -> dict[str, Any]:
+        """Return what the engine says of a container."""
+        found: dict[str, Any] = json.loads(self.docker("inspect", container))[0]
         return found
 
     def take_down(self) -> None:
@@ -145,11 +155,15 @@ class Stack:
             logs.kill()
         assert found, f"{container} never said {words!r}"
 
-    def until_restarted(self, service: str, seconds: float = 120.0) -> None:
+    def crash(self, container: str) -> None:
+        """Kill the service in a container as a crash would: the process itself, not the init above it."""
+        self.docker("exec", "--detach", container, "python", "-c", _KILL_SERVICE)
+
+    def until_restarted(self, container: str, seconds: float = 120.0) -> None:
         """Wait until the engine has started a container again, by its restart policy, and it is healthy."""
         deadline = time.monotonic() + seconds
         while True:
-            found = self.inspect(service)
+            found = self.inspect(container)
             if found["RestartCount"] == 1 and found["State"]["Health"]["Status"] == "healthy":
                 return
             assert time.monotonic() < deadline, found["State"]

@@ -27,14 +27,6 @@ try: socket.create_connection(('192.0.2.1', 80), timeout=2); print('connected')
 except OSError as error: print(type(error).__name__)
 """
 LIMITS = "from common.cores import usable_cores; import os; print(usable_cores(), os.getuid())"
-# Ends the manager as a crash would: the process itself, not the init above it.
-CRASH = """
-import os, pathlib, signal
-for each in pathlib.Path('/proc').glob('[0-9]*'):
-    words = (each / 'cmdline').read_bytes().split(b'\\0')
-    if each.name != '1' and any(word.endswith(b'quire-kvmanager') for word in words[1:2]):
-        os.kill(int(each.name), signal.SIGKILL)
-"""
 
 
 def test_the_images_are_built(stack: Stack, transcript: Transcript) -> None:
@@ -88,7 +80,7 @@ def test_another_container_is_answered(stack: Stack, transcript: Transcript) -> 
 def test_what_runs_is_confined(stack: Stack, transcript: Transcript) -> None:
     for service in IMAGES:
         assert stack.python(service, REFUSED) == "Read-only file system"
-        host = stack.inspect(service)["HostConfig"]
+        host = stack.inspect(stack.container(service))["HostConfig"]
         assert (host["ReadonlyRootfs"], host["CapDrop"], host["Privileged"]) == (True, ["ALL"], False)
     assert stack.python("gpuworker", OUTSIDE) in ("OSError", "TimeoutError")
     assert stack.python("gpuworker", LIMITS) == "1 10001"
@@ -117,14 +109,28 @@ def test_the_manager_is_restarted_under_load(stack: Stack, transcript: Transcrip
             stack.compose("restart", "kvmanager")
         load.more(24)
         transcript.say("killing the manager's process, under load")
-        stack.compose("exec", "--detach", "kvmanager", "python", "-c", CRASH)
+        manager = stack.container("kvmanager")
+        stack.crash(manager)
         with transcript.timed("the engine starts it again, and it is healthy"):
-            stack.until_restarted("kvmanager")
+            stack.until_restarted(manager)
         load.more(24)
     lines = stack.compose("logs", "--no-log-prefix", "kvmanager").splitlines()
     epochs = [json.loads(line)["msg"] for line in lines if "took epoch" in line]
     transcript.say(f"the manager: {', '.join(epochs)}")
     assert len(epochs) == 3
+
+
+def test_a_worker_crashes_under_load(stack: Stack, transcript: Transcript) -> None:
+    """Its streams go on at the other one; with the same tokens, as the workers are deterministic here."""
+    with stack.load() as load:
+        asyncio.run(stack.until_all_run(2))
+        worker = stack.container("gpuworker")
+        transcript.say(f"killing the process of worker {worker[:12]}, under load")
+        stack.crash(worker)
+        with transcript.timed("the engine starts it again, and it is healthy"):
+            stack.until_restarted(worker)
+        with transcript.timed("it gets streams again"):
+            load.more(3, worker=f"{worker[:12]}-50053")
 
 
 def test_it_stops_cleanly(stack: Stack, transcript: Transcript) -> None:
@@ -133,7 +139,8 @@ def test_it_stops_cleanly(stack: Stack, transcript: Transcript) -> None:
     ends = stack.ends()
     transcript.say(f"all ends so far: {', '.join(f'{service} {code}' for service, code in ends)}")
     assert {service for service, _ in ends[-6:]} == {"client", *IMAGES, "redis"}
-    assert [end for end in ends if end[1] != 0] == [("kvmanager", 128 + signal.SIGKILL)]
+    killed = 128 + signal.SIGKILL
+    assert [end for end in ends if end[1] != 0] == [("kvmanager", killed), ("gpuworker", killed)]
     with transcript.timed("docker compose down --volumes"):
         stack.take_down()
     assert stack.containers() == []
