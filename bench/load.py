@@ -92,7 +92,7 @@ class Load:
         options |= special or {}
         workers = int(str(options.pop("workers", args.workers)))
         limits = ("--max-queued-requests", "16384")
-        async with load_suite(suite_flags(options), args.clients + 2, limits, workers, routers) as suite:
+        async with load_suite(suite_flags(options), args.clients, limits, workers, routers) as suite:
             suite.pin(_cores(args.pin))
             yield suite
 

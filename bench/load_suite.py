@@ -24,6 +24,7 @@ from common.metrics import metrics_port
 
 _AHEAD_SECONDS = 0.5
 CLIENTS = "clients"
+SPARE_CLIENTS = 2
 
 
 class LoadSuite:
@@ -71,17 +72,17 @@ class LoadSuite:
         return sum(float(line.split()[1]) for line in lines if line.startswith(f"{name} "))
 
     async def run(self, plan: Plan, *beside: Plan) -> list[Seen]:
-        """Run a plan on all clients, and plans `beside` it on a client each; return what each plan's clients saw.
+        """Run a plan on all clients, and plans `beside` it on a spare one each; return what each plan's clients saw.
 
         All begin at the same time, half a second from now.
         """
-        clients = self._clients[: len(self._clients) - len(beside)]
+        clients = self._clients[:-SPARE_CLIENTS]
         self.started = start = time.monotonic() + _AHEAD_SECONDS
         plans = [replace(plan, start=start, client=index, clients=len(clients)) for index in range(len(clients))]
         plans += [replace(each, start=start) for each in beside]
         files = [str(self._folder / f"seen-{index}.npz") for index in range(len(plans))]
         plans = [replace(each, results=file) for each, file in zip(plans, files, strict=True)]
-        await asyncio.gather(*(_run(*each) for each in zip(self._clients, plans, strict=True)))
+        await asyncio.gather(*(_run(*each) for each in zip(self._clients, plans, strict=False)))
         seen = [Seen.load(file) for file in files]
         return [Seen.joined(seen[: len(clients)]), *seen[len(clients) :]]
 
@@ -99,7 +100,7 @@ async def _run(client: asyncio.subprocess.Process, plan: Plan) -> None:
 async def load_suite(
     options: Sequence[str], clients: int, router_flags: Sequence[str] = (), workers: int = 1, routers: int = 1
 ) -> AsyncIterator[LoadSuite]:
-    """Run a suite on free ports and `clients` processes; `options` are flags of `quire up`.
+    """Run a suite on free ports, `clients` processes and two spare ones; `options` are flags of `quire up`.
 
     Raises InvalidConfig for bad ones, Unavailable, with the last lines of a process, when it does not start.
     """
@@ -113,7 +114,10 @@ async def load_suite(
         router_flags = (*stack_options.router_flags, *router_flags)
         of_workers, of_routers = tuple(ports[3 : 3 + workers]), tuple(ports[3 + workers :]) if routers > 1 else ()
         stack_options = replace(stack_options, router_flags=router_flags, worker_ports=of_workers, own_ports=of_routers)
-        async with Stack(stack_options, lambda _name, _line: None) as stack, _clients(clients) as processes:
+        async with (
+            Stack(stack_options, lambda _name, _line: None) as stack,
+            _clients(clients + SPARE_CLIENTS) as processes,
+        ):
             yield LoadSuite(stack, processes, Path(folder))
 
 
