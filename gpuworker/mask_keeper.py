@@ -121,7 +121,7 @@ class MaskKeeper:
         self._open_what_is_settled()
 
     def _lose(self, masks: StepMasks) -> None:
-        self._states.update(dict.fromkeys(masks.sequences, _FAILED))
+        self._states.update({sequence: _FAILED for sequence in masks.sequences if sequence in self._states})
         self._open_what_is_settled()
 
     def _open_what_is_settled(self) -> None:
