@@ -20,7 +20,7 @@ from common.types import Constraint
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-_KEPT = 64  # compiled grammars that no sequence uses; some hundred kilobytes each
+_KEPT = 64  # compiled grammars, used lately; those of live sequences stay anyway
 _MOST_WORDS = 500
 
 

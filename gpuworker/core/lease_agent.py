@@ -187,13 +187,13 @@ class LeaseAgent:
         if plan.step != result.step:
             raise ValueError(f"step {result.step} completed, but {plan.step} is the oldest in flight")
         tokens: dict[SequenceId, tuple[int, ...]] = {}
-        computed, shift, drawn, ended = 0, self._block_shift, result.drawn, result.ended
+        computed, shift = 0, self._block_shift
         for row in plan.rows:
             sequence = self._sequences[row.sequence]
             sequence.in_flight -= 1
             if row.samples:
                 sequence.sampling -= 1
-                self._deliver(sequence, drawn[row.sequence], tokens, ended.get(row.sequence))
+                self._deliver(sequence, result, tokens)
             start, end = row.start, row.start + row.length
             computed += row.length
             if end >> shift != start >> shift:
@@ -215,18 +215,11 @@ class LeaseAgent:
             self._clear_events()
         return completion
 
-    def _deliver(
-        self,
-        sequence: Sequence,
-        drawn: tuple[int, ...],
-        tokens: dict[SequenceId, tuple[int, ...]],
-        ended: Ending | None,
-    ) -> None:
-        """Accept what a step drew, up to a stop; drop it when the sequence has ended, or `ended` before the step. A
-        preempted one still gets it.
-        """
+    def _deliver(self, sequence: Sequence, result: StepResult, tokens: dict[SequenceId, tuple[int, ...]]) -> None:
+        """Accept what a step drew, up to a stop; drop it when the sequence had ended. A preempted one still gets it."""
         if sequence.phase is SequencePhase.DRAINING_FINISH:
             return
+        drawn, ended = result.drawn[sequence.id], result.ended.get(sequence.id)
         if ended is not None:
             self._end(sequence, ended)
             return
@@ -236,7 +229,7 @@ class LeaseAgent:
                 drawn = drawn[:count]
                 self._end(sequence, ending)
                 break
-        tokens[sequence.new.sequence] = drawn
+        tokens[sequence.id] = drawn
 
     def _close_blocks(self, sequence: Sequence, row: ScheduledRow) -> None:
         """Seal each block whose last slot this row wrote, as the snapshot names it; none past what was accepted."""
