@@ -6,7 +6,7 @@ By size of the vocabulary. Masks and compilation are llguidance's, on one thread
 random from what the schema allows. Steps are those of the native CPU engine on a small model of random weights with
 this vocabulary, with none, half and all of its rows constrained in turn, in one process. Throughput of a run is taken
 from the median time from step to step; a ratio is the median over rounds of a share's and that of none in the same
-round. Steps are short, so that masks are late more often than over a model of use.
+round. Steps of the small model are so short that masks come late, which those of a model in use are not.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
-from bench.checkpoints import SMALL
+from bench.checkpoints import MEDIUM, SMALL
 from bench.harness import median_interval, parser, progress, report_columns
 from bench.models import data_plane
 from bench.tokenizers import EOS, write_tokenizer
@@ -44,6 +44,7 @@ from gpuworker.step_queue import QueuedRunner, QueueExecutor
 _FIRST = 4  # steps of a run that are left out: prompts, and the draw behind them
 VOCABULARIES = {"2k": 2048, "32k": 32_000, "128k": 128_000}
 SHARES = (0, 50, 100)
+SHAPES = {"small": SMALL, "medium": MEDIUM}
 BLOCK_SIZE, PROMPT_TOKENS = 16, 32
 _PERSON = {
     "type": "object",
@@ -91,6 +92,7 @@ class Size:
     steps: int
     rounds: int
     threads: int | None
+    shape: str = "small"
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +151,7 @@ def of_engine(path: Path, vocab_size: int, size: Size) -> dict[str, float]:
     """Return what constraints cost an engine: rounds of each share, in turn."""
     length = PROMPT_TOKENS + size.steps
     config = AgentConfig(size.rows * (-(-length // BLOCK_SIZE) + 2), BLOCK_SIZE, 1 << 15, max_num_seqs=size.rows)
-    shape = {**SMALL, "vocab_size": vocab_size}
+    shape = {**SHAPES[size.shape], "vocab_size": vocab_size}
     options = {"dtype": "float32", "threads": size.threads, "kv_blocks": 64, "max_model_len": 512}
     plane = data_plane(None, shape, device="cpu", **options)
     cache = KvCache(plane.identity.kv_geometry, config.num_blocks, BLOCK_SIZE, plane.model.device)
@@ -213,8 +215,9 @@ def main() -> None:
     flags.add_argument("--steps", type=int, default=150, help="tokens of each sequence")
     flags.add_argument("--rounds", type=int, default=7, help="runs of each share of constrained rows")
     flags.add_argument("--threads", type=int, help="threads of the engine; unset: cores - 1")
+    flags.add_argument("--shape", choices=sorted(SHAPES), default="small", help="size of the model")
     args = flags.parse_args()
-    size = Size(args.rows, args.steps, args.rounds, args.threads)
+    size = Size(args.rows, args.steps, args.rounds, args.threads, args.shape)
     columns: dict[str, Mapping[str, float]] = {}
     for name in args.vocabulary:
         progress(f"vocabulary of {name}")
