@@ -17,10 +17,11 @@ bench/results/load.jsonl; --plot draws them (`bench/load_plot.py`).
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -100,13 +101,10 @@ class Load:
 
     async def at_rates(self, rates: list[float], real: bool, routers: int = 1) -> None:
         """Measure given rates."""
+        engine = "real" if real else "simulated"
         async with self.suite(routers, real) as suite:
-            await self._measure(suite, rates, self.args.cv, "real" if real else "simulated", routers)
-
-    async def _measure(self, suite: LoadSuite, rates: list[float], cvs: list[float], engine: str, routers: int) -> None:
-        for cv in cvs:
-            for rate in rates:
-                row = await load_modes.at_rate(suite, self.shape(real=engine == "real"), rate, cv)
+            for cv, rate in itertools.product(self.args.cv, rates):
+                row = await load_modes.at_rate(suite, self.shape(real=real), rate, cv)
                 self._keeper(routers, engine)(row)
                 name = f"{engine}_{rate:.0f}rps" + (f"_cv{cv:g}" if cv > 1.0 else "")
                 self.columns[name + (f"_{routers}routers" if routers > 1 else "")] = row
@@ -129,21 +127,25 @@ class Load:
         probes = self.args.probes if routers == 1 else self.args.probes - 1
         async with self.suite(routers) as suite:
             shape = self.shape()
-            top, rows = await load_modes.find_saturation(suite, shape, probes, self._keeper(routers))
-            self._note_saturation(f"router_tokens_per_s{ending}", "tokens_s", top)
+            rows = await load_modes.find_saturation(suite, shape, probes, self._keeper(routers))
+            top = load_modes.highest_carried(rows)
             rate = top["rate"] if top else rows[-1]["rate"]
             if added:
                 found = await load_modes.added_ttft(suite, replace(shape, seconds=2 * shape.seconds), rate / 2)
                 self.figures |= {f"{name}{ending}": value for name, value in found.items()}
             for fraction in _FRACTIONS if self.args.all else ():
-                self._keeper(routers)(await load_modes.at_rate(suite, shape, fraction * rate))
+                rows.append(await load_modes.at_rate(suite, shape, fraction * rate))
+                self._keeper(routers)(rows[-1])
+            self._note_saturation(f"router_tokens_per_s{ending}", "tokens_s", rows)
             if self.args.all and routers == 1:
-                await self._measure(suite, [0.5 * rate], [_BURSTS], "simulated", routers)
+                self.columns["bursts"] = await load_modes.at_rate(suite, shape, 0.5 * rate, _BURSTS)
+                self._keeper(routers)(self.columns["bursts"])
             short = replace(self.shape(1), warm=1.0, streams=128)
-            top, _ = await load_modes.find_saturation(suite, short, probes, self._say)
-            self._note_saturation(f"router_requests_per_s{ending}", "requests_s", top)
+            rows = await load_modes.find_saturation(suite, short, probes, self._say)
+            self._note_saturation(f"router_requests_per_s{ending}", "requests_s", rows)
 
-    def _note_saturation(self, name: str, figure: str, top: Row | None) -> None:
+    def _note_saturation(self, name: str, figure: str, rows: Sequence[Row]) -> None:
+        top = load_modes.highest_carried(rows)
         self.figures[name] = top[figure] if top else 0.0
         if top:
             for role in ("router", "kvmanager", "worker"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -85,36 +85,38 @@ async def capacity(suite: LoadSuite, shape: Shape) -> float:
     return float(seen.counts[came].sum()) / (end - begin) / shape.output_tokens
 
 
-async def saturation(
-    probe: Callable[[float], Awaitable[Row]], guess: float, probes: int
-) -> tuple[Row | None, list[Row]]:
-    """Return the row of the highest rate that was carried, None where none was; and all rows.
+async def saturation(probe: Callable[[float], Awaitable[Row]], guess: float, probes: int) -> list[Row]:
+    """Look for the highest rate that is carried; return the row of each that was tried.
 
     From `guess` on: up by a quarter while it is carried, down by as much while it is not, then halving what is between.
     """
     rows: list[Row] = []
-    carried: Row | None = None
     rate, refused = guess, math.inf
     for _ in range(probes):
-        row = await probe(rate)
-        rows.append(row)
-        if row["steady"] and row["valid"]:
-            carried = row
-        else:
+        rows.append(await probe(rate))
+        if not _carried(rows[-1]):
             refused = rate
+        carried = highest_carried(rows)
         if carried is None:
             rate = 0.75 * refused
         elif refused == math.inf:
             rate = 1.25 * carried["rate"]
         else:
             rate = (carried["rate"] + refused) / 2
-    return carried, rows
+    return rows
 
 
-async def find_saturation(
-    suite: LoadSuite, shape: Shape, probes: int, on_row: Callable[[Row], None]
-) -> tuple[Row | None, list[Row]]:
-    """Return the highest rate that the suite carries, and all rows that were measured on the way."""
+def highest_carried(rows: Sequence[Row]) -> Row | None:
+    """Return the row of the highest rate that was carried, None where none was."""
+    return max(filter(_carried, rows), key=lambda row: row["rate"], default=None)
+
+
+def _carried(row: Row) -> bool:
+    return bool(row["steady"] and row["valid"])
+
+
+async def find_saturation(suite: LoadSuite, shape: Shape, probes: int, on_row: Callable[[Row], None]) -> list[Row]:
+    """Look for the highest rate that the suite carries; return the rows that were measured on the way."""
 
     async def probe(rate: float) -> Row:
         row = await at_rate(suite, shape, rate)

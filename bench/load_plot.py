@@ -31,7 +31,6 @@ def draw(rows: list[Row], title: str) -> Figure:
         first, good = grid[0]
         _prepare(first, "Time to first token", "Output tokens offered a second")
         _prepare(good, "Goodput: requests a second within the SLO", "Output tokens offered a second")
-        _offered(good, wanted)
         for count in routers:
             line = sorted((row for row in wanted if row["routers"] == count), key=lambda row: row["offered_tokens_s"])
             _latencies(first, line, count)
@@ -39,6 +38,7 @@ def draw(rows: list[Row], title: str) -> Figure:
         for axes in (first, good):
             axes.set_xlim(0, 1.08 * max((row["offered_tokens_s"] for row in wanted), default=1.0))
         good.set_ylim(0, 1.15 * max((row["goodput_requests_s"] for row in wanted), default=1.0))
+        _offered(good, wanted)
         first.set_yscale("log")
         first.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: duration(value)))
         first.yaxis.set_minor_formatter(ticker.NullFormatter())
@@ -75,12 +75,12 @@ def _latencies(axes: Axes, line: list[Row], count: int) -> None:
 
 def _offered(axes: Axes, rows: list[Row]) -> None:
     """Draw what goodput would be if every request kept the SLO."""
-    ends = sorted((row["offered_tokens_s"], row["offered_requests_s"]) for row in rows)[-1:]
-    for tokens, requests in ends:
-        axes.plot([0, tokens], [0, requests], ":", color=QUIET, linewidth=1.2)
-        axes.annotate(
-            "offered", (0.2 * tokens, 0.2 * requests), (4, 8), textcoords="offset points", ha="right", color=QUIET
-        )
+    top = axes.get_ylim()[1]
+    for row in sorted(rows, key=lambda row: row["offered_tokens_s"])[-1:]:
+        a_request = row["offered_tokens_s"] / row["offered_requests_s"]
+        axes.plot([0, top * a_request], [0, top], ":", color=QUIET, linewidth=1.2)
+        where = (0.93 * top * a_request, 0.93 * top)
+        axes.annotate("offered", where, (8, -4), textcoords="offset points", color=QUIET)
 
 
 def _goodput(axes: Axes, line: list[Row], count: int) -> None:

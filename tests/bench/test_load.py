@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bench.load import _cores, flags
-from bench.load_modes import Row, saturation
+from bench.load_modes import Row, highest_carried, saturation
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,7 +23,8 @@ def search(carries: float, guess: float, probes: int, valid: bool = True) -> tup
     async def probe(rate: float) -> Row:
         return {"rate": rate, "steady": float(rate <= carries), "valid": float(valid)}
 
-    found, rows = asyncio.run(saturation(probe, guess, probes))
+    rows = asyncio.run(saturation(probe, guess, probes))
+    found = highest_carried(rows)
     return (found["rate"] if found else 0.0), [row["rate"] for row in rows]
 
 
