@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from urllib.request import urlopen
 
-import httpx
 import psutil
 
 from bench.load_plan import Plan, Seen
@@ -66,8 +66,7 @@ class LoadSuite:
         """Return the sum of a counter over all routers; 0 where there is none of this name."""
         options = self.stack.options
         own = [f"{options.host}:{metrics_port(None, port)}" for port in options.own_ports]
-        async with httpx.AsyncClient() as client:
-            texts = [(await client.get(f"http://{address}/metrics")).text for address in own or [self.http]]
+        texts = [await asyncio.to_thread(_metrics, address) for address in own or [self.http]]
         lines = [line for text in texts for line in text.splitlines()]
         return sum(float(line.split()[1]) for line in lines if line.startswith(f"{name} "))
 
@@ -85,6 +84,11 @@ class LoadSuite:
         await asyncio.gather(*(_run(*each) for each in zip(self._clients, plans, strict=False)))
         seen = [Seen.load(file) for file in files]
         return [Seen.joined(seen[: len(clients)]), *seen[len(clients) :]]
+
+
+def _metrics(address: str) -> str:
+    with urlopen(f"http://{address}/metrics") as answer:
+        return str(answer.read(), "utf-8")
 
 
 async def _run(client: asyncio.subprocess.Process, plan: Plan) -> None:
