@@ -32,9 +32,10 @@ class RouterSettings(ServiceSettings):
         8000, description="port of /metrics, /health and the OpenAI-compatible API; 0 takes a free one"
     )
     worker: Addresses = Field((), description="HOST:PORT of a GPU worker; repeat it; else Redis tells")
-    max_queued_requests: Count = Field(1024, description="requests that may wait for a worker")
+    max_queued_requests: Count = Field(1024, description="requests that may wait for a worker, in each router process")
     max_tokens_in_flight: Count | None = Field(
-        None, description="prompt and output tokens of all requests inside; unset: the queue is the only bound"
+        None,
+        description="prompt and output tokens of all requests inside a router process; unset: the queue is the bound",
     )
     lease_ttl: Seconds = Field(5.0, description="seconds that a worker found in Redis counts without renewal")
     decision_ring: Count = Field(100_000, description="decision records kept in memory")

@@ -13,7 +13,7 @@ from common.errors import (
 )
 from common.types import FinishReason
 from quire.types.v1 import types_pb2
-from router.core.events import AdmittedEvent, FinishedEvent
+from router.core.events import AdmittedEvent, FinishedEvent, TokensEvent
 from tests.router.frontend_bench import (
     CLOCK,
     ends_of,
@@ -133,4 +133,7 @@ async def test_a_client_that_does_not_read_gets_everything_later_and_holds_no_pl
             assert bench.admission.tokens_in_flight == 110
             rest = [event async for event in events]
             assert tokens_of(rest) == list(range(100))
+            # In one message: what gathers for a client is joined.
+            assert [event.token_ids for event in rest if isinstance(event, TokensEvent)] == [tuple(range(100)), ()]
+            assert bench.registry.get_sample_value("quire:generation_tokens_total") == 100
         assert nothing_left(bench)
