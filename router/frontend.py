@@ -236,7 +236,7 @@ class RouterFrontend:
         if output.first_token_at is None:
             metrics.first_token(now - run.request.arrived, run.trace.trace_id)
             run.trace.first_token()
-        else:
+        elif not run.request.whole:
             metrics.inter_token_latency.observe(now - output.last_token_at)
         if running.claim is not None:
             running.claim.prefilled()

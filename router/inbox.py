@@ -92,10 +92,13 @@ class Arrival:
 class Inbox:
     """What the workers of one request have told and its stream has not taken yet; in order for each sequence."""
 
-    __slots__ = ("_arrivals", "_drawn", "_taken", "_turns", "_waiter")
+    __slots__ = ("_arrivals", "_begun", "_drawn", "_patient", "_taken", "_turns", "_waiter")
 
-    def __init__(self, turns: Turns) -> None:
-        self._turns = turns
+    def __init__(self, turns: Turns, patient: bool = False) -> None:
+        """A `patient` stream is not woken for tokens after a sequence's first, but gets them with what comes next."""
+        self._turns, self._patient = turns, patient
+        # Sequences that have had a token.
+        self._begun: set[int] = set()
         self._arrivals: list[Arrival] = []
         # By sequence, the arrival that more tokens may join.
         self._drawn: dict[int, Arrival] = {}
@@ -106,6 +109,9 @@ class Inbox:
         """Add an event and see to it that the stream is woken."""
         if isinstance(event, Drawn):
             self._draw(index, attempt, event)
+            if self._patient and index in self._begun:
+                return
+            self._begun.add(index)
         else:
             self._drawn.pop(index, None)
             self._arrivals.append(Arrival(index, attempt, event))

@@ -58,7 +58,8 @@ class RequestRun:
         self.sequences: list[Running] = []
         # Fills up while the client reads slowly, with the tokens that it asked for at most. They stay in the
         # admission's books meanwhile: max_tokens_in_flight bounds all inboxes together.
-        self.inbox = Inbox(turns)
+        # A stop string must be seen when it comes: the worker does not know it.
+        self.inbox = Inbox(turns, patient=request.whole and not request.sampling.stop)
         self.admitted = False
         # Whether a sequence was ended by the deadline.
         self.expired = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Protocol
 
 from common.clock import Clock
@@ -50,7 +51,7 @@ class InferenceServicer(rpc.InferenceServiceServicer):
         """Answer one request as a whole. DEADLINE_EXCEEDED when the deadline cut it short."""
         validated = await self._validator.validate(request.request, call_context(self._clock, context))
         events: list[GenerateEvent] = []
-        async with aclosing(self._frontend.generate(validated)) as stream:
+        async with aclosing(self._frontend.generate(replace(validated, whole=True))) as stream:
             async for event in stream:
                 events.append(event)  # noqa: PERF401 - a comprehension would hide that this awaits
         return unary_to_proto(events, validated.sampling.n)

@@ -31,6 +31,8 @@ class ValidatedRequest:
     cache_domain: str = ""
     salt: str = ""
     traceparent: str = ""
+    # Nobody sees an event before the last one has come: tokens need not be passed on one by one.
+    whole: bool = False
 
     @property
     def max_length(self) -> int:

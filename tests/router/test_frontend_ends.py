@@ -21,6 +21,7 @@ from tests.router.frontend_bench import (
     in_background,
     nothing_left,
     request,
+    text_of,
     tokens_of,
 )
 from tests.router.worker_double import WorkerDouble
@@ -137,3 +138,26 @@ async def test_a_client_that_does_not_read_gets_everything_later_and_holds_no_pl
             assert [event.token_ids for event in rest if isinstance(event, TokensEvent)] == [tuple(range(100)), ()]
             assert bench.registry.get_sample_value("quire:generation_tokens_total") == 100
         assert nothing_left(bench)
+
+
+async def test_a_request_that_is_answered_as_a_whole_gets_the_same_in_fewer_events() -> None:
+    async with frontend_over(WorkerDouble(automatic=True)) as bench:
+        streamed = await bench.events(request(max_tokens=50))
+        whole = await bench.events(request(max_tokens=50, whole=True))
+        assert tokens_of(whole) == tokens_of(streamed) == list(range(100, 150))
+        assert text_of(whole) == text_of(streamed)
+        assert sum(isinstance(event, TokensEvent) for event in whole) <= 3
+        (end,) = ends_of(whole).values()
+        assert end.usage.output_tokens == 50
+        assert 0 < end.timings.time_to_first_token < end.timings.total_seconds
+        assert nothing_left(bench)
+
+
+async def test_a_stop_string_ends_a_whole_answer_at_the_worker_too() -> None:
+    worker = WorkerDouble()
+    async with frontend_over(worker) as bench, in_background(bench, request(stop=("<11>",), whole=True)) as asked:
+        await worker.until(lambda: bool(worker.submits))
+        worker.step({1: [10]}, granted={1: 0})
+        worker.step({1: [11]})
+        await worker.until(lambda: bool(worker.cancels))
+        assert tokens_of(await asked) == [10, 11]

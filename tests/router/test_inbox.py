@@ -86,6 +86,22 @@ async def test_what_comes_for_a_stream_that_was_just_cancelled_disturbs_nobody()
         await taking
 
 
+async def test_a_patient_stream_is_woken_for_the_first_token_of_each_sequence_and_for_what_is_no_token() -> None:
+    inbox, taken = Inbox(_turns(), patient=True), list[list[object]]()
+
+    async def stream() -> None:
+        while not taken or END not in taken[-1]:
+            taken.append([arrival.event for arrival in await inbox.take()])
+
+    running = asyncio.create_task(stream())
+    for index, event in ((0, Drawn((1,))), (0, Drawn((2,))), (1, Drawn((3,))), (0, Drawn((4,))), (0, END)):
+        inbox.put(index, 1, event)
+        for _ in range(4):
+            await asyncio.sleep(0)
+    await running
+    assert taken == [[Drawn((1,))], [Drawn((2,)), Drawn((3,))], [Drawn((4,)), END]]
+
+
 async def test_a_turn_of_the_loop_wakes_so_many_streams_and_no_more() -> None:
     turns, woken = _turns(2), list[int]()
     inboxes = [Inbox(turns) for _ in range(5)]
