@@ -138,12 +138,16 @@ class MaskKeeper:
         return not isinstance(state, Constrained) or state.position >= position
 
     def _fill(self, masks: StepMasks) -> None:
-        """Fill the rows of all whose outputs go on; llguidance's threads share them."""
+        """Fill the rows of all whose outputs go on."""
         states = [(self._states.get(each), row) for row, each in enumerate(masks.sequences)]
         going_on = [(each, row) for each, row in states if isinstance(each, Constrained) and each.ending is None]
-        if going_on:
-            wanted, (rows, words) = [(each.matcher, row) for each, row in going_on], masks.bits.shape
-            self._threads().unsafe_compute_mask_ptr(wanted, masks.bits.ctypes.data, 4 * words, rows)
+        address, (rows, words) = masks.bits.ctypes.data, masks.bits.shape
+        if len(going_on) == 1:
+            ((alone, row),) = going_on
+            alone.matcher.unsafe_compute_mask_ptr(address + 4 * words * row, 4 * words)
+        elif going_on:  # in one call: it gives up Python's lock, and another thread may keep that for long
+            wanted = [(each.matcher, row) for each, row in going_on]
+            self._threads().unsafe_compute_mask_ptr(wanted, address, 4 * words, rows)
         for each, row in going_on:
             each.settle(masks.bits[row])
 
