@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.docker.engine.stack import Stack, Transcript
+from tests.docker.engine.events import Events
+from tests.docker.engine.stack import PROJECT, Stack, Transcript
 
 
 @pytest.fixture(scope="session")
@@ -19,9 +20,15 @@ def transcript() -> Iterator[Transcript]:
 
 
 @pytest.fixture(scope="session")
+def events() -> Iterator[Events]:
+    with Events.watch(PROJECT) as watched:
+        yield watched
+
+
+@pytest.fixture(scope="session")
 def stack(transcript: Transcript) -> Iterator[Stack]:
-    Stack(transcript).take_down()  # what a run left that was cut off
     running = Stack(transcript)
+    running.take_down()  # what a run left that was cut off
     try:
         yield running
     finally:

@@ -12,12 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TextIO
 
 import grpc
 
 from quire.inference.v1 import inference_pb2, inference_pb2_grpc
+from quire.types.v1 import types_pb2
 
 REPOSITORY: Final = Path(__file__).resolve().parents[3]
 PROJECT: Final = "quire-test"
@@ -30,6 +32,15 @@ for each in pathlib.Path('/proc').glob('[0-9]*'):
         os.kill(int(each.name), signal.SIGKILL)
 """
 FILES: Final = ("compose.yaml", "tests/docker/engine/load.compose.yaml")
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How many tokens of a stream came, its finish reason, and when it ended, in seconds of the clock."""
+
+    tokens: int
+    reason: int
+    at: float
 
 
 class Transcript:
@@ -62,7 +73,6 @@ class Stack:
     def __init__(self, transcript: Transcript) -> None:
         self.transcript = transcript
         self.grpc_port, self.http_port = _free_port(), _free_port()
-        self._began = time.time()
         # What a person set in the environment for the builds counts; what they serve otherwise does not.
         kept = {key: value for key, value in os.environ.items() if key not in ("MODEL_DIR", "MODEL_NAME")}
         self._environment = kept | {
@@ -116,22 +126,19 @@ class Stack:
         found: dict[str, Any] = json.loads(self.docker("inspect", container))[0]
         return found
 
+    async def stop_amid_streams(self, count: int, tokens: int) -> list[Ended]:
+        """Stop everything once so many streams run; return how each of them ended."""
+        firsts = [asyncio.Event() for _ in range(count)]
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{self.grpc_port}") as channel:
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            streams = [asyncio.create_task(_stream(stub, tokens, first)) for first in firsts]
+            await asyncio.gather(*(first.wait() for first in firsts))
+            await asyncio.to_thread(self.compose, "stop")
+            return await asyncio.gather(*streams)
+
     def take_down(self) -> None:
         """Remove containers, networks and volumes of the project, whatever state they are in."""
         self.compose("--profile", "test", "down", "--volumes", "--remove-orphans")
-
-    def ends(self) -> list[tuple[str, int]]:
-        """Return service and exit code of each process that ended since this stack was made, in order.
-
-        Those of containers that are gone are among them.
-        """
-        label = "com.docker.compose"
-        told = self.docker(
-            *("events", "--since", f"{self._began:.3f}", "--until", f"{time.time():.3f}", "--format", "{{json .}}"),
-            *("--filter", "event=die", "--filter", f"label={label}.project={PROJECT}"),
-        )
-        ended = [json.loads(line)["Actor"]["Attributes"] for line in told.splitlines()]
-        return [(each[f"{label}.service"], int(each["exitCode"])) for each in ended]
 
     async def until_all_run(self, workers: int, seconds: float = 60.0) -> None:
         """Wait until the router sees so many workers with sequences running on each."""
@@ -234,6 +241,19 @@ class Load:
         """Wait for the client's last line."""
         self._reader.join(60.0)
         assert not self._reader.is_alive()
+
+
+async def _stream(stub: inference_pb2_grpc.InferenceServiceStub, tokens: int, first: asyncio.Event) -> Ended:
+    """Run one stream; `first` is set with its first token."""
+    sampling = types_pb2.SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    prompt = inference_pb2.Prompt(text="Count as far as you can.")
+    came, reason = 0, 0
+    async for event in stub.Generate(inference_pb2.GenerateRequest(prompt=prompt, sampling=sampling), timeout=120.0):
+        came += len(event.tokens.token_ids)
+        if came:
+            first.set()
+        reason = reason or event.finished.reason
+    return Ended(came, reason, time.time())
 
 
 def _free_port() -> int:

@@ -11,6 +11,8 @@ import os
 import signal
 
 from common.rpc import probe
+from quire.types.v1 import types_pb2
+from tests.docker.engine.events import Events
 from tests.docker.engine.stack import Stack, Transcript
 
 IMAGES = {"kvmanager": "quire/kvmanager", "router": "quire/router", "gpuworker": "quire/gpuworker:cpu"}
@@ -59,11 +61,12 @@ def test_a_worker_without_a_manager_stops_at_once(stack: Stack, transcript: Tran
         stack.docker("rm", "--force", name)
 
 
-def test_it_starts_and_is_healthy(stack: Stack, transcript: Transcript) -> None:
+def test_it_starts_and_is_healthy(stack: Stack, events: Events, transcript: Transcript) -> None:
     with transcript.timed("docker compose up --wait --scale gpuworker=2"):
         stack.compose("up", "--detach", "--wait", "--wait-timeout", "240", "--scale", "gpuworker=2")
     transcript.say("\n".join(f"{each['Name']:26} {each['Status']}" for each in stack.containers()))
     assert {each["Health"] for each in stack.containers()} == {"healthy"}
+    assert events.seen == [], "nothing ended on the way"
     assert probe.ask(f"127.0.0.1:{stack.grpc_port}", "quire.inference.v1.InferenceService") == "SERVING"
 
 
@@ -87,7 +90,7 @@ def test_what_runs_is_confined(stack: Stack, transcript: Transcript) -> None:
     transcript.say("file systems are read-only, capabilities dropped, uid 10001; workers reach nothing outside")
 
 
-def test_workers_come_and_go_under_load(stack: Stack, transcript: Transcript) -> None:
+def test_workers_come_and_go_under_load(stack: Stack, events: Events, transcript: Transcript) -> None:
     with stack.load() as load:
         before = stack.workers()
         with transcript.timed("docker compose up --scale gpuworker=3, under load"):
@@ -100,7 +103,8 @@ def test_workers_come_and_go_under_load(stack: Stack, transcript: Transcript) ->
             stack.compose("up", "--detach", "--wait", "--no-recreate", "--scale", "gpuworker=2")
         assert len(stack.workers()) == 2
         load.more(24)
-    assert ("gpuworker", 0) in stack.ends()
+    ends = events.ends(lambda ends: any(service == "gpuworker" for service, _ in ends))
+    assert [end for end in ends if end[0] == "gpuworker"] == [("gpuworker", 0)]
 
 
 def test_the_manager_is_restarted_under_load(stack: Stack, transcript: Transcript) -> None:
@@ -133,12 +137,16 @@ def test_a_worker_crashes_under_load(stack: Stack, transcript: Transcript) -> No
             load.more(3, worker=f"{worker[:12]}-50053")
 
 
-def test_it_stops_cleanly(stack: Stack, transcript: Transcript) -> None:
-    with transcript.timed("docker compose stop"):
-        stack.compose("stop")
-    ends = stack.ends()
+def test_it_stops_cleanly(stack: Stack, events: Events, transcript: Transcript) -> None:
+    with transcript.timed("docker compose stop, while 12 streams of 3500 tokens run"):
+        streams = asyncio.run(stack.stop_amid_streams(12, 3500))
+    assert {(stream.tokens, stream.reason) for stream in streams} == {(3500, types_pb2.FINISH_REASON_LENGTH)}
+    late = sum(stream.at > events.told_to_stop("router") for stream in streams)
+    transcript.say(f"all ended with their last token, {late} of them after the router was told to stop")
+    assert late > 0
+    ends = events.ends(lambda ends: ("redis", 0) in ends)  # it is the last to be stopped
     transcript.say(f"all ends so far: {', '.join(f'{service} {code}' for service, code in ends)}")
-    assert {service for service, _ in ends[-6:]} == {"client", *IMAGES, "redis"}
+    assert [service for service, _ in ends[-5:]] == ["router", "gpuworker", "gpuworker", "kvmanager", "redis"]
     killed = 128 + signal.SIGKILL
     assert [end for end in ends if end[1] != 0] == [("kvmanager", killed), ("gpuworker", killed)]
     with transcript.timed("docker compose down --volumes"):
