@@ -72,6 +72,12 @@ def test_a_constraint_is_part_of_how_tokens_are_drawn(kind: ConstraintKind) -> N
     assert convert(message).sampling.constraint == Constraint(kind, "{}")
 
 
+def test_an_end_that_a_constraint_allows_counts_even_if_ends_are_to_be_ignored() -> None:
+    sampling = types.SamplingParams(temperature=0.5, max_tokens=8, ignore_eos=True)
+    free, bound = (convert(submit(sampling=sampling, eos_token_ids=[2], **more)) for more in ({}, {"regex": "ab?"}))
+    assert (free.new.stop.stopping, bound.new.stop.stopping) == (frozenset(), frozenset({2}))
+
+
 def test_siblings_draw_from_seeds_of_their_own() -> None:
     """The values are splitmix64's first outputs for seed 0, as published with it."""
     assert [fold_seed(0, index) for index in range(4)] == [
