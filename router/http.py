@@ -177,7 +177,8 @@ class _Api:
     async def _begin(self, order: Order, call: CallContext, answer: Answer) -> Events:
         """Return the events after the first: when that has come, no refusal does, and a status can be sent."""
         validated = await self._validated(order, call)
-        events = merged([self._parts.frontend.generate(each) for each in validated])
+        whole = not answer.form.streamed
+        events = merged([self._parts.frontend.generate(replace(each, whole=whole)) for each in validated])
         try:
             answer.take(*await anext(events))
         except BaseException:  # broad: a cancellation too must close what has begun; all go on

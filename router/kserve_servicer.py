@@ -118,7 +118,7 @@ class KserveServicer(rpc.GRPCInferenceServiceServicer):
         asked = read(request, streaming)
         validated = await asked.validated(self._validator, call)
         answer = Answer(request, asked, validated.sampling.n)
-        async with aclosing(self._frontend.generate(validated)) as events:
+        async with aclosing(self._frontend.generate(replace(validated, whole=not asked.stream))) as events:
             async for event in events:
                 answer.take(event)
                 if asked.stream and isinstance(event, TokensEvent):
