@@ -13,6 +13,7 @@ from common.types import KvGeometry
 from gpuworker import memory
 from gpuworker.kernels import torch_elementwise
 from gpuworker.kernels.torch_attention import TorchAttention
+from gpuworker.ledger import GIB
 from gpuworker.memory import MemoryOptions, plan_memory
 from gpuworker.models.lean import Weights, load_on_gpu, why_hosted
 from gpuworker.models.lean_gpu import LeanGpuModel
@@ -116,7 +117,7 @@ def test_what_cannot_take_the_lean_path_on_cuda_is_said_before_weights_are_read(
 
 
 def test_the_ledger_keeps_room_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "free_bytes", lambda _: memory.GIB)
+    monkeypatch.setattr(memory, "free_bytes", lambda _: GIB)
     model, geometry = lean(make_case("llama")), KvGeometry(3, 2, 8, 8, "float32")
     options = MemoryOptions(max_num_seqs=4, kv_blocks=10)
     without = plan_memory(model, geometry, 64, options)

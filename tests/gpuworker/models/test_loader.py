@@ -12,11 +12,11 @@ from transformers import LlamaConfig, T5Config
 
 from common.errors import InvalidConfig, Unsupported
 from common.hub import checkpoint_directory
+from gpuworker.checkpoint_facts import eos_token_ids
 from gpuworker.models.hosted import HostedModel
 from gpuworker.models.loader import (
     ModelSource,
     context_limit,
-    eos_token_ids,
     load_model,
     refuse_unsupported,
 )
