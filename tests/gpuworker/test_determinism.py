@@ -136,7 +136,7 @@ def test_the_arithmetic_is_part_of_the_pools_identity() -> None:
     assert any_bits.identity.arithmetic == ANY_ARITHMETIC
     assert "bfloat16" in promised.identity.arithmetic
     flags = [each.flag for each in promised.identity.differences(any_bits.identity)]
-    assert flags == ["--deterministic, --dtype or --quantization, or run both on equal processors"]
+    assert flags == ["--deterministic, --dtype, --quantization or --simulate, or run both on equal processors"]
     assert promised.identity.arithmetic != other.identity.arithmetic
 
 
