@@ -92,7 +92,7 @@ class Arrival:
 class Inbox:
     """What the workers of one request have told and its stream has not taken yet; in order for each sequence."""
 
-    __slots__ = ("_arrivals", "_begun", "_drawn", "_patient", "_taken", "_turns", "_waiter")
+    __slots__ = ("_arrivals", "_begun", "_drawn", "_patient", "_shown", "_turns", "_waiter")
 
     def __init__(self, turns: Turns, patient: bool = False) -> None:
         """A `patient` stream is not woken for tokens after a sequence's first, but gets them with what comes next."""
@@ -103,7 +103,8 @@ class Inbox:
         # By sequence, the arrival that more tokens may join.
         self._drawn: dict[int, Arrival] = {}
         self._waiter: asyncio.Future[None] | None = None
-        self._taken = False
+        # Whether the stream has tokens: until then it overtakes, also once its client knows that it was admitted.
+        self._shown = False
 
     def put(self, index: int, attempt: int, event: SequenceEvent | Expired) -> None:
         """Add an event and see to it that the stream is woken."""
@@ -116,7 +117,7 @@ class Inbox:
             self._drawn.pop(index, None)
             self._arrivals.append(Arrival(index, attempt, event))
         if self._waiter is not None:
-            self._turns.wake(self._waiter, first=not self._taken)
+            self._turns.wake(self._waiter, first=not self._shown)
             self._waiter = None
 
     async def take(self) -> list[Arrival]:
@@ -124,7 +125,7 @@ class Inbox:
         if not self._arrivals or not self._turns.now():
             waiter = asyncio.get_running_loop().create_future()
             if self._arrivals:
-                self._turns.wake(waiter, first=False)
+                self._turns.wake(waiter, first=not self._shown)
             else:
                 self._waiter = waiter
             try:
@@ -132,8 +133,8 @@ class Inbox:
             finally:
                 self._waiter = None
         arrivals, self._arrivals = self._arrivals, []
+        self._shown = self._shown or bool(self._drawn)
         self._drawn.clear()
-        self._taken = True
         return arrivals
 
     def _draw(self, index: int, attempt: int, drawn: Drawn) -> None:

@@ -120,11 +120,11 @@ async def test_a_turn_of_the_loop_wakes_so_many_streams_and_no_more() -> None:
     assert woken == [0, 1, 2, 3, 4]
 
 
-async def test_a_stream_without_output_so_far_overtakes() -> None:
+async def test_a_stream_without_tokens_so_far_overtakes_also_after_its_admission() -> None:
     turns, woken = _turns(1), list[str]()
     old, new, other = Inbox(turns), Inbox(turns), Inbox(turns)
-    for inbox in (old, other):
-        inbox.put(0, 1, Drawn((0,)))
+    for inbox, event in ((old, Drawn((0,))), (other, Drawn((0,))), (new, Preempted())):
+        inbox.put(0, 1, event)
         await inbox.take()
 
     async def stream(name: str, inbox: Inbox) -> None:
