@@ -154,6 +154,12 @@ class Load:
             self.figures[f"{name}_on_a_core"] = top[figure] / max(1e-9, top["router_cores"])
             self.figures[f"{name}_ttft_p99_ms"] = top["ttft_p99_ms"]
 
+    async def added(self, rates: list[float], routers: int) -> None:
+        """Measure what a router adds to TTFT at given rates."""
+        async with self.suite(routers) as suite:
+            for rate in rates:
+                self.columns[f"added_{rate:.0f}rps"] = await load_modes.added_ttft(suite, self.shape(), rate)
+
     async def open_streams(self, count: int, kill: bool) -> None:
         """Hold many streams open at once."""
         shape = replace(self.shape(_STREAM_TOKENS), streams=count, prompt_tokens=32)
@@ -182,11 +188,12 @@ async def run(load: Load) -> None:
     args = load.args
     if args.all:
         return await load.everything()
-    if args.saturation or args.added:
-        for routers in args.routers:
+    for routers in args.routers:
+        if args.added and args.rates:
+            await load.added(args.rates, routers)
+        elif args.saturation or args.added:
             await load.saturate(routers, args.added)
-    if args.rates:
-        for routers in args.routers:
+        if args.rates and not args.added:
             await load.at_rates(args.rates, args.real, routers)
     if args.streams:
         await load.open_streams(args.streams, args.kill)
@@ -210,7 +217,9 @@ def flags() -> argparse.ArgumentParser:
     made.add_argument("--all", action="store_true", help="every figure, one after the other")
     made.add_argument("--rates", type=float, nargs="+", default=[], help="requests a second, each a run")
     made.add_argument("--saturation", action="store_true", help="find the highest rate that is carried")
-    made.add_argument("--added", action="store_true", help="and what the router adds to TTFT at half of it")
+    made.add_argument(
+        "--added", action="store_true", help="and what the router adds to TTFT at half of it, or at --rates"
+    )
     made.add_argument("--streams", type=int, default=0, help="open as many streams at once")
     made.add_argument("--kill", action="store_true", help="kill a worker while they are open")
     made.add_argument("--real", action="store_true", help="the real engine on the CPU instead of simulated steps")

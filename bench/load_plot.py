@@ -40,11 +40,13 @@ def draw(rows: list[Row], title: str) -> Figure:
         good.set_ylim(0, 1.15 * max((row["goodput_requests_s"] for row in wanted), default=1.0))
         _offered(good, wanted)
         first.set_yscale("log")
+        first.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
         first.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: duration(value)))
         first.yaxis.set_minor_formatter(ticker.NullFormatter())
         figure.suptitle(title, x=0.012, y=0.975, ha="left", va="top", fontsize=13, fontweight="bold")
+        _name(figure, routers)
         figure.text(0.012, 0.015, _FOOT, ha="left", va="bottom", fontsize=7.5, color=QUIET)
-        figure.tight_layout(rect=(0.0, 0.075, 1.0, 0.94), w_pad=2.5)
+        figure.tight_layout(rect=(0.0, 0.075, 1.0, 0.9), w_pad=2.5)
     return figure
 
 
@@ -69,8 +71,6 @@ def _latencies(axes: Axes, line: list[Row], count: int) -> None:
     offered = [row["offered_tokens_s"] for row in line]
     for share, style in ((50, "-"), (99, "--")):
         _points(axes, line, offered, [max(0.1, row[f"ttft_p{share}_ms"]) for row in line], count, style)
-        end = (offered[-1], line[-1][f"ttft_p{share}_ms"])
-        axes.annotate(f"p{share}", end, (6, 0), textcoords="offset points", va="center", color=_colour(count))
 
 
 def _offered(axes: Axes, rows: list[Row]) -> None:
@@ -83,16 +83,18 @@ def _offered(axes: Axes, rows: list[Row]) -> None:
         axes.annotate("offered", where, (8, -4), textcoords="offset points", color=QUIET)
 
 
+def _name(figure: Figure, routers: list[int]) -> None:
+    """Say which colour stands for how many routers, under the title."""
+    for place, count in enumerate(routers):
+        words = f"{count} router{'s' if count > 1 else ''}"
+        at = 0.012 + 0.075 * place
+        figure.text(at, 0.895, words, ha="left", va="top", fontsize=9, fontweight="bold", color=_colour(count))
+
+
 def _goodput(axes: Axes, line: list[Row], count: int) -> None:
     offered = [row["offered_tokens_s"] for row in line]
     values = [row["goodput_requests_s"] for row in line]
     _points(axes, line, offered, values, count, "-")
-    best = max(range(len(line)), key=values.__getitem__)
-    words = f"{count} router{'s' if count > 1 else ''}"
-    where = (offered[best], values[best])
-    axes.annotate(
-        words, where, (-6, 6), textcoords="offset points", ha="right", color=_colour(count), fontweight="bold"
-    )
 
 
 def _points(axes: Axes, line: list[Row], x: list[float], y: list[float], count: int, style: str) -> None:
