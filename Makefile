@@ -88,7 +88,7 @@ pins: $(STAMP) ## Write what is installed now into constraints.txt
 	@{ sed -n '/^#/p' constraints.txt; $(BIN)/python -m pip freeze --exclude-editable | sed 's/+[a-z0-9.]*$$//'; } > constraints.new
 	@mv constraints.new constraints.txt && touch $(STAMP)
 
-bench: $(STAMP) ## Measure (BENCH=split|waste|prefix|engine|serve|peers|phases|cpu_attention|cpu_linear|..., ARGS=...)
+bench: $(STAMP) ## Measure (BENCH=split|waste|prefix|engine|serve|load|constraints|peers|phases|cpu_attention|..., ARGS=...)
 	$(BIN)/python -m bench.$(BENCH) $(ARGS)
 
 bench-gpu: ## Measure kernels and engine on a GPU: needs torch, triton and transformers alone, of .venv or of PYTHON
