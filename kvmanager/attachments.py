@@ -12,9 +12,9 @@ from opentelemetry.trace import Tracer
 from common.errors import NotFound
 from common.lease import Attach, AttachRejected
 from common.types import PoolIdentity
-from kvmanager.core.counts import Totals
 from kvmanager.core.ledger import Ledger
 from kvmanager.core.manager import Manager, Session
+from kvmanager.core.past_totals import PastTotals
 from kvmanager.index_writer import IndexWriter
 from kvmanager.reserve_spans import ReserveSpans
 from kvmanager.worker_session import DecisionSink, WorkerSession
@@ -60,8 +60,7 @@ class Attachments:
     configured: Mapping[str, object] = field(default_factory=dict)
     counts: SessionCounts = field(default_factory=SessionCounts)
     draining: bool = False
-    # Totals of ledgers that are gone, by worker id: a counter must not fall when a worker attaches again.
-    past: dict[str, Totals] = field(default_factory=dict)
+    past: PastTotals = field(default_factory=PastTotals)
     _opening: int = 0
     _live: dict[str, _Live] = field(default_factory=dict)
     _departure: asyncio.Event = field(default_factory=asyncio.Event)
@@ -102,7 +101,7 @@ class Attachments:
             return
         del self._live[worker_id]
         worker.close()
-        self.past[worker_id] = added(self.past.get(worker_id, Totals()), worker.session.ledger.totals)
+        self.past.add(worker_id, worker.session.ledger.totals)
         self._forget_identity()
         self._departure.set()
         log.info("worker left", extra={"worker_id": worker_id})
@@ -155,16 +154,3 @@ class Attachments:
         if old.incarnation == attach.incarnation and old.session < attach.session:
             self.close(live.worker)
             live.stream.end("the worker has opened another session")
-
-
-def added(first: Totals, second: Totals) -> Totals:
-    """Return the sum of two accounts."""
-    total = first.clone()
-    for name in Totals.__slots__:
-        value = getattr(second, name)
-        if isinstance(value, dict):
-            for reason, count in value.items():
-                total.misses_by_reason[reason] = total.misses_by_reason.get(reason, 0) + count
-        else:
-            setattr(total, name, getattr(total, name) + value)
-    return total
