@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
         "method", nargs="?", help="Method, Service/Method, a service, or `describe`; none lists services"
     )
     flags.add_argument(
-        "data", nargs="?", default="{}", help="the request as JSON; @FILE or - (standard input) has one or more of them"
+        "data", nargs="?", help="the request as JSON; @FILE or - (standard input) has one or more; none is an empty one"
     )
     flags.add_argument("--timeout", type=float, help="seconds until the call is given up")
     flags.add_argument("--header", action="append", default=[], metavar="'KEY: VALUE'", help="metadata of the call")
@@ -63,7 +63,8 @@ class Requests:
             for text in self._documents():
                 yield json_format.Parse(text, self._kind(), descriptor_pool=self._pool)
         except (json_format.ParseError, OSError) as error:
-            self.mistake = InvalidRequest(FieldViolation("request", str(error)))
+            told = f"{error.filename} cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
+            self.mistake = InvalidRequest(FieldViolation("request", told))
             raise self.mistake from error
 
     def _documents(self) -> Iterable[str]:
@@ -82,7 +83,7 @@ class Requests:
 def call(channel: grpc.Channel, reflection: Reflection, args: argparse.Namespace) -> None:
     """Make the call that the flags describe, and print each response as a JSON document, a line each in a stream."""
     method = reflection.method(args.method)
-    requests = Requests(args.data, method, reflection.pool)
+    requests = Requests(args.data or "{}", method, reflection.pool)
     # On the wire a call of one message is a stream of one: one kind of call serves all four.
     rpc: grpc.StreamStreamMultiCallable[Message, Message] = channel.stream_stream(
         path_of(method),
@@ -138,6 +139,19 @@ def failure(error: RpcFailure, address: str) -> str:
     return "\n".join(lines)
 
 
+def described(reflection: Reflection, name: str | None) -> list[str]:
+    """Return the lines of a declaration. Raises InvalidRequest and NotFound."""
+    if name is None:
+        raise InvalidRequest(
+            FieldViolation("describe", "names nothing; expected a type, as quire.types.v1.SamplingParams")
+        )
+    reflection.load(name)
+    try:
+        return list(describe(reflection.pool, name))
+    except KeyError:
+        raise NotFound(f"{name} is neither a message, nor an enum, nor a service") from None
+
+
 def run(args: argparse.Namespace) -> None:
     """Do what the flags ask for. Raises QuireError and grpc.RpcError."""
     with grpc.insecure_channel(args.address, options=channel_options()) as channel:
@@ -145,11 +159,7 @@ def run(args: argparse.Namespace) -> None:
         if args.method is None:
             print("\n".join(reflection.services()))
         elif args.method == "describe":
-            reflection.load(args.data)
-            try:
-                print("\n".join(describe(reflection.pool, args.data)))
-            except KeyError:
-                raise NotFound(f"{args.data} is neither a message, nor an enum, nor a service") from None
+            print("\n".join(described(reflection, args.data)))
         elif args.method in reflection.services():
             print("\n".join(map(signature, reflection.service(args.method).methods)))
         else:

@@ -14,11 +14,13 @@ from rich.console import Console
 
 from cli.config import ClientSettings
 from common.config import load_or_exit
-from common.errors import QuireError, Unavailable
+from common.errors import QuireError, Unavailable, Unsupported
 from common.rpc.status import error_from_rpc
 from quire.client import AsyncClient
 
 _PIPED_WIDTH = 140
+# What gRPC servers say themselves.
+_NO_SUCH_METHOD = "Method not found!"
 
 
 def add_address(parser: argparse.ArgumentParser) -> None:
@@ -44,14 +46,18 @@ async def router_client(address: str) -> AsyncIterator[AsyncClient]:
     async with AsyncClient(address, timeout=None) as client:
         try:
             yield client
-        except Unavailable as error:
+        except (Unavailable, Unsupported) as error:
             raise _with_advice(error, address) from error
 
 
 def _with_advice(error: QuireError, address: str) -> QuireError:
-    """Say what to do when nobody is there."""
+    """Say what to do when nobody is there, or somebody else."""
     if isinstance(error, Unavailable) and "connect" in str(error).lower():
         return Unavailable(f"no router answers at {address}; start one with  quire up --model DIR")
+    if isinstance(error, Unsupported) and str(error) == _NO_SUCH_METHOD:
+        return Unsupported(
+            f"what answers at {address} is no router; expected the gRPC port that `quire up` names when ready"
+        )
     return error
 
 

@@ -38,7 +38,7 @@ def text_of(word: str) -> str:
     try:
         return Path(word[1:]).read_text() if word.startswith("@") else word
     except OSError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+        raise argparse.ArgumentTypeError(f"{error.filename} cannot be read: {error.strerror}") from error
 
 
 def prompt_of(args: argparse.Namespace) -> Prompt:

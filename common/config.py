@@ -31,6 +31,10 @@ SettingsT = TypeVar("SettingsT", bound=Settings)
 
 ENV_PREFIX: Final = "QUIRE_"
 _NO_VALUE: Final = object()
+_DESCRIPTION: Final = (
+    "Each option can be a flag, a variable of the environment (its name stands in brackets) or a key of a TOML file; "
+    "flags come first."
+)
 
 
 @dataclass(slots=True)
@@ -158,7 +162,7 @@ def _extra(info: FieldInfo, name: str) -> str | None:
 def build_parser(settings: type[Settings], prog: str | None = None) -> argparse.ArgumentParser:
     """Return the parser of a program's flags; its help shows each default and environment variable."""
     parser = _Parser(prog, "%(prog)s [--OPTION VALUE ...]", formatter_class=_HelpFormatter, allow_abbrev=False)
-    parser.description = sys.modules[settings.__module__].__doc__
+    parser.description = _DESCRIPTION
     parser.add_argument("--config", metavar="FILE", help="TOML file with options (environment: QUIRE_CONFIG)")
     groups: dict[type, argparse._ArgumentGroup] = {}
     for key, info in settings.model_fields.items():
@@ -301,6 +305,7 @@ def _known_keys(
 def _in_words(problem: ErrorDetails, origins: Mapping[str, str]) -> tuple[str, str]:
     """Return where a value came from, and what is wrong with it, from one of pydantic's errors."""
     expected = problem["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+    expected = expected.partition(", unable to ")[0]
     if not problem["loc"]:
         return "options", expected
     key = str(problem["loc"][0])

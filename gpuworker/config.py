@@ -74,13 +74,16 @@ class EngineSettings(Settings):
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     seed: int = Field(0, description="seed of dummy weights")
     kv_blocks: Count | None = Field(None, description="size of a worker's KV pool in blocks")
-    kv_memory: Bytes | None = Field(None, description="size of a worker's KV pool in bytes, such as 4GiB")
+    kv_memory: Bytes | None = Field(
+        None,
+        description="size of a worker's KV pool in bytes, such as 4GiB; unset, and without --kv-blocks: on a CPU 1 GiB "
+        "or a quarter of the free memory, whichever is less",
+    )
     gpu_memory_utilization: float = Field(
         0.90,
         gt=0.0,
         le=1.0,
-        description="CUDA only: share of the device's memory for weights, activations and KV pool; without kv_blocks "
-        "and kv_memory a CPU's pool takes 1 GiB or a quarter of the free memory, whichever is less",
+        description="CUDA only: share of the device's memory for weights, activations and KV pool",
     )
     max_model_len: Count | None = Field(
         None, description="longest prompt and output together; unset: the checkpoint's own"

@@ -85,7 +85,7 @@ class RouterStream:
         if constraint is None:
             self._start(message, now, None)
         elif self._desk is None:
-            self._refuse(message, Unsupported("this worker follows no constraints"))
+            self._refuse(message, Unsupported("a worker that simulates its steps follows no constraints; leave it out"))
         elif message.handle in self._desk:
             self._refuse(message, _taken(message))
         else:

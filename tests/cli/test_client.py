@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from cli.client import run_command
-from common.errors import Unavailable
+from cli.client import router_channel, router_client, run_command
+from common.errors import Unavailable, Unsupported
+from common.rpc.server import RpcServer
+from quire.inference.v1 import inference_pb2 as pb
+from quire.inference.v1 import inference_pb2_grpc as rpc
 
 
 def test_text_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -23,3 +26,18 @@ def test_an_error_is_one_line_and_a_status(capsys: pytest.CaptureFixture[str]) -
 
     assert run_command(body) == 1
     assert capsys.readouterr().err == "quire: nobody is there\n"
+
+
+async def test_a_server_that_is_no_router_is_told_from_one() -> None:
+    server = RpcServer(["another.Service"])
+    address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
+    said = f"what answers at {address} is no router; expected the gRPC port that `quire up` names when ready"
+    with pytest.raises(Unsupported) as error:
+        async with router_client(address) as client:
+            await client.generate("Hello")
+    assert str(error.value) == said
+    with pytest.raises(Unsupported) as error:
+        async with router_channel(address) as channel:
+            await rpc.InferenceServiceStub(channel).GetStatus(pb.GetStatusRequest())
+    assert str(error.value) == said
+    await server.server.stop(None)

@@ -141,7 +141,7 @@ def test_other_block_sizes_are_refused(size: str) -> None:
 def test_a_flag_without_its_value_is_named_along_with_the_rest() -> None:
     assert violations("--manager", "--port", "x") == {
         "--manager": "has no value; expected one after it",
-        "--port": "is 'x'; expected a valid integer, unable to parse string as an integer",
+        "--port": "is 'x'; expected a valid integer",
     }
 
 
