@@ -49,7 +49,7 @@ class GenerateRequest(_message.Message):
     def prompt(self) -> Global___Prompt: ...
     @_builtins.property
     def resume(self) -> Global___Resume:
-        """Continue a stream that broke, from the tokens that the client has."""
+        """Continue a stream that broke, from the tokens that the client has. Answered with UNIMPLEMENTED as yet."""
 
     @_builtins.property
     def sampling(self) -> _types_pb2.SamplingParams: ...
