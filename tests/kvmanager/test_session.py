@@ -123,7 +123,7 @@ DIFFERENT = {
         replace(IDENTITY, arithmetic="fixed"),
         "any",
         "fixed",
-        "--deterministic, --dtype or --quantization, or run both on equal processors",
+        "--deterministic, --dtype, --quantization or --simulate, or run both on equal processors",
     ),
 }
 
