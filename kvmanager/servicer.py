@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 from grpc import aio
@@ -10,6 +11,7 @@ from grpc import aio
 from common.errors import FieldViolation, InvalidRequest, NotFound
 from common.hashing import KEY_BYTES
 from common.packing import unpack_hashes
+from common.rpc.interceptor import send
 from common.types import BlockHash, SequenceId
 from kvmanager.attachments import Attachments
 from kvmanager.convert import match_to_proto, pool_to_proto, table_to_proto
@@ -36,7 +38,7 @@ class KvManagerServicer(kvmanager_pb2_grpc.KvManagerServiceServicer):
     ) -> None:
         """Serve a worker's stream; its headers tell the worker that there is somebody to attach to."""
         await context.send_initial_metadata(())
-        await SessionStream(self._attachments, request_iterator, self._observe).serve(context.write)
+        await SessionStream(self._attachments, request_iterator, self._observe).serve(partial(send, context))
 
     async def Lookup(self, request: kvmanager_pb2.LookupRequest, context: _Context) -> kvmanager_pb2.LookupResponse:
         """Return what the caches hold of a prompt now; it changes nothing, not even what is evicted next."""

@@ -8,10 +8,9 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Final, TypeAlias
 
-from grpc import aio
-
 from common.clock import Clock
 from common.errors import NotFound, QuireError
+from common.rpc.interceptor import send
 from quire.kserve.v2 import kserve_pb2 as pb
 from quire.kserve.v2 import kserve_pb2_grpc as rpc
 from router.call_context import Context, call_context, metadata_of
@@ -161,11 +160,7 @@ class _Stream:
 
     async def _write(self, response: pb.ModelStreamInferResponse) -> None:
         async with self._writing:
-            try:
-                await self._context.write(response)
-            except aio.InternalError:
-                # gRPC says so of a client that is gone, a moment before it cancels the call.
-                raise asyncio.CancelledError("the client went away") from None
+            await send(self._context, response)
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

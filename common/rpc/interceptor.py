@@ -76,6 +76,14 @@ class ErrorsToStatuses:
         await abort(self._context, QuireError("internal error; the server's log has the details"))
 
 
+async def send(context: Context, response: Any) -> None:
+    """Write a response. Raises CancelledError when the client is gone: gRPC cancels the call only a moment later."""
+    try:
+        await context.write(response)
+    except aio.InternalError:
+        raise asyncio.CancelledError("the client went away") from None
+
+
 def _wrap(handler: grpc.RpcMethodHandler[Any, Any], around: Around, method: str) -> grpc.RpcMethodHandler[Any, Any]:
     kind = next(name for name in _KINDS if getattr(handler, name))
     behaviour = getattr(handler, kind)
@@ -102,6 +110,6 @@ def _around_behaviour(behaviour: Callable[..., Any], around: Around, method: str
     async def write(request: Any, context: Context) -> None:
         async with around(method, context), aclosing(behaviour(request, context)) as responses:
             async for response in responses:
-                await context.write(response)
+                await send(context, response)
 
     return write if inspect.isasyncgenfunction(behaviour) else call

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -14,6 +15,7 @@ from grpc import aio
 
 from common import errors
 from common.errors import FieldViolation, Mismatch, QuotaViolation
+from common.rpc.interceptor import AroundInterceptor, ErrorsToStatuses
 from common.rpc.server import RpcServer, open_channel
 from common.rpc.status import DETAILS_KEY, code_of, error_from_rpc
 
@@ -264,3 +266,23 @@ def test_every_error_of_the_tree_has_a_code() -> None:
     codes = {each.__name__: code_of(each.__new__(each)).name for each in tree}
     assert codes.pop("QuireError") == codes.pop("ProtocolViolation") == codes.pop("EngineFailure") == "INTERNAL"
     assert "INTERNAL" not in codes.values()
+
+
+class Gone:
+    """The context of a call whose client is gone, a moment before gRPC cancels it."""
+
+    async def write(self, response: bytes) -> None:
+        raise aio.InternalError("execute_batch failed")
+
+
+async def test_a_client_that_is_gone_amid_a_write_is_no_error(
+    raising: Raising, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def handler_of(details: Any) -> Any:
+        return raising.service(details)
+
+    asked: Any = SimpleNamespace(method="/test.Raising/yielding")
+    wrapped: Any = await AroundInterceptor(ErrorsToStatuses).intercept_service(handler_of, asked)
+    with pytest.raises(asyncio.CancelledError):
+        await wrapped.unary_stream(b"", Gone())
+    assert not caplog.records
