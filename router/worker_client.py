@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -133,7 +134,7 @@ class WorkerClient:
     # ------------------------------------------------------------ the connection
 
     async def run(self) -> None:
-        """Keep the stream open until this task is cancelled; sequences are then Lost."""
+        """Keep the stream open until this task is cancelled, or fails by a bug; sequences are then Lost."""
         failures = 0
         try:
             while True:
@@ -157,8 +158,6 @@ class WorkerClient:
             error: QuireError = Unavailable("the worker closed the stream")
         except aio.AioRpcError as broken:
             error = error_from_rpc(broken)
-        except asyncio.InvalidStateError:
-            error = Unavailable("the stream ended before anything was said")
         except QuireError as refused:
             error = refused
         self._disconnect(error)
@@ -174,7 +173,8 @@ class WorkerClient:
         )
         try:
             async with asyncio.timeout(self._pacing.hello):
-                await call.write(pb.StreamRequest(hello=hello))
+                with suppress(asyncio.InvalidStateError):  # the call has ended: reading says why
+                    await call.write(pb.StreamRequest(hello=hello))
                 answer = await _read(call)
         except TimeoutError:
             raise Unavailable(f"no hello within {self._pacing.hello:g} s") from None
@@ -194,7 +194,7 @@ class WorkerClient:
             # Not `await writer`: that could take this task's own cancellation for the writer's.
             await asyncio.wait({writer})
             if not writer.cancelled():
-                writer.exception()
+                writer.result()
 
     def _receive(self, response: pb.StreamResponse) -> None:
         match response.WhichOneof("message"):
@@ -241,5 +241,6 @@ async def _read(call: _Call) -> pb.StreamResponse | None:
 
 async def _write(call: _Call, outbox: asyncio.Queue[pb.StreamRequest]) -> None:
     """The one writer of a stream; a broken stream ends it, and the reader sees why."""
-    while True:
-        await call.write(await outbox.get())
+    with suppress(aio.AioRpcError, asyncio.InvalidStateError):
+        while True:
+            await call.write(await outbox.get())

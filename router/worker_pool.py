@@ -65,7 +65,7 @@ class WorkerPool:
     ) -> None:
         """Unknown parts of `identity` are the first worker's; all others must agree with it while any is there."""
         self.identity = self._configured = identity
-        self._router, self._clock, self._pacing = router, clock, pacing
+        self._router, self._clock, self._pacing = router, clock, pacing or Pacing()
         self._members: dict[str, Member] = {}
         self._incarnations: dict[str, bytes] = {}
         self._listeners: list[PoolListener] = []
@@ -81,7 +81,20 @@ class WorkerPool:
         if address not in self._members:
             client = WorkerClient(address, self._router, self, self._pacing)
             client.identity = self.identity
-            self._members[address] = Member(client, asyncio.create_task(client.run(), name=f"worker {address}"))
+            self._members[address] = Member(client)
+            self._run(address)
+
+    def _run(self, address: str) -> None:
+        member = self._members.get(address)
+        if member is not None:
+            member.task = asyncio.create_task(member.client.run(), name=f"worker {address}")
+            member.task.add_done_callback(lambda task: self._ended(address, task))
+
+    def _ended(self, address: str, task: asyncio.Task[None]) -> None:
+        """Begin again after a bug, such as one in what a sequence's sink does: the worker is not lost for ever."""
+        if not task.cancelled():
+            log.error("unexpected error in the connection to %s", address, exc_info=task.exception())
+            asyncio.get_running_loop().call_later(self._pacing.most, self._run, address)
 
     def remove(self, address: str) -> None:
         """Stop using an address; sequences there are Lost."""
