@@ -13,7 +13,8 @@ import pytest
 from cli.stack import free_ports
 from common.errors import DeadlineExceeded, FieldViolation, InvalidRequest, Overloaded, QuotaViolation, Unavailable
 from common.types import FinishReason
-from quire.client import Client, Interrupted, InterruptedByDeadline, Retry
+from quire.client import AsyncClient, Client, Interrupted, InterruptedByDeadline, Retry
+from quire.client.retry import Attempts
 from tests.client.router_double import HELLO, PATIENCE_S, RouterDouble, admitted, facing, finished, served, tokens
 
 QUICK = Retry(attempts=3, first_backoff=0.001)
@@ -90,6 +91,35 @@ async def test_another_thread_may_close_a_stream() -> None:
 
     async with served(double) as address:
         assert await asyncio.wait_for(asyncio.to_thread(read, address), PATIENCE_S) == ["Hel"]
+
+
+async def test_a_thread_may_close_a_stream_that_waits_to_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(address: str) -> list[str]:
+        with Client(address, timeout=10 * PATIENCE_S) as client, client.stream("x") as stream:
+
+            def wait_after(*_: object) -> float:
+                stream.close()
+                return 0.0
+
+            monkeypatch.setattr(Attempts, "wait_after", wait_after)
+            return [chunk.text for chunk in stream]
+
+    async with served(RouterDouble([[Unavailable("draining")], HELLO])) as address:
+        assert await asyncio.wait_for(asyncio.to_thread(read, address), PATIENCE_S) == []
+
+
+async def test_a_task_may_close_a_stream_that_waits_to_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    double, closing = RouterDouble([[Unavailable("draining")], HELLO]), list[asyncio.Task[None]]()
+    async with served(double) as address, AsyncClient(address) as client, client.stream("x") as stream:
+
+        def wait_after(*_: object) -> float:
+            closing.append(asyncio.create_task(stream.aclose()))
+            return 0.0
+
+        monkeypatch.setattr(Attempts, "wait_after", wait_after)
+        assert [chunk.text async for chunk in stream] == []
+        await closing[0]
+    assert len(double.requests) == 1
 
 
 # ------------------------------------------------------------ retries

@@ -63,6 +63,8 @@ class AsyncStream(AsyncIterator[Chunk]):
                 event = await self._call.read()
             except aio.AioRpcError as error:
                 await asyncio.sleep(self._attempts.wait_after(error, self._fold))
+                if self._closed:  # by another task, while this waited
+                    return None
                 self._call = self._start(self._attempts.time_left())
             except asyncio.CancelledError:
                 if self._closed:  # by another task

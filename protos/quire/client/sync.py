@@ -75,6 +75,8 @@ class Stream(Iterator[Chunk]):
                     return None
                 time.sleep(self._attempts.wait_after(cast("RpcFailure", error), self._fold))
                 self._call = self._start(self._attempts.time_left())
+                if self._closed:  # while this waited
+                    self._call.cancel()
 
     def _end(self) -> None:
         if not self._closed and not self._fold.complete:
