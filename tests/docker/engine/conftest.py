@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,19 @@ import pytest
 
 from tests.docker.engine.events import Events
 from tests.docker.engine.stack import PROJECT, Stack, Transcript
+
+
+@pytest.fixture(scope="session", autouse=True)
+def engine() -> None:
+    """Say at once, and in few words, that there is no engine or no Compose."""
+    for command in (["docker", "version"], ["docker", "compose", "version"]):
+        try:
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+            wrong = (done.stderr.strip() or f"status {done.returncode}") if done.returncode else ""
+        except FileNotFoundError as error:
+            wrong = str(error)
+        if wrong:
+            pytest.exit(f"`{' '.join(command)}` fails; expected a Docker engine that runs, and Compose: {wrong}", 1)
 
 
 @pytest.fixture(scope="session")
