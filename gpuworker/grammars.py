@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _KEPT = 64  # compiled grammars, used lately; those of live sequences stay anyway
 _MOST_WORDS = 500
+# llguidance recurses along chains of rules. What a router has let pass took less than the usual 8 MiB of its examiner.
+_STACK_BYTES = 64 << 20
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -36,7 +38,7 @@ class Grammar:
     ends_by_token: bool
 
     def matcher(self) -> LLMatcher:
-        """Return a matcher at the beginning; what it learns about the grammar helps its siblings."""
+        """Return a matcher at the beginning; what it learns about the grammar helps the others of it."""
         return self.prototype.deep_copy()
 
 
@@ -51,7 +53,7 @@ class GrammarCompiler:
         self._path, self._eos = tokenizer_json, tuple(token for token in eos if token < vocab_size)
         self._lock, self._tokenizing = threading.Lock(), threading.Lock()
         self._tokenizer: LLTokenizer | None = None
-        self._thread = ThreadPoolExecutor(1, "quire-grammars")
+        self._thread = _deep_thread("quire-grammars")
         self._recent: OrderedDict[Constraint, Grammar] = OrderedDict()
         self._used: WeakValueDictionary[Constraint, Grammar] = WeakValueDictionary()
 
@@ -121,6 +123,17 @@ class GrammarCompiler:
         except ValueError as error:
             what = f"the tokenizer of this checkpoint cannot be constrained: {error}"
             raise Unsupported(f"{what}; it must spell its tokens as bytes, within the model's vocabulary") from error
+
+
+def _deep_thread(name: str) -> ThreadPoolExecutor:
+    """Return a thread whose stack is deep; Python sets that for all threads that start from now on, so one starts."""
+    before = threading.stack_size(_STACK_BYTES)
+    try:
+        executor = ThreadPoolExecutor(1, name)
+        executor.submit(int)
+    finally:
+        threading.stack_size(before)
+    return executor
 
 
 def _refusal(constraint: Constraint, words: str) -> InvalidRequest:

@@ -1,7 +1,7 @@
 """The router's own memory of where it sent which prefix.
 
 For a few seconds what was routed counts as a hit there, although its blocks are not computed or published yet: a burst
-of siblings then goes to one place. For some minutes it stands in for the index while that cannot be asked.
+of like prompts then goes to one place. For some minutes it stands in for the index while that cannot be asked.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ def test_a_sequence_that_moves_goes_on_where_it_was(path: Execution) -> None:
     assert engine.results[moved].tokens == whole[known:]
 
 
-def test_siblings_have_matchers_of_their_own(path: Execution) -> None:
+def test_sequences_of_one_request_have_matchers_of_their_own(path: Execution) -> None:
     with driver("llama", path, 4) as engine:
         first = engine.submit(prompts()[0], COUNT, replace(SAMPLINGS[3], seed=1), eos=[EOS])
         others = [

@@ -58,7 +58,7 @@ def test_a_scalar_that_the_router_left_unset_is_off_and_not_zero() -> None:
     assert (sampling.top_p, sampling.repetition_penalty) == (1.0, 1.0)
 
 
-def test_sampling_is_as_the_router_says_but_for_the_seed_of_a_sibling() -> None:
+def test_sampling_is_as_the_router_says_but_for_the_seed_of_a_further_sequence() -> None:
     sampling = SamplingParams(temperature=0.5, max_tokens=8, logit_bias=((3, -2.0), (9, 1.0)), seed=7, logprobs=0, n=2)
     message = pb.Submit(sampling=sampling_to_proto(sampling))
     assert sampling_params(message) == sampling
@@ -78,7 +78,7 @@ def test_an_end_that_a_constraint_allows_counts_even_if_ends_are_to_be_ignored()
     assert (free.new.stop.stopping, bound.new.stop.stopping) == (frozenset(), frozenset({2}))
 
 
-def test_siblings_draw_from_seeds_of_their_own() -> None:
+def test_sequences_of_one_request_draw_from_seeds_of_their_own() -> None:
     """The values are splitmix64's first outputs for seed 0, as published with it."""
     assert [fold_seed(0, index) for index in range(4)] == [
         0,

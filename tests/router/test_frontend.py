@@ -109,7 +109,7 @@ async def test_the_index_leads_to_the_worker_that_has_the_prefix() -> None:
         }
 
 
-async def test_without_an_index_siblings_follow_each_other() -> None:
+async def test_without_an_index_like_prompts_follow_each_other() -> None:
     workers = [WorkerDouble(f"w{number}", automatic=True) for number in range(4)]
     async with frontend_over(*workers) as bench:
         for _ in range(8):
@@ -134,7 +134,7 @@ async def test_a_stop_string_ends_the_output_and_cancels_at_the_worker() -> None
         assert nothing_left(bench)
 
 
-async def test_one_sequence_stops_and_its_sibling_goes_on() -> None:
+async def test_one_sequence_stops_and_the_other_goes_on() -> None:
     worker = WorkerDouble()
     async with frontend_over(worker) as bench, in_background(bench, request(n=2, stop=("<11>",))) as task:
         await worker.until(lambda: len(worker.submits) == 2)

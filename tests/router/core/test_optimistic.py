@@ -11,7 +11,7 @@ def chain(text: str) -> list[BlockHash]:
     return [BlockHash(text[: end + 1].ljust(16).encode()) for end in range(len(text))]
 
 
-def test_a_sibling_of_what_was_routed_hits_as_far_as_it_is_equal() -> None:
+def test_a_prompt_like_one_that_was_routed_hits_as_far_as_it_is_equal() -> None:
     index = OptimisticIndex()
     index.remember("w0", chain("abcd"), now=0.0)
     assert index.lookup(chain("abxy"), ["w0", "w1"], now=1.0) == {"w0": 2}

@@ -136,19 +136,19 @@ async def test_only_the_tokens_after_the_last_full_block_are_computed_more_than_
     usage = [output.finished.usage for output in answer.outputs]
     assert [each.prompt_tokens for each in usage] == [len(ids)] * 4
     assert [each.cached_tokens for each in usage] == [0, full, full, full]
-    first, *siblings = await prefill_chunks(one_worker, answer.admitted.trace_id, sequences=4)
+    first, *later = await prefill_chunks(one_worker, answer.admitted.trace_id, sequences=4)
     assert first == (0, len(ids))
     # One that is granted together with the first finds no block yet to copy, and computes the rest itself.
-    assert len(siblings) == 3
-    assert set(siblings) <= {(full, len(ids) - full), (len(ids) - 1, 1)}
+    assert len(later) == 3
+    assert set(later) <= {(full, len(ids) - full), (len(ids) - 1, 1)}
 
 
-async def test_the_last_block_is_copied_for_a_sibling_that_is_granted_later(one_worker: Suite) -> None:
+async def test_the_last_block_is_copied_for_a_sequence_that_is_granted_later(one_worker: Suite) -> None:
     ids = prompt(1)
     undisturbed = await outputs(one_worker, request(ids, n=2, max_tokens=200))
     others = one_worker.inference.Generate(request(prompt(2), n=MAX_NUM_SEQS - 1, max_tokens=3000), timeout=PATIENCE)
     await until_all_run(others, MAX_NUM_SEQS - 1)
-    # One place is left: the first sequence takes it, its sibling waits.
+    # One place is left: the first sequence takes it, the second waits.
     call = one_worker.inference.Generate(request(ids, n=2, max_tokens=200, salt="new"), timeout=PATIENCE)
     drawn: list[list[int]] = [[], []]
     trace_id = ""
@@ -215,7 +215,7 @@ async def test_over_http_too_full_blocks_are_counted_once(one_worker: Suite) -> 
     await one_worker.until_all_free(workers=1)
 
 
-async def test_siblings_outlive_a_killed_worker_without_a_changed_token(tmp_path: Path) -> None:
+async def test_several_sequences_outlive_a_killed_worker_without_a_changed_token(tmp_path: Path) -> None:
     options = StackOptions(model=CHECKPOINT, workers=2, worker_flags=FLAGS)
     ids = prompt(5)
     async with running_suite(tmp_path, options) as suite:
