@@ -20,7 +20,8 @@ _MASK = (1 << 64) - 1
 def fold_seed(seed: int, index: int) -> int:
     """Return the seed of sequence `index` of a request: the request's own for 0, else splitmix64 of both.
 
-    Draws depend on (seed, position) only; sequences of one request must not draw alike. Constants: Steele, Lea and Flood (2014).
+    Draws depend on (seed, position) only; sequences of one request must not draw alike. Constants: Steele, Lea and
+    Flood (2014).
     """
     if index == 0:
         return seed & _MASK
