@@ -29,7 +29,8 @@ class TraceStore:
         self._lock = threading.Lock()
         self._order: deque[tuple[str, str]] = deque()  # (trace id, span id), oldest first
         self._traces: dict[str, dict[str, KeptSpan]] = {}  # trace id -> span id -> span
-        self._trace_of_request: dict[str, str] = {}
+        # request id -> (trace id, span id) of the newest span that names it
+        self._named: dict[str, tuple[str, str]] = {}
 
     def __len__(self) -> int:
         return len(self._order)
@@ -50,7 +51,7 @@ class TraceStore:
         Raises NotFound when none is here: never sampled, not yet delivered, or pushed out of the ring.
         """
         with self._lock:
-            trace_id = trace_id or self._trace_of_request.get(request_id, "")
+            trace_id = trace_id or self._trace_of(request_id)
             kept = list(self._traces.get(trace_id, {}).values())
         spans = [span.message() for span in kept]
         if not spans:
@@ -63,7 +64,10 @@ class TraceStore:
     def trace_of(self, request_id: str) -> str:
         """Return the id of the trace that a request is in; "" when no span here names it."""
         with self._lock:
-            return self._trace_of_request.get(request_id, "")
+            return self._trace_of(request_id)
+
+    def _trace_of(self, request_id: str) -> str:
+        return self._named.get(request_id, ("", ""))[0]
 
     def _add(self, span: KeptSpan) -> None:
         trace_id = span.trace_id
@@ -72,9 +76,9 @@ class TraceStore:
             if len(self._order) == self._capacity:
                 self._drop_oldest()
             self._order.append((trace_id, span.span_id))
+            if span.request_id:
+                self._named[span.request_id] = (trace_id, span.span_id)
         self._traces.setdefault(trace_id, known)[span.span_id] = span
-        if span.request_id:
-            self._trace_of_request[span.request_id] = trace_id
 
     def _drop_oldest(self) -> None:
         trace_id, span_id = self._order.popleft()
@@ -82,9 +86,8 @@ class TraceStore:
         request_id = spans.pop(span_id).request_id
         if not spans:
             del self._traces[trace_id]
-        named = any(span.request_id == request_id for span in spans.values())
-        if request_id and not named and self._trace_of_request.get(request_id) == trace_id:
-            del self._trace_of_request[request_id]
+        if self._named.get(request_id) == (trace_id, span_id):
+            del self._named[request_id]
 
 
 class StoreExporter(SpanExporter):

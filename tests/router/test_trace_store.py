@@ -87,6 +87,28 @@ def test_a_span_keeps_everything(store: TraceStore, tracer: Tracer) -> None:
     )  # fmt: skip
 
 
+class Counted:
+    """A span that counts how often it is asked for its request."""
+
+    asked = 0
+
+    def __init__(self, number: int) -> None:
+        self.trace_id, self.span_id = "one", str(number)
+        self._request = f"r{number // 2}"
+
+    @property
+    def request_id(self) -> str:
+        Counted.asked += 1
+        return self._request
+
+
+def test_pushing_a_span_out_costs_the_same_however_large_its_trace_is() -> None:
+    store: Any = TraceStore(1_000)
+    store.add(map(Counted, range(2_000)))
+    assert Counted.asked < 10_000
+    assert [store.trace_of(f"r{number}") for number in (499, 500, 999)] == ["", "one", "one"]
+
+
 def test_both_ways_into_the_store_give_the_same_message(store: TraceStore) -> None:
     own = provider().get_tracer("test")
     link = Link(own.start_span("other").get_span_context())
