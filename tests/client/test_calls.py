@@ -11,7 +11,15 @@ import grpc
 import pytest
 
 from cli.stack import free_ports
-from common.errors import DeadlineExceeded, FieldViolation, InvalidRequest, Overloaded, QuotaViolation, Unavailable
+from common.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    FieldViolation,
+    InvalidRequest,
+    Overloaded,
+    QuotaViolation,
+    Unavailable,
+)
 from common.types import FinishReason
 from quire.client import AsyncClient, Client, Interrupted, InterruptedByDeadline, Retry
 from quire.client.retry import Attempts
@@ -120,6 +128,22 @@ async def test_a_task_may_close_a_stream_that_waits_to_try_again(monkeypatch: py
         assert [chunk.text async for chunk in stream] == []
         await closing[0]
     assert len(double.requests) == 1
+
+
+async def test_another_thread_may_close_the_client() -> None:
+    double = RouterDouble([[asyncio.Event()], HELLO])
+
+    def read(client: Client) -> None:
+        with pytest.raises(Cancelled):
+            client.generate("x")
+
+    async with served(double) as address:
+        client = Client(address, timeout=10 * PATIENCE_S)
+        reading = asyncio.create_task(asyncio.to_thread(read, client))
+        while not double.requests:  # noqa: ASYNC110 - the double has no event for it
+            await asyncio.sleep(0)
+        client.close()
+        await asyncio.wait_for(reading, PATIENCE_S)
 
 
 # ------------------------------------------------------------ retries

@@ -9,6 +9,7 @@ import pytest
 
 from common.clock import ManualClock
 from common.errors import (
+    Cancelled,
     DeadlineExceeded,
     EngineFailure,
     FieldViolation,
@@ -85,6 +86,7 @@ def test_the_last_attempt_raises_what_was_meant() -> None:
     [
         InvalidRequest(FieldViolation("prompt", "is missing")),
         EngineFailure("a step failed"),
+        Cancelled("stopped by the operator"),
         DeadlineExceeded("too late"),
         grpc.StatusCode.INTERNAL,
         grpc.StatusCode.RESOURCE_EXHAUSTED,  # gRPC's own: a message over the limit, which stays too large
@@ -130,6 +132,19 @@ def test_calls_share_a_budget_that_successes_fill_again() -> None:
         first.wait_after(LOST)
     second.succeeded()
     first.wait_after(LOST)
+
+
+def test_what_a_draining_server_cut_off_unserved_is_tried_again() -> None:
+    tries, _ = attempts(Retry(first_backoff=0.5))
+    assert tries.wait_after(Failure(grpc.StatusCode.CANCELLED)) == 0.5
+
+
+def test_a_closed_client_tries_nothing_again() -> None:
+    budget = RetryBudget(DEFAULT)
+    budget.end()
+    budget.give_back()
+    with pytest.raises(Cancelled):
+        attempts(budget=budget)[0].wait_after(Failure(grpc.StatusCode.CANCELLED))
 
 
 def test_a_full_budget_takes_nothing_more() -> None:

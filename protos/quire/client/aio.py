@@ -111,6 +111,7 @@ class AsyncClient:
 
     async def aclose(self) -> None:
         """Close the connection; what still runs is cancelled."""
+        self._budget.end()
         await self._channel.close()
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncStream:

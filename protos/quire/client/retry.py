@@ -1,13 +1,15 @@
 """Which failed calls are tried again, and when: only what cannot repeat work that the caller has seen.
 
-Before the first event of a stream, and for calls that only ask, UNAVAILABLE is tried again, and RESOURCE_EXHAUSTED when
-the server says (RetryInfo) that a later try may succeed. The wait is what the server asked for, plus a random part of a
+Before the first event of a stream, and for calls that only ask, UNAVAILABLE is tried again, RESOURCE_EXHAUSTED when the
+server says (RetryInfo) that a later try may succeed, and CANCELLED when it is gRPC's own: so it ends what reaches a
+router that has just begun to drain. The wait is what the server asked for, plus a random part of a
 limit that doubles with each try ("full jitter": clients that were refused together do not come back together). A budget
 that all calls of a client share keeps retries from becoming most of an overloaded server's load.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable
@@ -56,6 +58,11 @@ class RetryBudget:
             self._left -= 1.0
             return True
 
+    def end(self) -> None:
+        """The client is closed: there are no more retries."""
+        with self._lock:
+            self._left = -math.inf
+
     def give_back(self) -> None:
         """A call has succeeded."""
         with self._lock:
@@ -103,8 +110,10 @@ class Attempts:
 
     def _wait(self, status: status_pb2.Status) -> float | None:
         asked = retry_after(status)
-        again = status.code == grpc.StatusCode.UNAVAILABLE.value[0] or (
-            status.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0] and asked is not None
+        again = (
+            status.code == grpc.StatusCode.UNAVAILABLE.value[0]
+            or (status.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0] and asked is not None)
+            or (status.code == grpc.StatusCode.CANCELLED.value[0] and not status.details)
         )
         if not again or self._failed + 1 >= self._retry.attempts:
             return None

@@ -118,6 +118,7 @@ class Client:
 
     def close(self) -> None:
         """Close the connection; what still runs is cancelled."""
+        self._budget.end()
         self._channel.close()
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
