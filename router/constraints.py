@@ -1,57 +1,39 @@
 """Checks the constraints of requests before anything is queued: they are compiled, and their first mask is computed.
 
-Both can take tenths of a second for a hostile constraint, so they run in a thread of their own, sizes are bounded, and
-verdicts are kept: clients send one schema over and over. llguidance lets the event loop go on meanwhile (measured: a
-regex of 0.7 s made a ticker of 1 ms late by 20 ms at most, a schema of 2,000 properties, 0.25 s, by 5 ms; idle: 2 ms).
+A hostile constraint can take all time and memory there is, or the whole stack. So this is done in a child process
+(`router/constraint_examiner.py`), where a crash costs one verdict; sizes are bounded; and verdicts are kept: clients
+send one schema over and over.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import re
+import json
+import subprocess
+import sys
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from contextlib import suppress
 from pathlib import Path
 
-from llguidance import LLMatcher, LLTokenizer
-
-from common.constraint_grammar import grammar_of, parser_limits
 from common.errors import FieldViolation, InvalidRequest, Overloaded, QuotaViolation, Unsupported
-from common.types import Constraint, ConstraintKind
+from common.types import Constraint
 
 MAX_BYTES = 64 * 1024
 MAX_WAITING = 64
 _MAX_VERDICTS = 512
 _RETRY_S = 1.0
-_MAX_WORDS = 400
-# What llguidance says, and what a client can do about it. The first that is found is told.
-_PLAINER = (
-    (r"Unimplemented keys: \[(.*)\]", r"uses keywords that cannot be enforced: \1; leave them out"),
-    (r"oneOf constraints are not supported", "uses oneOf whose options may overlap; use anyOf, or make them differ"),
-    (r"NoExtension", "allows no output at all"),
-    (r"(?s)invalid regex (\".*?\") .*^error: (.*?)$", r"is wrong: \2; in the expression \1"),
-    (r"(?s)regex parse error.*^error: (.*?)$", r"is wrong in a pattern: \1"),
-    (r"invalid regex (\".*?\") \(in regex\): (.*?)( in regex.*)?$", r"is wrong: \2; in the expression \1"),
-    (r"increase limits|[Tt]oo complex|TooComplex|grammar size", "is too complex to be followed; make it smaller"),
-    (r"recursion limit", "is nested too deeply; make it flatter"),
-    (r"Expecting object schema", 'is no JSON object; expected a schema such as {"type": "object"}'),
-)
-_LANGUAGE = {
-    ConstraintKind.JSON_SCHEMA: "a JSON schema",
-    ConstraintKind.REGEX: "a regular expression without look-around and back-references",
-    ConstraintKind.GRAMMAR: "a grammar in Lark's notation with the rule `start`",
-}
 
 
 class ConstraintChecker:
     """Says whether constraints can be enforced, with the tokenizer.json of a checkpoint; for one event loop."""
 
     def __init__(self, tokenizer_json: Path, eos_token_ids: tuple[int, ...] = ()) -> None:
-        """The tokenizer is read at the first constraint: a second for a large vocabulary, and not everyone needs it."""
+        """The child starts, and reads the tokenizer, at the first constraint: not everyone needs it."""
         self._path, self._eos = tokenizer_json, eos_token_ids
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="constraints")
+        self._child: subprocess.Popen[str] | None = None
         # By digest; what is wrong with it, or nothing.
         self._verdicts: OrderedDict[bytes, asyncio.Future[str]] = OrderedDict()
 
@@ -68,8 +50,12 @@ class ConstraintChecker:
             raise InvalidRequest(FieldViolation(constraint.kind.value, wrong))
 
     def close(self) -> None:
-        """End the thread."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """End the child and the thread."""
+        if self._child is not None:
+            self._child.kill()  # the thread that waits for it goes on
+        self._thread.shutdown(cancel_futures=True)
+        if self._child is not None:
+            _end(self._child)
 
     def _verdict(self, constraint: Constraint) -> asyncio.Future[str]:
         """Return the verdict or the work on it, one for all that ask for the same at once."""
@@ -92,33 +78,42 @@ class ConstraintChecker:
             raise Overloaded(QuotaViolation("router.constraints", what), _RETRY_S)
 
     def _examine(self, constraint: Constraint) -> str:
+        """Ask the child, on the thread; a child that dies of a question has answered it."""
+        child = self._child = self._living_child()
+        assert child.stdin is not None
+        assert child.stdout is not None
         try:
-            grammar = grammar_of(constraint)
-        except ValueError as error:
-            return _words(constraint.kind, str(error))
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=parser_limits())
-        if not matcher.is_error():
-            matcher.compute_bitmask()
-        return _words(constraint.kind, matcher.get_error()) if matcher.is_error() else ""
+            child.stdin.write(json.dumps([constraint.kind.value, constraint.text]) + "\n")
+            child.stdin.flush()
+            answer = child.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        if not answer:
+            if (status := child.wait()) > 0:  # it ended itself; a signal ends it for what a constraint costs
+                raise Unsupported(f"constraints cannot be examined here: llguidance failed with status {status}")
+            return "is too complex to be followed; make it smaller"
+        unsupported, wrong = json.loads(answer)
+        if unsupported:
+            raise Unsupported(unsupported)
+        return str(wrong)
 
-    @cached_property
-    def _tokenizer(self) -> LLTokenizer:
-        try:
-            return LLTokenizer(str(self._path), eos_token=list(self._eos) or None)
-        except ValueError as error:
-            what = f"the tokenizer of this checkpoint cannot be constrained: {error}"
-            raise Unsupported(f"{what}; it must spell its tokens as bytes") from None
+    def _living_child(self) -> subprocess.Popen[str]:
+        if self._child is not None:
+            if self._child.poll() is None:
+                return self._child
+            _end(self._child)
+        command = [sys.executable, "-m", "router.constraint_examiner", str(self._path), *map(str, self._eos)]
+        pipe = subprocess.PIPE
+        # Without its words: what llguidance says when it breaks may quote the constraint.
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
+
+
+def _end(child: subprocess.Popen[str]) -> None:
+    child.kill()
+    with suppress(BrokenPipeError), child:  # closes the pipes, one with a question that was not read perhaps, and waits
+        pass
 
 
 def _size(constraint: Constraint) -> str:
     size = len(constraint.text.encode())
     return f"has {size} bytes; expected at most {MAX_BYTES}" if size > MAX_BYTES else ""
-
-
-def _words(kind: ConstraintKind, message: str) -> str:
-    """Return in a sentence what is wrong; llguidance's own words where nothing plainer is known."""
-    for pattern, words in _PLAINER:
-        if found := re.search(pattern, message, re.MULTILINE):
-            return found.expand(words)[:_MAX_WORDS]
-    first = message.strip().partition("\n")[0][:_MAX_WORDS]
-    return f"is not valid: {first}; expected {_LANGUAGE[kind]}"

@@ -167,6 +167,14 @@ def test_a_constraint_is_compiled_once(tokenizer_json: Path) -> None:
     assert compiler.compile_soon(regex("ab")).result(timeout=30) is compiler.compiled(regex("ab"))
 
 
+def test_a_long_chain_of_rules_overflows_no_stack(tokenizer_json: Path) -> None:
+    """llguidance recurses along it; an overflow would end this process."""
+    chain = "start: a0\n" + "".join(f"a{each}: a{each + 1}\n" for each in range(4000)) + 'a4000: "ab"'
+    compiler = GrammarCompiler(tokenizer_json, VOCAB, (END,))
+    grammar = compiler.compile_soon(Constraint(ConstraintKind.GRAMMAR, chain)).result(timeout=60.0)
+    assert grammar.matcher().compute_bitmask()
+
+
 def test_grammars_are_forgotten_unless_they_are_in_use(tokenizer_json: Path) -> None:
     compiler = GrammarCompiler(tokenizer_json, VOCAB, (END,))
     used = compiler.compile(regex("ab"))

@@ -91,6 +91,25 @@ async def test_what_is_wrong_is_said(checker: ConstraintChecker, kind: Constrain
     assert len(violation.description) < 600
 
 
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (GRAMMAR, "start: T\nT: " + " & ".join(rf"/(.|\n)*a.{{{each}}}/" for each in range(40))),  # of time
+        (
+            GRAMMAR,
+            "start: a0\n" + "".join(f"a{each}: a{each + 1}\n" for each in range(5000)) + 'a5000: "x"',
+        ),  # of stack
+    ],
+    ids=["time", "stack"],
+)
+async def test_what_costs_too_much_is_refused_and_others_go_on(
+    checker: ConstraintChecker, kind: ConstraintKind, text: str
+) -> None:
+    with pytest.raises(InvalidRequest, match="is too complex to be followed; make it smaller"):
+        await checker.check(Constraint(kind, text))
+    await checker.check(Constraint(REGEX, "[a-z]+"))
+
+
 async def test_a_constraint_is_examined_once(checker: ConstraintChecker, monkeypatch: pytest.MonkeyPatch) -> None:
     examined: list[str] = []
 
