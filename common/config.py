@@ -26,6 +26,7 @@ from pydantic_core import ErrorDetails
 
 from common.errors import FieldViolation, InvalidConfig
 from common.options import Settings
+from common.pydantic_words import expectation
 
 SettingsT = TypeVar("SettingsT", bound=Settings)
 
@@ -304,8 +305,7 @@ def _known_keys(
 
 def _in_words(problem: ErrorDetails, origins: Mapping[str, str]) -> tuple[str, str]:
     """Return where a value came from, and what is wrong with it, from one of pydantic's errors."""
-    expected = problem["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
-    expected = expected.partition(", unable to ")[0]
+    expected = expectation(problem)
     if not problem["loc"]:
         return "options", expected
     key = str(problem["loc"][0])

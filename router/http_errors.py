@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from common import errors
+from common.pydantic_words import mistake
 
 Json = dict[str, Any]
 _STATUS: Mapping[type[errors.QuireError], int] = {
@@ -146,7 +147,7 @@ def _mistake(request: Request, found: Mapping[str, Any]) -> str:
     if found["type"] == "json_invalid":
         return f"the body is no valid JSON: {found['ctx']['error']} at character {found['loc'][-1]}"
     if len(found["loc"]) > 1:
-        return str(found["msg"])
+        return mistake(found)
     given = request.headers.get("content-type", "none")
     if not given.partition(";")[0].strip().lower().endswith("json"):
         return f"the content-type is {given}; expected application/json"

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 from common.errors import FieldViolation
+from common.pydantic_words import mistake
 from quire.inference.v1 import inference_pb2
 from router.openai_types import Float32, Int32, Int64
 
@@ -129,4 +130,4 @@ def _parsed(text: bytes, wrong: list[FieldViolation]) -> dict[str, Any]:
 def _words(problem: ErrorDetails) -> str:
     if problem["type"] == "extra_forbidden":
         return f"is not known; expected one of {', '.join(SamplingFields.model_fields)}"
-    return f"is {problem['input']!r}: {problem['msg']}"[:300]
+    return mistake(problem)

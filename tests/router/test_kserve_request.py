@@ -188,7 +188,7 @@ def test_every_wrong_parameter_is_named_with_the_way_it_came() -> None:
         *("sampling_parameters.best_of", "sampling_parameters.stop"),
     }
     assert found["parameters.sequence_id"].startswith("is not known; expected one of temperature, top_p,")
-    assert found["sampling_parameters.temperature"].startswith("is 'warm': Input should be a valid number")
+    assert found["sampling_parameters.temperature"].startswith("is 'warm'; expected a valid number")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,20 @@
+"""What pydantic finds wrong with a value, in the words of all other errors: what was given, and what was expected."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+
+def mistake(problem: Mapping[str, Any]) -> str:
+    """Return the words of one of pydantic's `ErrorDetails`; a long value is cut."""
+    if problem["type"] == "missing":
+        return "is missing"
+    return f"is {reprlib.repr(problem['input'])}; {expectation(problem)}"
+
+
+def expectation(problem: Mapping[str, Any]) -> str:
+    """Return what was expected, without how pydantic went about it."""
+    words = str(problem["msg"]).removeprefix("Value error, ").replace("Input should be", "expected")
+    return words.partition(", unable to ")[0]
