@@ -66,7 +66,7 @@ class IndexWriter:
         on_stale: Callable[[StaleEpoch], None],
     ) -> None:
         self._file, self._open_store, self._clock, self._times = file, open_store, clock, times
-        self._on_stale = on_stale
+        self._on_stale: Callable[[StaleEpoch], None] | None = on_stale
         self._namespace: _Namespace | None = None
         self._leaving: set[asyncio.Task[None]] = set()
 
@@ -94,7 +94,7 @@ class IndexWriter:
         try:
             return await self._namespace.epochs.for_attach(attach.epoch_seen)
         except StaleEpoch as error:
-            self._on_stale(error)
+            self._stale(error)
             raise
 
     def open_feed(self, attach: Attach, snapshot: Callable[[], IndexSnapshot]) -> WorkerFeed | None:
@@ -153,4 +153,10 @@ class IndexWriter:
             await publisher.run()
         except StaleEpoch as error:
             if publisher is self.publisher:  # another manager may well serve a namespace that this one has left
-                self._on_stale(error)
+                self._stale(error)
+
+    def _stale(self, error: StaleEpoch) -> None:
+        """Another manager has taken over; whoever attaches and the publisher both notice, in either order."""
+        on_stale, self._on_stale = self._on_stale, None
+        if on_stale is not None:
+            on_stale(error)
