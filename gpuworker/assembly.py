@@ -10,15 +10,14 @@ import torch
 
 from common.cores import usable_cores
 from common.errors import Unsupported
-from common.fingerprint import model_fingerprint, tokenizer_fingerprint
 from common.hub import checkpoint_directory
 from common.options import Execution
-from common.types import ANY_ARITHMETIC, KvGeometry, PoolIdentity
+from common.types import ANY_ARITHMETIC, KvGeometry
 from gpuworker.attention import AttentionBackend, BackendFactory, BackendOptions, make_backend
 from gpuworker.checkpoint_facts import eos_token_ids
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.cuda_graphs import graph_launcher
-from gpuworker.data_plane import DataPlane, Facts
+from gpuworker.data_plane import DataPlane, Facts, pool_identity
 from gpuworker.devices import default_threads, dtype_name, pick_device
 from gpuworker.grammars import GrammarCompiler
 from gpuworker.kv_cache import KvCache
@@ -86,14 +85,7 @@ def assemble(settings: GpuWorkerSettings) -> ModelPlane:
     cache = KvCache(geometry, memory.num_blocks, settings.block_size, device)
     limits = RunnerLimits(max_num_seqs, memory.max_model_len, settings.threads or 0)
     eos = eos_token_ids(directory)
-    seed = settings.seed if settings.load_format == "dummy" else None
-    identity = PoolIdentity(
-        model_fingerprint(directory, seed),
-        tokenizer_fingerprint(directory),
-        settings.block_size,
-        geometry,
-        arithmetic=arithmetic,
-    )
+    identity = pool_identity(settings, directory, geometry, arithmetic)
     runner = _runner(model, cache, backend(cache), limits, eos, settings.cuda_graphs)
     runner.constrain(GrammarCompiler(directory / "tokenizer.json", model.vocab_size, eos))
     return ModelPlane(settings, identity, memory, runner, max_num_seqs, _facts(settings, model, eos), model)

@@ -7,10 +7,12 @@ import socket
 import time
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 
+from common.fingerprint import model_fingerprint, tokenizer_fingerprint
 from common.identity_wire import identity_to_proto
 from common.lease import Attach
-from common.types import PoolIdentity
+from common.types import KvGeometry, PoolIdentity
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.core.batch_plan import StepRunner
 from gpuworker.core.outcomes import AgentConfig
@@ -18,6 +20,13 @@ from gpuworker.grammars import GrammarCompiler
 from gpuworker.ledger import Ledger
 from gpuworker.ports import MaskLateness
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
+
+
+def pool_identity(settings: GpuWorkerSettings, directory: Path, geometry: KvGeometry, arithmetic: str) -> PoolIdentity:
+    """Return what a worker must have in common with its pool; random weights are told apart by their seed."""
+    seed = settings.seed if settings.load_format == "dummy" else None
+    fingerprints = model_fingerprint(directory, seed), tokenizer_fingerprint(directory)
+    return PoolIdentity(*fingerprints, settings.block_size, geometry, arithmetic=arithmetic)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Final
 
 from common.errors import FieldViolation, InvalidConfig
-from common.fingerprint import model_fingerprint, tokenizer_fingerprint
 from common.hub import checkpoint_directory
-from common.types import KvGeometry, PoolIdentity
+from common.types import KvGeometry
 from gpuworker.checkpoint_facts import CheckpointFacts, eos_token_ids
 from gpuworker.config import GpuWorkerSettings
-from gpuworker.data_plane import DataPlane, Facts
+from gpuworker.data_plane import DataPlane, Facts, pool_identity
 from gpuworker.ledger import GIB, Ledger, bytes_per_block
 from gpuworker.simulated_runner import SimulatedRunner
 from gpuworker.simulation import SimulatedTokens, parse_costs, readable_ids
@@ -44,14 +43,7 @@ def assemble(settings: GpuWorkerSettings) -> SimulatedPlane:
     checkpoint, eos = CheckpointFacts(directory), eos_token_ids(directory)
     geometry = checkpoint.kv_geometry(settings.dtype, settings.kv_cache_dtype)
     max_num_seqs = settings.max_num_seqs or _MAX_NUM_SEQS
-    seed = settings.seed if settings.load_format == "dummy" else None
-    identity = PoolIdentity(
-        model_fingerprint(directory, seed),
-        tokenizer_fingerprint(directory),
-        settings.block_size,
-        geometry,
-        arithmetic=ARITHMETIC,
-    )
+    identity = pool_identity(settings, directory, geometry, ARITHMETIC)
     runner = SimulatedRunner(parse_costs(settings.simulate), simulated_tokens(directory))
     facts = Facts(checkpoint.vocab_size, eos, geometry.dtype, "none", "without a device", "simulated steps")
     ledger = _ledger(settings, geometry, checkpoint.context, max_num_seqs)
