@@ -23,9 +23,11 @@ def row(offered: float, routers: int = 1, steady: float = 1.0, **fields: object)
 
 
 def test_each_number_of_routers_has_a_line() -> None:
-    latencies, goodput = load_plot.draw([row(1000.0), row(2000.0, steady=0.0), row(3000.0, routers=2)], "t").get_axes()
+    figure = load_plot.draw([row(1000.0), row(2000.0, steady=0.0), row(3000.0, routers=2)], "t")
+    latencies, goodput = figure.get_axes()
     assert [line.get_linestyle() for line in latencies.lines if line.get_marker() == "None"] == ["-", "--", "-", "--"]
-    assert {text.get_text() for text in goodput.texts} == {"1 router", "2 routers", "offered"}
+    assert {"1 router", "2 routers"} < {text.get_text() for text in figure.texts}
+    assert [text.get_text() for text in goodput.texts] == ["offered"]
     assert latencies.get_xlim() == pytest.approx((0.0, 1.08 * 3000.0))
     assert goodput.get_ylim() == pytest.approx((0.0, 1.15 * 30.0))
 

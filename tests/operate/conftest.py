@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 
 import pytest
 import pytest_asyncio
@@ -40,15 +41,15 @@ async def suite(tee: Tee, tmp_path_factory: pytest.TempPathFactory) -> AsyncIter
     """Two workers with so few blocks that sequences are preempted and prefixes evicted."""
     flags = ("--kv-blocks", "80", "--dtype", "float32")
     options = StackOptions(model=CHECKPOINT, workers=2, worker_flags=flags)
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", tee.endpoint)
-        async with (
-            running_suite(tmp_path_factory.mktemp("operate"), options) as running,
-            forwarding(tee, running.stack.address),
-        ):
-            await burst(running)
-            await cancelled(running)
-            yield running
+    async with AsyncExitStack() as stack:
+        with pytest.MonkeyPatch.context() as environment:  # for these processes alone: the fixture outlives many tests
+            environment.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", tee.endpoint)
+            starting = running_suite(tmp_path_factory.mktemp("operate"), options)
+            running = await stack.enter_async_context(starting)
+        await stack.enter_async_context(forwarding(tee, running.stack.address))
+        await burst(running)
+        await cancelled(running)
+        yield running
 
 
 async def burst(suite: Suite, seed: int = 0) -> None:

@@ -126,6 +126,8 @@ async def until_refused(port: int) -> None:
                 _, writer = await asyncio.open_connection("127.0.0.1", port)
             except ConnectionRefusedError:
                 return
+            except ConnectionResetError:
+                continue  # the listener was closed between the connection's arrival and its acceptance
             writer.close()
             await asyncio.sleep(0.01)
 
