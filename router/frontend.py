@@ -301,7 +301,13 @@ class RouterFrontend:
             self._admission.requeue(run.request_id)
             self._recorder.metrics.migrations.inc()
             run.trace.lost()
-            await self._place(run, [running], moved=reason)
+            try:
+                await self._place(run, [running], moved=reason)
+            except DeadlineExceeded:
+                if not run.admitted:
+                    raise
+                # It ends with what it has; what others have drawn meanwhile is still to be sent.
+                run.inbox.put(running.output.index, running.attempt, EXPIRED)
 
 
 def _words_of(refusal: QuireError) -> str:

@@ -62,6 +62,23 @@ async def test_the_deadline_reaches_the_worker_and_ends_the_stream() -> None:
         assert nothing_left(bench)
 
 
+async def test_a_sequence_that_no_worker_takes_again_before_the_deadline_costs_the_others_nothing() -> None:
+    worker = WorkerDouble()
+    wanted = request(n=2, deadline=CLOCK.monotonic() + 0.5)
+    async with frontend_over(worker) as bench, in_background(bench, wanted) as task:
+        await worker.until(lambda: len(worker.submits) == 2)
+        worker.heartbeat(running=16)
+        worker.step({1: [100], 2: [100]}, granted={1: 0, 2: 0}, finished={2: FinishReason.ERROR})
+        await bench.until(lambda: bench.admission.queued == 1)
+        worker.step({1: [101, 102]}, finished={1: FinishReason.LENGTH})
+        with pytest.raises(DeadlineExceeded, match="before every sequence had finished"):
+            await task
+        assert [tokens_of(bench.seen, index) for index in (0, 1)] == [[100, 101, 102], [100]]
+        ends = ends_of(bench.seen)
+        assert (ends[0].reason, ends[1].reason) == (FinishReason.LENGTH, FinishReason.DEADLINE)
+        assert nothing_left(bench)
+
+
 async def test_a_deadline_before_any_block_is_an_error() -> None:
     worker = WorkerDouble()
     async with frontend_over(worker) as bench:
