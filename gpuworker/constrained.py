@@ -41,7 +41,7 @@ class Constrained:
         """Take in the token at `position`."""
         if self.ending is None:
             if not self.matcher.consume_token(token):
-                self.ending = self._broken(complaint(self.matcher))
+                self.ending = self._failed()
             elif self.matcher.is_stopped():
                 self.ending = COMPLETE
         self.position += 1
@@ -49,7 +49,7 @@ class Constrained:
     def settle(self, bits: _Bits) -> None:
         """Turn what llguidance allows, [words], into what may be drawn; where that is nothing, say so in `ending`."""
         if self.matcher.is_error():
-            self.ending = self._broken(complaint(self.matcher))
+            self.ending = self._failed()
             return
         ends = _forbid(bits, self._grammar.eos_ids)
         if not bits.any():
@@ -60,6 +60,11 @@ class Constrained:
                 _allow(bits, stops)
         elif self._grammar.ends_by_token:
             _allow(bits, ends)
+
+    def _failed(self) -> Ending:
+        why = complaint(self.matcher)
+        self._grammar.worn |= why.startswith("lexer error")
+        return self._broken(why)
 
     def _broken(self, why: str) -> Ending:
         where = f"after {self.position - self._begins_at} tokens"

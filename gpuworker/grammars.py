@@ -31,11 +31,14 @@ class Grammar:
     """A compiled constraint. `eos_ids` are the tokens by which llguidance means the end of the text.
 
     `ends_by_token` is False where the checkpoint has no such token: then the ids are stand-ins, never to be drawn.
+    All matchers share one lexer, whose states only grow in number. A grammar is `worn` once that has met a limit: it
+    would fail every sequence that came later.
     """
 
     prototype: LLMatcher
     eos_ids: tuple[int, ...]
     ends_by_token: bool
+    worn: bool = False
 
     def matcher(self) -> LLMatcher:
         """Return a matcher at the beginning; what it learns about the grammar helps the others of it."""
@@ -61,8 +64,9 @@ class GrammarCompiler:
         """Return the grammar if some sequence uses it or it was used lately; never waits for a compilation."""
         with self._lock:
             grammar = self._used.get(constraint)
-            if grammar is not None:
-                self._keep(constraint, grammar)
+            if grammar is None or grammar.worn:
+                return None
+            self._keep(constraint, grammar)
         return grammar
 
     def compile_soon(self, constraint: Constraint) -> Future[Grammar]:

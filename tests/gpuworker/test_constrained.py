@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from llguidance import LLParserLimits
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from common.errors import InvalidRequest, Unsupported
@@ -165,6 +166,31 @@ def test_a_constraint_is_compiled_once(tokenizer_json: Path) -> None:
     compiler = GrammarCompiler(tokenizer_json, VOCAB, (END,))
     assert compiler.compiled(regex("ab")) is None
     assert compiler.compile_soon(regex("ab")).result(timeout=30) is compiler.compiled(regex("ab"))
+
+
+def test_a_grammar_whose_lexer_has_met_its_limit_is_compiled_anew(
+    tokenizer_json: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its matchers share the lexer: none that came later would get any further."""
+    monkeypatch.setattr("common.constraint_grammar.parser_limits", lambda: LLParserLimits(max_lexer_states=64))
+    compiler, constraint = GrammarCompiler(tokenizer_json, VOCAB, (END,)), regex("(a|b)*a(a|b){40}c")
+    row = SampledRow(SamplingParams(constraint=constraint), PROMPT, (END,))
+    first, chance = compiler.compile(constraint), random.Random(1)
+    worn = Constrained(first, row, [])
+    while worn.ending is None:
+        worn.consume(chance.choice(sorted(allowed(worn))))
+    assert "lexer error" in worn.ending.message
+    with pytest.raises(AssertionError):
+        _go_on(Constrained(first, row, []), [A, B])
+    assert compiler.compiled(constraint) is None
+    _go_on(Constrained(compiler.compile(constraint), row, []), [A, B])
+
+
+def _go_on(followed: Constrained, tokens: Sequence[int]) -> None:
+    for token in tokens:
+        assert token in allowed(followed)
+        followed.consume(token)
+    assert followed.ending is None
 
 
 def test_a_long_chain_of_rules_overflows_no_stack(tokenizer_json: Path) -> None:
