@@ -42,10 +42,10 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt
 	@$(CLIENTS)/bin/python -m pip install --disable-pip-version-check $$(test -t 1 || echo --quiet) -r $<
 	@touch $@
 
-demo: $(STAMP) ## Start the whole stack, ask the demo model a few things, show the cache and a trace, stop
+demo: $(STAMP) ## Start the whole suite, ask the demo model a few things, show the cache and a trace, stop
 	$(BIN)/quire demo
 
-up: $(STAMP) ## Run the whole stack in the foreground (MODEL=DIR to serve another checkpoint)
+up: $(STAMP) ## Run the whole suite in the foreground (MODEL=DIR to serve another checkpoint)
 	$(BIN)/quire up --model $(MODEL)
 
 test: $(STAMP) ## Run the tests (TESTS=PATH for some of them, JOBS=N in that many processes)
