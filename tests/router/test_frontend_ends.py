@@ -67,7 +67,7 @@ async def test_a_sequence_that_no_worker_takes_again_before_the_deadline_costs_t
     wanted = request(n=2, deadline=CLOCK.monotonic() + 0.5)
     async with frontend_over(worker) as bench, in_background(bench, wanted) as task:
         await worker.until(lambda: len(worker.submits) == 2)
-        worker.heartbeat(running=16)
+        worker.heartbeat(running=20)
         worker.step({1: [100], 2: [100]}, granted={1: 0, 2: 0}, finished={2: FinishReason.ERROR})
         await bench.until(lambda: bench.admission.queued == 1)
         worker.step({1: [101, 102]}, finished={1: FinishReason.LENGTH})
