@@ -24,6 +24,7 @@ MAX_BYTES = 64 * 1024
 MAX_WAITING = 64
 _MAX_VERDICTS = 512
 _RETRY_S = 1.0
+_PACKAGES = Path(__file__).parents[1]  # `-m` looks for modules where the child is: not wherever the router was started
 
 
 class ConstraintChecker:
@@ -102,10 +103,11 @@ class ConstraintChecker:
             if self._child.poll() is None:
                 return self._child
             _end(self._child)
-        command = [sys.executable, "-m", "router.constraint_examiner", str(self._path), *map(str, self._eos)]
+        command = [sys.executable, "-m", "router.constraint_examiner", str(self._path.resolve()), *map(str, self._eos)]
         pipe = subprocess.PIPE
         # Without its words: what llguidance says when it breaks may quote the constraint.
-        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
+        stderr = subprocess.DEVNULL
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stderr, text=True, cwd=_PACKAGES)
 
 
 def _end(child: subprocess.Popen[str]) -> None:

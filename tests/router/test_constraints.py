@@ -110,6 +110,15 @@ async def test_what_costs_too_much_is_refused_and_others_go_on(
     await checker.check(Constraint(REGEX, "[a-z]+"))
 
 
+async def test_modules_of_the_directory_in_which_the_router_runs_are_not_taken_for_its_own(
+    checker: ConstraintChecker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "common").mkdir()
+    (tmp_path / "common" / "__init__.py").write_text("raise RuntimeError")
+    monkeypatch.chdir(tmp_path)
+    await checker.check(Constraint(REGEX, "[a-z]+"))
+
+
 async def test_a_constraint_is_examined_once(checker: ConstraintChecker, monkeypatch: pytest.MonkeyPatch) -> None:
     examined: list[str] = []
 
