@@ -192,7 +192,7 @@ def test_a_runner_that_follows_no_constraints_takes_none(path: Execution) -> Non
 # ---------------------------------------------------------------- nothing hangs
 
 
-def test_cancelled_sequences_hold_up_nobody(path: Execution) -> None:
+def test_cancelled_sequences_hold_up_nobody_and_leave_nothing(path: Execution) -> None:
     with driver("llama", path, 4) as engine:
         alone = [each.tokens for each in (run(engine, 0)[0], run(engine, 2)[0])]
         for at in (1, 3, 8):
@@ -205,6 +205,10 @@ def test_cancelled_sequences_hold_up_nobody(path: Execution) -> None:
             assert engine.results[cancelled].reason is FinishReason.CANCELLED
             assert [engine.results[sequence].tokens for sequence in started] == alone
         engine.assert_all_free()
+        keeper, forgotten = keeper_of(engine), threading.Event()
+        keeper._thread.put(forgotten.set)
+        assert forgotten.wait(PATIENCE)
+        assert (keeper._states, keeper._waiting) == ({}, [])
 
 
 def test_an_engine_stops_amid_constrained_sequences(path: Execution) -> None:
