@@ -62,6 +62,8 @@ async def served(*workers: WorkerDouble, limits: AdmissionLimits | None = None) 
             yield Service(bench, rpc.InferenceServiceStub(channel))
         await server.server.stop(None)
         text.close()
+        if constraints is not None:
+            constraints.close()
 
 
 def generate(ids: tuple[int, ...] = (1, 2, 3, 4, 5), **fields: object) -> pb.GenerateRequest:
