@@ -12,6 +12,9 @@ from llguidance import LLMatcher, LLParserLimits
 
 from common.types import Constraint, ConstraintKind
 
+# Items of the parser at one token. An ambiguous grammar (`s: s s | /./ |`) makes more with each token: at llguidance's
+# 50,000 one mask took 130 ms, for which all sequences of the step wait, at 5,000 it is refused at 15 ms.
+_MAX_ITEMS = 5_000
 # Between the parts of a JSON document there may be one space, as most programs write it: that costs fewest tokens, and
 # some models, free to choose, never stop writing blanks.
 _WHITESPACE: Any = {"whitespace_pattern": " "}
@@ -34,8 +37,8 @@ def grammar_of(constraint: Constraint) -> str:
 
 
 def parser_limits() -> LLParserLimits:
-    """Return what compiling and one mask may cost: llguidance's defaults, some 0.1 s to compile at most.
+    """Return what compiling and one mask may cost: some 0.1 s to compile at most, some 15 ms a mask.
 
     Without its verbose errors, which quote tokens of the output.
     """
-    return LLParserLimits(verbose_errors=False)
+    return LLParserLimits(step_max_items=_MAX_ITEMS, verbose_errors=False)

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from common.errors import InvalidRequest, Unsupported
 from common.types import Constraint, ConstraintKind, FinishReason, SamplingParams
 from gpuworker.constrained import COMPLETE, Constrained
+from gpuworker.demo_model import CHECKPOINT
 from gpuworker.grammars import GrammarCompiler
 from gpuworker.sampler import SampledRow
 
@@ -225,3 +226,18 @@ def test_a_host_without_llguidance_says_what_to_install(tokenizer_json: Path, mo
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(Unsupported, match=r"install quire\[gpuworker\]"):
         GrammarCompiler(tokenizer_json, VOCAB, (END,)).compile(regex("ab"))
+
+
+def test_a_grammar_that_costs_more_with_each_token_ends_before_others_wait_long_for_it() -> None:
+    path = CHECKPOINT / "tokenizer.json"
+    ambiguous = Constraint(ConstraintKind.GRAMMAR, "start: s\ns: s s s | s s | /./ |")
+    tokens = Tokenizer.from_file(str(path))
+    params = SamplingParams(constraint=ambiguous)
+    compiler = GrammarCompiler(path, tokens.get_vocab_size(), (END,))
+    followed = Constrained(compiler.compile(ambiguous), SampledRow(params, PROMPT, (END,)), ())
+    for token in tokens.encode("abcdefghij klmno pqrstu vwxyz " * 6).ids:
+        if followed.ending is None:
+            allowed(followed)
+            followed.consume(token)
+    assert followed.ending is not None
+    assert "Too many items" in followed.ending.message
