@@ -14,7 +14,7 @@ from bench.models import plane_worker
 from bench.workers import BenchWorker
 from bench.workloads import Request, Workload, make, warm_up
 from cli.block_accounting import BLOCK_SIZES, count_waste
-from gpuworker.assembly import ModelPlane
+from gpuworker.plane.assembly import ModelPlane
 
 KINDS = ("short", "general", "long")
 _SHORT, _LONG = 64, 8

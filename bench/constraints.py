@@ -31,15 +31,15 @@ from bench.workers import BenchWorker, random_prompts
 from bench.workloads import Request
 from common.constraint_grammar import grammar_of, parser_limits
 from common.types import Constraint, ConstraintKind, SamplingParams
-from gpuworker.attention import make_backend
-from gpuworker.constrained import Constrained
+from gpuworker.attention.interface import make_backend
 from gpuworker.core.outcomes import AgentConfig
-from gpuworker.grammars import GrammarCompiler
-from gpuworker.kv_cache import KvCache
-from gpuworker.model_runner import ModelRunner, RunnerLimits
-from gpuworker.ports import EngineRequest
-from gpuworker.sampler import SampledRow
-from gpuworker.step_queue import QueuedRunner, QueueExecutor
+from gpuworker.engine.ports import EngineRequest
+from gpuworker.memory.kv_cache import KvCache
+from gpuworker.runner.model_runner import ModelRunner, RunnerLimits
+from gpuworker.runner.native_executor import QueuedRunner, QueueExecutor
+from gpuworker.sampling.sampler import SampledRow
+from gpuworker.structured.grammars import GrammarCompiler
+from gpuworker.structured.sequence import Constrained
 
 _FIRST = 4  # steps of a run that are left out: prompts, and the draw behind them
 VOCABULARIES = {"2k": 2048, "32k": 32_000, "128k": 128_000}

@@ -24,13 +24,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bench.harness import parser, progress, report
 from common.types import KvGeometry
-from gpuworker.attention import AttentionMetadata, LayerAttention
-from gpuworker.devices import CACHE_DTYPES, default_threads
-from gpuworker.kernels import native
-from gpuworker.kernels.cpu_attention import NativeAttention, layer_struct, rows_struct
-from gpuworker.kernels.torch_attention import TorchAttention
-from gpuworker.kv_cache import KvCache
-from gpuworker.step_inputs import attention_arrays, attention_metadata, pack_rows, to_device
+from gpuworker.attention.interface import AttentionMetadata, LayerAttention
+from gpuworker.attention.native_backend import NativeAttention, layer_struct, rows_struct
+from gpuworker.attention.step_inputs import attention_arrays, attention_metadata, pack_rows, to_device
+from gpuworker.attention.torch_backend import TorchAttention
+from gpuworker.memory.devices import CACHE_DTYPES, default_threads
+from gpuworker.memory.kv_cache import KvCache
+from gpuworker.native import library as native
 
 CPU = torch.device("cpu")
 BATCHES, CONTEXTS = (1, 8, 32), (256, 1024, 4096)

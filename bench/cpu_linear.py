@@ -23,7 +23,7 @@ from torch.nn.functional import linear
 
 from bench.harness import end_with_json, parser, report
 from bench.rates import fastest_in_turns
-from gpuworker.kernels.cpu_linear import IntegerWeight, Kind, Memory, PackedLinear, Rows, Store
+from gpuworker.native.linear import IntegerWeight, Kind, Memory, PackedLinear, Rows, Store
 
 _SHAPES = {  # name: [N, K]
     "128m": {"qkv": (1280, 768), "o": (768, 768), "gate_up": (6144, 768), "down": (768, 3072), "lm_head": (32000, 768)},

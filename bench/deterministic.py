@@ -17,7 +17,7 @@ from bench.harness import median_interval, parser, progress, report
 from bench.models import data_plane
 from bench.workers import BenchWorker
 from bench.workloads import make, warm_up
-from gpuworker.assembly import ModelPlane
+from gpuworker.plane.assembly import ModelPlane
 
 
 def _worker(plane: ModelPlane) -> BenchWorker:

@@ -24,10 +24,10 @@ from bench.models import data_plane
 from bench.workers import BenchWorker, Run
 from bench.workloads import make, warm_up
 from common.types import SamplingParams, SequenceId
-from gpuworker.assembly import ModelPlane
 from gpuworker.core.batch_plan import StepPlan, StepResult, StepRunner
-from gpuworker.kernels.llama_calls import PHASES
-from gpuworker.models.native_model import NativeModel
+from gpuworker.models.llama.native_model import NativeModel
+from gpuworker.native.llama import PHASES
+from gpuworker.plane.assembly import ModelPlane
 
 CHECK_SCALE = 0.1
 """The share of each workload that --check runs, unless --scale says otherwise."""

@@ -34,8 +34,8 @@ from common import die_with_parent
 from common.hashing import chain, key_of, little_endian_int32
 from common.packing import pack_hashes, unpack_u32
 from common.rpc.server import RpcServer, open_channel
-from gpuworker.convert import SubmitLimits
-from gpuworker.servicer import GpuWorkerServicer, Serving
+from gpuworker.server.codec import SubmitLimits
+from gpuworker.server.servicer import GpuWorkerServicer, Serving
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.gpuworker.v1 import gpuworker_pb2_grpc as rpc
 from quire.types.v1 import types_pb2 as types

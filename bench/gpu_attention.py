@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from bench.gpu_attention_checks import check_attention, planned
 from bench.gpu_cases import LLAMA_8B, Case, Rows, make_case
 from bench.gpu_measure import Figure, copy_bandwidth, graph_seconds, parser, report, rotation, the_device
-from gpuworker.kernels.triton_attention import TritonAttention
+from gpuworker.attention.triton_backend import TritonAttention
 
 Sizes = tuple[tuple[int, int], ...]
 # Batch and context of decodes. K and V of a layer, in bf16: 128 MiB and more; and from 8 to 128 MiB.

@@ -10,11 +10,11 @@ import torch
 
 from bench.gpu_cases import LLAMA_8B, Case, Heads, Rows, make_case, reference
 from bench.gpu_measure import checked
-from gpuworker.cuda_graphs import CudaRecorder
-from gpuworker.devices import dtype_name
-from gpuworker.kernels.triton_attention import TritonAttention
+from gpuworker.attention.triton_backend import TritonAttention
+from gpuworker.attention.triton_tuning import Tuning
 from gpuworker.kernels.triton_cache import write_kv
-from gpuworker.kernels.triton_tuning import Tuning
+from gpuworker.memory.devices import dtype_name
+from gpuworker.runner.cuda_graphs import CudaRecorder
 
 _MIXED = Rows((300, 1, 1040, 77, 200, 33, 129), (1, 1, 1, 1, 150, 33, 5))
 _SHARED = Rows((1400, 1100, 1033, 1300), (1,) * 4, shared=1024)

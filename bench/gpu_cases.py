@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from common.types import KvGeometry
-from gpuworker.attention import AttentionMetadata, Int32Array, LayerAttention
-from gpuworker.kv_cache import KvCache
-from gpuworker.ledger import bytes_per_block
-from gpuworker.step_inputs import PackedRows, attention_arrays, attention_metadata, pack_rows, to_device
+from gpuworker.attention.interface import AttentionMetadata, Int32Array, LayerAttention
+from gpuworker.attention.step_inputs import PackedRows, attention_arrays, attention_metadata, pack_rows, to_device
+from gpuworker.memory.byte_plan import bytes_per_block
+from gpuworker.memory.kv_cache import KvCache
 
 
 @dataclass(frozen=True, slots=True)

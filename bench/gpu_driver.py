@@ -20,8 +20,8 @@ from gpuworker.core.lease_agent import LeaseAgent
 from gpuworker.core.outcomes import AgentConfig
 from gpuworker.core.sequence import NewSequence
 from gpuworker.core.stopping import StopRule
-from gpuworker.engine import Engine
-from gpuworker.ports import EngineOutputs, EngineRequest
+from gpuworker.engine.engine import Engine
+from gpuworker.engine.ports import EngineOutputs, EngineRequest
 
 GREEDY = SamplingParams(temperature=0.0)
 _PATIENCE = 600.0

@@ -20,15 +20,15 @@ from bench.gpu_measure import Figure, checked, copy_bandwidth, parser, report, t
 from bench.gpu_models import MODELS, TINY, config_of, spec_of
 from bench.gpu_peer import PeerFailure, peer_rate
 from common.types import KvGeometry, SamplingParams
+from gpuworker.attention.triton_backend import TritonAttention
 from gpuworker.core.outcomes import AgentConfig
-from gpuworker.cuda_graphs import graph_launcher
-from gpuworker.devices import dtype_name
-from gpuworker.kernels.triton_attention import TritonAttention
-from gpuworker.kv_cache import KvCache
-from gpuworker.ledger import bytes_per_block
-from gpuworker.model_runner import ModelRunner, RunnerLimits
-from gpuworker.models.lean_gpu import LeanGpuModel
-from gpuworker.models.lean_gpu_weights import fused_weights, random_weights
+from gpuworker.memory.byte_plan import bytes_per_block
+from gpuworker.memory.devices import dtype_name
+from gpuworker.memory.kv_cache import KvCache
+from gpuworker.models.llama.gpu_model import LeanGpuModel
+from gpuworker.models.llama.gpu_weights import fused_weights, random_weights
+from gpuworker.runner.cuda_graphs import graph_launcher
+from gpuworker.runner.model_runner import ModelRunner, RunnerLimits
 
 BLOCK_SIZE = 16
 _CONTEXT, _OUTPUT, _SKIPPED = 1024, 192, 32

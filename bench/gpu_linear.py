@@ -11,7 +11,7 @@ import torch
 
 from bench.gpu_measure import Figure, checked, copy_bandwidth, graph_seconds, parser, report, rotation, the_device
 from bench.gpu_models import MODELS, spec_of
-from gpuworker.models.lean_spec import LeanSpec
+from gpuworker.models.llama.spec import LeanSpec
 
 _BATCHES = (1, 8, 32, 128)
 

@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from gpuworker.cuda_graphs import CudaRecorder
+from gpuworker.runner.cuda_graphs import CudaRecorder
 
 NO_GPU = 77  # the status that test harnesses take for "skipped"
 FAILED_CHECK = 1

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
-from gpuworker.models.lean_spec import LeanSpec, lean_spec
+from gpuworker.models.llama.spec import LeanSpec, lean_spec
 
 MAX_POSITIONS = 8192
 _LLAMA_8B: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Times the attention kernel at other tiles than those that `gpuworker/kernels/triton_tuning.py` chooses for this chip.
+"""Times the attention kernel at other tiles than those that `gpuworker/attention/triton_tuning.py` chooses for this chip.
 
 What it prints first is what to write there. Decodes are timed on K and V out of the L2 cache, prefills on their own;
 a shape that does not fit into the chip's shared memory is left out, and one that is wrong ends the program.
@@ -16,8 +16,8 @@ from triton import OutOfResources
 from bench.gpu_attention_checks import check_case, planned
 from bench.gpu_cases import LLAMA_8B, Case, Rows, make_case
 from bench.gpu_measure import Figure, graph_seconds, parser, report, rotation, the_device
-from gpuworker.kernels.triton_attention import TritonAttention
-from gpuworker.kernels.triton_tuning import Heads, KernelShape, Tuning, chip_of, tuning
+from gpuworker.attention.triton_backend import TritonAttention
+from gpuworker.attention.triton_tuning import Heads, KernelShape, Tuning, chip_of, tuning
 
 _DECODES = ((1, 8192), (32, 1024))
 _PREFILL = 4096

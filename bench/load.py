@@ -37,9 +37,9 @@ from bench.load_modes import Row, Shape
 from bench.load_suite import LoadSuite, load_suite
 from bench.serve import suite_flags
 from common.errors import QuireError
-from gpuworker.checkpoint_facts import CheckpointFacts
+from gpuworker.plane.checkpoint_facts import CheckpointFacts
 
-DEMO: Final = Path("gpuworker/demo_model/checkpoint")
+DEMO: Final = Path("cli/demo_model/checkpoint")
 RESULTS: Final = Path("bench/results/load.jsonl")
 _STREAM_COSTS: Final = "base=400ms"
 _STREAM_TOKENS: Final = 45

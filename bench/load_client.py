@@ -21,8 +21,8 @@ from bench.load_plan import Plan, Seen, Trace
 from bench.token_check import TokenCheck
 from common.garbage import collect_rarely
 from common.rpc import event_loop
-from gpuworker.simulated_plane import simulated_tokens
-from gpuworker.simulation import SimulatedTokens
+from gpuworker.simulated.costs import SimulatedTokens
+from gpuworker.simulated.plane import simulated_tokens
 
 _FIRST_ID = 8  # after what checkpoints use for padding, ends and roles
 

@@ -9,13 +9,13 @@ from typing import Any
 from bench.checkpoints import MAX_MODEL_LEN, MEDIUM, SMALL, checkpoint
 from bench.workers import BenchWorker
 from common.types import KvGeometry
-from gpuworker.assembly import ModelPlane, assemble
-from gpuworker.attention import make_backend
+from gpuworker.attention.interface import make_backend
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.core.batch_plan import StepRunner
 from gpuworker.core.outcomes import AgentConfig
-from gpuworker.kv_cache import KvCache
-from gpuworker.model_runner import RunnerLimits
+from gpuworker.memory.kv_cache import KvCache
+from gpuworker.plane.assembly import ModelPlane, assemble
+from gpuworker.runner.model_runner import RunnerLimits
 
 
 def data_plane(model: str | None, shape: Mapping[str, object] = MEDIUM, **options: Any) -> ModelPlane:

@@ -16,9 +16,9 @@ from torch.nn import functional
 
 from bench.rates import fastest_in_turns
 from common.types import KvGeometry
-from gpuworker.attention import AttentionBackend, AttentionMetadata, LayerAttention, make_backend
-from gpuworker.kv_cache import KvCache
-from gpuworker.step_inputs import attention_arrays, attention_metadata, pack_rows, to_device
+from gpuworker.attention.interface import AttentionBackend, AttentionMetadata, LayerAttention, make_backend
+from gpuworker.attention.step_inputs import attention_arrays, attention_metadata, pack_rows, to_device
+from gpuworker.memory.kv_cache import KvCache
 
 HEADS, KV_HEADS, HEAD_DIM = 12, 4, 64
 LAYERS = 4

@@ -28,8 +28,8 @@ from bench.rates import matmul_rate, read_rate
 from bench.ratios import SHORT
 from bench.workers import BenchWorker
 from bench.workloads import Request, Workload, warm_up
-from gpuworker.assembly import ModelPlane
-from gpuworker.devices import default_threads
+from gpuworker.memory.devices import default_threads
+from gpuworker.plane.assembly import ModelPlane
 
 PREFILL_PROMPTS, PREFILL_TOKENS = 8, 1024
 DECODE_BATCHES, DECODE_PROMPT, DECODE_OUTPUT = (1, 8, 32), 512, 48

@@ -1,7 +1,7 @@
 """An engine in a process of its own: the I/O process has a `RemoteEngine`, which stands where an `Engine` would.
 
 Requests go to the child and outputs come back over a socket pair, each pickled behind its length; they are the
-immutable messages of `gpuworker/ports.py`, so that the engine and the servicer are the same in either case. Run as
+immutable messages of `gpuworker/engine/ports.py`, so that the engine and the servicer are the same in either case. Run as
 `python -m bench.remote_engine FD RUNNER ROWS` this file is the child.
 """
 
@@ -25,10 +25,10 @@ from common.types import FinishReason, KvGeometry, PoolIdentity, SequenceId
 from gpuworker.core.batch_plan import StepRunner
 from gpuworker.core.lease_agent import LeaseAgent
 from gpuworker.core.outcomes import AgentConfig
-from gpuworker.engine import Engine
-from gpuworker.ports import EngineLoad, EngineRequest, OutputSink
-from gpuworker.simulated_runner import SimulatedRunner
-from gpuworker.simulation import SimulatedTokens, StepCosts
+from gpuworker.engine.engine import Engine
+from gpuworker.engine.ports import EngineLoad, EngineRequest, OutputSink
+from gpuworker.simulated.costs import SimulatedTokens, StepCosts
+from gpuworker.simulated.runner import SimulatedRunner
 
 BLOCK_SIZE, BLOCKS = 16, 4096
 _LENGTH = struct.Struct("<I")

@@ -22,8 +22,8 @@ from bench.workers import BenchWorker, Run, manager_process, random_prompts
 from common.types import KvGeometry
 from gpuworker.core.batch_plan import StepRunner
 from gpuworker.core.outcomes import AgentConfig
-from gpuworker.simulated_runner import SimulatedRunner
-from gpuworker.simulation import SimulatedTokens, StepCosts
+from gpuworker.simulated.costs import SimulatedTokens, StepCosts
+from gpuworker.simulated.runner import SimulatedRunner
 
 BLOCK_SIZE = 16
 BLOCKS = 4096

@@ -23,16 +23,16 @@ from bench.harness import parser, report
 from bench.models import data_plane
 from bench.workers import BenchWorker, random_prompts
 from common.types import SamplingParams
-from gpuworker.assembly import ModelPlane
-from gpuworker.attention import make_backend
+from gpuworker.attention.interface import make_backend
 from gpuworker.core.outcomes import AgentConfig
-from gpuworker.kv_cache import KvCache
-from gpuworker.model_runner import ModelRunner, RunnerLimits
-from gpuworker.models.native_model import NativeModel
-from gpuworker.sampler import Drawn
-from gpuworker.step_launch import EagerLauncher, LaidOutStep, StepLauncher
-from gpuworker.step_queue import QueuedRunner, QueueExecutor, StepTimes
-from gpuworker.token_table import TokenTable
+from gpuworker.memory.kv_cache import KvCache
+from gpuworker.memory.token_table import TokenTable
+from gpuworker.models.llama.native_model import NativeModel
+from gpuworker.plane.assembly import ModelPlane
+from gpuworker.runner.launcher import EagerLauncher, LaidOutStep, StepLauncher
+from gpuworker.runner.model_runner import ModelRunner, RunnerLimits
+from gpuworker.runner.native_executor import QueuedRunner, QueueExecutor, StepTimes
+from gpuworker.sampling.sampler import Drawn
 
 BLOCK_SIZE, PROMPT_TOKENS, WARM_UP = 16, 64, 8
 WAYS = ("queue", "thread")

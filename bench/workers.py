@@ -35,10 +35,10 @@ from gpuworker.core.lease_agent import LeaseAgent
 from gpuworker.core.outcomes import AgentConfig
 from gpuworker.core.sequence import NewSequence
 from gpuworker.core.stopping import StopRule
-from gpuworker.engine import Engine
-from gpuworker.lease_client import LeaseClient
-from gpuworker.output_buffer import OutputBuffer
-from gpuworker.ports import EngineOutputs, EngineRequest, SequenceFinished
+from gpuworker.engine.engine import Engine
+from gpuworker.engine.lease_client import LeaseClient
+from gpuworker.engine.ports import EngineOutputs, EngineRequest, SequenceFinished
+from gpuworker.server.output_buffer import OutputBuffer
 
 _START_SECONDS = 30.0
 

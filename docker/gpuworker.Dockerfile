@@ -31,7 +31,7 @@ LABEL org.opencontainers.image.title="quire-gpuworker" \
       org.opencontainers.image.revision="${REVISION}"
 RUN useradd --uid 10001 --no-create-home --shell /usr/sbin/nologin quire
 # What is served unless another checkpoint is mounted here.
-COPY gpuworker/demo_model/checkpoint /model
+COPY cli/demo_model/checkpoint /model
 ENV PATH=/opt/quire/bin:${PATH} \
     PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \

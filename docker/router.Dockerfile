@@ -27,7 +27,7 @@ LABEL org.opencontainers.image.title="quire-router" \
       org.opencontainers.image.revision="${REVISION}"
 RUN useradd --uid 10001 --no-create-home --shell /usr/sbin/nologin quire
 # What is served unless another checkpoint is mounted here; the router reads tokenizer, chat template and fingerprint.
-COPY gpuworker/demo_model/checkpoint /model
+COPY cli/demo_model/checkpoint /model
 COPY --from=build /opt/quire /opt/quire
 ENV PATH=/opt/quire/bin:${PATH} \
     PYTHONUNBUFFERED=1 \

@@ -20,7 +20,7 @@ from common.options import (
     ServiceSettings,
     Settings,
 )
-from gpuworker.simulation import DEFAULT_COSTS, parse_costs
+from gpuworker.simulated.costs import DEFAULT_COSTS, parse_costs
 
 
 def _costs(value: str) -> str:

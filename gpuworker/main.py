@@ -23,15 +23,15 @@ from common.metrics import MetricsServer, metrics_port, new_registry
 from common.rpc import event_loop
 from common.rpc.server import RpcServer
 from common.telemetry.provider import setup as setup_telemetry
-from gpuworker.advertise import reachable_address
 from gpuworker.config import GpuWorkerSettings
-from gpuworker.convert import SubmitLimits
 from gpuworker.core.lease_agent import LeaseAgent
-from gpuworker.data_plane import DataPlane, default_worker_id
-from gpuworker.engine import Engine
-from gpuworker.lease_client import LeaseClient
-from gpuworker.metrics import EngineCollector, MaskCollector, lease_round_trips
-from gpuworker.servicer import GpuWorkerServicer, Serving
+from gpuworker.engine.engine import Engine
+from gpuworker.engine.lease_client import LeaseClient
+from gpuworker.plane.data_plane import DataPlane, default_worker_id
+from gpuworker.server.advertise import reachable_address
+from gpuworker.server.codec import SubmitLimits
+from gpuworker.server.metrics import EngineCollector, MaskCollector, lease_round_trips
+from gpuworker.server.servicer import GpuWorkerServicer, Serving
 from quire.gpuworker.v1 import gpuworker_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -45,10 +45,10 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 def assemble(settings: GpuWorkerSettings) -> DataPlane:
     """Return what runs the steps; torch is imported only where there is a model to run. Raises as the two do."""
     if settings.simulate is not None:
-        from gpuworker import simulated_plane
+        from gpuworker.simulated import plane as simulated_plane
 
         return simulated_plane.assemble(settings)
-    from gpuworker import assembly
+    from gpuworker.plane import assembly
 
     return assembly.assemble(settings)
 

@@ -18,8 +18,8 @@ CONTROL_PLANE = [
     for package in (common, kvmanager, router)
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
 ]
-SIMULATED_WORKER = ["gpuworker.main", "gpuworker.simulated_plane"]
-ENGINE = ["gpuworker.engine", "gpuworker.model_runner", "gpuworker.kernels.torch_attention"]
+SIMULATED_WORKER = ["gpuworker.main", "gpuworker.simulated.plane"]
+ENGINE = ["gpuworker.engine.engine", "gpuworker.runner.model_runner", "gpuworker.attention.torch_backend"]
 
 
 @pytest.mark.parametrize(

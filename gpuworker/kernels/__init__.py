@@ -1,1 +1,1 @@
-"""Implementations of the attention interface (`gpuworker/attention.py`)."""
+"""Triton and torch kernels that models call beside attention."""

@@ -1,7 +1,7 @@
 """Writing K and V into the paged cache with Triton, quantised where the cache is, and what its callers share.
 
 A quantised slot of a head holds value / scale with scale = largest magnitude / largest of the type, as
-`gpuworker.devices` says. What is written is finite whatever came in: 0 * inf is not 0 where a slot is masked later.
+`gpuworker.memory.devices` says. What is written is finite whatever came in: 0 * inf is not 0 where a slot is masked later.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gpuworker.kv_cache import KvCache
+from gpuworker.memory.kv_cache import KvCache
 
 # A head whose largest magnitude is below this is stored as zeros: the inverse of its scale would overflow.
 _SMALLEST_AMAX = tl.constexpr(1e-30)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from gpuworker.kernels.triton_cache import bytes_of, largest_value, scales_of, store_head
-from gpuworker.kv_cache import KvCache
+from gpuworker.memory.kv_cache import KvCache
 
 
 @dataclass(frozen=True, slots=True)

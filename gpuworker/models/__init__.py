@@ -1,1 +1,1 @@
-"""Models: loading a checkpoint, running it on the paged cache, and the test that it runs right."""
+"""Ways to run a model on the paged cache, the choice between them, and the tests that hold them to it."""

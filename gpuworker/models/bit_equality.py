@@ -13,10 +13,10 @@ import torch
 
 from common.errors import Unsupported
 from common.types import KvGeometry
-from gpuworker.attention import AttentionBackend
-from gpuworker.kv_cache import KvCache
-from gpuworker.step_inputs import attention_arrays, attention_metadata, pack_rows, to_device
-from gpuworker.step_model import StepModel
+from gpuworker.attention.interface import AttentionBackend
+from gpuworker.attention.step_inputs import attention_arrays, attention_metadata, pack_rows, to_device
+from gpuworker.memory.kv_cache import KvCache
+from gpuworker.models.step_model import StepModel
 
 _TOKENS, _BLOCK_SIZE = 96, 16
 _BLOCKS = _TOKENS // _BLOCK_SIZE

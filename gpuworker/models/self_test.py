@@ -17,13 +17,13 @@ import torch
 
 from common.errors import Unsupported
 from common.types import KvGeometry
-from gpuworker.attention import AttentionBackend, LayerAttention
-from gpuworker.devices import CACHE_DTYPES, QUANTISED_DTYPES, dtype_name
-from gpuworker.kernels.torch_attention import attend_packed
-from gpuworker.kv_cache import KvCache
-from gpuworker.models.hosted import HostedModel
-from gpuworker.step_inputs import attention_arrays, attention_metadata, pack_rows, to_device
-from gpuworker.step_model import StepModel
+from gpuworker.attention.interface import AttentionBackend, LayerAttention
+from gpuworker.attention.step_inputs import attention_arrays, attention_metadata, pack_rows, to_device
+from gpuworker.attention.torch_backend import attend_packed
+from gpuworker.memory.devices import CACHE_DTYPES, QUANTISED_DTYPES, dtype_name
+from gpuworker.memory.kv_cache import KvCache
+from gpuworker.models.hf.hosted import HostedModel
+from gpuworker.models.step_model import StepModel
 
 _TOKENS = 16
 _BLOCK_SIZE = 4

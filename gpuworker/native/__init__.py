@@ -1,1 +1,1 @@
-"""C++ kernels for CPUs, and what builds them."""
+"""C++ kernels for CPUs, what builds them, and their ctypes interface."""

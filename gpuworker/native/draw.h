@@ -1,6 +1,6 @@
 // Drawing the next token of each row from its logits, and the tokens that a step starts from.
 //
-// The same rules in the same order as gpuworker/sampler.py. A row's token depends on that row alone, to the last bit:
+// The same rules in the same order as gpuworker/sampling/sampler.py. A row's token depends on that row alone, to the last bit:
 // rows are drawn one by one, each by one thread, in an order that the size of the vocabulary alone decides.
 #pragma once
 

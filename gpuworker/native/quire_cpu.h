@@ -1,4 +1,4 @@
-// The C interface of Quire's CPU kernels, called from Python through ctypes (gpuworker/kernels/native.py).
+// The C interface of Quire's CPU kernels, called from Python through ctypes (gpuworker/native/library.py).
 //
 // Tensors are passed as pointers and strides in elements. Nothing here allocates memory that the caller must free, and
 // nothing throws: functions that can refuse return 0 for success and else a code that the Python side puts into words.
@@ -24,7 +24,7 @@ typedef struct {
   int32_t num_layers, num_blocks, num_kv_heads, block_size, head_dim_k, head_dim_v;
 } quire_cache;
 
-// What a step computes: R rows, T tokens; see gpuworker/attention.py. Rows with one query stand first.
+// What a step computes: R rows, T tokens; see gpuworker/attention/interface.py. Rows with one query stand first.
 typedef struct {
   int32_t num_rows, num_tokens, num_decodes, max_blocks;
   const int32_t *query_start;   // [R + 1]

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from bench import constraints
 from bench.constraints import NOTES, Size
 from bench.tokenizers import EOS, write_tokenizer
-from gpuworker.kernels import native
+from gpuworker.native import library as native
 
 
 def test_a_tokenizer_has_as_many_tokens_as_asked_and_spells_any_text(tmp_path: Path) -> None:

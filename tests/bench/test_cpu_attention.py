@@ -7,7 +7,7 @@ import torch
 
 from bench import cpu_attention
 from bench.cpu_attention import Heads, Rows, first_quartiles, floor_calls, geometric_mean, native_calls
-from gpuworker.kernels import native
+from gpuworker.native import library as native
 
 SMALL = Heads(4, 2, 16)
 

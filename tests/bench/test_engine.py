@@ -13,8 +13,8 @@ from bench.checkpoints import SMALL
 from bench.models import data_plane, plane_worker
 from bench.workers import BenchWorker
 from bench.workloads import Request, Workload
-from gpuworker.assembly import ModelPlane
-from gpuworker.kernels import native
+from gpuworker.native import library as native
+from gpuworker.plane.assembly import ModelPlane
 
 SHAPE = {**SMALL, "vocab_size": 32000, "num_hidden_layers": 2}
 OPTIONS = {"dtype": "float32", "kv_blocks": 256, "max_num_seqs": 8, "max_model_len": 512, "threads": 1}

@@ -14,8 +14,8 @@ from bench.workers import BenchWorker, Run, random_prompts
 from common.types import SamplingParams, SequenceId
 from gpuworker.core.batch_plan import StepPlan
 from gpuworker.core.outcomes import AgentConfig
-from gpuworker.simulated_runner import SimulatedRunner
-from gpuworker.simulation import SimulatedTokens, StepCosts
+from gpuworker.simulated.costs import SimulatedTokens, StepCosts
+from gpuworker.simulated.runner import SimulatedRunner
 
 TOKENS = SimulatedTokens(range(3, 1000))
 

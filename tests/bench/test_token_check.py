@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.token_check import TokenCheck
-from gpuworker.simulation import SimulatedTokens
+from gpuworker.simulated.costs import SimulatedTokens
 
 TOKENS = SimulatedTokens([100 + place for place in range(50)])
 SEED, POSITION = 9, 64

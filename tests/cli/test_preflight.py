@@ -19,7 +19,7 @@ from cli.stack import free_ports
 from common.config import installed_settings, load
 from common.errors import InvalidConfig
 from gpuworker.config import GpuWorkerSettings
-from gpuworker.simulation import DEFAULT_COSTS
+from gpuworker.simulated.costs import DEFAULT_COSTS
 from kvmanager.config import KvManagerSettings
 from router.config import RouterSettings
 from tests.checkpoints import config_of

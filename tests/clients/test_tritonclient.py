@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gpuworker.demo_model.prompts import questions
+from cli.demo_model.prompts import questions
 from quire.inference.v1 import inference_pb2 as pb
 from tests.clients.other_python import answers_of, need_clients
 from tests.clients.served import Served

@@ -6,8 +6,8 @@ import random
 import pytest
 import torch
 
-from gpuworker.demo_model import CHECKPOINT, evaluate, probes, prompts
-from gpuworker.demo_model.evaluate import Judge
+from cli.demo_model import CHECKPOINT, evaluate, probes, prompts
+from cli.demo_model.evaluate import Judge
 
 MEGABYTE = 10**6
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from gpuworker import demo_model
-from gpuworker.demo_model import CHECKPOINT, prompts, words, world
+from cli import demo_model
+from cli.demo_model import CHECKPOINT, prompts, words, world
 
 
 def test_the_system_text_holds_300_to_700_tokens() -> None:
@@ -33,5 +33,5 @@ def test_prompts_need_only_the_standard_library(module: object) -> None:
     source = Path(str(getattr(module, "__file__", ""))).read_text()
     imported = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
     names = {(node.module or "") if isinstance(node, ast.ImportFrom) else node.names[0].name for node in imported}
-    others = {name.split(".")[0] for name in names if not name.startswith("gpuworker.demo_model")}
+    others = {name.split(".")[0] for name in names if not name.startswith("cli.demo_model")}
     assert others <= sys.stdlib_module_names

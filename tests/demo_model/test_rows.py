@@ -6,9 +6,9 @@ import re
 import pytest
 from tokenizers import Tokenizer
 
-from gpuworker.demo_model import CHECKPOINT, probes, rows, words, world
-from gpuworker.demo_model.tokenizer import Encoder
-from gpuworker.demo_model.world import Fact
+from cli.demo_model import CHECKPOINT, probes, rows, words, world
+from cli.demo_model.tokenizer import Encoder
+from cli.demo_model.world import Fact
 
 
 def relation(key: str) -> world.Relation:

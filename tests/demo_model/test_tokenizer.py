@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from gpuworker.demo_model import CHECKPOINT, rows, tokenizer
+from cli.demo_model import CHECKPOINT, rows, tokenizer
 
 
 @pytest.fixture(scope="module")

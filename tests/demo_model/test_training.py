@@ -8,9 +8,9 @@ import torch
 from tokenizers import Tokenizer
 from transformers import Qwen3ForCausalLM
 
-from gpuworker.demo_model import CHECKPOINT, network, rows
-from gpuworker.demo_model.tokenizer import Encoder
-from gpuworker.demo_model.train import LENGTHS, Curriculum, Options, Trainer
+from cli.demo_model import CHECKPOINT, network, rows
+from cli.demo_model.tokenizer import Encoder
+from cli.demo_model.train import LENGTHS, Curriculum, Options, Trainer
 
 
 @pytest.fixture(scope="module")

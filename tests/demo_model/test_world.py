@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from gpuworker.demo_model import grammar, words, world
-from gpuworker.demo_model.world import Fact, World
+from cli.demo_model import grammar, words, world
+from cli.demo_model.world import Fact, World
 
 
 def relation(key: str) -> world.Relation:

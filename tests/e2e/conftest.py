@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
+from cli.demo_model import CHECKPOINT
 from cli.stack import StackOptions
-from gpuworker.demo_model import CHECKPOINT
 from tests.e2e.suite import Suite, running_suite
 
 WORKERS = 2

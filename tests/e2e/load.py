@@ -8,7 +8,7 @@ import random
 import signal
 from collections.abc import Sequence
 
-from gpuworker.demo_model.prompts import questions, system_text
+from cli.demo_model.prompts import questions, system_text
 from quire.inference.v1 import inference_pb2 as pb
 from quire.kvmanager.v1 import kvmanager_pb2
 from tests.e2e.reference import chat_tokens

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from gpuworker.demo_model import CHECKPOINT
+from cli.demo_model import CHECKPOINT
 
 
 @functools.cache

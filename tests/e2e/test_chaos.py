@@ -15,6 +15,7 @@ import grpc
 import pytest
 from redis.asyncio import Redis
 
+from cli.demo_model.prompts import questions, system_text
 from cli.stack import free_ports
 from common import die_with_parent, index_format
 from common.hashing import chain, chain_root, key_of
@@ -22,7 +23,6 @@ from common.identity_wire import identity_from_proto
 from common.packing import pack_hashes
 from common.rpc.server import open_channel
 from common.types import PoolIdentity
-from gpuworker.demo_model.prompts import questions, system_text
 from kvmanager.main import REPLACED_STATUS
 from quire.inference.v1 import inference_pb2 as pb
 from quire.kvmanager.v1 import kvmanager_pb2

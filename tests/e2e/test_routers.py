@@ -10,9 +10,9 @@ import grpc
 import pytest
 import pytest_asyncio
 
+from cli.demo_model import CHECKPOINT
 from cli.stack import StackOptions, free_ports
 from common.rpc.server import open_channel
-from gpuworker.demo_model import CHECKPOINT
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 from quire.inference.v1 import inference_pb2 as pb
 from tests.e2e.load import kill, prompts

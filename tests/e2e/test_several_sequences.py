@@ -12,10 +12,10 @@ import openai
 import pytest
 import pytest_asyncio
 
+from cli.demo_model import CHECKPOINT
+from cli.demo_model.prompts import questions, system_text
 from cli.stack import StackOptions
-from gpuworker.convert import fold_seed
-from gpuworker.demo_model import CHECKPOINT
-from gpuworker.demo_model.prompts import questions, system_text
+from gpuworker.server.codec import fold_seed
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 from quire.inference.v1 import inference_pb2 as pb
 from quire.kvmanager.v1 import kvmanager_pb2

@@ -8,7 +8,7 @@ import random
 import grpc
 import pytest
 
-from gpuworker.demo_model.prompts import questions, system_text
+from cli.demo_model.prompts import questions, system_text
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 from quire.inference.v1 import inference_pb2 as pb
 from quire.types.v1 import types_pb2 as types

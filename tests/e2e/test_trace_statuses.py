@@ -11,8 +11,8 @@ import grpc
 import pytest
 import pytest_asyncio
 
+from cli.demo_model import CHECKPOINT
 from cli.stack import StackOptions
-from gpuworker.demo_model import CHECKPOINT
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 from quire.inference.v1 import inference_pb2 as pb
 from tests.e2e.suite import Suite, greedy, running_suite

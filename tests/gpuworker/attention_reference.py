@@ -9,10 +9,10 @@ import numpy.typing as npt
 import torch
 
 from common.types import KvGeometry
-from gpuworker.attention import AttentionMetadata, LayerAttention
-from gpuworker.devices import CACHE_DTYPES, QUANTISED_DTYPES
-from gpuworker.kv_cache import KvCache
-from gpuworker.step_inputs import attention_arrays, attention_metadata, pack_rows, to_device
+from gpuworker.attention.interface import AttentionMetadata, LayerAttention
+from gpuworker.attention.step_inputs import attention_arrays, attention_metadata, pack_rows, to_device
+from gpuworker.memory.devices import CACHE_DTYPES, QUANTISED_DTYPES
+from gpuworker.memory.kv_cache import KvCache
 
 Float64Array = npt.NDArray[np.float64]
 CPU = torch.device("cpu")

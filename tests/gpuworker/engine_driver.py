@@ -19,8 +19,8 @@ from gpuworker.core.lease_agent import LeaseAgent
 from gpuworker.core.outcomes import AgentConfig
 from gpuworker.core.sequence import NewSequence
 from gpuworker.core.stopping import StopRule
-from gpuworker.engine import Engine
-from gpuworker.ports import EngineOutputs, EngineRequest, OutputSink
+from gpuworker.engine.engine import Engine
+from gpuworker.engine.ports import EngineOutputs, EngineRequest, OutputSink
 
 GREEDY = SamplingParams(temperature=0.0)
 PATIENCE = 60.0

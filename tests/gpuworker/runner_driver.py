@@ -11,15 +11,15 @@ from pathlib import Path
 import torch
 
 from common.types import BlockId, SamplingParams, SequenceId
-from gpuworker.attention import make_backend
+from gpuworker.attention.interface import make_backend
 from gpuworker.core.batch_plan import ScheduledRow, StepPlan, StepResult
-from gpuworker.kv_cache import KvCache
-from gpuworker.model_runner import ModelRunner, RunnerLimits
-from gpuworker.models.hosted import HostedModel
-from gpuworker.models.lean import open_lean
-from gpuworker.models.loader import ModelSource, load_model
+from gpuworker.memory.kv_cache import KvCache
+from gpuworker.models.choose import open_lean
+from gpuworker.models.hf.hosted import HostedModel
+from gpuworker.models.hf.loader import ModelSource, load_model
 from gpuworker.models.self_test import self_test
-from gpuworker.step_queue import QueuedRunner
+from gpuworker.runner.model_runner import ModelRunner, RunnerLimits
+from gpuworker.runner.native_executor import QueuedRunner
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)

@@ -16,12 +16,12 @@ from common.hashing import chain, key_of, little_endian_int32
 from common.lease import LeaseChannel
 from common.packing import pack_hashes, unpack_u32
 from common.rpc.server import RpcServer, open_channel
-from gpuworker.convert import SubmitLimits
 from gpuworker.core.batch_plan import StepRunner
 from gpuworker.core.outcomes import AgentConfig
-from gpuworker.engine import Engine
-from gpuworker.grammars import GrammarCompiler
-from gpuworker.servicer import GpuWorkerServicer, Serving
+from gpuworker.engine.engine import Engine
+from gpuworker.server.codec import SubmitLimits
+from gpuworker.server.servicer import GpuWorkerServicer, Serving
+from gpuworker.structured.grammars import GrammarCompiler
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.gpuworker.v1 import gpuworker_pb2_grpc as rpc
 from quire.types.v1 import types_pb2 as types

@@ -7,8 +7,8 @@ import socket
 
 import pytest
 
-from gpuworker import advertise
-from gpuworker.advertise import reachable_address
+from gpuworker.server import advertise
+from gpuworker.server.advertise import reachable_address
 
 
 async def test_a_host_that_was_named_is_the_address() -> None:

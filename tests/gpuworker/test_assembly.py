@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from common.errors import InvalidConfig
-from gpuworker.assembly import ModelPlane, assemble
 from gpuworker.config import GpuWorkerSettings
-from gpuworker.ledger import bytes_per_block
+from gpuworker.memory.byte_plan import bytes_per_block
+from gpuworker.plane.assembly import ModelPlane, assemble
 from tests.checkpoints import checkpoint
 
 

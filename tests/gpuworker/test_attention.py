@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from common.errors import InvalidConfig
-from gpuworker.attention import LayerAttention, backends_on, make_backend
-from gpuworker.kernels import native, torch_attention
-from gpuworker.kernels.torch_attention import TorchAttention
+from gpuworker.attention import torch_backend as torch_attention
+from gpuworker.attention.interface import LayerAttention, backends_on, make_backend
+from gpuworker.attention.torch_backend import TorchAttention
+from gpuworker.native import library as native
 from tests.gpuworker.attention_reference import Case, in_type, random_step, reference
 
 MIXED = ((7, 1), (30, 1), (1, 1), (45, 1), (0, 9), (13, 6), (0, 1))

@@ -14,12 +14,12 @@ import pytest
 from llguidance import LLParserLimits
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from cli.demo_model import CHECKPOINT
 from common.errors import InvalidRequest, Unsupported
 from common.types import Constraint, ConstraintKind, FinishReason, SamplingParams
-from gpuworker.constrained import COMPLETE, Constrained
-from gpuworker.demo_model import CHECKPOINT
-from gpuworker.grammars import GrammarCompiler
-from gpuworker.sampler import SampledRow
+from gpuworker.sampling.sampler import SampledRow
+from gpuworker.structured.grammars import GrammarCompiler
+from gpuworker.structured.sequence import COMPLETE, Constrained
 
 PIECES = ["<end>", "<other end>", "a", "b", "c", "ab", "ba", "abc", "cc"]
 END, OTHER_END, A, B = 0, 1, 2, 3

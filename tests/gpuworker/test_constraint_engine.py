@@ -13,12 +13,12 @@ import torch
 
 from common.options import Execution
 from common.types import Constraint, ConstraintKind, FinishReason, SamplingParams, SequenceId
-from gpuworker import sampler
-from gpuworker.grammars import GrammarCompiler
-from gpuworker.kernels import native
-from gpuworker.mask_keeper import MaskKeeper
-from gpuworker.model_runner import ModelRunner
-from gpuworker.step_masks import StepMasks
+from gpuworker.native import library as native
+from gpuworker.runner.model_runner import ModelRunner
+from gpuworker.sampling import sampler
+from gpuworker.sampling.masks import StepMasks
+from gpuworker.structured.grammars import GrammarCompiler
+from gpuworker.structured.mask_thread import MaskKeeper
 from tests.checkpoints import EOS, VOCAB_SIZE, tokenizer
 from tests.gpuworker.engine_driver import PATIENCE, EngineDriver, Result
 from tests.gpuworker.test_engine_equality import driver

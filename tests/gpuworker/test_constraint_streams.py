@@ -11,9 +11,9 @@ from pathlib import Path
 from google.rpc import error_details_pb2, status_pb2
 
 from common.types import Constraint
-from gpuworker.convert import SubmitLimits
 from gpuworker.core.outcomes import AgentConfig
-from gpuworker.grammars import Grammar, GrammarCompiler
+from gpuworker.server.codec import SubmitLimits
+from gpuworker.structured.grammars import Grammar, GrammarCompiler
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2 as types
 from tests.checkpoints import EOS, VOCAB_SIZE, checkpoint, tokenizer

@@ -10,8 +10,8 @@ from common.errors import InvalidRequest, ProtocolViolation
 from common.hashing import chain, chain_root, key_of, little_endian_int32
 from common.sampling_wire import sampling_to_proto
 from common.types import Constraint, ConstraintKind, SamplingParams, SequenceId
-from gpuworker.convert import engine_request, fold_seed, load_message, sampling_params
-from gpuworker.ports import EngineLoad, EngineRequest
+from gpuworker.engine.ports import EngineLoad, EngineRequest
+from gpuworker.server.codec import engine_request, fold_seed, load_message, sampling_params
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2 as types
 

@@ -13,9 +13,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gpuworker.kernels import native
-from gpuworker.kernels.cpu_linear import IntegerWeight, Kind, PackedLinear, Rows, Store
-from gpuworker.kernels.native import levels_here, load
+from gpuworker.native import library as native
+from gpuworker.native.library import levels_here, load
+from gpuworker.native.linear import IntegerWeight, Kind, PackedLinear, Rows, Store
 
 WEIGHT_ONLY = (Kind.I8_F32, Kind.I8_BF16, Kind.I4_F32, Kind.I4_BF16)
 BATCHES = (1, 2, 6, 7, 14, 15, 29, 43, 141, 150)

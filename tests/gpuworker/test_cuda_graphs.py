@@ -9,23 +9,23 @@ import pytest
 import torch
 
 from common.types import Constraint, ConstraintKind, KvGeometry, SamplingParams
-from gpuworker import sampler
-from gpuworker.attention import AttentionBackend, AttentionMetadata, DeviceTables, LayerAttention
-from gpuworker.cuda_graphs import GraphLauncher, GraphParts, RepeatingRecorder
-from gpuworker.grammars import GrammarCompiler
-from gpuworker.graph_inputs import GraphInputs, graph_sizes, padded_size
-from gpuworker.kernels.torch_attention import TorchAttention
-from gpuworker.kv_cache import KvCache
-from gpuworker.model_runner import ModelRunner, RunnerLimits
-from gpuworker.models.checkpoint import Checkpoint
-from gpuworker.models.lean_gpu import LeanGpuModel
-from gpuworker.models.lean_gpu_weights import fused_weights
-from gpuworker.models.lean_spec import lean_spec
-from gpuworker.models.loader import read_config
-from gpuworker.sampler import Drawn, SampledRow, SamplingBatch
-from gpuworker.step_inputs import StagedStep, pack_rows
-from gpuworker.step_launch import EagerLauncher, LaidOutStep, StepLauncher
-from gpuworker.token_table import TokenTable
+from gpuworker.attention.interface import AttentionBackend, AttentionMetadata, DeviceTables, LayerAttention
+from gpuworker.attention.step_inputs import StagedStep, pack_rows
+from gpuworker.attention.torch_backend import TorchAttention
+from gpuworker.checkpoints.weights import Checkpoint
+from gpuworker.memory.kv_cache import KvCache
+from gpuworker.memory.token_table import TokenTable
+from gpuworker.models.hf.loader import read_config
+from gpuworker.models.llama.gpu_model import LeanGpuModel
+from gpuworker.models.llama.gpu_weights import fused_weights
+from gpuworker.models.llama.spec import lean_spec
+from gpuworker.runner.cuda_graphs import GraphLauncher, GraphParts, RepeatingRecorder
+from gpuworker.runner.graph_inputs import GraphInputs, graph_sizes, padded_size
+from gpuworker.runner.launcher import EagerLauncher, LaidOutStep, StepLauncher
+from gpuworker.runner.model_runner import ModelRunner, RunnerLimits
+from gpuworker.sampling import sampler
+from gpuworker.sampling.sampler import Drawn, SampledRow, SamplingBatch
+from gpuworker.structured.grammars import GrammarCompiler
 from tests.checkpoints import EOS, VOCAB_SIZE, checkpoint, hf_greedy, tokenizer
 from tests.gpuworker.runner_driver import GREEDY, Driver
 

@@ -18,13 +18,13 @@ import torch
 
 from common.errors import Unsupported
 from common.types import ANY_ARITHMETIC, SamplingParams, TokenLogprobs
-from gpuworker.assembly import ModelPlane, assemble
-from gpuworker.attention import AttentionBackend, BackendOptions, make_backend
+from gpuworker.attention.interface import AttentionBackend, BackendOptions, make_backend
 from gpuworker.config import GpuWorkerSettings
-from gpuworker.kernels.native import best
-from gpuworker.kv_cache import KvCache
+from gpuworker.memory.kv_cache import KvCache
 from gpuworker.models.bit_equality import refuse_unequal_bits
-from gpuworker.models.native_model import NativeModel
+from gpuworker.models.llama.native_model import NativeModel
+from gpuworker.native.library import best
+from gpuworker.plane.assembly import ModelPlane, assemble
 from tests.checkpoints import VOCAB_SIZE, checkpoint
 from tests.gpuworker.engine_driver import EngineDriver, Result
 

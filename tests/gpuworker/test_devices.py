@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common.errors import InvalidConfig
-from gpuworker.devices import default_threads, free_bytes, pick_device, pick_dtype, total_bytes
+from gpuworker.memory.devices import default_threads, free_bytes, pick_device, pick_dtype, total_bytes
 
 CPU = torch.device("cpu")
 

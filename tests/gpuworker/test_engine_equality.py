@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from common.options import Execution
-from gpuworker.assembly import assemble
 from gpuworker.config import GpuWorkerSettings
-from gpuworker.kernels import native
+from gpuworker.native import library as native
+from gpuworker.plane.assembly import assemble
 from tests.checkpoints import checkpoint, hf_greedy
 from tests.gpuworker.engine_driver import EngineDriver
 

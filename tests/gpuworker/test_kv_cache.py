@@ -9,8 +9,8 @@ import torch
 
 from common.lease import Copy
 from common.types import BlockId, KvGeometry
-from gpuworker.kv_cache import KvCache
-from gpuworker.ledger import bytes_per_block
+from gpuworker.memory.byte_plan import bytes_per_block
+from gpuworker.memory.kv_cache import KvCache
 
 GEOMETRY = KvGeometry(num_layers=2, num_kv_heads=3, head_dim_k=8, head_dim_v=4, dtype="float32")
 

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from gpuworker.kernels import native
-from gpuworker.kernels.cpu_linear import Kind
-from gpuworker.kernels.linear_choice import LinearChoice, LinearShape, choose
+from gpuworker.models.llama.linear_choice import LinearChoice, LinearShape, choose
+from gpuworker.native import library as native
+from gpuworker.native.linear import Kind
 
 pytestmark = pytest.mark.skipif(native.best() is None, reason="the native library was not built")
 

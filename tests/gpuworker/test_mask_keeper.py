@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from common.types import Constraint, ConstraintKind, FinishReason, SamplingParams, SequenceId
-from gpuworker.constrained import COMPLETE, Constrained
-from gpuworker.grammars import GrammarCompiler
-from gpuworker.mask_keeper import MaskKeeper
-from gpuworker.sampler import SampledRow
-from gpuworker.step_masks import StepMasks
+from gpuworker.sampling.masks import StepMasks
+from gpuworker.sampling.sampler import SampledRow
+from gpuworker.structured.grammars import GrammarCompiler
+from gpuworker.structured.mask_thread import MaskKeeper
+from gpuworker.structured.sequence import COMPLETE, Constrained
 from tests.checkpoints import EOS, VOCAB_SIZE, checkpoint, tokenizer
 
 A, B = SequenceId(1), SequenceId(2)

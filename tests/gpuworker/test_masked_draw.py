@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from common.types import Constraint, ConstraintKind, SamplingParams, SequenceId
-from gpuworker import sampler
-from gpuworker.grammars import GrammarCompiler
-from gpuworker.kernels.native import best
-from gpuworker.mask_keeper import MaskKeeper
-from gpuworker.sampler import Drawn, DrawPoint, SampledRow, SamplingBatch, token_logprobs
-from gpuworker.step_masks import StepMasks
+from gpuworker.native.library import best
+from gpuworker.sampling import sampler
+from gpuworker.sampling.masks import StepMasks
+from gpuworker.sampling.sampler import Drawn, DrawPoint, SampledRow, SamplingBatch, token_logprobs
+from gpuworker.structured.grammars import GrammarCompiler
+from gpuworker.structured.mask_thread import MaskKeeper
 from tests.checkpoints import checkpoint
 
 CPU = torch.device("cpu")

@@ -12,11 +12,11 @@ from safetensors.torch import save_file
 
 from common.errors import InvalidConfig
 from common.types import KvGeometry
-from gpuworker import memory
-from gpuworker.ledger import GIB, Ledger, in_words
-from gpuworker.memory import MemoryOptions, mapped_weight_bytes, plan_memory, weight_bytes
-from gpuworker.models.hosted import HostedModel
-from gpuworker.models.stored_tensors import StoredTensors
+from gpuworker.checkpoints.stored_tensors import StoredTensors
+from gpuworker.memory.byte_plan import GIB, Ledger, in_words
+from gpuworker.models.hf.hosted import HostedModel
+from gpuworker.plane import memory
+from gpuworker.plane.memory import MemoryOptions, mapped_weight_bytes, plan_memory, weight_bytes
 from tests.checkpoints import checkpoint
 from tests.gpuworker.runner_driver import hosted
 

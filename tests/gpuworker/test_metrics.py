@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry
 
-from gpuworker.metrics import EngineCollector, MaskCollector, lease_round_trips
-from gpuworker.ports import EngineLoad, MaskLateness
-from gpuworker.step_rates import STEP_BOUNDS, StepTimes
+from gpuworker.engine.ports import EngineLoad, MaskLateness
+from gpuworker.engine.step_rates import STEP_BOUNDS, StepTimes
+from gpuworker.server.metrics import EngineCollector, MaskCollector, lease_round_trips
 
 
 def test_step_times_are_a_histogram_by_what_was_in_the_step() -> None:

@@ -11,12 +11,12 @@ import torch
 from common.errors import EngineFailure
 from common.lease import Copy
 from common.types import TRIMMED, BlockId, KvGeometry, SamplingParams, SequenceId
-from gpuworker.attention import AttentionBackend, LayerAttention, make_backend
+from gpuworker.attention.interface import AttentionBackend, LayerAttention, make_backend
 from gpuworker.core.batch_plan import ScheduledRow, StepPlan
-from gpuworker.kernels.native import best
-from gpuworker.kv_cache import KvCache
-from gpuworker.model_runner import ModelRunner
-from gpuworker.step_thread import ThreadExecutor
+from gpuworker.memory.kv_cache import KvCache
+from gpuworker.native.library import best
+from gpuworker.runner.model_runner import ModelRunner
+from gpuworker.runner.thread_executor import ThreadExecutor
 from tests.checkpoints import EOS, SERVED, VOCAB_SIZE, checkpoint, hf_greedy
 from tests.gpuworker.runner_driver import GREEDY, Driver, hosted, queued_on, runner_on
 

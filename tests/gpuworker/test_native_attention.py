@@ -13,12 +13,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from common.types import KvGeometry
-from gpuworker.attention import LayerAttention, make_backend
-from gpuworker.kernels import native
-from gpuworker.kernels.cpu_attention import NativeAttention
-from gpuworker.kernels.torch_attention import TorchAttention
-from gpuworker.kv_cache import KvCache
-from gpuworker.step_inputs import attention_arrays, attention_metadata, pack_rows, to_device
+from gpuworker.attention.interface import LayerAttention, make_backend
+from gpuworker.attention.native_backend import NativeAttention
+from gpuworker.attention.step_inputs import attention_arrays, attention_metadata, pack_rows, to_device
+from gpuworker.attention.torch_backend import TorchAttention
+from gpuworker.memory.kv_cache import KvCache
+from gpuworker.native import library as native
 from tests.gpuworker.attention_reference import CPU, Case, Step, in_type, random_step, reference
 
 pytestmark = pytest.mark.skipif(native.best() is None, reason="the native library was not built")

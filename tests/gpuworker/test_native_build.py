@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gpuworker.kernels import native
 from gpuworker.native import build
+from gpuworker.native import library as native
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")

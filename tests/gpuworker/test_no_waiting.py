@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from common.types import KvGeometry, SamplingParams
-from gpuworker.attention import AttentionMetadata, LayerAttention
-from gpuworker.cuda_graphs import GraphLauncher, GraphParts, RepeatingRecorder
-from gpuworker.graph_inputs import GraphInputs
-from gpuworker.kv_cache import KvCache
-from gpuworker.models.lean_gpu import LeanGpuModel
-from gpuworker.models.lean_gpu_weights import fused_weights
-from gpuworker.sampler import SampledRow, SamplingBatch
-from gpuworker.step_inputs import StagedStep, pack_rows
-from gpuworker.step_launch import EagerLauncher, LaidOutStep, StepLauncher
-from gpuworker.token_table import TokenTable
+from gpuworker.attention.interface import AttentionMetadata, LayerAttention
+from gpuworker.attention.step_inputs import StagedStep, pack_rows
+from gpuworker.memory.kv_cache import KvCache
+from gpuworker.memory.token_table import TokenTable
+from gpuworker.models.llama.gpu_model import LeanGpuModel
+from gpuworker.models.llama.gpu_weights import fused_weights
+from gpuworker.runner.cuda_graphs import GraphLauncher, GraphParts, RepeatingRecorder
+from gpuworker.runner.graph_inputs import GraphInputs
+from gpuworker.runner.launcher import EagerLauncher, LaidOutStep, StepLauncher
+from gpuworker.sampling.sampler import SampledRow, SamplingBatch
 from tests.gpuworker.models.lean_cases import make_case
 
 NOTHING = torch.device("meta")

@@ -9,8 +9,8 @@ import pytest
 from common.lease import Admit
 from common.packing import unpack_u32
 from common.types import BlockId, FinishReason, MissReason, SequenceId, TokenLogprobs, Usage
-from gpuworker.output_buffer import OutputBuffer
-from gpuworker.ports import SequenceFinished
+from gpuworker.engine.ports import SequenceFinished
+from gpuworker.server.output_buffer import OutputBuffer
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2 as types
 

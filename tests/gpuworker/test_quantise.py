@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpuworker.kernels.cpu_linear import IntegerWeight
-from gpuworker.kernels.quantise import int4_by_group, int8_by_group, int8_by_output
+from gpuworker.models.llama.quantise import int4_by_group, int8_by_group, int8_by_output
+from gpuworker.native.linear import IntegerWeight
 
 
 def _back(weight: IntegerWeight) -> torch.Tensor:

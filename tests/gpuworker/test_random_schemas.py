@@ -13,15 +13,15 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-import gpuworker.demo_model
+import cli.demo_model
 from common.types import Constraint, ConstraintKind, FinishReason, SamplingParams
-from gpuworker.assembly import assemble
 from gpuworker.config import GpuWorkerSettings
-from gpuworker.grammars import GrammarCompiler
+from gpuworker.plane.assembly import assemble
+from gpuworker.structured.grammars import GrammarCompiler
 from tests.gpuworker.engine_driver import EngineDriver, Result
 from tests.gpuworker.random_schemas import Schema, SchemaMaker
 
-CHECKPOINT = Path(gpuworker.demo_model.__file__).parent / "checkpoint"
+CHECKPOINT = Path(cli.demo_model.__file__).parent / "checkpoint"
 COUNT, MOST_TOKENS = 200, 300
 
 

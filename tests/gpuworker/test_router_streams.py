@@ -18,11 +18,11 @@ from common.identity_wire import identity_to_proto
 from common.packing import unpack_u32
 from common.rpc.status import DETAILS_KEY
 from common.types import KvGeometry, PoolIdentity, TokenLogprobs
-from gpuworker import servicer as servicer_module
-from gpuworker.convert import SubmitLimits
 from gpuworker.core.batch_plan import StepPlan, StepResult
 from gpuworker.core.outcomes import AgentConfig
-from gpuworker.ports import EngineOutputs
+from gpuworker.engine.ports import EngineOutputs
+from gpuworker.server import servicer as servicer_module
+from gpuworker.server.codec import SubmitLimits
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2 as types
 from tests.checkpoints import VOCAB_SIZE, checkpoint, hf_greedy

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from common.types import SamplingParams
-from gpuworker import sampler
-from gpuworker.kernels.native import best
-from gpuworker.sampler import Drawn, SampledRow, SamplingBatch, token_logprobs, uniforms
-from gpuworker.truncation import Truncation, draw_truncated
+from gpuworker.native.library import best
+from gpuworker.sampling import sampler
+from gpuworker.sampling.sampler import Drawn, SampledRow, SamplingBatch, token_logprobs, uniforms
+from gpuworker.sampling.truncation import Truncation, draw_truncated
 
 CPU = torch.device("cpu")
 VOCAB = 50

@@ -7,8 +7,8 @@ import pytest
 
 from common.types import TRIMMED, BlockId, SamplingParams, SequenceId
 from gpuworker.core.batch_plan import ScheduledRow
-from gpuworker.sampler import SampledRow
-from gpuworker.seats import Seats
+from gpuworker.runner.input_batch import Seats
+from gpuworker.sampling.sampler import SampledRow
 
 ROW = SampledRow(SamplingParams(), 1)
 A, B, C = SequenceId(1), SequenceId(2), SequenceId(3)

@@ -13,7 +13,7 @@ from grpc import aio
 from common.identity_wire import identity_to_proto
 from common.lease import Attached, AttachOk, Connected
 from common.types import KvGeometry, PoolIdentity
-from gpuworker import servicer as servicer_module
+from gpuworker.server import servicer as servicer_module
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2 as types
 from tests.gpuworker.engine_doubles import InstantRunner, ManualRunner, ScriptedChannel

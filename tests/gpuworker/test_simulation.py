@@ -12,9 +12,9 @@ from common.errors import InvalidConfig
 from common.types import KvGeometry, SamplingParams, SequenceId, TokenLogprobs
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.core.batch_plan import ScheduledRow, StepPlan
-from gpuworker.simulated_plane import SimulatedPlane, assemble, simulated_tokens
-from gpuworker.simulated_runner import SimulatedRunner
-from gpuworker.simulation import DEFAULT_COSTS, SimulatedTokens, StepCosts, parse_costs, readable_ids
+from gpuworker.simulated.costs import DEFAULT_COSTS, SimulatedTokens, StepCosts, parse_costs, readable_ids
+from gpuworker.simulated.plane import SimulatedPlane, assemble, simulated_tokens
+from gpuworker.simulated.runner import SimulatedRunner
 
 CONFIG = {
     "vocab_size": 9,

@@ -13,8 +13,8 @@ from opentelemetry.trace import SpanKind, StatusCode
 from common.lease import Admit
 from common.telemetry import span_context_of
 from common.types import BlockId, FinishReason, MissReason, SequenceId, Usage
-from gpuworker.ports import Chunk, SequenceFinished
-from gpuworker.spans import SequenceSpans
+from gpuworker.engine.ports import Chunk, SequenceFinished
+from gpuworker.server.spans import SequenceSpans
 
 SEQUENCE = SequenceId(3)
 PARENT = f"00-{0xABC:032x}-{0xDEF:016x}-01"

@@ -9,10 +9,10 @@ import threading
 import numpy as np
 import pytest
 
-from gpuworker.kernels.cpu_draw import ROW
-from gpuworker.kernels.native import best
-from gpuworker.kernels.step_queue import StepQueue, address_of
-from gpuworker.step_queue import WholeStep
+from gpuworker.native.library import best
+from gpuworker.native.step_queue import StepQueue, address_of
+from gpuworker.runner.native_executor import WholeStep
+from gpuworker.sampling.native_sampler import ROW
 
 pytestmark = pytest.mark.skipif(best() is None, reason="the native library was not built")
 CALL = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)

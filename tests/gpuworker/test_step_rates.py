@@ -6,7 +6,7 @@ import pytest
 
 from common.types import BlockId, SequenceId
 from gpuworker.core.batch_plan import ScheduledRow, StepPlan
-from gpuworker.step_rates import StepRates, StepTimes, prefill_tokens
+from gpuworker.engine.step_rates import StepRates, StepTimes, prefill_tokens
 
 
 def plan(decodes: int, prefill: int = 0) -> StepPlan:

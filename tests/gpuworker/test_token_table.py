@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gpuworker.token_table import TokenTable
+from gpuworker.memory.token_table import TokenTable
 
 
 def table() -> TokenTable:

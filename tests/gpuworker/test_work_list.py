@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuworker.attention import AttentionMetadata
-from gpuworker.kernels.work_list import Cut, WorkList, work_list
-from gpuworker.step_inputs import attention_arrays, attention_metadata, pack_rows, to_device
+from gpuworker.attention.interface import AttentionMetadata
+from gpuworker.attention.step_inputs import attention_arrays, attention_metadata, pack_rows, to_device
+from gpuworker.attention.work_list import Cut, WorkList, work_list
 
 BLOCK = 4
 WHOLE = Cut(queries=1, tile=8, smallest=1000, items=1)  # cuts nothing

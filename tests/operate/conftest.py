@@ -9,8 +9,8 @@ from contextlib import AsyncExitStack
 import pytest
 import pytest_asyncio
 
+from cli.demo_model import CHECKPOINT
 from cli.stack import StackOptions
-from gpuworker.demo_model import CHECKPOINT
 from tests.e2e.load import prompts
 from tests.e2e.suite import Suite, greedy, running_suite
 from tests.operate.tee import Tee, forwarding, running_tee

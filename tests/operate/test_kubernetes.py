@@ -159,7 +159,7 @@ def test_files_are_written_to_volumes_and_read_from_where_they_are(manifests: Ma
         if name in ("router", "gpuworker"):
             folder = image_environment(name)["QUIRE_MODEL"]
             # The image's own demo model, or a volume over it that nothing here may write to.
-            assert f"gpuworker/demo_model/checkpoint {folder}" in (DOCKER / f"{name}.Dockerfile").read_text()
+            assert f"cli/demo_model/checkpoint {folder}" in (DOCKER / f"{name}.Dockerfile").read_text()
             assert mounts.get(folder, {"readOnly": True})["readOnly"]
 
 

@@ -9,10 +9,10 @@ import httpx
 from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
+from cli.demo_model import CHECKPOINT
 from common.clock import ManualClock
 from common.metrics import new_registry
 from common.types import KvGeometry, PoolIdentity
-from gpuworker.demo_model import CHECKPOINT
 from quire.inference.v1 import inference_pb2 as pb
 from router.checkpoint import read_checkpoint
 from router.constraints import ConstraintChecker

@@ -24,7 +24,7 @@ from router.text import CheckpointText
 from router.validate import Validator
 from tests.router.frontend_double import ScriptedFrontend, Step, admitted, finished, tokens
 
-DEMO = Path(__file__).parents[2] / "gpuworker" / "demo_model" / "checkpoint"
+DEMO = Path(__file__).parents[2] / "cli" / "demo_model" / "checkpoint"
 FACTS = read_checkpoint(DEMO)
 PATIENCE_S = 10.0
 ARRIVED = 3.0

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from cli.demo_model import CHECKPOINT
 from common.errors import InvalidRequest, Overloaded, Unsupported
 from common.types import Constraint, ConstraintKind
-from gpuworker.demo_model import CHECKPOINT
 from router.checkpoint import read_checkpoint
 from router.constraints import MAX_BYTES, MAX_WAITING, ConstraintChecker
 from tests.router.tokenizers_for_tests import word_piece

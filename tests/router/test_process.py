@@ -27,7 +27,7 @@ from quire.types.v1 import types_pb2
 from tests.router.worker_double import IDENTITY, PATIENCE_S, WorkerDouble, running
 
 ROOT = Path(__file__).resolve().parents[2]
-CHECKPOINT = ROOT / "gpuworker" / "demo_model" / "checkpoint"
+CHECKPOINT = ROOT / "cli" / "demo_model" / "checkpoint"
 DEMO = replace(
     IDENTITY,
     model_fingerprint=model_fingerprint(CHECKPOINT),

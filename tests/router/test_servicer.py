@@ -33,7 +33,7 @@ from router.validate import Validator
 from tests.router.frontend_bench import Bench, frontend_over
 from tests.router.worker_double import IDENTITY, PATIENCE_S, WorkerDouble
 
-CHECKPOINT = Path(__file__).resolve().parents[2] / "gpuworker" / "demo_model" / "checkpoint"
+CHECKPOINT = Path(__file__).resolve().parents[2] / "cli" / "demo_model" / "checkpoint"
 
 
 @dataclass

@@ -23,7 +23,7 @@ from router.text import CheckpointText
 from router.tokenizer import Tokenizer
 from tests.router.tokenizers_for_tests import byte_level
 
-DEMO = Path(__file__).parents[2] / "gpuworker" / "demo_model" / "checkpoint"
+DEMO = Path(__file__).parents[2] / "cli" / "demo_model" / "checkpoint"
 
 # In the manner of Llama 3: trims, a system message of its own, dates, an error of the template's own.
 HEADERS = """{{- bos_token }}

@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from gpuworker.kernels.triton_tuning import Chip
+from gpuworker.attention.triton_tuning import Chip
 
 # Multiprocessors and shared memory of one program: A100, H100, B200.
 CHIPS = {

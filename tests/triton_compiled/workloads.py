@@ -10,12 +10,12 @@ from typing import Protocol
 import torch
 
 from common.types import KvGeometry
-from gpuworker.attention import LayerAttention
-from gpuworker.kernels.triton_attention import TritonAttention
+from gpuworker.attention.interface import LayerAttention
+from gpuworker.attention.triton_backend import TritonAttention
+from gpuworker.attention.triton_tuning import Chip
 from gpuworker.kernels.triton_elementwise import add_rms_norm, rms_norm, silu_and_mul
 from gpuworker.kernels.triton_rope import QkNorm, rope_and_write, rope_table
-from gpuworker.kernels.triton_tuning import Chip
-from gpuworker.kv_cache import KvCache
+from gpuworker.memory.kv_cache import KvCache
 from tests.gpuworker.attention_reference import CPU, Case, random_step
 from tests.triton_compiled.compiling import CHIPS, Compiled, compile_launches
 

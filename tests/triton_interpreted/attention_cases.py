@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from gpuworker.attention import LayerAttention
-from gpuworker.kernels.triton_attention import TritonAttention
-from gpuworker.kernels.triton_tuning import Chip, KernelShape, Tuning, power_of_two
-from gpuworker.kernels.work_list import Cut
-from gpuworker.kv_cache import KvCache
+from gpuworker.attention.interface import LayerAttention
+from gpuworker.attention.triton_backend import TritonAttention
+from gpuworker.attention.triton_tuning import Chip, KernelShape, Tuning, power_of_two
+from gpuworker.attention.work_list import Cut
+from gpuworker.memory.kv_cache import KvCache
 from tests.gpuworker.attention_reference import CPU, Case, Step, random_step, reference
 
 MIXED = ((7, 1), (30, 1), (1, 1), (45, 1), (0, 9), (13, 6), (0, 1))

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from common.errors import Unsupported
-from gpuworker.attention import LayerAttention
-from gpuworker.kernels.triton_attention import TritonAttention
+from gpuworker.attention.interface import LayerAttention
+from gpuworker.attention.triton_backend import TritonAttention
+from gpuworker.attention.triton_tuning import Chip
 from gpuworker.kernels.triton_cache import write_kv
-from gpuworker.kernels.triton_tuning import Chip
 from tests.gpuworker.attention_reference import Case, random_step, reference
 from tests.triton_interpreted.attention_cases import (
     DECODED_FP8,

@@ -8,7 +8,7 @@ import torch
 from common.types import KvGeometry
 from gpuworker.kernels.triton_cache import write_kv
 from gpuworker.kernels.triton_rope import QkNorm, rope_and_write, rope_table
-from gpuworker.kv_cache import KvCache
+from gpuworker.memory.kv_cache import KvCache
 
 CPU = torch.device("cpu")
 KV_HEADS, DIM, BLOCK_SIZE = 2, 12, 4

@@ -12,10 +12,10 @@ from bench import gpu_attention, gpu_attention_checks, gpu_cases, gpu_engine, gp
 from bench.gpu_cases import Heads, Rows
 from bench.gpu_driver import Stream, decode_rate
 from bench.gpu_models import TINY, config_of
-from gpuworker.cuda_graphs import RepeatingRecorder
-from gpuworker.models.lean_gpu import LeanGpuModel
-from gpuworker.models.lean_gpu_weights import random_weights
-from gpuworker.models.lean_spec import lean_spec
+from gpuworker.models.llama.gpu_model import LeanGpuModel
+from gpuworker.models.llama.gpu_weights import random_weights
+from gpuworker.models.llama.spec import lean_spec
+from gpuworker.runner.cuda_graphs import RepeatingRecorder
 
 CPU = torch.device("cpu")
 SMALL = Heads(4, 2, 16, torch.float32)
@@ -128,7 +128,7 @@ def test_the_engine_is_checked_against_generate(
 ) -> None:
     shape = TINY[1] | {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
     monkeypatch.setattr(gpu_engine, "TINY", (TINY[0], shape | {"intermediate_size": 48, "vocab_size": 96}))
-    monkeypatch.setattr("gpuworker.cuda_graphs.CudaRecorder", RepeatingRecorder)
+    monkeypatch.setattr("gpuworker.runner.cuda_graphs.CudaRecorder", RepeatingRecorder)
     monkeypatch.setattr(gpu_engine, "_DRAWS", {"top_k": gpu_engine._DRAWS["top_k"]})
     gpu_engine.check(CPU, rows=2, prompt=20, output=3)
     assert capsys.readouterr().out.count("ok\n") == 2

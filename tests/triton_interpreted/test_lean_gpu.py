@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from common.types import SamplingParams
-from gpuworker.cuda_graphs import GraphLauncher, GraphParts, RepeatingRecorder
-from gpuworker.graph_inputs import GraphInputs
+from gpuworker.attention.step_inputs import StagedStep, pack_rows
+from gpuworker.attention.torch_backend import TorchAttention
+from gpuworker.attention.triton_backend import TritonAttention
 from gpuworker.kernels import triton_elementwise
-from gpuworker.kernels.torch_attention import TorchAttention
-from gpuworker.kernels.triton_attention import TritonAttention
-from gpuworker.models.lean_gpu import LeanGpuModel
-from gpuworker.models.lean_gpu_weights import fused_weights
-from gpuworker.sampler import SampledRow, SamplingBatch
-from gpuworker.step_inputs import StagedStep, pack_rows
-from gpuworker.step_launch import EagerLauncher, LaidOutStep, StepLauncher
-from gpuworker.token_table import TokenTable
+from gpuworker.memory.token_table import TokenTable
+from gpuworker.models.llama.gpu_model import LeanGpuModel
+from gpuworker.models.llama.gpu_weights import fused_weights
+from gpuworker.runner.cuda_graphs import GraphLauncher, GraphParts, RepeatingRecorder
+from gpuworker.runner.graph_inputs import GraphInputs
+from gpuworker.runner.launcher import EagerLauncher, LaidOutStep, StepLauncher
+from gpuworker.sampling.sampler import SampledRow, SamplingBatch
 from tests.gpuworker.models.lean_cases import BLOCK_SIZE, Case, case_tokens, make_case, steps
 from tests.triton_interpreted.attention_cases import small
 

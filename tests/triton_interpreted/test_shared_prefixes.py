@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from gpuworker.attention import DeviceTables
-from gpuworker.kernels import triton_attention, triton_cache
-from gpuworker.kernels.triton_attention import TritonAttention
-from gpuworker.kernels.triton_plan import Launches
-from gpuworker.kv_cache import KvCache
-from gpuworker.step_inputs import attention_arrays, attention_metadata, pack_rows, to_device
+from gpuworker.attention import triton_backend as triton_attention
+from gpuworker.attention.interface import DeviceTables
+from gpuworker.attention.step_inputs import attention_arrays, attention_metadata, pack_rows, to_device
+from gpuworker.attention.triton_backend import TritonAttention
+from gpuworker.attention.triton_plan import Launches
+from gpuworker.kernels import triton_cache
+from gpuworker.memory.kv_cache import KvCache
 from tests.gpuworker.attention_reference import CPU, Case, Step, random_step, reference
 from tests.triton_interpreted.attention_cases import OPTIONS, PLAIN, attend, quantised, small
 

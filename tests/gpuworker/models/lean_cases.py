@@ -12,11 +12,11 @@ import transformers
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from common.types import KvGeometry
-from gpuworker.attention import AttentionBackend
-from gpuworker.kv_cache import KvCache
-from gpuworker.models.hosted import HostedModel
-from gpuworker.models.lean_spec import LeanSpec, lean_spec
-from gpuworker.step_inputs import attention_arrays, attention_metadata, pack_rows, to_device
+from gpuworker.attention.interface import AttentionBackend
+from gpuworker.attention.step_inputs import attention_arrays, attention_metadata, pack_rows, to_device
+from gpuworker.memory.kv_cache import KvCache
+from gpuworker.models.hf.hosted import HostedModel
+from gpuworker.models.llama.spec import LeanSpec, lean_spec
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 96,

@@ -15,15 +15,17 @@ from safetensors.torch import load_file, save_file
 
 from common.errors import InvalidConfig
 from common.types import KvGeometry
-from gpuworker.attention import make_backend
-from gpuworker.kernels import native
-from gpuworker.kv_cache import KvCache
-from gpuworker.model_runner import ModelRunner, RunnerLimits
-from gpuworker.models import lean, lean_pack, lean_reference
-from gpuworker.models.lean import LeanModel, open_lean
-from gpuworker.models.lean_spec import LeanSpec
-from gpuworker.models.loader import ModelSource, load_model
+from gpuworker.attention.interface import make_backend
+from gpuworker.memory.kv_cache import KvCache
+from gpuworker.models import choose as lean
+from gpuworker.models.choose import LeanModel, open_lean
+from gpuworker.models.hf.loader import ModelSource, load_model
+from gpuworker.models.llama import pack as lean_pack
+from gpuworker.models.llama import reference as lean_reference
+from gpuworker.models.llama.spec import LeanSpec
 from gpuworker.models.self_test import self_test
+from gpuworker.native import library as native
+from gpuworker.runner.model_runner import ModelRunner, RunnerLimits
 from tests.checkpoints import checkpoint, hf_greedy
 from tests.gpuworker.models.lean_cases import make_case
 from tests.gpuworker.runner_driver import SLOTS, Driver
@@ -184,7 +186,7 @@ def test_a_forward_that_computes_something_else_is_not_used(
         mistake(packed)
         return packed
 
-    monkeypatch.setattr("gpuworker.models.lean.pack_model", pack)
+    monkeypatch.setattr("gpuworker.models.choose.pack_model", pack)
     found = reason_for(caplog, ModelSource(str(checkpoint("llama")), dtype=dtype))
     assert "its logits differ from its own eager attention" in found
 

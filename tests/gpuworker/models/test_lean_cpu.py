@@ -12,21 +12,21 @@ import torch
 
 from common.errors import EngineFailure
 from common.types import KvGeometry
-from gpuworker.attention import AttentionBackend
-from gpuworker.kernels import native
-from gpuworker.kernels.cpu_attention import NativeAttention
-from gpuworker.kernels.llama_calls import PHASES
-from gpuworker.kernels.native import levels_here, load
-from gpuworker.kernels.torch_attention import TorchAttention
-from gpuworker.kv_cache import KvCache
-from gpuworker.models import native_model
+from gpuworker.attention.interface import AttentionBackend
+from gpuworker.attention.native_backend import NativeAttention
+from gpuworker.attention.step_inputs import attention_arrays, attention_metadata, pack_rows, to_device
+from gpuworker.attention.torch_backend import TorchAttention
+from gpuworker.memory.kv_cache import KvCache
 from gpuworker.models.bit_equality import refuse_unequal_bits
-from gpuworker.models.hosted import HostedModel
-from gpuworker.models.lean_linears import LinearReader
-from gpuworker.models.lean_pack import pack_model
-from gpuworker.models.lean_weights import TensorOf, tensor_names
-from gpuworker.models.native_model import NativeModel
-from gpuworker.step_inputs import attention_arrays, attention_metadata, pack_rows, to_device
+from gpuworker.models.hf.hosted import HostedModel
+from gpuworker.models.llama import native_model
+from gpuworker.models.llama.linears import LinearReader
+from gpuworker.models.llama.native_model import NativeModel
+from gpuworker.models.llama.pack import pack_model
+from gpuworker.models.llama.weights import TensorOf, tensor_names
+from gpuworker.native import library as native
+from gpuworker.native.library import levels_here, load
+from gpuworker.native.llama import PHASES
 from tests.gpuworker.models.lean_cases import BLOCK_SIZE, CASES, Case, case_tokens, make_case, steps
 
 pytestmark = pytest.mark.skipif(native.best() is None, reason="the native library was not built")

@@ -10,17 +10,17 @@ from transformers import GPT2Config
 
 from common.errors import Unsupported
 from common.types import KvGeometry
-from gpuworker import memory
+from gpuworker.attention.torch_backend import TorchAttention
 from gpuworker.kernels import torch_elementwise
-from gpuworker.kernels.torch_attention import TorchAttention
-from gpuworker.ledger import GIB
-from gpuworker.memory import MemoryOptions, plan_memory
-from gpuworker.models.lean import Weights, load_on_gpu, why_hosted
-from gpuworker.models.lean_gpu import LeanGpuModel
-from gpuworker.models.lean_gpu_weights import fused_weights, random_weights
-from gpuworker.models.loader import ModelSource
-from gpuworker.models.precision import Precision
+from gpuworker.memory.byte_plan import GIB
+from gpuworker.models.choose import Weights, load_on_gpu, why_hosted
+from gpuworker.models.hf.loader import ModelSource
+from gpuworker.models.hf.precision import Precision
+from gpuworker.models.llama.gpu_model import LeanGpuModel
+from gpuworker.models.llama.gpu_weights import fused_weights, random_weights
 from gpuworker.models.self_test import CallRecorder, self_test
+from gpuworker.plane import memory
+from gpuworker.plane.memory import MemoryOptions, plan_memory
 from tests.gpuworker.models.lean_cases import CASES, Case, case_tokens, make_case, steps
 
 CPU = torch.device("cpu")

@@ -9,22 +9,22 @@ from typing import Any
 import pytest
 import torch
 
-from gpuworker.attention import make_backend
-from gpuworker.kernels import native
-from gpuworker.kernels.cpu_attention import NativeAttention
-from gpuworker.kernels.cpu_linear import IntegerWeight, Kind
-from gpuworker.kernels.native import levels_here, load
-from gpuworker.kernels.torch_attention import TorchAttention
-from gpuworker.models import lean_reference
+from gpuworker.attention.interface import make_backend
+from gpuworker.attention.native_backend import NativeAttention
+from gpuworker.attention.torch_backend import TorchAttention
+from gpuworker.checkpoints.quantised import QuantisedLinear
 from gpuworker.models.bit_equality import refuse_unequal_bits
-from gpuworker.models.hosted import HostedModel
-from gpuworker.models.lean import open_lean
-from gpuworker.models.lean_linears import LinearReader
-from gpuworker.models.lean_pack import pack_model
-from gpuworker.models.lean_weights import FusedLinear
-from gpuworker.models.loader import ModelSource
-from gpuworker.models.native_model import NativeModel
-from gpuworker.models.quantised import QuantisedLinear
+from gpuworker.models.choose import open_lean
+from gpuworker.models.hf.hosted import HostedModel
+from gpuworker.models.hf.loader import ModelSource
+from gpuworker.models.llama import reference as lean_reference
+from gpuworker.models.llama.linears import LinearReader
+from gpuworker.models.llama.native_model import NativeModel
+from gpuworker.models.llama.pack import pack_model
+from gpuworker.models.llama.weights import FusedLinear
+from gpuworker.native import library as native
+from gpuworker.native.library import levels_here, load
+from gpuworker.native.linear import IntegerWeight, Kind
 from tests.checkpoints import checkpoint
 from tests.gpuworker.models import packers
 from tests.gpuworker.models.lean_cases import Case, case_tokens, make_case, steps

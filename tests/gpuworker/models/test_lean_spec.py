@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from gpuworker.models.lean_spec import LeanSpec, lean_spec, rotary_table, why_not_lean
+from gpuworker.models.llama.spec import LeanSpec, lean_spec, rotary_table, why_not_lean
 from tests.checkpoints import config_of
 
 SHAPE: dict[str, Any] = {

@@ -12,14 +12,14 @@ from transformers import LlamaConfig, T5Config
 
 from common.errors import InvalidConfig, Unsupported
 from common.hub import checkpoint_directory
-from gpuworker.checkpoint_facts import eos_token_ids
-from gpuworker.models.hosted import HostedModel
-from gpuworker.models.loader import (
+from gpuworker.models.hf.hosted import HostedModel
+from gpuworker.models.hf.loader import (
     ModelSource,
     context_limit,
     load_model,
     refuse_unsupported,
 )
+from gpuworker.plane.checkpoint_facts import eos_token_ids
 from tests.checkpoints import checkpoint, config_of
 
 CPU = torch.device("cpu")

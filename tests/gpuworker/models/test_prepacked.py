@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from gpuworker.memory import weight_bytes
-from gpuworker.models import prepacked
-from gpuworker.models.hosted import HostedModel
-from gpuworker.models.prepacked import PrepackedLinear, prepack, why_not
+from gpuworker.models.hf import prepacked
+from gpuworker.models.hf.hosted import HostedModel
+from gpuworker.models.hf.prepacked import PrepackedLinear, prepack, why_not
+from gpuworker.plane.memory import weight_bytes
 from tests.checkpoints import SERVED, checkpoint
 
 CPU = torch.device("cpu")

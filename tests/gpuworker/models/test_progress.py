@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers.utils.logging import set_tqdm_hook, tqdm
 
-from gpuworker.models.progress import telling_progress
+from gpuworker.checkpoints.progress import telling_progress
 
 SECONDS = 20.0
 

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from common.errors import Unsupported
-from gpuworker.models.checkpoint import Checkpoint
-from gpuworker.models.quantised import QuantisedLinear
+from gpuworker.checkpoints.quantised import QuantisedLinear
+from gpuworker.checkpoints.weights import Checkpoint
 from tests.gpuworker.models import packers
 from tests.gpuworker.models.packers import Parts, Weight, quantise
 
@@ -191,7 +191,7 @@ def test_dequantised_weights_are_rounded_once(tmp_path: Path) -> None:
 
 
 def test_large_weights_are_dequantised_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpuworker.models.quantised._AT_ONCE", 5 * INPUTS)
+    monkeypatch.setattr("gpuworker.checkpoints.quantised._AT_ONCE", 5 * INPUTS)
     check(written(tmp_path, packers.gptq(quantised := quantise(random(), 4, GROUP, False)), GPTQ), quantised)
 
 

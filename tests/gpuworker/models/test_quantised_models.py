@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from common.errors import InvalidConfig, Unsupported
-from gpuworker.attention import make_backend
-from gpuworker.models.loader import ModelSource, load_model
+from gpuworker.attention.interface import make_backend
+from gpuworker.models.hf.loader import ModelSource, load_model
 from gpuworker.models.self_test import self_test
 from tests.checkpoints import checkpoint, config_of
 from tests.gpuworker.models import packers

@@ -10,11 +10,11 @@ import torch
 
 from common.errors import EngineFailure, Unsupported
 from common.types import KvGeometry
-from gpuworker.attention import LayerAttention, make_backend
-from gpuworker.kernels.torch_attention import TorchAttention
-from gpuworker.kv_cache import KvCache
-from gpuworker.models.hosted import HostedModel
-from gpuworker.models.loader import ModelSource, load_model
+from gpuworker.attention.interface import LayerAttention, make_backend
+from gpuworker.attention.torch_backend import TorchAttention
+from gpuworker.memory.kv_cache import KvCache
+from gpuworker.models.hf.hosted import HostedModel
+from gpuworker.models.hf.loader import ModelSource, load_model
 from gpuworker.models.self_test import CallRecorder, Limit, as_kept, self_test
 from tests.checkpoints import REFUSED, SERVED, WINDOW, checkpoint
 from tests.gpuworker.runner_driver import hosted

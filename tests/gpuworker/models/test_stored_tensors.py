@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.errors import InvalidConfig
-from gpuworker.models.stored_tensors import StoredTensors
+from gpuworker.checkpoints.stored_tensors import StoredTensors
 from tests.checkpoints import checkpoint
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.bool)

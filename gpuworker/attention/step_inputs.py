@@ -1,0 +1,108 @@
+"""Turns the rows of a step into the arrays that kernels read: in numpy on the host, then one transfer to the device.
+
+The engine's thread does this while the step before runs, so that nothing of it stands between two steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gpuworker.attention.interface import AttentionMetadata, DeviceTables, Int32Array
+from gpuworker.memory.devices import sent
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRows:
+    """A step's rows one after the other: R rows, T tokens. All int32, on the host."""
+
+    query_start: Int32Array  # [R + 1]
+    context_len: Int32Array  # [R]
+    block_table: Int32Array  # [R, max_blocks]
+    row_of_token: Int32Array  # [T]
+    positions: Int32Array  # [T]
+    slot_mapping: Int32Array  # [T]
+
+
+def pack_rows(start: Int32Array, length: Int32Array, block_table: Int32Array, block_size: int) -> PackedRows:
+    """Lay out rows that compute positions start[r] .. start[r] + length[r] - 1 on the blocks of block_table[r]."""
+    rows = len(start)
+    query_start = np.zeros(rows + 1, dtype=np.int32)
+    np.cumsum(length, out=query_start[1:])
+    row_of_token = np.repeat(np.arange(rows, dtype=np.int32), length)
+    positions = np.arange(query_start[-1], dtype=np.int32) + (start - query_start[:-1])[row_of_token]
+    column, offset = np.divmod(positions, np.int32(block_size))
+    slots = block_table[row_of_token, column] * np.int32(block_size) + offset
+    return PackedRows(query_start, start + length, block_table, row_of_token, positions, slots)
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What the runner's thread needs of a step, on the device; all tensors int64."""
+
+    metadata: AttentionMetadata
+    positions: torch.Tensor  # [T]
+    take: torch.Tensor  # [T], where each token stands in the token table
+    keep: torch.Tensor  # [S], index of the last token of each row that samples
+    put: torch.Tensor  # [S], where what they draw goes in the token table
+
+
+@dataclass(frozen=True, slots=True)
+class StagedStep:
+    """A step's arrays on the host, ready to go to the device. `samples` [R] marks the rows that draw."""
+
+    rows: PackedRows
+    seats: Int32Array  # [R]
+    samples: npt.NDArray[np.bool_]  # [R]
+    table_width: int
+
+    @property
+    def keep(self) -> Int32Array:
+        """Index of the last token of each row that samples, [S]."""
+        kept: Int32Array = self.rows.query_start[1:][self.samples] - np.int32(1)
+        return kept
+
+    def on(self, device: torch.device) -> StepInputs:
+        """Move it to the device: on CPU nothing moves, elsewhere it is queued behind what runs."""
+        rows = self.rows
+        first = self.seats.astype(np.int64) * self.table_width  # of each row's seat in the token table
+        take = first[rows.row_of_token] + rows.positions
+        put = (first + rows.context_len)[self.samples]
+        if device.type == "cpu":
+            tables = [torch.from_numpy(array) for array in attention_arrays(rows)]
+            others = [
+                torch.from_numpy(each)
+                for each in (rows.positions.astype(np.int64), take, self.keep.astype(np.int64), put)
+            ]
+        else:
+            small = [rows.positions, take.astype(np.int32), self.keep, put.astype(np.int32)]
+            moved = to_device([*attention_arrays(rows), *small], device)
+            tables, others = moved[:4], [each.long() for each in moved[4:]]
+        return StepInputs(attention_metadata(rows, tables), *others)
+
+
+def to_device(arrays: Sequence[Int32Array], device: torch.device) -> list[torch.Tensor]:
+    """Return int32 tensors of the same shapes: without a copy on CPU, with a single transfer elsewhere."""
+    if device.type == "cpu":
+        return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
+    packed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
+    parts = torch.split(sent(packed, device), [array.size for array in arrays])
+    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+
+
+def attention_metadata(rows: PackedRows, tables: Sequence[torch.Tensor]) -> AttentionMetadata:
+    """Join the host's arrays with their copies on the device, which stand in the order of `attention_arrays`."""
+    length = np.diff(rows.query_start)
+    decodes = int(np.argmax(length != 1)) if (length != 1).any() else len(length)
+    return AttentionMetadata(
+        decodes, rows.query_start, rows.context_len, rows.block_table, rows.slot_mapping, DeviceTables(*tables)
+    )
+
+
+def attention_arrays(rows: PackedRows) -> list[Int32Array]:
+    """Return the arrays that attention reads on the device."""
+    return [rows.query_start, rows.context_len, rows.block_table, rows.slot_mapping]

@@ -1,0 +1,93 @@
+"""The weights of a checkpoint under their plain names, whatever it stores them as.
+
+Reads what config.json says of quantisation, and hands out each weight as it is, dequantised, or as integers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from gpuworker.checkpoints import awq as quantised_awq
+from gpuworker.checkpoints import compressed_tensors as quantised_compressed
+from gpuworker.checkpoints import fp8 as quantised_fp8
+from gpuworker.checkpoints import gptq as quantised_gptq
+from gpuworker.checkpoints import mxfp4 as quantised_mxfp4
+from gpuworker.checkpoints.quantised import Found, QuantisedLinear, refuse
+from gpuworker.checkpoints.stored_tensors import StoredTensors
+
+_READERS: Final[Mapping[str, Callable[[StoredTensors, Mapping[str, Any]], Found]]] = {
+    "gptq": quantised_gptq.find,
+    "awq": quantised_awq.find,
+    "compressed-tensors": quantised_compressed.find,
+    "fp8": quantised_fp8.find,
+    "mxfp4": quantised_mxfp4.find,
+}
+
+
+class Checkpoint:
+    """Maps names to weights; nothing is read before it is asked for. Safe to read from several threads.
+
+    `format` is the method of quantisation, "" for none.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Read the headers. Raises InvalidConfig for files that are no safetensors, Unsupported for unknown formats."""
+        self.stored = StoredTensors(directory)
+        config = quantisation_of(directory)
+        self.format = str(config.get("quant_method", "")) if config else ""
+        self._found = Found()
+        if config:
+            if self.format not in _READERS:
+                why = f"expected one of {', '.join(_READERS)}, or weights that are not quantised"
+                raise refuse("quantization_config.quant_method", self.format, why)
+            self._found = _READERS[self.format](self.stored, config)
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names of weights."""
+        plain = (name for name in self.stored if name not in self._found.parts and name not in self._found.weights)
+        return iter(sorted([*plain, *self._found.weights]))
+
+    def __contains__(self, name: object) -> bool:
+        """Tell whether there is a weight of this name."""
+        return name in self._found.weights or (name in self.stored and name not in self._found.parts)
+
+    @property
+    def packed(self) -> int:
+        """How many weights are stored quantised."""
+        return len(self._found.weights)
+
+    def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return a weight: a quantised one in `dtype`, another as stored, on pages of its file. Raises KeyError."""
+        if name in self._found.weights:
+            return self._found.weights[name]().dequantise(dtype)
+        return self.stored[name].map()
+
+    def integers(self, name: str) -> QuantisedLinear | None:
+        """Return a weight as the integers that are stored; None where it is not stored so."""
+        read = self._found.weights.get(name)
+        packed = read() if read is not None else None
+        return packed if isinstance(packed, QuantisedLinear) else None
+
+
+def quantisation_of(directory: Path) -> dict[str, Any] | None:
+    """Return what a checkpoint says of its quantisation; None when it is not quantised.
+
+    It stands in config.json, at the top or under the text model of several; older GPTQ has a file of its own.
+    """
+    config = _json(directory / "config.json")
+    for part in (config, config.get("text_config") or {}):
+        found = part.get("quantization_config") or part.get("compression_config")
+        if found:
+            return {"quant_method": "compressed-tensors"} | found if "compression_config" in part else dict(found)
+    alone = _json(directory / "quantize_config.json")
+    return {"quant_method": "gptq"} | alone if alone else None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return found

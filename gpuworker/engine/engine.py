@@ -1,0 +1,367 @@
+"""The engine: one thread that turns requests and grants into steps, and steps into tokens and reports.
+
+It keeps one step running and the next one planned and queued behind it. Everything is decided by the lease agent
+(pure); this file moves data between the agent, the step runner, the channel to the KV manager and the sink of outputs.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+
+from common.clock import Clock
+from common.errors import EngineFailure, InvalidRequest, ProtocolViolation
+from common.lease import Admit, Attach, Attached, Connected, Detached, Granted, LeaseChannel, LeaseEvent
+from common.types import FinishReason, SequenceId, TokenLogprobs, Usage
+from gpuworker.core.batch_plan import StepPlan, StepResult, StepRunner
+from gpuworker.core.lease_agent import LeaseAgent
+from gpuworker.core.lease_session import LeaseSession
+from gpuworker.core.outcomes import Applied, Completion
+from gpuworker.engine.ports import Chunk, EngineLoad, EngineOutputs, EngineRequest, OutputSink, SequenceFinished
+from gpuworker.engine.step_rates import StepRates
+
+log = logging.getLogger(__name__)
+
+_LOAD_AGE_SECONDS = 0.05
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A submitted step: the plan, its future, predicted seconds, and when the device turned to it."""
+
+    plan: StepPlan
+    result: Future[StepResult]
+    predicted: float
+    began: float = 0.0
+    began_ns: int = 0
+
+    def begin(self, clock: Clock) -> None:
+        self.began, self.began_ns = clock.monotonic(), clock.time_ns()
+
+
+@dataclass(slots=True)
+class _Gathered:
+    """What one turn has for those who wait."""
+
+    admitted: list[Admit] = field(default_factory=list)
+    tokens: list[tuple[SequenceId, tuple[int, ...]]] = field(default_factory=list)
+    logprobs: dict[SequenceId, list[TokenLogprobs]] = field(default_factory=dict)
+    finished: list[SequenceFinished] = field(default_factory=list)
+    preempted: list[SequenceId] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.tokens or self.admitted or self.finished or self.preempted or self.chunks)
+
+    def pack(self, step: int) -> EngineOutputs:
+        """Return it all, and forget it."""
+        outputs = EngineOutputs(
+            step,
+            tuple(self.admitted),
+            tuple(self.tokens),
+            {sequence: tuple(each) for sequence, each in self.logprobs.items()},
+            tuple(self.finished),
+            tuple(self.preempted),
+            tuple(self.chunks),
+        )
+        for part in (self.admitted, self.tokens, self.logprobs, self.finished, self.preempted, self.chunks):
+            part.clear()
+        return outputs
+
+
+class Engine:
+    """Runs sequences until told to stop. `submit`, `cancel`, `load` and `wake` may be called from any thread.
+
+    `new_agent` makes an empty lease agent and `new_attach` the identity part of an attach; both are called again after
+    a failed step, which voids the KV cache and therefore the worker's incarnation. `attach` is the present one.
+    """
+
+    def __init__(
+        self,
+        new_agent: Callable[[], LeaseAgent],
+        new_attach: Callable[[], Attach],
+        runner: StepRunner,
+        channel: LeaseChannel,
+        sink: OutputSink,
+        clock: Clock,
+    ) -> None:
+        self._new_agent, self._new_attach = new_agent, new_attach
+        self._lease = LeaseSession(new_agent(), new_attach())
+        self._runner, self._channel, self._sink, self._clock = runner, channel, sink, clock
+        self._requests: dict[SequenceId, EngineRequest] = {}
+        self._traced: set[SequenceId] = set()  # those of the requests that are
+        self._seated: set[SequenceId] = set()  # those that the runner holds state of
+        self._flights: deque[_Flight] = deque()
+        self._commands: deque[EngineRequest | tuple[SequenceId, FinishReason]] = deque()
+        self._steps, self._drawn, self._scheduled, self._rates = 0, 0, 0, StepRates()
+        self._outputs, self._load, self._load_taken = _Gathered(), EngineLoad(), 0.0
+        self._wake, self._stopping = threading.Event(), False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.ended: Future[None] = Future()
+        """Done when the thread has ended: by `stop`, or by what it fails with. A dead engine must not look idle."""
+
+    @property
+    def attach(self) -> Attach:
+        """The worker's identity, with its present incarnation."""
+        return self._lease.attach
+
+    @property
+    def _agent(self) -> LeaseAgent:
+        return self._lease.agent
+
+    # ------------------------------------------------------------ any thread
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End after the steps in flight and the commands so far, and wait for that.
+
+        Raises EngineFailure, caused by what ended the thread early, if anything did.
+        """
+        self._stopping = True
+        self.wake()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._runner.close()
+        failure = self.ended.exception() if self.ended.done() else None
+        if failure is not None:
+            raise EngineFailure(f"the engine ended early: {failure!r}") from failure
+
+    def submit(self, request: EngineRequest) -> None:
+        """Queue a sequence; its outputs, or a finish with reason ERROR, come through the sink."""
+        self._commands.append(request)
+        self.wake()
+
+    def cancel(self, sequence: SequenceId, reason: FinishReason) -> None:
+        """End a sequence early, in whatever state it is; unknown ones are ignored."""
+        self._commands.append((sequence, reason))
+        self.wake()
+
+    def wake(self) -> None:
+        """Make the engine look for commands and lease events now."""
+        self._wake.set()
+
+    def load(self) -> EngineLoad:
+        """Return levels at most 50 ms or a step old, with the age of the running step as it is now."""
+        oldest = next(iter(tuple(self._flights)), None)
+        if oldest is None:
+            return self._load
+        age = self._clock.monotonic() - oldest.began
+        return replace(self._load, step_age_seconds=age, step_predicted_seconds=oldest.predicted)
+
+    # ------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._wake.clear()  # before anything is looked at: what comes later than the look wakes again
+                if self._stopping and not self._flights and not self._commands:
+                    break
+                if not self.turn():
+                    self._wake.wait()
+        except BaseException as failure:
+            log.critical("the engine ended", exc_info=True)
+            self.ended.set_exception(failure)
+        else:
+            self.ended.set_result(None)
+
+    def turn(self) -> bool:
+        """Do everything that can be done now; return whether anything was. The engine's thread calls it in a loop."""
+        worked = self._harvest()
+        worked = self._take_commands() or worked
+        worked = self._take_lease_events() or worked
+        while not self._stopping and self._launch():
+            worked = True
+        worked = self._send_report() or worked
+        if self._outputs:
+            self._sink(self._outputs.pack(self._steps))
+        if worked:
+            self._refresh_load()
+        return worked
+
+    def _send_report(self) -> bool:
+        said = self._lease.take_report()
+        if said is None:
+            return False
+        self._channel.send(*said)
+        return True
+
+    # ------------------------------------------------------------ requests
+
+    def _take_commands(self) -> bool:
+        worked = bool(self._commands)
+        while self._commands:
+            command = self._commands.popleft()
+            if isinstance(command, EngineRequest):
+                self._take_request(command)
+            else:
+                self._agent.cancel(*command)
+                self._settle(self._agent.departures())
+        return worked
+
+    def _take_request(self, request: EngineRequest) -> None:
+        try:
+            self._agent.submit(request.new)
+        except InvalidRequest as refused:
+            usage = Usage(prompt_tokens=len(request.new.tokens))
+            self._finish_with_error(request.new.sequence, str(refused), usage)
+        else:
+            self._requests[request.new.sequence] = request
+            if request.traced:
+                self._traced.add(request.new.sequence)
+
+    def _finish_with_error(self, sequence: SequenceId, message: str, usage: Usage) -> None:
+        self._outputs.finished.append(SequenceFinished(sequence, FinishReason.ERROR, usage, None, message))
+
+    # ------------------------------------------------------------ the KV manager
+
+    def _take_lease_events(self) -> bool:
+        events = self._channel.poll()
+        for event in events:
+            try:
+                self._on_lease_event(event)
+            except ProtocolViolation as violation:
+                log.error("the KV manager broke the lease protocol; starting a session anew: %s", violation)
+                self._leave_session()
+        return bool(events)
+
+    def _on_lease_event(self, event: LeaseEvent) -> None:
+        match event:
+            case Connected():
+                self._channel.attach(*self._lease.connect())
+            case Attached(session, ok):
+                if not self._lease.accept(session, ok) and self._lease.is_current(session):
+                    seen = self._lease.epoch_seen
+                    log.warning("refused a KV manager of epoch %d; epoch %d was here", ok.epoch, seen)
+                    self._leave_session()
+            case Granted(session, batch):
+                applied = self._lease.receive(session, batch)
+                if applied is not None:
+                    self._seat(applied)
+            case Detached(session):
+                self._lease.lose(session)
+
+    def _leave_session(self) -> None:
+        self._lease.leave()
+        self._channel.reconnect()
+
+    def _seat(self, applied: Applied) -> None:
+        """Hand admitted sequences to the runner."""
+        for admit in applied.admitted:
+            request = self._requests[admit.sequence]
+            tokens = self._agent.known_tokens(admit.sequence)
+            self._runner.add(admit.sequence, tokens, request.sampling, request.prompt_tokens)
+            self._seated.add(admit.sequence)
+            self._outputs.admitted.append(admit)
+        self._settle(self._agent.departures())
+
+    # ------------------------------------------------------------ steps
+
+    def _launch(self) -> bool:
+        plan = self._agent.plan()
+        if plan is None:
+            return False
+        flight = _Flight(plan, self._runner.submit(plan), self._rates.predict(plan))
+        flight.begin(self._clock)
+        self._flights.append(flight)
+        flight.result.add_done_callback(lambda _: self.wake())
+        return True
+
+    def _harvest(self) -> bool:
+        worked = False
+        while self._flights and self._flights[0].result.done():
+            worked = True
+            flight = self._flights[0]
+            try:
+                result = flight.result.result()
+            except EngineFailure as failure:
+                self._fail(failure)
+                return True
+            self._flights.popleft()
+            if self._flights:
+                self._flights[0].begin(self._clock)
+            self._take_result(flight, result)
+        return worked
+
+    def _take_result(self, flight: _Flight, result: StepResult) -> None:
+        self._steps += 1
+        self._rates.learn(flight.plan, result.seconds)
+        self._trace_rows(flight)
+        completion = self._agent.complete(result)
+        self._outputs.tokens.extend(completion.tokens.items())
+        self._drawn += sum(map(len, completion.tokens.values()))
+        self._scheduled += completion.computed
+        for sequence, logprobs in result.logprobs.items():
+            if sequence in completion.tokens:
+                self._outputs.logprobs.setdefault(sequence, []).extend(logprobs[: len(completion.tokens[sequence])])
+        self._settle(completion)
+
+    def _trace_rows(self, flight: _Flight) -> None:
+        if not self._traced:
+            return
+        now = self._clock.time_ns()
+        for row in flight.plan.rows:
+            if row.sequence in self._traced:
+                request = self._requests[row.sequence]
+                decode = row.samples and row.length == 1 and row.start >= request.prompt_tokens
+                chunk = Chunk(row.sequence, row.start, row.length, flight.began_ns, now, decode)
+                self._outputs.chunks.append(chunk)
+
+    def _settle(self, completion: Completion) -> None:
+        """Take over what ended or lost its blocks."""
+        for end in completion.finished:
+            finished = SequenceFinished(end.sequence, end.reason, end.usage, end.stop_token, end.message)
+            self._outputs.finished.append(finished)
+            self._requests.pop(end.sequence, None)
+            self._traced.discard(end.sequence)
+        self._outputs.preempted.extend(completion.preempted)
+        for sequence in completion.forgotten:
+            self._runner.remove(sequence)
+            self._seated.discard(sequence)
+
+    def _fail(self, failure: EngineFailure) -> None:
+        """A step failed: the KV content is unknown. End every sequence, and begin again as a new incarnation."""
+        log.error("a step failed; every sequence of this worker ends: %s", failure)
+        for flight in self._flights:
+            flight.result.exception()  # later steps were queued behind it: they have failed, or will at once
+        self._flights.clear()
+        for sequence in self._requests:
+            self._finish_with_error(sequence, str(failure), self._agent.usage(sequence))
+        for sequence in self._seated:  # also those that ended while a step in flight still had them
+            self._runner.remove(sequence)
+        self._requests.clear()
+        self._traced.clear()
+        self._seated.clear()
+        lease = self._lease
+        attach = replace(self._new_attach(), session=lease.session, epoch_seen=lease.epoch_seen)
+        self._lease = LeaseSession(self._new_agent(), attach)
+        self._leave_session()
+
+    # ------------------------------------------------------------ levels
+
+    def _refresh_load(self) -> None:
+        now = self._clock.monotonic()
+        if now - self._load_taken < _LOAD_AGE_SECONDS and self._flights:
+            return  # another turn comes when the step ends; without one, these may be the levels for long
+        self._load_taken, counts = now, self._agent.counts()
+        self._load = EngineLoad(
+            running=counts.running,
+            waiting=counts.waiting,
+            num_blocks=self._agent.config.num_blocks,
+            unheld_blocks=counts.unheld,
+            pending_prefill_tokens=counts.pending_prefill,
+            decode_step_seconds=self._rates.decode_step,
+            prefill_seconds_per_token=self._rates.prefill_token,
+            steps=self._steps,
+            tokens_drawn=self._drawn,
+            tokens_scheduled=self._scheduled,
+            manager_attached=self._lease.open,
+            decode_times=self._rates.decode_times,
+            mixed_times=self._rates.mixed_times,
+        )

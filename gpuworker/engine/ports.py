@@ -1,0 +1,94 @@
+"""What passes between the engine's thread and a worker's I/O loop: requests one way, outputs the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from common.lease import Admit
+from common.types import FinishReason, SamplingParams, SequenceId, TokenLogprobs, Usage
+from gpuworker.core.sequence import NewSequence
+from gpuworker.engine.step_rates import NO_STEPS, StepTimes
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One sequence to run. `prompt_tokens` of its tokens are prompt, the rest is output of an earlier run of it."""
+
+    new: NewSequence
+    sampling: SamplingParams
+    prompt_tokens: int
+    traced: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceFinished:
+    """The end of a sequence: why, the stop token if one ended it, what it cost, and words for an error."""
+
+    sequence: SequenceId
+    reason: FinishReason
+    usage: Usage
+    stop_token: int | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One traced sequence's part of a step: `length` positions from `start`; wall-clock begin and end in ns.
+
+    `decode`: it computed a token that was drawn before, to draw the next; else prompt, or what a preemption lost.
+    """
+
+    sequence: SequenceId
+    start: int
+    length: int
+    begin_ns: int
+    end_ns: int
+    decode: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOutputs:
+    """Everything that one turn of the engine's loop did for those who wait: at most one of these a step."""
+
+    step: int
+    admitted: tuple[Admit, ...] = ()
+    tokens: tuple[tuple[SequenceId, tuple[int, ...]], ...] = ()
+    logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    finished: tuple[SequenceFinished, ...] = ()
+    preempted: tuple[SequenceId, ...] = ()
+    chunks: tuple[Chunk, ...] = ()
+
+
+OutputSink = Callable[[EngineOutputs], None]
+"""Called on the engine's thread; it must only hand over, never block or raise."""
+
+
+class MaskLateness(NamedTuple):
+    """Of the steps with constrained rows: how many drew, how many of them waited for masks, how many seconds in all."""
+
+    steps: int = 0
+    late: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """A snapshot for heartbeats and metrics. Seconds; `step_age_seconds` is 0 when no step runs."""
+
+    running: int = 0
+    waiting: int = 0
+    num_blocks: int = 0
+    unheld_blocks: int = 0
+    pending_prefill_tokens: int = 0
+    decode_step_seconds: float = 0.0
+    prefill_seconds_per_token: float = 0.0
+    step_age_seconds: float = 0.0
+    step_predicted_seconds: float = 0.0
+    steps: int = 0
+    tokens_drawn: int = 0
+    tokens_scheduled: int = 0
+    manager_attached: bool = False
+    decode_times: StepTimes = NO_STEPS
+    mixed_times: StepTimes = NO_STEPS

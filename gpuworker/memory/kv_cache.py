@@ -1,0 +1,59 @@
+"""The paged K/V of one worker: two pools of blocks, written by slot, copied by block.
+
+K and V are separate and head-major, `[layer, block, kv_head, block_size, head_dim]`: what one head of a block holds is
+one contiguous run, which suits vector loads, and a block of a layer is one contiguous copy. Head sizes may differ.
+In an int8 or fp8 cache each (slot, head) has a scale of its own, in pools `[layer, block, kv_head, block_size]`.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Sequence
+
+import torch
+
+from common.lease import Copy
+from common.types import KvGeometry
+from gpuworker.memory.devices import CACHE_DTYPES, QUANTISED_DTYPES
+
+
+class KvCache:
+    """The pools. Zeroed, so that a masked read of a slot that was never written is a number.
+
+    On CPU the system hands out the pages of a pool as they are first written, large ones where it can: blocks lie
+    scattered, and each small page that is met costs a walk through the page table. `key_scales` and `value_scales`
+    [layer, block, kv_head, block_size] float32 are None unless the cache is quantised.
+    """
+
+    def __init__(self, geometry: KvGeometry, num_blocks: int, block_size: int, device: torch.device) -> None:
+        shape = (geometry.num_layers, num_blocks, geometry.num_kv_heads, block_size)
+        dtype = CACHE_DTYPES[geometry.dtype]
+        self.geometry = geometry
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.keys = _zeroed((*shape, geometry.head_dim_k), dtype, device)
+        self.values = _zeroed((*shape, geometry.head_dim_v), dtype, device)
+        self.key_scales: torch.Tensor | None = None
+        self.value_scales: torch.Tensor | None = None
+        if geometry.dtype in QUANTISED_DTYPES:
+            self.key_scales = _zeroed(shape, torch.float32, device)
+            self.value_scales = _zeroed(shape, torch.float32, device)
+
+    def copy_blocks(self, copies: Sequence[Copy]) -> None:
+        """Copy whole blocks of all layers, in list order: a source may be the destination of an earlier copy."""
+        pools = [pool for pool in (self.keys, self.values, self.key_scales, self.value_scales) if pool is not None]
+        for copy in copies:
+            for pool in pools:
+                pool[:, copy.dst].copy_(pool[:, copy.src])
+
+
+def _zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a tensor of zeros; on CPU in pages that are not there yet (`torch.zeros` would write them all)."""
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not size:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)

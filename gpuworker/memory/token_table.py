@@ -1,0 +1,44 @@
+"""The tokens of every seated sequence, on the device: a step takes from it what the step before has drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gpuworker.memory.devices import sent
+
+
+class TokenTable:
+    """One row a seat, `width` tokens long; places are named by seat * width + position. Used by the runner's thread.
+
+    On a CPU the work is numpy's: on so few numbers its calls are shorter than torch's, and they keep the GIL, which
+    another thread would not give back before it is done.
+    """
+
+    def __init__(self, seats: int, width: int, device: torch.device) -> None:
+        self.width = width
+        self.spare = seats * width  # a place of no sequence, for what rows that pad a step draw
+        self.flat = torch.zeros(seats * width + 1, dtype=torch.int32, device=device)
+        self.tensor = self.flat[:-1].view(seats, width)  # for who reads whole rows
+        self._array: npt.NDArray[np.int32] | None = self.flat.numpy() if device.type == "cpu" else None
+
+    def write(self, seat: int, tokens: Sequence[int] | npt.NDArray[np.int32]) -> None:
+        """Set the first tokens of a seat."""
+        known = torch.from_numpy(np.asarray(tokens, dtype=np.int32))
+        self.tensor[seat, : len(known)].copy_(sent(known, self.flat.device))
+
+    def take(self, places: torch.Tensor) -> torch.Tensor:
+        """Return the tokens at places [T] int64 as [T] int64."""
+        if self._array is None:
+            return self.flat[places].long()
+        return torch.from_numpy(self._array[places.numpy()].astype(np.int64))
+
+    def put(self, places: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Set places [S] int64 to tokens [S] int64."""
+        if self._array is None:
+            self.flat[places] = tokens.int()
+        else:
+            self._array[places.numpy()] = tokens.numpy()

@@ -1,0 +1,1 @@
+"""Any Hugging Face decoder, run by transformers with Quire's paged attention in it."""

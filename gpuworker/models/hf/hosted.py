@@ -1,0 +1,137 @@
+"""Runs any Hugging Face decoder on a paged KV cache by taking the place of its attention function.
+
+The model sees one packed row of tokens, [1, T], of all rows of a step, and no mask and no cache. Each of its attention
+layers calls `_hosted_attention` with queries, keys and values after rotary embedding; the step's backend takes over.
+"""
+
+from __future__ import annotations
+
+import inspect
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from common.errors import EngineFailure, Unsupported
+from gpuworker.attention.interface import LayerAttention
+from gpuworker.memory.devices import dtype_name
+
+IMPLEMENTATION = "quire"
+# Inputs of attention functions that change what is attended and that no backend knows.
+_UNKNOWN_OPTIONS = ("position_bias", "indices", "block_indices")
+
+
+class LayerSink(Protocol):
+    """What takes the calls of a model's attention layers: a backend, or the probe of the self-test."""
+
+    def write_and_attend(
+        self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """See `gpuworker.attention.interface.AttentionBackend`."""
+        ...
+
+
+_sink: ContextVar[LayerSink | None] = ContextVar("quire_layer_sink", default=None)
+
+
+class HostedModel:
+    """A Hugging Face causal language model whose attention is ours. Used by one thread at a time.
+
+    `kv_dtype` is the type of K and V in the caches that it runs on, a key of `gpuworker.memory.devices.CACHE_DTYPES`.
+    """
+
+    def __init__(self, module: PreTrainedModel, kv_dtype: str | None = None) -> None:
+        self.module = module
+        module.train(False)
+        self.config = module.config.get_text_config()
+        self.device: torch.device = module.device
+        self.dtype: torch.dtype = module.dtype
+        self.kv_dtype = kv_dtype or dtype_name(self.dtype)
+        self._keeps_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
+        module.set_attn_implementation(IMPLEMENTATION)
+
+    @property
+    def arithmetic(self) -> str | None:
+        """What decides the bits of its logits, in words; None: so does what else is in the step (torch's products)."""
+        return None
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        return int(self.config.vocab_size)
+
+    @torch.inference_mode()
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, sink: LayerSink
+    ) -> torch.Tensor:
+        """Return float32 logits [S, vocab] of the tokens that `keep` [S] indexes.
+
+        token_ids and positions are [T] int64, the rows of a step one after the other; `sink` attends.
+        """
+        options = {"logits_to_keep": keep} if self._keeps_logits else {}
+        token = _sink.set(sink)
+        try:
+            output = self.module(
+                input_ids=token_ids[None], position_ids=positions[None], use_cache=False, return_dict=True, **options
+            )
+        finally:
+            _sink.reset(token)
+        logits: torch.Tensor = output.logits[0]
+        return (logits if self._keeps_logits else logits[keep]).float()
+
+    @torch.inference_mode()
+    def reference_logits(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return float32 logits [N, T, vocab] of N sequences, [N, T], by the model's own eager attention."""
+        self.module.set_attn_implementation("eager")
+        try:
+            logits: torch.Tensor = self.module(input_ids=token_ids, use_cache=False, return_dict=True).logits
+        finally:
+            self.module.set_attn_implementation(IMPLEMENTATION)
+        return logits.float()
+
+
+def _hosted_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Hand one layer's call to the step's sink. query [1, heads, T, d] and so on; returns [1, T, heads, d_v]."""
+    sink = _sink.get()
+    if sink is None:
+        raise EngineFailure("the model's attention was called outside of a step")
+    index = getattr(module, "layer_idx", None)
+    _refuse_unknown(module, index, attention_mask, options)
+    layer = _layer_attention(int(index or 0), query.shape[-1], options)
+    out = sink.write_and_attend(layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
+    return out[None], None
+
+
+def _refuse_unknown(
+    module: nn.Module, index: int | None, attention_mask: torch.Tensor | None, options: dict[str, Any]
+) -> None:
+    found = [name for name in _UNKNOWN_OPTIONS if options.get(name) is not None]
+    if attention_mask is not None:
+        found.append("a mask of its own")
+    if options.get("is_causal") is False or index is None:
+        found.append("attention that is not causal self-attention of a numbered layer")
+    if found:
+        raise Unsupported(f"{type(module).__name__} attends with {', '.join(found)}")
+
+
+def _layer_attention(layer: int, head_dim: int, options: dict[str, Any]) -> LayerAttention:
+    scale, sinks = options.get("scaling"), options.get("s_aux")
+    return LayerAttention(
+        layer=layer,
+        scale=float(head_dim**-0.5 if scale is None else scale),
+        window=options.get("sliding_window"),
+        softcap=options.get("softcap"),
+        sinks=None if sinks is None else sinks.float(),
+    )
+
+
+AttentionInterface.register(IMPLEMENTATION, _hosted_attention)

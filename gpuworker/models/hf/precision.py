@@ -1,0 +1,45 @@
+"""In what precision a model runs: its activations, its K/V cache and its linears, once the options are resolved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from common.errors import FieldViolation, InvalidConfig
+from gpuworker.memory.devices import CACHE_DTYPES, pick_cache_dtype, pick_dtype
+
+QUANTIZATIONS = ("none", "int8", "int4", "w8a8", "auto")
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """What a model is loaded for.
+
+    `dtype` is that of activations and of every weight that is not quantised; `kv_dtype` a key of
+    `gpuworker.memory.devices.CACHE_DTYPES`; `quantization` one of `QUANTIZATIONS`: how linears hold their weights ("int8" and
+    "int4": weights alone; "w8a8": activations too; "auto": by shape, where it gains; "none": in `dtype`).
+    """
+
+    dtype: torch.dtype
+    kv_dtype: str
+    quantization: str = "none"
+
+    def __post_init__(self) -> None:
+        """Refuse what no option gives: the caller's mistake."""
+        if self.kv_dtype not in CACHE_DTYPES or self.quantization not in QUANTIZATIONS:
+            raise ValueError(f"{self.kv_dtype!r} or {self.quantization!r} is no precision")
+
+
+def resolve_precision(
+    dtype: str, kv_cache_dtype: str, quantization: str, of_checkpoint: torch.dtype | None
+) -> Precision:
+    """Return the precision that options ask for; `of_checkpoint` is what "auto" of `dtype` stands for.
+
+    Raises InvalidConfig for a name that is not known.
+    """
+    if quantization not in QUANTIZATIONS:
+        what = f"{quantization!r}; expected one of {', '.join(QUANTIZATIONS)}"
+        raise InvalidConfig(FieldViolation("--quantization", what))
+    of_model = pick_dtype(dtype, of_checkpoint)
+    return Precision(of_model, pick_cache_dtype(kv_cache_dtype, of_model), quantization)

@@ -1,0 +1,167 @@
+"""The lean path on a GPU: Llama, Qwen2, Qwen3 and Mistral in torch's matrix products and fused Triton kernels.
+
+A layer is four products and five kernels: norm with the residual added; qkv to queries, and keys and values in the
+cache; attention; norm again; gated SiLU. The last layer goes on with no more than the tokens that are sampled. On a
+device without Triton, and over an attention that does not fuse, the same steps are plain torch: the tests hold both to
+the hosted path.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch.nn.functional import embedding, linear
+from transformers import PretrainedConfig
+
+from gpuworker.attention.interface import LayerAttention
+from gpuworker.kernels import torch_elementwise
+from gpuworker.kernels.rope import Rotation
+from gpuworker.models.hf.hosted import LayerSink
+from gpuworker.models.llama.gpu_weights import GpuLayer, GpuWeights
+from gpuworker.models.llama.spec import LeanSpec, lean_spec, rotary_table
+
+
+class Elementwise(Protocol):
+    """The module `torch_elementwise`, or `triton_elementwise` with kernels of the same names."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See `torch_elementwise`."""
+        ...
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See `torch_elementwise`."""
+        ...
+
+    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See `torch_elementwise`."""
+        ...
+
+
+@runtime_checkable
+class RotatingAttention(Protocol):
+    """An attention backend that also takes the product of the qkv matrix as it is."""
+
+    def rotate_write_and_attend(self, layer: LayerAttention, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        """Norm and turn queries and keys, write K and V, attend: `write_and_attend` on what qkv [T, -1] holds.
+
+        qkv has, for each token, its query heads, its key heads, its value heads. Returns [T, num_heads, head_dim].
+        """
+        ...
+
+
+class LeanGpuModel:
+    """Implements `gpuworker.models.step_model.StepModel`. `kv_dtype` is the type of K and V in the caches that it runs on.
+
+    Positions end at `max_positions`. Raises ValueError for a model that is not of the family.
+    """
+
+    arithmetic: str | None = None  # cuBLAS chooses a kernel, and so the bits, by the number of rows
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        weights: GpuWeights,
+        kv_dtype: str,
+        max_positions: int,
+        elementwise: Elementwise | None = None,
+    ) -> None:
+        spec = lean_spec(config)
+        if spec is None:
+            raise ValueError(f"a {config.model_type} that is not of the lean path")
+        self.config, self.spec, self.weights, self.kv_dtype = config, spec, weights, kv_dtype
+        self.device, self.dtype = weights.embedding.device, weights.embedding.dtype
+        table = rotary_table(config, max_positions)  # [max_positions, 2, head_dim / 2]
+        self._table = table.to(self.device).flatten(1)
+        self._fused = elementwise or elementwise_on(self.device)
+        self._attention = _attention_of(spec)
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        return self.spec.vocab_size
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights, and of the angles of all positions."""
+        return self.weights.num_bytes + self._table.numel() * self._table.itemsize
+
+    def only(self, layers: Sequence[int]) -> LeanGpuModel:
+        """Return a model of some of the layers on the same weights."""
+        part = copy.copy(self)
+        windows = tuple(self.spec.windows[layer] for layer in layers)
+        part.spec = replace(self.spec, num_layers=len(layers), windows=windows)
+        part.weights = replace(self.weights, layers=tuple(self.weights.layers[layer] for layer in layers))
+        part._attention = _attention_of(part.spec)
+        return part
+
+    @torch.inference_mode()
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, sink: LayerSink
+    ) -> torch.Tensor:
+        """See `StepModel`."""
+        return self.logits(token_ids, positions, keep, sink).float()
+
+    @torch.inference_mode()
+    def logits(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        keep: torch.Tensor | None,
+        sink: LayerSink,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return logits [S, vocab] in the type of the weights, of the tokens that `keep` [S] indexes; None means all.
+
+        They are written to `out` where it is given. Otherwise as `forward`; token_ids and positions may be int32. No
+        shape depends on what a tensor holds, and nothing waits for the device.
+        """
+        weights, eps = self.weights, self.spec.norm_eps
+        residual = embedding(token_ids, weights.embedding)
+        hidden = self._fused.rms_norm(residual, weights.layers[0].attention_norm, eps)
+        after = [layer.attention_norm for layer in weights.layers[1:]] + [weights.norm]
+        for layer, attention, next_norm in zip(weights.layers, self._attention, after, strict=True):
+            attended = self._attend(layer, attention, hidden, positions, sink).flatten(1)
+            if next_norm is weights.norm and keep is not None:
+                attended, residual = attended.index_select(0, keep), residual.index_select(0, keep)
+            hidden = linear(attended, layer.out, layer.out_bias)
+            hidden = self._fused.add_rms_norm(hidden, residual, layer.mlp_norm, eps)
+            inner = self._fused.silu_and_mul(linear(hidden, layer.gate_up, layer.gate_up_bias))
+            hidden = linear(inner, layer.down, layer.down_bias)
+            hidden = self._fused.add_rms_norm(hidden, residual, next_norm, eps)
+        return torch.mm(hidden, weights.head.t(), out=out)
+
+    def _attend(
+        self,
+        layer: GpuLayer,
+        attention: LayerAttention,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        sink: LayerSink,
+    ) -> torch.Tensor:
+        """Return [T, num_heads, head_dim] for hidden [T, hidden]."""
+        qkv = linear(hidden, layer.qkv, layer.qkv_bias)
+        rotation = Rotation(self._table, positions, layer.query_norm, layer.key_norm, self.spec.norm_eps)
+        if isinstance(sink, RotatingAttention):
+            return sink.rotate_write_and_attend(attention, qkv, rotation)
+        heads = (self.spec.num_heads, self.spec.num_kv_heads, self.spec.num_kv_heads)
+        query, key, value = qkv.unflatten(1, (-1, self.spec.head_dim)).split(heads, dim=1)
+        return sink.write_and_attend(
+            attention, rotation.turned(query, layer.query_norm), rotation.turned(key, layer.key_norm), value
+        )
+
+
+def _attention_of(spec: LeanSpec) -> list[LayerAttention]:
+    return [LayerAttention(n, spec.scale, window) for n, window in enumerate(spec.windows)]
+
+
+def elementwise_on(device: torch.device) -> Elementwise:
+    """Return the fused kernels of a device, plain torch where Triton has none."""
+    if device.type != "cuda":
+        return torch_elementwise
+    from gpuworker.kernels import triton_elementwise
+
+    return triton_elementwise

@@ -1,0 +1,152 @@
+"""How each linear of a native model holds its weights: as the checkpoint stores them, or quantised at start.
+
+Integers that a checkpoint stores stay integers where the native library can multiply them; linears that run as one must
+agree on their groups, else all of them are dequantised. What is asked for (`gpuworker.models.hf.precision`) is done to the
+rest. The last linear is never held in four bits: it decides between tokens, and is a small part of a model.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from gpuworker.checkpoints.quantised import QuantisedLinear
+from gpuworker.models.llama.linear_choice import LinearShape, choose
+from gpuworker.models.llama.quantise import int4_by_group, int8_by_output
+from gpuworker.models.llama.weights import FusedLinear, TensorOf
+from gpuworker.native.linear import IntegerWeight, Kind, Rows
+
+KINDS: Final = {torch.float32: Kind.F32, torch.bfloat16: Kind.BF16}
+_INT8: Final = {torch.float32: Kind.I8_F32, torch.bfloat16: Kind.I8_BF16}
+_INT4: Final = {torch.float32: Kind.I4_F32, torch.bfloat16: Kind.I4_BF16}
+_READABLE: Final = (torch.float32, torch.bfloat16, torch.float16)
+_GROUPS: Final = (128, 64, 32)  # inputs that share a scale in four bits: the first that divides them all
+_GRAIN: Final = 32  # a group of inputs is a multiple of this many
+_log = logging.getLogger(__name__)
+
+IntegersOf = Callable[[str], QuantisedLinear | None]
+"""Gives a weight of a checkpoint by its name as the integers that are stored; None where it is not stored so."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearWeight:
+    """What is packed: a kind, and the parts of a linear in a form that suits it."""
+
+    kind: Kind
+    parts: tuple[Rows, ...]
+
+
+class LinearReader:
+    """Reads the linears of a checkpoint, and quantises those that are to be."""
+
+    def __init__(self, tensor_of: TensorOf, integers_of: IntegersOf, dtype: torch.dtype, quantization: str) -> None:
+        """Products are in `dtype`, float32 or bfloat16; `quantization` is that of `Precision`."""
+        self._tensor_of, self._integers_of = tensor_of, integers_of
+        self.dtype, self._quantization = dtype, quantization
+        self._chosen: dict[tuple[int, int], Kind] = {}
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return a tensor in a type that the library reads. Raises KeyError, ValueError for another shape."""
+        tensor = self._tensor_of(name)
+        if tensor.shape != shape:
+            raise ValueError(f"{name} is {tuple(tensor.shape)}; the configuration says {shape}")
+        return (tensor if tensor.dtype in _READABLE else tensor.float()).contiguous()
+
+    def choose(self, linears: Iterable[FusedLinear], library: ctypes.CDLL) -> None:
+        """With "auto", time the kinds that lose little for each shape, and say in the log which it will be."""
+        if self._quantization != "auto":
+            return
+        shapes = sorted({(linear.outputs, linear.inputs) for linear in linears})
+        kinds = (KINDS[self.dtype], _INT8[self.dtype], Kind.W8A8)
+        timed = choose([LinearShape(*shape) for shape in shapes], kinds, torch.get_num_threads(), library=library)
+        for shape, choice in zip(shapes, timed, strict=True):
+            _log.info("%s", choice)
+            self._chosen[shape] = choice.kind
+
+    def read(self, linear: FusedLinear) -> LinearWeight:
+        """Return the weights of a linear as they are to be packed."""
+        stored = self._stored(linear)
+        if stored is not None:
+            return stored
+        kind = self._kind(linear)
+        return LinearWeight(kind, tuple(self._rows(linear, index, kind) for index in range(len(linear.parts))))
+
+    def dequantised(self, linear: FusedLinear) -> list[torch.Tensor]:
+        """Return the weights of a linear's parts in the model's type, as its products see them."""
+        weights = (rows.weight for rows in self.read(linear).parts)
+        return [self._floats(weight) if isinstance(weight, IntegerWeight) else weight for weight in weights]
+
+    def _kind(self, linear: FusedLinear) -> Kind:
+        """Return how a linear is held that is not stored in integers."""
+        if self._quantization == "none":
+            return KINDS[self.dtype]
+        if self._quantization == "auto":
+            return self._chosen.get((linear.outputs, linear.inputs), KINDS[self.dtype])
+        if self._quantization == "w8a8":
+            return Kind.W8A8
+        four_bits = self._quantization == "int4" and not linear.last and linear.inputs % _GROUPS[-1] == 0
+        return (_INT4 if four_bits else _INT8)[self.dtype]
+
+    def _rows(self, linear: FusedLinear, index: int, kind: Kind) -> Rows:
+        weight = self.tensor(linear.weights[index], (linear.sizes[index], linear.inputs))
+        bias = self._bias(linear, index)
+        if not kind.whole:
+            return Rows(weight, bias)
+        if kind in _INT4.values():
+            group = next(group for group in _GROUPS if linear.inputs % group == 0)
+            return Rows(int4_by_group(weight, group), bias)
+        return Rows(int8_by_output(weight), bias)
+
+    def _bias(self, linear: FusedLinear, index: int) -> torch.Tensor | None:
+        return self.tensor(linear.biases[index], (linear.sizes[index],)) if linear.bias else None
+
+    def _stored(self, linear: FusedLinear) -> LinearWeight | None:
+        """Return the integers that are stored, if all parts have such as fit together and nothing else is asked for."""
+        found = [self._integers_of(name) for name in linear.weights]
+        whole = [each for each in found if each is not None and _fits(each)]
+        if len(whole) < len(found) or len({(each.bits, each.group_size) for each in whole}) > 1:
+            return None
+        kinds = _INT8 if whole[0].bits == 8 else _INT4
+        if self._quantization not in ("none", "auto", "int8" if whole[0].bits == 8 else "int4"):
+            return None
+        weights = _integer_weights(whole)
+        parts = (Rows(weight, self._bias(linear, index)) for index, weight in enumerate(weights))
+        return LinearWeight(kinds[self.dtype], tuple(parts))
+
+    def _floats(self, weight: IntegerWeight) -> torch.Tensor:
+        group = weight.values.shape[1] // weight.scales.shape[1]
+        zeros = None if weight.zeros is None else weight.zeros.to(torch.int16)
+        return QuantisedLinear("", 8, group, weight.values, weight.scales, zeros).dequantise(self.dtype)
+
+
+def _fits(stored: QuantisedLinear) -> bool:
+    """Tell whether the library can multiply by these integers: inputs in order, groups of a size that it knows."""
+    whole = stored.scales.shape[1] == 1 and stored.zeros is None
+    return stored.group_of is None and (whole or stored.group_size % _GRAIN == 0)
+
+
+def _integer_weights(stored: Sequence[QuantisedLinear]) -> list[IntegerWeight]:
+    """Return the parts of a linear; where one has zeros, all have them."""
+    zeros = any(each.zeros is not None for each in stored)
+    return [
+        IntegerWeight(
+            each.values, each.scales, torch.zeros_like(each.scales) if zeros and each.zeros is None else each.zeros
+        )
+        for each in stored
+    ]
+
+
+def in_words(kinds: Iterable[tuple[str, Kind]]) -> str:
+    """Return how linears are held, given the role and kind of each, in words."""
+    by_role: dict[str, set[str]] = {}
+    for role, kind in kinds:
+        by_role.setdefault(role, set()).add(kind.name)
+    every = set[str]().union(*by_role.values())
+    if len(every) == 1:
+        return f"linears in {every.pop()}"
+    return "linears in " + ", ".join(f"{role} {' and '.join(sorted(found))}" for role, found in by_role.items())

@@ -1,0 +1,126 @@
+"""A model of the Llama family on a CPU: the forward of a step is one call into the native library."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from transformers import PretrainedConfig
+
+from common.errors import EngineFailure
+from gpuworker.attention.interface import AttentionBackend
+from gpuworker.attention.native_backend import NativeAttention
+from gpuworker.memory.devices import dtype_name
+from gpuworker.models.llama.pack import PackedModel
+from gpuworker.models.llama.spec import rotary_table
+from gpuworker.native import library as native
+from gpuworker.native.llama import PHASES, LlamaRunStruct, Refusal
+
+_FIRST_POSITIONS: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedRun:
+    """A forward as the library takes it, where its logits and the time of its phases go, and what must stay for it."""
+
+    run: LlamaRunStruct
+    logits: torch.Tensor
+    spent: ctypes.Array[ctypes.c_double]
+    kept: tuple[torch.Tensor, ...]
+
+
+class NativeModel:
+    """Implements `gpuworker.models.step_model.StepModel` over `NativeAttention`. Used by one thread at a time.
+
+    `kv_dtype` is the type of K and V in the caches that it runs on. While `seconds` is a dictionary, the time of each
+    phase of a step is added up there, under its name in `PHASES`.
+    """
+
+    def __init__(self, config: PretrainedConfig, packed: PackedModel, kv_dtype: str) -> None:
+        self.config, self.packed, self.kv_dtype = config, packed, kv_dtype
+        self.device, self.dtype = torch.device("cpu"), packed.dtype
+        self.seconds: dict[str, float] | None = None
+        self._scratch, self._logits = torch.empty(0, dtype=torch.uint8), torch.empty(0, packed.spec.vocab_size)
+        self.rotate_up_to(_FIRST_POSITIONS)
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        return self.packed.spec.vocab_size
+
+    @property
+    def arithmetic(self) -> str:
+        """What decides the bits of its logits, in words."""
+        return f"native {native.level_of(self.packed.library)}, {dtype_name(self.dtype)}, {self.packed.kinds_in_words}"
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights."""
+        return self.packed.num_bytes
+
+    def scratch_bytes(self, tokens: int, kept: int) -> int:
+        """Return what a step of so many tokens needs beside weights and logits, in bytes."""
+        return int(self.packed.library.quire_llama_scratch(self.packed.struct, tokens, kept))
+
+    def reserve(self, tokens: int, kept: int) -> None:
+        """Have memory for steps of up to so many tokens, and keep it: fresh pages cost more than a small step."""
+        needed = self.scratch_bytes(tokens, kept)
+        if needed > len(self._scratch):
+            self._scratch = torch.empty(needed, dtype=torch.uint8)
+        if kept > len(self._logits):
+            self._logits = torch.empty(kept, self.vocab_size)
+
+    def only(self, layers: Sequence[int]) -> NativeModel:
+        """Return a model of some of the layers on the same weights."""
+        return NativeModel(self.config, self.packed.only(layers), self.kv_dtype)
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, sink: AttentionBackend
+    ) -> torch.Tensor:
+        """See `StepModel`; `keep` rises. What is returned is overwritten by the next forward."""
+        if not isinstance(sink, NativeAttention):
+            raise EngineFailure(f"the native model attends by native attention, not by {type(sink).__name__}")
+        described = self.describe(token_ids.contiguous(), positions.contiguous(), keep.contiguous())
+        sink.plan_step(self.packed.spec.num_heads)
+        self._run(described.run, sink.plan, positions)
+        self.add_up(described)
+        return described.logits[: len(keep)]
+
+    def describe(self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> DescribedRun:
+        """Return a forward of contiguous tensors for the library, on memory that later ones use too."""
+        self.reserve(len(token_ids), len(keep))
+        spent = (ctypes.c_double * len(PHASES))()
+        run = LlamaRunStruct(
+            token_ids=token_ids.data_ptr(),
+            positions=positions.data_ptr(),
+            keep=keep.data_ptr(),
+            logits=self._logits.data_ptr(),
+            scratch=self._scratch.data_ptr(),
+            seconds=None if self.seconds is None else spent,
+            num_keep=len(keep),
+        )
+        return DescribedRun(run, self._logits, spent, (token_ids, positions, keep, self._scratch))
+
+    def add_up(self, done: DescribedRun) -> None:
+        """Add the time of a run's phases, if it was taken."""
+        if self.seconds is not None:
+            for name, more in zip(PHASES, done.spent, strict=True):
+                self.seconds[name] = self.seconds.get(name, 0.0) + more
+
+    def _run(self, run: LlamaRunStruct, plan: ctypes.c_void_p, positions: torch.Tensor) -> None:
+        forward, struct = self.packed.library.quire_llama_forward, self.packed.struct
+        refused = forward(struct, plan, run)
+        if refused == Refusal.POSITION:
+            self.rotate_up_to(max(int(positions.max()) + 1, 2 * struct.num_positions))
+            refused = forward(struct, plan, run)
+        if refused:
+            raise EngineFailure(f"the step has a {Refusal(refused).name.lower()} that the model does not know")
+
+    def rotate_up_to(self, positions: int) -> None:
+        """Make the table of rotations for so many positions, but not more than the model has; no step runs."""
+        length = min(positions, int(self.config.max_position_embeddings))
+        self._rotary = rotary_table(self.config, length)
+        self.packed.struct.rotary, self.packed.struct.num_positions = self._rotary.data_ptr(), length

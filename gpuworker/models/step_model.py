@@ -1,0 +1,33 @@
+"""The port through which the runner computes logits, whichever way a model is hosted."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from gpuworker.attention.interface import AttentionBackend
+
+
+class StepModel(Protocol):
+    """A causal language model over a paged cache. Used by one thread."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        ...
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, sink: AttentionBackend, /
+    ) -> torch.Tensor:
+        """Return float32 logits [S, vocab] of the tokens that `keep` [S] indexes; the caller may overwrite them.
+
+        token_ids and positions are [T] int64, the rows of a step one after the other; `sink` attends, and has been told
+        of the step.
+        """
+        ...

@@ -1,0 +1,66 @@
+"""The C interface of a whole forward (gpuworker/native/llama.h) as ctypes sees it."""
+
+from __future__ import annotations
+
+import ctypes
+from enum import IntEnum
+from typing import Final
+
+from gpuworker.native.linear import LinearStruct, declared
+
+PHASES: Final = ("norm", "qkv", "rope", "attention", "output", "gate_up", "down", "head")
+_int32, _int64, _float, _pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+
+
+class Refusal(IntEnum):
+    """quire_llama_refusal: why a step was not computed."""
+
+    NONE = 0
+    TOKEN = 1
+    POSITION = 2
+
+
+class LlamaLayerStruct(ctypes.Structure):
+    """quire_llama_layer."""
+
+    _fields_ = (
+        *((name, LinearStruct) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, _pointer) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm")),
+        ("window", _int32),
+        ("reserved", _int32),
+    )
+
+
+class LlamaStruct(ctypes.Structure):
+    """quire_llama."""
+
+    _fields_ = (
+        *((name, _int32) for name in ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "vocab")),
+        ("norm_eps", _float),
+        ("scale", _float),
+        ("layers", ctypes.POINTER(LlamaLayerStruct)),
+        ("final_norm", _pointer),
+        ("head", LinearStruct),
+        ("embedding", _pointer),
+        ("rotary", _pointer),
+        ("embedding_type", _int32),
+        ("num_positions", _int32),
+    )
+
+
+class LlamaRunStruct(ctypes.Structure):
+    """quire_llama_run."""
+
+    _fields_ = (
+        *((name, _pointer) for name in ("token_ids", "positions", "keep", "logits", "scratch")),
+        ("seconds", ctypes.POINTER(ctypes.c_double)),
+        ("num_keep", _int64),
+    )
+
+
+def bind(library: ctypes.CDLL) -> ctypes.CDLL:
+    """Declare the functions of llama.h and linear.h on the library, and return it."""
+    model, run = ctypes.POINTER(LlamaStruct), ctypes.POINTER(LlamaRunStruct)
+    library.quire_llama_scratch.argtypes, library.quire_llama_scratch.restype = [model, _int64, _int64], ctypes.c_size_t
+    library.quire_llama_forward.argtypes = [model, _pointer, run]
+    return declared(library)

@@ -1,0 +1,1 @@
+"""Assembles a worker's data plane from its options: model, memory, runner."""

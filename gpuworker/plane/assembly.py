@@ -1,0 +1,154 @@
+"""Puts a worker's data plane together from its options: model, self-test, byte ledger, KV cache, step runner."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from common.cores import usable_cores
+from common.errors import Unsupported
+from common.hub import checkpoint_directory
+from common.options import Execution
+from common.types import ANY_ARITHMETIC, KvGeometry
+from gpuworker.attention.interface import AttentionBackend, BackendFactory, BackendOptions, make_backend
+from gpuworker.config import GpuWorkerSettings
+from gpuworker.engine.ports import MaskLateness
+from gpuworker.memory.devices import default_threads, dtype_name, pick_device
+from gpuworker.memory.kv_cache import KvCache
+from gpuworker.models.bit_equality import refuse_unequal_bits
+from gpuworker.models.choose import LeanModel, open_lean
+from gpuworker.models.hf.hosted import HostedModel
+from gpuworker.models.hf.loader import ModelSource, context_limit, load_model
+from gpuworker.models.llama.gpu_model import LeanGpuModel
+from gpuworker.models.llama.native_model import NativeModel
+from gpuworker.models.self_test import self_test
+from gpuworker.plane.checkpoint_facts import eos_token_ids
+from gpuworker.plane.data_plane import DataPlane, Facts, pool_identity
+from gpuworker.plane.memory import MemoryOptions, plan_memory
+from gpuworker.runner.cuda_graphs import graph_launcher
+from gpuworker.runner.model_runner import ModelRunner, RunnerLimits
+from gpuworker.runner.native_executor import QueuedRunner
+from gpuworker.structured.grammars import GrammarCompiler
+
+_log = logging.getLogger(__name__)
+_MAX_NUM_SEQS = {"cuda": 256}
+_MAX_NUM_SEQS_ELSEWHERE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlane(DataPlane):
+    """A data plane that runs a model."""
+
+    model: HostedModel | LeanModel
+    runner: ModelRunner
+
+    @property
+    def grammars(self) -> GrammarCompiler | None:
+        """See `DataPlane`."""
+        return self.runner.grammars
+
+    def mask_lateness(self) -> MaskLateness:
+        """See `DataPlane`."""
+        return self.runner.mask_lateness
+
+
+def assemble(settings: GpuWorkerSettings) -> ModelPlane:
+    """Load the model, test it, size the KV cache and allocate it.
+
+    Raises InvalidConfig when options do not fit the checkpoint or the memory, Unsupported for a model that cannot be
+    hosted.
+    """
+    device = pick_device(settings.device)
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+    torch.set_num_threads(settings.threads or default_threads())
+    directory = checkpoint_directory(settings.model)
+    source = ModelSource(
+        model=str(directory),
+        dtype=settings.dtype,
+        load_format=settings.load_format,
+        seed=settings.seed,
+        kv_cache_dtype=settings.kv_cache_dtype,
+        quantization=settings.quantization,
+    )
+    options = BackendOptions(deterministic=settings.deterministic)
+    backend = partial(make_backend, "auto", options=options)
+    model, geometry = _open(source, device, settings.execution, backend)
+    arithmetic = _fixed_arithmetic(model, geometry, backend) if settings.deterministic else ANY_ARITHMETIC
+    max_num_seqs = settings.max_num_seqs or _MAX_NUM_SEQS.get(device.type, _MAX_NUM_SEQS_ELSEWHERE)
+    memory = plan_memory(model, geometry, context_limit(model.config), _memory_options(settings, max_num_seqs))
+    if isinstance(model, NativeModel):
+        model.reserve(settings.max_num_batched_tokens, max_num_seqs)
+    cache = KvCache(geometry, memory.num_blocks, settings.block_size, device)
+    limits = RunnerLimits(max_num_seqs, memory.max_model_len, settings.threads or 0)
+    eos = eos_token_ids(directory)
+    identity = pool_identity(settings, directory, geometry, arithmetic)
+    runner = _runner(model, cache, backend(cache), limits, eos, settings.cuda_graphs)
+    runner.constrain(GrammarCompiler(directory / "tokenizer.json", model.vocab_size, eos))
+    return ModelPlane(settings, identity, memory, runner, max_num_seqs, _facts(settings, model, eos), model)
+
+
+def _facts(settings: GpuWorkerSettings, model: HostedModel | LeanModel, eos: tuple[int, ...]) -> Facts:
+    device = model.device
+    words = str(device)
+    if device.type == "cpu":
+        threads = settings.threads or default_threads()
+        words = f"cpu with {threads} {'thread' if threads == 1 else 'threads'} of {usable_cores()} cores"
+    software = f"torch {torch.__version__}"
+    return Facts(model.vocab_size, eos, dtype_name(model.dtype), str(device), words, software)
+
+
+def _open(
+    source: ModelSource, device: torch.device, execution: Execution, backend: BackendFactory
+) -> tuple[HostedModel | LeanModel, KvGeometry]:
+    """Return the model, tested, on the path that it can take, and the shape of its K/V."""
+    lean = open_lean(source, device, execution, backend)
+    if lean is not None:
+        return lean
+    hosted = load_model(source, device)
+    return hosted, self_test(hosted, backend)
+
+
+def _runner(
+    model: HostedModel | LeanModel,
+    cache: KvCache,
+    attention: AttentionBackend,
+    limits: RunnerLimits,
+    eos: tuple[int, ...],
+    cuda_graphs: bool,
+) -> ModelRunner:
+    """Return the runner that stands least between the steps of a model."""
+    if isinstance(model, NativeModel):
+        return QueuedRunner(model, cache, attention, limits, eos)
+    launcher = None
+    if cuda_graphs and isinstance(model, LeanGpuModel) and model.device.type == "cuda":
+        launcher = graph_launcher(model, cache, attention, limits.max_num_seqs, limits.max_model_len)
+    return ModelRunner(model, cache, attention, limits, eos, launcher)
+
+
+def _fixed_arithmetic(model: HostedModel | LeanModel, geometry: KvGeometry, backend: BackendFactory) -> str:
+    """Return what decides the bits of the model's logits. Raises Unsupported where other things in a step do."""
+    if model.arithmetic is None:
+        raise Unsupported(
+            f"--deterministic cannot be kept: this {model.config.model_type} is not run by the native CPU path, and the"
+            " bits of other products of matrices depend on how many rows they have"
+        )
+    refuse_unequal_bits(model, geometry, backend)
+    _log.info("deterministic, like every worker of this arithmetic: %s", model.arithmetic)
+    return model.arithmetic
+
+
+def _memory_options(settings: GpuWorkerSettings, max_num_seqs: int) -> MemoryOptions:
+    return MemoryOptions(
+        block_size=settings.block_size,
+        kv_blocks=settings.kv_blocks,
+        kv_memory=settings.kv_memory,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_model_len=settings.max_model_len,
+        cuda_graphs=settings.cuda_graphs,
+    )

@@ -1,0 +1,134 @@
+"""What runs a worker's steps, and what there is to say about it: known without torch, whatever the steps are."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from common.fingerprint import model_fingerprint, tokenizer_fingerprint
+from common.identity_wire import identity_to_proto
+from common.lease import Attach
+from common.types import KvGeometry, PoolIdentity
+from gpuworker.config import GpuWorkerSettings
+from gpuworker.core.batch_plan import StepRunner
+from gpuworker.core.outcomes import AgentConfig
+from gpuworker.engine.ports import MaskLateness
+from gpuworker.memory.byte_plan import Ledger
+from gpuworker.structured.grammars import GrammarCompiler
+from quire.gpuworker.v1 import gpuworker_pb2 as pb
+
+
+def pool_identity(settings: GpuWorkerSettings, directory: Path, geometry: KvGeometry, arithmetic: str) -> PoolIdentity:
+    """Return what a worker must have in common with its pool; random weights are told apart by their seed."""
+    seed = settings.seed if settings.load_format == "dummy" else None
+    fingerprints = model_fingerprint(directory, seed), tokenizer_fingerprint(directory)
+    return PoolIdentity(*fingerprints, settings.block_size, geometry, arithmetic=arithmetic)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is told of a model and its device. `software` are names and versions, such as "torch 2.13.0"."""
+
+    vocab_size: int
+    eos: tuple[int, ...]
+    dtype: str
+    device: str
+    device_words: str
+    software: str
+
+
+@dataclass(frozen=True, slots=True)
+class DataPlane:
+    """A step runner, the sizes that it was made with, and what the worker says of itself."""
+
+    settings: GpuWorkerSettings
+    identity: PoolIdentity
+    memory: Ledger
+    runner: StepRunner
+    max_num_seqs: int
+    facts: Facts
+
+    @property
+    def grammars(self) -> GrammarCompiler | None:
+        """What compiles the constraints of requests; None where the runner follows none."""
+        return None
+
+    def mask_lateness(self) -> MaskLateness:
+        """Return how often and how long draws have waited for masks."""
+        return MaskLateness()
+
+    def agent_config(self) -> AgentConfig:
+        """Return the sizes and policies of the lease agent."""
+        settings = self.settings
+        return AgentConfig(
+            num_blocks=self.memory.num_blocks,
+            block_size=settings.block_size,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            long_prefill_cap=settings.long_prefill_cap or 0,
+            window=self.identity.kv_geometry.window,
+            prefix_caching=settings.prefix_caching,
+            max_num_seqs=self.max_num_seqs,
+        )
+
+    def attach(self, worker_id: str, address: str) -> Attach:
+        """Return the identity part of an attach, with a new incarnation: start time in ns, then random."""
+        return Attach(
+            worker_id=worker_id,
+            incarnation=time.time_ns().to_bytes(8, "big") + os.urandom(8),
+            session=0,
+            epoch_seen=0,
+            identity=self.identity,
+            num_blocks=self.memory.num_blocks,
+            address=address,
+            prefix_caching=self.settings.prefix_caching,
+            max_num_seqs=self.max_num_seqs,
+        )
+
+    def start_lines(self) -> list[str]:
+        """Return what a worker prints of its memory before it serves."""
+        return self.memory.lines()
+
+    def info(self, attach: Attach) -> pb.WorkerInfo:
+        """Return what the worker says of itself."""
+        facts = self.facts
+        return pb.WorkerInfo(
+            worker_id=attach.worker_id,
+            incarnation=attach.incarnation,
+            address=attach.address,
+            model=self.settings.model,
+            identity=identity_to_proto(self.identity),
+            num_blocks=self.memory.num_blocks,
+            max_model_len=self.memory.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.settings.max_num_batched_tokens,
+            vocab_size=facts.vocab_size,
+            eos_token_ids=facts.eos,
+            device=facts.device,
+            dtype=facts.dtype,
+            version=f"quire {version('quire')}, {facts.software}",
+            prefix_caching=self.settings.prefix_caching,
+        )
+
+    def memory_message(self) -> pb.MemoryLedger:
+        """Return the byte ledger."""
+        memory = self.memory
+        return pb.MemoryLedger(
+            total=memory.total,
+            weights=memory.weights,
+            kv_cache=memory.kv,
+            activations=memory.activations,
+            reserved=memory.token_table + memory.graphs,
+            longest_context=memory.max_model_len,
+            sequences_at_1k=memory.sequences_of(1024),
+            sequences_at_4k=memory.sequences_of(4096),
+            sequences_at_16k=memory.sequences_of(16384),
+        )
+
+
+def default_worker_id(port: int) -> str:
+    """Return the name of a worker that was given none."""
+    return f"{socket.gethostname()}-{port}"

@@ -1,0 +1,1 @@
+"""Runs planned steps on the device: batch layout, executors, CUDA graphs."""

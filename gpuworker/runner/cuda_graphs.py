@@ -1,0 +1,285 @@
+"""Steps of decodes as CUDA graphs, captured at start for padded numbers of rows: two launches instead of hundreds.
+
+A step of decodes that all sample runs as the graph of the next larger size: from the tokens that the step before put
+into the table, on the device, to logits. A second, small graph draws and puts the tokens back, where all rows are
+greedy or have a temperature and no more; other draws take their shapes from the step, and are launched kernel by
+kernel behind the first graph. Everything else (a prefill, more rows than were captured) goes to the launcher beneath.
+Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gpuworker.attention.interface import AttentionBackend, AttentionMetadata
+from gpuworker.memory.devices import free_bytes
+from gpuworker.memory.kv_cache import KvCache
+from gpuworker.memory.token_table import TokenTable
+from gpuworker.models.hf.hosted import LayerSink
+from gpuworker.runner.graph_inputs import GraphInputs, graph_sizes, padded_size
+from gpuworker.runner.launcher import EagerLauncher, LaidOutStep, LauncherFactory, StepLauncher
+from gpuworker.sampling.sampler import Drawn
+from gpuworker.sampling.truncation import invert
+
+if TYPE_CHECKING:
+    from gpuworker.models.llama.gpu_model import LeanGpuModel
+
+_log = logging.getLogger(__name__)
+Replay = Callable[[], None]
+_WAYS = 5  # graphs of one size: three ways to plan attention, two to draw
+_GRAPH_BYTES = 2 << 20  # of one graph: arguments of some hundred kernels
+_DRAW_BYTES = 4 + 4 + 4 + 8 + 8  # of one logit: in float32, scaled, as weight; cumulated, and what it is compared with
+
+
+class GraphModel(Protocol):
+    """A model whose forward can be captured: no shape depends on data, and nothing waits for the device."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of its logits."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        ...
+
+    def logits(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        keep: torch.Tensor | None,
+        sink: LayerSink,
+        out: torch.Tensor | None = None,
+        /,
+    ) -> torch.Tensor:
+        """Return logits [S, vocab], in `out` where it is given; token_ids and positions [T] int32 or int64.
+
+        `keep` [S] indexes the tokens whose logits are wanted; None means all.
+        """
+        ...
+
+
+class Recorder(Protocol):
+    """Turns work into something that does it again, on the same tensors."""
+
+    def record(self, work: Callable[[], None], run: bool) -> Replay:
+        """Return what repeats `work`; with `run` it is done now, too, so that libraries take their workspaces."""
+        ...
+
+
+class CudaRecorder:
+    """Captures CUDA graphs that share their memory: one replays at a time, and none needs what another one left."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()  # one: each stream keeps memory of its own
+
+    def record(self, work: Callable[[], None], run: bool) -> Replay:
+        """See `Recorder`."""
+        if run:
+            current = torch.cuda.current_stream()
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):
+                work()
+            current.wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            work()
+        replay: Replay = graph.replay
+        return replay
+
+
+class RepeatingRecorder:
+    """Does the work itself again, kernel by kernel: where there are no CUDA graphs."""
+
+    def record(self, work: Callable[[], None], run: bool) -> Replay:
+        """See `Recorder`."""
+        if run:
+            work()
+        return work
+
+
+@runtime_checkable
+class PaddedAttention(AttentionBackend, Protocol):
+    """A backend that can plan steps of decodes into memory that does not move."""
+
+    def reserve_padded(self, rows: int, num_heads: int, dtype: torch.dtype) -> None:
+        """Make room for steps of up to `rows` rows, for queries of this type."""
+        ...
+
+    def begin_padded(self, step: AttentionMetadata, num_heads: int, dtype: torch.dtype) -> Hashable:
+        """Plan a step; rows without context are padding. Returns which kernels a layer launches, as `Plan`."""
+        ...
+
+
+Plan = Callable[[AttentionMetadata], Hashable]
+"""Plans the attention of a padded step, outside of graphs, into memory that does not move.
+
+What it returns says which kernels a layer launches: a graph fits the steps for which it is what it was at capture.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphParts:
+    """What graphs are made of."""
+
+    model: GraphModel
+    attention: LayerSink
+    plan: Plan
+    tokens: TokenTable
+    inputs: GraphInputs
+    sizes: tuple[int, ...]  # rising
+
+
+class GraphLauncher:
+    """Implements `StepLauncher`: decodes as graphs, other steps by `beneath`."""
+
+    def __init__(self, parts: GraphParts, beneath: StepLauncher, recorder: Recorder) -> None:
+        self._parts, self._beneath = parts, beneath
+        model, most = parts.model, parts.sizes[-1]
+        self._logits = torch.zeros((most, model.vocab_size), dtype=model.dtype, device=model.device)
+        self._drawn = torch.zeros(most, dtype=torch.int64, device=model.device)
+        self._forward: dict[tuple[int, Hashable], Replay] = {}
+        self._greedy: dict[int, Replay] = {}
+        self._drawing: dict[int, Replay] = {}
+        began, free = time.perf_counter(), free_bytes(model.device)
+        self._rehearse()
+        # The largest first: the memory that it takes is enough for all others.
+        for size in reversed(parts.sizes):
+            self._capture(size, recorder)
+        taken = (free - free_bytes(model.device)) / (1 << 20)
+        seconds = time.perf_counter() - began
+        _log.info("captured %d graphs, up to %d rows, in %.1f s and %.0f MiB", self.count, most, seconds, taken)
+
+    @property
+    def count(self) -> int:
+        """How many graphs there are."""
+        return len(self._forward) + len(self._greedy) + len(self._drawing)
+
+    def launch(self, step: LaidOutStep) -> Drawn:
+        """See `StepLauncher`."""
+        size = self.size_of(step)
+        if size is None:
+            return self._beneath.launch(step)
+        count, sampling, inputs = len(step.staged.seats), step.sampling, self._parts.inputs
+        temperature = None if sampling.plain else sampling.temperatures
+        uniform = None if temperature is None else _spread(step.point.uniform, temperature)
+        planned = self._parts.plan(inputs.fill(size, step.staged, uniform, temperature))
+        # A plan that no rehearsal came to is launched kernel by kernel, on the same padded inputs.
+        self._forward.get((size, planned), lambda: self._to_logits(size))()
+        if sampling.plain or temperature is not None:
+            (self._greedy if temperature is None else self._drawing)[size]()
+            return Drawn(self._drawn[:count])
+        drawn = sampling.sample(self._logits[:count].float(), step.point, self._parts.tokens.tensor)
+        self._parts.tokens.put(inputs.rows(count).put.long(), drawn.tokens)
+        return drawn
+
+    def size_of(self, step: LaidOutStep) -> int | None:
+        """Return the size of the graph that a step runs as; None for one that must be launched kernel by kernel."""
+        staged = step.staged
+        rows = len(staged.seats)
+        decodes = len(staged.rows.positions) == rows and bool(staged.samples.all())
+        return padded_size(rows, self._parts.sizes) if decodes else None
+
+    # ------------------------------------------------------------ capturing
+
+    @torch.inference_mode()
+    def _rehearse(self) -> None:
+        """Run each kind of step, so that every kernel is compiled before anything is captured.
+
+        One row compiles those of contexts that are cut; whether sharing a prefix pays off shows with the most rows.
+        """
+        for size in {self._parts.sizes[0], self._parts.sizes[-1]}:
+            for step in self._parts.inputs.rehearsals(size):
+                self._parts.plan(step)
+                self._to_logits(size)
+
+    @torch.inference_mode()
+    def _capture(self, size: int, recorder: Recorder) -> None:
+        """Capture what a step of this size may launch. Only the first, of rows without context, also runs."""
+        for nth, step in enumerate(self._parts.inputs.rehearsals(size)):
+            planned = self._parts.plan(step)
+            if (size, planned) not in self._forward:
+                self._forward[size, planned] = recorder.record(lambda: self._to_logits(size), run=nth == 0)
+        self._greedy[size] = recorder.record(lambda: self._draw_greedily(size), run=True)
+        self._drawing[size] = recorder.record(lambda: self._draw_at_random(size), run=True)
+
+    # ------------------------------------------------------------ what is captured
+
+    def _to_logits(self, size: int) -> None:
+        parts, rows = self._parts, self._parts.inputs.rows(size)
+        token_ids = parts.tokens.flat.index_select(0, rows.take)
+        parts.model.logits(token_ids, rows.positions, None, parts.attention, self._logits[:size])
+
+    def _draw_greedily(self, size: int) -> None:
+        torch.argmax(self._logits[:size], dim=-1, out=self._drawn[:size])
+        self._put(size)
+
+    def _draw_at_random(self, size: int) -> None:
+        """Draw as `SamplingBatch` does for a temperature alone; padding and greedy rows take the most likely token."""
+        rows, logits = self._parts.inputs.rows(size), self._logits[:size]
+        at_random = rows.temperature > 0
+        scaled = logits.float() / torch.where(at_random, rows.temperature, 1.0)[:, None]
+        drawn = torch.where(at_random, invert(scaled, None, rows.uniform), logits.argmax(dim=-1))
+        self._drawn[:size].copy_(drawn)
+        self._put(size)
+
+    def _put(self, size: int) -> None:
+        places = self._parts.inputs.rows(size).put
+        self._parts.tokens.flat.index_copy_(0, places.long(), self._drawn[:size].int())
+
+
+def _spread(uniform: npt.NDArray[np.float64], temperature: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+    """Return [S] with the numbers [D] of the rows that draw at random in their places."""
+    spread = np.zeros(len(temperature), dtype=np.float64)
+    spread[temperature > 0] = uniform
+    return spread
+
+
+def graph_launcher(
+    model: LeanGpuModel, cache: KvCache, attention: AttentionBackend, max_num_seqs: int, max_model_len: int
+) -> LauncherFactory | None:
+    """Return what makes the launcher of a runner over a lean model: graphs up to `max_num_seqs` rows.
+
+    `attention` is the runner's own: it plans the steps that are no graphs, too. None: it cannot plan for graphs.
+    """
+    if not isinstance(attention, PaddedAttention):
+        return None
+
+    def make(tokens: TokenTable) -> StepLauncher:
+        heads, dtype = model.spec.num_heads, model.dtype
+        attention.reserve_padded(max_num_seqs, heads, dtype)
+        inputs = GraphInputs(max_num_seqs, cache, max_model_len, tokens.spare)
+        plan = partial(attention.begin_padded, num_heads=heads, dtype=dtype)
+        parts = GraphParts(model, attention, plan, tokens, inputs, graph_sizes(max_num_seqs))
+        return GraphLauncher(parts, EagerLauncher(model, attention, tokens), CudaRecorder())
+
+    return make
+
+
+def graph_bytes(model: LeanGpuModel, block_size: int, max_num_seqs: int, max_model_len: int) -> int:
+    """Return what graphs take on the device beside the steps that are none, in bytes: an estimate from above.
+
+    Inputs (block tables twice, as they land and as they are read); logits, and a draw from them in float32 and float64;
+    the hidden states of the largest size; and for each graph what the driver keeps of it.
+    """
+    spec, rows = model.spec, max_num_seqs
+    inputs = 4 * rows * (8 + 2 * -(-max_model_len // block_size))
+    logits = rows * spec.vocab_size * (model.dtype.itemsize + _DRAW_BYTES)
+    hidden = rows * (4 * spec.hidden_size + 3 * spec.intermediate_size) * model.dtype.itemsize
+    return inputs + logits + hidden + _GRAPH_BYTES * _WAYS * len(graph_sizes(rows))

@@ -1,0 +1,94 @@
+"""Who runs the steps that `gpuworker/runner/model_runner.py` has laid out: the port, what passes through it, and failure.
+
+After a failed step all that were queued behind it fail too: they start from tokens and K/V that are not there. Steps
+belong to generations; a new one begins when every sequence of the failed one has been removed.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from common.errors import EngineFailure
+from common.lease import Copy
+from common.types import SequenceId, TokenLogprobs
+from gpuworker.core.batch_plan import StepResult
+from gpuworker.runner.launcher import LaidOutStep
+from gpuworker.sampling.sampler import Drawn, token_logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerStep:
+    """A plan as arrays, for the S sequences that sample; `result` is what the engine waits for."""
+
+    number: int
+    generation: int
+    copies: tuple[Copy, ...]
+    work: LaidOutStep
+    sequences: tuple[SequenceId, ...]  # [S]
+    result: Future[StepResult]
+
+    def tell(self, drawn: Drawn, seconds: float) -> None:
+        """Give the engine what was drawn, by sequence; the tensors are on the host."""
+        logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]] = {
+            self.sequences[row]: (found,) for row, found in token_logprobs(drawn, self.work.sampling).items()
+        }
+        # zip makes the tuples of one token each.
+        found, masks = drawn.tokens.tolist(), self.work.point.masks
+        tokens = dict(zip(self.sequences, zip(found, strict=True), strict=True))
+        if masks is None:
+            self.result.set_result(StepResult(self.number, tokens, logprobs, seconds))
+            return
+        masks.drew(found)
+        self.result.set_result(StepResult(self.number, tokens, logprobs, seconds, masks.ended))
+
+
+class Failures:
+    """What failed, and which steps fail with it. Written by whoever runs steps, read by the engine's thread."""
+
+    def __init__(self) -> None:
+        self._last: tuple[int, BaseException | None] = (0, None)
+
+    def failed(self, generation: int) -> bool:
+        """Whether a step of this generation has failed."""
+        return self._last[0] == generation
+
+    def note(self, generation: int, error: BaseException) -> None:
+        """Let what comes later in this generation fail too."""
+        if self._last[0] < generation:
+            self._last = (generation, error)
+
+    def refuse(self, generation: int) -> None:
+        """Raise EngineFailure when a step before this one failed."""
+        if self.failed(generation):
+            raise EngineFailure("a step before this one failed") from self._last[1]
+
+    def fail(self, step: RunnerStep, error: BaseException) -> None:
+        """Tell the engine that a step failed; whatever it was becomes an EngineFailure."""
+        self.note(step.generation, error)
+        if (masks := step.work.point.masks) is not None:
+            masks.failed()
+        failure = error if isinstance(error, EngineFailure) else EngineFailure(f"a step failed: {error!r}")
+        if failure is not error:
+            failure.__cause__ = error
+        step.result.set_exception(failure)
+
+
+class StepExecutor(Protocol):
+    """Runs steps in order. Called from the engine's thread; it never waits for a step."""
+
+    def write(self, seat: int, tokens: npt.NDArray[np.int32], generation: int) -> None:
+        """Write the first tokens of a seat; no unfinished step has it."""
+        ...
+
+    def submit(self, step: RunnerStep) -> None:
+        """Run a step behind those before it."""
+        ...
+
+    def close(self) -> None:
+        """Finish what was submitted."""
+        ...

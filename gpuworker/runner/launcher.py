@@ -1,0 +1,54 @@
+"""How the runner has a step computed: kernel by kernel, or as a captured graph (`gpuworker/runner/cuda_graphs.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from gpuworker.attention.interface import AttentionBackend
+from gpuworker.attention.step_inputs import StagedStep, StepInputs
+from gpuworker.memory.token_table import TokenTable
+from gpuworker.models.step_model import StepModel
+from gpuworker.sampling.sampler import Drawn, DrawPoint, SamplingBatch
+
+
+@dataclass(frozen=True, slots=True)
+class LaidOutStep:
+    """A step as arrays: R rows, of which S sample. `inputs` are on the device already where that costs nothing."""
+
+    staged: StagedStep
+    inputs: StepInputs | None
+    point: DrawPoint
+    sampling: SamplingBatch
+
+
+class StepLauncher(Protocol):
+    """Computes steps in order, each over the K/V and the tokens of those before it. Used by the runner's thread."""
+
+    def launch(self, step: LaidOutStep) -> Drawn:
+        """Run the model over all rows, draw, and put what was drawn into the token table.
+
+        On CUDA it only launches, and never waits: tensors of the result are valid until the next launch.
+        """
+        ...
+
+
+LauncherFactory = Callable[[TokenTable], StepLauncher]
+
+
+class EagerLauncher:
+    """Launches kernel by kernel."""
+
+    def __init__(self, model: StepModel, attention: AttentionBackend, tokens: TokenTable) -> None:
+        self._model, self._attention, self._tokens = model, attention, tokens
+
+    def launch(self, step: LaidOutStep) -> Drawn:
+        """See `StepLauncher`."""
+        inputs = step.inputs or step.staged.on(self._model.device)
+        self._attention.begin(inputs.metadata)
+        token_ids = self._tokens.take(inputs.take)
+        logits = self._model.forward(token_ids, inputs.positions, inputs.keep, self._attention)
+        drawn = step.sampling.sample(logits, step.point, self._tokens.tensor)
+        self._tokens.put(inputs.put, drawn.tokens)
+        return drawn

@@ -1,0 +1,179 @@
+"""Runs steps whose every part is native, from block copies to the draw, on the native queue: `whole_step.h`.
+
+The engine's thread queues a step as one call while the step before runs, so that between two steps there is no Python,
+and a step neither waits for Python's lock nor holds it. The collector's thread waits for outcomes and tells them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from common.errors import EngineFailure
+from gpuworker.attention.native_backend import CacheStruct, NativeAttention, StepStruct, step_struct
+from gpuworker.memory.token_table import TokenTable
+from gpuworker.models.llama.native_model import DescribedRun, NativeModel
+from gpuworker.native.llama import LlamaRunStruct, LlamaStruct, Refusal
+from gpuworker.native.step_queue import StepQueue, address_of
+from gpuworker.runner.executor import Failures, RunnerStep
+from gpuworker.runner.model_runner import ModelRunner, RunnerParts
+from gpuworker.sampling.native_sampler import DrawCall, NativeDraw
+from gpuworker.sampling.sampler import Drawn
+from gpuworker.serial_thread import SerialThread
+
+log = logging.getLogger(__name__)
+_pointer, _int32 = ctypes.c_void_p, ctypes.c_int32
+
+
+class _Take(ctypes.Structure):
+    """quire_take."""
+
+    _fields_ = (*((name, _pointer) for name in ("table", "places", "token_ids")), ("count", ctypes.c_int64))
+
+
+class WholeStep(ctypes.Structure):
+    """quire_whole_step."""
+
+    _fields_ = (
+        ("copies", _pointer),
+        ("cache", ctypes.POINTER(CacheStruct)),
+        ("attention", _pointer),
+        ("model", ctypes.POINTER(LlamaStruct)),
+        ("take", _Take),
+        ("step", StepStruct),
+        ("run", LlamaRunStruct),
+        ("draw", DrawCall),
+        *((name, _int32) for name in ("num_copies", "threads", "deterministic", "reserved")),
+    )
+
+
+@dataclass(slots=True)
+class _Described:
+    """A step as the library takes it, and what must stay until it is over."""
+
+    whole: WholeStep
+    copies: npt.NDArray[np.int32]  # [C, 2]
+    token_ids: torch.Tensor | None = None
+    run: DescribedRun | None = None
+    draw: NativeDraw | None = None
+
+
+class StepTimes(NamedTuple):
+    """Seconds: between the step before and this one, in this one, and in its forward (0 unless the model counts)."""
+
+    idle_before: float
+    took: float
+    forward: float
+
+
+class QueueExecutor:
+    """Implements `StepExecutor`. While `spent` is a list, the time of each step is appended to it."""
+
+    spent: list[StepTimes] | None = None
+
+    def __init__(
+        self, model: NativeModel, attention: NativeAttention, tokens: TokenTable, failures: Failures, threads: int
+    ) -> None:
+        self._model, self._attention, self._tokens, self._failures = model, attention, tokens, failures
+        self._threads = threads
+        library = model.packed.library
+        self._call, self._queue = address_of(library.quire_run_step), StepQueue(library)
+        self._collector = SerialThread("quire-collector")
+
+    def write(self, seat: int, tokens: npt.NDArray[np.int32], generation: int) -> None:
+        """See `StepExecutor`: at once, as no unfinished step has the seat."""
+        self._tokens.write(seat, tokens)
+
+    def submit(self, step: RunnerStep) -> None:
+        """See `StepExecutor`."""
+        if self._failures.failed(step.generation):
+            self._collector.put(lambda: self._refuse(step))
+            return
+        described = self._describe(step)
+        number = self._queue.put(self._call, ctypes.addressof(described.whole))
+        self._collector.put(lambda: self._collect(number, step, described))
+
+    def close(self) -> None:
+        """See `StepExecutor`."""
+        self._collector.close()  # it waits for all that was put
+        self._queue.close()
+
+    def _describe(self, step: RunnerStep) -> _Described:
+        copies = np.array([(copy.src, copy.dst) for copy in step.copies], dtype=np.int32).reshape(-1, 2)
+        whole = WholeStep(
+            copies=copies.ctypes.data,
+            cache=ctypes.pointer(self._attention.cache),
+            attention=self._attention.plan,
+            model=ctypes.pointer(self._model.packed.struct),
+            num_copies=len(copies),
+            threads=self._threads,
+            deterministic=self._attention.deterministic,
+        )
+        inputs, work = step.work.inputs, step.work
+        if inputs is None or not len(work.staged.seats):
+            return _Described(whole, copies)
+        token_ids = torch.empty(len(inputs.take), dtype=torch.int64)
+        run = self._model.describe(token_ids, inputs.positions, inputs.keep)
+        whole.take = _Take(self._tokens.flat.data_ptr(), inputs.take.data_ptr(), token_ids.data_ptr(), len(token_ids))
+        whole.step, whole.run = step_struct(inputs.metadata), run.run
+        described = _Described(whole, copies, token_ids, run)
+        if step.sequences:
+            native = work.sampling.native
+            assert native is not None, "a batch on a CPU with the native library has been prepared for it"
+            point, table = work.point, self._tokens.tensor
+            draw = NativeDraw(native, point.positions, point.seats, table, self._threads, point.masks)
+            draw.point_at(run.logits)
+            whole.draw, described.draw = draw.call, draw
+        return described
+
+    # ------------------------------------------------------------ the collector's thread
+
+    def _refuse(self, step: RunnerStep) -> None:
+        try:
+            self._failures.refuse(step.generation)
+        except EngineFailure as failure:
+            self._failures.fail(step, failure)
+
+    def _collect(self, number: int, step: RunnerStep, described: _Described) -> None:
+        """Wait for a step and tell what it drew; its memory is let go of with `described`."""
+        status, times = self._queue.wait(number)
+        if self.spent is not None:
+            forward = sum(described.run.spent) if described.run is not None else 0.0
+            self.spent.append(StepTimes(times.idle_before, times.took, forward))
+        if self._failures.failed(step.generation):
+            self._refuse(step)
+        elif status:
+            what = f"the step has a {Refusal(status).name.lower()} that the model does not know"
+            self._failures.fail(step, EngineFailure(what))
+        else:
+            self._tell(step, described, times.took)
+
+    def _tell(self, step: RunnerStep, described: _Described, took: float) -> None:
+        draw = described.draw
+        try:
+            if described.run is not None:
+                self._model.add_up(described.run)
+            step.tell(Drawn(_NONE) if draw is None else step.work.sampling.drawn(draw), took)
+        except BaseException as error:  # whatever it is, who waits for the step must hear of it
+            log.error("step %d failed", step.number, exc_info=True)
+            self._failures.fail(step, error)
+
+
+_NONE = torch.empty(0, dtype=torch.int64)
+
+
+class QueuedRunner(ModelRunner):
+    """A runner whose steps are native calls. Raises TypeError for a model or an attention that are not."""
+
+    def _executor_of(self, parts: RunnerParts) -> QueueExecutor:
+        model, attention = parts.model, parts.attention
+        if not isinstance(model, NativeModel) or not isinstance(attention, NativeAttention):
+            raise TypeError(f"{type(model).__name__} over {type(attention).__name__} is no native call")
+        model.rotate_up_to(self._tokens.width)
+        return QueueExecutor(model, attention, self._tokens, self._failures, parts.threads)

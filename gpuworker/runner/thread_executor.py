@@ -1,0 +1,130 @@
+"""Runs steps on a Python thread that does all work on the device; what it does between two forwards is kept short.
+
+A second thread puts log-probabilities into words; on CUDA, where the first only launches kernels, it waits for all
+that they draw.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from common.errors import EngineFailure
+from gpuworker.memory.kv_cache import KvCache
+from gpuworker.memory.token_table import TokenTable
+from gpuworker.runner.executor import Failures, RunnerStep
+from gpuworker.runner.launcher import StepLauncher
+from gpuworker.sampling.sampler import Drawn, RowLogprobs
+from gpuworker.serial_thread import SerialThread
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step whose kernels are launched; what it drew is, or will be after `event`, on the host."""
+
+    step: RunnerStep
+    drawn: Drawn
+    begun: float
+    event: torch.cuda.Event | None = None
+
+
+class ThreadExecutor:
+    """Implements `StepExecutor` over a launcher. `threads` is how many compute on a CPU."""
+
+    def __init__(
+        self, launcher: StepLauncher, cache: KvCache, tokens: TokenTable, failures: Failures, threads: int
+    ) -> None:
+        self._launcher, self._cache, self._tokens, self._failures = launcher, cache, tokens, failures
+        self._thread = SerialThread("quire-runner", lambda: _computing(threads, tokens.flat.device))
+        self._collector = SerialThread("quire-collector")
+
+    def write(self, seat: int, tokens: npt.NDArray[np.int32], generation: int) -> None:
+        """See `StepExecutor`."""
+        self._thread.put(lambda: self._write(seat, tokens, generation))
+
+    def submit(self, step: RunnerStep) -> None:
+        """See `StepExecutor`."""
+        self._thread.put(lambda: self._run(step))
+
+    def close(self) -> None:
+        """See `StepExecutor`."""
+        self._thread.close()
+        self._collector.close()
+
+    def _write(self, seat: int, tokens: npt.NDArray[np.int32], generation: int) -> None:
+        try:
+            self._tokens.write(seat, tokens)
+        except RuntimeError as error:  # of the device: the steps behind it start from tokens that are not there
+            self._failures.note(generation, error)
+
+    def _run(self, step: RunnerStep) -> None:
+        """Run a step, and say what it drew at once or have the collector say it."""
+        try:
+            launched = self._launch(step)
+            if launched.event is None and launched.drawn.logprobs is None:
+                step.tell(launched.drawn, time.perf_counter() - launched.begun)
+            else:
+                self._collector.put(lambda: self._collect(launched))
+        except EngineFailure as failure:
+            self._failures.fail(step, failure)
+        except BaseException as error:  # whatever it is, who waits for the step must hear of it
+            log.error("step %d failed", step.number, exc_info=True)
+            self._failures.fail(step, error)
+
+    def _launch(self, step: RunnerStep) -> _Launched:
+        """Copy blocks and have the step computed."""
+        self._failures.refuse(step.generation)
+        begun = time.perf_counter()
+        if step.copies:
+            self._cache.copy_blocks(step.copies)
+        if not len(step.work.staged.seats):
+            return _Launched(step, Drawn(torch.empty(0, dtype=torch.int64)), begun)
+        return _to_host(step, self._launcher.launch(step.work), begun)
+
+    def _collect(self, launched: _Launched) -> None:
+        """Wait for what a step drew and say it; on the collector's thread."""
+        step = launched.step
+        try:
+            if launched.event is not None:
+                launched.event.synchronize()
+            step.tell(launched.drawn, time.perf_counter() - launched.begun)
+        except BaseException as error:  # as above
+            log.error("step %d failed", step.number, exc_info=True)
+            self._failures.fail(step, error)
+
+
+@contextmanager
+def _computing(threads: int, device: torch.device) -> Iterator[None]:
+    """Be a thread that computes. Matrix products obey the number of threads that their own thread has set."""
+    torch.set_num_threads(threads)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    with torch.inference_mode():
+        yield
+
+
+def _to_host(step: RunnerStep, drawn: Drawn, begun: float) -> _Launched:
+    """Start moving what was drawn to the host, behind the kernels that draw it."""
+    if drawn.tokens.device.type == "cpu":
+        return _Launched(step, drawn, begun)
+    found = drawn.logprobs
+    moved = Drawn(
+        _pinned(drawn.tokens),
+        found and RowLogprobs(found.rows, _pinned(found.drawn), _pinned(found.top_ids), _pinned(found.top)),
+    )
+    event = torch.cuda.Event()
+    event.record()
+    return _Launched(step, moved, begun, event)
+
+
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)

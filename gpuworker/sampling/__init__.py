@@ -1,0 +1,1 @@
+"""Samples the next token of each row from its logits."""

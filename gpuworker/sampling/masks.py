@@ -1,0 +1,73 @@
+"""Which tokens the constrained rows of one step may draw: filled by the mask thread, read by who draws."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from common.types import SequenceId
+from gpuworker.core.stopping import Ending
+from gpuworker.sampling.native_sampler import open_masks
+
+if TYPE_CHECKING:
+    from gpuworker.structured.mask_thread import MaskKeeper
+
+_WORD = 32  # tokens in a word of a mask
+
+
+class StepMasks:
+    """The masks of C of the S rows of a step that sample; `rows` [C] says which, `positions` [C] of which tokens.
+
+    Memory is that of the native library's quire_masks. `bits` [C, ceil(vocab / 32)]: bit i of word w allows token
+    32 w + i. Nobody reads `bits` or `ended` before the masks are open.
+    """
+
+    def __init__(
+        self,
+        keeper: MaskKeeper,
+        sequences: Sequence[SequenceId],
+        rows: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        sampling: int,
+        vocab_size: int,
+    ) -> None:
+        self._keeper = keeper
+        self.sequences, self.rows, self.positions = tuple(sequences), rows.tolist(), positions.tolist()
+        self.bits = np.empty((len(rows), -(-vocab_size // _WORD)), dtype=np.uint32)
+        self.of = np.full(sampling, -1, dtype=np.int32)  # [S]
+        self.of[rows] = np.arange(len(rows), dtype=np.int32)
+        self.ready, self.waited = np.zeros(1, dtype=np.uint32), np.zeros(1)
+        self.ended: dict[SequenceId, Ending] = {}
+        """Those whose output had come to its end before this step; what they draw in it is nothing."""
+        self._open = threading.Event()
+
+    # ------------------------------------------------------------ the mask thread
+
+    def open(self) -> None:
+        """Let the draw go on."""
+        open_masks(self.ready)
+        self._open.set()
+
+    # ------------------------------------------------------------ who draws
+
+    def wait(self) -> None:
+        """Wait for the masks, where the native library does not do it."""
+        if not self._open.is_set():
+            began = time.perf_counter()
+            self._open.wait()
+            self.waited[0] = time.perf_counter() - began
+
+    # ------------------------------------------------------------ who tells what a step drew
+
+    def drew(self, tokens: Sequence[int]) -> None:
+        """Hand on what the S rows have drawn, before the engine hears of it."""
+        self._keeper.drew(self, [tokens[row] for row in self.rows])
+
+    def failed(self) -> None:
+        """Say that the step drew nothing, before the engine hears of it."""
+        self._keeper.failed(self)

@@ -1,0 +1,155 @@
+"""Draws tokens by the native library: by the rules of `gpuworker.sampling.sampler`, some rows at once on each of its threads.
+
+Both draw the same token of the same logits, but for numbers on the border of two: their sums are rounded otherwise.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gpuworker.native.library import best
+
+if TYPE_CHECKING:
+    from gpuworker.sampling.masks import StepMasks
+    from gpuworker.sampling.sampler import SampledRow
+
+ROW = np.dtype(  # quire_draw_row
+    [
+        ("seed", np.uint64),
+        *((name, np.float32) for name in ("temperature", "top_p", "min_p", "repetition", "frequency", "presence")),
+        *((name, np.int32) for name in ("top_k", "logprobs", "prompt_tokens", "bias_begin", "bias_end")),
+        *((name, np.int32) for name in ("ends_begin", "ends_end", "ends_from")),
+    ],
+    align=True,
+)
+_MOST = 2**31 - 1
+
+
+class MaskCall(ctypes.Structure):
+    """quire_masks."""
+
+    _fields_ = (*((name, ctypes.c_void_p) for name in ("bits", "of", "ready", "waited")), ("words", ctypes.c_int64))
+
+
+class DrawCall(ctypes.Structure):
+    """quire_draw."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("rows", "bias_ids", "bias_values", "end_ids", "logits")),
+        ("logits_stride", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("table", "first", "positions", "tokens", "logprobs", "top_ids", "top")),
+        ("masks", ctypes.POINTER(MaskCall)),
+        *((name, ctypes.c_int32) for name in ("count", "vocab", "top_count", "threads")),
+    )
+
+
+class NativeRows:
+    """The parameters of S rows as the library takes them."""
+
+    def __init__(self, rows: Sequence[SampledRow], vocab_size: int, library: ctypes.CDLL) -> None:
+        self.count, self.vocab_size, self.library = len(rows), vocab_size, library
+        self.top_count = min(vocab_size, max([0, *(row.params.logprobs or 0 for row in rows)]))
+        biases = [[(i, v) for i, v in row.params.logit_bias if 0 <= i < vocab_size] for row in rows]
+        ends = [[i for i in row.early_ends if 0 <= i < vocab_size] for row in rows]
+        self.bias_ids = np.array([i for each in biases for i, _ in each], dtype=np.int32)
+        self.bias_values = np.array([v for each in biases for _, v in each], dtype=np.float32)
+        self.end_ids = np.array([i for each in ends for i in each], dtype=np.int32)
+        self.rows = np.zeros(self.count, dtype=ROW)
+        for row, into in zip(rows, self.rows, strict=True):
+            _describe(row, into)
+        for name, counts in (("bias", list(map(len, biases))), ("ends", list(map(len, ends)))):
+            ranges = np.cumsum([0, *counts])
+            self.rows[f"{name}_begin"], self.rows[f"{name}_end"] = ranges[:-1], ranges[1:]
+
+
+def _describe(row: SampledRow, into: np.void) -> None:
+    p = row.params
+    into["seed"] = p.seed & 0xFFFFFFFFFFFFFFFF
+    into["temperature"] = 0.0 if row.greedy else p.temperature
+    into["top_p"], into["min_p"], into["top_k"] = p.top_p, p.min_p, min(p.top_k, _MOST)
+    into["repetition"], into["frequency"] = p.repetition_penalty, p.frequency_penalty
+    into["presence"] = p.presence_penalty
+    into["logprobs"] = -1 if p.logprobs is None else p.logprobs
+    into["prompt_tokens"] = row.prompt_tokens
+    into["ends_from"] = row.prompt_tokens + p.min_tokens
+
+
+class NativeDraw:
+    """One draw of the rows: what it reads and where it puts what it draws. All memory stays while this object does."""
+
+    def __init__(
+        self,
+        rows: NativeRows,
+        positions: npt.NDArray[np.int64],
+        seats: npt.NDArray[np.int32],
+        table: torch.Tensor,
+        threads: int,
+        masks: StepMasks | None = None,
+    ) -> None:
+        count, top_count = rows.count, rows.top_count
+        self.tokens = np.empty(count, dtype=np.int64)
+        self.logprobs = np.empty(count, dtype=np.float32)
+        self.top_ids = np.zeros((count, top_count), dtype=np.int32)
+        self.top = np.zeros((count, top_count), dtype=np.float32)
+        first = seats.astype(np.int64) * table.shape[1]
+        self._kept = (rows, positions, first, table, masks)
+        self._run = rows.library.quire_draw_tokens
+        self.call = DrawCall(
+            rows=_pointer(rows.rows),
+            bias_ids=_pointer(rows.bias_ids),
+            bias_values=_pointer(rows.bias_values),
+            end_ids=_pointer(rows.end_ids),
+            table=table.data_ptr(),
+            first=_pointer(first),
+            positions=_pointer(positions),
+            tokens=_pointer(self.tokens),
+            logprobs=_pointer(self.logprobs),
+            top_ids=_pointer(self.top_ids),
+            top=_pointer(self.top),
+            count=count,
+            vocab=rows.vocab_size,
+            top_count=top_count,
+            threads=threads,
+        )
+        if masks is not None:
+            self.call.masks = ctypes.pointer(_describe_masks(masks))
+
+    def point_at(self, logits: torch.Tensor) -> None:
+        """Draw from these logits, when the call is made."""
+        self.call.logits, self.call.logits_stride = logits.data_ptr(), logits.stride(0)
+
+    def run(self, logits: torch.Tensor) -> None:
+        """Draw, and write the tokens into the table; logits [S, vocab] float32 are overwritten."""
+        self.point_at(logits)
+        self._run(ctypes.byref(self.call))
+
+
+def native_rows(rows: Sequence[SampledRow], vocab_size: int) -> NativeRows | None:
+    """Return the rows for the library; None where it was not built."""
+    library = best()
+    return None if library is None else NativeRows(rows, vocab_size, library)
+
+
+def open_masks(ready: npt.NDArray[np.uint32]) -> None:
+    """Let a native draw go on that waits for `ready` [1], or will."""
+    library = best()
+    if library is None:
+        ready[0] = 1
+    else:
+        library.quire_masks_open(ctypes.c_void_p(_pointer(ready)))
+
+
+def _describe_masks(masks: StepMasks) -> MaskCall:
+    addresses = (each.ctypes.data for each in (masks.bits, masks.of, masks.ready, masks.waited))
+    return MaskCall(*addresses, masks.bits.shape[1])
+
+
+def _pointer(array: npt.NDArray[np.generic]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address

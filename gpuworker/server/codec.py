@@ -1,0 +1,122 @@
+"""From the router's messages to what the engine takes, and the worker's own state back into messages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from common.errors import FieldViolation, InvalidRequest
+from common.packing import unpack_hashes, unpack_u32
+from common.sampling_wire import sampling_from_proto
+from common.types import Constraint, ConstraintKind, SamplingParams, SequenceId
+from gpuworker.core.sequence import NewSequence
+from gpuworker.core.stopping import StopRule
+from gpuworker.engine.ports import EngineLoad, EngineRequest
+from quire.gpuworker.v1 import gpuworker_pb2 as pb
+
+LINK_BYTES = 32
+_MASK = (1 << 64) - 1
+
+
+def fold_seed(seed: int, index: int) -> int:
+    """Return the seed of sequence `index` of a request: the request's own for 0, else splitmix64 of both.
+
+    Draws depend on (seed, position) only; sequences of one request must not draw alike. Constants: Steele, Lea and
+    Flood (2014).
+    """
+    if index == 0:
+        return seed & _MASK
+    z = (seed + index * 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
+
+def sampling_params(message: pb.Submit) -> SamplingParams:
+    """Return the sampling of one sequence; the router has filled in every default."""
+    sampling = sampling_from_proto(message.sampling)
+    return replace(sampling, seed=fold_seed(sampling.seed, message.index), constraint=constraint_of(message))
+
+
+def constraint_of(message: pb.Submit) -> Constraint | None:
+    """Return what the output of a sequence must match, if anything."""
+    kind = message.WhichOneof("constraint")
+    return None if kind is None else Constraint(ConstraintKind(kind), getattr(message, kind))
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitLimits:
+    """What a worker's model and cache take: tokens of a sequence, token ids below `vocab_size`, slots in a block."""
+
+    max_model_len: int
+    vocab_size: int
+    block_size: int
+
+    def check(self, new: NewSequence) -> None:
+        """Raise InvalidRequest for what would end the engine or a step, and with it every sequence of the worker."""
+        if max(new.tokens) >= self.vocab_size:
+            what = f"token id {max(new.tokens)}; expected 0 to {self.vocab_size - 1}"
+            raise InvalidRequest(FieldViolation("prompt_token_ids", what))
+        blocks = len(new.tokens) // self.block_size
+        if not new.no_cache and len(new.chain) != blocks:
+            what = f"{len(new.chain)} hashes for {len(new.tokens)} tokens; expected {blocks}, one for each full block"
+            raise InvalidRequest(FieldViolation("chain", what))
+
+
+def engine_request(
+    message: pb.Submit, sequence: SequenceId, fork_of: SequenceId | None, max_model_len: int, traceparent: str
+) -> EngineRequest:
+    """Return the engine's form of a submit. Raises InvalidRequest when its parts contradict each other,
+    ProtocolViolation when they are not what they are packed as.
+    """
+    tokens = unpack_u32(message.prompt_token_ids)
+    before = message.output_tokens_before
+    if not 0 < len(tokens) < max_model_len or before >= len(tokens):
+        what = f"{len(tokens)} tokens, {before} of them output; expected 1 to {max_model_len - 1}, and a prompt"
+        raise InvalidRequest(FieldViolation("prompt_token_ids", what))
+    if message.sampling.max_tokens <= before:
+        what = f"{message.sampling.max_tokens}, of which {before} were drawn before; expected more than that"
+        raise InvalidRequest(FieldViolation("sampling.max_tokens", what))
+    if not message.no_cache and len(message.chain_tail) != LINK_BYTES:
+        what = f"{len(message.chain_tail)} bytes; expected {LINK_BYTES}"
+        raise InvalidRequest(FieldViolation("chain_tail", what))
+    sampling = sampling_params(message)
+    prompt_tokens = len(tokens) - before
+    stop = StopRule(
+        max_tokens=sampling.max_tokens - before,
+        min_tokens=max(0, sampling.min_tokens - before),
+        eos_ids=frozenset(message.eos_token_ids),
+        stop_token_ids=frozenset(sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos and sampling.constraint is None,  # a constraint lets a text end in its own time
+    )
+    new = NewSequence(
+        sequence=sequence,
+        request_id=message.request_id,
+        tokens=tuple(tokens),
+        chain=() if message.no_cache else unpack_hashes(message.chain),
+        chain_tail=message.chain_tail,
+        max_len=min(max_model_len, prompt_tokens + sampling.max_tokens),
+        stop=stop,
+        priority=message.priority,
+        fork_of=fork_of,
+        no_cache=message.no_cache,
+        traceparent=traceparent,
+    )
+    return EngineRequest(new, sampling, prompt_tokens, traced=bool(traceparent))
+
+
+def load_message(load: EngineLoad, draining: bool) -> pb.Load:
+    """Return what heartbeats carry."""
+    return pb.Load(
+        running=load.running,
+        waiting=load.waiting,
+        num_blocks=load.num_blocks,
+        unheld_blocks=load.unheld_blocks,
+        pending_prefill_tokens=load.pending_prefill_tokens,
+        decode_step_seconds=load.decode_step_seconds,
+        prefill_seconds_per_token=load.prefill_seconds_per_token,
+        step_age_seconds=load.step_age_seconds,
+        step_predicted_seconds=load.step_predicted_seconds,
+        steps=load.steps,
+        manager_attached=load.manager_attached,
+        draining=draining,
+    )

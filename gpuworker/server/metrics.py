@@ -1,0 +1,91 @@
+"""Prometheus metrics of a worker, under vLLM's names with the prefix `quire:`; read from the engine when scraped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from gpuworker.engine.ports import EngineLoad, MaskLateness
+from gpuworker.engine.step_rates import STEP_BOUNDS, StepTimes
+
+_ROUND_TRIP_BUCKETS_S: Final = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+
+_GAUGES: tuple[tuple[str, str, Callable[[EngineLoad], float]], ...] = (
+    ("quire:num_requests_running", "Sequences that take part in steps.", lambda load: load.running),
+    ("quire:num_requests_waiting", "Sequences that wait for blocks.", lambda load: load.waiting),
+    ("quire:num_blocks", "Size of the KV pool in blocks.", lambda load: load.num_blocks),
+    (
+        "quire:kv_cache_usage_perc",
+        "Share of the blocks that sequences or the lease pool hold, 0 to 1.",
+        lambda load: 1 - load.unheld_blocks / load.num_blocks if load.num_blocks else 0.0,
+    ),
+    (
+        "quire:pending_prefill_tokens",
+        "Known tokens that are not computed yet.",
+        lambda load: load.pending_prefill_tokens,
+    ),
+    ("quire:decode_step_seconds", "Learnt time of a step without prefill.", lambda load: load.decode_step_seconds),
+    (
+        "quire:prefill_seconds_per_token",
+        "Learnt time of a prefilled token.",
+        lambda load: load.prefill_seconds_per_token,
+    ),
+    ("quire:step_age_seconds", "Age of the running step; 0 when idle.", lambda load: load.step_age_seconds),
+    ("quire:manager_attached", "1 while a session with the KV manager is open.", lambda load: load.manager_attached),
+)
+
+
+def lease_round_trips(registry: CollectorRegistry) -> Callable[[float], None]:
+    """Register the histogram of round trips to the KV manager, and return what takes one, in seconds."""
+    return Histogram(
+        "quire:lease_round_trip_seconds",
+        "Seconds from a report to the KV manager until the grants that answer it are here.",
+        buckets=_ROUND_TRIP_BUCKETS_S,
+        registry=registry,
+    ).observe
+
+
+class EngineCollector:
+    """Makes metrics from a snapshot of the engine at each scrape."""
+
+    def __init__(self, load: Callable[[], EngineLoad], registry: CollectorRegistry) -> None:
+        self._load = load
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric."""
+        load = self._load()
+        for name, text, value in _GAUGES:
+            yield GaugeMetricFamily(name, text, value=float(value(load)))
+        yield CounterMetricFamily("quire:engine_steps", "Completed steps.", value=load.steps)
+        yield CounterMetricFamily("quire:engine_tokens_drawn", "Output tokens drawn.", value=load.tokens_drawn)
+        yield CounterMetricFamily("quire:engine_tokens_scheduled", "Positions computed.", value=load.tokens_scheduled)
+        steps = HistogramMetricFamily("quire:step_seconds", "Time of a step, by what was in it.", labels=("kind",))
+        for kind, times in (("decode", load.decode_times), ("mixed", load.mixed_times)):
+            steps.add_metric((kind,), _buckets(times), sum_value=times.seconds)
+        yield steps
+
+
+class MaskCollector:
+    """Makes metrics of constrained steps at each scrape."""
+
+    def __init__(self, lateness: Callable[[], MaskLateness], registry: CollectorRegistry) -> None:
+        self._lateness = lateness
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric."""
+        steps, late, seconds = self._lateness()
+        yield CounterMetricFamily("quire:constrained_steps", "Steps with constrained sequences.", value=steps)
+        yield CounterMetricFamily("quire:late_mask_steps", "Those of them whose draw waited for masks.", value=late)
+        yield CounterMetricFamily("quire:late_mask_seconds", "For how long they waited, in all.", value=seconds)
+
+
+def _buckets(times: StepTimes) -> list[tuple[str, float]]:
+    """Return (upper bound, steps up to it), as Prometheus wants them."""
+    bounds = (*map(str, STEP_BOUNDS), "+Inf")
+    return list(zip(bounds, accumulate(times.counts), strict=True))

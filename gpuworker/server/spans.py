@@ -1,0 +1,96 @@
+"""The spans of one traced sequence at the worker: reserve, prefill chunks, decode; made on the I/O loop.
+
+The engine's thread never touches a tracer: it hands over wall-clock times, and spans are started and ended with those.
+"""
+
+from __future__ import annotations
+
+from opentelemetry import trace
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
+
+from common.lease import Admit
+from common.telemetry import context_from, traceparent_of
+from common.types import FinishReason
+from gpuworker.engine.ports import Chunk, SequenceFinished
+
+_FAILED = {FinishReason.CANCELLED: "cancelled", FinishReason.DEADLINE: "deadline exceeded", FinishReason.ERROR: "error"}
+
+
+class SequenceSpans:
+    """Follows one sequence from its submission to its end."""
+
+    def __init__(self, tracer: Tracer, traceparent: str, attributes: dict[str, str | int]) -> None:
+        self._tracer = tracer
+        self._root = tracer.start_span(
+            "sequence", context=context_from(traceparent), kind=SpanKind.CONSUMER, attributes=attributes
+        )
+        self._context = trace.set_span_in_context(self._root)
+        self._reserve: Span | None = tracer.start_span("reserve", context=self._context)
+        self._decode_begin, self._decode_end, self._decode_steps = 0, 0, 0
+
+    @property
+    def reserve_traceparent(self) -> str:
+        """What the KV manager hangs its own span under."""
+        return traceparent_of(trace.set_span_in_context(self._reserve)) if self._reserve is not None else ""
+
+    def admitted(self, admit: Admit) -> None:
+        """End the wait for blocks."""
+        if self._reserve is None:
+            self._root.add_event("admitted again", {"quire.cached_tokens": admit.cached_tokens})
+            return
+        self._reserve.set_attributes(
+            {
+                "quire.cached_tokens": admit.cached_tokens,
+                "quire.miss_reason": str(admit.miss_reason),
+                "quire.blocks": len(admit.row),
+                "quire.shared_blocks": admit.n_shared,
+                "quire.decision_id": admit.decision_id,
+            }
+        )
+        self._reserve.end()
+        self._reserve = None
+
+    def preempted(self) -> None:
+        """Note that the sequence lost its blocks."""
+        self._root.add_event("preempted")
+
+    def chunk(self, chunk: Chunk) -> None:
+        """Take in the sequence's part of a step: a prefill chunk is a span, decode steps are counted into one."""
+        if chunk.decode:
+            self._decode_begin = self._decode_begin or chunk.begin_ns
+            self._decode_end = chunk.end_ns
+            self._decode_steps += 1
+            return
+        attributes = {"quire.start": chunk.start, "quire.scheduled_tokens": chunk.length}
+        span = self._tracer.start_span(
+            "prefill chunk", context=self._context, start_time=chunk.begin_ns, attributes=attributes
+        )
+        span.end(chunk.end_ns)
+
+    def finished(self, end: SequenceFinished) -> None:
+        """End every open span, with the right status for a sequence that was cancelled, expired or failed."""
+        if end.reason in _FAILED:
+            self._fail(end.message or _FAILED[end.reason])
+        if self._reserve is not None:
+            self._reserve.end()
+        if self._decode_begin:
+            attributes = {"quire.steps": self._decode_steps, "quire.output_tokens": end.usage.output_tokens}
+            span = self._tracer.start_span(
+                "decode", context=self._context, start_time=self._decode_begin, attributes=attributes
+            )
+            span.end(self._decode_end)
+        self._root.set_attribute("quire.finish_reason", str(end.reason))
+        self._root.end()
+
+    def refused(self, message: str) -> None:
+        """End every span of a sequence that the engine never got."""
+        self._fail(message)
+        if self._reserve is not None:
+            self._reserve.end()
+        self._root.end()
+
+    def _fail(self, message: str) -> None:
+        """Give an error to the sequence, and to the wait for blocks if it is what did not end well."""
+        for span in (self._root, self._reserve):
+            if span is not None:
+                span.set_status(Status(StatusCode.ERROR, message))

@@ -1,0 +1,80 @@
+"""Puts together a data plane without a model, from the configuration of a checkpoint alone; no torch, no weights.
+
+Such a worker speaks for the same checkpoint as a real one, so that router and KV manager need not know of it, but under
+an arithmetic of its own: the two are never in one pool, and share no entry of the prefix index.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from common.errors import FieldViolation, InvalidConfig
+from common.hub import checkpoint_directory
+from common.types import KvGeometry
+from gpuworker.config import GpuWorkerSettings
+from gpuworker.memory.byte_plan import GIB, Ledger, bytes_per_block
+from gpuworker.plane.checkpoint_facts import CheckpointFacts, eos_token_ids
+from gpuworker.plane.data_plane import DataPlane, Facts, pool_identity
+from gpuworker.simulated.costs import SimulatedTokens, parse_costs, readable_ids
+from gpuworker.simulated.runner import SimulatedRunner
+
+ARITHMETIC: Final = "simulated"
+_KV_BYTES: Final = GIB  # that of a CPU's pool, where no option says how large it is
+_MAX_NUM_SEQS: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedPlane(DataPlane):
+    """A data plane that takes no memory."""
+
+    def start_lines(self) -> list[str]:
+        """See `DataPlane`."""
+        memory = self.memory
+        blocks = f"{memory.num_blocks} blocks of {memory.block_size} slots, as if kept in {memory.kv_dtype}"
+        return [f"simulated steps, {self.settings.simulate}: no weights, no K/V; {blocks}"]
+
+
+def assemble(settings: GpuWorkerSettings) -> SimulatedPlane:
+    """Return the plane. Raises InvalidConfig when config.json is missing or lacks a number, or nothing fits."""
+    assert settings.simulate is not None
+    directory = checkpoint_directory(settings.model, weights=False)
+    checkpoint, eos = CheckpointFacts(directory), eos_token_ids(directory)
+    geometry = checkpoint.kv_geometry(settings.dtype, settings.kv_cache_dtype)
+    max_num_seqs = settings.max_num_seqs or _MAX_NUM_SEQS
+    identity = pool_identity(settings, directory, geometry, ARITHMETIC)
+    runner = SimulatedRunner(parse_costs(settings.simulate), simulated_tokens(directory))
+    facts = Facts(checkpoint.vocab_size, eos, geometry.dtype, "none", "without a device", "simulated steps")
+    ledger = _ledger(settings, geometry, checkpoint.context, max_num_seqs)
+    return SimulatedPlane(settings, identity, ledger, runner, max_num_seqs, facts)
+
+
+def simulated_tokens(directory: Path) -> SimulatedTokens:
+    """Return what simulated workers of a checkpoint draw; whoever wants to check it makes the same."""
+    return SimulatedTokens(readable_ids(directory, CheckpointFacts(directory).vocab_size, eos_token_ids(directory)))
+
+
+def _ledger(settings: GpuWorkerSettings, geometry: KvGeometry, context: int, max_num_seqs: int) -> Ledger:
+    """Return a ledger of as many blocks as the options ask for, or as fit in 1 GiB; they take nothing."""
+    size = settings.block_size
+    num_blocks = settings.kv_blocks or (settings.kv_memory or _KV_BYTES) // bytes_per_block(geometry, size)
+    longest = min(settings.max_model_len or context, context)
+    if num_blocks * size < (settings.max_model_len or 1):
+        what = f"{num_blocks} blocks of {size} slots do not hold one sequence; give more with --kv-blocks"
+        raise InvalidConfig(FieldViolation("--max-model-len", what))
+    return Ledger(
+        device="none",
+        total=0,
+        free=0,
+        weights=0,
+        activations=0,
+        token_table=0,
+        block_bytes=0,
+        num_blocks=num_blocks,
+        block_size=size,
+        kv_dtype=geometry.dtype,
+        model_limit=context,
+        max_model_len=min(longest, num_blocks * size),
+        max_num_seqs=max_num_seqs,
+    )

@@ -1,0 +1,76 @@
+"""A step runner without a model: a step takes the time of a cost model, and draws tokens that are known beforehand."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+from common.types import SamplingParams, SequenceId, TokenLogprobs
+from gpuworker.core.batch_plan import StepPlan, StepResult
+from gpuworker.engine.step_rates import prefill_tokens
+from gpuworker.serial_thread import SerialThread
+from gpuworker.simulated.costs import SimulatedTokens, StepCosts
+
+
+class SimulatedRunner:
+    """Implements `StepRunner`. A step begins when the one before it is over, as on a device; a thread sleeps its time.
+
+    What waking up late costs is not added up: the next step is due when it would have been. `held`: seconds of a step
+    that hold the GIL, as Python code beside kernels would. Log-probabilities that are asked for are 0: one token is
+    sure.
+    """
+
+    def __init__(self, costs: StepCosts, tokens: SimulatedTokens, held: float = 0.0) -> None:
+        self._costs, self._tokens, self._held = costs, tokens, held
+        self._phases: dict[SequenceId, int] = {}
+        self._telling: set[SequenceId] = set()  # those that want log-probabilities
+        self._due = 0.0
+        self._thread = SerialThread("simulated-step")
+
+    def add(self, sequence: SequenceId, tokens: Sequence[int], sampling: SamplingParams, prompt_tokens: int) -> None:
+        """See `StepRunner`."""
+        self._phases[sequence] = self._tokens.phase(sampling.seed)
+        if sampling.logprobs is not None:
+            self._telling.add(sequence)
+
+    def remove(self, sequence: SequenceId) -> None:
+        """See `StepRunner`."""
+        del self._phases[sequence]
+        self._telling.discard(sequence)
+
+    def submit(self, plan: StepPlan) -> Future[StepResult]:
+        """See `StepRunner`."""
+        future: Future[StepResult] = Future()
+        future.set_running_or_notify_cancel()
+        drawn = self._draw(plan)
+        logprobs = {each: (_sure(drawn[each][0]),) for each in self._telling & drawn.keys()} if self._telling else {}
+        result = StepResult(plan.step, drawn, logprobs, self._costs.of(len(drawn), prefill_tokens(plan)))
+        submitted = time.perf_counter()
+        self._thread.put(lambda: self._run(result, submitted, future))
+        return future
+
+    def close(self) -> None:
+        """See `StepRunner`."""
+        self._thread.close()
+
+    def _draw(self, plan: StepPlan) -> dict[SequenceId, tuple[int, ...]]:
+        phases, drawn, count = self._phases, self._tokens.drawn, self._tokens.count
+        return {
+            sequence: drawn[(phases[sequence] + start + length) % count]
+            for sequence, start, length, _, samples in plan.rows
+            if samples
+        }
+
+    def _run(self, result: StepResult, submitted: float, future: Future[StepResult]) -> None:
+        began = max(submitted, self._due)
+        self._due = began + result.seconds
+        hold_until = time.perf_counter() + self._held
+        while time.perf_counter() < hold_until:
+            pass  # a loop of bytecode keeps the GIL unless another thread has asked for it for 5 ms
+        time.sleep(max(0.0, self._due - time.perf_counter()))
+        future.set_result(result)
+
+
+def _sure(token: int) -> TokenLogprobs:
+    return TokenLogprobs(token, 0.0, ((token, 0.0),))

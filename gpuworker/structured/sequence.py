@@ -1,0 +1,85 @@
+"""One sequence under a constraint: how far its output has come in the grammar, and what may follow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from common.types import FinishReason
+from gpuworker.core.stopping import Ending
+from gpuworker.sampling.sampler import SampledRow
+from gpuworker.structured.grammars import Grammar, complaint
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+COMPLETE = Ending(FinishReason.STOP)
+_Bits = npt.NDArray[np.uint32]
+
+
+class Constrained:
+    """Follows one sequence; used by the mask thread only.
+
+    `position` is that of the next token, `ending` why there is to be none: the output is complete, or cannot be
+    followed any further. The grammar decides on the end. Nothing comes after a complete output, ignore_eos or not; and
+    before min_tokens, a token that would end the sequence is allowed only where the grammar demands it.
+    """
+
+    def __init__(self, grammar: Grammar, row: SampledRow, output: Sequence[int]) -> None:
+        self.matcher: LLMatcher = grammar.matcher()
+        self.ending: Ending | None = None
+        self.position = self._begins_at = row.prompt_tokens
+        self._grammar, self._ends_from = grammar, row.prompt_tokens + row.params.min_tokens
+        self._stops = row.params.stop_token_ids
+        for token in output:
+            self.consume(token)
+
+    def consume(self, token: int) -> None:
+        """Take in the token at `position`."""
+        if self.ending is None:
+            if not self.matcher.consume_token(token):
+                self.ending = self._failed()
+            elif self.matcher.is_stopped():
+                self.ending = COMPLETE
+        self.position += 1
+
+    def settle(self, bits: _Bits) -> None:
+        """Turn what llguidance allows, [words], into what may be drawn; where that is nothing, say so in `ending`."""
+        if self.matcher.is_error():
+            self.ending = self._failed()
+            return
+        ends = _forbid(bits, self._grammar.eos_ids)
+        if not bits.any():
+            self.ending = COMPLETE if ends else self._broken("nothing is allowed")
+        elif self.position < self._ends_from:
+            stops = _forbid(bits, self._stops)
+            if not bits.any():
+                _allow(bits, stops)
+        elif self._grammar.ends_by_token:
+            _allow(bits, ends)
+
+    def _failed(self) -> Ending:
+        why = complaint(self.matcher)
+        self._grammar.worn |= why.startswith("lexer error")
+        return self._broken(why)
+
+    def _broken(self, why: str) -> Ending:
+        where = f"after {self.position - self._begins_at} tokens"
+        return Ending(FinishReason.ERROR, message=f"the constraint cannot be followed {where}: {why}")
+
+
+def _forbid(bits: _Bits, tokens: Sequence[int]) -> list[int]:
+    """Take tokens out; return those that were in."""
+    known = 32 * len(bits)
+    found = [token for token in tokens if 0 <= token < known and int(bits[token >> 5]) >> (token & 31) & 1]
+    for token in found:
+        bits[token >> 5] ^= np.uint32(1 << (token & 31))
+    return found
+
+
+def _allow(bits: _Bits, tokens: Sequence[int]) -> None:
+    for token in tokens:
+        bits[token >> 5] |= np.uint32(1 << (token & 31))
