@@ -29,34 +29,34 @@ from common.types import PoolIdentity
 from quire.decision.v1 import decision_pb2_grpc
 from quire.inference.v1 import inference_pb2_grpc
 from quire.kserve.v2 import kserve_pb2_grpc
-from router.checkpoint import Checkpoint, read_checkpoint
 from router.config import RouterSettings
-from router.constraints import ConstraintChecker
+from router.constraints.checker import ConstraintChecker
 from router.core.admission import Admission, AdmissionLimits
 from router.core.identity import UNKNOWN_ARITHMETIC, UNKNOWN_GEOMETRY
 from router.core.routing import Router
-from router.decision_servicer import DecisionServicer
-from router.discovery import Discovery
-from router.dispatcher import Dispatcher
-from router.frontend import RouterFrontend
-from router.http import HttpParts, create_app
-from router.http_server import HttpServer, serve_http
-from router.kserve_servicer import SERVICE as KSERVE
-from router.kserve_servicer import KserveServicer
-from router.metrics import RouterMetrics
-from router.otlp_receiver import add_otlp_receiver
+from router.grpc_api.decision_servicer import DecisionServicer
+from router.grpc_api.servicer import InferenceServicer
+from router.kserve.servicer import SERVICE as KSERVE
+from router.kserve.servicer import KserveServicer
+from router.observe.metrics import RouterMetrics
+from router.observe.otlp_receiver import add_otlp_receiver
+from router.observe.recorder import Recorder
+from router.observe.siblings import Siblings
+from router.observe.status import RouterStatus
+from router.observe.trace_store import StoreExporter, TraceStore
+from router.openai.app import HttpParts, create_app
+from router.openai.server import HttpServer, serve_http
 from router.ports import ModelCard, PrefixIndex
-from router.readiness import Readiness
-from router.recorder import Recorder
-from router.redis_prefix_index import LOOKUP_SECONDS, NoPrefixIndex, RedisPrefixIndex, connect
-from router.servicer import InferenceServicer
-from router.siblings import Siblings
-from router.status import RouterStatus
-from router.text import CheckpointText
-from router.trace_store import StoreExporter, TraceStore
-from router.validate import Validator
-from router.worker_client import RouterIdentity
-from router.worker_pool import WorkerPool
+from router.requests.dispatcher import Dispatcher
+from router.requests.frontend import RouterFrontend
+from router.requests.redis_prefix_index import LOOKUP_SECONDS, NoPrefixIndex, RedisPrefixIndex, connect
+from router.requests.validate import Validator
+from router.text.assembler import CheckpointText
+from router.text.checkpoint import Checkpoint, read_checkpoint
+from router.workers.client import RouterIdentity
+from router.workers.discovery import Discovery
+from router.workers.pool import WorkerPool
+from router.workers.readiness import Readiness
 
 log = logging.getLogger(__name__)
 

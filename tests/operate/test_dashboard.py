@@ -36,7 +36,7 @@ def test_every_data_source_that_is_named_is_provisioned() -> None:
 def test_a_time_leads_to_its_trace() -> None:
     (destination,) = data_sources()["prometheus"]["jsonData"]["exemplarTraceIdDestinations"]
     assert data_sources()[destination["datasourceUid"]]["type"] == "jaeger"
-    assert destination["name"] == "trace_id"  # the label that router/metrics.py gives its exemplars
+    assert destination["name"] == "trace_id"  # the label that router/observe/metrics.py gives its exemplars
     with_traces = [panel["title"] for panel in panels() if any(each.get("exemplar") for each in panel["targets"])]
     assert with_traces == ["Time to first token", "End to end"]
 

@@ -21,13 +21,13 @@ from router.core.admission import Admission, AdmissionLimits
 from router.core.events import FinishedEvent, GenerateEvent, TokensEvent, ValidatedRequest
 from router.core.identity import UNKNOWN_GEOMETRY
 from router.core.routing import Router
-from router.dispatcher import Dispatcher
-from router.frontend import RouterFrontend
-from router.metrics import RouterMetrics
+from router.observe.metrics import RouterMetrics
+from router.observe.recorder import Recorder
 from router.ports import TextAssembler, TextDelta
-from router.recorder import Recorder
-from router.worker_client import Pacing, RouterIdentity
-from router.worker_pool import WorkerPool
+from router.requests.dispatcher import Dispatcher
+from router.requests.frontend import RouterFrontend
+from router.workers.client import Pacing, RouterIdentity
+from router.workers.pool import WorkerPool
 from tests.router.worker_double import IDENTITY, PATIENCE_S, WorkerDouble
 
 QUICK = Pacing(first=0.01, most=0.05, hello=1.0)

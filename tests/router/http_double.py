@@ -14,13 +14,13 @@ from common.clock import ManualClock
 from common.metrics import new_registry
 from common.types import KvGeometry, PoolIdentity
 from quire.inference.v1 import inference_pb2 as pb
-from router.checkpoint import read_checkpoint
-from router.constraints import ConstraintChecker
-from router.http import HttpParts, create_app
-from router.http_server import serve_http
+from router.constraints.checker import ConstraintChecker
+from router.openai.app import HttpParts, create_app
+from router.openai.server import serve_http
 from router.ports import ModelCard
-from router.text import CheckpointText
-from router.validate import Validator
+from router.requests.validate import Validator
+from router.text.assembler import CheckpointText
+from router.text.checkpoint import read_checkpoint
 from tests.router.frontend_double import ScriptedFrontend
 
 HI: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Hi"}]

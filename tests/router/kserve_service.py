@@ -16,12 +16,12 @@ from common.rpc.server import RpcServer, open_channel
 from common.types import FinishReason, KvGeometry, PoolIdentity, TokenLogprobs
 from quire.kserve.v2 import kserve_pb2 as pb
 from quire.kserve.v2 import kserve_pb2_grpc as rpc
-from router.checkpoint import read_checkpoint
 from router.core.events import ValidatedRequest
-from router.kserve_servicer import SERVICE, KserveServicer
+from router.kserve.servicer import SERVICE, KserveServicer
 from router.ports import ModelCard
-from router.text import CheckpointText
-from router.validate import Validator
+from router.requests.validate import Validator
+from router.text.assembler import CheckpointText
+from router.text.checkpoint import read_checkpoint
 from tests.router.frontend_double import ScriptedFrontend, Step, admitted, finished, tokens
 
 DEMO = Path(__file__).parents[2] / "cli" / "demo_model" / "checkpoint"

@@ -16,8 +16,8 @@ import pytest_asyncio
 from cli.demo_model import CHECKPOINT
 from common.errors import InvalidRequest, Overloaded, Unsupported
 from common.types import Constraint, ConstraintKind
-from router.checkpoint import read_checkpoint
-from router.constraints import MAX_BYTES, MAX_WAITING, ConstraintChecker
+from router.constraints.checker import MAX_BYTES, MAX_WAITING, ConstraintChecker
+from router.text.checkpoint import read_checkpoint
 from tests.router.tokenizers_for_tests import word_piece
 
 JSON, REGEX, GRAMMAR = ConstraintKind.JSON_SCHEMA, ConstraintKind.REGEX, ConstraintKind.GRAMMAR
@@ -163,7 +163,9 @@ async def test_more_than_can_wait_are_told_to_try_again(
     monkeypatch.setattr(checker, "_examine", examine)
     waiting = [asyncio.create_task(checker.check(Constraint(REGEX, str(each)))) for each in range(MAX_WAITING)]
     await asyncio.sleep(0)
-    with pytest.raises(Overloaded, match=f"router.constraints: {MAX_WAITING} of {MAX_WAITING} constraints wait"):
+    with pytest.raises(
+        Overloaded, match=f"router.constraints.checker: {MAX_WAITING} of {MAX_WAITING} constraints wait"
+    ):
         await checker.check(Constraint(REGEX, "one more"))
     go_on.set()
     await asyncio.gather(*waiting)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from router.detokenizer import BytesDetokenizer, WindowDetokenizer, bytes_of_tokens, detokenizers
+from router.text.detokenizer import BytesDetokenizer, WindowDetokenizer, bytes_of_tokens, detokenizers
 from tests.router.tokenizers_for_tests import byte_fallback, byte_level, metaspace, word_piece
 
 BYTE_LEVEL, BYTE_FALLBACK, WORD_PIECE, METASPACE = byte_level(), byte_fallback(), word_piece(), metaspace()

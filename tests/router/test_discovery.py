@@ -13,8 +13,8 @@ from common.index_format import DISCOVERY_WORKERS_KEY, DiscoveredWorker, discove
 from common.local_redis import LocalRedis
 from common.types import KvGeometry, PoolIdentity
 from router.core.identity import UNKNOWN_GEOMETRY
-from router.discovery import Discovery
-from router.redis_prefix_index import connect
+from router.requests.redis_prefix_index import connect
+from router.workers.discovery import Discovery
 
 FULL = PoolIdentity("m" * 32, "t" * 32, 16, KvGeometry(2, 1, 8, 8, "float32"))
 LEASE_S = 5.0

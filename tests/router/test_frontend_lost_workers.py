@@ -157,7 +157,7 @@ async def test_a_hung_worker_keeps_its_sequences_while_there_is_no_other() -> No
 async def test_a_worker_that_is_not_there_yet_is_told_once_and_one_that_was_lost_is_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.INFO, "router.worker_pool")
+    caplog.set_level(logging.INFO, "router.workers.pool")
     worker = WorkerDouble(greets=False)
     async with frontend_over() as bench:
         await worker.start()

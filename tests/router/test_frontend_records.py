@@ -114,7 +114,7 @@ def exemplars_of(registry: CollectorRegistry, name: str) -> list[dict[str, str]]
 async def test_the_lengths_of_what_ended_are_logged_for_who_chooses_a_block_size(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with caplog.at_level("DEBUG", logger="router.recorder"):
+    with caplog.at_level("DEBUG", logger="router.observe.recorder"):
         async with frontend_over(WorkerDouble(automatic=True)) as bench:
             await bench.events(request(prompt=10, request_id="r1"))
     (line,) = caplog.records

@@ -20,7 +20,7 @@ from common.errors import (
     Unavailable,
 )
 from common.types import FinishReason, TokenLogprobs
-from router.http_server import serve_http
+from router.openai.server import serve_http
 from tests.router.frontend_double import TRACE_ID, admitted, finished, tokens
 from tests.router.http_double import DEADLINE_S, FACTS, HI, Api
 

@@ -12,8 +12,8 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from common.errors import Overloaded, QuotaViolation, Unavailable
-from router.http import MAX_BODY_BYTES
-from router.openai_models import ErrorBody
+from router.openai.app import MAX_BODY_BYTES
+from router.openai.schema import ErrorBody
 from tests.router.frontend_double import admitted, finished, tokens
 from tests.router.http_double import DEADLINE_S, FACTS, HI, Api
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from router.openai_models import ErrorBody
+from router.openai.schema import ErrorBody
 from tests.router.http_double import Api
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from router.status import quire_version
+from router.observe.status import quire_version
 from tests.router.http_double import FACTS, HI, Api
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

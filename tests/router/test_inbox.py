@@ -8,7 +8,7 @@ import pytest
 
 from common.types import FinishReason, TokenLogprobs, Usage
 from router.core.worker_events import Drawn, Ended, Preempted
-from router.inbox import Arrival, Inbox, Turns
+from router.requests.inbox import Arrival, Inbox, Turns
 
 END = Ended(FinishReason.LENGTH, Usage())
 

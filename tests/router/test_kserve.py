@@ -17,7 +17,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from common.errors import DeadlineExceeded
 from common.types import FinishReason
 from quire.kserve.v2 import kserve_pb2 as pb
-from router.kserve_servicer import SERVICE
+from router.kserve.servicer import SERVICE
 from tests.router.frontend_double import TRACE_ID, Step, admitted, finished, tokens
 from tests.router.kserve_messages import infer, is_final, outputs_of
 from tests.router.kserve_service import ARRIVED, PATIENCE_S, Api, served_api, two_sequences

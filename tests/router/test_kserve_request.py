@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from common.errors import InvalidRequest
 from quire.kserve.v2 import kserve_pb2 as pb
-from router.kserve_answer import error_response
-from router.kserve_request import Asked, read
-from router.kserve_sampling import SamplingFields
+from router.kserve.answer import error_response
+from router.kserve.request import Asked, read
+from router.kserve.sampling import SamplingFields
 from tests.router.kserve_messages import add_input, infer
 
 NAMES = [

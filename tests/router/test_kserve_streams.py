@@ -13,8 +13,8 @@ from grpc import aio
 from common.errors import DeadlineExceeded, Overloaded, QuotaViolation, Unavailable
 from common.types import FinishReason
 from quire.kserve.v2 import kserve_pb2 as pb
-from router import kserve_servicer
 from router.core.events import ValidatedRequest
+from router.kserve import servicer as kserve_servicer
 from tests.router.frontend_double import Step, admitted, finished, tokens
 from tests.router.kserve_messages import infer, is_final, outputs_of
 from tests.router.kserve_service import ARRIVED, PATIENCE_S, Api, served_api, two_sequences

@@ -13,8 +13,8 @@ from pydantic import BaseModel
 
 from common.errors import Unavailable
 from common.types import TokenLogprobs
-from router import openai_models as described
 from router.core.events import GenerateEvent, ValidatedRequest
+from router.openai import schema as described
 from tests.router.frontend_double import Step, admitted, finished, tokens
 from tests.router.http_double import HI, Api
 

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.types import SamplingParams
-from router.detokenizer import detokenizers
-from router.output import NoText, OutputText
 from router.ports import TextDelta
+from router.text.detokenizer import detokenizers
+from router.text.output import NoText, OutputText
 from tests.router.tokenizers_for_tests import byte_level
 
 TOKENIZER = byte_level()

@@ -14,7 +14,7 @@ from common.index_format import SlotOwner, pack_entry, prefix_key_root, slot_key
 from common.local_redis import LocalRedis
 from common.types import BlockHash, KvGeometry, PoolIdentity
 from router.core.breaker import CircuitBreaker
-from router.redis_prefix_index import OWNER_SECONDS, NoPrefixIndex, RedisPrefixIndex, connect
+from router.requests.redis_prefix_index import OWNER_SECONDS, NoPrefixIndex, RedisPrefixIndex, connect
 
 IDENTITY = PoolIdentity("m" * 32, "t" * 32, 16, KvGeometry(2, 1, 8, 8, "float32"))
 NAMESPACE = IDENTITY.namespace

@@ -21,15 +21,15 @@ from common.types import FinishReason
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
 from quire.types.v1 import types_pb2
-from router.checkpoint import read_checkpoint
-from router.constraints import ConstraintChecker
+from router.constraints.checker import ConstraintChecker
 from router.core.admission import AdmissionLimits
+from router.grpc_api.servicer import InferenceServicer
+from router.observe.siblings import Siblings
+from router.observe.status import RouterStatus
 from router.ports import ModelCard
-from router.servicer import InferenceServicer
-from router.siblings import Siblings
-from router.status import RouterStatus
-from router.text import CheckpointText
-from router.validate import Validator
+from router.requests.validate import Validator
+from router.text.assembler import CheckpointText
+from router.text.checkpoint import read_checkpoint
 from tests.router.frontend_bench import Bench, frontend_over
 from tests.router.worker_double import IDENTITY, PATIENCE_S, WorkerDouble
 

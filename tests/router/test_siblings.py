@@ -19,9 +19,9 @@ from common.rpc.server import RpcServer, open_channel
 from common.types import Decision, DecisionKind
 from quire.decision.v1 import decision_pb2 as pb
 from quire.decision.v1 import decision_pb2_grpc as rpc
-from router.decision_servicer import DecisionServicer
-from router.siblings import Siblings
-from router.trace_store import StoreExporter, TraceStore
+from router.grpc_api.decision_servicer import DecisionServicer
+from router.observe.siblings import Siblings
+from router.observe.trace_store import StoreExporter, TraceStore
 
 ROUTERS = 3
 

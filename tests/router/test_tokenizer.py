@@ -17,10 +17,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from common.errors import InvalidConfig, InvalidRequest, Unsupported
 from common.types import SamplingParams
 from quire.inference.v1 import inference_pb2 as pb
-from router.chat import ChatTemplate
-from router.checkpoint import read_checkpoint
-from router.text import CheckpointText
-from router.tokenizer import Tokenizer
+from router.text.assembler import CheckpointText
+from router.text.chat import ChatTemplate
+from router.text.checkpoint import read_checkpoint
+from router.text.tokenizer import Tokenizer
 from tests.router.tokenizers_for_tests import byte_level
 
 DEMO = Path(__file__).parents[2] / "cli" / "demo_model" / "checkpoint"

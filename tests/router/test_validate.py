@@ -13,10 +13,10 @@ from common.errors import CONTEXT_LENGTH_EXCEEDED, FieldViolation, InvalidReques
 from common.types import Constraint, ConstraintKind, SamplingParams
 from quire.inference.v1 import inference_pb2 as pb
 from quire.types.v1.types_pb2 import SamplingParams as Sampling
-from router.checkpoint import Checkpoint
 from router.core.events import ValidatedRequest
 from router.ports import CallContext, ConstraintCheck
-from router.validate import Validator, valid_traceparent
+from router.requests.validate import Validator, valid_traceparent
+from router.text.checkpoint import Checkpoint
 
 CONTEXT, VOCABULARY, SEED = 32, 100, 4711
 CALL = CallContext(arrived=5.0, deadline=9.0, tenant="acme")

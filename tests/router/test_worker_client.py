@@ -15,8 +15,8 @@ from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2
 from router.core.worker_events import Drawn, Ended, Granted, Lost, Preempted, Refused, SequenceEvent
 from router.core.worker_model import Capacity, Load
-from router.worker_client import Pacing, RouterIdentity, WorkerClient
-from router.worker_convert import Submission, WorkerFacts
+from router.workers.client import Pacing, RouterIdentity, WorkerClient
+from router.workers.codec import Submission, WorkerFacts
 from tests.router.worker_double import IDENTITY, PATIENCE_S, WorkerDouble, prompt_of, running
 
 QUICK = Pacing(first=0.01, most=0.05, hello=0.2)

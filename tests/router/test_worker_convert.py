@@ -11,7 +11,7 @@ from common.sampling_wire import sampling_from_proto
 from common.types import Constraint, ConstraintKind, SamplingParams
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2
-from router.worker_convert import Submission, events_of, submit_to_proto
+from router.workers.codec import Submission, events_of, submit_to_proto
 
 
 def test_stop_strings_stay_at_the_router_and_the_rest_of_the_sampling_goes() -> None:

@@ -8,8 +8,8 @@ import logging
 import pytest
 
 from common.clock import SystemClock
-from router.worker_client import Pacing, RouterIdentity
-from router.worker_pool import WorkerPool
+from router.workers.client import Pacing, RouterIdentity
+from router.workers.pool import WorkerPool
 from tests.router.worker_double import IDENTITY, WorkerDouble, running
 
 QUICK = Pacing(first=0.01, most=0.05)

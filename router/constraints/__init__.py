@@ -1,0 +1,1 @@
+"""Checks the constraints of structured output before a request is queued."""

@@ -1,0 +1,117 @@
+"""The router's events as responses of the Open Inference Protocol; decides nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from common.errors import QuireError
+from common.types import TokenLogprobs
+from quire.kserve.v2 import kserve_pb2 as pb
+from router.core.events import AdmittedEvent, FinishedEvent, GenerateEvent, TokensEvent
+from router.kserve import tensors
+from router.kserve.request import Asked
+from router.kserve.tensors import Elements, Tensor, add_output
+
+VERSION: Final = "1"
+# What Triton's vLLM backend says before the end, and what its clients compare with.
+_UNFINISHED: Final = "None"
+_FINAL: Final = "triton_final_response"
+# Of an error's message: what a client sent may be in it.
+_MOST_CHARACTERS: Final = 4096
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """One sequence: what has come since the last response, and the state that every response tells."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    reason: str = _UNFINISHED
+
+    def take(self, event: TokensEvent) -> None:
+        self.text.append(event.text)
+        self.token_ids += event.token_ids
+        self.logprobs += event.logprobs
+        self.cumulative_logprob += sum(each.logprob for each in event.logprobs)
+
+    def clear(self) -> None:
+        self.text, self.token_ids, self.logprobs = [], [], []
+
+
+class Answer:
+    """The answer to one request: takes its events, and makes responses of what has come since the last one."""
+
+    def __init__(self, request: pb.ModelInferRequest, asked: Asked, sequences: int) -> None:
+        self._id, self._model, self._asked = request.id, request.model_name, asked
+        self._sequences = [_Sequence() for _ in range(sequences)]
+        for sequence in self._sequences:
+            sequence.text.append(asked.prefix)
+        self._admitted: AdmittedEvent | None = None
+
+    def take(self, event: GenerateEvent) -> None:
+        """Add what an event brings."""
+        match event:
+            case AdmittedEvent():
+                self._admitted = event
+            case TokensEvent():
+                self._sequences[event.index].take(event)
+            case FinishedEvent():
+                self._sequences[event.index].reason = event.reason.value
+
+    def response(self, final: bool = False) -> pb.ModelInferResponse:
+        """Return what has come since the last response."""
+        response = pb.ModelInferResponse(id=self._id, model_name=self._model, model_version=VERSION)
+        response.parameters[_FINAL].bool_param = final
+        if final and self._admitted is not None:
+            response.parameters["request_id"].string_param = self._admitted.request_id
+            response.parameters["trace_id"].string_param = self._admitted.trace_id
+            response.parameters["cached_tokens"].int64_param = self._admitted.cached_tokens
+        if not (final and self._nothing_to_tell()):
+            for tensor in self._asked.outputs:
+                add_output(response, tensor, self._elements(tensor), self._asked.raw)
+        for sequence in self._sequences:
+            sequence.clear()
+        return response
+
+    def _nothing_to_tell(self) -> bool:
+        asked = self._asked
+        new = any("".join(sequence.text) or sequence.token_ids for sequence in self._sequences)
+        return asked.stream and asked.empty_final and asked.outputs == (tensors.TEXT_OUTPUT,) and not new
+
+    def _elements(self, tensor: Tensor) -> Elements:
+        if tensor == tensors.NUM_INPUT_TOKENS:
+            return [0 if self._admitted is None else self._admitted.prompt_tokens]
+        if tensor == tensors.OUTPUT_IDS:
+            return [token_id for each in self._sequences for token_id in each.token_ids]
+        return list(map(_OF_EACH_SEQUENCE[tensor], self._sequences))
+
+
+def error_response(request: pb.ModelInferRequest, error: QuireError) -> pb.ModelStreamInferResponse:
+    """Return the end of a request on a stream that goes on. Some clients show the message alone: it names the id."""
+    whose = f"request {request.id}: " if request.id else ""
+    response = pb.ModelStreamInferResponse(error_message=f"{whose}{error}"[:_MOST_CHARACTERS])
+    response.infer_response.id = request.id
+    response.infer_response.parameters[_FINAL].bool_param = True
+    response.infer_response.parameters["reason"].string_param = error.reason
+    return response
+
+
+def _ranked(entry: TokenLogprobs) -> dict[str, dict[str, float | int]]:
+    """Return one token's log-probabilities by token id: the drawn token first, then the likeliest with their rank."""
+    ranks = {token_id: {"logprob": logprob, "rank": rank} for rank, (token_id, logprob) in enumerate(entry.top, 1)}
+    drawn: dict[int, dict[str, float | int]] = {entry.token_id: {"logprob": entry.logprob}}
+    return {str(token_id): entries for token_id, entries in {**drawn, **ranks}.items()}
+
+
+_OF_EACH_SEQUENCE: Final[Mapping[Tensor, Callable[[_Sequence], Any]]] = {
+    tensors.TEXT_OUTPUT: lambda sequence: "".join(sequence.text).encode(),
+    tensors.FINISH_REASON: lambda sequence: sequence.reason.encode(),
+    tensors.CUMULATIVE_LOGPROB: lambda sequence: sequence.cumulative_logprob,
+    tensors.LOGPROBS: lambda sequence: json.dumps(list(map(_ranked, sequence.logprobs))).encode(),
+    tensors.NUM_OUTPUT_TOKENS: lambda sequence: len(sequence.token_ids),
+}

@@ -1,0 +1,1 @@
+"""What the router shows of itself: metrics, decision records, spans, status."""

@@ -1,0 +1,61 @@
+"""Where requests leave their marks: metrics, decision records, spans, a log line at their end."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from opentelemetry.trace import Tracer
+
+from common.clock import Clock
+from common.types import Decision, DecisionKind
+from router.core.events import FinishedEvent, ValidatedRequest
+from router.observe.metrics import RouterMetrics
+from router.observe.request_trace import RequestTrace
+from router.ports import DecisionSink
+
+log = logging.getLogger(__name__)
+
+
+class Recorder:
+    """All of them together; `new_id` makes ids of requests and decisions."""
+
+    def __init__(
+        self, metrics: RouterMetrics, decisions: DecisionSink, tracer: Tracer, clock: Clock, new_id: Callable[[], str]
+    ) -> None:
+        self.metrics, self.clock, self.new_id = metrics, clock, new_id
+        self._decisions, self._tracer = decisions, tracer
+
+    def trace(self, request: ValidatedRequest, request_id: str) -> RequestTrace:
+        """Count a request, and return its spans."""
+        self.metrics.requests.inc()
+        return RequestTrace(self._tracer, self.clock, request, request_id)
+
+    def finished(self, request_id: str, event: FinishedEvent, trace_id: str) -> None:
+        """Count the end of one sequence; its lengths are logged, which `quire advise-block-size` reads."""
+        self.metrics.done(event, trace_id)
+        if log.isEnabledFor(logging.DEBUG):
+            usage = event.usage
+            lengths = {name: getattr(usage, name) for name in ("prompt_tokens", "cached_tokens", "output_tokens")}
+            log.debug("finished: %s", event.reason, extra={"request_id": request_id, **lengths})
+
+    def decided(
+        self,
+        trace: RequestTrace,
+        kind: DecisionKind,
+        request_id: str,
+        chosen: str,
+        figures: tuple[tuple[str, float], ...],
+    ) -> None:
+        """Record a decision about admission."""
+        decision = Decision(
+            decision_id=self.new_id(),
+            kind=kind,
+            time_ns=self.clock.time_ns(),
+            chosen=chosen,
+            request_id=request_id,
+            figures=figures,
+            traceparent=trace.traceparent,
+        )
+        self._decisions.record(decision)
+        trace.decided(decision)

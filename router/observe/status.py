@@ -1,0 +1,76 @@
+"""What `GetStatus` and `GetModel` tell: the queue, each worker with its load and rates, the model that is served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+
+from common.clock import Clock
+from quire.inference.v1 import inference_pb2 as pb
+from router.core.admission import Admission
+from router.ports import ModelCard
+from router.workers.pool import Member, WorkerPool
+
+
+class RouterStatus:
+    """Reads the router's parts; changes none."""
+
+    def __init__(
+        self,
+        card: ModelCard,
+        pool: WorkerPool,
+        admission: Admission,
+        redis_connected: Callable[[], bool],
+        draining: Callable[[], bool],
+        clock: Clock,
+    ) -> None:
+        self._card, self._pool, self._admission = card, pool, admission
+        self._redis_connected, self._draining, self._clock = redis_connected, draining, clock
+
+    def model(self) -> ModelCard:
+        """Return what is served, with what the workers have told of it."""
+        context = self._pool.context(self._card.max_model_len)
+        return replace(self._card, identity=self._pool.identity, max_model_len=context)
+
+    def status(self) -> pb.GetStatusResponse:
+        """Return the state of this moment."""
+        return pb.GetStatusResponse(
+            queued_requests=self._admission.queued,
+            running_requests=self._admission.running,
+            redis_connected=self._redis_connected(),
+            draining=self._draining(),
+            workers=[self._worker(member) for member in self._pool.members()],
+            version=quire_version(),
+        )
+
+    def _worker(self, member: Member) -> pb.WorkerStatus:
+        row = pb.WorkerStatus(
+            worker_id=member.worker_id,
+            address=member.client.address,
+            state=member.state.value,
+            reason=member.reason,
+        )
+        model = member.model
+        if model is None:
+            return row
+        now, per_token, step = self._clock.monotonic(), model.rates.prefill_token.value, model.rates.step.predict(1)
+        # A worker may have come into trouble since the pool last looked.
+        trouble = model.trouble(now)
+        if trouble is not None:
+            row.state, row.reason = trouble[0].value, trouble[1]
+        row.running_sequences, row.waiting_sequences = model.load.running, model.load.waiting
+        row.num_blocks, row.unheld_blocks = model.capacity.num_blocks, model.load.unheld_blocks
+        row.manager_attached = model.load.manager_attached
+        row.prefill_tokens_per_second = 1.0 / per_token if per_token else 0.0
+        row.decode_step_seconds = step or 0.0
+        row.heartbeat_age = now - model.heartbeat_at
+        return row
+
+
+def quire_version() -> str:
+    """Return the version of the installed package."""
+    try:
+        return version("quire")
+    except PackageNotFoundError:
+        return "source"

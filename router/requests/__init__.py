@@ -1,0 +1,1 @@
+"""One request from validation to its last token."""

@@ -1,0 +1,317 @@
+"""Serves one validated request from admission to its last token; gRPC and HTTP both come through here.
+
+    enter -> hash the prompt -> look it up -> wait for a worker -> submit n sequences -> stream what they draw
+
+A sequence whose worker is lost goes on at another one, from its prompt and the tokens that it has; the client sees a
+pause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from functools import partial
+
+from common.errors import Cancelled, DeadlineExceeded, EngineFailure, Overloaded, QuireError, Unavailable
+from common.rpc.deadline import is_expiry
+from common.types import DecisionKind, FinishReason
+from router.core.admission import Admission
+from router.core.events import AdmittedEvent, FinishedEvent, GenerateEvent, ValidatedRequest
+from router.core.routing import Choice
+from router.core.worker_events import Drawn, Ended, Granted, Lost, Preempted, Refused, SequenceEvent
+from router.observe.recorder import Recorder
+from router.observe.request_trace import RequestTrace
+from router.ports import TextAssemblers
+from router.requests.dispatcher import Claim, Dispatcher, Job
+from router.requests.inbox import Arrival, Expired, Turns
+from router.requests.output_stream import EXPIRED, STOPPED, OutputStream, StopTokens
+from router.requests.run import Prefix, RequestRun, Running, placement_of, submission_of
+from router.workers.client import WorkerClient
+
+# A sequence that was lost this often is given up: what kills its workers may be the request itself.
+MAX_MOVES = 3
+# What spans say of a request that did not end by itself.
+DEADLINE_WORDS, GONE_WORDS = "deadline exceeded", "the client went away"
+
+
+class RouterFrontend:
+    """The Frontend over a dispatcher and its workers."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        admission: Admission,
+        assemblers: TextAssemblers,
+        recorder: Recorder,
+        eos_token_ids: tuple[int, ...],
+    ) -> None:
+        self._dispatcher, self._admission = dispatcher, admission
+        self._assemblers, self._recorder, self._eos_token_ids = assemblers, recorder, eos_token_ids
+        self._clock = recorder.clock
+        self._turns = Turns()
+        self.draining = False
+        self._idle = asyncio.Event()
+        recorder.metrics.watch(lambda: admission.running, lambda: admission.queued)
+
+    async def generate(self, request: ValidatedRequest) -> AsyncGenerator[GenerateEvent, None]:
+        """Serve one request; see ports.Frontend."""
+        request_id = request.request_id or self._recorder.new_id()
+        trace = self._recorder.trace(request, request_id)
+        try:
+            self._enter(request, request_id, trace)
+        except QuireError as refused:
+            self._recorder.metrics.refused(refused)
+            trace.end(str(refused))
+            raise
+        run = RequestRun(request, request_id, trace, self._turns)
+        failure = "internal error"
+        try:
+            await self._begin(run)
+            while run.live:
+                for arrival in await run.inbox.take():
+                    for event in self._step(run, arrival):
+                        yield event
+                await self._move_lost(run)
+            failure = DEADLINE_WORDS if run.expired else ""
+        except (asyncio.CancelledError, GeneratorExit):
+            failure = self._interrupted(run)
+            raise
+        except QuireError as error:
+            failure = str(error)
+            self._recorder.metrics.refused(error)
+            raise
+        finally:
+            run.close(FinishReason.CANCELLED)
+            self._admission.leave(request_id)
+            if self.draining and not self._admission.inside:
+                self._idle.set()
+            self._dispatcher.released()
+            trace.end(failure)
+        if run.expired:
+            raise DeadlineExceeded(f"{DEADLINE_WORDS} before every sequence had finished")
+
+    def _interrupted(self, run: RequestRun) -> str:
+        """Nobody listens any more: end what still runs as the router's own timer would, and return what to call it."""
+        request, now = run.request, self._clock.monotonic()
+        deadline = request.deadline
+        if run.live and deadline is not None and is_expiry(deadline - request.arrived, deadline - now):
+            if run.admitted:
+                for running in run.unfinished():
+                    self._finish(run, running, EXPIRED, now)
+            else:
+                self._recorder.metrics.refused(DeadlineExceeded(DEADLINE_WORDS))
+                run.close(FinishReason.DEADLINE)
+            return DEADLINE_WORDS
+        if run.live:
+            self._recorder.metrics.refused(Cancelled(GONE_WORDS))
+            return GONE_WORDS
+        return DEADLINE_WORDS if run.expired else ""
+
+    async def drain(self, seconds: float) -> bool:
+        """Take nothing new; return whether all requests inside have ended within so many seconds."""
+        self.draining = True
+        if not self._admission.inside:
+            return True
+        try:
+            await asyncio.wait_for(self._idle.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    # ------------------------------------------------------------ the beginning
+
+    def _enter(self, request: ValidatedRequest, request_id: str, trace: RequestTrace) -> None:
+        if self.draining:
+            raise Unavailable("the router is draining; another one takes new requests")
+        books, now = self._admission, self._clock.monotonic()
+        figures = (
+            ("queued", float(books.queued)),
+            ("tokens_in_flight", float(books.tokens_in_flight)),
+            ("tokens", float(request.tokens)),
+        )
+        try:
+            books.enter(request_id, request.tokens, request.tenant, now)
+        except Overloaded as refused:
+            self._recorder.decided(trace, DecisionKind.REJECTION, request_id, str(refused.violation.subject), figures)
+            raise
+        self._recorder.decided(trace, DecisionKind.ADMISSION, request_id, "admitted", figures)
+
+    async def _begin(self, run: RequestRun) -> None:
+        """Give the sequences to a worker, all to one: the first computes the prompt, the others share its blocks."""
+        request = run.request
+        stops = StopTokens.of(request, self._eos_token_ids)
+        for index in range(request.sampling.n):
+            assembler = self._assemblers.assembler(request.sampling)
+            run.sequences.append(Running(OutputStream(index, request, assembler, stops)))
+        if request.deadline is not None:
+            run.expire_in(request.deadline - self._clock.monotonic())
+        await self._place(run, run.sequences)
+
+    async def _place(self, run: RequestRun, sequences: Sequence[Running], moved: str = "") -> None:
+        identity = await self._dispatcher.known_identity()
+        began, began_ns = self._clock.monotonic(), self._clock.time_ns()
+        prefix = Prefix.of(run.request, identity, sequences[0].output.tokens)
+        submit = partial(self._submit, run, sequences, prefix)
+        job = Job(
+            placement_of(run, prefix, len(sequences)), prefix.keys, run.request.priority, run.request.deadline, submit
+        )
+        job.moved = moved
+        if run.ticket is None:
+            run.ticket = self._dispatcher.ticket(job)
+        choice = await self._dispatcher.place(job, run.ticket)
+        self._admission.start(run.request_id, self._clock.monotonic())
+        self._recorder.metrics.routing.observe(self._clock.monotonic() - began)
+        run.trace.placed(choice.decision, began_ns, job.looked_up_ns)
+        run.decision_id = choice.decision.decision_id
+
+    def _submit(
+        self, run: RequestRun, sequences: Sequence[Running], prefix: Prefix, choice: Choice, client: WorkerClient
+    ) -> None:
+        """Send sequences to the worker that was chosen, and enter them in its books."""
+        assert choice.worker is not None
+        now, capacity = self._clock.monotonic(), choice.worker.capacity
+        left = None if run.request.deadline is None else max(0.0, run.request.deadline - now)
+        uncached = len(prefix.tokens) - choice.hit_blocks * capacity.block_size
+        blocks = capacity.blocks(len(prefix.tokens)) - choice.hit_blocks
+        first: int | None = None
+        for running in sequences:
+            submission = submission_of(run, running, prefix, left, self._eos_token_ids)
+            running.handle = client.submit(submission, run.sink(running, self._left), first)
+            running.client, running.claim = client, Claim(choice.worker, uncached, blocks, now)
+            if first is None:
+                # Siblings share all blocks but the last, which each may have to compute again.
+                first, uncached, blocks = running.handle, 1, 1
+        run.worker_id = choice.worker.worker_id
+
+    # ------------------------------------------------------------ the stream
+
+    def _step(self, run: RequestRun, arrival: Arrival) -> Iterator[GenerateEvent]:
+        """Yield what the client is to see of one arrival."""
+        event = arrival.event
+        if isinstance(event, Expired):
+            yield from self._expire(run)
+            return
+        running = run.sequences[arrival.index]
+        if arrival.attempt != running.attempt or running.done:
+            return
+        now = self._clock.monotonic()
+        match event:
+            case Drawn() as drawn:
+                yield from self._drawn(run, running, drawn, now)
+            case Granted() as granted:
+                running.output.granted(granted, running.attempt, now)
+                if not run.admitted:
+                    yield self._admitted(run, granted, now)
+            case Preempted():
+                running.output.preempted()
+            case Ended() as ended:
+                yield from self._ended(run, running, ended, now)
+            case Refused(error):
+                running.lose(_words_of(error))
+            case Lost(reason):
+                running.lose(reason)
+
+    def _admitted(self, run: RequestRun, granted: Granted, now: float) -> AdmittedEvent:
+        request, metrics = run.request, self._recorder.metrics
+        run.admitted = True
+        metrics.queue_time.observe(now - request.arrived)
+        metrics.request_prompt.observe(len(request.prompt))
+        metrics.prompt_tokens.inc(len(request.prompt))
+        metrics.cached_tokens.inc(granted.cached_tokens)
+        return AdmittedEvent(
+            request_id=run.request_id,
+            worker_id=run.worker_id,
+            prompt_tokens=len(request.prompt),
+            cached_tokens=granted.cached_tokens,
+            queue_seconds=now - request.arrived,
+            decision_id=run.decision_id,
+            trace_id=run.trace.trace_id,
+            seed=request.sampling.seed,
+            miss_reason=granted.miss_reason,
+            diverged_at=granted.diverged_at,
+        )
+
+    def _drawn(self, run: RequestRun, running: Running, drawn: Drawn, now: float) -> Iterator[GenerateEvent]:
+        output, metrics = running.output, self._recorder.metrics
+        if output.first_token_at is None:
+            metrics.first_token(now - run.request.arrived, run.trace.trace_id)
+            run.trace.first_token()
+        elif not run.request.whole:
+            metrics.inter_token_latency.observe(now - output.last_token_at)
+        if running.claim is not None:
+            running.claim.prefilled()
+        event = output.drawn(drawn, now)
+        if event is not None:
+            metrics.generation_tokens.inc(len(event.token_ids))
+            yield event
+        if output.stop_string is not None:
+            yield self._finish(run, running, STOPPED, now)
+
+    def _ended(self, run: RequestRun, running: Running, ended: Ended, now: float) -> Iterator[GenerateEvent]:
+        if ended.reason in (FinishReason.ERROR, FinishReason.CANCELLED):
+            # Not asked for here: a failed step, or a worker that shuts down.
+            running.lose(ended.message or f"the worker ended it: {ended.reason.value}")
+            return
+        rest = running.output.rest()
+        if rest is not None:
+            yield rest
+        yield self._finish(run, running, ended, now)
+
+    def _left(self, claim: Claim, event: SequenceEvent) -> None:
+        """A worker has done with a sequence: its place is free, whether or not the client has read what came of it."""
+        if isinstance(event, Ended) and event.reason in (FinishReason.STOP, FinishReason.LENGTH):
+            now = self._clock.monotonic()
+            claim.model.rates.finished(now - claim.placed_at, event.usage.output_tokens, now)
+        claim.release()
+        self._dispatcher.released()
+
+    def _expire(self, run: RequestRun) -> Iterator[GenerateEvent]:
+        if not run.live:  # the last end came together with the deadline
+            return
+        if not run.admitted:
+            run.close(FinishReason.DEADLINE)
+            raise DeadlineExceeded(f"{DEADLINE_WORDS} before the request got blocks at its worker")
+        now = self._clock.monotonic()
+        for running in run.unfinished():
+            rest = running.output.rest()
+            if rest is not None:
+                yield rest
+            yield self._finish(run, running, EXPIRED, now)
+
+    def _finish(self, run: RequestRun, running: Running, ended: Ended, now: float) -> FinishedEvent:
+        running.leave(ended.reason)
+        running.done = True
+        run.expired |= ended.reason is FinishReason.DEADLINE
+        event = running.output.finished(ended, now)
+        self._recorder.finished(run.request_id, event, run.trace.trace_id)
+        run.trace.finished(event)
+        self._dispatcher.released()
+        return event
+
+    # ------------------------------------------------------------ another worker
+
+    async def _move_lost(self, run: RequestRun) -> None:
+        """Send sequences that lost their worker to another one. Raises EngineFailure when that happens too often."""
+        for running in run.sequences:
+            if not running.lost or running.done:
+                continue
+            reason, running.lost = running.lost, ""
+            if running.attempt > MAX_MOVES:
+                raise EngineFailure(f"the request lost {running.attempt} workers; the last one: {reason}")
+            self._admission.requeue(run.request_id)
+            self._recorder.metrics.migrations.inc()
+            run.trace.lost()
+            try:
+                await self._place(run, [running], moved=reason)
+            except DeadlineExceeded:
+                if not run.admitted:
+                    raise
+                # It ends with what it has; what others have drawn meanwhile is still to be sent.
+                run.inbox.put(running.output.index, running.attempt, EXPIRED)
+
+
+def _words_of(refusal: QuireError) -> str:
+    """Return why a worker refused a sequence; raises the error when every other worker would refuse it too."""
+    if not isinstance(refusal, Unavailable | Overloaded):
+        raise refusal
+    return str(refusal)

@@ -1,0 +1,162 @@
+"""One request while it runs: its sequences, where each of them is, and the events that wait to be sent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from common.hashing import chain, chain_root, key_of
+from common.types import BlockHash, FinishReason, PoolIdentity
+from router.core.events import ValidatedRequest
+from router.core.routing import Placement
+from router.core.waiting_line import Ticket
+from router.core.worker_events import Drawn, Granted, Preempted, SequenceEvent
+from router.observe.request_trace import RequestTrace
+from router.requests.dispatcher import Claim, Job
+from router.requests.inbox import Expired, Inbox, Turns
+from router.requests.output_stream import OutputStream
+from router.workers.client import Sink, WorkerClient
+from router.workers.codec import Submission
+
+# After these a sequence still has its place at the worker.
+_GOES_ON = (Granted, Drawn, Preempted)
+
+
+@dataclass(slots=True)
+class Running:
+    """One sequence, and its place at a worker while it has one. `attempt` counts its runs."""
+
+    output: OutputStream
+    client: WorkerClient | None = None
+    handle: int = 0
+    claim: Claim | None = None
+    attempt: int = 0
+    done: bool = False
+    # Why the last run ended early, until the next one begins.
+    lost: str = ""
+
+    def leave(self, reason: FinishReason | None) -> None:
+        """Give up the place; the worker is told when there is a reason to tell it."""
+        if self.client is not None and reason is not None:
+            self.client.cancel(self.handle, reason)
+        if self.claim is not None:
+            self.claim.release()
+        self.client, self.claim = None, None
+
+    def lose(self, reason: str) -> None:
+        """The place is gone; another run may begin elsewhere."""
+        self.leave(None)
+        self.lost = reason
+
+
+class RequestRun:
+    """A request's sequences and the inbox that their workers fill."""
+
+    def __init__(self, request: ValidatedRequest, request_id: str, trace: RequestTrace, turns: Turns) -> None:
+        self.request, self.request_id, self.trace = request, request_id, trace
+        self.sequences: list[Running] = []
+        # Fills up while the client reads slowly, with the tokens that it asked for at most. They stay in the
+        # admission's books meanwhile: max_tokens_in_flight bounds all inboxes together.
+        # A stop string must be seen when it comes: the worker does not know it.
+        self.inbox = Inbox(turns, patient=request.whole and not request.sampling.stop)
+        self.admitted = False
+        # Whether a sequence was ended by the deadline.
+        self.expired = False
+        self.worker_id = ""
+        self.decision_id = ""
+        self.ticket: Ticket[Job] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def live(self) -> bool:
+        """Whether some sequence has not ended."""
+        return bool(self.unfinished())
+
+    def unfinished(self) -> list[Running]:
+        """Return the sequences that have not ended."""
+        return [sequence for sequence in self.sequences if not sequence.done]
+
+    def sink(self, running: Running, left: Callable[[Claim, SequenceEvent], None]) -> Sink:
+        """Return where a worker reports the next run of a sequence; its last word goes to `left` too, at once."""
+        running.attempt += 1
+        index, attempt = running.output.index, running.attempt
+
+        def sink(event: SequenceEvent) -> None:
+            if not isinstance(event, _GOES_ON) and attempt == running.attempt and running.claim is not None:
+                left(running.claim, event)
+            self.inbox.put(index, attempt, event)
+
+        return sink
+
+    def expire_in(self, seconds: float) -> None:
+        """Let Expired arrive after so many seconds."""
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(max(0.0, seconds), self.inbox.put, -1, 0, Expired())
+
+    def close(self, reason: FinishReason) -> None:
+        """Give up whatever still runs."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for running in self.sequences:
+            running.leave(reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The tokens of a sequence so far, prompt first, and the hash chain over their full blocks."""
+
+    tokens: tuple[int, ...]
+    keys: tuple[BlockHash, ...]
+    tail: bytes
+
+    @staticmethod
+    def of(request: ValidatedRequest, identity: PoolIdentity, output: list[int]) -> Prefix:
+        """Hash the chain; about 0.6 microseconds a block. A request that is not to be cached has no keys."""
+        tokens = (*request.prompt, *output)
+        extra = [("salt", request.salt)] if request.salt else []
+        root = chain_root(
+            identity.model_fingerprint,
+            identity.tokenizer_fingerprint,
+            identity.block_size,
+            request.cache_domain,
+            extra,
+        )
+        if request.no_cache:
+            return Prefix(tokens, (), root)
+        links = chain(root, tokens, identity.block_size)
+        return Prefix(tokens, tuple(map(key_of, links)), links[-1] if links else root)
+
+
+def placement_of(run: RequestRun, prefix: Prefix, sequences: int) -> Placement:
+    """Return what is to be placed."""
+    request = run.request
+    return Placement(
+        request_id=run.request_id,
+        prompt_tokens=len(prefix.tokens),
+        max_length=request.max_length,
+        max_tokens=request.max_length - len(prefix.tokens),
+        sequences=sequences,
+        traceparent=run.trace.traceparent,
+    )
+
+
+def submission_of(
+    run: RequestRun, running: Running, prefix: Prefix, timeout: float | None, eos_token_ids: tuple[int, ...]
+) -> Submission:
+    """Return one sequence for a worker; `timeout` in seconds from now."""
+    request = run.request
+    return Submission(
+        request_id=run.request_id,
+        index=running.output.index,
+        tokens=prefix.tokens,
+        chain=prefix.keys,
+        chain_tail=prefix.tail,
+        sampling=request.sampling,
+        priority=request.priority,
+        timeout=timeout,
+        traceparent=run.trace.traceparent,
+        output_before=len(prefix.tokens) - len(request.prompt),
+        no_cache=request.no_cache,
+        eos_token_ids=eos_token_ids,
+    )

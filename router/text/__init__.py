@@ -1,0 +1,1 @@
+"""Text: tokens, chat templates, detokenisation, stop strings."""

@@ -1,0 +1,108 @@
+"""Text of one sequence's output: whole characters, and stop strings found wherever tokens divide them.
+
+Text that may still become a stop string is held back. The stop that is complete first ends the output (of two that end
+at one character, the longer), so that the result does not depend on how the text is divided into tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from common.types import SamplingParams
+from router.ports import TextDelta
+from router.text.detokenizer import Detokenizer
+
+
+class StopMatcher:
+    """Follows one stop string through a text, a character at a time (Knuth, Morris and Pratt's automaton)."""
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        # Characters of the stop that the text ends with: this many are to be held back.
+        self.matched = 0
+        self._failure = _failure(stop)
+
+    def step(self, character: str) -> bool:
+        """Take the next character; return whether it completes the stop string."""
+        if self.matched == len(self.stop):
+            self.matched = self._failure[self.matched]
+        while self.matched and self.stop[self.matched] != character:
+            self.matched = self._failure[self.matched]
+        if self.stop[self.matched] == character:
+            self.matched += 1
+        return self.matched == len(self.stop)
+
+
+def _failure(stop: str) -> list[int]:
+    """Return, for each length, how long a proper prefix of the stop its first `length` characters end with."""
+    failure = [0] * (len(stop) + 1)
+    border = 0
+    for length in range(2, len(stop) + 1):
+        while border and stop[border] != stop[length - 1]:
+            border = failure[border]
+        border += stop[border] == stop[length - 1]
+        failure[length] = border
+    return failure
+
+
+class OutputText:
+    """The TextAssembler of one sequence. A stop counts only when the output has `min_tokens` tokens at its end."""
+
+    def __init__(self, detokenizer: Detokenizer, sampling: SamplingParams) -> None:
+        self._detokenizer = detokenizer
+        self._matchers = [StopMatcher(stop) for stop in sampling.stop]
+        self._min_tokens = sampling.min_tokens
+        self._include_stop = sampling.include_stop
+        self._tokens = 0
+        self._held = ""
+
+    def push(self, token_ids: Sequence[int]) -> TextDelta:
+        """Take the next output tokens; see ports.TextAssembler."""
+        if not self._matchers:
+            return TextDelta(self._detokenizer.push(token_ids), len(token_ids))
+        sent = []
+        for taken, token_id in enumerate(token_ids, start=1):
+            self._tokens += 1
+            delta = self._append(self._detokenizer.push([token_id]), taken)
+            sent.append(delta.text)
+            if delta.stop_string is not None:
+                return TextDelta("".join(sent), taken, delta.stop_string)
+        return TextDelta("".join(sent), len(token_ids))
+
+    def finish(self) -> str:
+        """Return what was held back; the output did not become a stop string."""
+        held, self._held = self._held, ""
+        return held + self._detokenizer.finish()
+
+    def _append(self, text: str, taken: int) -> TextDelta:
+        self._held += text
+        start = len(self._held) - len(text)
+        for end, character in enumerate(text, start=start + 1):
+            # Every matcher must see the character, so no short cut over the list.
+            complete = [matcher.stop for matcher in self._matchers if matcher.step(character)]
+            if complete and self._tokens >= self._min_tokens:
+                return self._stop(max(complete, key=len), end, taken)
+        return TextDelta(self._release(max(matcher.matched for matcher in self._matchers)), taken)
+
+    def _stop(self, stop: str, end: int, taken: int) -> TextDelta:
+        text = self._held[: end if self._include_stop else end - len(stop)]
+        self._held = ""
+        return TextDelta(text, taken, stop)
+
+    def _release(self, keep: int) -> str:
+        """Return the held text but for its last `keep` characters."""
+        end = len(self._held) - keep
+        text, self._held = self._held[:end], self._held[end:]
+        return text
+
+
+class NoText:
+    """The TextAssembler where the checkpoint has no tokenizer: tokens without text."""
+
+    def push(self, token_ids: Sequence[int]) -> TextDelta:
+        """Take tokens; they all belong to the output."""
+        return TextDelta("", len(token_ids))
+
+    def finish(self) -> str:
+        """Return nothing."""
+        return ""

@@ -1,0 +1,1 @@
+"""The workers that the router knows: discovery, one stream each, and their pool."""
