@@ -27,17 +27,17 @@ from common.telemetry.provider import setup as setup_telemetry
 from common.telemetry.server_spans import server_spans
 from common.types import PoolIdentity
 from kvmanager import decision_servicer, servicer
-from kvmanager.attachments import Attachments
 from kvmanager.config import KvManagerSettings
 from kvmanager.core.manager import Manager, ManagerConfig
 from kvmanager.decision_servicer import DecisionServicer
-from kvmanager.index_store import RedisIndexStore, open_redis
-from kvmanager.index_writer import IndexWriter
+from kvmanager.index.publisher import PublisherTimes
+from kvmanager.index.state_file import EpochFile
+from kvmanager.index.store import RedisIndexStore, open_redis
+from kvmanager.index.writer import IndexWriter
 from kvmanager.metrics import ManagerMetrics
 from kvmanager.ports import IndexStore
-from kvmanager.prefix_publisher import PublisherTimes
 from kvmanager.servicer import KvManagerServicer
-from kvmanager.state_file import EpochFile
+from kvmanager.sessions.attachments import Attachments
 from quire.decision.v1 import decision_pb2_grpc
 from quire.kvmanager.v1 import kvmanager_pb2_grpc
 

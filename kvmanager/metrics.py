@@ -9,9 +9,9 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvmanager.attachments import Attachments
 from kvmanager.core.counts import PoolCounts, Totals
 from kvmanager.core.past_totals import added
+from kvmanager.sessions.attachments import Attachments
 
 _BUCKETS_S: Final = (25e-6, 50e-6, 100e-6, 200e-6, 400e-6, 800e-6, 1.6e-3, 3.2e-3, 6.4e-3, 25e-3, 100e-3)
 _STATES: Final = ("free", "leased", "row", "cached", "pinned")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from common.errors import QuireError
-from kvmanager.net_changes import IndexCall
+from kvmanager.index.net_changes import IndexCall
 
 
 class IndexUnavailable(QuireError):

@@ -13,11 +13,11 @@ from common.hashing import KEY_BYTES
 from common.packing import unpack_hashes
 from common.rpc.interceptor import send
 from common.types import BlockHash, SequenceId
-from kvmanager.attachments import Attachments
-from kvmanager.convert import match_to_proto, pool_to_proto, table_to_proto
+from kvmanager.codec import match_to_proto, pool_to_proto, table_to_proto
 from kvmanager.core.block_table import BlockTable
 from kvmanager.core.ledger import Ledger
-from kvmanager.session import SessionStream
+from kvmanager.sessions.attachments import Attachments
+from kvmanager.sessions.stream import SessionStream
 from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
 
 SERVICE = "quire.kvmanager.v1.KvManagerService"

@@ -15,10 +15,10 @@ from redis.asyncio import Redis
 from common.errors import InvalidConfig, StaleEpoch
 from common.local_redis import LocalRedis
 from kvmanager.core import epochs
-from kvmanager.epoch import EpochKeeper
-from kvmanager.index_store import RedisIndexStore, open_redis
+from kvmanager.index.epoch import EpochKeeper
+from kvmanager.index.state_file import EpochFile
+from kvmanager.index.store import RedisIndexStore, open_redis
 from kvmanager.ports import IndexUnavailable
-from kvmanager.state_file import EpochFile
 
 NAMESPACE = "{quire:m:t:16}"
 NOBODY = "redis://127.0.0.1:1/0"

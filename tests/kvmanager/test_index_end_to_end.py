@@ -15,7 +15,7 @@ from common import index_format
 from common.errors import StaleEpoch
 from common.local_redis import LocalRedis
 from common.types import BlockHash, PoolIdentity
-from kvmanager import prefix_publisher
+from kvmanager.index import publisher as prefix_publisher
 from tests.kvmanager.conftest import ChannelTo, Running, Start
 from tests.kvmanager.driven_worker import DrivenWorker
 from tests.kvmanager.index_reader import index_members

@@ -12,8 +12,8 @@ from redis.asyncio import Redis
 from common import index_format
 from common.errors import StaleEpoch
 from common.types import BlockHash
-from kvmanager.index_store import RedisIndexStore, open_redis
-from kvmanager.net_changes import IndexCall
+from kvmanager.index.net_changes import IndexCall
+from kvmanager.index.store import RedisIndexStore, open_redis
 from kvmanager.ports import FenceLost, IndexUnavailable, WorkerEntry
 from tests.kvmanager.index_reader import index_members
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.types import BlockHash
-from kvmanager.net_changes import IndexCall, NetChanges
+from kvmanager.index.net_changes import IndexCall, NetChanges
 
 
 def key(number: int) -> BlockHash:

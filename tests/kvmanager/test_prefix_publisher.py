@@ -15,12 +15,12 @@ from common.errors import StaleEpoch
 from common.index_format import DiscoveredWorker
 from common.types import BlockHash
 from kvmanager.core.index_events import Cleared, IndexSnapshot, Removed, Stored
-from kvmanager.epoch import EpochKeeper
-from kvmanager.net_changes import IndexCall
+from kvmanager.index.epoch import EpochKeeper
+from kvmanager.index.net_changes import IndexCall
+from kvmanager.index.publisher import PrefixPublisher, PublisherTimes
+from kvmanager.index.state_file import EpochFile
+from kvmanager.index.worker_feed import WorkerFeed
 from kvmanager.ports import FenceLost, IndexUnavailable, WorkerEntry
-from kvmanager.prefix_publisher import PrefixPublisher, PublisherTimes
-from kvmanager.state_file import EpochFile
-from kvmanager.worker_feed import WorkerFeed
 from tests.kvmanager.raw_worker import IDENTITY
 
 H = [BlockHash(bytes([number]) * 16) for number in range(8)]

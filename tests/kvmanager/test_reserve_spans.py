@@ -12,7 +12,7 @@ from opentelemetry.trace import StatusCode
 
 from common.lease import Inventory, InventorySequence, Report, Reserve
 from common.types import BlockHash, BlockId, FinishReason, SequenceId, SequencePhase
-from kvmanager.reserve_spans import ReserveSpans
+from kvmanager.sessions.reserve_spans import ReserveSpans
 from tests.kvmanager.core.support import make_ledger
 
 S0, S1, S2 = map(SequenceId, range(3))

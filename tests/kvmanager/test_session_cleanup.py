@@ -10,8 +10,8 @@ import pytest
 
 from common.lease import Attach
 from common.lease_wire import attach_to_proto
-from kvmanager.index_writer import IndexWriter
-from kvmanager.session import SessionStream
+from kvmanager.index.writer import IndexWriter
+from kvmanager.sessions.stream import SessionStream
 from quire.kvmanager.v1 import kvmanager_pb2
 from tests.kvmanager.conftest import Running
 from tests.kvmanager.raw_worker import attach_of

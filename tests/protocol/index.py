@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from common.types import BlockHash
 from kvmanager.core import epochs
 from kvmanager.core.index_events import Cleared, IndexEvent, IndexSnapshot, Removed, Stored
-from kvmanager.net_changes import IndexCall, NetChanges
+from kvmanager.index.net_changes import IndexCall, NetChanges
 
 ABSENT = -1
 CALL_LIMIT = 2

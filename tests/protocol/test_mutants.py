@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.types import BlockHash
-from kvmanager.net_changes import IndexCall
+from kvmanager.index.net_changes import IndexCall
 from tests.protocol.index import Index
 from tests.protocol.mutants import MUTANTS, Exhaustive, Mutant, Walks
 

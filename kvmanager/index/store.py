@@ -15,8 +15,8 @@ from redis.exceptions import RedisError
 
 from common import index_format
 from common.errors import StaleEpoch
-from kvmanager import index_scripts
-from kvmanager.net_changes import IndexCall
+from kvmanager.index import scripts as index_scripts
+from kvmanager.index.net_changes import IndexCall
 from kvmanager.ports import FenceLost, IndexUnavailable, WorkerEntry
 
 _Argument = str | bytes | int

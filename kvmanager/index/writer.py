@@ -15,11 +15,11 @@ from common.errors import StaleEpoch
 from common.index_format import DiscoveredWorker
 from common.lease import Attach
 from kvmanager.core.index_events import IndexEvent, IndexSnapshot
-from kvmanager.epoch import EpochKeeper
+from kvmanager.index.epoch import EpochKeeper
+from kvmanager.index.publisher import PrefixPublisher, PublisherTimes
+from kvmanager.index.state_file import EpochFile
+from kvmanager.index.worker_feed import WorkerFeed
 from kvmanager.ports import IndexStore
-from kvmanager.prefix_publisher import PrefixPublisher, PublisherTimes
-from kvmanager.state_file import EpochFile
-from kvmanager.worker_feed import WorkerFeed
 
 
 @dataclass(slots=True)

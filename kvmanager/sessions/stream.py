@@ -21,8 +21,8 @@ from common.lease_wire import (
     rejected_to_proto,
     report_from_proto,
 )
-from kvmanager.attachments import Attachments, StreamEnds
-from kvmanager.worker_session import Aftermath, WorkerSession
+from kvmanager.sessions.attachments import Attachments, StreamEnds
+from kvmanager.sessions.worker_session import Aftermath, WorkerSession
 from quire.kvmanager.v1 import kvmanager_pb2
 
 log = logging.getLogger(__name__)

@@ -15,9 +15,9 @@ from common.types import PoolIdentity
 from kvmanager.core.ledger import Ledger
 from kvmanager.core.manager import Manager, Session
 from kvmanager.core.past_totals import PastTotals
-from kvmanager.index_writer import IndexWriter
-from kvmanager.reserve_spans import ReserveSpans
-from kvmanager.worker_session import DecisionSink, WorkerSession
+from kvmanager.index.writer import IndexWriter
+from kvmanager.sessions.reserve_spans import ReserveSpans
+from kvmanager.sessions.worker_session import DecisionSink, WorkerSession
 
 log = logging.getLogger(__name__)
 

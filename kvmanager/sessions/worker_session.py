@@ -10,9 +10,9 @@ from common.lease import Attach, AttachOk, Batch, Inventory, Report
 from common.types import Decision
 from kvmanager.core.index_events import IndexEvent
 from kvmanager.core.manager import Manager, Session
-from kvmanager.index_writer import IndexWriter
-from kvmanager.reserve_spans import ReserveSpans
-from kvmanager.worker_feed import WorkerFeed
+from kvmanager.index.worker_feed import WorkerFeed
+from kvmanager.index.writer import IndexWriter
+from kvmanager.sessions.reserve_spans import ReserveSpans
 
 
 class DecisionSink(Protocol):

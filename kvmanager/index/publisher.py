@@ -19,9 +19,9 @@ from common.clock import Clock
 from common.errors import StaleEpoch
 from common.index_format import DiscoveredWorker, discovered_to_json
 from kvmanager.core.index_events import IndexSnapshot
-from kvmanager.epoch import EpochKeeper
+from kvmanager.index.epoch import EpochKeeper
+from kvmanager.index.worker_feed import WorkerFeed
 from kvmanager.ports import FenceLost, IndexStore, IndexUnavailable
-from kvmanager.worker_feed import WorkerFeed
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ import logging
 
 from common.errors import InvalidConfig
 from kvmanager.core import epochs
+from kvmanager.index.state_file import EpochFile
 from kvmanager.ports import IndexStore, IndexUnavailable
-from kvmanager.state_file import EpochFile
 
 log = logging.getLogger(__name__)
 

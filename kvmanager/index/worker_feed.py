@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from common.index_format import DiscoveredWorker
 from kvmanager.core.index_events import Cleared, IndexEvent, IndexSnapshot, Removed, Stored
-from kvmanager.net_changes import NetChanges
+from kvmanager.index.net_changes import NetChanges
 from kvmanager.ports import WorkerEntry
 
 

@@ -1,0 +1,1 @@
+"""Streams of workers: attach, reports in, grants out."""
