@@ -30,10 +30,10 @@ from opentelemetry.trace import NoOpTracer
 from bench.harness import median_interval, parser, progress, report
 from bench.remote_engine import BLOCK_SIZE, RemoteEngine, local_engine
 from bench.workers import random_prompts
-from common import die_with_parent
 from common.hashing import chain, key_of, little_endian_int32
-from common.packing import pack_hashes, unpack_u32
+from common.process import die_with_parent
 from common.rpc.server import RpcServer, open_channel
+from common.wire.packing import pack_hashes, unpack_u32
 from gpuworker.server.codec import SubmitLimits
 from gpuworker.server.servicer import GpuWorkerServicer, Serving
 from quire.gpuworker.v1 import gpuworker_pb2 as pb

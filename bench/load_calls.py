@@ -16,8 +16,8 @@ from grpc import aio
 from bench.load_plan import FINISHED, Plan, Trace
 from bench.token_check import TokenCheck
 from common.hashing import chain, key_of, little_endian_int32
-from common.packing import pack_hashes, unpack_u32
 from common.rpc.server import open_channel
+from common.wire.packing import pack_hashes, unpack_u32
 from quire.gpuworker.v1 import gpuworker_pb2 as worker_pb
 from quire.gpuworker.v1 import gpuworker_pb2_grpc as worker_rpc
 from quire.inference.v1 import inference_pb2 as pb

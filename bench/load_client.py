@@ -19,7 +19,7 @@ from bench.arrivals import arrivals, paced
 from bench.load_calls import Api, LoadRequest, open_api
 from bench.load_plan import Plan, Seen, Trace
 from bench.token_check import TokenCheck
-from common.garbage import collect_rarely
+from common.process.garbage import collect_rarely
 from common.rpc import event_loop
 from gpuworker.simulated.costs import SimulatedTokens
 from gpuworker.simulated.plane import simulated_tokens

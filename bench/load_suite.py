@@ -19,8 +19,8 @@ import psutil
 from bench.load_plan import Plan, Seen
 from cli.preflight import suite_options
 from cli.stack import Stack, free_ports
-from common import die_with_parent
-from common.metrics import metrics_port
+from common.process import die_with_parent
+from common.process.metrics import metrics_port
 
 _AHEAD_SECONDS = 0.5
 CLIENTS = "clients"

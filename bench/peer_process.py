@@ -20,8 +20,8 @@ from typing import Any, Final
 
 import psutil
 
-from common import die_with_parent
 from common.errors import Unavailable
+from common.process import die_with_parent
 
 READY_SECONDS: Final = 400.0
 RUN_SECONDS: Final = 1800.0

@@ -18,9 +18,9 @@ from dataclasses import replace
 from typing import Any
 
 from cli.embedded import EmbeddedChannel
-from common import die_with_parent
 from common.clock import SystemClock
 from common.lease import Attach
+from common.process import die_with_parent
 from common.types import FinishReason, KvGeometry, PoolIdentity, SequenceId
 from gpuworker.core.batch_plan import StepRunner
 from gpuworker.core.lease_agent import LeaseAgent

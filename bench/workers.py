@@ -23,11 +23,11 @@ from bench.closed_loop import Record
 from bench.workloads import Request, Workload
 from cli.embedded import EmbeddedChannel
 from cli.stack import free_ports
-from common import die_with_parent
 from common.clock import SystemClock
 from common.errors import EngineFailure
 from common.hashing import chain, chain_root, key_of
 from common.lease import Attach, LeaseChannel
+from common.process import die_with_parent
 from common.rpc.health import wait_until_serving
 from common.types import FinishReason, KvGeometry, PoolIdentity, SamplingParams, SequenceId
 from gpuworker.core.batch_plan import StepRunner

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from common.options import Address, BlockSize, Count, Fraction, RedisUrl, Seconds, Settings
+from common.settings.options import Address, BlockSize, Count, Fraction, RedisUrl, Seconds, Settings
 from gpuworker.config import EngineSettings
 
 # The processes are told each other's ports before any of them runs, so that 0 cannot mean "a free one" here.

@@ -68,7 +68,7 @@ class EmbeddedChannel:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a GPU worker with its manager inside."""
-    from common.config import load_or_exit
+    from common.settings.config import load_or_exit
     from gpuworker.config import GpuWorkerSettings
     from gpuworker.main import run
 

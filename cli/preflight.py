@@ -16,11 +16,11 @@ from typing import Any, Final
 
 from cli.config import UpSettings
 from cli.programs import Program, StackOptions, service_programs
-from common.config import Reading, flag_of, load, read, validate
+from common.checkpoint.hub import checkpoint_directory, is_hub_name
 from common.errors import FieldViolation, InvalidConfig
-from common.hub import checkpoint_directory, is_hub_name
-from common.metrics import metrics_port
-from common.options import Settings
+from common.process.metrics import metrics_port
+from common.settings.config import Reading, flag_of, load, read, validate
+from common.settings.options import Settings
 from gpuworker.config import EngineSettings, GpuWorkerSettings
 from kvmanager.config import KvManagerSettings
 from router.config import RouterSettings

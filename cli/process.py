@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 
 from cli.programs import Program
-from common import die_with_parent
+from common.process import die_with_parent
 
-# What a service ends with when its options are bad (common/config.py): starting it again would say the same.
+# What a service ends with when its options are bad (common/settings/config.py): starting it again would say the same.
 REFUSED_STATUS = 2
 _FIRST_BACKOFF, _LONGEST_BACKOFF = 0.5, 30.0
 _STABLE_SECONDS = 30.0

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from common.cores import threads_of_each
-from common.local_redis import LocalRedis
+from common.process.cores import threads_of_each
+from common.process.local_redis import LocalRedis
 
 REDIS: Final = "redis"
 _PYTHON: Final = (sys.executable, "-m")

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from cli.process import Child
 from cli.programs import REDIS, Program, StackOptions, redis_program, router_address, service_programs
 from common.errors import Unavailable
-from common.local_redis import LocalRedis
+from common.process.local_redis import LocalRedis
 from quire.inference.v1 import inference_pb2, inference_pb2_grpc
 
 __all__ = ["Stack", "StackOptions", "free_ports"]

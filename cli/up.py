@@ -17,8 +17,8 @@ from rich.text import Text
 
 from cli.preflight import suite_options
 from cli.stack import Stack, StackOptions
-from common.config import refuse
 from common.errors import InvalidConfig, QuireError
+from common.settings.config import refuse
 
 _COLOURS = {"redis": "red", "kvmanager": "magenta", "router": "cyan"}
 KILLED_STATUS = 130

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, Field
 
-from common.options import (
+from common.settings.options import (
     Address,
     BlockSize,
     Bytes,

@@ -15,13 +15,13 @@ from functools import partial
 from grpc import aio
 
 from common.clock import SystemClock
-from common.config import load_or_exit, refuse
 from common.errors import InvalidConfig, QuireError
 from common.lease import AttachRejected, LeaseChannel
-from common.logs import setup_logging
-from common.metrics import MetricsServer, metrics_port, new_registry
+from common.process.logs import setup_logging
+from common.process.metrics import MetricsServer, metrics_port, new_registry
 from common.rpc import event_loop
 from common.rpc.server import RpcServer
+from common.settings.config import load_or_exit, refuse
 from common.telemetry.provider import setup as setup_telemetry
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.core.lease_agent import LeaseAgent

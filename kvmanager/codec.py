@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.enum_wire import miss_to_proto, phase_to_proto
+from common.wire.enum_codec import miss_to_proto, phase_to_proto
 from kvmanager.core.block_table import BlockTable
 from kvmanager.core.counts import PoolCounts
 from kvmanager.core.prefix_cache import PrefixMatch

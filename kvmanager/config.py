@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from common.options import BlockSize, Count, Fraction, LoadFormat, Port, Seconds, ServiceSettings
+from common.settings.options import BlockSize, Count, Fraction, LoadFormat, Port, Seconds, ServiceSettings
 from kvmanager.core.config import Runway
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from grpc import aio
 
-from common.decision_convert import decision_to_proto
-from common.decisions import DecisionRing
+from common.decisions.ring import DecisionRing
 from common.errors import Unsupported
+from common.wire.decision_codec import decision_to_proto
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 
 SERVICE = "quire.decision.v1.DecisionService"

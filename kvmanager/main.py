@@ -13,16 +13,16 @@ from dataclasses import fields
 from typing import Final
 from urllib.parse import urlsplit
 
+from common.checkpoint.fingerprint import model_fingerprint, tokenizer_fingerprint
 from common.clock import SystemClock
-from common.config import load_or_exit, refuse
-from common.decisions import DecisionRing
+from common.decisions.ring import DecisionRing
 from common.errors import InvalidConfig, QuireError, StaleEpoch
-from common.fingerprint import model_fingerprint, tokenizer_fingerprint
-from common.garbage import collect_rarely
-from common.logs import setup_logging
-from common.metrics import MetricsServer, metrics_port, new_registry
+from common.process.garbage import collect_rarely
+from common.process.logs import setup_logging
+from common.process.metrics import MetricsServer, metrics_port, new_registry
 from common.rpc import event_loop
 from common.rpc.server import RpcServer
+from common.settings.config import load_or_exit, refuse
 from common.telemetry.provider import setup as setup_telemetry
 from common.telemetry.server_spans import server_spans
 from common.types import PoolIdentity

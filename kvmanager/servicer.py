@@ -10,9 +10,9 @@ from grpc import aio
 
 from common.errors import FieldViolation, InvalidRequest, NotFound
 from common.hashing import KEY_BYTES
-from common.packing import unpack_hashes
 from common.rpc.interceptor import send
 from common.types import BlockHash, SequenceId
+from common.wire.packing import unpack_hashes
 from kvmanager.codec import match_to_proto, pool_to_proto, table_to_proto
 from kvmanager.core.block_table import BlockTable
 from kvmanager.core.ledger import Ledger

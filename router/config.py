@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from common.options import Addresses, BlockSize, Count, LoadFormat, Port, Seconds, ServiceSettings
+from common.settings.options import Addresses, BlockSize, Count, LoadFormat, Port, Seconds, ServiceSettings
 
 
 class RouterSettings(ServiceSettings):

@@ -9,7 +9,7 @@ import pytest
 import redis
 from redis.asyncio import Redis
 
-from common.local_redis import LocalRedis
+from common.process.local_redis import LocalRedis
 
 # Whether a client that is not installed is a failure (.ci/run) or a reason to skip: see tests/clients/served.py.
 if "QUIRE_ALL_CLIENTS" in os.environ:

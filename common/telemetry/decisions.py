@@ -6,7 +6,7 @@ import json
 
 from opentelemetry.trace import Span
 
-from common.decision_log import candidate_fields
+from common.decisions.log_line import candidate_fields
 from common.types import Decision
 
 EVENT = "decision"

@@ -25,7 +25,7 @@ from opentelemetry.sdk.trace.export import (
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import Tracer
 
-from common.options import ServiceSettings
+from common.settings.options import ServiceSettings
 
 log = logging.getLogger(__name__)
 

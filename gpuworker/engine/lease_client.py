@@ -20,7 +20,6 @@ from typing import Final, TypeAlias
 from grpc import aio
 
 from common.errors import ProtocolViolation, StaleEpoch
-from common.inventory_wire import inventory_chunks
 from common.lease import (
     Attach,
     Attached,
@@ -32,14 +31,15 @@ from common.lease import (
     LeaseEvent,
     Report,
 )
-from common.lease_wire import (
+from common.rpc.server import open_channel
+from common.wire.inventory_codec import inventory_chunks
+from common.wire.lease_codec import (
     attach_ok_from_proto,
     attach_to_proto,
     batch_from_proto,
     rejected_from_proto,
     report_to_proto,
 )
-from common.rpc.server import open_channel
 from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
 
 log = logging.getLogger(__name__)

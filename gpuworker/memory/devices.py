@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from common.cores import threads_of_each
 from common.errors import FieldViolation, InvalidConfig
+from common.process.cores import threads_of_each
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # What K and V may be kept as. The last two carry a float32 scale for each (slot, head): stored = value / scale.

@@ -15,9 +15,9 @@ from typing import cast
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from common.checkpoint.hub import checkpoint_directory
 from common.errors import FieldViolation, InvalidConfig, Unsupported
-from common.hub import checkpoint_directory
-from common.options import Execution
+from common.settings.options import Execution
 from common.types import KvGeometry
 from gpuworker.attention.interface import AttentionBackend
 from gpuworker.attention.native_backend import TYPES

@@ -8,10 +8,10 @@ from functools import partial
 
 import torch
 
-from common.cores import usable_cores
+from common.checkpoint.hub import checkpoint_directory
 from common.errors import Unsupported
-from common.hub import checkpoint_directory
-from common.options import Execution
+from common.process.cores import usable_cores
+from common.settings.options import Execution
 from common.types import ANY_ARITHMETIC, KvGeometry
 from gpuworker.attention.interface import AttentionBackend, BackendFactory, BackendOptions, make_backend
 from gpuworker.config import GpuWorkerSettings

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from common.fingerprint import model_fingerprint, tokenizer_fingerprint
-from common.identity_wire import identity_to_proto
+from common.checkpoint.fingerprint import model_fingerprint, tokenizer_fingerprint
 from common.lease import Attach
 from common.types import KvGeometry, PoolIdentity
+from common.wire.identity_codec import identity_to_proto
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.core.batch_plan import StepRunner
 from gpuworker.core.outcomes import AgentConfig

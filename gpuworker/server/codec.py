@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from common.errors import FieldViolation, InvalidRequest
-from common.packing import unpack_hashes, unpack_u32
-from common.sampling_wire import sampling_from_proto
 from common.types import Constraint, ConstraintKind, SamplingParams, SequenceId
+from common.wire.packing import unpack_hashes, unpack_u32
+from common.wire.sampling_codec import sampling_from_proto
 from gpuworker.core.sequence import NewSequence
 from gpuworker.core.stopping import StopRule
 from gpuworker.engine.ports import EngineLoad, EngineRequest

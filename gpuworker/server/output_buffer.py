@@ -8,11 +8,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from common.enum_wire import finish_to_proto, miss_to_proto
 from common.hashing import little_endian_int32
 from common.lease import Admit
-from common.output_wire import logprobs_to_proto, usage_to_proto
 from common.types import TokenLogprobs
+from common.wire.enum_codec import finish_to_proto, miss_to_proto
+from common.wire.output_codec import logprobs_to_proto, usage_to_proto
 from gpuworker.engine.ports import SequenceFinished
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2 as types

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 
 from opentelemetry.trace import Tracer
 
-from common.enum_wire import finish_from_proto
 from common.errors import AlreadyExists, QuireError, Unsupported
 from common.lease import Admit
 from common.rpc.status import to_status
 from common.telemetry import is_sampled
 from common.types import FinishReason, SequenceId, Usage
+from common.wire.enum_codec import finish_from_proto
 from gpuworker.engine.engine import Engine
 from gpuworker.engine.ports import EngineOutputs, SequenceFinished
 from gpuworker.server.codec import SubmitLimits, constraint_of, engine_request

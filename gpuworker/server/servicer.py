@@ -12,8 +12,8 @@ import grpc
 from opentelemetry.trace import Tracer
 
 from common.errors import FieldViolation, IdentityMismatch, InvalidRequest, Unavailable
-from common.identity_wire import identity_from_proto
 from common.types import PoolIdentity, SequenceId
+from common.wire.identity_codec import identity_from_proto
 from gpuworker.engine.engine import Engine
 from gpuworker.engine.ports import EngineOutputs
 from gpuworker.server.codec import SubmitLimits, load_message

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from common.checkpoint.hub import checkpoint_directory
 from common.errors import FieldViolation, InvalidConfig
-from common.hub import checkpoint_directory
 from common.types import KvGeometry
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.memory.byte_plan import GIB, Ledger, bytes_per_block

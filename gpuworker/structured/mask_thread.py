@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from common.cores import usable_cores
 from common.errors import QuireError
+from common.process.cores import usable_cores
 from common.types import FinishReason, SequenceId
 from gpuworker.core.stopping import Ending
 from gpuworker.engine.ports import MaskLateness

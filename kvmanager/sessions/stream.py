@@ -12,9 +12,9 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from common.errors import ProtocolViolation, Unavailable
-from common.inventory_wire import InventoryAssembler
 from common.lease import AttachRejected
-from common.lease_wire import (
+from common.wire.inventory_codec import InventoryAssembler
+from common.wire.lease_codec import (
     attach_from_proto,
     attach_ok_to_proto,
     batch_to_proto,

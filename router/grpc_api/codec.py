@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from common.enum_wire import finish_to_proto, miss_to_proto
-from common.identity_wire import identity_to_proto
-from common.output_wire import logprobs_to_proto, usage_to_proto
+from common.wire.enum_codec import finish_to_proto, miss_to_proto
+from common.wire.identity_codec import identity_to_proto
+from common.wire.output_codec import logprobs_to_proto, usage_to_proto
 from quire.inference.v1 import inference_pb2 as pb
 from router.core.events import AdmittedEvent, FinishedEvent, GenerateEvent, TokensEvent
 from router.ports import ModelCard

@@ -6,9 +6,9 @@ from typing import Any
 
 from grpc import aio
 
-from common.decision_convert import decision_to_proto
-from common.decisions import DEFAULT_LIMIT, DecisionRing
+from common.decisions.ring import DEFAULT_LIMIT, DecisionRing
 from common.errors import FieldViolation, InvalidRequest, NotFound
+from common.wire.decision_codec import decision_to_proto
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 from router.observe.siblings import Siblings, asked_by_sibling
 from router.observe.trace_store import TraceStore

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 from common.errors import FieldViolation
-from common.pydantic_words import mistake
+from common.settings.pydantic_words import mistake
 from quire.inference.v1 import inference_pb2
 from router.openai.types import Float32, Int32, Int64
 

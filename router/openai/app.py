@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from common.clock import Clock
 from common.errors import Cancelled, InvalidRequest, QuireError
-from common.metrics import exposed
+from common.process.metrics import exposed
 from router.core.events import GenerateEvent, ValidatedRequest
 from router.observe.status import quire_version
 from router.openai import errors as http_errors

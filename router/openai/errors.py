@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from common import errors
-from common.pydantic_words import mistake
+from common.settings.pydantic_words import mistake
 
 Json = dict[str, Any]
 _STATUS: Mapping[type[errors.QuireError], int] = {

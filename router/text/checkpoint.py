@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.checkpoint.fingerprint import tokenizer_fingerprint
 from common.errors import FieldViolation, InvalidConfig
-from common.fingerprint import tokenizer_fingerprint
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

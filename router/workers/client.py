@@ -15,12 +15,12 @@ from typing import Protocol
 
 from grpc import aio
 
-from common.enum_wire import finish_to_proto
 from common.errors import ProtocolViolation, QuireError, Unavailable
-from common.identity_wire import identity_to_proto
 from common.rpc.server import open_channel
 from common.rpc.status import error_from_rpc
 from common.types import FinishReason, PoolIdentity
+from common.wire.enum_codec import finish_to_proto
+from common.wire.identity_codec import identity_to_proto
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.gpuworker.v1 import gpuworker_pb2_grpc as rpc
 from router.core.identity import is_complete

@@ -7,14 +7,9 @@ from dataclasses import dataclass, replace
 
 from google.rpc import status_pb2
 
-from common.enum_wire import finish_from_proto, miss_from_proto
 from common.errors import ProtocolViolation
 from common.hashing import little_endian_int32
-from common.identity_wire import identity_from_proto
-from common.output_wire import logprobs_from_proto, usage_from_proto
-from common.packing import pack_hashes, unpack_u32
 from common.rpc.status import error_from_status
-from common.sampling_wire import sampling_to_proto
 from common.types import (
     BlockHash,
     FinishReason,
@@ -23,6 +18,11 @@ from common.types import (
     SamplingParams,
     TokenLogprobs,
 )
+from common.wire.enum_codec import finish_from_proto, miss_from_proto
+from common.wire.identity_codec import identity_from_proto
+from common.wire.output_codec import logprobs_from_proto, usage_from_proto
+from common.wire.packing import pack_hashes, unpack_u32
+from common.wire.sampling_codec import sampling_to_proto
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from router.core.worker_events import Drawn, Ended, Granted, Preempted, Refused, SequenceEvent
 from router.core.worker_model import Capacity, Load

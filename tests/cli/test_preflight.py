@@ -16,8 +16,8 @@ from cli.config import ClientSettings, UpSettings
 from cli.preflight import suite_options
 from cli.programs import Program, StackOptions, service_programs
 from cli.stack import free_ports
-from common.config import installed_settings, load
 from common.errors import InvalidConfig
+from common.settings.config import installed_settings, load
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.simulated.costs import DEFAULT_COSTS
 from kvmanager.config import KvManagerSettings

@@ -8,9 +8,9 @@ from typing import ClassVar
 import pytest
 from pydantic import Field
 
-from common.config import installed_settings, load, load_or_exit, read
 from common.errors import InvalidConfig
-from common.options import Address, Addresses, BlockSize, Bytes, Count, Port, ServiceSettings, Settings
+from common.settings.config import installed_settings, load, load_or_exit, read
+from common.settings.options import Address, Addresses, BlockSize, Bytes, Count, Port, ServiceSettings, Settings
 
 
 class Other(Settings):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from common import cores
-from common.cores import threads_of_each, usable_cores
+from common.process import cores
+from common.process.cores import threads_of_each, usable_cores
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from common.decision_convert import decision_to_proto, trace_id_of
-from common.decisions import DecisionRing
-from common.logs import fields_of, trace_ids
+from common.decisions.ring import DecisionRing
+from common.process.logs import fields_of, trace_ids
 from common.types import Candidate, Decision, DecisionKind
+from common.wire.decision_codec import decision_to_proto, trace_id_of
 from quire.decision.v1 import decision_pb2
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

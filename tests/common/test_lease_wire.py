@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common import lease, lease_wire
+from common import lease
 from common.errors import Mismatch, ProtocolViolation
-from common.identity_wire import identity_from_proto, identity_to_proto
-from common.inventory_wire import InventoryAssembler, inventory_chunks
 from common.types import TRIMMED, BlockHash, BlockId, FinishReason, PoolIdentity, SequenceId, SequencePhase
+from common.wire import lease_codec as lease_wire
+from common.wire.identity_codec import identity_from_proto, identity_to_proto
+from common.wire.inventory_codec import InventoryAssembler, inventory_chunks
 from quire.kvmanager.v1 import kvmanager_pb2
 from quire.types.v1 import types_pb2
 from tests.common import wire_strategies as strategies

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import redis
 
-from common import local_redis
 from common.errors import Unavailable
-from common.local_redis import LocalRedis, find_server, redis_at
+from common.process import local_redis
+from common.process.local_redis import LocalRedis, find_server, redis_at
 
 DEADLINE_S = 10
 

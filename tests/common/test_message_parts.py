@@ -12,10 +12,7 @@ from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common import enum_wire
 from common.errors import ProtocolViolation
-from common.output_wire import logprobs_from_proto, logprobs_to_proto, usage_from_proto, usage_to_proto
-from common.sampling_wire import sampling_from_proto, sampling_to_proto
 from common.types import (
     FinishReason,
     KvGeometry,
@@ -26,6 +23,9 @@ from common.types import (
     TokenLogprobs,
     Usage,
 )
+from common.wire import enum_codec as enum_wire
+from common.wire.output_codec import logprobs_from_proto, logprobs_to_proto, usage_from_proto, usage_to_proto
+from common.wire.sampling_codec import sampling_from_proto, sampling_to_proto
 from quire.kvmanager.v1 import kvmanager_pb2
 from quire.types.v1 import types_pb2
 

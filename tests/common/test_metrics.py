@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import Counter
 
 from common.errors import InvalidConfig
-from common.metrics import MetricsServer, metrics_port, new_registry
+from common.process.metrics import MetricsServer, metrics_port, new_registry
 
 
 class Service:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from common import config as options
-from common.options import ServiceSettings
+from common.settings import config as options
+from common.settings.options import ServiceSettings
 from gpuworker.config import GpuWorkerSettings
 from kvmanager.config import KvManagerSettings
 from router.config import RouterSettings

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from common.options import ServiceSettings
+from common.settings.options import ServiceSettings
 from gpuworker.config import GpuWorkerSettings
 from kvmanager.config import KvManagerSettings
 from router.config import RouterSettings

@@ -17,12 +17,13 @@ from redis.asyncio import Redis
 
 from cli.demo_model.prompts import questions, system_text
 from cli.stack import free_ports
-from common import die_with_parent, index_format
+from common import index_format
 from common.hashing import chain, chain_root, key_of
-from common.identity_wire import identity_from_proto
-from common.packing import pack_hashes
+from common.process import die_with_parent
 from common.rpc.server import open_channel
 from common.types import PoolIdentity
+from common.wire.identity_codec import identity_from_proto
+from common.wire.packing import pack_hashes
 from kvmanager.main import REPLACED_STATUS
 from quire.inference.v1 import inference_pb2 as pb
 from quire.kvmanager.v1 import kvmanager_pb2

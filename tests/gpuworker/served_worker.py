@@ -14,8 +14,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from common.hashing import chain, key_of, little_endian_int32
 from common.lease import LeaseChannel
-from common.packing import pack_hashes, unpack_u32
 from common.rpc.server import RpcServer, open_channel
+from common.wire.packing import pack_hashes, unpack_u32
 from gpuworker.core.batch_plan import StepRunner
 from gpuworker.core.outcomes import AgentConfig
 from gpuworker.engine.engine import Engine

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common.options import Execution
+from common.settings.options import Execution
 from common.types import Constraint, ConstraintKind, FinishReason, SamplingParams, SequenceId
 from gpuworker.native import library as native
 from gpuworker.runner.model_runner import ModelRunner

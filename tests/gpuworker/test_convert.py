@@ -8,8 +8,8 @@ import pytest
 
 from common.errors import InvalidRequest, ProtocolViolation
 from common.hashing import chain, chain_root, key_of, little_endian_int32
-from common.sampling_wire import sampling_to_proto
 from common.types import Constraint, ConstraintKind, SamplingParams, SequenceId
+from common.wire.sampling_codec import sampling_to_proto
 from gpuworker.engine.ports import EngineLoad, EngineRequest
 from gpuworker.server.codec import engine_request, fold_seed, load_message, sampling_params
 from quire.gpuworker.v1 import gpuworker_pb2 as pb

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from common.options import Execution
+from common.settings.options import Execution
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.native import library as native
 from gpuworker.plane.assembly import assemble

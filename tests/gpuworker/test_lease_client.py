@@ -27,8 +27,8 @@ from common.lease import (
     LeaseEvent,
     Report,
 )
-from common.lease_wire import attach_from_proto, attach_ok_to_proto, batch_to_proto, rejected_to_proto
 from common.types import BlockHash, BlockId, KvGeometry, PoolIdentity
+from common.wire.lease_codec import attach_from_proto, attach_ok_to_proto, batch_to_proto, rejected_to_proto
 from gpuworker.engine import lease_client
 from gpuworker.engine.lease_client import LeaseClient
 from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from common.lease import Admit
-from common.packing import unpack_u32
 from common.types import BlockId, FinishReason, MissReason, SequenceId, TokenLogprobs, Usage
+from common.wire.packing import unpack_u32
 from gpuworker.engine.ports import SequenceFinished
 from gpuworker.server.output_buffer import OutputBuffer
 from quire.gpuworker.v1 import gpuworker_pb2 as pb

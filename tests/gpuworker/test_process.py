@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from common import die_with_parent
+from common.process import die_with_parent
 from tests.checkpoints import checkpoint
 
 ROOT = Path(__file__).parents[2]

@@ -14,10 +14,10 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 
-from common.identity_wire import identity_to_proto
-from common.packing import unpack_u32
 from common.rpc.status import DETAILS_KEY
 from common.types import KvGeometry, PoolIdentity, TokenLogprobs
+from common.wire.identity_codec import identity_to_proto
+from common.wire.packing import unpack_u32
 from gpuworker.core.batch_plan import StepPlan, StepResult
 from gpuworker.core.outcomes import AgentConfig
 from gpuworker.engine.ports import EngineOutputs

@@ -10,9 +10,9 @@ import pytest
 from google.rpc import status_pb2
 from grpc import aio
 
-from common.identity_wire import identity_to_proto
 from common.lease import Attached, AttachOk, Connected
 from common.types import KvGeometry, PoolIdentity
+from common.wire.identity_codec import identity_to_proto
 from gpuworker.server import servicer as servicer_module
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2 as types

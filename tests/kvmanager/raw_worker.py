@@ -8,10 +8,10 @@ from typing import Any
 
 from grpc import aio
 
-from common.inventory_wire import inventory_chunks
 from common.lease import Attach, Batch, Inventory, Report
-from common.lease_wire import attach_to_proto, batch_from_proto, report_to_proto
 from common.types import KvGeometry, PoolIdentity
+from common.wire.inventory_codec import inventory_chunks
+from common.wire.lease_codec import attach_to_proto, batch_from_proto, report_to_proto
 from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
 
 IDENTITY = PoolIdentity("model" * 6, "tokenizer" * 3, 16, KvGeometry(2, 2, 8, 8, "float32"))

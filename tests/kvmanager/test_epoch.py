@@ -13,7 +13,7 @@ import pytest
 from redis.asyncio import Redis
 
 from common.errors import InvalidConfig, StaleEpoch
-from common.local_redis import LocalRedis
+from common.process.local_redis import LocalRedis
 from kvmanager.core import epochs
 from kvmanager.index.epoch import EpochKeeper
 from kvmanager.index.state_file import EpochFile

@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 
 from common import index_format
 from common.errors import StaleEpoch
-from common.local_redis import LocalRedis
+from common.process.local_redis import LocalRedis
 from common.types import BlockHash, PoolIdentity
 from kvmanager.index import publisher as prefix_publisher
 from tests.kvmanager.conftest import ChannelTo, Running, Start

@@ -17,7 +17,7 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from common import die_with_parent
+from common.process import die_with_parent
 from common.rpc.server import open_channel
 from kvmanager.main import REPLACED_STATUS
 from tests.kvmanager.conftest import ChannelTo

@@ -10,10 +10,10 @@ import grpc
 import pytest
 from grpc import aio
 
-from common.fingerprint import model_fingerprint
+from common.checkpoint.fingerprint import model_fingerprint
 from common.lease import Admit, Claim, Inventory, InventorySequence, Report, Reserve
-from common.lease_wire import attach_to_proto
 from common.types import BlockHash, BlockId, FinishReason, KvGeometry, MissReason, SequenceId, SequencePhase
+from common.wire.lease_codec import attach_to_proto
 from quire.kvmanager.v1 import kvmanager_pb2
 from tests.kvmanager.conftest import Connect, Running, Start
 from tests.kvmanager.raw_worker import IDENTITY, RawWorker

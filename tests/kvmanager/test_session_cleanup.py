@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 
 from common.lease import Attach
-from common.lease_wire import attach_to_proto
+from common.wire.lease_codec import attach_to_proto
 from kvmanager.index.writer import IndexWriter
 from kvmanager.sessions.stream import SessionStream
 from quire.kvmanager.v1 import kvmanager_pb2

@@ -9,9 +9,9 @@ from typing import Any
 import kubernetes_validate
 import pytest
 
-from common.config import load
-from common.options import ServiceSettings
 from common.rpc.health import LIVE
+from common.settings.config import load
+from common.settings.options import ServiceSettings
 from gpuworker.config import GpuWorkerSettings
 from kvmanager.config import KvManagerSettings
 from router.config import RouterSettings

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from common import errors
-from common.config import flag_of
+from common.settings.config import flag_of
 from gpuworker.config import GpuWorkerSettings
 from kvmanager.config import KvManagerSettings
 from router.config import RouterSettings

@@ -15,7 +15,7 @@ from opentelemetry.trace import Tracer
 from prometheus_client import CollectorRegistry
 
 from common.clock import SystemClock
-from common.decisions import DecisionRing
+from common.decisions.ring import DecisionRing
 from common.types import BlockHash, PoolIdentity, SamplingParams
 from router.core.admission import Admission, AdmissionLimits
 from router.core.events import FinishedEvent, GenerateEvent, TokensEvent, ValidatedRequest

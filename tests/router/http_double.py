@@ -11,7 +11,7 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from cli.demo_model import CHECKPOINT
 from common.clock import ManualClock
-from common.metrics import new_registry
+from common.process.metrics import new_registry
 from common.types import KvGeometry, PoolIdentity
 from quire.inference.v1 import inference_pb2 as pb
 from router.constraints.checker import ConstraintChecker

@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 
 from common.clock import ManualClock
 from common.index_format import DISCOVERY_WORKERS_KEY, DiscoveredWorker, discovered_to_json, discovery_key
-from common.local_redis import LocalRedis
+from common.process.local_redis import LocalRedis
 from common.types import KvGeometry, PoolIdentity
 from router.core.identity import UNKNOWN_GEOMETRY
 from router.requests.redis_prefix_index import connect

@@ -6,8 +6,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from common.logs import fields_of
-from common.metrics import exposed
+from common.process.logs import fields_of
+from common.process.metrics import exposed
 from router.core.events import AdmittedEvent
 from tests.router.frontend_bench import (
     frontend_over,

@@ -17,8 +17,8 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cli.stack import free_ports
-from common.fingerprint import model_fingerprint, tokenizer_fingerprint
-from common.metrics import metrics_port
+from common.checkpoint.fingerprint import model_fingerprint, tokenizer_fingerprint
+from common.process.metrics import metrics_port
 from common.rpc.server import open_channel
 from common.types import FinishReason
 from quire.inference.v1 import inference_pb2 as pb

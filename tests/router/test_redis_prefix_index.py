@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 
 from common.clock import ManualClock
 from common.index_format import SlotOwner, pack_entry, prefix_key_root, slot_key
-from common.local_redis import LocalRedis
+from common.process.local_redis import LocalRedis
 from common.types import BlockHash, KvGeometry, PoolIdentity
 from router.core.breaker import CircuitBreaker
 from router.requests.redis_prefix_index import OWNER_SECONDS, NoPrefixIndex, RedisPrefixIndex, connect

@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.trace import Tracer, set_span_in_context
 
 from cli.stack import free_ports
-from common.decisions import DecisionRing
+from common.decisions.ring import DecisionRing
 from common.rpc.server import RpcServer, open_channel
 from common.types import Decision, DecisionKind
 from quire.decision.v1 import decision_pb2 as pb

@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.trace import Link, StatusCode, Tracer
 
-from common.decisions import DecisionRing
+from common.decisions.ring import DecisionRing
 from common.errors import NotFound
 from common.rpc.server import RpcServer, open_channel
 from common.types import Decision, DecisionKind

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from common.errors import ProtocolViolation
-from common.sampling_wire import sampling_from_proto
 from common.types import Constraint, ConstraintKind, SamplingParams
+from common.wire.sampling_codec import sampling_from_proto
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2
 from router.workers.codec import Submission, events_of, submit_to_proto

@@ -13,11 +13,11 @@ from grpc import aio
 
 from common.errors import IdentityMismatch, QuireError
 from common.hashing import little_endian_int32
-from common.identity_wire import identity_from_proto, identity_to_proto
-from common.packing import unpack_u32
 from common.rpc.server import RpcServer
 from common.rpc.status import to_status
 from common.types import FinishReason, KvGeometry, MissReason, PoolIdentity
+from common.wire.identity_codec import identity_from_proto, identity_to_proto
+from common.wire.packing import unpack_u32
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.gpuworker.v1 import gpuworker_pb2_grpc as rpc
 from quire.types.v1 import types_pb2

@@ -12,9 +12,9 @@ from typing import Any, cast, get_args
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from common.checkpoint.hub import checkpoint_directory
 from common.errors import FieldViolation, InvalidConfig, Unsupported
-from common.hub import checkpoint_directory
-from common.options import LoadFormat
+from common.settings.options import LoadFormat
 from gpuworker.checkpoints.progress import telling_progress
 from gpuworker.checkpoints.weights import Checkpoint
 from gpuworker.memory.devices import dtype_name

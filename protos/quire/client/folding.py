@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from common.enum_wire import finish_from_proto, miss_from_proto
-from common.output_wire import logprobs_from_proto, usage_from_proto
 from common.types import FinishReason, MissReason, TokenLogprobs, Usage
+from common.wire.enum_codec import finish_from_proto, miss_from_proto
+from common.wire.output_codec import logprobs_from_proto, usage_from_proto
 from quire.client.results import Chunk, Completion, Output, Timings, record
 from quire.inference.v1 import inference_pb2 as pb
 

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
-from common.identity_wire import identity_from_proto
 from common.types import FinishReason, MissReason, PoolIdentity, TokenLogprobs, Usage
+from common.wire.identity_codec import identity_from_proto
 from quire.inference.v1 import inference_pb2 as pb
 
 _RecordT = TypeVar("_RecordT")

@@ -12,8 +12,8 @@ import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from common.options import ServiceSettings
 from common.rpc.server import RpcServer
+from common.settings.options import ServiceSettings
 from common.telemetry import context_from
 from common.telemetry.provider import setup
 

@@ -16,8 +16,8 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.trace import SpanKind, StatusCode
 
 from common.errors import NotFound
-from common.options import ServiceSettings
 from common.rpc.server import RpcServer, open_channel
+from common.settings.options import ServiceSettings
 from common.telemetry import traceparent_of
 from common.telemetry.provider import setup
 from common.telemetry.server_spans import server_spans

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, T5Config
 
+from common.checkpoint.hub import checkpoint_directory
 from common.errors import InvalidConfig, Unsupported
-from common.hub import checkpoint_directory
 from gpuworker.models.hf.hosted import HostedModel
 from gpuworker.models.hf.loader import (
     ModelSource,

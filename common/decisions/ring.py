@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from common.decision_log import log_decision
+from common.decisions.log_line import log_decision
 from common.types import Decision
 
 DEFAULT_LIMIT = 100

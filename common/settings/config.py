@@ -25,8 +25,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from common.errors import FieldViolation, InvalidConfig
-from common.options import Settings
-from common.pydantic_words import expectation
+from common.settings.options import Settings
+from common.settings.pydantic_words import expectation
 
 SettingsT = TypeVar("SettingsT", bound=Settings)
 

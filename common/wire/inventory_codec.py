@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, TypeVar
 
-from common import packing
-from common.enum_wire import phase_from_proto, phase_to_proto
 from common.hashing import KEY_BYTES
 from common.lease import Claim, Inventory, InventorySequence
-from common.lease_wire import reserve_from_proto, reserve_to_proto
 from common.types import BlockId
+from common.wire import packing
+from common.wire.enum_codec import phase_from_proto, phase_to_proto
+from common.wire.lease_codec import reserve_from_proto, reserve_to_proto
 from quire.kvmanager.v1 import kvmanager_pb2
 
 CHUNK_BYTES: Final = 256 * 1024

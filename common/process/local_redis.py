@@ -19,8 +19,8 @@ from typing import Final, Self
 
 import redis
 
-from common import die_with_parent
 from common.errors import Unavailable
+from common.process import die_with_parent
 
 START_TIMEOUT_S: Final = 10.0
 _POLL_S: Final = 0.01

@@ -8,12 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from common import packing
-from common.enum_wire import finish_from_proto, finish_to_proto, miss_from_proto, miss_to_proto
 from common.errors import ProtocolViolation
-from common.identity_wire import identity_from_proto, identity_to_proto, mismatches_from_proto, mismatches_to_proto
 from common.lease import Admit, Attach, AttachOk, AttachRejected, Batch, Copy, Preempt, Report, Reserve
 from common.types import BlockHash, BlockId, FinishReason, SequenceId
+from common.wire import packing
+from common.wire.enum_codec import finish_from_proto, finish_to_proto, miss_from_proto, miss_to_proto
+from common.wire.identity_codec import (
+    identity_from_proto,
+    identity_to_proto,
+    mismatches_from_proto,
+    mismatches_to_proto,
+)
 from quire.kvmanager.v1 import kvmanager_pb2
 
 INCARNATION_BYTES: Final = 16

@@ -1,0 +1,1 @@
+"""A checkpoint by name: where it lies, and its fingerprints. Standard library only."""

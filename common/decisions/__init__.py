@@ -1,0 +1,1 @@
+"""Decision records: the ring that keeps them, and their log line."""

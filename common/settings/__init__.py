@@ -1,0 +1,1 @@
+"""Options from flags, environment and a TOML file."""

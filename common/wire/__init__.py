@@ -1,0 +1,1 @@
+"""Codecs between Quire's types and its protos."""
