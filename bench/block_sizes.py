@@ -13,7 +13,7 @@ from bench.harness import progress
 from bench.models import plane_worker
 from bench.workers import BenchWorker
 from bench.workloads import Request, Workload, make, warm_up
-from cli.block_accounting import BLOCK_SIZES, count_waste
+from cli.block_size.accounting import BLOCK_SIZES, count_waste
 from gpuworker.plane.assembly import ModelPlane
 
 KINDS = ("short", "general", "long")

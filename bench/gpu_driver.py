@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from cli.embedded import EmbeddedChannel
+from cli.suite.embedded import EmbeddedChannel
 from common.clock import SystemClock
 from common.errors import EngineFailure
 from common.hashing import chain, chain_root, key_of

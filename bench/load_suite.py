@@ -17,8 +17,8 @@ from urllib.request import urlopen
 import psutil
 
 from bench.load_plan import Plan, Seen
-from cli.preflight import suite_options
-from cli.stack import Stack, free_ports
+from cli.suite.preflight import suite_options
+from cli.suite.stack import Stack, free_ports
 from common.process import die_with_parent
 from common.process.metrics import metrics_port
 

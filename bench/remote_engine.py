@@ -17,7 +17,7 @@ import threading
 from dataclasses import replace
 from typing import Any
 
-from cli.embedded import EmbeddedChannel
+from cli.suite.embedded import EmbeddedChannel
 from common.clock import SystemClock
 from common.lease import Attach
 from common.process import die_with_parent

@@ -19,8 +19,8 @@ import psutil
 
 from bench.closed_loop import Record
 from bench.workloads import Request, Workload
-from cli.preflight import suite_options
-from cli.stack import Stack, free_ports
+from cli.suite.preflight import suite_options
+from cli.suite.stack import Stack, free_ports
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc
 from quire.types.v1 import types_pb2 as types

@@ -11,7 +11,7 @@ import random
 
 from bench.checkpoints import MAX_MODEL_LEN
 from bench.harness import parser, report
-from cli.block_accounting import BLOCK_SIZES, Lengths, contiguous_waste, count_waste, paged_waste
+from cli.block_size.accounting import BLOCK_SIZES, Lengths, contiguous_waste, count_waste, paged_waste
 
 
 def mixed_requests(count: int, seed: int) -> list[Lengths]:

@@ -21,8 +21,8 @@ import uvloop
 
 from bench.closed_loop import Record
 from bench.workloads import Request, Workload
-from cli.embedded import EmbeddedChannel
-from cli.stack import free_ports
+from cli.suite.embedded import EmbeddedChannel
+from cli.suite.stack import free_ports
 from common.clock import SystemClock
 from common.errors import EngineFailure
 from common.hashing import chain, chain_root, key_of

@@ -203,7 +203,7 @@ LeaseEvent = Connected | Attached | Granted | Detached
 class LeaseChannel(Protocol):
     """How the engine reaches its KV manager. Called from the engine's thread only; no method blocks.
 
-    `gpuworker/engine/lease_client.py` implements it over gRPC, `cli/embedded.py` over a manager core in the same process.
+    `gpuworker/engine/lease_client.py` implements it over gRPC, `cli/suite/embedded.py` over a manager core in the same process.
     """
 
     def poll(self) -> list[LeaseEvent]:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from cli import advise_block_size
-from cli.block_advice import BlockSizeCost, costs, expected_hit, expected_prefix, recommend
-from cli.request_log import LoggedRequest, read_log
+from cli.block_size.advice import BlockSizeCost, costs, expected_hit, expected_prefix, recommend
+from cli.block_size.request_log import LoggedRequest, read_log
+from cli.commands import advise_block_size
 from common.errors import InvalidRequest
 
 # ------------------------------------------------------------ the log

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cli.block_accounting import Waste, contiguous_waste, count_waste, paged_waste
+from cli.block_size.accounting import Waste, contiguous_waste, count_waste, paged_waste
 
 
 def test_three_sequences_waste_5288_contiguous_slots_and_424_paged_ones() -> None:

@@ -18,7 +18,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from cli import call
-from cli.stack import free_ports
+from cli.suite.stack import free_ports
 from common.errors import FieldViolation, InvalidRequest, Overloaded, QuotaViolation
 from tests.client.router_double import RouterDouble, admitted, served
 

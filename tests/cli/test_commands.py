@@ -13,7 +13,7 @@ import grpc
 import psutil
 import pytest
 
-from cli.stack import free_ports
+from cli.suite.stack import free_ports
 from quire.inference.v1 import inference_pb2 as pb
 from quire.types.v1 import types_pb2 as types
 from tests.checkpoints import config_of, tokenizer

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from cli.config import ClientSettings, UpSettings
-from cli.preflight import suite_options
-from cli.programs import Program, StackOptions, service_programs
-from cli.stack import free_ports
+from cli.suite.preflight import suite_options
+from cli.suite.programs import Program, StackOptions, service_programs
+from cli.suite.stack import free_ports
 from common.errors import InvalidConfig
 from common.settings.config import installed_settings, load
 from gpuworker.config import GpuWorkerSettings

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from cli.process import Child
-from cli.programs import Program
+from cli.suite.process import Child
+from cli.suite.programs import Program
 
 SECONDS = 20.0
 IGNORES_SIGTERM = (

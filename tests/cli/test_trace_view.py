@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cli.decision_view import duration
-from cli.trace_view import render_trace
+from cli.views.decisions import duration
+from cli.views.trace import render_trace
 from common.telemetry.decisions import EVENT, attributes_of
 from common.types import Candidate, Decision, DecisionKind
 from quire.decision.v1 import decision_pb2 as pb

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from cli.stack import free_ports
+from cli.suite.stack import free_ports
 from tests.checkpoints import checkpoint
 
 READY_SECONDS = 60.0

@@ -10,7 +10,7 @@ from subprocess import run
 import grpc
 import pytest
 
-from cli.stack import free_ports
+from cli.suite.stack import free_ports
 from common.errors import (
     Cancelled,
     DeadlineExceeded,

@@ -15,7 +15,7 @@ from typing import NoReturn, TypeVar
 import pytest
 
 from cli.demo_model import CHECKPOINT
-from cli.stack import StackOptions
+from cli.suite.stack import StackOptions
 from quire.inference.v1 import inference_pb2 as pb
 from tests.e2e.suite import PATIENCE, Suite, running_suite
 

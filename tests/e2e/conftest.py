@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 
 from cli.demo_model import CHECKPOINT
-from cli.stack import StackOptions
+from cli.suite.stack import StackOptions
 from tests.e2e.suite import Suite, running_suite
 
 WORKERS = 2

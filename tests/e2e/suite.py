@@ -10,7 +10,7 @@ from pathlib import Path
 
 import grpc
 
-from cli.stack import Stack, StackOptions, free_ports
+from cli.suite.stack import Stack, StackOptions, free_ports
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc
 from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc

@@ -16,7 +16,7 @@ import pytest
 from redis.asyncio import Redis
 
 from cli.demo_model.prompts import questions, system_text
-from cli.stack import free_ports
+from cli.suite.stack import free_ports
 from common import index_format
 from common.hashing import chain, chain_root, key_of
 from common.process import die_with_parent

@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 
 from cli.demo_model import CHECKPOINT
 from cli.demo_model.prompts import questions, system_text
-from cli.stack import StackOptions
+from cli.suite.stack import StackOptions
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 from tests.e2e.suite import Outcome, Suite, chat, running_suite
 

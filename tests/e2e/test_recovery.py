@@ -12,7 +12,7 @@ import redis
 from redis.asyncio import Redis
 
 from cli.demo_model import CHECKPOINT
-from cli.stack import StackOptions
+from cli.suite.stack import StackOptions
 from quire.inference.v1 import inference_pb2
 from tests.e2e.load import all_started, epoch, kill, prompts, started
 from tests.e2e.reference import greedy_tokens

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from cli.demo_model import CHECKPOINT
-from cli.stack import StackOptions, free_ports
+from cli.suite.stack import StackOptions, free_ports
 from common.rpc.server import open_channel
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 from quire.inference.v1 import inference_pb2 as pb

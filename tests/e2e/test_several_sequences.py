@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from cli.demo_model import CHECKPOINT
 from cli.demo_model.prompts import questions, system_text
-from cli.stack import StackOptions
+from cli.suite.stack import StackOptions
 from gpuworker.server.codec import fold_seed
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 from quire.inference.v1 import inference_pb2 as pb

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from cli.demo_model import CHECKPOINT
-from cli.stack import StackOptions
+from cli.suite.stack import StackOptions
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 from quire.inference.v1 import inference_pb2 as pb
 from tests.e2e.suite import Suite, greedy, running_suite

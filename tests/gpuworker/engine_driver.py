@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from cli.embedded import EmbeddedChannel
+from cli.suite.embedded import EmbeddedChannel
 from common.clock import SystemClock
 from common.hashing import chain, chain_root, key_of
 from common.lease import Attach, LeaseChannel

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from cli.demo_model import CHECKPOINT
-from cli.stack import StackOptions
+from cli.suite.stack import StackOptions
 from tests.e2e.load import prompts
 from tests.e2e.suite import Suite, greedy, running_suite
 from tests.operate.tee import Tee, forwarding, running_tee

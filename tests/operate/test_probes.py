@@ -11,7 +11,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cli.stack import free_ports
+from cli.suite.stack import free_ports
 from common.rpc.health import LIVE
 from tests.checkpoints import checkpoint
 from tests.e2e.suite import Suite

@@ -20,7 +20,7 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from cli.stack import free_ports
+from cli.suite.stack import free_ports
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 from tests.e2e.suite import Suite
 from tests.operate.conftest import burst, cancelled

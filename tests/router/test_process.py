@@ -16,7 +16,7 @@ import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cli.stack import free_ports
+from cli.suite.stack import free_ports
 from common.checkpoint.fingerprint import model_fingerprint, tokenizer_fingerprint
 from common.process.metrics import metrics_port
 from common.rpc.server import open_channel

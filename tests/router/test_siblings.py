@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.trace import Tracer, set_span_in_context
 
-from cli.stack import free_ports
+from cli.suite.stack import free_ports
 from common.decisions.ring import DecisionRing
 from common.rpc.server import RpcServer, open_channel
 from common.types import Decision, DecisionKind

@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from cli.client import router_channel, router_client, run_command
+from cli.commands.generate import print_answer
 from cli.demo_model import CHECKPOINT
 from cli.demo_model.prompts import questions, system_text
-from cli.generate import print_answer
-from cli.stack import Stack, StackOptions, free_ports
-from cli.trace_view import render_trace
+from cli.suite.stack import Stack, StackOptions, free_ports
+from cli.views.trace import render_trace
 from quire.client import AsyncClient, Completion, Message
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 

@@ -16,10 +16,10 @@ from typing import Final, TypeVar
 from rich.console import Console
 from rich.table import Table
 
-from cli.block_accounting import BLOCK_SIZES
-from cli.block_advice import BlockSizeCost, costs, recommend
+from cli.block_size.accounting import BLOCK_SIZES
+from cli.block_size.advice import BlockSizeCost, costs, recommend
+from cli.block_size.request_log import LoggedRequest, read_log
 from cli.client import run_command
-from cli.request_log import LoggedRequest, read_log
 from common.errors import FieldViolation, InvalidRequest
 
 T = TypeVar("T")

@@ -110,7 +110,7 @@ def _worker(options: StackOptions, index: int, redis_url: str) -> Program:
         *("--manager", f"{options.host}:{options.manager_port}"),
         *options.worker_flags,
     )
-    command = (*_PYTHON, "cli.embedded" if options.embedded else "gpuworker.main")
+    command = (*_PYTHON, "cli.suite.embedded" if options.embedded else "gpuworker.main")
     environment = _QUIET_GRPC | {"OMP_NUM_THREADS": str(threads)}
     return Program(f"worker-{index}", "gpuworker", command, flags, f"{options.host}:{port}", environment)
 

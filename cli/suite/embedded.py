@@ -1,6 +1,6 @@
 """A GPU worker with the KV manager's core in its own process: no RPC between them. Kept for honest comparison.
 
-`EmbeddedChannel` is the lease protocol's port over a ledger in memory. `python -m cli.embedded` takes the flags of
+`EmbeddedChannel` is the lease protocol's port over a ledger in memory. `python -m cli.suite.embedded` takes the flags of
 `quire-gpuworker` (`--manager` is not used). Blocks are not published to Redis, and grants are not traced.
 """
 
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from gpuworker.config import GpuWorkerSettings
     from gpuworker.main import run
 
-    settings = load_or_exit(GpuWorkerSettings, argv, prog="python -m cli.embedded")
+    settings = load_or_exit(GpuWorkerSettings, argv, prog="python -m cli.suite.embedded")
     return run(settings, EmbeddedChannel(SystemClock()))
 
 

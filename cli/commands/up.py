@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from cli.preflight import suite_options
-from cli.stack import Stack, StackOptions
+from cli.suite.preflight import suite_options
+from cli.suite.stack import Stack, StackOptions
 from common.errors import InvalidConfig, QuireError
 from common.settings.config import refuse
 

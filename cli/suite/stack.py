@@ -12,8 +12,8 @@ from typing import Any, Final
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cli.process import Child
-from cli.programs import REDIS, Program, StackOptions, redis_program, router_address, service_programs
+from cli.suite.process import Child
+from cli.suite.programs import REDIS, Program, StackOptions, redis_program, router_address, service_programs
 from common.errors import Unavailable
 from common.process.local_redis import LocalRedis
 from quire.inference.v1 import inference_pb2, inference_pb2_grpc

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from cli.client import add_address, router_channel, run_command
-from cli.trace_view import render_trace
+from cli.views.trace import render_trace
 from quire.decision.v1 import decision_pb2 as pb
 from quire.decision.v1 import decision_pb2_grpc as rpc
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from cli.block_accounting import BLOCK_SIZES, count_waste
-from cli.request_log import LoggedRequest
+from cli.block_size.accounting import BLOCK_SIZES, count_waste
+from cli.block_size.request_log import LoggedRequest
 
 EQUAL_SPEED: Final = 0.98
 """Speeds from this share of the best one on count as equal: runs of the same thing differ by as much."""

@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 
-from cli.programs import Program
+from cli.suite.programs import Program
 from common.process import die_with_parent
 
 # What a service ends with when its options are bad (common/settings/config.py): starting it again would say the same.

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from cli.decision_view import decision_lines, duration, is_decision, plain_attributes
+from cli.views.decisions import decision_lines, duration, is_decision, plain_attributes
 from quire.decision.v1 import decision_pb2 as pb
 
 _COLOURS = {"router": "cyan", "kvmanager": "magenta", "gpuworker": "green"}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from cli.config import UpSettings
-from cli.programs import Program, StackOptions, service_programs
+from cli.suite.programs import Program, StackOptions, service_programs
 from common.checkpoint.hub import checkpoint_directory, is_hub_name
 from common.errors import FieldViolation, InvalidConfig
 from common.process.metrics import metrics_port

@@ -1,0 +1,1 @@
+"""Advice on the block size from a log of request lengths."""
