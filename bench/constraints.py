@@ -23,12 +23,12 @@ from pathlib import Path
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
-from bench.checkpoints import MEDIUM, SMALL
-from bench.harness import median_interval, parser, progress, report_columns
-from bench.models import data_plane
-from bench.tokenizers import EOS, write_tokenizer
-from bench.workers import BenchWorker, random_prompts
-from bench.workloads import Request
+from bench.lib.checkpoints import MEDIUM, SMALL
+from bench.lib.harness import median_interval, parser, progress, report_columns
+from bench.lib.models import data_plane
+from bench.lib.tokenizers import EOS, write_tokenizer
+from bench.lib.workers import BenchWorker, random_prompts
+from bench.lib.workloads import Request
 from common.constraint_grammar import grammar_of, parser_limits
 from common.types import Constraint, ConstraintKind, SamplingParams
 from gpuworker.attention.interface import make_backend

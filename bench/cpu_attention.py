@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench.harness import parser, progress, report
+from bench.lib.harness import parser, progress, report
 from common.types import KvGeometry
 from gpuworker.attention.interface import AttentionMetadata, LayerAttention
 from gpuworker.attention.native_backend import NativeAttention, layer_struct, rows_struct

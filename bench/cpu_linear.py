@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn.functional import linear
 
-from bench.harness import end_with_json, parser, report
-from bench.rates import fastest_in_turns
+from bench.lib.harness import end_with_json, parser, report
+from bench.lib.rates import fastest_in_turns
 from gpuworker.native.linear import IntegerWeight, Kind, Memory, PackedLinear, Rows, Store
 
 _SHAPES = {  # name: [N, K]

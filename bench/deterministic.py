@@ -12,11 +12,11 @@ import argparse
 import itertools
 from contextlib import ExitStack
 
-from bench.flags import add_engine_flags, add_model_flags, add_workload_flags, worker_options
-from bench.harness import median_interval, parser, progress, report
-from bench.models import data_plane
-from bench.workers import BenchWorker
-from bench.workloads import make, warm_up
+from bench.lib.flags import add_engine_flags, add_model_flags, add_workload_flags, worker_options
+from bench.lib.harness import median_interval, parser, progress, report
+from bench.lib.models import data_plane
+from bench.lib.workers import BenchWorker
+from bench.lib.workloads import make, warm_up
 from gpuworker.plane.assembly import ModelPlane
 
 

@@ -17,12 +17,12 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Any
 
-from bench.closed_loop import NOTES, agreement, figures, medians
-from bench.flags import add_engine_flags, add_model_flags, add_workload_flags, worker_options
-from bench.harness import parser, progress, report_columns
-from bench.models import data_plane
-from bench.workers import BenchWorker, Run
-from bench.workloads import make, warm_up
+from bench.lib.closed_loop import NOTES, agreement, figures, medians
+from bench.lib.flags import add_engine_flags, add_model_flags, add_workload_flags, worker_options
+from bench.lib.harness import parser, progress, report_columns
+from bench.lib.models import data_plane
+from bench.lib.workers import BenchWorker, Run
+from bench.lib.workloads import make, warm_up
 from common.types import SamplingParams, SequenceId
 from gpuworker.core.batch_plan import StepPlan, StepResult, StepRunner
 from gpuworker.models.llama.native_model import NativeModel

@@ -27,9 +27,9 @@ import psutil
 import uvloop
 from opentelemetry.trace import NoOpTracer
 
-from bench.harness import median_interval, parser, progress, report
-from bench.remote_engine import BLOCK_SIZE, RemoteEngine, local_engine
-from bench.workers import random_prompts
+from bench.lib.harness import median_interval, parser, progress, report
+from bench.lib.remote_engine import BLOCK_SIZE, RemoteEngine, local_engine
+from bench.lib.workers import random_prompts
 from common.hashing import chain, key_of, little_endian_int32
 from common.process import die_with_parent
 from common.rpc.server import RpcServer, open_channel

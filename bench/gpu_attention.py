@@ -15,9 +15,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench.gpu_attention_checks import check_attention, planned
-from bench.gpu_cases import LLAMA_8B, Case, Rows, make_case
-from bench.gpu_measure import Figure, copy_bandwidth, graph_seconds, parser, report, rotation, the_device
+from bench.gpu.attention_checks import check_attention, planned
+from bench.gpu.cases import LLAMA_8B, Case, Rows, make_case
+from bench.gpu.measure import Figure, copy_bandwidth, graph_seconds, parser, report, rotation, the_device
 from gpuworker.attention.triton_backend import TritonAttention
 
 Sizes = tuple[tuple[int, int], ...]

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForCausalLM
 
-from bench.gpu_driver import GREEDY, EngineDriver, decode_rate, random_prompts
-from bench.gpu_measure import Figure, checked, copy_bandwidth, parser, report, the_device
-from bench.gpu_models import MODELS, TINY, config_of, spec_of
-from bench.gpu_peer import PeerFailure, peer_rate
+from bench.gpu.engine_harness import GREEDY, EngineDriver, decode_rate, random_prompts
+from bench.gpu.measure import Figure, checked, copy_bandwidth, parser, report, the_device
+from bench.gpu.models import MODELS, TINY, config_of, spec_of
+from bench.gpu.peer import PeerFailure, peer_rate
 from common.types import KvGeometry, SamplingParams
 from gpuworker.attention.triton_backend import TritonAttention
 from gpuworker.core.outcomes import AgentConfig

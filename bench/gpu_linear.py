@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import torch
 
-from bench.gpu_measure import Figure, checked, copy_bandwidth, graph_seconds, parser, report, rotation, the_device
-from bench.gpu_models import MODELS, spec_of
+from bench.gpu.measure import Figure, checked, copy_bandwidth, graph_seconds, parser, report, rotation, the_device
+from bench.gpu.models import MODELS, spec_of
 from gpuworker.models.llama.spec import LeanSpec
 
 _BATCHES = (1, 8, 32, 128)

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 from triton import OutOfResources
 
-from bench.gpu_attention_checks import check_case, planned
-from bench.gpu_cases import LLAMA_8B, Case, Rows, make_case
-from bench.gpu_measure import Figure, graph_seconds, parser, report, rotation, the_device
+from bench.gpu.attention_checks import check_case, planned
+from bench.gpu.cases import LLAMA_8B, Case, Rows, make_case
+from bench.gpu.measure import Figure, graph_seconds, parser, report, rotation, the_device
 from gpuworker.attention.triton_backend import TritonAttention
 from gpuworker.attention.triton_tuning import Heads, KernelShape, Tuning, chip_of, tuning
 

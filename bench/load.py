@@ -6,12 +6,12 @@
     python -m bench.load --real --rates 5 10 20 --cv 3      the real engine on the CPU, in bursts
     python -m bench.load --all --json --plot                all figures, in less than six minutes
 
-Arrivals are a Poisson process, or with --cv above 1 bursts of that coefficient of variation (`bench/arrivals.py`).
+Arrivals are a Poisson process, or with --cv above 1 bursts of that coefficient of variation (`bench/open_loop/arrivals.py`).
 Latencies count from when a request was due; a run whose clients fell behind is marked invalid. Simulated workers run no
 model: a step takes the time that --simulate says, and every token is checked. Nothing is pinned unless --pin says so:
 clients, routers, manager and workers share the machine's cores, so a router's cost a token tells what it would carry on
 a core of its own. Requests are not traced unless --trace-sample-ratio says so. With --all or --plot rows are kept in
-bench/results/load.jsonl; --plot draws them (`bench/load_plot.py`).
+bench/results/load.jsonl; --plot draws them (`bench/open_loop/plot.py`).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from typing import Any, Final
 
 import uvloop
 
-from bench import load_modes
-from bench.checkpoints import checkpoint
-from bench.harness import parser, report, report_columns
-from bench.load_figures import NOTES, Slo
-from bench.load_modes import Row, Shape
-from bench.load_suite import LoadSuite, load_suite
+from bench.lib.checkpoints import checkpoint
+from bench.lib.harness import parser, report, report_columns
+from bench.open_loop import modes as load_modes
+from bench.open_loop.figures import NOTES, Slo
+from bench.open_loop.modes import Row, Shape
+from bench.open_loop.suite import LoadSuite, load_suite
 from bench.serve import suite_flags
 from common.errors import QuireError
 from gpuworker.plane.checkpoint_facts import CheckpointFacts
@@ -257,7 +257,7 @@ def _keep(rows: list[dict[str, float | str]], args: argparse.Namespace) -> None:
     path.parent.mkdir(exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     if args.plot:
-        from bench.load_plot import write
+        from bench.open_loop.plot import write
 
         print(write(path))
 

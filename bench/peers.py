@@ -3,10 +3,10 @@
     python -m bench.peers --peers DIR --json --plan W4:1 W1:0.5 W2:0.25 W3:0.5 --repeat 3
 
 Ours is the whole suite with its processes apart: client, router, worker and KV manager over gRPC. The peers are called
-in process by their drivers (bench/peer_process.py). For each type and mode all engines are loaded, then take turns;
+in process by their drivers (bench/comparison/peer_process.py). For each type and mode all engines are loaded, then take turns;
 those that wait are stopped. With prefix caching every run begins from a cold cache: ours by a salt, vLLM by a reset,
-the others by other ids of the same lengths. Result lines go to --out, from which `bench.plots` draws, and from which
-`python -m bench.ratio_table FILE...` prints the tables again.
+the others by other ids of the same lengths. Result lines go to --out, from which `bench.comparison.plots` draws, and from which
+`python -m bench.comparison.table FILE...` prints the tables again.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from typing import Any, Final, Protocol
 
 import uvloop
 
-from bench.closed_loop import agreement, figures
-from bench.flags import add_engine_flags
-from bench.harness import parser, progress
-from bench.peer_process import PEERS, PeerOptions, PeerProcess, missing
-from bench.ratio_table import print_report
-from bench.ratios import OURS
+from bench.comparison.peer_process import PEERS, PeerOptions, PeerProcess, missing
+from bench.comparison.ratios import OURS
+from bench.comparison.table import print_report
+from bench.lib.closed_loop import agreement, figures
+from bench.lib.flags import add_engine_flags
+from bench.lib.harness import parser, progress
+from bench.lib.suite import ServedSuite, served_suite
+from bench.lib.workloads import make, warm_up
 from bench.serve import add_suite_flags, bench_options
-from bench.suite import ServedSuite, served_suite
-from bench.workloads import make, warm_up
 from common.errors import Unavailable
 
 RESULTS: Final = Path(__file__).parent / "results"

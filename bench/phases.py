@@ -3,7 +3,7 @@
     python -m bench.phases --dtype float32 bfloat16 --json
     python -m bench.phases --only blocks --scale 1 --repeat 3        for quire advise-block-size --speeds
 
-Operations and bytes are those of the model's shape (bench/model_costs.py); rates of matrix products and of reading are
+Operations and bytes are those of the model's shape (bench/lib/model_costs.py); rates of matrix products and of reading are
 measured in the same run, with the same threads. Times are of whole steps, everything around the model included.
 """
 
@@ -18,16 +18,16 @@ from itertools import pairwise
 
 import torch
 
-from bench import block_sizes, paged_attention
-from bench.closed_loop import Record
-from bench.flags import add_engine_flags, worker_options
-from bench.harness import parser, progress, report_columns
-from bench.model_costs import ModelCosts
-from bench.models import data_plane
-from bench.rates import matmul_rate, read_rate
-from bench.ratios import SHORT
-from bench.workers import BenchWorker
-from bench.workloads import Request, Workload, warm_up
+from bench.comparison.ratios import SHORT
+from bench.lib import block_sizes, paged_attention
+from bench.lib.closed_loop import Record
+from bench.lib.flags import add_engine_flags, worker_options
+from bench.lib.harness import parser, progress, report_columns
+from bench.lib.model_costs import ModelCosts
+from bench.lib.models import data_plane
+from bench.lib.rates import matmul_rate, read_rate
+from bench.lib.workers import BenchWorker
+from bench.lib.workloads import Request, Workload, warm_up
 from gpuworker.memory.devices import default_threads
 from gpuworker.plane.assembly import ModelPlane
 

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from bench.checkpoints import SMALL
-from bench.harness import median_interval, parser, progress, report
-from bench.models import cpu_runner
-from bench.workers import BenchWorker, Run, manager_process
+from bench.lib.checkpoints import SMALL
+from bench.lib.harness import median_interval, parser, progress, report
+from bench.lib.models import cpu_runner
+from bench.lib.workers import BenchWorker, Run, manager_process
 from gpuworker.core.outcomes import AgentConfig
 
 BLOCK_SIZE, BLOCKS = 16, 4096

@@ -14,12 +14,12 @@ from collections.abc import Mapping
 
 import uvloop
 
-from bench.checkpoints import checkpoint
-from bench.closed_loop import NOTES, figures, medians
-from bench.flags import add_engine_flags, add_model_flags, add_workload_flags, worker_options
-from bench.harness import parser, progress, report_columns
-from bench.suite import ServedSuite, peak_rss_mib, served_suite
-from bench.workloads import make, warm_up
+from bench.lib.checkpoints import checkpoint
+from bench.lib.closed_loop import NOTES, figures, medians
+from bench.lib.flags import add_engine_flags, add_model_flags, add_workload_flags, worker_options
+from bench.lib.harness import parser, progress, report_columns
+from bench.lib.suite import ServedSuite, peak_rss_mib, served_suite
+from bench.lib.workloads import make, warm_up
 
 
 def suite_flags(options: Mapping[str, object]) -> list[str]:

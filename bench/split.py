@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import psutil
 
-from bench.checkpoints import MEDIUM
-from bench.harness import median_interval, parser, progress, report
-from bench.models import cpu_runner
-from bench.workers import BenchWorker, Run, manager_process, random_prompts
+from bench.lib.checkpoints import MEDIUM
+from bench.lib.harness import median_interval, parser, progress, report
+from bench.lib.models import cpu_runner
+from bench.lib.workers import BenchWorker, Run, manager_process, random_prompts
 from common.types import KvGeometry
 from gpuworker.core.batch_plan import StepRunner
 from gpuworker.core.outcomes import AgentConfig

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 import psutil
 
-from bench.checkpoints import SMALL
-from bench.harness import parser, report
-from bench.models import data_plane
-from bench.workers import BenchWorker, random_prompts
+from bench.lib.checkpoints import SMALL
+from bench.lib.harness import parser, report
+from bench.lib.models import data_plane
+from bench.lib.workers import BenchWorker, random_prompts
 from common.types import SamplingParams
 from gpuworker.attention.interface import make_backend
 from gpuworker.core.outcomes import AgentConfig

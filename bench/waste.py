@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import random
 
-from bench.checkpoints import MAX_MODEL_LEN
-from bench.harness import parser, report
+from bench.lib.checkpoints import MAX_MODEL_LEN
+from bench.lib.harness import parser, report
 from cli.block_size.accounting import BLOCK_SIZES, Lengths, contiguous_waste, count_waste, paged_waste
 
 

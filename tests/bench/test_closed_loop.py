@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bench.closed_loop import Record, agreement, figures, medians, percentile
-from bench.workloads import Request
+from bench.lib.closed_loop import Record, agreement, figures, medians, percentile
+from bench.lib.workloads import Request
 
 
 def made_up() -> list[Record]:

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from bench import constraints
 from bench.constraints import NOTES, Size
-from bench.tokenizers import EOS, write_tokenizer
+from bench.lib.tokenizers import EOS, write_tokenizer
 from gpuworker.native import library as native
 
 

@@ -9,10 +9,10 @@ from functools import partial
 import pytest
 
 from bench import engine
-from bench.checkpoints import SMALL
-from bench.models import data_plane, plane_worker
-from bench.workers import BenchWorker
-from bench.workloads import Request, Workload
+from bench.lib.checkpoints import SMALL
+from bench.lib.models import data_plane, plane_worker
+from bench.lib.workers import BenchWorker
+from bench.lib.workloads import Request, Workload
 from gpuworker.native import library as native
 from gpuworker.plane.assembly import ModelPlane
 

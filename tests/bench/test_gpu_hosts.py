@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from bench.gpu_measure import NO_GPU, Figure, line, table
+from bench.gpu.measure import NO_GPU, Figure, line, table
 
 BENCHES = ["bench.gpu_attention", "bench.gpu_linear", "bench.gpu_engine", "bench.gpu_tuning"]
 MISSING = [

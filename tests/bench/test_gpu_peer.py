@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig
 
-from bench.gpu_driver import random_prompts
-from bench.gpu_models import TINY, config_of
-from bench.gpu_peer import PeerFailure, peer_rate
+from bench.gpu.engine_harness import random_prompts
+from bench.gpu.models import TINY, config_of
+from bench.gpu.peer import PeerFailure, peer_rate
 
 SMALL = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48}
 CONFIG = config_of((TINY[0], TINY[1] | SMALL | {"vocab_size": 96}))

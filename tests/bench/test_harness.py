@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from bench.harness import median_interval, progress, report
+from bench.lib.harness import median_interval, progress, report
 
 
 def test_equal_samples_leave_no_doubt() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bench.load import _cores, flags
-from bench.load_modes import Row, highest_carried, saturation
+from bench.open_loop.modes import Row, highest_carried, saturation
 
 ROOT = Path(__file__).parents[2]
 

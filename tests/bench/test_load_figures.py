@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.load_figures import Slo, Window, costs, figures, in_flight, is_steady, latencies
-from bench.load_plan import FINISHED, Seen, Trace
+from bench.open_loop.figures import Slo, Window, costs, figures, in_flight, is_steady, latencies
+from bench.open_loop.plan import FINISHED, Seen, Trace
 
 WINDOW = Window(10.0, 12.0, Slo(ttft=0.1, itl=0.05), lateness=0.02)
 

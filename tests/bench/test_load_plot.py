@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("matplotlib")
-from bench import load_plot, plots
+from bench.comparison import plots
+from bench.open_loop import plot as load_plot
 
 
 def row(offered: float, routers: int = 1, steady: float = 1.0, **fields: object) -> dict[str, object]:

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench.checkpoints import MEDIUM
-from bench.model_costs import ModelCosts
+from bench.lib.checkpoints import MEDIUM
+from bench.lib.model_costs import ModelCosts
 
 TINY = ModelCosts(
     hidden=4, inner=6, layers=2, heads=2, kv_heads=1, head_dim=3, vocabulary=10, weight_bytes=2, kv_bytes=2

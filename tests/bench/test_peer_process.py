@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench.peer_process import PeerOptions, PeerProcess, missing
+from bench.comparison.peer_process import PeerOptions, PeerProcess, missing
 from common.errors import Unavailable
 
 DRIVER = """

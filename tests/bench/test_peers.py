@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from bench import peers
-from bench.checkpoints import SMALL
+from bench.lib.checkpoints import SMALL
 from bench.peers import Item, Mode, items_of, turns
 from common.errors import Unavailable
 

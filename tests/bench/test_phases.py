@@ -7,12 +7,13 @@ from functools import partial
 import pytest
 import torch
 
-from bench import block_sizes, paged_attention, phases
-from bench.closed_loop import Record
-from bench.model_costs import ModelCosts
+from bench import phases
+from bench.lib import block_sizes, paged_attention
+from bench.lib.closed_loop import Record
+from bench.lib.model_costs import ModelCosts
+from bench.lib.rates import fastest_in_turns, matmul_rate, read_rate
+from bench.lib.workloads import Request
 from bench.phases import Peaks, equal_requests, fractions, step_seconds
-from bench.rates import fastest_in_turns, matmul_rate, read_rate
-from bench.workloads import Request
 
 
 def record(times: list[float]) -> Record:

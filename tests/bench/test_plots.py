@@ -10,7 +10,7 @@ import pytest
 from tests.bench.test_ratios import line, three_turns
 
 pytest.importorskip("matplotlib")
-from bench import plots
+from bench.comparison import plots
 
 
 def test_each_setting_has_a_column_and_ours_stands_first() -> None:
@@ -36,6 +36,6 @@ def test_a_file_is_drawn_for_each_type(tmp_path: Path, monkeypatch: pytest.Monke
     lines = [*three_turns(), line("ours", 90, dtype="bfloat16")]
     results = tmp_path / "peers.jsonl"
     results.write_text("\n".join(map(json.dumps, lines)))
-    monkeypatch.setattr("sys.argv", ["bench.plots", str(results)])
+    monkeypatch.setattr("sys.argv", ["bench.comparison.plots", str(results)])
     plots.main()
     assert sorted(path.name for path in tmp_path.glob("*.png")) == ["peers-bfloat16.png", "peers-float32.png"]

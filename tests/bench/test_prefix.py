@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 
 from bench import prefix
-from bench.workers import BenchWorker, Run
+from bench.lib.workers import BenchWorker, Run
 from common.types import SequenceId
 from gpuworker.core.batch_plan import StepRunner
 from gpuworker.core.outcomes import AgentConfig

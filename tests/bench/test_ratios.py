@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from bench import ratio_table
-from bench.ratio_table import all_figures, print_report
-from bench.ratios import Setting, over_fastest, ratio_figures
+from bench.comparison import table as ratio_table
+from bench.comparison.ratios import Setting, over_fastest, ratio_figures
+from bench.comparison.table import all_figures, print_report
 
 
 def line(engine: str, speed: float, rep: int = 0, **more: Any) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def test_tables_are_printed_again_from_files(
     files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
     for path, lines in zip(files, (three_turns()[:6], three_turns()[6:]), strict=True):
         path.write_text("\n".join(map(json.dumps, lines)) + "\n")
-    monkeypatch.setattr("sys.argv", ["bench.ratio_table", *map(str, files), "--json"])
+    monkeypatch.setattr("sys.argv", ["bench.comparison.table", *map(str, files), "--json"])
     ratio_table.main()
     *text, last = capsys.readouterr().out.splitlines()
     assert json.loads(last)["figures"] == {key: round(value, 6) for key, value in all_figures(three_turns()).items()}

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
+from bench.lib.workers import BenchWorker, Run, random_prompts
 from bench.split import Pair, figures_of, notes_of
-from bench.workers import BenchWorker, Run, random_prompts
 from common.types import SamplingParams, SequenceId
 from gpuworker.core.batch_plan import StepPlan
 from gpuworker.core.outcomes import AgentConfig

@@ -6,10 +6,10 @@ import argparse
 
 import pytest
 
-from bench.checkpoints import SMALL, checkpoint
+from bench.lib.checkpoints import SMALL, checkpoint
+from bench.lib.suite import served_suite
+from bench.lib.workloads import make
 from bench.serve import bench_options, suite_flags
-from bench.suite import served_suite
-from bench.workloads import make
 
 SHAPE = {**SMALL, "vocab_size": 32000, "num_hidden_layers": 2}
 

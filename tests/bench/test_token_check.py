@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.token_check import TokenCheck
+from bench.open_loop.token_check import TokenCheck
 from gpuworker.simulated.costs import SimulatedTokens
 
 TOKENS = SimulatedTokens([100 + place for place in range(50)])

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from bench.workers import BenchWorker, random_prompts
+from bench.lib.workers import BenchWorker, random_prompts
 from common.errors import EngineFailure
 from gpuworker.core.batch_plan import StepPlan, StepResult
 from gpuworker.core.outcomes import AgentConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.workloads import VOCABULARY, Workload, make, warm_up
+from bench.lib.workloads import VOCABULARY, Workload, make, warm_up
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench import gpu_attention, gpu_attention_checks, gpu_cases, gpu_engine, gpu_measure, gpu_tuning
-from bench.gpu_cases import Heads, Rows
-from bench.gpu_driver import Stream, decode_rate
-from bench.gpu_models import TINY, config_of
+from bench import gpu_attention, gpu_engine, gpu_tuning
+from bench.gpu import attention_checks as gpu_attention_checks
+from bench.gpu import cases as gpu_cases
+from bench.gpu import measure as gpu_measure
+from bench.gpu.cases import Heads, Rows
+from bench.gpu.engine_harness import Stream, decode_rate
+from bench.gpu.models import TINY, config_of
 from gpuworker.models.llama.gpu_model import LeanGpuModel
 from gpuworker.models.llama.gpu_weights import random_weights
 from gpuworker.models.llama.spec import lean_spec

@@ -1,6 +1,6 @@
 """Draws the load benchmark's rows: time to first token and goodput against the offered rate, for each count of routers.
 
-python -m bench.load_plot bench/results/load.jsonl
+python -m bench.open_loop.plot bench/results/load.jsonl
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from matplotlib import ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from bench.plots import ACCENT, GRID, INK, QUIET, STYLE, duration
+from bench.comparison.plots import ACCENT, GRID, INK, QUIET, STYLE, duration
 
 Row = dict[str, Any]
 _COLOURS: Final = {1: ACCENT, 2: "#c2701c", 3: "#3f5f8a"}

@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.harness import end_with_json, parser
-from bench.ratios import OURS, SHORT, Lines, by_engine, median_of, over_fastest, ratio_figures
+from bench.comparison.ratios import OURS, SHORT, Lines, by_engine, median_of, over_fastest, ratio_figures
+from bench.lib.harness import end_with_json, parser
 
 _WIDTH = 150
 

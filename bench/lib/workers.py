@@ -19,8 +19,8 @@ import grpc
 import psutil
 import uvloop
 
-from bench.closed_loop import Record
-from bench.workloads import Request, Workload
+from bench.lib.closed_loop import Record
+from bench.lib.workloads import Request, Workload
 from cli.suite.embedded import EmbeddedChannel
 from cli.suite.stack import free_ports
 from common.clock import SystemClock

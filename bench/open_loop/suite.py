@@ -16,7 +16,7 @@ from urllib.request import urlopen
 
 import psutil
 
-from bench.load_plan import Plan, Seen
+from bench.open_loop.plan import Plan, Seen
 from cli.suite.preflight import suite_options
 from cli.suite.stack import Stack, free_ports
 from common.process import die_with_parent
@@ -127,7 +127,7 @@ async def load_suite(
 
 @asynccontextmanager
 async def _clients(count: int) -> AsyncIterator[list[asyncio.subprocess.Process]]:
-    command = die_with_parent.command([sys.executable, "-m", "bench.load_client"])
+    command = die_with_parent.command([sys.executable, "-m", "bench.open_loop.client"])
     pipe = asyncio.subprocess.PIPE
     made = [await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe) for _ in range(count)]
     try:

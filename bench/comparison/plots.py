@@ -1,6 +1,6 @@
 """Draws a comparison with the peers: throughput, time to first token and gap between tokens, by workload and engine.
 
-    python -m bench.plots bench/results/peers-*.jsonl
+    python -m bench.comparison.plots bench/results/peers-*.jsonl
 
 One picture for each type, beside the file of its result lines: a column for each workload and mode, a row for each
 figure. Bars are medians over repetitions, with whiskers from least to greatest; times run from the 50th percentile
@@ -20,10 +20,10 @@ from matplotlib import ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from bench.peer_process import PEERS
-from bench.ratio_table import read_lines
-from bench.ratios import OURS, Lines, Setting, by_engine, median_of, over_fastest
-from bench.workloads import TITLES
+from bench.comparison.peer_process import PEERS
+from bench.comparison.ratios import OURS, Lines, Setting, by_engine, median_of, over_fastest
+from bench.comparison.table import read_lines
+from bench.lib.workloads import TITLES
 
 ORDER: Final = (OURS, "vllm", "openvino", "hf-cb", "naive")
 NAMES: Final = {

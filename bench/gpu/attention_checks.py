@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import torch
 
-from bench.gpu_cases import LLAMA_8B, Case, Heads, Rows, make_case, reference
-from bench.gpu_measure import checked
+from bench.gpu.cases import LLAMA_8B, Case, Heads, Rows, make_case, reference
+from bench.gpu.measure import checked
 from gpuworker.attention.triton_backend import TritonAttention
 from gpuworker.attention.triton_tuning import Tuning
 from gpuworker.kernels.triton_cache import write_kv

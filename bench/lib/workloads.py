@@ -6,7 +6,7 @@
     W4  one stream
 
 Every request is greedy and runs to exactly `max_new_tokens`. Only `Random.random` is drawn from, which Python keeps
-equal from version to version. `python -m bench.workloads` prints sizes and digests.
+equal from version to version. `python -m bench.lib.workloads` prints sizes and digests.
 """
 
 from __future__ import annotations

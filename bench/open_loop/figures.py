@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bench.load_plan import FINISHED, Floats, Seen
+from bench.open_loop.plan import FINISHED, Floats, Seen
 
 _SHARES = (50, 90, 99)
 _STEADY_TOKENS = 0.9

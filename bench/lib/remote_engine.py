@@ -2,7 +2,7 @@
 
 Requests go to the child and outputs come back over a socket pair, each pickled behind its length; they are the
 immutable messages of `gpuworker/engine/ports.py`, so that the engine and the servicer are the same in either case. Run as
-`python -m bench.remote_engine FD RUNNER ROWS` this file is the child.
+`python -m bench.lib.remote_engine FD RUNNER ROWS` this file is the child.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _runner(name: str, config: AgentConfig) -> StepRunner:
     if kind == "sim":
         step, held = map(float, seconds)
         return SimulatedRunner(StepCosts(base=step), SimulatedTokens(range(7, 1007)), held)
-    from bench.models import cpu_runner
+    from bench.lib.models import cpu_runner
 
     return cpu_runner(config)[0]
 
@@ -67,7 +67,7 @@ class RemoteEngine:
     def __init__(self, runner: str, rows: int, sink: OutputSink) -> None:
         self._sink, self._load = sink, EngineLoad()
         self._end, theirs = socket.socketpair()
-        argv = [sys.executable, "-m", "bench.remote_engine", str(theirs.fileno()), runner, str(rows)]
+        argv = [sys.executable, "-m", "bench.lib.remote_engine", str(theirs.fileno()), runner, str(rows)]
         self._process = subprocess.Popen(die_with_parent.command(argv), pass_fds=[theirs.fileno()])
         theirs.close()
         self.attach = Attach("w0", bytes(16), 0, 0, IDENTITY, BLOCKS)

@@ -13,8 +13,8 @@ from typing import Protocol
 
 from grpc import aio
 
-from bench.load_plan import FINISHED, Plan, Trace
-from bench.token_check import TokenCheck
+from bench.open_loop.plan import FINISHED, Plan, Trace
+from bench.open_loop.token_check import TokenCheck
 from common.hashing import chain, key_of, little_endian_int32
 from common.rpc.server import open_channel
 from common.wire.packing import pack_hashes, unpack_u32

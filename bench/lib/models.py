@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from bench.checkpoints import MAX_MODEL_LEN, MEDIUM, SMALL, checkpoint
-from bench.workers import BenchWorker
+from bench.lib.checkpoints import MAX_MODEL_LEN, MEDIUM, SMALL, checkpoint
+from bench.lib.workers import BenchWorker
 from common.types import KvGeometry
 from gpuworker.attention.interface import make_backend
 from gpuworker.config import GpuWorkerSettings

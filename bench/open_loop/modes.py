@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.load_figures import Slo, Window, figures, in_flight, latencies, percentile
-from bench.load_plan import FINISHED, Api, Plan, Seen
-from bench.load_suite import LoadSuite
+from bench.open_loop.figures import Slo, Window, figures, in_flight, latencies, percentile
+from bench.open_loop.plan import FINISHED, Api, Plan, Seen
+from bench.open_loop.suite import LoadSuite
 
 Row = dict[str, float]
 _CLOSED_SECONDS, _CLOSED_OF_SATURATION = 3.0, 0.9

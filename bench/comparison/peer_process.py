@@ -61,7 +61,7 @@ class PeerOptions:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """Return the flags of a driver; sizes are those of `bench.flags.worker_options`."""
+        """Return the flags of a driver; sizes are those of `bench.lib.flags.worker_options`."""
         caching = "on" if self.prefix_caching else "off"
         return (
             *("--stdin", "--model", self.model, "--dtype", self.dtype, "--prefix-caching", caching),

@@ -9,10 +9,10 @@ import random
 import statistics
 from contextlib import ExitStack
 
-from bench.harness import progress
-from bench.models import plane_worker
-from bench.workers import BenchWorker
-from bench.workloads import Request, Workload, make, warm_up
+from bench.lib.harness import progress
+from bench.lib.models import plane_worker
+from bench.lib.workers import BenchWorker
+from bench.lib.workloads import Request, Workload, make, warm_up
 from cli.block_size.accounting import BLOCK_SIZES, count_waste
 from gpuworker.plane.assembly import ModelPlane
 

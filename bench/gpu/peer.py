@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, PretrainedConfig
 
-from bench.gpu_driver import Stream, decode_rate
+from bench.gpu.engine_harness import Stream, decode_rate
 
 
 class PeerFailure(Exception):

@@ -17,8 +17,8 @@ from pathlib import Path
 import grpc
 import psutil
 
-from bench.closed_loop import Record
-from bench.workloads import Request, Workload
+from bench.lib.closed_loop import Record
+from bench.lib.workloads import Request, Workload
 from cli.suite.preflight import suite_options
 from cli.suite.stack import Stack, free_ports
 from quire.inference.v1 import inference_pb2 as pb

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from bench.rates import fastest_in_turns
+from bench.lib.rates import fastest_in_turns
 from common.types import KvGeometry
 from gpuworker.attention.interface import AttentionBackend, AttentionMetadata, LayerAttention, make_backend
 from gpuworker.attention.step_inputs import attention_arrays, attention_metadata, pack_rows, to_device

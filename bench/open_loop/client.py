@@ -15,10 +15,10 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from bench.arrivals import arrivals, paced
-from bench.load_calls import Api, LoadRequest, open_api
-from bench.load_plan import Plan, Seen, Trace
-from bench.token_check import TokenCheck
+from bench.open_loop.arrivals import arrivals, paced
+from bench.open_loop.calls import Api, LoadRequest, open_api
+from bench.open_loop.plan import Plan, Seen, Trace
+from bench.open_loop.token_check import TokenCheck
 from common.process.garbage import collect_rarely
 from common.rpc import event_loop
 from gpuworker.simulated.costs import SimulatedTokens

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from bench.workloads import Request
+from bench.lib.workloads import Request
 
 
 @dataclass(slots=True)

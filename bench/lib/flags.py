@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from bench.checkpoints import MAX_MODEL_LEN
-from bench.workloads import MAKERS
+from bench.lib.checkpoints import MAX_MODEL_LEN
+from bench.lib.workloads import MAKERS
 
 
 def add_engine_flags(flags: argparse.ArgumentParser) -> None:

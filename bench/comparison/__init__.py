@@ -1,0 +1,1 @@
+"""The parts of the comparison with other engines: their processes, ratios, tables, plots."""

@@ -1,0 +1,1 @@
+"""The parts of the load benchmark: arrivals, clients, figures, plot."""
