@@ -37,7 +37,7 @@ clients: $(CLIENTS)/.installed ## Install the clients that the tests call with: 
 	@! command -v grpc_cpp_plugin >/dev/null || $(MAKE) --silent -C protos/examples/cpp
 
 # Their own environment: some need an older protobuf than Quire does.
-$(CLIENTS)/.installed: tests/clients/requirements.txt
+$(CLIENTS)/.installed: tests/suites/clients/requirements.txt
 	@test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
 	@$(CLIENTS)/bin/python -m pip install --disable-pip-version-check $$(test -t 1 || echo --quiet) -r $<
 	@touch $@
@@ -51,14 +51,14 @@ up: $(STAMP) ## Run the whole suite in the foreground (MODEL=DIR to serve anothe
 test: $(STAMP) ## Run the tests (TESTS=PATH for some of them, JOBS=N in that many processes)
 	$(BIN)/python -m pytest -n $(JOBS) $(TESTS)
 	@if [ "$(TESTS)" = tests ]; then \
-		TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/triton_interpreted && $(BIN)/python -m pytest tests/triton_compiled; fi
+		TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/suites/triton_interpreted && $(BIN)/python -m pytest tests/suites/triton_compiled; fi
 
 test-docker: $(STAMP) ## Build the images, run the stack on this host's Docker engine under load, scale it, break it (minutes)
-	$(BIN)/python -m pytest -n 0 -x -s --timeout 1800 tests/docker/engine
+	$(BIN)/python -m pytest -n 0 -x -s --timeout 1800 tests/suites/deployment/docker/engine
 
 search: $(STAMP) ## Search the lease protocol's model at length (7 minutes), and print which mutant each search kills
-	$(BIN)/python -m pytest -m exhaustive tests/protocol
-	$(BIN)/python -m tests.protocol.mutants
+	$(BIN)/python -m pytest -m exhaustive tests/suites/protocol
+	$(BIN)/python -m tests.suites.protocol.mutants
 
 check: $(STAMP) lint types ## All that must be clean: ruff, mypy, import contracts, buf, drift of generated code
 	$(BIN)/lint-imports

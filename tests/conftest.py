@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 
 from common.process.local_redis import LocalRedis
 
-# Whether a client that is not installed is a failure (.ci/run) or a reason to skip: see tests/clients/served.py.
+# Whether a client that is not installed is a failure (.ci/run) or a reason to skip: see tests/suites/clients/served.py.
 if "QUIRE_ALL_CLIENTS" in os.environ:
     os.environ["PYTEST_ALL_CLIENTS"] = os.environ["QUIRE_ALL_CLIENTS"]
 for _name in [name for name in os.environ if name == "REDIS_URL" or name.startswith(("QUIRE_", "OTEL_"))]:

@@ -145,7 +145,7 @@ def _single(chip: Chip, heads: Heads) -> KernelShape:
 
 
 def _many(chip: Chip, heads: Heads) -> KernelShape:
-    """The largest tiles that spill no registers under Triton 3.6 and 3.7, as tests/triton_compiled finds."""
+    """The largest tiles that spill no registers under Triton 3.6 and 3.7, as tests/suites/triton_compiled finds."""
     old, quantised = chip.capability < 90, heads.cache_bytes == 1
     if heads.query_bytes == 4:
         # Full float32 products run on the vector units, out of registers: for checking, not for speed.

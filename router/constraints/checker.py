@@ -24,7 +24,7 @@ MAX_BYTES = 64 * 1024
 MAX_WAITING = 64
 _MAX_VERDICTS = 512
 _RETRY_S = 1.0
-_PACKAGES = Path(__file__).parents[1]  # `-m` looks for modules where the child is: not wherever the router was started
+_PACKAGES = Path(__file__).parents[2]  # `-m` looks for modules where the child is: not wherever the router was started
 
 
 class ConstraintChecker:

@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from cli import call
 from cli.suite.stack import free_ports
 from common.errors import FieldViolation, InvalidRequest, Overloaded, QuotaViolation
-from tests.client.router_double import RouterDouble, admitted, served
+from tests.support.fake_router import RouterDouble, admitted, served
 
 SERVICE = "quire.inference.v1.InferenceService"
 

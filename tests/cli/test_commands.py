@@ -16,8 +16,8 @@ import pytest
 from cli.suite.stack import free_ports
 from quire.inference.v1 import inference_pb2 as pb
 from quire.types.v1 import types_pb2 as types
-from tests.checkpoints import config_of, tokenizer
-from tests.cli.up_driver import READY_SECONDS, Up, quire
+from tests.support.checkpoints import config_of, tokenizer
+from tests.support.up_harness import READY_SECONDS, Up, quire
 
 LONG = 700
 OPTIONS = """

@@ -23,7 +23,7 @@ from common.errors import (
 from common.types import FinishReason
 from quire.client import AsyncClient, Client, Interrupted, InterruptedByDeadline, Retry
 from quire.client.retry import Attempts
-from tests.client.router_double import HELLO, PATIENCE_S, RouterDouble, admitted, facing, finished, served, tokens
+from tests.support.fake_router import HELLO, PATIENCE_S, RouterDouble, admitted, facing, finished, served, tokens
 
 QUICK = Retry(attempts=3, first_backoff=0.001)
 NEVER = Retry(attempts=1)

@@ -7,7 +7,7 @@ from quire.client import Chunk, Timings
 from quire.client.folding import Fold
 from quire.inference.v1 import inference_pb2 as pb
 from quire.types.v1 import types_pb2 as types
-from tests.client.router_double import HELLO, TRACE_ID, admitted, finished, tokens
+from tests.support.fake_router import HELLO, TRACE_ID, admitted, finished, tokens
 
 
 def test_an_answer_is_its_events_together() -> None:

@@ -23,7 +23,7 @@ from common.rpc.status import DETAILS_KEY, code_of, to_status
 from quire.client import Interrupted, InterruptedByDeadline, Retry
 from quire.client.folding import Fold
 from quire.client.retry import Attempts, RetryBudget
-from tests.client.router_double import admitted, tokens
+from tests.support.fake_router import admitted, tokens
 
 DEFAULT = Retry()
 FULL = Overloaded(QuotaViolation("router.queue", "1 of 1 places are taken"), 2.0)

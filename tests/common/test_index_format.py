@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from common import index_format
 from common.index_format import DiscoveredWorker, SlotOwner
 from common.types import KvGeometry, PoolIdentity
-from tests.common import wire_strategies as strategies
+from tests.support import wire_strategies as strategies
 
 IDENTITY = PoolIdentity("m" * 32, "t" * 32, 16, KvGeometry(2, 2, 8, 8, "float32"))
 

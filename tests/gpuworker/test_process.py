@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from common.process import die_with_parent
-from tests.checkpoints import checkpoint
+from tests.support.checkpoints import checkpoint
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 60.0

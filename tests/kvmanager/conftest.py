@@ -14,7 +14,7 @@ from common.errors import StaleEpoch
 from common.rpc.server import open_channel
 from kvmanager.config import KvManagerSettings
 from kvmanager.main import ManagerProcess
-from tests.kvmanager.raw_worker import RawWorker, attach_of
+from tests.support.kvmanager.fake_session import RawWorker, attach_of
 
 
 class Running:

@@ -17,7 +17,7 @@ from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
 from quire.types.v1 import types_pb2
 from tests.kvmanager.conftest import ChannelTo, Connect, Running
-from tests.kvmanager.raw_worker import RawWorker
+from tests.support.kvmanager.fake_session import RawWorker
 
 CHAIN = tuple(BlockHash(bytes([index]) * 16) for index in range(1, 5))
 PACKED = b"".join(CHAIN)

@@ -21,9 +21,9 @@ from common.process import die_with_parent
 from common.rpc.server import open_channel
 from kvmanager.main import REPLACED_STATUS
 from tests.kvmanager.conftest import ChannelTo
-from tests.kvmanager.driven_worker import DrivenWorker
-from tests.kvmanager.raw_worker import RawWorker, attach_of
-from tests.kvmanager.test_index_end_to_end import indexed
+from tests.kvmanager.index.test_end_to_end import indexed
+from tests.support.kvmanager.fake_session import RawWorker, attach_of
+from tests.support.kvmanager.remote_fake_worker import DrivenWorker
 
 ROOT = Path(__file__).parents[2]
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING

@@ -17,7 +17,7 @@ from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
 from quire.types.v1 import types_pb2
 from tests.router.test_process import DEMO, address_in, router
-from tests.router.worker_double import PATIENCE_S, WorkerDouble, prompt_of, running
+from tests.support.router.fake_worker import PATIENCE_S, WorkerDouble, prompt_of, running
 
 SECRET = "Zyxquorvil"
 TEXT = pb.Prompt(text=f"The river runs past {SECRET}.")

@@ -24,7 +24,7 @@ from common.types import FinishReason
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
 from quire.types.v1 import types_pb2
-from tests.router.worker_double import IDENTITY, PATIENCE_S, WorkerDouble, running
+from tests.support.router.fake_worker import IDENTITY, PATIENCE_S, WorkerDouble, running
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINT = ROOT / "cli" / "demo_model" / "checkpoint"

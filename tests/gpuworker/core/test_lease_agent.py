@@ -8,7 +8,7 @@ from common.errors import NotFound, ProtocolViolation
 from common.lease import Admit, Batch, Claim, Copy, Report
 from common.types import TRIMMED, BlockId, SequenceId, SequencePhase
 from gpuworker.core.lease_agent import LeaseAgent
-from tests.gpuworker.core.driver import Driver, blocks, keys
+from tests.support.gpuworker.agent_harness import Driver, blocks, keys
 
 
 def report_of(worker: Driver) -> Report:

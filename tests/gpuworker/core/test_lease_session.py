@@ -9,7 +9,7 @@ from common.types import BlockId, KvGeometry, PoolIdentity
 from gpuworker.core.lease_agent import LeaseAgent
 from gpuworker.core.lease_session import LeaseSession
 from gpuworker.core.outcomes import AgentConfig
-from tests.gpuworker.core.driver import Driver
+from tests.support.gpuworker.agent_harness import Driver
 
 IDENTITY = PoolIdentity("m", "t", 4, KvGeometry(1, 1, 8, 8, "float32"))
 

@@ -11,7 +11,7 @@ from common.lease import Batch
 from common.types import FinishReason, SequenceId, SequencePhase
 from gpuworker.core.batch_plan import StepResult
 from gpuworker.core.stopping import Ending, StopRule
-from tests.gpuworker.core.driver import EOS, Driver, keys
+from tests.support.gpuworker.agent_harness import EOS, Driver, keys
 
 ONE = SequenceId(0)
 

@@ -6,7 +6,7 @@ import pytest
 
 from common.types import SequenceId
 from gpuworker.core.batch_plan import StepResult
-from tests.gpuworker.core.driver import Driver
+from tests.support.gpuworker.agent_harness import Driver
 
 
 def test_a_prompt_is_computed_in_one_step_and_its_last_row_samples() -> None:

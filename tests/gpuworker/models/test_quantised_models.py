@@ -15,10 +15,10 @@ from common.errors import InvalidConfig, Unsupported
 from gpuworker.attention.interface import make_backend
 from gpuworker.models.hf.loader import ModelSource, load_model
 from gpuworker.models.self_test import self_test
-from tests.checkpoints import checkpoint, config_of
-from tests.gpuworker.models import packers
-from tests.gpuworker.models.packers import Parts, quantise
-from tests.gpuworker.models.test_quantised import AWQ, GPTQ, compressed
+from tests.gpuworker.checkpoints.test_quantised import AWQ, GPTQ, compressed
+from tests.support.checkpoints import checkpoint, config_of
+from tests.support.gpuworker import packers
+from tests.support.gpuworker.packers import Parts, quantise
 
 CPU = torch.device("cpu")
 GROUP = 16

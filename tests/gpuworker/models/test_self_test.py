@@ -16,8 +16,8 @@ from gpuworker.memory.kv_cache import KvCache
 from gpuworker.models.hf.hosted import HostedModel
 from gpuworker.models.hf.loader import ModelSource, load_model
 from gpuworker.models.self_test import CallRecorder, Limit, as_kept, self_test
-from tests.checkpoints import REFUSED, SERVED, WINDOW, checkpoint
-from tests.gpuworker.runner_driver import hosted
+from tests.support.checkpoints import REFUSED, SERVED, WINDOW, checkpoint
+from tests.support.gpuworker.runner_harness import hosted
 
 CPU = torch.device("cpu")
 SHAPES = {

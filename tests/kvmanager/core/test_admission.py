@@ -10,8 +10,19 @@ from common.errors import ProtocolViolation
 from common.lease import Admit
 from common.types import DecisionKind, FinishReason, MissReason
 from kvmanager.core.ledger import Ledger
-
-from .support import admit, finish, free_order, hashes, make_ledger, play, prompt, reserve, row, run_through, seal
+from tests.support.kvmanager.ledgers import (
+    admit,
+    finish,
+    free_order,
+    hashes,
+    make_ledger,
+    play,
+    prompt,
+    reserve,
+    row,
+    run_through,
+    seal,
+)
 
 
 def admitted(granted: tuple[Admit, ...]) -> list[int]:

@@ -8,8 +8,19 @@ from common.errors import ProtocolViolation
 from common.types import BlockHash, MissReason, SequenceId
 from kvmanager.core.block import BlockState
 from kvmanager.core.index_events import Removed
-
-from .support import admit, finish, free_order, hashes, make_ledger, play, prompt, reserve, row, run_through, seal
+from tests.support.kvmanager.ledgers import (
+    admit,
+    finish,
+    free_order,
+    hashes,
+    make_ledger,
+    play,
+    prompt,
+    reserve,
+    row,
+    run_through,
+    seal,
+)
 
 
 def test_behaviour_01_55_tokens_take_four_blocks_of_which_three_get_hashes() -> None:

@@ -6,8 +6,7 @@ from typing import Any
 
 from common.lease import Batch, Copy
 from common.types import SequenceId
-
-from .support import admit, finish, hashes, make_ledger, play, prompt, reserve, row, seal
+from tests.support.kvmanager.ledgers import admit, finish, hashes, make_ledger, play, prompt, reserve, row, seal
 
 
 def fork(number: int, length: int, max_len: int = 100, of: int = 1, **options: Any) -> Any:

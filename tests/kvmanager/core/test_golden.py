@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from common.types import DecisionKind
-
-from .recording import FILE, jsonable, record, replay, report_of
+from tests.support.kvmanager.recording import FILE, jsonable, record, replay, report_of
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,8 @@ from __future__ import annotations
 import random
 
 from kvmanager.core.index_events import Cleared, Removed, Stored
-from tests.kvmanager.core.index_replica import IndexReplica
-
-from .support import admit, hashes, make_ledger, play, prompt, reserve, run_through, seal
+from tests.support.kvmanager.index_replica import IndexReplica
+from tests.support.kvmanager.ledgers import admit, hashes, make_ledger, play, prompt, reserve, run_through, seal
 
 
 def test_behaviour_15_reset_is_refused_while_a_block_is_in_use() -> None:

@@ -13,8 +13,7 @@ from common.lease import Attach, AttachOk, AttachRejected
 from common.types import KvGeometry, PoolIdentity
 from kvmanager.core.config import LedgerConfig
 from kvmanager.core.manager import Manager, ManagerConfig, Session
-
-from .support import EMPTY, counted_ids
+from tests.support.kvmanager.ledgers import EMPTY, counted_ids
 
 GEOMETRY = KvGeometry(num_layers=2, num_kv_heads=1, head_dim_k=8, head_dim_v=8, dtype="float32")
 IDENTITY = PoolIdentity("model" * 6, "tokenizer" * 3, 16, GEOMETRY)

@@ -6,9 +6,8 @@ import pytest
 
 from common.types import DecisionKind, FinishReason, SequenceId, SequencePhase
 from kvmanager.core.ledger import Ledger
-
-from .fake_worker import FakeWorker
-from .support import admit, finish, hashes, make_ledger, play, prompt, reserve, seal
+from tests.support.kvmanager.fake_worker import FakeWorker
+from tests.support.kvmanager.ledgers import admit, finish, hashes, make_ledger, play, prompt, reserve, seal
 
 
 def full_pool(priorities: tuple[int, ...] = (0, 0, 0)) -> Ledger:

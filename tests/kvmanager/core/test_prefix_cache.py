@@ -7,8 +7,18 @@ import pytest
 from common.hashing import chain_root
 from common.types import TRIMMED, MissReason
 from kvmanager.core.prefix_cache import PrefixMatch
-
-from .support import admit, finish, hashes, make_ledger, play, prompt, reserve, row, run_through, seal
+from tests.support.kvmanager.ledgers import (
+    admit,
+    finish,
+    hashes,
+    make_ledger,
+    play,
+    prompt,
+    reserve,
+    row,
+    run_through,
+    seal,
+)
 
 
 def test_behaviour_10_what_the_worker_did_not_seal_is_never_published() -> None:

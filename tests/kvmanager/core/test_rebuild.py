@@ -12,9 +12,19 @@ from common.lease import Claim, Inventory, InventorySequence
 from common.types import TRIMMED, BlockHash, BlockId, SequenceId, SequencePhase
 from kvmanager.core.index_events import Cleared, Stored
 from kvmanager.core.ledger import Ledger
-
-from .fake_worker import FakeWorker
-from .support import EMPTY, admit, finish, hashes, make_ledger, play, prompt, reserve, row, run_through
+from tests.support.kvmanager.fake_worker import FakeWorker
+from tests.support.kvmanager.ledgers import (
+    EMPTY,
+    admit,
+    finish,
+    hashes,
+    make_ledger,
+    play,
+    prompt,
+    reserve,
+    row,
+    run_through,
+)
 
 CHAIN = hashes(prompt(48))
 OTHER = hashes(prompt(48, start=700))

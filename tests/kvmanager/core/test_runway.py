@@ -6,8 +6,7 @@ import pytest
 
 from kvmanager.core.config import LedgerConfig
 from kvmanager.core.runway import RunwayTerms, next_target, runway_terms
-
-from .support import admit, finish, hashes, make_ledger, play, prompt, reserve, run_through
+from tests.support.kvmanager.ledgers import admit, finish, hashes, make_ledger, play, prompt, reserve, run_through
 
 
 @pytest.mark.parametrize(

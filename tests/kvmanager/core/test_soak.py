@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from kvmanager.core.ledger import Ledger
-from tests.kvmanager.core.index_replica import IndexReplica
-
-from .fake_worker import FakeWorker
-from .support import EMPTY, make_ledger
+from tests.support.kvmanager.fake_worker import FakeWorker
+from tests.support.kvmanager.index_replica import IndexReplica
+from tests.support.kvmanager.ledgers import EMPTY, make_ledger
 
 
 class Life:

@@ -11,10 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from common.lease import Batch, Report
 from common.types import SequencePhase
 from kvmanager.core.ledger import Ledger
-from tests.kvmanager.core.index_replica import IndexReplica
-
-from .fake_worker import FakeWorker
-from .support import make_ledger
+from tests.support.kvmanager.fake_worker import FakeWorker
+from tests.support.kvmanager.index_replica import IndexReplica
+from tests.support.kvmanager.ledgers import make_ledger
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=6)
 

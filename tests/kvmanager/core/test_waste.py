@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from .support import make_ledger, play, prompt, reserve
+from tests.support.kvmanager.ledgers import make_ledger, play, prompt, reserve
 
 
 @pytest.mark.parametrize(

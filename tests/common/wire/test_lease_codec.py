@@ -1,0 +1,172 @@
+"""The lease protocol over the wire: everything survives the round trip, and nonsense is a ProtocolViolation."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common import lease
+from common.errors import Mismatch, ProtocolViolation
+from common.types import TRIMMED, BlockHash, BlockId, FinishReason, PoolIdentity, SequenceId, SequencePhase
+from common.wire import lease_codec as lease_wire
+from common.wire.identity_codec import identity_from_proto, identity_to_proto
+from common.wire.inventory_codec import InventoryAssembler, inventory_chunks
+from quire.kvmanager.v1 import kvmanager_pb2
+from quire.types.v1 import types_pb2
+from tests.support import wire_strategies as strategies
+
+
+@given(strategies.identities)
+def test_identity_survives_the_wire(identity: PoolIdentity) -> None:
+    packed = identity_to_proto(identity).SerializeToString()
+    assert identity_from_proto(types_pb2.PoolIdentity.FromString(packed)) == identity
+
+
+@given(strategies.attaches)
+def test_attach_survives_the_wire(attach: lease.Attach) -> None:
+    packed = lease_wire.attach_to_proto(attach).SerializeToString()
+    assert lease_wire.attach_from_proto(kvmanager_pb2.Attach.FromString(packed), attach.session) == attach
+
+
+@given(strategies.reports)
+def test_report_survives_the_wire(report: lease.Report) -> None:
+    packed = lease_wire.report_to_proto(report).SerializeToString()
+    assert lease_wire.report_from_proto(kvmanager_pb2.Report.FromString(packed)) == report
+
+
+@given(strategies.batches)
+def test_batch_survives_the_wire(batch: lease.Batch) -> None:
+    packed = lease_wire.batch_to_proto(batch).SerializeToString()
+    assert lease_wire.batch_from_proto(kvmanager_pb2.Batch.FromString(packed)) == batch
+
+
+@given(st.builds(lease.AttachOk, strategies.u64, strategies.u32), strategies.rejections)
+def test_answers_to_an_attach_survive_the_wire(ok: lease.AttachOk, rejected: lease.AttachRejected) -> None:
+    packed = lease_wire.attach_ok_to_proto(ok).SerializeToString()
+    assert lease_wire.attach_ok_from_proto(kvmanager_pb2.AttachOk.FromString(packed)) == ok
+    packed = lease_wire.rejected_to_proto(rejected).SerializeToString()
+    received = lease_wire.rejected_from_proto(kvmanager_pb2.AttachRejected.FromString(packed))
+    swapped = tuple(Mismatch(each.field, each.theirs, each.ours, each.flag) for each in rejected.mismatches)
+    assert received == lease.AttachRejected(rejected.reason, swapped, rejected.retry)
+
+
+@given(strategies.inventories, st.integers(300, 2000))
+def test_inventory_survives_chunks_of_any_size(inventory: lease.Inventory, limit: int) -> None:
+    assembler = InventoryAssembler()
+    *early, last = [
+        assembler.add(kvmanager_pb2.Inventory.FromString(chunk.SerializeToString()))
+        for chunk in inventory_chunks(inventory, limit)
+    ]
+    assert early == [None] * len(early)
+    assert last == inventory
+
+
+def test_chunks_of_a_large_inventory_stay_below_the_limit() -> None:
+    chain = tuple(BlockHash(index.to_bytes(16, "little")) for index in range(400))
+    sequences = tuple(
+        lease.InventorySequence(
+            lease.Reserve(SequenceId(number), 6400, 8000, chain=chain, request_id=f"request-{number}"),
+            SequencePhase.RUNNING,
+            number,
+            tuple(map(BlockId, range(400))),
+        )
+        for number in range(100)
+    )
+    claims = tuple(lease.Claim(BlockId(index), chain[index % 400], -1, 2**32 - 1) for index in range(40_000))
+    chunks = inventory_chunks(lease.Inventory(sequences, tuple(map(BlockId, range(70_000))), claims))
+    assert max(chunk.ByteSize() for chunk in chunks) <= 256 * 1024
+    assert len(chunks) == 4 + 2 + 5  # 8 KB a sequence, 4 B a pool block, 28 B a claim
+
+
+def test_a_report_of_a_step_is_as_small_as_promised() -> None:
+    report = lease.Report(
+        step=10_000,
+        bind=tuple((SequenceId(number), BlockId(5000 + number)) for number in range(4)),
+        seal=tuple((BlockId(number), BlockHash(bytes([number]) * 16)) for number in range(4)),
+        lease_want=128,
+    )
+    assert lease_wire.report_to_proto(report).ByteSize() <= 150
+
+
+def test_trimmed_blocks_and_the_highest_sequence_id_keep_their_value() -> None:
+    admit = lease.Admit(SequenceId(2**32 - 1), (TRIMMED, BlockId(7)), 1)
+    assert lease_wire.batch_from_proto(lease_wire.batch_to_proto(lease.Batch(0, admit=(admit,)))).admit == (admit,)
+
+
+def test_no_stalled_set_differs_from_an_empty_one() -> None:
+    for stalled in (None, ()):
+        assert (
+            lease_wire.report_from_proto(lease_wire.report_to_proto(lease.Report(stalled=stalled))).stalled == stalled
+        )
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        kvmanager_pb2.Report(bind_sequences=bytes(8), bind_blocks=bytes(4)),
+        kvmanager_pb2.Report(bind_blocks=bytes(4)),
+        kvmanager_pb2.Report(seal_blocks=bytes(4)),
+        kvmanager_pb2.Report(seal_blocks=bytes(4), seal_hashes=bytes(15)),
+        kvmanager_pb2.Report(returned=bytes(3)),
+        kvmanager_pb2.Report(trim_sequences=bytes(4)),
+        kvmanager_pb2.Report(preempted_known=bytes(4)),
+        kvmanager_pb2.Report(computed_lengths=bytes(5)),
+        kvmanager_pb2.Report(finished_sequences=bytes(4)),
+        kvmanager_pb2.Report(finished_sequences=bytes(4), finished_reasons=[types_pb2.FINISH_REASON_UNSPECIFIED]),
+        kvmanager_pb2.Report(reserve=[kvmanager_pb2.Reserve(chain=bytes(17))]),
+    ],
+)
+def test_malformed_report_is_a_protocol_violation(report: kvmanager_pb2.Report) -> None:
+    with pytest.raises(ProtocolViolation):
+        lease_wire.report_from_proto(report)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        kvmanager_pb2.Batch(copy_src=bytes(4), copy_dst=bytes(4)),
+        kvmanager_pb2.Batch(copy_len=bytes(4)),
+        kvmanager_pb2.Batch(preempt_sequences=bytes(4)),
+        kvmanager_pb2.Batch(admit=[kvmanager_pb2.Admit(row=bytes(4))]),  # no miss reason
+    ],
+)
+def test_malformed_batch_is_a_protocol_violation(batch: kvmanager_pb2.Batch) -> None:
+    with pytest.raises(ProtocolViolation):
+        lease_wire.batch_from_proto(batch)
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        kvmanager_pb2.Inventory(claim_blocks=bytes(4), last=True),
+        kvmanager_pb2.Inventory(sequences=[kvmanager_pb2.InventorySequence()], last=True),  # no phase
+        kvmanager_pb2.Inventory(pool=bytes(2), last=True),
+    ],
+)
+def test_malformed_inventory_is_a_protocol_violation(chunk: kvmanager_pb2.Inventory) -> None:
+    with pytest.raises(ProtocolViolation):
+        InventoryAssembler().add(chunk)
+
+
+@pytest.mark.parametrize("field", ["worker_id", "incarnation", "num_blocks", "max_num_seqs", "identity"])
+def test_attach_without_a_needed_field_is_a_protocol_violation(field: str) -> None:
+    message = kvmanager_pb2.Attach(worker_id="w", incarnation=bytes(16), num_blocks=1, max_num_seqs=1)
+    message.identity.block_size = 16
+    message.ClearField(field)  # type: ignore[arg-type]
+    with pytest.raises(ProtocolViolation):
+        lease_wire.attach_from_proto(message, 1)
+
+
+def test_each_side_sees_its_own_value_as_ours() -> None:
+    rejected = lease.AttachRejected("identity", (Mismatch("block_size", "16", "32", "--block-size"),))
+    message = lease_wire.rejected_to_proto(rejected)
+    assert (message.differences[0].manager, message.differences[0].worker) == ("16", "32")
+    received = lease_wire.rejected_from_proto(message)
+    assert str(received.mismatches[0]) == "block_size: here 32, there 16 (change it with --block-size)"
+
+
+@given(st.sampled_from(FinishReason))
+def test_every_finish_reason_has_a_proto(reason: FinishReason) -> None:
+    report = lease.Report(finished=((SequenceId(1), reason),))
+    assert lease_wire.report_from_proto(lease_wire.report_to_proto(report)) == report

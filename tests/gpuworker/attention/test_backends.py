@@ -1,0 +1,126 @@
+"""Every attention backend against plain float64 loops."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from common.errors import InvalidConfig
+from gpuworker.attention import torch_backend as torch_attention
+from gpuworker.attention.interface import LayerAttention, backends_on, make_backend
+from gpuworker.attention.torch_backend import TorchAttention
+from gpuworker.native import library as native
+from tests.support.gpuworker.attention_reference import Case, in_type, random_step, reference
+
+MIXED = ((7, 1), (30, 1), (1, 1), (45, 1), (0, 9), (13, 6), (0, 1))
+PLAIN = LayerAttention(layer=1, scale=0.3)
+
+
+@pytest.fixture(params=backends_on("cpu"))
+def backend(request: pytest.FixtureRequest) -> str:
+    if request.param == "native" and native.best() is None:
+        pytest.skip("the native library was not built")
+    return str(request.param)
+
+
+def check(backend: str, case: Case, layer: LayerAttention) -> None:
+    step = random_step(case)
+    attention = make_backend(backend, step.cache)
+    attention.begin(step.metadata)
+    out = attention.write_and_attend(layer, step.query, step.key, step.value)
+    np.testing.assert_allclose(out.numpy(), reference(step, layer), atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        PLAIN,
+        LayerAttention(layer=0, scale=0.3, window=5),
+        LayerAttention(layer=1, scale=0.3, window=9),
+        LayerAttention(layer=1, scale=0.5, softcap=2.0),
+        LayerAttention(layer=0, scale=0.3, sinks=torch.tensor([-1.0, 0.0, 0.5, 2.0])),
+        LayerAttention(layer=1, scale=0.3, window=6, softcap=1.5, sinks=torch.tensor([0.0, 1.0, -2.0, 0.3])),
+    ],
+    ids=["plain", "window5", "window9", "softcap", "sinks", "all"],
+)
+def test_mixed_rows_attend_as_the_formula_says(backend: str, layer: LayerAttention) -> None:
+    check(backend, Case(MIXED), layer)
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (8, 1)])
+def test_heads_share_their_kv_head(backend: str, heads: int, kv_heads: int, block_size: int) -> None:
+    check(backend, Case(MIXED, block_size, heads, kv_heads), PLAIN)
+
+
+def test_values_may_be_narrower_than_keys(backend: str) -> None:
+    check(backend, Case(MIXED, head_dim_k=24, head_dim_v=12), PLAIN)
+
+
+def test_decodes_of_very_different_lengths_keep_their_places(backend: str) -> None:
+    case = Case(((40, 1), (2, 1), (150, 1), (3, 1), (41, 1), (149, 1), (90, 1)), block_size=16)
+    check(backend, case, PLAIN)
+
+
+def test_a_long_prefill_attends_in_parts(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_attention, "MAX_MASK", 100)
+    check(backend, Case(((7, 1), (5, 21), (0, 30))), PLAIN)
+    check(backend, Case(((7, 1), (5, 21), (0, 30))), LayerAttention(layer=1, scale=0.3, window=6, softcap=1.5))
+
+
+def test_only_prefills(backend: str) -> None:
+    check(backend, Case(((0, 5), (4, 11))), PLAIN)
+
+
+def test_a_row_reads_what_another_row_of_the_step_writes(backend: str) -> None:
+    """Two rows on the same blocks: the second starts where the first one's positions end, in the same step."""
+    step = random_step(Case(((0, 8), (8, 4))))
+    shared = step.metadata.block_table[1]
+    first, second = (slice(0, 8), slice(8, 12))
+    step.metadata.block_table[0] = shared
+    step.metadata.slot_mapping[first] = shared[np.arange(8) // 4] * 4 + np.arange(8) % 4
+    attention = make_backend(backend, step.cache)
+    attention.begin(step.metadata)
+    out = attention.write_and_attend(PLAIN, step.query, step.key, step.value)
+    whole = random_step(Case(((0, 12),)))
+    alone = make_backend(backend, whole.cache)
+    alone.begin(whole.metadata)
+    expected = alone.write_and_attend(PLAIN, step.query, step.key, step.value)
+    torch.testing.assert_close(out[second], expected[second])
+
+
+def test_what_a_masked_slot_holds_weighs_nothing(backend: str) -> None:
+    """One sequence writes infinities; its block then goes to another, whose tokens stop short of them."""
+    step = random_step(Case(((0, 4),)))
+    attention = make_backend(backend, step.cache)
+    attention.begin(step.metadata)
+    attention.write_and_attend(PLAIN, step.query, step.key, torch.full_like(step.value, torch.inf))
+    fresh = random_step(Case(((0, 2),)))
+    fresh.metadata.block_table[:] = step.metadata.block_table
+    fresh.metadata.slot_mapping[:] = step.metadata.slot_mapping[:2]
+    attention.begin(fresh.metadata)
+    out = attention.write_and_attend(PLAIN, fresh.query, fresh.key, fresh.value)
+    np.testing.assert_allclose(out.numpy(), reference(fresh, PLAIN), atol=2e-5)
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16", "int8", "fp8"])
+def test_torch_attends_over_what_a_narrow_cache_keeps(kv_dtype: str) -> None:
+    step = in_type(random_step(Case(MIXED)), kv_dtype)
+    attention = TorchAttention(step.cache)
+    attention.begin(step.metadata)
+    out = attention.write_and_attend(PLAIN, step.query, step.key, step.value)
+    np.testing.assert_allclose(out.numpy(), reference(step, PLAIN), atol=2e-5)
+
+
+def test_without_the_native_library_torch_attends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "best", lambda: None)
+    cache = random_step(Case(((0, 1),))).cache
+    assert isinstance(make_backend("auto", cache), TorchAttention)
+    with pytest.raises(InvalidConfig, match="--attention: 'native'; expected auto, torch"):
+        make_backend("native", cache)
+
+
+def test_an_unknown_backend_is_refused_by_name() -> None:
+    with pytest.raises(InvalidConfig, match="--attention: 'magic'"):
+        make_backend("magic", random_step(Case(((0, 1),))).cache)

@@ -1,0 +1,97 @@
+"""Tensors on the pages of their files: the same as the safetensors library reads, and gone with the last reference."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from common.errors import InvalidConfig
+from gpuworker.checkpoints.stored_tensors import StoredTensors
+from tests.support.checkpoints import checkpoint
+
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.bool)
+
+
+def test_a_checkpoint_is_what_the_library_reads() -> None:
+    expected = load_file(checkpoint("llama") / "model.safetensors")
+    stored = StoredTensors(checkpoint("llama"))
+    assert list(stored) == sorted(expected)
+    assert all(torch.equal(stored[name].map(), tensor) for name, tensor in expected.items())
+    assert stored.nbytes == sum(tensor.nbytes for tensor in expected.values())
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.uint8, torch.int16, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_every_type_is_read(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensor = torch.arange(24).view(2, 3, 4).to(dtype)
+    save_file({"before": torch.zeros(3, dtype=torch.uint8), "t": tensor}, tmp_path / "model.safetensors")
+    read = StoredTensors(tmp_path)["t"].map()
+    assert (read.dtype, read.shape) == (dtype, tensor.shape)
+    assert torch.equal(read.float(), tensor.float())
+
+
+def test_odd_places_and_empty_tensors_are_read(tmp_path: Path) -> None:
+    header = {
+        "byte": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},
+        "odd": {"dtype": "I32", "shape": [2], "data_offsets": [1, 9]},
+        "none": {"dtype": "F32", "shape": [0, 3], "data_offsets": [9, 9]},
+    }
+    text = json.dumps(header).encode()
+    data = b"\x07" + (5).to_bytes(4, "little") + (6).to_bytes(4, "little")
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
+    stored = StoredTensors(tmp_path)
+    assert stored["odd"].map().tolist() == [5, 6]
+    assert stored["none"].map().shape == (0, 3)
+
+
+def test_writing_to_a_tensor_leaves_the_file_alone(tmp_path: Path) -> None:
+    save_file({"t": torch.ones(4)}, tmp_path / "model.safetensors")
+    StoredTensors(tmp_path)["t"].map().zero_()
+    assert StoredTensors(tmp_path)["t"].map().tolist() == [1.0] * 4
+
+
+def test_memory_goes_back_with_the_tensor(tmp_path: Path) -> None:
+    size = 64 << 20
+    save_file({"t": torch.ones(size, dtype=torch.uint8), "u": torch.ones(8)}, tmp_path / "model.safetensors")
+    process = psutil.Process()
+    before = process.memory_info().rss
+    tensor = StoredTensors(tmp_path)["t"].map()
+    untouched = process.memory_info().rss - before
+    assert int(tensor.sum()) == size
+    touched = process.memory_info().rss - before
+    del tensor
+    left = process.memory_info().rss - before
+    assert (untouched < size / 8, touched > size / 2, left < size / 8) == (True, True, True)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"short", "cannot read .*model.safetensors"),
+        ((1 << 40).to_bytes(8, "little"), "its header is longer than the file"),
+        (b"\x02" + bytes(7) + b"{]", "cannot read"),
+    ],
+)
+def test_what_is_no_safetensors_file_is_refused(tmp_path: Path, content: bytes, words: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(InvalidConfig, match=words):
+        StoredTensors(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ({"dtype": "F4", "shape": [1], "data_offsets": [0, 4]}, "type F4 is not known"),
+        ({"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}, "does not fit"),
+        ({"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, "does not fit the file"),
+    ],
+)
+def test_an_entry_that_cannot_be_is_refused(tmp_path: Path, entry: dict[str, object], words: str) -> None:
+    text = json.dumps({"t": entry}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
+    with pytest.raises(InvalidConfig, match=words):
+        StoredTensors(tmp_path)

@@ -1,0 +1,82 @@
+"""Greedy output of the whole engine equals transformers' `generate`, token for token, by kind of model and path."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from common.settings.options import Execution
+from gpuworker.config import GpuWorkerSettings
+from gpuworker.native import library as native
+from gpuworker.plane.assembly import assemble
+from tests.support.checkpoints import checkpoint, hf_greedy
+from tests.support.gpuworker.engine_harness import EngineDriver
+
+COUNT = 12
+SLOTS = 2048
+CASES = [
+    *((kind, "hosted") for kind in ("llama", "qwen3", "mistral", "gemma2", "gpt2")),
+    *((kind, "lean") for kind in ("llama", "qwen3", "mistral") if native.best() is not None),
+]
+
+
+def driver(
+    kind: str, execution: Execution, block_size: int, prefix_caching: bool = True, num_blocks: int = 0
+) -> EngineDriver:
+    """Return an engine on a tiny checkpoint; the small budget makes prefills go in chunks beside decodes."""
+    settings = GpuWorkerSettings(
+        model=str(checkpoint(kind)),
+        execution=execution,
+        dtype="float32",
+        block_size=block_size,
+        kv_blocks=num_blocks or SLOTS // block_size,
+        max_model_len=min(256, num_blocks * block_size or SLOTS),
+        max_num_batched_tokens=48,
+        max_num_seqs=8,
+        prefix_caching=prefix_caching,
+        threads=1,
+    )
+    plane = assemble(settings)
+    return EngineDriver(plane.runner, plane.agent_config())
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """Keep the process's number of threads, which assembling sets."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def prompts() -> list[list[int]]:
+    """Return prompts of odd lengths, two of which share a long prefix."""
+    rng = random.Random(5)
+    shared = [rng.randrange(6, 264) for _ in range(70)]
+    lengths = (1, 17, 33)
+    tails = [[rng.randrange(6, 264) for _ in range(n)] for n in (3, 9)]
+    return [*([rng.randrange(6, 264) for _ in range(n)] for n in lengths), *(shared + tail for tail in tails)]
+
+
+@pytest.mark.parametrize(("kind", "execution"), CASES)
+@pytest.mark.parametrize("block_size", [4, 16, 64, 256])
+@pytest.mark.parametrize("prefix_caching", [True, False], ids=["cached", "uncached"])
+def test_tokens_equal_transformers(kind: str, execution: Execution, block_size: int, prefix_caching: bool) -> None:
+    wanted = [hf_greedy(checkpoint(kind), prompt, COUNT) for prompt in prompts()]
+    with driver(kind, execution, block_size, prefix_caching) as engine:
+        assert engine.run(prompts()[:1], COUNT) == wanted[:1]
+        assert engine.run(prompts(), COUNT) == wanted
+        assert engine.run(prompts(), COUNT) == wanted
+        engine.assert_all_free()
+
+
+@pytest.mark.parametrize(("kind", "execution"), [case for case in CASES if case[0] == "llama"])
+def test_preempted_sequences_keep_their_tokens(kind: str, execution: Execution) -> None:
+    asked = [[*prompts()[1][:9], 20 + index] for index in range(6)]
+    wanted = [hf_greedy(checkpoint(kind), prompt, 40) for prompt in asked]
+    with driver(kind, execution, 4, num_blocks=40) as engine:
+        assert engine.run(asked, 40) == wanted
+        assert sum(result.preemptions for result in engine.results.values()) > 0
+        engine.assert_all_free()

@@ -1,0 +1,154 @@
+"""Loading: directories, precision, random weights, and kinds of models that are refused by their configuration."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, T5Config
+
+from common.checkpoint.hub import checkpoint_directory
+from common.errors import InvalidConfig, Unsupported
+from gpuworker.models.hf.hosted import HostedModel
+from gpuworker.models.hf.loader import (
+    ModelSource,
+    context_limit,
+    load_model,
+    refuse_unsupported,
+)
+from gpuworker.plane.checkpoint_facts import eos_token_ids
+from tests.support.checkpoints import checkpoint, config_of
+
+CPU = torch.device("cpu")
+
+
+def load(**options: Any) -> HostedModel:
+    return load_model(ModelSource(str(checkpoint("llama")), **options), CPU)
+
+
+def weights(model: HostedModel) -> torch.Tensor:
+    return torch.cat([parameter.flatten() for parameter in model.module.parameters()])
+
+
+def test_the_checkpoints_own_precision_is_the_default() -> None:
+    assert load().dtype == torch.float32
+
+
+def test_another_precision_may_be_asked_for() -> None:
+    assert load(dtype="bfloat16").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("asked", "kept"), [("auto", "bfloat16"), ("float32", "float32"), ("int8", "int8")])
+def test_the_cache_has_a_type_of_its_own(asked: str, kept: str) -> None:
+    assert load(dtype="bfloat16", kv_cache_dtype=asked).kv_dtype == kept
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4", "w8a8"])
+def test_a_hosted_model_is_not_quantised_at_start(quantization: str) -> None:
+    with pytest.raises(InvalidConfig, match=f"--quantization: {quantization} was asked for, and llama runs hosted"):
+        load(quantization=quantization)
+
+
+def test_auto_says_that_a_hosted_model_stays_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        load(quantization="auto")
+    assert "llama runs hosted: its linear layers stay in float32" in caplog.text
+
+
+def test_random_weights_depend_on_the_seed_alone() -> None:
+    first = weights(load(load_format="dummy", seed=1))
+    torch.manual_seed(12345)
+    assert torch.equal(first, weights(load(load_format="dummy", seed=1)))
+    assert not torch.equal(first, weights(load(load_format="dummy", seed=2)))
+
+
+def test_random_weights_leave_the_generator_of_others_alone() -> None:
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    load(load_format="dummy", seed=1)
+    assert torch.equal(torch.rand(1), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dtype": "int3"}, "--dtype: 'int3'"),
+        ({"load_format": "zip"}, "--load-format: 'zip'"),
+        ({"kv_cache_dtype": "int3"}, "--kv-cache-dtype: 'int3'"),
+        ({"quantization": "int3"}, "--quantization: 'int3'"),
+    ],
+)
+def test_an_option_that_is_unknown_is_named(options: dict[str, str], words: str) -> None:
+    with pytest.raises(InvalidConfig, match=words):
+        load(**options)
+
+
+def test_a_directory_without_configuration_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig, match=r"no config\.json"):
+        load_model(ModelSource(str(tmp_path)), CPU)
+
+
+def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
+    config_of("llama").save_pretrained(tmp_path)
+    with pytest.raises(InvalidConfig, match="cannot load"):
+        load_model(ModelSource(str(tmp_path)), CPU)
+
+
+def test_a_kind_that_transformers_does_not_know_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_such_model"}))
+    with pytest.raises(InvalidConfig, match=r"cannot read .*config\.json"):
+        load_model(ModelSource(str(tmp_path)), CPU)
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_a_kind_that_is_no_decoder_is_refused(tmp_path: Path, load_format: str) -> None:
+    T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2).save_pretrained(tmp_path)
+    with pytest.raises((InvalidConfig, Unsupported)):
+        load_model(ModelSource(str(tmp_path), load_format=load_format), CPU)
+
+
+def test_what_is_neither_directory_nor_hub_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig, match="is no directory here"):
+        checkpoint_directory(str(tmp_path / "missing" / "there"))
+
+
+def test_ends_come_from_the_generation_configuration_first(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 9}))
+    assert eos_token_ids(tmp_path) == (9,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 3, 7]}))
+    assert eos_token_ids(tmp_path) == (3, 7)
+
+
+def llama(**options: Any) -> LlamaConfig:
+    return LlamaConfig(num_hidden_layers=2, max_position_embeddings=4096, **options)
+
+
+def test_the_context_ends_where_positions_do() -> None:
+    assert context_limit(llama()) == 4096
+
+
+def test_longrope_is_run_up_to_its_original_length() -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 64,
+        "long_factor": [2.0] * 64,
+        "original_max_position_embeddings": 512,
+    }
+    assert context_limit(llama(rope_parameters=rope)) == 512
+
+
+def test_rotary_scaling_by_the_batch_is_refused() -> None:
+    with pytest.raises(Unsupported, match="longest sequence of a batch"):
+        refuse_unsupported(llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}))
+
+
+def test_layers_with_a_state_are_refused() -> None:
+    config = llama()
+    config.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(Unsupported, match="layers of kind linear_attention"):
+        refuse_unsupported(config)

@@ -1,0 +1,236 @@
+"""The native forward on CPUs, on every level of vector instructions: it computes what the hosted path does."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from common.errors import EngineFailure
+from common.types import KvGeometry
+from gpuworker.attention.interface import AttentionBackend
+from gpuworker.attention.native_backend import NativeAttention
+from gpuworker.attention.step_inputs import attention_arrays, attention_metadata, pack_rows, to_device
+from gpuworker.attention.torch_backend import TorchAttention
+from gpuworker.memory.kv_cache import KvCache
+from gpuworker.models.bit_equality import refuse_unequal_bits
+from gpuworker.models.hf.hosted import HostedModel
+from gpuworker.models.llama import native_model
+from gpuworker.models.llama.linears import LinearReader
+from gpuworker.models.llama.native_model import NativeModel
+from gpuworker.models.llama.pack import pack_model
+from gpuworker.models.llama.weights import TensorOf, tensor_names
+from gpuworker.native import library as native
+from gpuworker.native.library import levels_here, load
+from gpuworker.native.llama import PHASES
+from tests.support.gpuworker.llama_cases import BLOCK_SIZE, CASES, Case, case_tokens, make_case, steps
+
+pytestmark = pytest.mark.skipif(native.best() is None, reason="the native library was not built")
+CPU = torch.device("cpu")
+EVERY_SWITCH = ("llama with biases", "llama, tied, scaled", "qwen2, a window above", "qwen3 with biases")
+
+
+@pytest.fixture(params=levels_here())
+def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
+    """Return the library of each level that this processor runs."""
+    return load(request.param)
+
+
+def lean(case: Case, library: ctypes.CDLL, dtype: torch.dtype = torch.float32) -> NativeModel:
+    return NativeModel(case.config, pack_model(library, case.spec, reading(case.tensor, dtype)), "float32")
+
+
+def reading(tensor_of: TensorOf, dtype: torch.dtype = torch.float32) -> LinearReader:
+    return LinearReader(tensor_of, lambda _: None, dtype, "none")
+
+
+def logits_of(model: Any, attention: AttentionBackend, tokens: torch.Tensor) -> torch.Tensor:
+    return torch.cat([logits.clone() for logits in steps(model, attention, tokens)])
+
+
+def cache_of(case: Case, kv_dtype: str) -> KvCache:
+    spec = case.spec
+    geometry = KvGeometry(spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.head_dim, kv_dtype)
+    return KvCache(geometry, 8, BLOCK_SIZE, CPU)
+
+
+def relative(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+    """Return the error of each position's logits, relative to the logits without their mean."""
+    error: torch.Tensor = (ours - theirs).norm(dim=-1) / (theirs - theirs.mean(-1, keepdim=True)).norm(dim=-1)
+    return error
+
+
+def in_type(case: Case, dtype: torch.dtype) -> HostedModel:
+    """Return the hosted model with its weights in a type; what turns heads stays in float32, as in a checkpoint's."""
+    for weight in case.hosted.module.parameters():
+        weight.data = weight.data.to(dtype)
+    return HostedModel(case.hosted.module)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_those_of_the_hosted_path(name: str, library: ctypes.CDLL) -> None:
+    case = make_case(name)
+    tokens = case_tokens(case.spec)
+    ours = logits_of(lean(case, library), NativeAttention(case.cache(), library=library), tokens)
+    theirs = logits_of(case.hosted, TorchAttention(case.cache()), tokens)
+    assert ours.argmax(-1).tolist() == theirs.argmax(-1).tolist()
+    assert relative(ours, theirs).max() < 2e-5
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bfloat16_is_about_as_close_to_float32_as_the_hosted_path(name: str, library: ctypes.CDLL) -> None:
+    case = make_case(name)
+    tokens = case_tokens(case.spec)
+    exact = logits_of(case.hosted, TorchAttention(case.cache()), tokens)
+    attention = NativeAttention(cache_of(case, "bfloat16"), library=library)
+    ours = relative(logits_of(lean(case, library, torch.bfloat16), attention, tokens), exact)
+    hosted = in_type(case, torch.bfloat16)
+    theirs = relative(logits_of(hosted, TorchAttention(cache_of(case, "bfloat16")), tokens), exact)
+    assert ours.median() < 2 * theirs.median()
+    assert ours.max() < 0.25
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 2e-5), (torch.bfloat16, 0.25)])
+def test_sizes_need_not_suit_vectors(
+    dtype: torch.dtype, limit: float, library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd = {"hidden_size": 33, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 6}
+    monkeypatch.setitem(CASES, "odd", ("LlamaConfig", odd | {"intermediate_size": 47, "vocab_size": 101}))
+    case = make_case("odd")
+    tokens = case_tokens(case.spec)
+    ours = logits_of(lean(case, library, dtype), NativeAttention(case.cache(), library=library), tokens)
+    theirs = logits_of(case.hosted, TorchAttention(case.cache()), tokens)
+    assert relative(ours, theirs).max() < limit
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16", "int8"])
+def test_the_type_of_the_cache_is_its_own(kv_dtype: str, library: ctypes.CDLL) -> None:
+    case = make_case("qwen3, wide heads")
+    tokens = case_tokens(case.spec)
+    ours = logits_of(lean(case, library), NativeAttention(cache_of(case, kv_dtype), library=library), tokens)
+    theirs = logits_of(case.hosted, NativeAttention(cache_of(case, kv_dtype), library=library), tokens)
+    exact = logits_of(case.hosted, TorchAttention(case.cache()), tokens)
+    assert relative(ours, theirs).max() < 0.3 * relative(theirs, exact).max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", EVERY_SWITCH)
+def test_no_bit_depends_on_the_rest_of_the_step(name: str, dtype: torch.dtype, library: ctypes.CDLL) -> None:
+    case = make_case(name)
+    model = lean(case, library, dtype)
+    case.config.max_position_embeddings = 128
+    geometry = case.cache().geometry
+    refuse_unequal_bits(model, geometry, lambda cache: NativeAttention(cache, deterministic=True, library=library))
+
+
+def run_row(model: NativeModel, attention: NativeAttention, start: int, tokens: torch.Tensor, keep: list[int]) -> Any:
+    """Run one row on the first blocks of a cache; return the logits of the tokens to keep."""
+    table = np.arange(16, dtype=np.int32)[None]
+    first, length = np.array([[start], [len(tokens)]], dtype=np.int32)
+    rows = pack_rows(first, length, table, BLOCK_SIZE)
+    attention.begin(attention_metadata(rows, to_device(attention_arrays(rows), CPU)))
+    positions = torch.from_numpy(rows.positions).long()
+    return model.forward(tokens, positions, torch.tensor(keep, dtype=torch.int64), attention).clone()
+
+
+@pytest.fixture
+def case() -> Case:
+    """Return the plain model."""
+    return make_case("llama")
+
+
+@pytest.fixture
+def model(case: Case) -> NativeModel:
+    """Return the plain model on the best level."""
+    return lean(case, load(levels_here()[-1]))
+
+
+def test_what_is_kept_does_not_change_it(case: Case, model: NativeModel) -> None:
+    tokens, attention = case_tokens(case.spec)[0], NativeAttention(case.cache(16))
+    every = run_row(model, attention, 0, tokens, list(range(16)))
+    assert torch.equal(run_row(model, attention, 0, tokens, [3, 15]), every[[3, 15]])
+
+
+def test_a_step_that_keeps_nothing_writes_the_cache(case: Case, model: NativeModel) -> None:
+    tokens = case_tokens(case.spec)[0]
+    whole, chunked = NativeAttention(case.cache(16)), NativeAttention(case.cache(16))
+    expected = run_row(model, whole, 0, tokens, [15])
+    assert run_row(model, chunked, 0, tokens[:15], []).shape == (0, case.spec.vocab_size)
+    assert relative(run_row(model, chunked, 15, tokens[15:], [0]), expected).max() < 1e-5
+
+
+def test_positions_beyond_the_first_table_are_known(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, library = case_tokens(case.spec)[0], load(levels_here()[-1])
+    expected = run_row(lean(case, library), NativeAttention(case.cache(16)), 0, tokens, [15])
+    monkeypatch.setattr(native_model, "_FIRST_POSITIONS", 5)
+    assert torch.equal(run_row(lean(case, library), NativeAttention(case.cache(16)), 0, tokens, [15]), expected)
+
+
+@pytest.mark.parametrize("token", [-1, 96])
+def test_a_token_outside_of_the_vocabulary_fails_the_step(case: Case, model: NativeModel, token: int) -> None:
+    attention = NativeAttention(case.cache(16))
+    with pytest.raises(EngineFailure, match="the step has a token that the model does not know"):
+        run_row(model, attention, 0, torch.tensor([5, token]), [1])
+
+
+def test_another_attention_is_an_error(case: Case, model: NativeModel) -> None:
+    zero = torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(EngineFailure, match="not by TorchAttention"):
+        model.forward(zero, zero, zero, TorchAttention(case.cache()))
+
+
+def test_some_of_the_layers_are_a_model_on_the_same_weights(case: Case, model: NativeModel) -> None:
+    tokens = case_tokens(case.spec)[0]
+    part = model.only([2, 0])
+    layers = case.hosted.module.get_submodule("model.layers")
+    case.hosted.module.get_submodule("model").layers = torch.nn.ModuleList([layers[2], layers[0]])  # type: ignore[index]
+    layers[2].self_attn.layer_idx, layers[0].self_attn.layer_idx = 0, 1  # type: ignore[index]
+    expected = case.hosted.reference_logits(tokens[None])[0, [15]]
+    assert relative(run_row(part, NativeAttention(case.cache(16)), 0, tokens, [15]), expected).max() < 1e-5
+
+
+def test_the_time_of_each_phase_is_added_up_when_asked(case: Case, model: NativeModel) -> None:
+    tokens, attention = case_tokens(case.spec)[0], NativeAttention(case.cache(16))
+    model.seconds = {}
+    run_row(model, attention, 0, tokens, [15])
+    once = dict(model.seconds)
+    run_row(model, attention, 0, tokens, [15])
+    assert tuple(once) == PHASES
+    assert all(0 < once[phase] < model.seconds[phase] for phase in PHASES)
+
+
+def changed(case: Case, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[str], torch.Tensor]:
+    return lambda asked: change(case.tensor(asked)) if asked == name else case.tensor(asked)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_tensor_of_a_model_is_read(name: str) -> None:
+    case = make_case(name)
+    stored = set(case.hosted.module.state_dict()) - ({"lm_head.weight"} if case.spec.tied else set())
+    assert set(tensor_names(case.spec)) == stored
+
+
+def test_a_tensor_of_another_shape_is_refused(case: Case) -> None:
+    wrong = changed(case, "model.norm.weight", lambda tensor: tensor[:-1])
+    with pytest.raises(ValueError, match=r"model.norm.weight is \(31,\); the configuration says \(32,\)"):
+        pack_model(load(levels_here()[-1]), case.spec, reading(wrong))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_of_another_type_are_converted(case: Case, dtype: torch.dtype) -> None:
+    library, tokens = load(levels_here()[-1]), case_tokens(case.spec)[0]
+    in_type(case, dtype)
+    ours = lean(case, library)
+    expected = in_type(case, torch.float32).reference_logits(tokens[None])[0, [15]]
+    assert relative(run_row(ours, NativeAttention(case.cache(16)), 0, tokens, [15]), expected).max() < 1e-5
+
+
+def test_a_tied_model_holds_its_embedding_once() -> None:
+    case = make_case("llama, tied, scaled")
+    packed = lean(case, load(levels_here()[-1])).packed
+    assert packed.struct.embedding is None
+    assert packed.num_bytes < 1.2 * 4 * sum(parameter.numel() for parameter in case.hosted.module.parameters())

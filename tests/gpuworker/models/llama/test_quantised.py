@@ -1,0 +1,230 @@
+"""Linears of the native path in integers: they compute what the weights that they stand for compute, in any batch."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpuworker.attention.interface import make_backend
+from gpuworker.attention.native_backend import NativeAttention
+from gpuworker.attention.torch_backend import TorchAttention
+from gpuworker.checkpoints.quantised import QuantisedLinear
+from gpuworker.models.bit_equality import refuse_unequal_bits
+from gpuworker.models.choose import open_lean
+from gpuworker.models.hf.hosted import HostedModel
+from gpuworker.models.hf.loader import ModelSource
+from gpuworker.models.llama import reference as lean_reference
+from gpuworker.models.llama.linears import LinearReader
+from gpuworker.models.llama.native_model import NativeModel
+from gpuworker.models.llama.pack import pack_model
+from gpuworker.models.llama.weights import FusedLinear
+from gpuworker.native import library as native
+from gpuworker.native.library import levels_here, load
+from gpuworker.native.linear import IntegerWeight, Kind
+from tests.gpuworker.checkpoints.test_quantised import GPTQ
+from tests.gpuworker.models.test_quantised_models import FORMATS, packed_by
+from tests.support.checkpoints import checkpoint
+from tests.support.gpuworker import packers
+from tests.support.gpuworker.llama_cases import Case, case_tokens, make_case, steps
+
+pytestmark = pytest.mark.skipif(native.best() is None, reason="the native library was not built")
+CPU = torch.device("cpu")
+WEIGHT_ONLY = ("int8", "int4")
+
+
+def reader(case: Case, quantization: str, dtype: torch.dtype = torch.float32) -> LinearReader:
+    return LinearReader(case.tensor, lambda _: None, dtype, quantization)
+
+
+def lean(case: Case, read: LinearReader, level: str = levels_here()[-1]) -> NativeModel:
+    return NativeModel(case.config, pack_model(load(level), case.spec, read), "float32")
+
+
+def error(case: Case, model: NativeModel, read: LinearReader, level: str = levels_here()[-1]) -> float:
+    """Return the worst relative error of logits against transformers on the dequantised weights."""
+    part = lean_reference.reference_part(case.config, case.spec, case.tensor, read.dequantised, torch.float32)
+    reference = HostedModel(part)
+    tokens = case_tokens(case.spec)
+    ours, theirs = (
+        torch.cat([logits.clone() for logits in steps(runs, attention, tokens)])
+        for runs, attention in (
+            (model.only(lean_reference.tested_layers(case.spec)), NativeAttention(case.cache(), library=load(level))),
+            (reference, TorchAttention(case.cache())),
+        )
+    )
+    return float(((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).max())
+
+
+@pytest.mark.parametrize("level", levels_here())
+@pytest.mark.parametrize("quantization", WEIGHT_ONLY)
+@pytest.mark.parametrize("name", ["llama with biases", "llama, tied, scaled", "qwen3 with biases"])
+def test_weights_alone_compute_what_they_stand_for(name: str, quantization: str, level: str) -> None:
+    case = make_case(name)
+    read = reader(case, quantization)
+    assert error(case, lean(case, read, level), read, level) < 2e-5
+
+
+@pytest.mark.parametrize("level", levels_here())
+def test_activations_of_eight_bits_lose_little(level: str) -> None:
+    case = make_case("llama with biases")
+    read = reader(case, "w8a8")
+    found = error(case, lean(case, read, level), read, level)
+    assert 1e-4 < found < 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("quantization", [*WEIGHT_ONLY, "w8a8"])
+def test_no_bit_depends_on_the_rest_of_the_step(quantization: str, dtype: torch.dtype) -> None:
+    case = make_case("qwen2, a window above")
+    case.config.max_position_embeddings = 128
+    model = lean(case, reader(case, quantization, dtype))
+    refuse_unequal_bits(model, case.cache().geometry, lambda cache: NativeAttention(cache, deterministic=True))
+
+
+def kinds(model: NativeModel) -> dict[str, Kind]:
+    """Return the kinds of the first layer's linears and of the last linear, by role."""
+    struct, layer = model.packed.struct, model.packed.layers[0]
+    roles = ("qkv", "output", "gate_up", "down")
+    return {role: Kind(getattr(layer, role).kind) for role in roles} | {"head": Kind(struct.head.kind)}
+
+
+def test_four_bits_are_for_whole_groups_of_inputs_and_not_for_the_last_linear() -> None:
+    assert kinds(lean(make_case("llama"), reader(make_case("llama"), "int4"))) == {
+        "qkv": Kind.I4_F32,
+        "output": Kind.I4_F32,
+        "gate_up": Kind.I4_F32,
+        "down": Kind.I8_F32,  # of 48 inputs
+        "head": Kind.I8_F32,
+    }
+
+
+def test_a_model_says_how_its_linears_are_held() -> None:
+    case = make_case("llama")
+    model = lean(case, reader(case, "int4", torch.bfloat16))
+    assert model.packed.kinds_in_words == (
+        "linears in qkv I4_BF16, output I4_BF16, gate_up I4_BF16, down I8_BF16, head I8_BF16"
+    )
+    assert lean(case, reader(case, "w8a8")).packed.kinds_in_words == "linears in W8A8"
+
+
+def test_integers_take_less_memory() -> None:
+    case = make_case("llama")
+    sizes = [lean(case, reader(case, each, torch.bfloat16)).weight_bytes for each in ("none", "int8", "int4")]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_the_embedding_of_a_tied_model_is_not_quantised() -> None:
+    case = make_case("llama, tied, scaled")
+    model = lean(case, reader(case, "int8"))
+    assert model.packed.struct.embedding == case.tensor("model.embed_tokens.weight").data_ptr()
+
+
+# ---------------------------------------------------------------- what a checkpoint stores
+
+
+def stored(bits: int = 4, group_size: int = 32, zeros: bool = False, shuffled: bool = False) -> QuantisedLinear:
+    draw = torch.Generator().manual_seed(bits + group_size)
+    values = torch.randint(-(1 << bits - 1), 1 << bits - 1, (32, 32), generator=draw, dtype=torch.int8)
+    groups = 32 // group_size
+    return QuantisedLinear(
+        "a",
+        bits,
+        group_size,
+        values,
+        torch.rand((32, groups), generator=draw) + 0.1,
+        torch.randint(-4, 4, (32, groups), generator=draw, dtype=torch.int16) if zeros else None,
+        torch.arange(32).flip(0) // group_size if shuffled else None,
+    )
+
+
+def read_stored(quantization: str, *parts: QuantisedLinear | None) -> tuple[Kind, tuple[Any, ...]]:
+    """Return the kind and the weights of a linear of which these parts are stored."""
+    linear = FusedLinear("qkv", tuple("abc"[: len(parts)]), (32,) * len(parts), 32)
+    found = dict(zip(linear.weights, parts, strict=True))
+
+    def tensor(name: str) -> torch.Tensor:
+        part = found[name]
+        return torch.ones(32, 32) if part is None else part.dequantise(torch.float32)
+
+    read = LinearReader(tensor, found.__getitem__, torch.float32, quantization).read(linear)
+    return read.kind, tuple(rows.weight for rows in read.parts)
+
+
+@pytest.mark.parametrize("quantization", ["none", "auto", "int4"])
+def test_stored_integers_stay_what_they_are(quantization: str) -> None:
+    first, second = stored(), stored(zeros=True)
+    kind, weights = read_stored(quantization, first, second)
+    assert kind == Kind.I4_F32
+    assert all(isinstance(weight, IntegerWeight) for weight in weights)
+    assert weights[0].values is first.values
+    assert torch.equal(weights[0].zeros, torch.zeros(32, 1))
+    assert weights[1].zeros is second.zeros
+
+
+def test_eight_bits_stay_eight_bits() -> None:
+    assert read_stored("none", stored(8))[0] == Kind.I8_F32
+    assert read_stored("int8", stored(8))[0] == Kind.I8_F32
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (stored(), None),
+        (stored(), stored(8)),
+        (stored(group_size=16), stored(group_size=16)),
+        (stored(shuffled=True),),
+    ],
+    ids=["one is not stored so", "bits differ", "groups are too small", "inputs are not in order"],
+)
+def test_integers_that_do_not_fit_are_dequantised(parts: tuple[QuantisedLinear | None, ...]) -> None:
+    kind, weights = read_stored("none", *parts)
+    assert kind == Kind.F32
+    assert all(
+        torch.equal(weight, torch.ones(32, 32) if part is None else part.dequantise(torch.float32))
+        for weight, part in zip(weights, parts, strict=True)
+    )
+
+
+@pytest.mark.parametrize(("quantization", "kind"), [("int8", Kind.I8_F32), ("w8a8", Kind.W8A8)])
+def test_what_is_asked_for_goes_before_what_is_stored(quantization: str, kind: Kind) -> None:
+    assert read_stored(quantization, stored())[0] == kind
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        ("gptq", "qkv I4_{}, output I4_{}, gate_up I4_{}, down I4_{}, head {}"),
+        ("int-quantized", "qkv I8_{}, output I8_{}, gate_up I8_{}, down I8_{}, head {}"),
+        ("float-quantized", "{}"),
+    ],
+)
+def test_a_quantised_checkpoint_runs_in_its_integers(
+    form: str, words: str, dtype: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pack, quantisation = FORMATS[form]
+    if form == "gptq":  # in groups that can be multiplied
+        pack, quantisation = packed_by(packers.gptq, group_size=32, asymmetric=True), GPTQ | {"group_size": 32}
+    packers.rewrite(checkpoint("llama"), tmp_path / "packed", pack, quantisation)
+    source = ModelSource(str(tmp_path / "packed"), dtype)
+    with caplog.at_level(logging.INFO):
+        found = open_lean(source, CPU, "lean", lambda cache: make_backend("auto", cache))
+    assert found is not None
+    name = "F32" if dtype == "float32" else "BF16"
+    assert f"linears in {words.replace('{}', name)}" in caplog.text
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4", "w8a8", "auto"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_quantised_at_start_passes_its_test(
+    quantization: str, dtype: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = ModelSource(str(checkpoint("llama")), dtype, quantization=quantization)
+    with caplog.at_level(logging.INFO):
+        found = open_lean(source, CPU, "lean", lambda cache: make_backend("auto", cache))
+    assert found is not None
+    assert ("linear 264 x 64: " in caplog.text) == (quantization == "auto")  # the choice for the last linear

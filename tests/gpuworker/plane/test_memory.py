@@ -1,0 +1,134 @@
+"""The byte ledger: exact numbers, and refusals that name them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from common.errors import InvalidConfig
+from common.types import KvGeometry
+from gpuworker.checkpoints.stored_tensors import StoredTensors
+from gpuworker.memory.byte_plan import GIB, Ledger, in_words
+from gpuworker.models.hf.hosted import HostedModel
+from gpuworker.plane import memory
+from gpuworker.plane.memory import MemoryOptions, mapped_weight_bytes, plan_memory, weight_bytes
+from tests.support.checkpoints import checkpoint
+from tests.support.gpuworker.runner_harness import hosted
+
+GEOMETRY = KvGeometry(num_layers=3, num_kv_heads=2, head_dim_k=16, head_dim_v=16, dtype="float32")
+BLOCK = 3 * 2 * (16 + 16) * 4 * 16  # bytes of a block of 16 slots
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> HostedModel:
+    monkeypatch.setattr(memory, "free_bytes", lambda _: 2 * GIB)
+    monkeypatch.setattr(memory, "mapped_weight_bytes", lambda: 0)
+    return hosted(checkpoint("llama"))
+
+
+def plan(model: HostedModel, **options: Any) -> Ledger:
+    return plan_memory(model, GEOMETRY, 1024, MemoryOptions(**options))
+
+
+def test_blocks_may_be_given_by_number(model: HostedModel) -> None:
+    ledger = plan(model, kv_blocks=70)
+    assert (ledger.num_blocks, ledger.kv) == (70, 70 * BLOCK)
+
+
+def test_blocks_may_be_given_by_bytes(model: HostedModel) -> None:
+    assert plan(model, kv_memory=70 * BLOCK + BLOCK - 1).num_blocks == 70
+
+
+def test_a_quarter_of_what_is_free_is_taken_on_cpu(model: HostedModel) -> None:
+    ledger = plan(model)
+    room = 2 * GIB - ledger.activations - ledger.token_table
+    assert ledger.num_blocks == room // 4 // BLOCK
+
+
+def test_a_gib_at_most_is_taken_on_cpu(model: HostedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_bytes", lambda _: 100 * GIB)
+    assert plan(model).num_blocks == GIB // BLOCK
+
+
+def test_the_context_is_the_models_where_it_fits(model: HostedModel) -> None:
+    assert plan(model, kv_blocks=64).max_model_len == 1024
+
+
+def test_the_context_shrinks_to_the_pool_when_none_was_asked_for(model: HostedModel) -> None:
+    assert plan(model, kv_blocks=10).max_model_len == 160
+
+
+def test_sequences_fit_in_whole_blocks(model: HostedModel) -> None:
+    ledger = plan(model, kv_blocks=70)
+    assert (ledger.sequences_of(1024), ledger.sequences_of(17), ledger.sequences_of(16)) == (1, 35, 70)
+
+
+def test_the_token_table_counts(model: HostedModel) -> None:
+    assert plan(model, kv_blocks=70, max_num_seqs=8).token_table == 8 * 1025 * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kv_memory": BLOCK - 1}, r"--kv-memory: no block fits: one takes 12.0 KiB and 12.0 KiB may be taken"),
+        (
+            {"kv_blocks": 10, "max_model_len": 200},
+            r"200 tokens takes 13 blocks \(156.0 KiB\).* has 10 .* 160 tokens",
+        ),
+        ({"kv_blocks": 1 << 20}, r"--kv-blocks: 1048576 blocks take 12.0 GiB; 2.0 GiB may be taken on cpu"),
+        ({"max_model_len": 2000}, r"--max-model-len: 2000 tokens were asked for; the model's positions end at 1024"),
+    ],
+)
+def test_what_cannot_fit_is_refused_with_the_numbers(model: HostedModel, options: dict[str, int], words: str) -> None:
+    with pytest.raises(InvalidConfig, match=words):
+        plan(model, **options)
+
+
+def test_a_device_without_room_is_refused(model: HostedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_bytes", lambda _: 0)
+    with pytest.raises(InvalidConfig, match="no block fits"):
+        plan(model)
+
+
+def test_tied_weights_count_once() -> None:
+    tied = torch.nn.Linear(4, 4, bias=False)
+    both = torch.nn.ModuleList([tied, torch.nn.Linear(4, 4, bias=False)])
+    both[1].weight = tied.weight
+    assert weight_bytes(both) == 4 * 4 * 4
+
+
+def test_weights_on_pages_of_their_files_are_not_free(tmp_path: Path) -> None:
+    save_file({"t": torch.ones(8 << 20, dtype=torch.uint8)}, tmp_path / "model.safetensors")
+    before = mapped_weight_bytes()
+    tensor = StoredTensors(tmp_path)["t"].map()
+    assert int(tensor.sum()) == 8 << 20
+    assert 8 << 20 <= mapped_weight_bytes() - before <= (8 << 20) + (1 << 14)
+
+
+def test_mapped_weights_are_taken_off_what_is_free(model: HostedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = plan(model).free
+    monkeypatch.setattr(memory, "mapped_weight_bytes", lambda: GIB)
+    assert plan(model).free == free - GIB
+
+
+def test_a_narrower_cache_has_more_blocks(model: HostedModel) -> None:
+    geometry = replace(GEOMETRY, dtype="int8")
+    ledger = plan_memory(model, geometry, 1024, MemoryOptions(kv_memory=70 * BLOCK))
+    assert (ledger.block_bytes, ledger.num_blocks) == (3 * 2 * (16 + 16 + 8) * 16, 224)
+
+
+def test_the_ledger_reads_as_a_table(model: HostedModel) -> None:
+    lines = plan(model, kv_blocks=2000, max_num_seqs=8).lines()
+    assert lines[4] == "  KV cache       23.4 MiB  2000 blocks of 16 slots in float32, 12.0 KiB each"
+    assert lines[6] == "longest context: 1024 tokens (the model's limit)"
+    assert lines[7] == "sequences that fit at once: 31 of the longest; at most 8 run in a step"
+
+
+@pytest.mark.parametrize(("count", "words"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 30, "3.0 GiB")])
+def test_bytes_in_words(count: int, words: str) -> None:
+    assert in_words(count) == words

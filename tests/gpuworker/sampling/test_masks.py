@@ -1,0 +1,156 @@
+"""Drawing under masks equals drawing from logits without what they forbid; the draw waits for masks that are late."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from common.types import Constraint, ConstraintKind, SamplingParams, SequenceId
+from gpuworker.native.library import best
+from gpuworker.sampling import sampler
+from gpuworker.sampling.masks import StepMasks
+from gpuworker.sampling.sampler import Drawn, DrawPoint, SampledRow, SamplingBatch, token_logprobs
+from gpuworker.structured.grammars import GrammarCompiler
+from gpuworker.structured.mask_thread import MaskKeeper
+from tests.support.checkpoints import checkpoint
+
+CPU = torch.device("cpu")
+VOCAB = 150  # four words of a mask and a part of one
+CONSTRAINT = Constraint(ConstraintKind.REGEX, "of no account here")
+PARAMS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.8, seed=5),
+    SamplingParams(temperature=1.0, seed=6, top_k=40, top_p=0.9, min_p=0.01),
+    SamplingParams(temperature=1.0, seed=7, top_k=100),
+    SamplingParams(temperature=0.9, seed=8, logit_bias=((3, 5.0), (149, 2.0)), repetition_penalty=1.3),
+    SamplingParams(temperature=1.0, seed=9, logprobs=20),
+]
+
+
+@pytest.fixture(autouse=True, params=["native", "torch"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every test draws by the native library and, as where that was not built, by torch."""
+    if request.param == "torch":
+        monkeypatch.setattr(sampler, "native_rows", lambda rows, vocab_size: None)
+    elif best() is None:
+        pytest.skip("the native library was not built")
+    return str(request.param)
+
+
+def some_allowed(rows: int, seed: int) -> npt.NDArray[np.bool_]:
+    """Return [rows, VOCAB]: words of a mask that allow all, nothing, and some; at least one token of a row."""
+    rng = np.random.default_rng(seed)
+    allowed = rng.random((rows, VOCAB)) < 0.2
+    allowed[:, 32:64], allowed[:, 64:96] = False, rng.random((rows, 1)) < 0.5
+    allowed[:, 149] = True
+    return allowed
+
+
+def masks_of(allowed: npt.NDArray[np.bool_], rows: Sequence[int], of: int) -> StepMasks:
+    """Return masks of these rows among so many, not yet open."""
+    keeper = MaskKeeper(GrammarCompiler(checkpoint("llama") / "tokenizer.json", VOCAB, ()))
+    keeper.close()
+    sequences = [SequenceId(row) for row in rows]
+    masks = StepMasks(keeper, sequences, np.array(rows), np.zeros(len(rows), dtype=np.int64), of, VOCAB)
+    padded = np.zeros((len(rows), 32 * masks.bits.shape[1]), dtype=bool)
+    padded[:, :VOCAB] = allowed
+    masks.bits[:] = np.packbits(padded, axis=1, bitorder="little").view(np.uint32)
+    return masks
+
+
+def batch(params: Sequence[SamplingParams], masks: StepMasks | None) -> tuple[SamplingBatch, DrawPoint]:
+    made = SamplingBatch([SampledRow(each, 2) for each in params], VOCAB, CPU)
+    count = len(params)
+    return made, made.at(np.full(count, 4), np.arange(count, dtype=np.int32), masks)
+
+
+def draw(logits: torch.Tensor, params: Sequence[SamplingParams], masks: StepMasks | None = None) -> Drawn:
+    made, point = batch(params, masks)
+    return made.sample(logits.clone(), point, torch.tensor([[3, 9, 9, 11, 0, 0]] * len(params), dtype=torch.int32))
+
+
+def constrained(params: SamplingParams) -> SamplingParams:
+    return replace(params, constraint=CONSTRAINT)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_mask_leaves_what_minus_infinity_leaves(seed: int) -> None:
+    logits = 2 * torch.randn((len(PARAMS), VOCAB), generator=torch.Generator().manual_seed(seed))
+    rows = [0, 1, 2, 4, 5]  # and one that is free
+    allowed = some_allowed(len(rows), seed)
+    masks = masks_of(allowed, rows, len(PARAMS))
+    masks.open()
+    params = [constrained(each) if row in rows else each for row, each in enumerate(PARAMS)]
+    found = draw(logits, params, masks)
+    less = logits.clone()
+    less[rows] = less[rows].masked_fill(torch.from_numpy(~allowed), -math.inf)
+    expected = draw(less, PARAMS)
+    assert found.tokens.tolist() == expected.tokens.tolist()
+    assert all(allowed[n, found.tokens[row]] for n, row in enumerate(rows))
+
+
+def test_all_greedy_rows_obey_their_masks_too() -> None:
+    logits = torch.zeros((2, VOCAB))
+    logits[:, 40], logits[:, 7], logits[:, 149] = 3.0, 2.0, 1.0
+    allowed = np.zeros((1, VOCAB), dtype=bool)
+    allowed[0, [7, 149]] = True
+    masks = masks_of(allowed, [1], 2)
+    masks.open()
+    assert draw(logits, [PARAMS[0], constrained(PARAMS[0])], masks).tokens.tolist() == [40, 7]
+
+
+def test_log_probabilities_are_those_of_what_is_allowed_and_tell_of_nothing_else() -> None:
+    logits = torch.zeros((1, VOCAB))
+    allowed = np.zeros((1, VOCAB), dtype=bool)
+    allowed[0, [20, 100, 149]] = True
+    masks = masks_of(allowed, [0], 1)
+    masks.open()
+    asked = constrained(SamplingParams(temperature=0.0, logprobs=5))
+    made, point = batch([asked], masks)
+    drawn = made.sample(logits, point, torch.zeros((1, 6), dtype=torch.int32))
+    (found,) = token_logprobs(drawn, made).values()
+    assert found.token_id == 20
+    assert found.logprob == pytest.approx(math.log(1 / 3))
+    assert [token for token, _ in found.top] == [20, 100, 149]
+
+
+def test_end_tokens_before_min_tokens_are_left_to_the_mask() -> None:
+    """The mask thread forbids them where it can; here the grammar wants one."""
+    allowed = np.zeros((1, VOCAB), dtype=bool)
+    allowed[0, 100] = True
+    masks = masks_of(allowed, [0], 1)
+    masks.open()
+    early = constrained(SamplingParams(temperature=0.0, min_tokens=50, stop_token_ids=(100,)))
+    assert draw(torch.zeros((1, VOCAB)), [early], masks).tokens.tolist() == [100]
+
+
+def test_the_draw_waits_for_masks_that_are_late() -> None:
+    allowed = some_allowed(1, 3)
+    masks = masks_of(np.ones_like(allowed), [0], 1)
+    logits = torch.randn((1, VOCAB), generator=torch.Generator().manual_seed(1))
+    found: list[int] = []
+    drawing = threading.Thread(
+        target=lambda: found.extend(draw(logits, [constrained(PARAMS[0])], masks).tokens.tolist())
+    )
+    drawing.start()
+    drawing.join(0.2)
+    assert drawing.is_alive()
+    masks.bits[:] = masks_of(allowed, [0], 1).bits
+    masks.open()
+    drawing.join(10.0)
+    assert found == [int(logits.masked_fill(torch.from_numpy(~allowed), -math.inf).argmax())]
+    assert masks.waited[0] > 0.0
+
+
+def test_masks_that_are_ready_cost_no_waiting() -> None:
+    masks = masks_of(some_allowed(1, 4), [0], 1)
+    masks.open()
+    draw(torch.zeros((1, VOCAB)), [constrained(PARAMS[0])], masks)
+    assert masks.waited[0] == 0.0

@@ -1,0 +1,180 @@
+"""Spans of waits for blocks, from a real ledger's reports and batches into memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
+
+from common.lease import Inventory, InventorySequence, Report, Reserve
+from common.types import BlockHash, BlockId, FinishReason, SequenceId, SequencePhase
+from kvmanager.sessions.reserve_spans import ReserveSpans
+from tests.support.kvmanager.ledgers import make_ledger
+
+S0, S1, S2 = map(SequenceId, range(3))
+CHAIN = tuple(BlockHash(bytes([index]) * 16) for index in range(1, 9))
+
+
+def traceparent(number: int, sampled: bool = True) -> str:
+    return f"00-{number + 1:032x}-{number + 1:016x}-{int(sampled):02d}"
+
+
+def reserve(sequence: SequenceId, known: int = 32, max_len: int = 32, sampled: bool = True) -> Reserve:
+    return Reserve(sequence, known, max_len, request_id=f"r{sequence}", traceparent=traceparent(sequence, sampled))
+
+
+@dataclass
+class Traced:
+    """A ledger of some blocks, and the spans of its session."""
+
+    num_blocks: int
+    exporter: InMemorySpanExporter = field(default_factory=InMemorySpanExporter)
+
+    def __post_init__(self) -> None:
+        provider = TracerProvider(shutdown_on_exit=False)
+        provider.add_span_processor(SimpleSpanProcessor(self.exporter))
+        self.spans = ReserveSpans(provider.get_tracer("test"), "w0")
+        self.ledger = make_ledger(self.num_blocks, watermark=0.0)
+        self.open(Inventory())
+
+    def open(self, inventory: Inventory) -> None:
+        self.ledger.rebuild(inventory)
+        self.spans.opened(inventory, self.ledger.schedule(), self.ledger.drain_decisions())
+
+    def report(self, **columns: object) -> None:
+        report = Report(**columns)  # type: ignore[arg-type]
+        self.ledger.apply(report)
+        self.spans.reported(report, self.ledger.schedule(), self.ledger.drain_decisions())
+
+    @property
+    def ended(self) -> Sequence[ReadableSpan]:
+        return self.exporter.get_finished_spans()
+
+
+def preempting() -> Traced:
+    """Return a pool that is used up, in which the first of two requests stalls: the later one must give way."""
+    traced = Traced(4)
+    traced.report(reserve=(reserve(S0, 16, 64), reserve(S1, 16, 64)))
+    traced.report(lease_want=2)
+    traced.report(bind=((S0, BlockId(2)), (S0, BlockId(3))), lease_want=1, stalled=(S0,))
+    return traced
+
+
+def kinds(span: ReadableSpan) -> list[object]:
+    """Return the kinds of decision on a span, in order."""
+    return [(event.attributes or {})["quire.decision.kind"] for event in span.events]
+
+
+def linked(span: ReadableSpan) -> list[int]:
+    """Return the numbers of the requests that a span links to."""
+    return [link.context.trace_id - 1 for link in span.links]
+
+
+def of_request(span: ReadableSpan, number: int) -> bool:
+    return span.context is not None and span.context.trace_id == number + 1
+
+
+def test_admission_at_once_is_one_span_with_the_grant() -> None:
+    traced = Traced(4)
+    traced.report(reserve=(reserve(S0),))
+    (span,) = traced.ended
+    assert (span.name, of_request(span, 0), kinds(span)) == ("kvmanager.reserve", True, ["grant"])
+    assert span.parent is not None
+    assert span.parent.span_id == 1
+    attributes = dict(span.attributes or {})
+    assert attributes["quire.request_id"] == "r0"
+    assert attributes["quire.miss_reason"] == "disabled"
+    assert attributes["quire.blocks"] == 2
+
+
+def test_request_that_is_not_sampled_leaves_nothing() -> None:
+    traced = Traced(4)
+    traced.report(reserve=(reserve(S0, sampled=False), Reserve(S1, 16, 16)))
+    traced.report(finished=((S0, FinishReason.STOP),))
+    traced.spans.close()
+    assert traced.ended == ()
+
+
+def test_span_lasts_until_the_blocks_come() -> None:
+    traced = Traced(2)
+    traced.report(reserve=(reserve(S0),))
+    traced.report(reserve=(reserve(S1),))
+    assert len(traced.ended) == 1
+    traced.report(finished=((S0, FinishReason.STOP),))
+    assert of_request(traced.ended[1], 1)
+    assert traced.ended[1].status.status_code is StatusCode.UNSET
+
+
+def test_evictions_done_for_a_request_stand_before_its_grant() -> None:
+    traced = Traced(2)
+    cached = Reserve(S0, 32, 32, chain=CHAIN[:2])
+    traced.report(reserve=(cached,))
+    traced.report(seal=((BlockId(0), CHAIN[0]), (BlockId(1), CHAIN[1])))
+    traced.report(finished=((S0, FinishReason.STOP),))
+    traced.report(reserve=(reserve(S1),))
+    (span,) = traced.ended
+    assert kinds(span) == ["eviction", "grant"]
+
+
+def test_preempted_and_beneficiary_link_to_each_other() -> None:
+    traced = preempting()
+    traced.report(preempted=((S1, 17),), stalled=(S0,))
+    first, second, preempt = traced.ended
+    assert (first.name, second.name) == ("kvmanager.reserve", "kvmanager.reserve")
+    assert (preempt.name, of_request(preempt, 0), linked(preempt)) == ("kvmanager.preempt", True, [1])
+    assert kinds(preempt) == ["preemption"]
+    traced.report(finished=((S0, FinishReason.STOP),))
+    again = traced.ended[3]
+    assert (again.name, of_request(again, 1), linked(again)) == ("kvmanager.reserve", True, [0])
+    assert kinds(again) == ["preemption", "grant"]
+
+
+def test_victim_that_finishes_instead_ends_the_preemption() -> None:
+    traced = preempting()
+    traced.report(finished=((S1, FinishReason.CANCELLED),))
+    assert [span.name for span in traced.ended] == ["kvmanager.reserve", "kvmanager.reserve", "kvmanager.preempt"]
+
+
+def test_refused_request_ends_with_an_error_and_the_numbers() -> None:
+    traced = Traced(2)
+    traced.report(reserve=(reserve(S0, 32, 100),))
+    (span,) = traced.ended
+    assert span.status.status_code is StatusCode.ERROR
+    assert span.status.description == "refused: 100 tokens need 7 blocks; the pool has 2"
+    assert kinds(span) == ["rejection"]
+
+
+def test_request_that_is_cancelled_while_it_waits_ends_with_an_error() -> None:
+    traced = Traced(2)
+    traced.report(reserve=(reserve(S0), reserve(S1)))
+    traced.report(finished=((S1, FinishReason.CANCELLED),))
+    assert traced.ended[1].status.description == "finished (cancelled) before it was admitted"
+
+
+def test_lost_session_ends_what_waits_with_an_error() -> None:
+    traced = Traced(2)
+    traced.report(reserve=(reserve(S0), reserve(S1)))
+    traced.spans.close()
+    assert traced.ended[1].status.description == "the session with the worker was lost"
+    assert len(traced.ended) == 2
+
+
+def test_sequence_that_waits_in_an_inventory_has_a_span() -> None:
+    traced = Traced(2)
+    running = InventorySequence(reserve(S0), SequencePhase.RUNNING, 0, (BlockId(0), BlockId(1)))
+    traced.open(Inventory((running, InventorySequence(reserve(S1), SequencePhase.WAITING, 1))))
+    assert len(traced.ended) == 0
+    traced.report(finished=((S0, FinishReason.STOP),))
+    (span,) = traced.ended
+    assert of_request(span, 1)
+
+
+def test_nothing_is_kept_of_requests_that_are_gone() -> None:
+    traced = Traced(4)
+    traced.report(reserve=(reserve(S0), reserve(S1)))
+    traced.report(finished=((S0, FinishReason.STOP), (S1, FinishReason.STOP)))
+    assert (traced.spans._reserves, traced.spans._waiting, traced.spans._preempting) == ({}, {}, {})

@@ -1,0 +1,332 @@
+"""The session stream over real gRPC: attach, reports and grants, refusals, replacement, quarantine, drain."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc import aio
+
+from common.checkpoint.fingerprint import model_fingerprint
+from common.lease import Admit, Claim, Inventory, InventorySequence, Report, Reserve
+from common.types import BlockHash, BlockId, FinishReason, KvGeometry, MissReason, SequenceId, SequencePhase
+from common.wire.lease_codec import attach_to_proto
+from quire.kvmanager.v1 import kvmanager_pb2
+from tests.kvmanager.conftest import Connect, Running, Start
+from tests.support.kvmanager.fake_session import IDENTITY, RawWorker
+
+S0, S1 = SequenceId(0), SequenceId(1)
+CHAIN = tuple(BlockHash(bytes([index]) * 16) for index in range(1, 5))
+
+
+def reserve(sequence: SequenceId, known: int = 40, chain: tuple[BlockHash, ...] = CHAIN[:2]) -> Reserve:
+    return Reserve(sequence, known, 64, chain=chain, request_id=f"r{sequence}")
+
+
+async def ended_with(worker: RawWorker) -> grpc.StatusCode:
+    """Return the status with which the manager ended a stream."""
+    with pytest.raises(aio.AioRpcError) as caught:
+        await received(worker)
+    return caught.value.code()
+
+
+async def received(worker: RawWorker) -> None:
+    while True:
+        await worker.receive()
+
+
+def attach_message(worker: RawWorker) -> kvmanager_pb2.Attach:
+    return attach_to_proto(worker.worker)
+
+
+async def until_left(running: Running) -> None:
+    async with asyncio.timeout(10.0):
+        await running.attachments.left()
+
+
+async def test_attach_is_answered_with_epoch_and_lease_target(manager: Running, connect: Connect) -> None:
+    worker = connect(manager)
+    answer = await worker.attach()
+    assert answer.WhichOneof("message") == "attach_ok"
+    assert (answer.session, answer.seq, answer.ack) == (1, 1, 2)  # the Attach and one chunk of inventory
+    assert (answer.attach_ok.epoch, answer.attach_ok.lease_target) == (1, 0)
+
+
+async def test_report_is_answered_with_rows_and_lease(manager: Running, connect: Connect) -> None:
+    worker = connect(manager)
+    await worker.attached()
+    batch = await worker.exchange(Report(reserve=(reserve(S0),)))
+    row = tuple(map(BlockId, (0, 1, 2)))
+    assert batch.admit == (Admit(S0, row, 0, 0, MissReason.NEVER_SEEN, 0, batch.admit[0].decision_id),)
+    batch = await worker.exchange(Report(step=1, lease_want=1))
+    assert batch.lease == (BlockId(3),)
+
+
+async def test_sealed_blocks_are_shared_with_the_next_sequence(manager: Running, connect: Connect) -> None:
+    worker = connect(manager)
+    await worker.attached()
+    await worker.exchange(Report(reserve=(reserve(S0),)))
+    await worker.report(Report(step=1, seal=((BlockId(0), CHAIN[0]), (BlockId(1), CHAIN[1]))))
+    (admit,) = (await worker.exchange(Report(reserve=(reserve(S1),)))).admit
+    assert (admit.row[:2], admit.n_shared, admit.cached_tokens) == ((0, 1), 2, 32)
+    assert admit.miss_reason is MissReason.FULL_HIT
+
+
+async def test_envelopes_count_and_acknowledge(manager: Running, connect: Connect) -> None:
+    worker = connect(manager)
+    await worker.attached()
+    await worker.report(Report(reserve=(reserve(S0),)))
+    response = await worker.receive()
+    assert (response.session, response.seq, response.ack) == (1, 3, 3)
+
+
+async def test_inventory_rebuilds_rows_pool_and_cache(manager: Running, connect: Connect) -> None:
+    running = InventorySequence(reserve(S0), SequencePhase.RUNNING, 0, (BlockId(5), BlockId(6), BlockId(7)))
+    claims = (Claim(BlockId(5), CHAIN[0], -1, 3), Claim(BlockId(6), CHAIN[1], 0, 3), Claim(BlockId(1), CHAIN[2], 1, 2))
+    worker = connect(manager)
+    await worker.attached(Inventory((running,), (BlockId(4),), claims))
+    pool = manager.attachments.manager.ledger("w0").pool()
+    assert (pool.row, pool.leased, pool.cached, pool.free) == (3, 1, 1, 3)
+
+
+async def test_inventory_in_many_chunks_is_one_inventory(manager: Running, connect: Connect) -> None:
+    count = 20_000
+    keys = [BlockHash(index.to_bytes(16, "little")) for index in range(count)]
+    claims = tuple(Claim(BlockId(index), keys[index], index - 1, 0) for index in range(count))
+    worker = connect(manager, num_blocks=count)
+    answer = await worker.attach(Inventory(claims=claims))
+    assert answer.ack == 4  # the Attach and three chunks
+    assert manager.attachments.manager.ledger("w0").pool().cached == count
+
+
+DIFFERENT = {
+    "block_size": (replace(IDENTITY, block_size=32), "16", "32", "--block-size"),
+    "model_fingerprint": (replace(IDENTITY, model_fingerprint="other"), "model" * 6, "other", "--model"),
+    "tokenizer_fingerprint": (replace(IDENTITY, tokenizer_fingerprint="other"), "tokenizer" * 3, "other", "--model"),
+    "kv_geometry.num_kv_heads": (
+        replace(IDENTITY, kv_geometry=KvGeometry(2, 1, 8, 8, "float32")),
+        "2",
+        "1",
+        "--model",
+    ),
+    "kv_geometry.dtype": (
+        replace(IDENTITY, kv_geometry=KvGeometry(2, 2, 8, 8, "bfloat16")),
+        "float32",
+        "bfloat16",
+        "--dtype or --kv-cache-dtype",
+    ),
+    "hash_version": (replace(IDENTITY, hash_version="2"), "1", "2", "the Quire version"),
+    "arithmetic": (
+        replace(IDENTITY, arithmetic="fixed"),
+        "any",
+        "fixed",
+        "--deterministic, --dtype, --quantization or --simulate, or run both on equal processors",
+    ),
+}
+
+
+@pytest.mark.parametrize("part", DIFFERENT)
+async def test_worker_of_another_identity_is_refused(manager: Running, connect: Connect, part: str) -> None:
+    await connect(manager, "w0").attached()
+    identity, ours, theirs, flag = DIFFERENT[part]
+    answer = await connect(manager, "w1", identity=identity).attach()
+    difference = kvmanager_pb2.IdentityDifference(field=part, manager=ours, worker=theirs, flag=flag)
+    assert list(answer.attach_rejected.differences) == [difference]
+    assert not answer.attach_rejected.retry
+    assert manager.attachments.manager.workers() == ("w0",)
+
+
+async def test_after_the_last_worker_left_the_next_one_says_what_the_pool_is(
+    manager: Running, connect: Connect
+) -> None:
+    first, other = connect(manager, "w0"), replace(IDENTITY, model_fingerprint="other")
+    await first.attached()
+    answer = await connect(manager, "w1", identity=other).attach()
+    assert answer.WhichOneof("message") == "attach_rejected"
+    first.call.cancel()
+    await until_left(manager)
+    await connect(manager, "w1", identity=other).attached()
+    assert manager.attachments.manager.identity == other
+    answer = await connect(manager, "w0").attach()
+    assert [each.field for each in answer.attach_rejected.differences] == ["model_fingerprint"]
+
+
+async def test_configured_block_size_binds_the_first_worker_too(start_manager: Start, connect: Connect) -> None:
+    manager = await start_manager(block_size=32)
+    answer = await connect(manager).attach()
+    (difference,) = answer.attach_rejected.differences
+    assert (difference.manager, difference.worker, difference.flag) == ("32", "16", "--block-size")
+    assert manager.attachments.manager.identity is None
+
+
+async def test_configured_model_binds_the_first_worker_too(
+    start_manager: Start, connect: Connect, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    manager = await start_manager(model=tmp_path)
+    answer = await connect(manager).attach()
+    differences = {each.field: each for each in answer.attach_rejected.differences}
+    assert set(differences) == {"model_fingerprint", "tokenizer_fingerprint"}
+    assert differences["model_fingerprint"].manager == model_fingerprint(tmp_path)
+    assert differences["tokenizer_fingerprint"].manager == "none"
+    served = replace(IDENTITY, model_fingerprint=model_fingerprint(tmp_path), tokenizer_fingerprint="none")
+    assert (await connect(manager, identity=served).attach()).WhichOneof("message") == "attach_ok"
+
+
+def test_identities_that_differ_in_any_part_have_namespaces_of_their_own() -> None:
+    others = {different.namespace for different, *_ in DIFFERENT.values()}
+    assert len(others | {IDENTITY.namespace}) == len(DIFFERENT) + 1
+
+
+async def test_refused_stream_ends_without_an_error(manager: Running, connect: Connect) -> None:
+    await connect(manager, "w0").attached()
+    refused = connect(manager, "w1", identity=DIFFERENT["block_size"][0])
+    await refused.attach()
+    with pytest.raises(EOFError):
+        await refused.receive()
+
+
+async def test_second_worker_of_a_live_id_is_refused_for_now(manager: Running, connect: Connect) -> None:
+    await connect(manager).attached()
+    answer = await connect(manager, incarnation=b"another".ljust(16)).attach()
+    assert answer.attach_rejected.retry
+    assert "w0 is live" in answer.attach_rejected.reason
+
+
+async def test_worker_whose_stream_broke_attaches_again(manager: Running, connect: Connect) -> None:
+    first = connect(manager)
+    await first.attached()
+    first.call.cancel()
+    await until_left(manager)
+    assert (await connect(manager, incarnation=b"another".ljust(16)).attach()).WhichOneof("message") == "attach_ok"
+
+
+async def test_later_session_of_the_same_worker_replaces_one_whose_end_was_not_seen(
+    manager: Running, connect: Connect
+) -> None:
+    first = connect(manager)
+    await first.attached()
+    await first.exchange(Report(reserve=(reserve(S0),)))
+    second = connect(manager, session=2)
+    await second.attached()
+    assert await ended_with(first) is grpc.StatusCode.UNAVAILABLE
+    assert manager.attachments.manager.ledger("w0").pool().row == 0
+
+
+async def test_earlier_session_of_the_same_worker_does_not_replace_a_later_one(
+    manager: Running, connect: Connect
+) -> None:
+    await connect(manager, session=2).attached()
+    assert (await connect(manager, session=1).attach()).attach_rejected.retry
+
+
+async def test_report_of_a_replaced_session_is_dropped(manager: Running, connect: Connect) -> None:
+    first = connect(manager)
+    await first.attached()
+    # Written before the replacement is, and read by the manager at any time: whenever that is, it must not count.
+    second = connect(manager, session=2)
+    await second.send(kvmanager_pb2.SessionRequest(attach=attach_message(second)))
+    await asyncio.gather(
+        first.report(Report(reserve=(reserve(S0),))),
+        second.send(kvmanager_pb2.SessionRequest(inventory=kvmanager_pb2.Inventory(last=True))),
+        return_exceptions=True,
+    )
+    assert (await second.receive()).WhichOneof("message") == "attach_ok"
+    assert await ended_with(first) is grpc.StatusCode.UNAVAILABLE
+    assert manager.attachments.manager.ledger("w0").pool().running == 0
+
+
+async def test_violation_ends_the_session_and_not_the_process(manager: Running, connect: Connect) -> None:
+    worker = connect(manager)
+    await worker.attached()
+    await worker.report(Report(bind=((S0, BlockId(3)),)))  # neither leased nor of a known sequence
+    assert await ended_with(worker) is grpc.StatusCode.INTERNAL
+    assert manager.attachments.counts.quarantined == 1
+    again = connect(manager, session=2)
+    await again.attached()
+    assert (await again.exchange(Report(reserve=(reserve(S0),)))).admit
+
+
+VIOLATIONS = {
+    "a report before the attach": [kvmanager_pb2.SessionRequest(report=kvmanager_pb2.Report())],
+    "nothing": [kvmanager_pb2.SessionRequest()],
+}
+
+
+@pytest.mark.parametrize("case", VIOLATIONS)
+async def test_stream_that_does_not_begin_with_an_attach_is_ended(
+    manager: Running, connect: Connect, case: str
+) -> None:
+    worker = connect(manager)
+    for message in VIOLATIONS[case]:
+        await worker.send(message)
+    assert await ended_with(worker) is grpc.StatusCode.INTERNAL
+
+
+async def test_report_before_the_inventory_is_complete_is_a_violation(manager: Running, connect: Connect) -> None:
+    worker = connect(manager)
+    await worker.send(kvmanager_pb2.SessionRequest(attach=attach_message(worker)))
+    await worker.report(Report())
+    assert await ended_with(worker) is grpc.StatusCode.INTERNAL
+
+
+async def test_gap_in_the_numbers_is_a_violation(manager: Running, connect: Connect) -> None:
+    worker = connect(manager)
+    await worker.attached()
+    worker.sent += 1
+    await worker.report(Report())
+    assert await ended_with(worker) is grpc.StatusCode.INTERNAL
+
+
+async def test_second_inventory_is_a_violation(manager: Running, connect: Connect) -> None:
+    worker = connect(manager)
+    await worker.attached()
+    await worker.send(kvmanager_pb2.SessionRequest(inventory=kvmanager_pb2.Inventory(last=True)))
+    assert await ended_with(worker) is grpc.StatusCode.INTERNAL
+
+
+async def test_contradictory_inventory_is_a_violation(manager: Running, connect: Connect) -> None:
+    worker = connect(manager)
+    claim = Claim(BlockId(0), CHAIN[0], -1, 0)
+    with pytest.raises(aio.AioRpcError, match="claimed although it is leased"):
+        await worker.attach(Inventory(pool=(BlockId(0),), claims=(claim,)))
+
+
+async def test_sequence_larger_than_the_pool_is_cancelled_at_once(manager: Running, connect: Connect) -> None:
+    worker = connect(manager)
+    await worker.attached()
+    large = replace(reserve(S0), max_len=8 * 16 + 1)
+    batch = await worker.exchange(Report(reserve=(large, reserve(S1))))
+    assert batch.cancel == (S0,)
+    assert [admit.sequence for admit in batch.admit] == [S1]
+
+
+async def test_drain_asks_workers_to_leave_and_takes_no_others(manager: Running, connect: Connect) -> None:
+    worker = connect(manager)
+    await worker.attached()
+    manager.attachments.drain()
+    assert (await worker.receive()).WhichOneof("message") == "drain"
+    refused = await connect(manager, "w1").attach()
+    assert refused.attach_rejected.retry
+    worker.call.cancel()
+    await until_left(manager)
+
+
+async def test_blocks_of_a_finished_sequence_are_free_again(manager: Running, connect: Connect) -> None:
+    worker = connect(manager)
+    await worker.attached()
+    await worker.exchange(Report(reserve=(reserve(S0, chain=()),)))
+    await worker.report(Report(finished=((S0, FinishReason.CANCELLED),)))
+    batch = await worker.exchange(Report(reserve=(replace(reserve(S1, known=120), max_len=128),)))
+    assert len(batch.admit[0].row) == 8
+
+
+async def test_workers_do_not_share_ledgers(manager: Running, connect: Connect) -> None:
+    first, second = connect(manager, "w0"), connect(manager, "w1")
+    await first.attached()
+    await second.attached()
+    rows = [(await worker.exchange(Report(reserve=(reserve(S0),)))).admit[0].row for worker in (first, second)]
+    assert rows == [(0, 1, 2), (0, 1, 2)]

@@ -1,0 +1,167 @@
+"""What bodies ask for: constraints by every name they have, fields that contradict, and those that are not offered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+from pydantic import BaseModel
+
+from common.types import Constraint, ConstraintKind
+from tests.support.router.fake_frontend import admitted, finished, tokens
+from tests.support.router.http_harness import HI, Api
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+JSON, REGEX, GRAMMAR = ConstraintKind.JSON_SCHEMA, ConstraintKind.REGEX, ConstraintKind.GRAMMAR
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+SCHEMA_TEXT = '{"type": "object", "properties": {"a": {"type": "integer"}}}'
+
+
+class Place(BaseModel):
+    """What the client wants of an answer."""
+
+    town: str
+    year: int | None
+
+
+@pytest.mark.parametrize(
+    ("fields", "constraint"),
+    [
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+            (JSON, SCHEMA_TEXT),
+        ),
+        ({"response_format": {"type": "json_object"}}, (JSON, '{"type": "object"}')),
+        ({"structured_outputs": {"json": SCHEMA}}, (JSON, SCHEMA_TEXT)),
+        ({"structured_outputs": {"json": SCHEMA_TEXT}}, (JSON, SCHEMA_TEXT)),
+        ({"structured_outputs": {"json_object": True}}, (JSON, '{"type": "object"}')),
+        ({"structured_outputs": {"regex": "a+"}}, (REGEX, "a+")),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, (GRAMMAR, 'start: "a"')),
+        ({"structured_outputs": {"choice": ["a", 'b"ü']}}, (GRAMMAR, 'start: "a" | "b\\"\\u00fc"')),
+        ({"guided_json": SCHEMA}, (JSON, SCHEMA_TEXT)),
+        ({"guided_regex": "a+"}, (REGEX, "a+")),
+        ({"guided_grammar": 'start: "a"'}, (GRAMMAR, 'start: "a"')),
+        ({"guided_choice": ["a"]}, (GRAMMAR, 'start: "a"')),
+        ({"guided_json": SCHEMA, "structured_outputs": {"json": SCHEMA_TEXT}}, (JSON, SCHEMA_TEXT)),
+    ],
+)  # fmt: skip
+async def test_a_constraint_arrives_by_each_of_its_names(
+    api: Api, fields: dict[str, Any], constraint: tuple[ConstraintKind, str]
+) -> None:
+    await api.client.chat.completions.create(model="demo", messages=HI, extra_body=fields)
+    await api.client.completions.create(model="demo", prompt="a", extra_body=fields)
+    assert [each.sampling.constraint for each in api.frontend.requests] == [Constraint(*constraint)] * 2
+
+
+@pytest.mark.parametrize("fields", [{"response_format": {"type": "text"}}, {"guided_json": None}, {}])
+async def test_nothing_is_constrained_unasked(api: Api, fields: dict[str, Any]) -> None:
+    await api.client.chat.completions.create(model="demo", messages=HI, extra_body=fields)
+    assert api.frontend.requests[0].sampling.constraint is None
+
+
+async def test_the_client_parses_what_its_own_model_constrained(api: Api) -> None:
+    said = '{"town": "Lyon", "year": null}'
+    api.frontend.script = lambda request: [admitted(request), tokens(said), finished(1)]
+    answer = await api.client.chat.completions.parse(model="demo", messages=HI, response_format=Place)
+    assert answer.choices[0].message.parsed == Place(town="Lyon", year=None)
+    constraint = api.frontend.requests[0].sampling.constraint
+    assert constraint is not None
+    assert '"town"' in constraint.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "what"),
+    [
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}},
+            "response_format.json_schema.schema", 'uses keywords that cannot be enforced: "not"; leave them out',
+        ),
+        ({"guided_regex": "("}, "guided_regex", 'is wrong: unclosed group; in the expression "("'),
+        ({"structured_outputs": {"grammar": "a"}}, "structured_outputs.grammar", "is not valid"),
+        ({"guided_choice": []}, "guided_choice", "is empty; expected at least one text"),
+        ({"structured_outputs": {}}, "structured_outputs", "has none of json, regex, grammar, choice and json_object"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema", 'is missing; expected {"name": ..., "schema": {...}}',
+        ),
+        (
+            {"response_format": {"type": "yaml"}},
+            "response_format.type", "is 'yaml'; expected text, json_object or json_schema",
+        ),
+        (
+            {"guided_regex": "a+", "response_format": {"type": "json_object"}},
+            "response_format", "contradicts guided_regex; give one of response_format, guided_regex",
+        ),
+        ({"top_logprobs": 2}, "top_logprobs", "needs logprobs, which is not set; set it to true"),
+        ({"logprobs": True, "top_logprobs": 30}, "top_logprobs", "is 30; expected 0 to 20"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens", "is 0; expected 1 or more"),
+        ({"max_tokens": 0}, "max_tokens", "is 0; expected 1 or more"),
+    ],
+)  # fmt: skip
+async def test_a_wrong_field_is_named_as_the_body_has_it(
+    api: Api, fields: dict[str, Any], param: str, what: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await api.client.chat.completions.create(model="demo", messages=HI, extra_body=fields)
+    assert caught.value.param == param
+    assert isinstance(caught.value.body, dict)
+    assert caught.value.body["message"].startswith(f"{param}: {what}")
+
+
+@pytest.mark.parametrize(
+    ("fields", "what"),
+    [
+        ({"best_of": 3}, "best_of: is 3; only as many as n are drawn"),
+        ({"echo": True, "logprobs": 1}, "echo: not offered together with logprobs"),
+        ({"suffix": "!"}, "suffix: not offered; leave it out"),
+        ({"prompt_logprobs": 0, "bad_words": ["x"]}, "bad_words, prompt_logprobs: not offered"),
+        ({"skip_special_tokens": False}, "skip_special_tokens: not offered"),
+    ],
+)
+async def test_what_completions_do_not_offer_is_refused(api: Api, fields: dict[str, Any], what: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=what) as caught:
+        await api.client.completions.create(model="demo", prompt="a", extra_body=fields)
+    assert caught.value.code == "unsupported"
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [{"id": "1"}]}],
+        [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}],
+    ],
+)
+async def test_messages_that_are_no_text_are_refused(api: Api, messages: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match=r"messages\[[01]\]") as caught:
+        await api.client.chat.completions.create(model="demo", messages=messages)
+    assert caught.value.code == "unsupported"
+
+
+async def test_a_developers_message_is_a_system_message(api: Api) -> None:
+    for role in ("developer", "system"):
+        messages: Any = [{"role": role, "content": "Be brief."}, *HI]
+        await api.client.chat.completions.create(model="demo", messages=messages)
+    assert api.frontend.requests[0].prompt == api.frontend.requests[1].prompt
+
+
+async def test_minus_one_keeps_all_tokens_as_for_vllm(api: Api) -> None:
+    await api.client.completions.create(model="demo", prompt="a", extra_body={"top_k": -1})
+    assert api.frontend.requests[0].sampling.top_k == 0
+
+
+async def test_null_is_unset(api: Api) -> None:
+    names = (
+        "stream stream_options temperature top_p n stop seed presence_penalty logit_bias response_format top_k "
+        "priority cache_salt return_token_ids echo best_of logprobs suffix user guided_choice"
+    )
+    await api.http.post("/v1/completions", json={"prompt": "a"} | dict.fromkeys(names.split()))
+    assert len(api.frontend.requests) == 1
+
+
+async def test_a_request_may_be_named_in_its_body(api: Api) -> None:
+    raw = await api.client.completions.with_raw_response.create(
+        model="demo", prompt="a", extra_body={"request_id": "mine"}
+    )
+    assert (raw.headers["x-request-id"], api.frontend.requests[0].request_id) == ("mine", "mine")

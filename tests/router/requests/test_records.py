@@ -1,0 +1,123 @@
+"""What a request leaves behind: spans and metrics."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+from common.process.logs import fields_of
+from common.process.metrics import exposed
+from router.core.events import AdmittedEvent
+from tests.support.router.fake_worker import WorkerDouble
+from tests.support.router.frontend_harness import (
+    frontend_over,
+    in_background,
+    request,
+)
+
+
+async def test_a_request_makes_a_span_with_queue_route_and_stream_in_it() -> None:
+    async with frontend_over(WorkerDouble(automatic=True)) as bench:
+        events = await bench.events(request(request_id="r1"))
+        spans = {span.name: span for span in bench.spans.get_finished_spans()}
+        assert set(spans) == {"request", "queue", "lookup", "route", "stream"}
+        whole = spans["request"]
+        assert whole.attributes is not None
+        assert whole.attributes["quire.request_id"] == "r1"
+        parents = {name: span.parent.span_id for name, span in spans.items() if span.parent is not None}
+        within = whole.context.span_id
+        assert parents == {
+            "queue": within,
+            "lookup": spans["queue"].context.span_id,
+            "route": within,
+            "stream": within,
+        }
+        assert isinstance(events[0], AdmittedEvent)
+        assert f"{whole.context.trace_id:032x}" == events[0].trace_id
+        assert [event.name for event in spans["route"].events] == ["decision"]
+        assert [event.name for event in spans["stream"].events] == ["first token", "finished"]
+
+
+async def test_the_trace_goes_on_from_the_clients_and_into_the_workers() -> None:
+    worker = WorkerDouble(automatic=True)
+    parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    async with frontend_over(worker) as bench:
+        await bench.events(request(traceparent=parent))
+        whole = next(span for span in bench.spans.get_finished_spans() if span.name == "request")
+        assert whole.parent is not None
+        assert whole.parent.span_id == 0xB7AD6B7169203331
+        expected = f"00-0af7651916cd43dd8448eb211c80319c-{whole.context.span_id:016x}-01"
+        assert worker.submits[0].traceparent == expected
+
+
+async def test_an_unsampled_request_costs_no_span() -> None:
+    worker = WorkerDouble(automatic=True)
+    async with frontend_over(worker) as bench:
+        await bench.events(request(traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"))
+        assert bench.spans.get_finished_spans() == ()
+        assert worker.submits[0].traceparent == ""
+
+
+async def test_a_cancelled_request_ends_its_span_as_an_error() -> None:
+    worker = WorkerDouble()
+    async with frontend_over(worker) as bench:
+        async with in_background(bench, request()):
+            await worker.until(lambda: bool(worker.submits))
+        whole = next(span for span in bench.spans.get_finished_spans() if span.name == "request")
+        assert (whole.status.is_ok, whole.status.description) == (False, "the client went away")
+
+
+async def test_metrics_count_what_the_client_saw() -> None:
+    worker = WorkerDouble(automatic=True)
+    async with frontend_over(worker) as bench:
+        await bench.events(request(prompt=10, n=2))
+        value = bench.registry.get_sample_value
+        assert value("quire:requests_total") == 1
+        assert value("quire:prompt_tokens_total") == 10
+        assert value("quire:generation_tokens_total") == 6
+        assert value("quire:request_success_total", {"finished_reason": "length"}) == 2
+        assert value("quire:time_to_first_token_seconds_count") == 2
+        assert value("quire:inter_token_latency_seconds_count") == 4
+        assert (value("quire:num_requests_running"), value("quire:num_requests_waiting")) == (0, 0)
+
+
+async def test_every_reason_is_counted_from_zero() -> None:
+    async with frontend_over(WorkerDouble()) as bench:
+        value = bench.registry.get_sample_value
+        assert value("quire:request_failure_total", {"reason": "OVERLOADED"}) == 0
+        assert value("quire:request_success_total", {"finished_reason": "length"}) == 0
+
+
+async def test_times_of_a_traced_request_point_at_its_trace() -> None:
+    async with frontend_over(WorkerDouble(automatic=True)) as bench:
+        (admitted, *_) = await bench.events(request(prompt=10))
+        assert isinstance(admitted, AdmittedEvent)
+        for name in ("quire:time_to_first_token_seconds", "quire:e2e_request_latency_seconds"):
+            assert exemplars_of(bench.registry, name) == [{"trace_id": admitted.trace_id}]
+
+
+async def test_times_of_an_untraced_request_point_nowhere() -> None:
+    async with frontend_over(WorkerDouble(automatic=True)) as bench:
+        await bench.events(request(traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"))
+        assert exemplars_of(bench.registry, "quire:time_to_first_token_seconds") == []
+
+
+def exemplars_of(registry: CollectorRegistry, name: str) -> list[dict[str, str]]:
+    """Return the labels of the exemplars that OpenMetrics has of a histogram."""
+    _, text = exposed(registry, "application/openmetrics-text")
+    families = text_string_to_metric_families(text.decode())  # type: ignore[no-untyped-call]
+    samples = [sample for family in families if family.name == name for sample in family.samples]
+    return [dict(sample.exemplar.labels) for sample in samples if sample.exemplar is not None]
+
+
+async def test_the_lengths_of_what_ended_are_logged_for_who_chooses_a_block_size(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level("DEBUG", logger="router.observe.recorder"):
+        async with frontend_over(WorkerDouble(automatic=True)) as bench:
+            await bench.events(request(prompt=10, request_id="r1"))
+    (line,) = caplog.records
+    said = fields_of(line)
+    assert (said["request_id"], said["prompt_tokens"], said["output_tokens"]) == ("r1", 10, 3)
+    assert said["cached_tokens"] == 0

@@ -1,0 +1,107 @@
+"""Requests that are refused or have to wait, and what clients are told."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.errors import (
+    AlreadyExists,
+    FieldViolation,
+    InvalidRequest,
+    Overloaded,
+    Unavailable,
+)
+from common.types import DecisionKind, FinishReason
+from router.core.admission import AdmissionLimits
+from tests.support.router.fake_worker import WorkerDouble
+from tests.support.router.frontend_harness import (
+    frontend_over,
+    in_background,
+    nothing_left,
+    request,
+    tokens_of,
+)
+
+
+async def test_a_full_queue_refuses_and_the_decision_is_recorded() -> None:
+    worker = WorkerDouble(max_num_seqs=1)
+    async with (
+        frontend_over(worker, limits=AdmissionLimits(max_queued=1)) as bench,
+        in_background(bench, request(n=2)),
+    ):
+        await worker.until(lambda: len(worker.submits) == 2)
+        async with in_background(bench, request()):
+            await bench.until(lambda: bench.admission.queued == 1)
+            with pytest.raises(Overloaded, match=r"router\.queue: 1 requests wait; at most 1"):
+                await bench.events(request(request_id="late"))
+    (decision,) = bench.decisions.find("late")
+    assert (decision.kind, decision.chosen, dict(decision.figures)["queued"]) == (
+        DecisionKind.REJECTION,
+        "router.queue",
+        1.0,
+    )
+
+
+async def test_who_waits_gets_the_place_that_becomes_free() -> None:
+    worker = WorkerDouble(max_num_seqs=1)
+    async with frontend_over(worker) as bench, in_background(bench, request(n=2)) as first:
+        await worker.until(lambda: len(worker.submits) == 2)
+        async with in_background(bench, request(request_id="low")) as low:
+            await bench.until(lambda: bench.admission.queued == 1)
+            async with in_background(bench, request(request_id="high", priority=1)):
+                await bench.until(lambda: bench.admission.queued == 2)
+                worker.step({1: [1]}, granted={1: 0, 2: 0}, finished={1: FinishReason.LENGTH})
+                await worker.until(lambda: len(worker.submits) == 3)
+                assert worker.submits[2].request_id == "high"
+                assert not low.done()
+                assert not first.done()
+
+
+async def test_an_id_in_use_is_refused() -> None:
+    worker = WorkerDouble()
+    async with frontend_over(worker) as bench, in_background(bench, request(request_id="r1")):
+        await worker.until(lambda: bool(worker.submits))
+        with pytest.raises(AlreadyExists, match="request r1 is running"):
+            await bench.events(request(request_id="r1"))
+
+
+async def test_a_request_larger_than_any_pool_is_refused_with_the_numbers_and_the_next_one_served() -> None:
+    async with frontend_over(WorkerDouble(num_blocks=4, automatic=True)) as bench:
+        with pytest.raises(InvalidRequest, match="5 blocks of 4") as refused:
+            await bench.events(request(prompt=10, max_tokens=8))
+        assert isinstance(refused.value.violations[0], FieldViolation)
+        assert len(await bench.events(request(prompt=10, max_tokens=2))) == 5
+        assert nothing_left(bench)
+
+
+async def test_what_a_worker_refuses_is_the_clients_error() -> None:
+    worker = WorkerDouble()
+    async with frontend_over(worker) as bench, in_background(bench, request()) as task:
+        await worker.until(lambda: bool(worker.submits))
+        worker.refuse(1, InvalidRequest(FieldViolation("prompt_token_ids", "too long")))
+        with pytest.raises(InvalidRequest, match="too long"):
+            await task
+        assert nothing_left(bench)
+
+
+async def test_a_draining_router_refuses() -> None:
+    async with frontend_over(WorkerDouble(automatic=True)) as bench:
+        bench.frontend.draining = True
+        with pytest.raises(Unavailable, match="draining"):
+            await bench.events(request())
+
+
+async def test_without_any_worker_a_request_is_refused_after_some_patience() -> None:
+    async with frontend_over(patience=0.05) as bench:
+        with pytest.raises(Unavailable, match=r"no worker for 0\.05 s: none is known"):
+            await bench.events(request())
+        assert nothing_left(bench)
+
+
+async def test_a_worker_that_comes_in_time_is_waited_for() -> None:
+    worker = WorkerDouble(automatic=True)
+    async with frontend_over() as bench, in_background(bench, request()) as task:
+        await worker.start()
+        bench.pool.add(worker.address)
+        assert tokens_of(await task) == [100, 101, 102]
+        await worker.kill()

@@ -1,0 +1,365 @@
+"""The client's half of the worker stream, against a real gRPC server: events, cancels, breaks, and who may be used."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+
+from common.errors import AlreadyExists, IdentityMismatch, ProtocolViolation, QuireError, Unavailable
+from common.types import FinishReason, MissReason, SamplingParams, TokenLogprobs, Usage
+from quire.gpuworker.v1 import gpuworker_pb2 as pb
+from quire.types.v1 import types_pb2
+from router.core.worker_events import Drawn, Ended, Granted, Lost, Preempted, Refused, SequenceEvent
+from router.core.worker_model import Capacity, Load
+from router.workers.client import Pacing, RouterIdentity, WorkerClient
+from router.workers.codec import Submission, WorkerFacts
+from tests.support.router.fake_worker import IDENTITY, PATIENCE_S, WorkerDouble, prompt_of, running
+
+QUICK = Pacing(first=0.01, most=0.05, hello=0.2)
+SUBMISSION = Submission("r1", 0, (1, 2, 3, 4, 5), (), b"r" * 32, SamplingParams(max_tokens=3), eos_token_ids=(7,))
+
+
+class Listener:
+    """Remembers what the client tells, and lets a test wait for it."""
+
+    def __init__(self) -> None:
+        self.facts: list[WorkerFacts] = []
+        self.loads: list[Load] = []
+        self.errors: list[QuireError] = []
+        self.refuse_with: QuireError | None = None
+        self._changed = asyncio.Event()
+
+    def connected(self, client: WorkerClient, facts: WorkerFacts) -> None:
+        if self.refuse_with is not None:
+            raise self.refuse_with
+        self.facts.append(facts)
+        self._changed.set()
+
+    def heartbeat(self, client: WorkerClient, load: Load) -> None:
+        self.loads.append(load)
+        self._changed.set()
+
+    def disconnected(self, client: WorkerClient, error: QuireError) -> None:
+        self.errors.append(error)
+        self._changed.set()
+
+    async def until(self, true: Callable[[], bool]) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not true():
+                self._changed.clear()
+                await self._changed.wait()
+
+
+class Inbox:
+    """A sink that a test can read from."""
+
+    def __init__(self) -> None:
+        self._events: asyncio.Queue[SequenceEvent] = asyncio.Queue()
+        self.put = self._events.put_nowait
+
+    async def next(self) -> SequenceEvent:
+        async with asyncio.timeout(PATIENCE_S):
+            return await self._events.get()
+
+    @property
+    def empty(self) -> bool:
+        return self._events.empty()
+
+
+@pytest.fixture
+async def worker() -> AsyncIterator[WorkerDouble]:
+    double = WorkerDouble()
+    async with running(double):
+        yield double
+
+
+@pytest.fixture
+def listener() -> Listener:
+    return Listener()
+
+
+@pytest.fixture
+async def client(worker: WorkerDouble, listener: Listener) -> AsyncIterator[WorkerClient]:
+    """A client whose stream is open."""
+    async with running_client(worker, listener) as opened:
+        await listener.until(lambda: bool(listener.facts))
+        yield opened
+
+
+class running_client:  # noqa: N801
+    """Runs a client until the end of the block."""
+
+    def __init__(self, worker: WorkerDouble, listener: Listener) -> None:
+        self._client = WorkerClient(worker.address, RouterIdentity("router", b"i" * 16), listener, QUICK)
+
+    async def __aenter__(self) -> WorkerClient:
+        self._task = asyncio.create_task(self._client.run())
+        return self._client
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._task
+
+
+# ------------------------------------------------------------ hello
+
+
+async def test_both_sides_say_who_they_are(client: WorkerClient, worker: WorkerDouble, listener: Listener) -> None:
+    (hello,) = worker.hellos
+    assert (hello.router_id, hello.incarnation, hello.HasField("identity")) == ("router", b"i" * 16, False)
+    (facts,) = listener.facts
+    assert (facts.worker_id, facts.incarnation, facts.identity) == ("w0", worker.incarnation, IDENTITY)
+    assert facts.capacity == Capacity(num_blocks=64, block_size=4, max_num_seqs=8, max_model_len=256)
+
+
+async def test_a_known_pool_is_told_and_a_worker_that_differs_refuses_with_both_values(
+    worker: WorkerDouble, listener: Listener
+) -> None:
+    worker.identity = replace(IDENTITY, block_size=8)
+    async with running_client(worker, listener) as client:
+        client.identity = IDENTITY
+        await listener.until(lambda: bool(listener.errors))
+    error = listener.errors[0]
+    assert isinstance(error, IdentityMismatch)
+    (mismatch,) = error.mismatches
+    assert (mismatch.field, mismatch.ours, mismatch.theirs) == ("block_size", "4", "8")
+
+
+async def test_a_listener_that_refuses_the_worker_ends_the_stream(worker: WorkerDouble, listener: Listener) -> None:
+    listener.refuse_with = IdentityMismatch(())
+    async with running_client(worker, listener) as client:
+        await listener.until(lambda: len(listener.errors) >= 2)
+        assert not client.ready
+    assert all(isinstance(error, IdentityMismatch) for error in listener.errors[:2])
+
+
+async def test_a_silent_worker_is_tried_again(worker: WorkerDouble, listener: Listener) -> None:
+    worker.greets = False
+    async with running_client(worker, listener):
+        await worker.until(lambda: worker.streams >= 2)
+    assert str(listener.errors[0]) == "no hello within 0.2 s"
+
+
+# ------------------------------------------------------------ a sequence
+
+
+async def test_a_submit_carries_everything(client: WorkerClient, worker: WorkerDouble) -> None:
+    sampling = SamplingParams(
+        temperature=0.0,
+        top_k=5,
+        max_tokens=9,
+        stop=("x",),
+        stop_token_ids=(3,),
+        logit_bias=((4, 1.5),),
+        seed=77,
+        logprobs=0,
+    )
+    full = replace(
+        SUBMISSION,
+        index=2,
+        chain=(b"a" * 16, b"b" * 16),  # type: ignore[arg-type]
+        sampling=sampling,
+        priority=-3,
+        timeout=1.5,
+        traceparent="tp",
+        output_before=2,
+        no_cache=True,
+    )
+    client.submit(full, Inbox().put, fork_of=12)
+    await worker.until(lambda: bool(worker.submits))
+    submit = worker.submits[0]
+    assert prompt_of(submit) == [1, 2, 3, 4, 5]
+    assert (submit.request_id, submit.index, submit.priority, submit.traceparent) == ("r1", 2, -3, "tp")
+    assert (submit.chain, submit.chain_tail) == (b"a" * 16 + b"b" * 16, b"r" * 32)
+    assert (submit.timeout_seconds, submit.output_tokens_before, submit.no_cache) == (1.5, 2, True)
+    assert (submit.fork_of, list(submit.eos_token_ids)) == (12, [7])
+    sent = submit.sampling
+    assert (sent.HasField("temperature"), sent.temperature, sent.top_k, sent.max_tokens) == (True, 0.0, 5, 9)
+    assert (sent.seed, dict(sent.logit_bias), list(sent.stop_token_ids)) == (77, {4: 1.5}, [3])
+    assert (sent.HasField("logprobs"), sent.logprobs, list(sent.stop)) == (True, 0, [])
+
+
+async def test_what_is_unset_stays_unset(client: WorkerClient, worker: WorkerDouble) -> None:
+    client.submit(SUBMISSION, Inbox().put)
+    await worker.until(lambda: bool(worker.submits))
+    submit = worker.submits[0]
+    assert not submit.HasField("timeout_seconds")
+    assert not submit.HasField("fork_of")
+    assert not submit.sampling.HasField("logprobs")
+
+
+async def test_the_events_of_a_step_reach_their_sequences_in_order(client: WorkerClient, worker: WorkerDouble) -> None:
+    first, second = Inbox(), Inbox()
+    one, two = client.submit(SUBMISSION, first.put), client.submit(SUBMISSION, second.put)
+    await worker.until(lambda: len(worker.submits) == 2)
+    worker.step({one: [10, 11], two: [20]}, granted={one: 4, two: 0}, finished={two: FinishReason.LENGTH})
+    assert await first.next() == Granted(4, MissReason.NEVER_SEEN, 0, "", 0.0)
+    assert await first.next() == Drawn((10, 11))
+    assert await second.next() == Granted(0, MissReason.NEVER_SEEN, 0, "", 0.0)
+    assert await second.next() == Drawn((20,))
+    assert await second.next() == Ended(FinishReason.LENGTH, Usage())
+    assert first.empty
+
+
+async def test_handles_rise(client: WorkerClient) -> None:
+    assert [client.submit(SUBMISSION, Inbox().put) for _ in range(3)] == [1, 2, 3]
+
+
+async def test_log_probabilities_follow_their_tokens(client: WorkerClient, worker: WorkerDouble) -> None:
+    plain, asked = Inbox(), Inbox()
+    one, two = client.submit(SUBMISSION, plain.put), client.submit(SUBMISSION, asked.put)
+    await worker.until(lambda: len(worker.submits) == 2)
+    entries = [
+        types_pb2.TokenLogprobs(token_id=token, logprob=-0.5, top_token_ids=[token, 9], top_logprobs=[-0.5, -1.5])
+        for token in (20, 21)
+    ]
+    worker.step({one: [10], two: [20, 21]}, logprobs=entries, logprob_handles=b"\2\0\0\0\2\0\0\0")
+    assert await plain.next() == Drawn((10,))
+    expected = tuple(TokenLogprobs(token, -0.5, ((token, -0.5), (9, -1.5))) for token in (20, 21))
+    assert await asked.next() == Drawn((20, 21), expected)
+
+
+async def test_preemption_and_the_end_with_its_usage(client: WorkerClient, worker: WorkerDouble) -> None:
+    inbox = Inbox()
+    handle = client.submit(SUBMISSION, inbox.put)
+    await worker.until(lambda: bool(worker.submits))
+    usage = types_pb2.Usage(prompt_tokens=5, cached_tokens=4, output_tokens=3, recomputed_tokens=6, preemptions=1)
+    end = pb.SequenceFinished(
+        handle=handle, reason=types_pb2.FinishReason.FINISH_REASON_STOP, usage=usage, stop_token_id=0
+    )
+    worker.step(preempted=b"\1\0\0\0", ended=[end])
+    assert await inbox.next() == Preempted()
+    assert await inbox.next() == Ended(FinishReason.STOP, Usage(5, 4, 3, 6, 1), stop_token_id=0)
+
+
+async def test_a_refusal_is_the_error_that_the_worker_meant(client: WorkerClient, worker: WorkerDouble) -> None:
+    inbox = Inbox()
+    handle = client.submit(SUBMISSION, inbox.put)
+    await worker.until(lambda: bool(worker.submits))
+    worker.refuse(handle, AlreadyExists("handle 1"))
+    event = await inbox.next()
+    assert isinstance(event, Refused)
+    assert isinstance(event.error, AlreadyExists)
+
+
+async def test_heartbeats_tell_the_load(client: WorkerClient, worker: WorkerDouble, listener: Listener) -> None:
+    worker.heartbeat(running=2, waiting=1, unheld_blocks=50, step_age_seconds=0.25, manager_attached=False)
+    await listener.until(lambda: bool(listener.loads))
+    assert listener.loads[0] == Load(
+        running=2, waiting=1, unheld_blocks=50, step_age_seconds=0.25, manager_attached=False
+    )
+
+
+# ------------------------------------------------------------ giving up
+
+
+async def test_a_cancel_is_sent_once_with_its_reason_and_silences_the_sequence(
+    client: WorkerClient, worker: WorkerDouble
+) -> None:
+    inbox, other = Inbox(), Inbox()
+    handle, next_handle = client.submit(SUBMISSION, inbox.put), client.submit(SUBMISSION, other.put)
+    client.cancel(handle, FinishReason.STOP)
+    client.cancel(handle, FinishReason.CANCELLED)
+    await worker.until(lambda: bool(worker.cancels))
+    worker.step({handle: [10], next_handle: [20]}, finished={handle: FinishReason.STOP})
+    assert await other.next() == Drawn((20,))
+    assert inbox.empty
+    client.submit(SUBMISSION, Inbox().put)
+    await worker.until(lambda: len(worker.submits) == 3)
+    (cancel,) = worker.cancels
+    assert (cancel.handle, cancel.reason) == (handle, types_pb2.FinishReason.FINISH_REASON_STOP)
+
+
+async def test_a_sequence_of_an_earlier_stream_is_cancelled(client: WorkerClient, worker: WorkerDouble) -> None:
+    worker.step({99: [1]})
+    worker.step({99: [2]})
+    await worker.until(lambda: bool(worker.cancels))
+    client.submit(SUBMISSION, Inbox().put)
+    await worker.until(lambda: bool(worker.submits))
+    assert [cancel.handle for cancel in worker.cancels] == [99]
+
+
+async def test_abandoned_sequences_are_cancelled_and_lost(client: WorkerClient, worker: WorkerDouble) -> None:
+    inbox = Inbox()
+    handle = client.submit(SUBMISSION, inbox.put)
+    client.abandon("hung")
+    assert await inbox.next() == Lost(f"{worker.address}: hung")
+    await worker.until(lambda: bool(worker.cancels))
+    assert worker.cancels[0].handle == handle
+
+
+# ------------------------------------------------------------ breaks
+
+
+async def test_a_broken_stream_loses_its_sequences_and_is_opened_again(
+    client: WorkerClient, worker: WorkerDouble, listener: Listener
+) -> None:
+    inbox = Inbox()
+    client.submit(SUBMISSION, inbox.put)
+    await worker.until(lambda: bool(worker.submits))
+    await worker.kill()
+    assert isinstance(await inbox.next(), Lost)
+    assert not client.ready
+    with pytest.raises(Unavailable, match="not connected"):
+        client.submit(SUBMISSION, inbox.put)
+    await worker.restart()
+    await listener.until(lambda: len(listener.facts) == 2)
+    assert listener.facts[1].incarnation == worker.incarnation
+    again = Inbox()
+    handle = client.submit(SUBMISSION, again.put)
+    assert handle == 2
+    await worker.until(lambda: len(worker.submits) == 2)
+    worker.step({handle: [5]})
+    assert await again.next() == Drawn((5,))
+
+
+async def test_the_listener_hears_of_a_break_before_the_sequences_do(
+    client: WorkerClient, worker: WorkerDouble, listener: Listener
+) -> None:
+    told: list[int] = []
+    client.submit(SUBMISSION, lambda event: told.append(len(listener.errors)))
+    worker.fail(Unavailable("the worker is draining"))
+    await listener.until(lambda: bool(listener.errors))
+    assert told == [1]
+    assert "the worker is draining" in str(listener.errors[0])
+
+
+@pytest.mark.parametrize("seq", [2, 0])
+async def test_outputs_out_of_sequence_break_the_stream(
+    client: WorkerClient, worker: WorkerDouble, listener: Listener, seq: int
+) -> None:
+    worker.say(pb.StreamResponse(outputs=pb.StepOutputs(seq=seq)))
+    await listener.until(lambda: bool(listener.errors))
+    assert isinstance(listener.errors[0], ProtocolViolation)
+
+
+async def test_arrays_that_do_not_fit_break_the_stream(
+    client: WorkerClient, worker: WorkerDouble, listener: Listener
+) -> None:
+    broken = pb.StepOutputs(seq=1, handles=b"\1\0\0\0", counts=b"\2\0\0\0", token_ids=b"\1\0\0\0")
+    worker.say(pb.StreamResponse(outputs=broken))
+    await listener.until(lambda: bool(listener.errors))
+    assert isinstance(listener.errors[0], ProtocolViolation)
+
+
+async def test_a_client_that_is_ended_loses_its_sequences(worker: WorkerDouble, listener: Listener) -> None:
+    inbox = Inbox()
+    async with running_client(worker, listener) as client:
+        await listener.until(lambda: bool(listener.facts))
+        client.submit(SUBMISSION, inbox.put)
+    assert isinstance(await inbox.next(), Lost)
+
+
+def test_pauses_double_and_are_drawn_from_their_upper_half() -> None:
+    pacing = Pacing(first=0.1, most=1.0)
+    assert [pacing.delay(failures, draw=1.0) for failures in (1, 2, 3, 5, 50)] == pytest.approx([0.1, 0.2, 0.4, 1, 1])
+    assert pacing.delay(1, draw=0.0) == pytest.approx(0.05)
+
+
+def test_a_worker_that_comes_is_connected_within_a_second() -> None:
+    assert max(Pacing().delay(failures, draw=0.999) for failures in range(1, 100)) <= 1.0

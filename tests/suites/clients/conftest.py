@@ -1,0 +1,16 @@
+"""One suite on the demo model for every client that Quire did not write; no test may disturb it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.suites.clients.served import Served, served_suite
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A running suite of one worker with 1024 blocks, float32: `served.address`, `served.http_url`, `served.model`."""
+    with served_suite(tmp_path_factory.mktemp("clients")) as running:
+        yield running

@@ -1,0 +1,159 @@
+"""The client library against a running suite: as it is imported here, and from a wheel in an environment of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+
+from common.types import FinishReason
+from quire.client import AsyncClient, Client, Completion, InterruptedByDeadline, InvalidRequest
+from tests.suites.clients.served import ROOT, Served, missing
+from tests.support.suite import greedy
+
+PROMPT = [11, 12, 13, 14]
+# What pip may find in an environment that has the client alone.
+ALONE = {"googleapis-common-protos", "grpcio", "pip", "protobuf", "quire", "setuptools", "typing-extensions"}
+PATIENCE_S = 120.0
+
+
+def tokens_of(answer: Completion) -> tuple[int, ...]:
+    return answer.token_ids
+
+
+def test_both_clients_get_the_tokens_that_the_wire_has(served: Served) -> None:
+    outcome = served.run(lambda suite: suite.generate(greedy(PROMPT, 24)))
+
+    async def asked() -> Completion:
+        async with AsyncClient(served.address) as client:
+            return await client.generate(PROMPT, temperature=0.0, max_tokens=24, ignore_eos=True)
+
+    with Client(served.address) as client:
+        answer = client.generate(PROMPT, temperature=0.0, max_tokens=24, ignore_eos=True)
+    for each in (answer, asyncio.run(asked())):
+        assert (each.token_ids, each.text) == (tuple(outcome.tokens), outcome.text)
+        assert (each.finish_reason, each.usage.output_tokens) == (FinishReason.LENGTH, 24)
+        assert each.timings.total_seconds > each.timings.time_to_first_token > 0.0
+
+
+def test_several_outputs_are_drawn_from_one_prompt(served: Served) -> None:
+    with Client(served.address) as client:
+        answer = client.generate("The river", n=3, seed=5, max_tokens=6, ignore_eos=True)
+        again = client.generate("The river", n=3, seed=5, max_tokens=6, ignore_eos=True)
+    assert [output.index for output in answer.outputs] == [0, 1, 2]
+    assert len({output.token_ids for output in answer.outputs}) > 1
+    assert [output.token_ids for output in again.outputs] == [output.token_ids for output in answer.outputs]
+
+
+def test_tokens_and_back_model_and_status(served: Served) -> None:
+    with Client(served.address) as client:
+        tokens = client.tokenize("The river runs past the old mill.")
+        assert client.detokenize(tokens) == "The river runs past the old mill."
+        assert client.model().name == served.model
+        (worker,) = client.status().workers
+        assert (worker.state, worker.manager_attached) == ("connected", True)
+
+
+def test_a_prompt_that_was_answered_is_cached_unless_it_says_otherwise(served: Served) -> None:
+    prompt = list(range(40, 80))
+    with Client(served.address) as client:
+        options = {"temperature": 0.0, "max_tokens": 2, "salt": "test_python_client"}
+        assert client.generate(prompt, **options).cached_tokens == 0  # type: ignore[arg-type]
+        assert client.generate(prompt, **options).cached_tokens == 32  # type: ignore[arg-type]
+        assert client.generate(prompt, no_cache=True, **options).cached_tokens == 0  # type: ignore[arg-type]
+
+
+def test_a_deadline_keeps_what_had_come(served: Served) -> None:
+    with Client(served.address) as client, pytest.raises(InterruptedByDeadline) as late:
+        client.generate(PROMPT, timeout=0.3, max_tokens=400, ignore_eos=True, n=16)
+    assert late.value.partial.token_ids
+    served.until_all_free()
+
+
+def test_every_wrong_field_is_named(served: Served) -> None:
+    with Client(served.address) as client, pytest.raises(InvalidRequest) as refused:
+        client.generate(PROMPT, top_p=2.0, priority=500)
+    assert {violation.field for violation in refused.value.violations} == {"priority", "sampling.top_p"}
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"on": {"type": "boolean"}},
+    "required": ["on"],
+    "additionalProperties": False,
+}
+
+
+def test_the_output_keeps_to_a_schema_a_regex_or_a_grammar(served: Served) -> None:
+    with Client(served.address) as client:
+        ask = partial(client.generate, "The river", temperature=0.0, max_tokens=64)
+        assert isinstance(json.loads(ask(json_schema=SCHEMA).text)["on"], bool)
+        assert re.fullmatch("[a-f]{4}", ask(regex="[a-f]{4}").text)
+        assert ask(grammar='start: "yes" | "no"').text in {"yes", "no"}
+        with pytest.raises(InvalidRequest) as refused:
+            ask(regex="(")
+    assert [violation.field for violation in refused.value.violations] == ["regex"]
+
+
+def test_threads_share_a_client(served: Served) -> None:
+    prompts = [[20 + place, 7, 9] for place in range(16)]
+    with Client(served.address) as client, ThreadPoolExecutor(8) as threads:
+        ask = partial(client.generate, temperature=0.0, max_tokens=8, ignore_eos=True)
+        assert list(map(tokens_of, threads.map(ask, prompts))) == list(map(tokens_of, map(ask, prompts)))
+
+
+# ------------------------------------------------------------ alone
+
+
+def python(*words: str, **more: str) -> str:
+    """Run a Python without this repository and without a compiler in sight; return what it prints."""
+    env = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "CXX"}} | more
+    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, check=False, env=env, cwd="/")
+    if done.returncode and "-m pip" in " ".join(words):
+        missing("the client alone", f"pip cannot install it\n{done.stderr[-2000:]}")
+    assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The Python of a fresh environment that has the wheel without extras."""
+    folder = tmp_path_factory.mktemp("alone")
+    quiet = ("--disable-pip-version-check", "--quiet")
+    # Where no compiler is, the wheel is built without kernels, which the client does not need.
+    python(sys.executable, "-m", "pip", "wheel", *quiet, "--no-deps", "-w", str(folder), str(ROOT), PATH=str(folder))
+    (wheel,) = folder.glob("quire-*.whl")
+    python(sys.executable, "-m", "venv", str(folder / "venv"))
+    fresh = str(folder / "venv" / "bin" / "python")
+    python(fresh, "-m", "pip", "install", *quiet, "-c", str(ROOT / "constraints.txt"), str(wheel))
+    return fresh
+
+
+SCRIPT = """
+import json, sys
+from quire.client import Client
+with Client(sys.argv[1]) as client:
+    answer = client.generate(json.loads(sys.argv[2]), temperature=0.0, max_tokens=24, ignore_eos=True)
+print(json.dumps(answer.token_ids))
+"""
+
+
+def test_the_commands_say_what_they_need_besides(alone: str) -> None:
+    done = subprocess.run([alone, "-m", "cli.main", "status"], capture_output=True, text=True, check=False, cwd="/")
+    assert done.returncode == 2
+    assert "Install quire[cli] for the commands" in done.stderr
+
+
+@pytest.mark.timeout(3 * PATIENCE_S)
+def test_the_client_alone_needs_no_service_and_gets_the_same(alone: str, served: Served) -> None:
+    listed = json.loads(python(alone, "-m", "pip", "list", "--format", "json", "--disable-pip-version-check"))
+    assert {each["name"].lower().replace("_", "-") for each in listed} <= ALONE
+    outcome = served.run(lambda suite: suite.generate(greedy(PROMPT, 24)))
+    assert json.loads(python(alone, "-c", SCRIPT, served.address, json.dumps(PROMPT))) == outcome.tokens

@@ -1,0 +1,173 @@
+"""`tritonclient`, NVIDIA's client of the Open Inference Protocol, against a whole suite on the demo model."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import httpx
+import pytest
+
+from cli.demo_model.prompts import questions
+from quire.inference.v1 import inference_pb2 as pb
+from tests.suites.clients.other_python import answers_of, need_clients
+from tests.suites.clients.served import Served
+from tests.support.suite import Outcome, greedy
+
+Call = Callable[[str], Any]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def tritonclient() -> None:
+    """Look for the client before a suite is started for it."""
+    need_clients()
+
+
+@pytest.fixture(scope="module")
+def prompts(served: Served) -> list[dict[str, Any]]:
+    """Eight prompts, as text and as token ids."""
+
+    async def ids_of(text: str) -> list[int]:
+        request = pb.TokenizeRequest(prompt=pb.Prompt(text=text))
+        return list((await served.suite.inference.Tokenize(request)).token_ids)
+
+    texts = [question.text for question in questions(8)]
+    return [{"text": text, "ids": served.run(lambda _, text=text: ids_of(text))} for text in texts]  # type: ignore[misc]
+
+
+@pytest.fixture(scope="module")
+def call(served: Served, prompts: list[dict[str, Any]]) -> Call:
+    """Return what one method of the script's `Calls` returns, made in a process with tritonclient."""
+
+    def made(name: str) -> Any:
+        told = {"address": served.address, "model": served.model, "prompts": prompts, "calls": [name]}
+        return answers_of("triton_calls.py", told)[name]
+
+    return made
+
+
+def quires_own(served: Served, ids: list[int], max_tokens: int) -> Outcome:
+    """Return what Quire's own API answers."""
+    return served.run(lambda suite: suite.generate(greedy(ids, max_tokens)))
+
+
+def test_the_server_and_its_model(call: Call) -> None:
+    told = call("server")
+    assert [told[name] for name in ("live", "ready", "model ready", "other ready")] == [True, True, True, False]
+    assert (told["name"], told["decoupled"]) == ("quire", True)
+    assert told["inputs"]["text_input"] == ["BYTES", 1]
+    assert told["inputs"]["input_ids"] == ["INT32", -1]
+    assert told["outputs"]["text_output"] == ["BYTES", -1]
+
+
+def test_an_answer_is_that_of_quires_own_api(call: Call, served: Served, prompts: list[dict[str, Any]]) -> None:
+    own = quires_own(served, prompts[0]["ids"], 8)
+    by_text, by_ids, with_prompt = call("unary")
+    assert (
+        by_text
+        == by_ids
+        == {
+            "id": "7",
+            "final": True,
+            "text_output": [own.text],
+            "finish_reason": ["length"],
+            "num_input_tokens": [len(prompts[0]["ids"])],
+            "num_output_tokens": [8],
+            "output_ids": own.tokens,
+        }
+    )
+    assert with_prompt == {"id": "7", "final": True, "text_output": [prompts[0]["text"] + own.text]}
+
+
+def test_parameters_of_the_request_and_a_callback(call: Call, served: Served, prompts: list[dict[str, Any]]) -> None:
+    own = quires_own(served, prompts[0]["ids"], 8)
+    assert call("parameters") == {"id": "", "final": True, "text_output": [own.text], "output_ids": own.tokens}
+    assert call("callback") == {"id": "", "final": True, "text_output": [own.text]}
+
+
+def test_requests_of_one_stream_come_interleaved_each_whole(
+    call: Call, served: Served, prompts: list[dict[str, Any]]
+) -> None:
+    responses = call("stream")
+    for number, prompt in enumerate(prompts):
+        own = quires_own(served, prompt["ids"], 24)
+        mine = [each for each in responses if each["id"] == str(number)]
+        assert "".join(each["text_output"][0] for each in mine) == own.text
+        assert [token for each in mine for token in each["output_ids"]] == own.tokens
+        assert [each["final"] for each in mine] == [False] * (len(mine) - 1) + [True]
+    order = [each["id"] for each in responses]
+    # One after another they would change only from one request to the next.
+    assert sum(before != after for before, after in pairwise(order)) >= 2 * len(prompts)
+
+
+def test_an_answer_as_a_whole_on_a_stream_and_an_empty_final_response(call: Call) -> None:
+    responses = call("whole_on_a_stream")
+    (whole,) = [each for each in responses if each["id"] == "whole"]
+    *parts, last = [each for each in responses if each["id"] == "empty"]
+    assert whole["final"]
+    assert last == {"id": "empty", "final": True}
+    assert "".join(each["text_output"][0] for each in parts) == whole["text_output"][0]
+
+
+def test_the_asyncio_client_as_users_of_tritons_vllm_backend_have_it(
+    call: Call, served: Served, prompts: list[dict[str, Any]]
+) -> None:
+    wanted = {str(number): quires_own(served, prompt["ids"], 24).text for number, prompt in enumerate(prompts)}
+    assert call("asyncio") == wanted
+
+
+def test_several_sequences_with_their_probabilities(call: Call) -> None:
+    first, again = call("several")
+    assert (first["text_output"], first["num_output_tokens"]) == (again["text_output"], [6, 6, 6])
+    assert len(set(first["text_output"])) == 3
+    for tokens, cumulative, logprobs in zip(
+        first["num_output_tokens"], first["cumulative_logprob"], first["logprobs"], strict=True
+    ):
+        drawn = [next(iter(entry.values()))["logprob"] for entry in json.loads(logprobs)]
+        assert len(drawn) == tokens
+        assert sum(drawn) == pytest.approx(cumulative, rel=1e-5)
+
+
+def test_constraints_hold(call: Call) -> None:
+    document, text = call("constrained")
+    assert isinstance(json.loads(document)["ok"], bool)
+    assert re.fullmatch("[0-9]{3}-[a-f]{2}", text)
+
+
+def test_errors_have_their_status_and_name_everything(call: Call, served: Served) -> None:
+    told = call("errors")
+    unknown = ["StatusCode.NOT_FOUND", f"model 'other' is not served here; {served.model!r}, version '1', is"]
+    assert told["model"] == told["metadata"] == unknown
+    status, message = told["tensors"]
+    assert status == "StatusCode.INVALID_ARGUMENT"
+    assert message.startswith("input_ids: has datatype 'INT64'; expected INT32; inputs[1].name: is 'prompt'; expected")
+    assert message.endswith("sampling_parameters.top_p: is 3; expected more than 0, at most 1 (1 keeps all tokens)")
+    assert told["late"][0] == "StatusCode.DEADLINE_EXCEEDED"
+    assert told["statistics"][0] == "StatusCode.UNIMPLEMENTED"
+    served.until_all_free()
+
+
+def test_an_error_on_a_stream_names_its_request_and_the_stream_goes_on(call: Call) -> None:
+    wrong, good = call("errors_on_a_stream")
+    assert "request wrong: sampling_parameters.top_p: is 3; expected" in wrong["error"]
+    assert "sampling_parameters.n: is 0; expected" in wrong["error"]
+    assert (good["id"], good["final"]) == ("good", True)
+
+
+def test_a_cancelled_stream_gives_every_block_back(call: Call, served: Served) -> None:
+    before = cancelled_requests(served)
+    (error,) = call("cancelled")
+    assert "CANCELLED" in error
+    served.until_all_free()
+    # None of the four came to its end: that would have freed its blocks as well.
+    assert cancelled_requests(served) == before + 4
+
+
+def cancelled_requests(served: Served) -> float:
+    """Return how many requests of clients that went away the router has counted."""
+    metrics = httpx.get(f"{served.http_url}/metrics").text
+    (count,) = re.findall(r'^quire:request_failure_total\{reason="CANCELLED"\} (.*)$', metrics, re.MULTILINE)
+    return float(count)

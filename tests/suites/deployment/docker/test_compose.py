@@ -1,0 +1,171 @@
+"""What compose.yaml promises: checked on the project that Compose makes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.settings import config as options
+from common.settings.options import ServiceSettings
+from gpuworker.config import GpuWorkerSettings
+from kvmanager.config import KvManagerSettings
+from router.config import RouterSettings
+from tests.suites.deployment.docker.conftest import REPOSITORY, Config, compose
+from tests.suites.deployment.docker.dockerfile import Dockerfile
+
+BASIC = {"redis", "kvmanager", "gpuworker", "router"}
+WORKERS = ("gpuworker", "gpuworker-gpu")
+SETTINGS: dict[str, type[ServiceSettings]] = {
+    "kvmanager": KvManagerSettings,
+    "gpuworker": GpuWorkerSettings,
+    "gpuworker-gpu": GpuWorkerSettings,
+    "router": RouterSettings,
+}
+
+
+def services(project: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = project["services"]
+    return found
+
+
+def seconds(duration: str) -> float:
+    """Return Compose's `1m15s` in seconds."""
+    minutes, _, rest = duration.rpartition("m")
+    return 60.0 * float(minutes or 0) + float(rest.removesuffix("s") or 0)
+
+
+@pytest.mark.parametrize("profile", ["", "gpu", "observability", "*"])
+def test_compose_accepts_the_file_without_a_word(profile: str) -> None:
+    done = compose("--profile", profile, "config", "-q")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_without_a_profile_only_what_serves_runs() -> None:
+    assert set(compose("config", "--services").stdout.split()) == BASIC
+
+
+def test_every_service_is_confined(project: dict[str, Any]) -> None:
+    for name, service in services(project).items():
+        assert service["read_only"] is True, name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert int(service["user"].partition(":")[0]) > 0, name
+        assert service.get("privileged") is None, name
+
+
+def test_every_service_is_bounded_and_comes_back(project: dict[str, Any]) -> None:
+    for name, service in services(project).items():
+        limits = service["deploy"]["resources"]["limits"]
+        assert int(limits["memory"]) > 0, name
+        assert limits["pids"] > 0, name
+        assert limits.get("cpus") or name == "gpuworker-gpu", name
+        assert service["restart"] == "unless-stopped", name
+        assert set(service["logging"]["options"]) == {"max-size", "max-file"}, name
+
+
+def test_only_the_router_is_reached_from_outside(project: dict[str, Any]) -> None:
+    published = {name for name in BASIC if services(project)[name].get("ports")}
+    outside = {name for name in BASIC if "edge" in services(project)[name]["networks"]}
+    assert published == outside == {"router"}
+    assert project["networks"]["internal"]["internal"] is True
+
+
+def test_ports_are_published_on_this_host_alone_unless_asked(project: dict[str, Any], config: Config) -> None:
+    ports = [port for service in services(project).values() for port in service.get("ports", ())]
+    assert {port["host_ip"] for port in ports} == {"127.0.0.1"}
+    asked = services(config(BIND_ADDRESS="0.0.0.0", GRPC_PORT="6001", HTTP_PORT="6002"))["router"]["ports"]
+    assert [(port["host_ip"], port["published"]) for port in asked] == [("0.0.0.0", "6001"), ("0.0.0.0", "6002")]
+
+
+def test_redis_is_bounded_and_forgets_what_ends_soonest(project: dict[str, Any]) -> None:
+    redis = services(project)["redis"]
+    limit = int(redis["deploy"]["resources"]["limits"]["memory"])
+    words = redis["command"]
+    assert {"--maxmemory-policy volatile-ttl", "--appendonly no", '--save ""'} <= set(words)
+    bound = next(word.split()[1] for word in words if word.startswith("--maxmemory "))
+    assert int(bound.removesuffix("mb")) << 20 <= limit * 0.7  # what Redis itself needs is on top
+    assert not redis.get("volumes")
+
+
+def test_every_service_that_serves_is_asked_for_its_health(project: dict[str, Any]) -> None:
+    for name in ("kvmanager", "router", *WORKERS):
+        service = services(project)[name]
+        assert "healthcheck" not in service, "the image has it"
+        image = Dockerfile.read(service["build"]["dockerfile"], service["build"].get("target"))
+        port = SETTINGS[name].model_fields["port"].default
+        assert image.healthcheck == ["python", "-I", "-m", "common.rpc.probe", f"127.0.0.1:{port}"]
+    assert services(project)["redis"]["healthcheck"]["test"] == ["CMD", "redis-cli", "ping"]
+
+
+def test_each_starts_after_what_it_needs_and_stops_before_it(project: dict[str, Any]) -> None:
+    needs = {
+        name: {other: need["condition"] for other, need in services(project)[name].get("depends_on", {}).items()}
+        for name in BASIC
+    }
+    assert needs == {
+        "redis": {},
+        "kvmanager": {"redis": "service_healthy"},
+        "gpuworker": {"kvmanager": "service_healthy"},
+        "router": {
+            "redis": "service_healthy",
+            "gpuworker": "service_started",
+            "gpuworker-gpu": "service_started",
+        },
+    }
+
+
+@pytest.mark.parametrize("name", WORKERS)
+def test_workers_can_be_scaled(project: dict[str, Any], name: str) -> None:
+    """Whatever is fixed, two of them would fight for."""
+    worker = services(project)[name]
+    assert not {"container_name", "ports", "hostname"} & worker.keys()
+    assert not {"QUIRE_WORKER_ID", "QUIRE_ADVERTISE"} & worker["environment"].keys()
+    assert all(volume["read_only"] for volume in worker["volumes"])
+
+
+def test_a_worker_on_a_gpu_reserves_one(project: dict[str, Any], config: Config) -> None:
+    reserved = services(project)["gpuworker-gpu"]["deploy"]["resources"]["reservations"]["devices"]
+    assert [(device["driver"], device["count"], device["capabilities"]) for device in reserved] == [
+        ("nvidia", 1, ["gpu"])
+    ]
+    assert services(config(CPU_WORKERS="0"))["gpuworker"]["deploy"]["replicas"] == 0
+
+
+@pytest.mark.parametrize("name", ["router", *WORKERS])
+def test_there_is_time_to_drain(project: dict[str, Any], name: str) -> None:
+    service = services(project)[name]
+    drain = float(service["environment"]["QUIRE_DRAIN_TIMEOUT"])
+    assert seconds(service["stop_grace_period"]) >= drain + 10.0
+
+
+@pytest.mark.parametrize("name", ["router", *WORKERS])
+def test_the_model_is_mounted_read_only(project: dict[str, Any], config: Config, tmp_path: Path, name: str) -> None:
+    (demo,) = services(project)[name]["volumes"]
+    assert (demo["target"], demo["read_only"]) == ("/model", True)
+    assert (Path(demo["source"]) / "model.safetensors").is_file()
+    (other,) = services(config(MODEL_DIR=str(tmp_path)))[name]["volumes"]
+    assert (other["source"], other["target"], other["read_only"]) == (str(tmp_path), "/model", True)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_each_service_accepts_its_environment(project: dict[str, Any], name: str) -> None:
+    """What image and compose file set together are options that exist, with values that are allowed."""
+    service = services(project)[name]
+    image = Dockerfile.read(service["build"]["dockerfile"], service["build"].get("target"))
+    settings = options.load(SETTINGS[name], environ=image.environment | service["environment"])
+    assert (settings.host, settings.redis_url) == ("0.0.0.0", "redis://redis:6379/0")
+    assert settings.trace_endpoint == "router:50051"
+
+
+def test_nothing_that_can_be_set_is_taken_for_an_option_of_a_service() -> None:
+    """A variable QUIRE_... that no service knows would stop every service that is started from the same shell."""
+    text = (REPOSITORY / "compose.yaml").read_text()
+    assert "${QUIRE_" not in text
+
+
+def test_the_managers_state_outlives_its_container(project: dict[str, Any]) -> None:
+    (state,) = services(project)["kvmanager"]["volumes"]
+    image = Dockerfile.read("docker/kvmanager.Dockerfile")
+    assert (state["type"], state["target"]) == ("volume", image.environment["QUIRE_STATE_DIR"])

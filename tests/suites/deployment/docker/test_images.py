@@ -1,0 +1,165 @@
+"""What the Dockerfiles promise, as far as it can be seen without building them; hadolint is part of `make lint`."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import shlex
+import tomllib
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+from common.settings.options import ServiceSettings
+from gpuworker.config import GpuWorkerSettings
+from kvmanager.config import KvManagerSettings
+from router.config import RouterSettings
+from tests.suites.deployment.docker.dockerfile import REPOSITORY, Dockerfile
+
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+IMAGES: list[tuple[str, str | None, type[ServiceSettings]]] = [
+    ("kvmanager", None, KvManagerSettings),
+    ("router", None, RouterSettings),
+    ("gpuworker", "cpu", GpuWorkerSettings),
+    ("gpuworker", "cuda", GpuWorkerSettings),
+]
+FILES = ["kvmanager", "router", "gpuworker"]
+
+
+# By its path: an installed package `docker` would be found in place of the folder.
+requirements = runpy.run_path(str(REPOSITORY / "docker/requirements.py"))["requirements"]
+
+
+def dockerfile(name: str, target: str | None = None) -> Dockerfile:
+    return Dockerfile.read(f"docker/{name}.Dockerfile", target)
+
+
+@pytest.mark.parametrize(("name", "target", "settings"), IMAGES)
+def test_an_image_runs_its_service_as_nobody_in_particular(
+    name: str, target: str | None, settings: type[ServiceSettings]
+) -> None:
+    image = dockerfile(name, target)
+    assert image.of_image("USER")[-1] == "10001:10001"
+    assert json.loads(image.of_image("ENTRYPOINT")[-1]) == [f"quire-{name}"]
+    assert f"quire-{name}" in PROJECT["scripts"]
+    assert image.of_image("STOPSIGNAL") == ["SIGTERM"]
+    ports = [settings.model_fields["port"].default]
+    ports.append(settings.model_fields["http_port"].default if name == "router" else ports[0] + 1000)
+    assert image.of_image("EXPOSE") == [" ".join(map(str, ports))]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_an_image_says_what_it_is(name: str) -> None:
+    image = dockerfile(name)
+    labels = dict(word.split("=", 1) for rest in image.of_image("LABEL") for word in shlex.split(rest))
+    assert labels["org.opencontainers.image.title"] == f"quire-{name}"
+    assert {key.removeprefix("org.opencontainers.image.") for key in labels} == {
+        "title",
+        "description",
+        "version",
+        "revision",
+    }
+    assert f"VERSION={PROJECT['version']}" in image.of_image("ARG")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_last_stage_has_only_what_an_earlier_one_made(name: str) -> None:
+    """No compiler, pip or cache: packages are installed in stages that are left behind."""
+    image = dockerfile(name)
+    assert not any("pip" in rest for rest in image.of_image("RUN"))
+    assert any(rest.startswith("--from=") and "/opt/quire /opt/quire" in rest for rest in image.of_image("COPY"))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_nothing_needs_buildkit(name: str) -> None:
+    text = (REPOSITORY / f"docker/{name}.Dockerfile").read_text()
+    image = dockerfile(name)
+    assert "# syntax" not in text
+    assert "<<" not in text
+    assert not any(rest.startswith("--") for rest in image.of_all("RUN"))
+    flags = [word for rest in image.of_all("COPY") for word in rest.split() if word.startswith("--")]
+    assert all(flag.startswith(("--from=", "--chown=")) for flag in flags)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_what_is_copied_exists_and_reaches_the_engine(name: str) -> None:
+    for rest in dockerfile(name).of_all("COPY"):
+        words = rest.split()
+        if words[0].startswith("--from"):
+            continue
+        for source in words[:-1]:
+            assert (REPOSITORY / source).exists(), source
+            assert source == "." or sent_to_the_engine(source), source
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        ".git/config",
+        ".venv/bin/python",
+        ".env",
+        "tests/conftest.py",
+        "README.md",
+        "gpuworker/native/built/lock",
+        "common/__pycache__/errors.cpython-311.pyc",
+        ".quire/epoch",
+        "bench/split.py",
+        "docker/observability/on.env",
+    ],
+)
+def test_what_images_have_no_use_for_is_not_sent(path: str) -> None:
+    assert not sent_to_the_engine(path)
+
+
+@pytest.mark.parametrize("package", ["cli", "common", "gpuworker", "kvmanager", "router", "protos"])
+def test_every_package_of_the_wheel_is_sent(package: str) -> None:
+    wheel = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert package in {each.partition("/")[0] for each in wheel["packages"]}
+    assert sent_to_the_engine(f"{package}/some/module.py")
+
+
+def sent_to_the_engine(path: str) -> bool:
+    """Return what .dockerignore says: the last pattern decides that matches the path or a folder that it lies in."""
+    sent = True
+    parts = Path(path).parts
+    prefixes = ["/".join(parts[: n + 1]) for n in range(len(parts))]
+    for line in (REPOSITORY / ".dockerignore").read_text().splitlines():
+        pattern = line.strip()
+        if not pattern or pattern.startswith("#"):
+            continue
+        kept = pattern.startswith("!")
+        if any(_matches(prefix, pattern.removeprefix("!")) for prefix in prefixes):
+            sent = kept
+    return sent
+
+
+def _matches(path: str, pattern: str) -> bool:
+    """Match as .dockerignore does: `*` stays within a folder, a leading `**/` is any number of folders."""
+    if pattern.startswith("**/"):
+        return fnmatch(path.rpartition("/")[2], pattern[3:])
+    return path.count("/") == pattern.count("/") and fnmatch(path, pattern)
+
+
+def test_requirements_follow_extras_of_our_own_and_come_once() -> None:
+    optional = {"service": ["a>=1", "b"], "router": ["quire[service]", "c; sys_platform == 'linux'", "b"], "cli": ["d"]}
+    assert requirements(["a>=1", "z"], optional, ["router", "cli"], without=["d"]) == [
+        "a>=1",
+        "z",
+        "b",
+        "c; sys_platform == 'linux'",
+    ]
+
+
+def test_an_unknown_extra_is_refused() -> None:
+    with pytest.raises(KeyError, match="rooter"):
+        requirements([], {"router": []}, ["rooter"])
+
+
+@pytest.mark.parametrize("name", ["kvmanager", "router"])
+def test_the_control_plane_has_no_torch(name: str) -> None:
+    (command,) = (rest for rest in dockerfile(name).of_all("RUN") if "requirements.py" in rest)
+    extras = command.partition("requirements.py ")[2].partition(" >")[0].split()
+    assert name in extras
+    listed = requirements(PROJECT["dependencies"], PROJECT["optional-dependencies"], extras)
+    assert not any(each.startswith(("torch", "triton", "transformers", "safetensors")) for each in listed)

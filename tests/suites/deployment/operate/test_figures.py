@@ -1,0 +1,108 @@
+"""Every figure that rules and dashboard name is one that a running suite exposes, with those labels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+
+import pytest
+import pytest_asyncio
+
+from tests.suites.deployment.operate.exposition import OPENMETRICS, Exposed, scrape
+from tests.suites.deployment.operate.files import Expression, expressions, rules
+from tests.suites.deployment.operate.promql import TARGET_LABELS, Selector, groupings, result_labels, selectors
+from tests.support.suite import Suite
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+# What Prometheus makes itself.
+BUILT_IN: Mapping[str, Set[str]] = {"up": frozenset(), "ALERTS": frozenset({"alertname", "alertstate", "severity"})}
+JOBS = ("router", "kvmanager", "gpuworker")
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def exposed(suite: Suite) -> dict[str, Exposed]:
+    return await scrape(suite, OPENMETRICS)
+
+
+def recorded(exposed: Mapping[str, Exposed]) -> dict[str, Set[str]]:
+    """Return the labels of each recorded figure."""
+    known = _merged(exposed)
+    return {rule["record"]: result_labels(rule["expr"], known) for rule in rules("record")}
+
+
+def _merged(exposed: Mapping[str, Exposed]) -> dict[str, Set[str]]:
+    merged: dict[str, Set[str]] = {}
+    for job in exposed.values():
+        for name, labels in job.labels.items():
+            merged[name] = merged.get(name, frozenset()) | labels
+    return merged
+
+
+def jobs_of(selector: Selector) -> list[str]:
+    """Return the jobs that a selector's matchers let pass."""
+    return [job for job in JOBS if selector.allows("job", job)]
+
+
+@pytest.mark.parametrize("expression", list(expressions()), ids=lambda each: each.where)
+async def test_what_is_asked_for_exists(expression: Expression, exposed: dict[str, Exposed]) -> None:
+    ours = {**BUILT_IN, **recorded(exposed)}
+    for selector in selectors(expression.text):
+        if selector.name in ours:
+            assert {name for name, _, _ in selector.matchers} <= ours[selector.name] | TARGET_LABELS
+            continue
+        assert "job" in {name for name, _, _ in selector.matchers}, f"{selector.name}: several jobs have such figures"
+        jobs = jobs_of(selector)
+        assert jobs, f"no job passes {selector}"
+        for job in jobs:
+            _check(selector, exposed[job], job)
+
+
+def _check(selector: Selector, job: Exposed, name: str) -> None:
+    assert selector.name in job.labels, f"{name} exposes no {selector.name}"
+    for label, operator, value in selector.matchers:
+        if label == "job":
+            continue
+        assert label in job.labels[selector.name], f"{selector.name} of {name} has no label {label}"
+        if operator == "MatchOp.Equal":
+            assert value in job.values[selector.name, label], f"{selector.name} of {name} never has {label}={value}"
+
+
+@pytest.mark.parametrize("expression", list(expressions()), ids=lambda each: each.where)
+async def test_labels_that_are_grouped_by_or_shown_exist(expression: Expression, exposed: dict[str, Exposed]) -> None:
+    known = {**_merged(exposed), **BUILT_IN, **recorded(exposed)}
+    for labels, inside in groupings(expression.text):
+        for selector in inside:
+            assert labels <= known[selector.name] | TARGET_LABELS, selector.name
+    assert expression.labels_named <= result_labels(expression.text, known), expression.text
+
+
+async def test_every_figure_is_explained(exposed: dict[str, Exposed]) -> None:
+    assert {job: each.undocumented for job, each in exposed.items()} == {job: [] for job in JOBS}
+
+
+async def test_names_and_labels_are_the_same_in_both_formats(suite: Suite, exposed: dict[str, Exposed]) -> None:
+    text = await scrape(suite, {})
+    for job in JOBS:
+        ours = {name: labels for name, labels in exposed[job].labels.items() if name.startswith("quire:")}
+        assert ours == {name: labels for name, labels in text[job].labels.items() if name.startswith("quire:")}
+        assert len(ours) > 10
+
+
+async def test_every_figure_of_ours_is_looked_at(exposed: dict[str, Exposed]) -> None:
+    """What no panel, rule or alert shows is not worth counting; those that are only read by people are named here."""
+    asked = {selector.name for each in expressions() for selector in selectors(each.text)}
+    families = {_family(name) for name in _merged(exposed) if name.startswith("quire:")}
+    unread = {
+        "quire:num_blocks",  # the pool's size, which blocks by use add up to
+        "quire:decode_step_seconds",  # what the router's choice goes by; the dashboard has the histogram
+        "quire:prefill_seconds_per_token",
+        "quire:ignored_seals",  # a manager that waits for a parent: for who hunts a defect
+        "quire:workers",
+    }
+    assert families - {_family(name) for name in asked} == unread
+
+
+def _family(name: str) -> str:
+    for suffix in ("_total", "_bucket", "_count", "_sum", "_created"):
+        name = name.removesuffix(suffix)
+    return name

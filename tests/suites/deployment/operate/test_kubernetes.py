@@ -1,0 +1,315 @@
+"""The Kubernetes manifests: valid by Kubernetes' own schemas, and in agreement with images, options and each other."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+
+from common.rpc.health import LIVE
+from common.settings.config import load
+from common.settings.options import ServiceSettings
+from gpuworker.config import GpuWorkerSettings
+from kvmanager.config import KvManagerSettings
+from router.config import RouterSettings
+from tests.suites.deployment.operate.files import DOCKER, ROOT, load_yaml
+from tests.suites.deployment.operate.manifests import (
+    K8S,
+    KUBECTL,
+    SERVICES,
+    VARIANTS,
+    Manifests,
+    built,
+    selects,
+    variant,
+)
+from tests.suites.deployment.operate.network import NAMESPACE_NAME, Pod, edges
+
+pytestmark = pytest.mark.skipif(KUBECTL is None, reason="kubectl, which builds kustomizations, is not installed")
+SETTINGS: dict[str, type[ServiceSettings]] = {
+    "router": RouterSettings,
+    "kvmanager": KvManagerSettings,
+    "gpuworker": GpuWorkerSettings,
+}
+# The oldest that has all that is used here, and the newest whose schemas there are.
+KUBERNETES = ("1.30", "1.37")
+# What a service may need after its drain_timeout (common.rpc.server, cli.stack).
+LAST_WORDS_S = 5
+
+each_variant = pytest.mark.parametrize("name", VARIANTS)
+
+
+@pytest.fixture
+def manifests(name: str) -> Manifests:
+    return variant(name)
+
+
+@each_variant
+@pytest.mark.parametrize("version", KUBERNETES)
+def test_every_manifest_is_valid(manifests: Manifests, version: str) -> None:
+    for each in manifests.all:
+        kubernetes_validate.validate(each, version, strict=True)
+
+
+@each_variant
+def test_a_build_is_always_the_same_and_all_in_one_namespace(name: str, manifests: Manifests) -> None:
+    assert Manifests(built(K8S / name)).all == manifests.all
+    namespaces = {each["metadata"].get("namespace") for each in manifests.all if each["kind"] != "Namespace"}
+    assert namespaces == {manifests.of("Namespace")[0]["metadata"]["name"]}
+
+
+def test_every_folder_is_built_here() -> None:
+    folders = {str(path.parent.relative_to(K8S)) for path in K8S.glob("**/kustomization.yaml")}
+    assert folders == {*VARIANTS, "components/tracing"}
+
+
+# ---------------------------------------------------------------- images and ports
+
+
+def exposed_ports(service: str) -> list[int]:
+    """Return gRPC's port and that of the figures, as the image says."""
+    (ports,) = re.findall(r"^EXPOSE (\d+) (\d+)$", (DOCKER / f"{service}.Dockerfile").read_text(), re.MULTILINE)
+    return [int(port) for port in ports]
+
+
+@each_variant
+def test_images_are_those_of_the_compose_stack(manifests: Manifests) -> None:
+    built_by_compose = {service["image"] for service in load_yaml(ROOT / "compose.yaml")["services"].values()}
+    assert {container["image"] for _, _, container in manifests.containers()} <= built_by_compose
+
+
+@each_variant
+def test_ports_are_those_of_the_images(manifests: Manifests) -> None:
+    for name in SERVICES:
+        grpc, figures = exposed_ports(name)
+        (container,) = manifests.pods()[name]["spec"]["containers"]
+        assert [port["containerPort"] for port in container["ports"]] == [grpc, figures]
+        assert {probe["grpc"]["port"] for probe in probes(container).values()} == {grpc}
+        assert manifests.pods()[name]["metadata"]["annotations"] == {
+            "prometheus.io/scrape": "true",
+            "prometheus.io/port": str(figures),
+        }
+
+
+@each_variant
+def test_services_lead_to_ports_of_pods_that_exist(manifests: Manifests) -> None:
+    for service in manifests.of("Service"):
+        (pod,) = [
+            pod
+            for pod in manifests.pods().values()
+            if selects({"matchLabels": service["spec"]["selector"]}, pod["metadata"]["labels"])
+        ]
+        ports = {port["name"]: port["containerPort"] for port in pod["spec"]["containers"][0]["ports"]}
+        for port in service["spec"]["ports"]:
+            assert ports[port["targetPort"]] == port["port"]
+
+
+@each_variant
+def test_whatever_selects_pods_selects_those_of_one_deployment(manifests: Manifests) -> None:
+    pods = {name: pod["metadata"]["labels"] for name, pod in manifests.pods().items()}
+    for kind in ("Deployment", "PodDisruptionBudget"):
+        for each in manifests.of(kind):
+            name = each["metadata"]["name"]
+            assert [pod for pod in pods if selects(each["spec"]["selector"], pods[pod])] == [name]
+    for name, pod in manifests.pods().items():
+        for spread in pod["spec"].get("topologySpreadConstraints", []):
+            assert [other for other in pods if selects(spread["labelSelector"], pods[other])] == [name]
+    assert [each["spec"]["scaleTargetRef"]["name"] for each in manifests.of("HorizontalPodAutoscaler")] == ["router"]
+    assert "replicas" not in manifests.one("Deployment", "router")["spec"]
+
+
+# ---------------------------------------------------------------- options
+
+
+def image_environment(service: str) -> dict[str, str]:
+    """Return the options that an image sets."""
+    return dict(re.findall(r"(QUIRE_\w+)=(\S+)", (DOCKER / f"{service}.Dockerfile").read_text()))
+
+
+@each_variant
+@pytest.mark.parametrize("service", SERVICES)
+def test_every_variable_is_an_option_with_a_value_that_it_takes(manifests: Manifests, service: str) -> None:
+    load(SETTINGS[service], environ=image_environment(service) | manifests.environment(service))
+
+
+def test_a_worker_tells_its_pods_name_and_address() -> None:
+    settings = load(
+        GpuWorkerSettings, environ=image_environment("gpuworker") | variant("base").environment("gpuworker")
+    )
+    assert settings.worker_id == "the-metadata.name"
+    assert settings.advertise == f"the-status.podIP:{exposed_ports('gpuworker')[0]}"
+
+
+@each_variant
+def test_services_find_each_other_by_the_services_of_the_cluster(manifests: Manifests) -> None:
+    def address(name: str) -> str:
+        service = manifests.one("Service", name)
+        return f"{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"
+
+    for name in SERVICES:
+        settings = load(SETTINGS[name], environ=image_environment(name) | manifests.environment(name))
+        assert settings.redis_url == f"redis://{address('redis')}/0"
+        if isinstance(settings, GpuWorkerSettings):
+            assert settings.manager == address("kvmanager")
+        if isinstance(settings, KvManagerSettings):
+            assert settings.model is None  # its image has no checkpoint
+
+
+@each_variant
+def test_files_are_written_to_volumes_and_read_from_where_they_are(manifests: Manifests) -> None:
+    for name, pod, container in manifests.containers():
+        mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
+        assert {mount["name"] for mount in mounts.values()} == {volume["name"] for volume in pod["volumes"]}
+        if name == "kvmanager":
+            assert image_environment(name)["QUIRE_STATE_DIR"] in mounts
+        if name in ("router", "gpuworker"):
+            folder = image_environment(name)["QUIRE_MODEL"]
+            # The image's own demo model, or a volume over it that nothing here may write to.
+            assert f"cli/demo_model/checkpoint {folder}" in (DOCKER / f"{name}.Dockerfile").read_text()
+            assert mounts.get(folder, {"readOnly": True})["readOnly"]
+
+
+def test_the_gpu_variant_mounts_one_checkpoint_at_router_and_worker() -> None:
+    manifests = variant("overlays/gpu")
+    claims = {
+        name: [volume["persistentVolumeClaim"] for volume in pod["volumes"] if "persistentVolumeClaim" in volume]
+        for name, pod, _ in manifests.containers()
+    }
+    wanted = [{"claimName": "model", "readOnly": True}]
+    assert claims == {"router": wanted, "gpuworker": wanted, "kvmanager": [], "redis": []}
+    assert manifests.one("PersistentVolumeClaim", "model")["spec"]["accessModes"] == ["ReadOnlyMany"]
+
+
+def test_the_gpu_variant_asks_for_a_gpu_and_the_others_for_none() -> None:
+    for name in VARIANTS:
+        (container,) = variant(name).pods()["gpuworker"]["spec"]["containers"]
+        assert container["resources"]["limits"].get("nvidia.com/gpu") == ("1" if name == "overlays/gpu" else None)
+        assert container["image"] == f"quire/gpuworker:{'cuda' if name == 'overlays/gpu' else 'cpu'}"
+
+
+# ---------------------------------------------------------------- a pod's life
+
+
+def probes(container: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {kind: container[f"{kind}Probe"] for kind in ("startup", "readiness", "liveness")}
+
+
+@each_variant
+def test_probes_ask_for_health_that_exists(manifests: Manifests) -> None:
+    """Readiness is the server's own; liveness must hold while a process waits for others to come back."""
+    for name in SERVICES:
+        (container,) = manifests.pods()[name]["spec"]["containers"]
+        asked = {kind: probe["grpc"].get("service", "") for kind, probe in probes(container).items()}
+        assert (asked["readiness"], asked["liveness"]) == ("", LIVE)
+        # A router without workers has started; a worker has when its model is loaded.
+        assert asked["startup"] == (LIVE if name == "router" else "")
+
+
+@each_variant
+def test_a_worker_has_minutes_to_load_its_model(manifests: Manifests) -> None:
+    (container,) = manifests.pods()["gpuworker"]["spec"]["containers"]
+    startup = container["startupProbe"]
+    minutes = startup["periodSeconds"] * startup["failureThreshold"] / 60
+    assert minutes == (30 if "nvidia.com/gpu" in container["resources"]["limits"] else 10)
+
+
+@each_variant
+def test_a_pod_may_drain_before_it_is_killed(manifests: Manifests) -> None:
+    for name in ("router", "gpuworker"):
+        settings = load(SETTINGS[name], environ=image_environment(name) | manifests.environment(name))
+        spec = manifests.pods()[name]["spec"]
+        before = spec["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
+        assert spec["terminationGracePeriodSeconds"] >= before + settings.drain_timeout + LAST_WORDS_S
+
+
+# ---------------------------------------------------------------- what a pod may do
+
+
+@each_variant
+def test_pods_keep_to_the_restricted_standard(manifests: Manifests) -> None:
+    labels = manifests.of("Namespace")[0]["metadata"]["labels"]
+    assert labels["pod-security.kubernetes.io/enforce"] == "restricted"
+    for _, pod, container in manifests.containers():
+        security = pod["securityContext"]
+        assert security["runAsNonRoot"] is True
+        assert security["runAsUser"] == 10001
+        assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod["automountServiceAccountToken"] is False
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+
+
+@each_variant
+def test_the_cluster_adds_no_variables_that_could_be_taken_for_options(manifests: Manifests) -> None:
+    """A Service `quire-router` would make QUIRE_ROUTER_PORT=tcp://..., which is an option of the router."""
+    assert [name for name, pod, _ in manifests.containers() if pod["enableServiceLinks"] is not False] == []
+
+
+@each_variant
+def test_every_container_says_what_it_needs(manifests: Manifests) -> None:
+    for _, _, container in manifests.containers():
+        assert set(container["resources"]["requests"]) == {"cpu", "memory"}
+        assert "memory" in container["resources"]["limits"]
+
+
+# ---------------------------------------------------------------- who may talk to whom
+
+QUIRE = {NAMESPACE_NAME: "quire"}
+DNS = Pod("dns", {"k8s-app": "kube-dns"}, {NAMESPACE_NAME: "kube-system"})
+OUTSIDE = [
+    Pod("client", {}, {NAMESPACE_NAME: "shop", "quire.dev/clients": "true"}),
+    Pod("stranger", {}, {NAMESPACE_NAME: "other"}),
+    Pod("prometheus", {"app.kubernetes.io/name": "prometheus"}, {NAMESPACE_NAME: "monitoring"}),
+    DNS,
+]
+PORTS = {53, 80, 443, 4317, 6379, 8000, 50051, 50052, 50053, 51052, 51053}
+APPS = ("router", "kvmanager", "gpuworker", "redis")
+DIAGRAM = {
+    ("client", "router", 50051),
+    ("client", "router", 8000),
+    ("router", "gpuworker", 50053),
+    ("gpuworker", "kvmanager", 50052),
+    ("router", "redis", 6379),
+    ("kvmanager", "redis", 6379),
+}
+SCRAPED = {("prometheus", "router", 8000), ("prometheus", "kvmanager", 51052), ("prometheus", "gpuworker", 51053)}
+ASKED = {(app, "dns", 53) for app in APPS}
+
+
+def all_edges(manifests: Manifests) -> set[tuple[str, str, int]]:
+    ours = [Pod(name, pod["metadata"]["labels"], QUIRE, ours=True) for name, pod in manifests.pods().items()]
+    bystander = Pod("bystander", {"app": "debug"}, QUIRE, ours=True)
+    return set(edges(manifests.of("NetworkPolicy"), [*ours, bystander, *OUTSIDE], PORTS))
+
+
+@each_variant
+def test_the_edges_of_the_diagram_are_open_and_no_others(manifests: Manifests) -> None:
+    assert all_edges(manifests) == DIAGRAM | SCRAPED | ASKED | {("bystander", "dns", 53)}
+
+
+@each_variant
+def test_dns_is_asked_over_udp_too(manifests: Manifests) -> None:
+    (rule,) = manifests.one("NetworkPolicy", "dns")["spec"]["egress"]
+    assert [(port["protocol"], port["port"]) for port in rule["ports"]] == [("UDP", 53), ("TCP", 53)]
+
+
+def test_tracing_adds_one_edge_and_options_that_exist(tmp_path: Path) -> None:
+    """kubectl takes no absolute path in a kustomization."""
+    root = Path("../" * len(tmp_path.resolve().relative_to("/").parts)) / K8S.relative_to("/")
+    text = f"resources: [{root}/base]\ncomponents: [{root}/components/tracing]\nnamespace: quire\n"
+    (tmp_path / "kustomization.yaml").write_text(text)
+    traced = Manifests(built(tmp_path))
+    sent = {(name, "prometheus", 4317) for name in SERVICES}  # stands for whoever is in that namespace
+    assert all_edges(traced) - all_edges(variant("base")) == sent
+    for name in SERVICES:
+        environment = image_environment(name) | traced.environment(name)
+        assert load(SETTINGS[name], environ=environment).trace_sample_ratio == 0.1
+        assert environment["OTEL_EXPORTER_OTLP_ENDPOINT"] == "http://otel-collector.monitoring:4317"
+    for each in traced.all:
+        kubernetes_validate.validate(each, KUBERNETES[0], strict=True)

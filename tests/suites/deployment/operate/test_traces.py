@@ -1,0 +1,46 @@
+"""With a collector between them, `quire trace` still has the spans of every service, each once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from contextlib import suppress
+
+import grpc
+import pytest
+
+from quire.decision.v1 import decision_pb2, decision_pb2_grpc
+from tests.suites.deployment.operate.tee import Tee
+from tests.support.load import prompts
+from tests.support.suite import Suite, greedy
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+ALL = {"quire-router", "quire-kvmanager", "quire-gpuworker"}
+
+
+async def test_every_service_sends_its_spans_to_the_collector(suite: Suite, tee: Tee) -> None:
+    await suite.generate(greedy(prompts(1)[0], 4))
+    async with asyncio.timeout(15.0):
+        while set(tee.batches) < ALL:
+            tee.came.clear()
+            await tee.came.wait()
+    assert set(tee.batches) == ALL
+
+
+async def test_the_router_answers_for_spans_that_came_back_to_it(suite: Suite, tee: Tee) -> None:
+    outcome = await suite.generate(greedy(prompts(1)[0], 4))
+    assert outcome.admitted is not None
+    stub = decision_pb2_grpc.DecisionServiceStub(suite.channel)
+    request = decision_pb2.GetTraceRequest(trace_id=outcome.admitted.trace_id)
+    expected = {"request", "queue", "route", "stream", "sequence", "reserve", "kvmanager.reserve", "decode"}
+    seen: Counter[str] = Counter()
+    try:
+        async with asyncio.timeout(15.0):
+            while not expected <= set(seen):
+                tee.came.clear()
+                with suppress(grpc.aio.AioRpcError):  # nobody knows the trace yet
+                    seen = Counter(span.name for span in (await stub.GetTrace(request, timeout=5.0)).spans)
+                await tee.came.wait()
+    except TimeoutError:
+        raise AssertionError(f"missing: {expected - set(seen)}") from None
+    assert seen["request"] == seen["sequence"] == 1

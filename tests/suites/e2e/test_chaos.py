@@ -1,0 +1,243 @@
+"""One suite, disturbed again and again while it streams: what is killed, wiped, doubled or stopped changes no token."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import cast
+
+import grpc
+import pytest
+from redis.asyncio import Redis
+
+from cli.demo_model.prompts import questions, system_text
+from cli.suite.stack import free_ports
+from common import index_format
+from common.hashing import chain, chain_root, key_of
+from common.process import die_with_parent
+from common.rpc.server import open_channel
+from common.types import PoolIdentity
+from common.wire.identity_codec import identity_from_proto
+from common.wire.packing import pack_hashes
+from kvmanager.main import REPLACED_STATUS
+from quire.inference.v1 import inference_pb2 as pb
+from quire.kvmanager.v1 import kvmanager_pb2
+from tests.suites.e2e.conftest import WORKERS
+from tests.support.kvmanager.fake_session import RawWorker, attach_of
+from tests.support.load import all_started, epoch, kill, prompts
+from tests.support.reference import chat_tokens, greedy_tokens
+from tests.support.suite import PATIENCE, Outcome, Suite, greedy
+
+STREAMS, COUNT = 16, 96
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+
+
+async def eventually(holds: Callable[[], Awaitable[bool]], seconds: float = 10.0) -> None:
+    """Return once it holds; for what only other processes bring about."""
+    async with asyncio.timeout(seconds):
+        while not await holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+async def identity_of(suite: Suite) -> PoolIdentity:
+    """Return the identity of the suite's pool."""
+    return identity_from_proto((await suite.inference.GetModel(pb.GetModelRequest(), timeout=5.0)).identity)
+
+
+def assert_reference(asked: Sequence[list[int]], outcomes: Sequence[Outcome], count: int = COUNT) -> None:
+    """Compare every stream with what transformers draws."""
+    assert [outcome.tokens for outcome in outcomes] == [greedy_tokens(prompt, count) for prompt in asked]
+
+
+async def until_connected(suite: Suite) -> None:
+    """Wait until the router may use every worker."""
+
+    async def all_connected() -> bool:
+        try:
+            status = await suite.inference.GetStatus(pb.GetStatusRequest(), timeout=10.0, wait_for_ready=True)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise
+            return False  # sent to a router that was just killed, before its end was seen
+        return [worker.state for worker in status.workers] == ["connected"] * WORKERS
+
+    await eventually(all_connected)
+
+
+async def test_a_killed_manager_amid_a_hundred_cancels_loses_nothing(suite: Suite) -> None:
+    asked, rng = prompts(STREAMS), random.Random(11)
+    before, ended = await epoch(suite), 0
+
+    async def cancelled_somewhere(index: int) -> None:
+        nonlocal ended
+        call = suite.inference.Generate(greedy(asked[index % STREAMS], 200), timeout=PATIENCE)
+        wanted = rng.randrange(0, 30)
+        async for _ in call:
+            wanted -= 1
+            if wanted < 0:
+                break
+        call.cancel()
+        ended += 1
+        if ended == 30:
+            kill(suite, "kvmanager")
+
+    tasks = await all_started(suite, asked, COUNT)
+    await asyncio.gather(*(cancelled_somewhere(index) for index in range(100)))
+    outcomes = await asyncio.gather(*tasks)
+    assert await epoch(suite) > before
+    await suite.until_all_free(WORKERS)
+    assert_reference(asked, outcomes)
+
+
+def _until_missing(entry: tuple[int, int], held: Sequence[set[tuple[int, int]]]) -> int:
+    return next((position for position, entries in enumerate(held) if entry not in entries), len(held))
+
+
+class Index:
+    """What a router would believe, read key by key; and what the manager says of the same chains."""
+
+    def __init__(self, suite: Suite, redis: Redis, identity: PoolIdentity) -> None:
+        self._suite, self._redis, self._identity = suite, redis, identity
+        self._root = chain_root(identity.model_fingerprint, identity.tokenizer_fingerprint, identity.block_size)
+
+    async def owners(self) -> dict[str, tuple[int, int]]:
+        """Return slot and generation of each worker."""
+        found = {}
+        for slot in range(8):
+            fields = await self._redis.hgetall(index_format.slot_key(self._identity.namespace, slot))
+            owner = index_format.owner_from_fields(cast("dict[bytes, bytes]", fields))
+            if owner is not None:
+                found[owner.worker_id] = (slot, owner.generation)
+        return found
+
+    async def hits(self, tokens: Sequence[int]) -> dict[str, int]:
+        """Return for each worker how many leading blocks the index has."""
+        keys = list(map(key_of, chain(self._root, tokens, self._identity.block_size)))
+        values = await self._redis.mget([index_format.prefix_key_root(self._identity.namespace) + key for key in keys])
+        held = [set(index_format.unpack_entries(cast("bytes", value or b""))) for value in values]
+        owners = await self.owners()
+        return {name: _until_missing(entry, held) for name, entry in owners.items()}
+
+    async def manager_hits(self, tokens: Sequence[int]) -> dict[str, int]:
+        """Return the same from the manager's own map."""
+        keys = list(map(key_of, chain(self._root, tokens, self._identity.block_size)))
+        request = kvmanager_pb2.LookupRequest(chain=pack_hashes(keys), known=len(tokens) + 1)
+        matches = (await self._suite.manager.Lookup(request, timeout=5.0)).matches
+        return {match.worker_id: match.hit_blocks for match in matches}
+
+    async def number(self, key: str) -> int:
+        """Return the value of a counter, 0 when it is gone."""
+        return int(await self._redis.get(key) or 0)
+
+
+async def test_a_wiped_redis_fails_no_request_and_is_filled_again(suite: Suite) -> None:
+    long = chat_tokens(questions(1)[0].text, system_text())  # so that a hit outweighs every other cost
+    asked = [long, *prompts(STREAMS, seed=21)]
+    identity = await identity_of(suite)
+    fence = index_format.fence_key(identity.namespace)
+    async with Redis.from_url(suite.stack.redis_url) as redis:
+        index = Index(suite, redis, identity)
+        before = await index.number(fence)
+        assert before > 0
+        tasks = await all_started(suite, asked, COUNT)
+        await redis.flushall()
+        outcomes = await asyncio.gather(*tasks)
+        assert_reference(asked, outcomes)
+        await suite.until_all_free(WORKERS)
+        whole = [prompt + outcome.tokens for prompt, outcome in zip(asked, outcomes, strict=True)]
+
+        async def index_equals_map() -> bool:
+            return [await index.hits(each) for each in whole] == [await index.manager_hits(each) for each in whole]
+
+        await eventually(index_equals_map)
+        assert set(await index.owners()) == {"worker-0", "worker-1"}
+        for tokens, outcome in zip(whole, outcomes, strict=True):
+            assert outcome.admitted is not None
+            # The last token that was drawn is never computed, and a block is registered when all of it is.
+            assert (await index.hits(tokens))[outcome.admitted.worker_id] == (len(tokens) - 1) // 16
+        assert await index.number(fence) == await index.number(index_format.epoch_key(identity.namespace)) > before
+        for worker_id in await index.owners():
+            assert await redis.exists(index_format.discovery_key(worker_id))
+        again = await suite.generate(greedy(whole[0], 1))
+        assert again.admitted is not None
+        assert outcomes[0].admitted is not None
+        assert again.admitted.worker_id == outcomes[0].admitted.worker_id
+        assert again.admitted.cached_tokens == (len(whole[0]) - 1) // 16 * 16
+
+
+async def test_a_second_manager_takes_over_and_is_replaced_in_turn(suite: Suite, tmp_path: Path) -> None:
+    """Epoch n, then n + 1 elsewhere, which ends the first; it is started again, as n + 2, which ends the second."""
+    asked = prompts(STREAMS, seed=31)
+    first = await epoch(suite)
+    tasks = await all_started(suite, asked, 2 * COUNT)
+    (port,) = free_ports(1)
+    flags = ["--port", str(port), "--metrics-port", "0", "--redis-url", suite.stack.redis_url]
+    command = [sys.executable, "-m", "kvmanager.main", *flags, "--state-dir", str(tmp_path)]
+    pipe = asyncio.subprocess.PIPE
+    second = await asyncio.create_subprocess_exec(*die_with_parent.command(command), stdout=pipe, stderr=pipe)
+    try:
+        assert second.stdout is not None
+        assert (await second.stdout.readline()).startswith(b"READY")
+        async with open_channel(f"127.0.0.1:{port}") as channel:
+            intruder = attach_of("intruder", identity=await identity_of(suite), address="127.0.0.1:9")
+            await RawWorker(channel, intruder).attached()
+            async with asyncio.timeout(30.0):
+                _, said = await second.communicate()
+    finally:
+        if second.returncode is None:
+            second.kill()
+            await second.wait()
+    outcomes = await asyncio.gather(*tasks)
+    third = await epoch(suite)
+    words = "quire-kvmanager: a manager of epoch {} has taken over from this one, of epoch {}; this one ends"
+    assert "kvmanager: " + words.format(first + 1, first) in suite.lines
+    assert any(line.startswith(f"kvmanager: ended with status {REPLACED_STATUS};") for line in suite.lines)
+    assert second.returncode == REPLACED_STATUS
+    assert words.format(third, first + 1) in said.decode()
+    assert third == first + 2
+    await suite.until_all_free(WORKERS)
+    assert_reference(asked, outcomes, 2 * COUNT)
+
+
+async def test_a_killed_router_leaves_nothing_running_and_its_successor_serves(suite: Suite) -> None:
+    asked = prompts(STREAMS, seed=41)
+    await until_connected(suite)
+    tasks = await all_started(suite, asked, 2000)
+    assert sum(pool.running for pool in await suite.pools()) == STREAMS
+    kill(suite, "router")
+    broken = await asyncio.gather(*tasks, return_exceptions=True)
+    assert {error.code() for error in broken if isinstance(error, grpc.aio.AioRpcError)} == {
+        grpc.StatusCode.UNAVAILABLE
+    }
+    await until_connected(suite)
+    await suite.until_all_free(WORKERS)
+    outcomes = await asyncio.gather(*(suite.generate(greedy(prompt, 24)) for prompt in asked))
+    assert_reference(asked, outcomes, 24)
+
+
+async def test_streams_leave_a_worker_that_is_stopped_and_it_is_used_again_when_it_goes_on(suite: Suite) -> None:
+    asked = prompts(STREAMS, seed=51)
+    await until_connected(suite)
+    tasks = await all_started(suite, asked, 4 * COUNT)
+    # The router may have preferred either of them: on a busy machine one looks slower.
+    stopped = max(await suite.pools(), key=lambda pool: pool.running).worker_id
+    pid = suite.stack.children[stopped].pid
+    assert pid is not None
+    kill(suite, stopped, signal.SIGSTOP)
+    try:
+        outcomes = await asyncio.gather(*tasks)
+        assert stopped in {outcome.admitted.worker_id for outcome in outcomes if outcome.admitted}
+        status = await suite.inference.GetStatus(pb.GetStatusRequest(), timeout=5.0)
+        assert [worker.state for worker in status.workers if worker.worker_id == stopped] != ["connected"]
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert_reference(asked, outcomes, 4 * COUNT)
+    await until_connected(suite)
+    await suite.until_all_free(WORKERS)
+    assert suite.stack.children[stopped].pid == pid

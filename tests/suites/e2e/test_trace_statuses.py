@@ -1,0 +1,95 @@
+"""How requests end in their traces, and the trace's id in the log lines of a real suite."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncIterator, Collection
+
+import grpc
+import pytest
+import pytest_asyncio
+
+from cli.demo_model import CHECKPOINT
+from cli.suite.stack import StackOptions
+from quire.decision.v1 import decision_pb2, decision_pb2_grpc
+from quire.inference.v1 import inference_pb2 as pb
+from tests.support.suite import Suite, greedy, running_suite
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def suite(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Suite]:
+    """One worker; router and manager log everything, as JSON."""
+    debug = ("--log-level", "debug")
+    # Hosted: on the native path 900 tokens take less than the longest deadline below.
+    flags = ("--kv-blocks", "256", "--dtype", "float32", "--execution", "hosted")
+    options = StackOptions(
+        model=CHECKPOINT, worker_flags=flags, router_flags=debug, manager_flags=debug, log_format="json"
+    )
+    async with running_suite(tmp_path_factory.mktemp("suite"), options) as running:
+        yield running
+
+
+def traced(max_tokens: int) -> tuple[str, pb.GenerateRequest]:
+    """Return a trace id, and a request in that trace which takes some milliseconds a token."""
+    trace_id, request = secrets.token_hex(16), greedy(range(100, 132), max_tokens)
+    request.traceparent = f"00-{trace_id}-{secrets.token_hex(8)}-01"
+    return trace_id, request
+
+
+async def statuses(suite: Suite, trace_id: str, wanted: Collection[str]) -> dict[str, tuple[str, str]]:
+    """Return status and message of these spans of a trace once all have come."""
+    stub = decision_pb2_grpc.DecisionServiceStub(suite.channel)
+    async with asyncio.timeout(15.0):
+        while True:
+            try:
+                trace = await stub.GetTrace(decision_pb2.GetTraceRequest(trace_id=trace_id), timeout=5.0)
+                found = {span.name: (span.status, span.status_message) for span in trace.spans if span.name in wanted}
+                if set(wanted) <= set(found):
+                    return found
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.NOT_FOUND:
+                    raise
+            await asyncio.sleep(0.05)
+
+
+# What gRPC sends of 1.005 s is 1.01: then the router hears of the client's end before its own timer.
+@pytest.mark.parametrize("seconds", [0.3, 0.31, 0.32, 1.005])
+async def test_an_expired_request_is_expired_in_every_span(suite: Suite, seconds: float) -> None:
+    trace_id, request = traced(max_tokens=900)
+    with pytest.raises(grpc.aio.AioRpcError) as late:
+        await suite.generate(request, timeout=seconds)
+    assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert await statuses(suite, trace_id, {"request", "stream", "sequence"}) == {
+        "request": ("error", "deadline exceeded"),
+        "stream": ("error", "deadline exceeded"),
+        "sequence": ("error", "deadline exceeded"),
+    }
+
+
+async def test_a_cancelled_request_is_cancelled_in_every_span(suite: Suite) -> None:
+    trace_id, request = traced(max_tokens=900)
+    call = suite.inference.Generate(request, timeout=60.0)
+    async for event in call:
+        if event.HasField("tokens"):
+            break
+    call.cancel()
+    assert await statuses(suite, trace_id, {"request", "sequence"}) == {
+        "request": ("error", "the client went away"),
+        "sequence": ("error", "cancelled"),
+    }
+
+
+async def test_the_decisions_on_a_request_are_logged_with_its_trace_by_router_and_manager(suite: Suite) -> None:
+    trace_id, request = traced(max_tokens=2)
+    await suite.generate(request)
+    wanted = {("router", "admission"), ("router", "routing"), ("kvmanager", "grant")}
+    found: set[tuple[str, str]] = set()
+    async with asyncio.timeout(15.0):
+        while not wanted <= found:
+            await asyncio.sleep(0.05)
+            lines = [json.loads(line.partition(": ")[2]) for line in suite.lines if trace_id in line]
+            found = {(line["service"], line["msg"].partition(":")[0]) for line in lines if line["trace_id"] == trace_id}

@@ -1,0 +1,149 @@
+"""The invariants I1 to I10 of the lease protocol, checked on a world after every event."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from common.errors import ProtocolViolation
+from common.types import TRIMMED
+from gpuworker.core.lease_agent import LeaseAgent
+from kvmanager.core.audit import InvariantBroken
+from kvmanager.core.ledger import Ledger
+from tests.suites.protocol import content
+
+if TYPE_CHECKING:
+    from tests.suites.protocol.world import World
+
+
+class Violation(Exception):
+    """An invariant does not hold; `invariant` names it."""
+
+    def __init__(self, invariant: str, text: str) -> None:
+        super().__init__(f"{invariant}: {text}")
+        self.invariant = invariant
+
+    @classmethod
+    def of_protocol(cls, broken: ProtocolViolation) -> Violation:
+        """Return the invariant that a refused message, or the manager's own audit, breaks."""
+        text = str(broken)
+        if not isinstance(broken, InvariantBroken):
+            return cls("I2", text)
+        for words, invariant in (("without its parent", "I5"), ("pending", "I8")):
+            if words in text:
+                return cls(invariant, text)
+        return cls("I1", text)
+
+
+def check(world: World) -> None:
+    """Check everything that must hold at every moment. Raises Violation."""
+    try:
+        world.agent.check_invariants()
+    except AssertionError as broken:
+        raise Violation("I4" if "claimed" in str(broken) else "I2", str(broken)) from broken
+    _fill_is_true(world)
+    for manager in world.managers:
+        session = manager.session()
+        if manager.alive and session is not None and session.ready:
+            audit(session.ledger)
+            _map_is_prefix_closed(session.ledger, world.scenario.block_size)
+    link = world.link
+    if link is not None and link.served is not None and world.managers[link.manager].core.current(link.served):
+        _registered_content_is_true(world, link.served.ledger)
+    if world.scenario.with_index:
+        _index_is_true(world)
+    _stalls_are_short(world)
+
+
+def audit(ledger: Ledger) -> None:
+    """I1, I5, I8: the manager's own audit of its books."""
+    try:
+        ledger.check_invariants()
+    except ProtocolViolation as broken:
+        raise Violation.of_protocol(broken) from broken
+
+
+def _fill_is_true(world: World) -> None:
+    """I3: each slot below a block's fill holds the K/V of the tokens of every row that has it. I4: so do claims."""
+    size, slots, blocks = world.scenario.block_size, world.device.slots, world.agent._blocks
+    for sequence in world.agent._sequences.values():
+        nodes = world.paths[sequence.id]
+        for index, block in enumerate(sequence.row):
+            if block == TRIMMED:
+                continue
+            filled = blocks.fill[block]
+            expected = nodes[index * size : index * size + filled]
+            if slots[block][: len(expected)] != expected or len(expected) != filled:
+                text = f"block {block} is filled to {filled}, but not with block {index} of sequence {sequence.id}"
+                raise Violation("I3", text)
+    for block, claimed in blocks.content.items():
+        if world.device.block_key(block) != claimed.hash:
+            raise Violation("I4", f"the worker claims content of block {block} that the block does not hold")
+
+
+def _registered_content_is_true(world: World, ledger: Ledger) -> None:
+    """I4: a registered block is full, of a completed step, and holds what its hash says."""
+    fill = world.agent._blocks.fill
+    for block in ledger.block_pool.blocks:
+        if block.hash is None:
+            continue
+        if fill[block.id] != world.scenario.block_size or world.device.block_key(block.id) != block.hash:
+            raise Violation("I4", f"block {block.id} is registered and does not hold what its hash says")
+
+
+def _map_is_prefix_closed(ledger: Ledger, block_size: int) -> None:
+    """I5, by the true parent of each hash rather than by the one that the ledger believes."""
+    entries = ledger.cache.entries
+    for key in entries:
+        parent = content.parent_key(key, block_size)
+        if parent is not None and parent not in entries:
+            raise Violation("I5", "a hash is in the manager's map without its parent")
+
+
+def _index_is_true(world: World) -> None:
+    """I5 and I6: what readers see is prefix-closed at every call, and equals the map once all is written."""
+    live = world.index.live()
+    for key in live:
+        parent = content.parent_key(key, world.scenario.block_size)
+        if parent is not None and parent not in live:
+            raise Violation("I5", "a hash is in the index without its parent")
+    for manager in world.managers:
+        session = manager.session()
+        if not manager.alive or session is None or not session.ready or world.index.fence != manager.core.epoch:
+            continue
+        if manager.publisher.settled and live != set(session.ledger.cache.entries):
+            raise Violation("I6", "all is written and the index differs from the manager's map")
+
+
+def _stalls_are_short(world: World) -> None:
+    """I9: once both sides have heard all, a stall means that no block is left and a preemption is outstanding."""
+    link, agent = world.link, world.agent
+    if link is None or link.served is None or not world.worker.open or link.to_manager or link.to_worker:
+        return
+    ledger = link.served.ledger
+    if not agent._report.stalled or agent._blocks.pool or not ledger.live_stalled() or _owes_report(agent):
+        return
+    if ledger.block_pool.available or not (ledger.preempting or ledger.running < 2):
+        raise Violation("I9", "sequences stall, nothing is under way for them")
+
+
+def _owes_report(agent: LeaseAgent) -> bool:
+    return agent.clone().take_report() is not None
+
+
+def check_quiescence(world: World) -> None:
+    """I8 and I10, when nothing more will happen: every request has ended, every block is free or cached."""
+    hanging = [number for number, reason in enumerate(world.ended) if reason is None]
+    if hanging:
+        raise Violation("I10", f"nothing moves any more and requests {hanging} have not ended")
+    counts = world.agent.counts()
+    if world.agent.has_work or counts.pool:
+        raise Violation("I8", f"the worker keeps {counts.pool} leased blocks, or a sequence")
+    link = world.link
+    session = world.managers[link.manager].session() if link is not None else None
+    if session is None or not session.ready:
+        raise Violation("I10", "the worker has no session")
+    ledger, pool = session.ledger, session.ledger.block_pool
+    if ledger.sequences or len(ledger.queue) or ledger.preempting or ledger.cache.pending or pool.leased:
+        raise Violation("I8", "the manager keeps sequences, a queue, pending blocks or leases")
+    if pool.available != len(pool.blocks):
+        raise Violation("I8", f"{pool.available} of {len(pool.blocks)} blocks are free or cached")

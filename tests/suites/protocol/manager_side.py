@@ -1,0 +1,129 @@
+"""The managers' side of a world: epochs and sessions of the real Manager and Ledger, and their index writes."""
+
+from __future__ import annotations
+
+from common.clock import ManualClock
+from common.lease import Attach, AttachRejected, Inventory, Report
+from kvmanager.core import epochs
+from kvmanager.core.ledger import Ledger
+from kvmanager.core.manager import Manager, ManagerConfig
+from tests.suites.protocol.index import Replaced, Wiped
+from tests.suites.protocol.state import WORKER, Link, ModelManager, State
+
+_CLOCK = ManualClock()
+
+
+class ManagerSide(State):
+    """Events of the manager processes."""
+
+    def start_manager(self) -> None:
+        """A manager process that has just taken its epoch."""
+        config = ManagerConfig(
+            runway_slots=self.scenario.runway_slots, runway_reach=self.scenario.runway_reach, watermark=0.0
+        )
+        manager = ModelManager(Manager(config, _CLOCK, lambda: ""))
+        self.managers.append(manager)
+        self.take_epoch(manager, seen=0)
+
+    def to_manager(self, number: int) -> bool:
+        """A message reaches a manager, which answers with a batch if there is anything to say."""
+        link = self.links[number]
+        manager = self.managers[link.manager]
+        message, link.to_manager = link.to_manager[0], link.to_manager[1:]
+        if not manager.alive:
+            return True
+        if isinstance(message, Report):
+            self._take_report(link, manager, message)
+        elif link.up:
+            self._attach(link, manager, *message)
+        return True
+
+    def _take_report(self, link: Link, manager: ModelManager, report: Report) -> None:
+        if link.served is None or not manager.core.current(link.served):
+            return  # of a session that is over
+        ledger = manager.core.ledger(WORKER)
+        ledger.apply(report)
+        self._answer(link, manager, ledger)
+
+    def _answer(self, link: Link, manager: ModelManager, ledger: Ledger) -> None:
+        batch = ledger.schedule()
+        if batch is not None and not link.deaf:
+            link.to_worker = (*link.to_worker, batch)
+        events = ledger.drain_index_events()
+        if self.scenario.with_index:
+            manager.publisher.follow(events)
+        ledger.drain_decisions()
+
+    def _attach(self, link: Link, manager: ModelManager, attach: Attach, inventory: Inventory) -> None:
+        core, old = manager.core, manager.session()
+        if old is not None:
+            core.detach(old)
+        if core.needs_epoch(attach) and not self._renew_epoch(manager, attach.epoch_seen):
+            return
+        served = core.attach(attach)
+        assert not isinstance(served, AttachRejected)
+        link.served = served
+        ok = core.complete(served, inventory)
+        link.to_worker = (*link.to_worker, ok)
+        served.ledger.drain_index_events()
+        if self.scenario.with_index:
+            self.republish(manager)
+        self._answer(link, manager, served.ledger)
+
+    def _renew_epoch(self, manager: ModelManager, seen: int) -> bool:
+        """Take a higher epoch, with a random jump; a manager that sees that it was replaced ends itself."""
+        try:
+            self.take_epoch(manager, seen)
+        except Replaced:
+            self.end_manager(manager)
+            return False
+        return True
+
+    def take_epoch(self, manager: ModelManager, seen: int) -> None:
+        """As EpochKeeper does, without its file: each new process has lost it. Raises Replaced."""
+        own = manager.core.epoch
+        least = epochs.next_epoch(own=own, seen=seen)
+        manager.core.adopt_epoch(self.index.acquire(least, own, self.random_jump()))
+
+    def republish(self, manager: ModelManager) -> None:
+        """After a rebuild: the whole membership, under a new generation."""
+        session = manager.session()
+        if session is not None and session.ready:
+            self.generations += 1
+            manager.publisher.restart(self.generations, session.ledger.index_snapshot())
+
+    def random_jump(self) -> int:
+        """After a wipe two managers could each think that the same epoch is the next: none may be taken twice."""
+        if self.index.counter is not None:
+            return 0
+        self.jumps += 1
+        return 100 * self.jumps
+
+    def end_manager(self, manager: ModelManager) -> None:
+        """A manager is gone, and its streams with it; there is always another one, or a supervisor starts it."""
+        manager.alive = False
+        for link in self.links:
+            if self.managers[link.manager] is manager:
+                self._lose(link)
+                link.to_manager = ()
+        if not any(each.alive for each in self.managers):
+            self.start_manager()
+
+    def flush(self, number: int) -> bool:
+        """A manager writes one call to the index."""
+        manager = self.managers[number]
+        try:
+            return manager.publisher.flush(self.index, manager.core.epoch)
+        except Replaced:
+            self.end_manager(manager)
+        except Wiped:
+            if self._renew_epoch(manager, seen=0):
+                self.republish(manager)
+        return True
+
+    def _lose(self, link: Link) -> None:
+        """A stream breaks. What is in its queues has arrived and waits in buffers: sessions decide that it is void."""
+        link.up = False
+        link.to_manager = tuple(message for message in link.to_manager if isinstance(message, Report))
+        if not link.deaf:
+            self.worker.lose(link.session)

@@ -1,0 +1,71 @@
+"""The worlds that the tests search: tiny ones for the exhaustive search, larger ones for random walks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.suites.protocol.scenario import Request, Scenario
+
+ALL_FAULTS = {"cancel": 4, "stream_break": 4, "worker_crash": 1, "manager_crash": 2, "hand_over": 2, "wipe": 1}
+
+SHARED = (0, 1, 0, 0, 1, 1)
+TWO_SHARERS = (Request((0, 1, 0), 2), Request((0, 1, 1, 0), 2))
+"""Both begin with the block (0, 1); together they grow to more blocks than three."""
+
+NESTED = (Request((0, 1, 0, 0), 1), Request((0, 1, 0, 0, 1), 2))
+"""The first is a prefix of the second, so that its last token's block is one of the second's full blocks."""
+
+NESTED_SENIOR = (NESTED[0], replace(NESTED[1], priority=1))
+"""The second is planned first although admitted second, and could fill the slot of the first one's last token."""
+
+FORK = (Request((0, 1, 0, 0), 1), Request((0, 1, 0, 0), 1, fork_of=0))
+
+TINY: dict[str, Scenario] = {
+    "peace": Scenario(TWO_SHARERS, 3),
+    "pressure": Scenario((Request((0, 1), 4), Request((0, 1, 1), 3)), 4, budget=3),
+    "cancel": Scenario(TWO_SHARERS, 4, max_faults=1, faults={"cancel": 1}),
+    "cancel_nested": Scenario(NESTED, 4, budget=2, max_faults=1, faults={"cancel": 1}),
+    "break": Scenario((Request((0, 1, 0), 1), Request((0, 1, 1), 1)), 4, max_faults=1, faults={"stream_break": 1}),
+    "break_cancel": Scenario(
+        (Request((0, 1, 0), 2), Request((1, 1, 0), 1)), 3, max_faults=2, faults={"stream_break": 1, "cancel": 1}
+    ),
+    "pressure_cancel": Scenario(
+        (Request((0, 1), 3), Request((1,), 2)), 3, budget=3, max_faults=1, faults={"cancel": 1}
+    ),
+    "worker_crash": Scenario((Request((0, 1, 0), 2),), 3, max_faults=1, faults={"worker_crash": 1}),
+    "manager_crash": Scenario((Request((0, 1, 0), 2),), 3, max_faults=2, faults={"manager_crash": 1, "cancel": 1}),
+    "hand_over": Scenario((Request((0, 1, 0), 2),), 3, max_faults=2, faults={"hand_over": 1, "wipe": 1}),
+    "nested_senior": Scenario(NESTED_SENIOR, 5, budget=2),
+    "break_stop": Scenario((Request((0, 1, 0), 3, stop_at=1),), 4, max_faults=1, faults={"stream_break": 1}),
+    "fork": Scenario(FORK, 5, budget=2, max_faults=1, faults={"cancel": 1}),
+    "index": Scenario((Request((0, 1, 0), 1),), 3, with_index=True, max_faults=2, faults={"wipe": 1, "hand_over": 1}),
+}
+
+_MIXED = (
+    Request((*SHARED, 0), 6),
+    Request(SHARED, 5, stop_at=3),
+    Request((*SHARED, 1, 1), 4),
+    Request((1, 0), 8, stop_at=6),
+    Request((*SHARED, 0), 6, fork_of=0),
+    Request((0, 1, 0), 7, no_cache=True),
+    Request((*SHARED, 0, 0, 1, 1), 3, priority=1),
+)
+_MANY_SHARERS = tuple(Request((*SHARED, *tail), 3) for tail in ((), (0,), (1,), (0, 0), (0, 1), (1, 0)))
+_FORKS = (Request(SHARED, 5), *(Request(SHARED, 5, fork_of=0) for _ in range(3)), Request((0, 1), 6))
+_PRIORITIES = tuple(Request((*SHARED[:size], size % 2), 6, priority=size % 3) for size in range(6))
+
+_TWO_FAMILIES = tuple(
+    Request((*((0, 1, 0, 0) if n % 6 < 3 else (1, 1, 0, 1)), *((0,), (1,), (0, 1))[n % 3]), 2) for n in range(12)
+)
+
+LARGE: dict[str, Scenario] = {
+    "mixed": Scenario(_MIXED, 12, budget=6, with_index=True, runway_slots=4, runway_reach=8),
+    "tight": Scenario(_MIXED, 8, budget=4),
+    "sharers": Scenario(_MANY_SHARERS, 8, budget=3, with_index=True),
+    "capped": Scenario(_MANY_SHARERS, 14, budget=8, long_prefill_cap=2, runway_slots=4, runway_reach=4),
+    "families": Scenario(_TWO_FAMILIES, 6, budget=3),
+    "forks": Scenario(_FORKS, 14, budget=4),
+    "priorities": Scenario(_PRIORITIES, 7, budget=6, max_num_seqs=3),
+    "wide_blocks": Scenario(_MIXED, 6, block_size=4, budget=5, runway_slots=4, runway_reach=4, with_index=True),
+    "window": Scenario(tuple(Request((*SHARED, n % 2), 9) for n in range(4)), 9, window=4, budget=5),
+}

@@ -1,0 +1,108 @@
+"""What both sides of a world share: streams with their queues, manager processes, the attributes of a state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from common.lease import Attach, AttachOk, Batch, Inventory, Report
+from common.types import FinishReason, SequenceId
+from gpuworker.core.batch_plan import StepPlan, StepResult
+from gpuworker.core.lease_agent import LeaseAgent
+from gpuworker.core.lease_session import LeaseSession
+from kvmanager.core.manager import Manager, Session
+from tests.suites.protocol.content import Device
+from tests.suites.protocol.index import Index, Publisher
+from tests.suites.protocol.scenario import Scenario
+
+WORKER = "w"
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Link:
+    """One stream: its two queues, the manager at its other end, and the session that this manager serves on it.
+
+    Nothing more reaches a worker process that is dead (`deaf`).
+    """
+
+    session: int
+    manager: int
+    up: bool = True
+    deaf: bool = False
+    served: Session | None = None
+    to_manager: tuple[tuple[Attach, Inventory] | Report, ...] = ()
+    to_worker: tuple[AttachOk | Batch, ...] = ()
+
+    def clone(self, renewed: dict[int, Session]) -> Link:
+        """Return a copy; `renewed` has the copies of sessions by the ids of their originals."""
+        served = renewed.get(id(self.served), self.served)
+        return Link(self.session, self.manager, self.up, self.deaf, served, self.to_manager, self.to_worker)
+
+
+@dataclass(slots=True)
+class ModelManager:
+    """One manager process and what it has yet to write to the index."""
+
+    core: Manager
+    publisher: Publisher = field(default_factory=Publisher)
+    alive: bool = True
+
+    def session(self) -> Session | None:
+        """Return the worker's session, if the manager has one."""
+        return self.core._sessions.get(WORKER)
+
+    def clone(self, renewed: dict[int, Session]) -> ModelManager:
+        """Return an independent copy; enter the copies of its sessions in `renewed`."""
+        core = shallow(self.core)
+        core._sessions = {}
+        for worker, session in self.core._sessions.items():
+            twin = Session(session.attach, session.ledger.clone(), session.ready)
+            core._sessions[worker] = renewed[id(session)] = twin
+        return ModelManager(core, self.publisher.clone(), self.alive)
+
+    def state_key(self) -> tuple[object, ...]:
+        """Return everything that decides the future, hashable."""
+        if not self.alive:
+            return ()
+        session = self.session()
+        ledger = session.ledger.state_key() if session is not None else ()
+        return self.core.epoch, ledger, self.publisher.state_key()
+
+
+class State:
+    """What a world is at one moment; the sides of the protocol add what they do."""
+
+    scenario: Scenario
+    index: Index
+    worker: LeaseSession
+    device: Device
+    links: list[Link]
+    managers: list[ModelManager]
+    paths: dict[SequenceId, list[int]]
+    request_of: dict[SequenceId, int]
+    flights: tuple[tuple[StepPlan, StepResult], ...]
+    unsubmitted: tuple[int, ...]
+    delivered: list[list[int]]
+    ended: list[FinishReason | None]
+    next_sequence: int
+    generations: int
+    jumps: int
+    incarnation: int
+
+    @property
+    def agent(self) -> LeaseAgent:
+        """The worker's core."""
+        return self.worker.agent
+
+    @property
+    def link(self) -> Link | None:
+        """The worker's present stream."""
+        return self.links[-1] if self.links and self.links[-1].up else None
+
+
+def shallow(thing: T) -> T:
+    """Return a copy that shares everything with its original."""
+    twin = object.__new__(type(thing))
+    twin.__dict__.update(thing.__dict__)
+    return twin

@@ -1,0 +1,50 @@
+"""Every state of tiny worlds, breadth first: all invariants hold in each, and the world comes to rest from each."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.suites.protocol.scenarios import TINY
+from tests.suites.protocol.search import exhaust
+
+ENOUGH = 100_000
+"""More states than a small world has."""
+
+FIRST = 6_000
+"""States of a wider world that the quick search expands."""
+
+SMALL = (
+    "peace",
+    "cancel_nested",
+    "nested_senior",
+    "break",
+    "break_stop",
+    "worker_crash",
+    "manager_crash",
+    "fork",
+    "hand_over",
+)
+WIDE = tuple(name for name in TINY if name not in SMALL)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_no_state_of_a_small_world_violates_an_invariant(name: str) -> None:
+    found = exhaust(TINY[name], ENOUGH)
+    assert found.violation is None, found.trace
+    assert found.complete, "the world has grown: it is no longer searched to its end"
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_no_early_state_of_a_wider_world_violates_an_invariant(name: str) -> None:
+    found = exhaust(TINY[name], 2 * FIRST)
+    assert found.violation is None, found.trace
+    assert found.states > FIRST
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", WIDE)
+def test_no_state_of_a_wider_world_violates_an_invariant(name: str) -> None:
+    found = exhaust(TINY[name])
+    assert found.violation is None, found.trace
+    assert found.complete

@@ -1,0 +1,42 @@
+"""Each simpler rule is noticed by its search, and by an invariant that says what is wrong with it."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.types import BlockHash
+from kvmanager.index.net_changes import IndexCall
+from tests.suites.protocol.index import Index
+from tests.suites.protocol.mutants import MUTANTS, Exhaustive, Mutant, Walks
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=[f"{m.name}: {m.rule}" for m in MUTANTS])
+def test_the_search_kills_the_mutant(mutant: Mutant) -> None:
+    found = mutant.run()
+    assert found.killed_by in mutant.dies_by, f"it died by {found.violation}" if found.violation else "it survived"
+
+
+@pytest.mark.parametrize("search", dict.fromkeys(mutant.search for mutant in MUTANTS), ids=str)
+def test_the_same_search_finds_nothing_in_the_real_rules(search: Exhaustive | Walks) -> None:
+    found = search.shortened().run()
+    assert found.violation is None, found.trace
+
+
+def test_mutant_25_a_counter_that_expires_revives_the_entries_of_its_earlier_life() -> None:
+    """A generation from a counter in a key with a TTL: the key expires, the counter starts again, old entries count."""
+
+    class Counter:
+        value = 0
+
+        def next(self) -> int:
+            self.value += 1
+            return self.value
+
+    key, index, counter = BlockHash(bytes(16)), Index(fence=1), Counter()
+    index.register(1, counter.next())
+    index.update(1, index.generation, IndexCall(adds=(key,)))
+    index.register(1, counter.next())
+    assert index.live() == set(), "a new generation: what the worker held before is dead"
+    counter = Counter()  # the key expired while the worker was away
+    index.register(1, counter.next())
+    assert index.live() == {key}, "the worker does not hold this block, and readers believe it does"

@@ -1,0 +1,43 @@
+"""Long random walks with up to twelve faults each; afterwards the faults stop and every request must end."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+
+from tests.suites.protocol.mutants import EVICTING_AHEAD, Walks
+from tests.suites.protocol.scenarios import LARGE
+from tests.suites.protocol.search import Pace
+
+PACES = (Pace(150, 0.03), Pace(250, 0.06), Pace(350, 0.1))
+
+
+def walk_many(name: str, first_seed: int, walks: int) -> None:
+    for pace in PACES:
+        found = Walks(name, first_seed, walks, pace=pace).run()
+        assert found.violation is None, f"seed {found.seed}, {pace}: {found.violation}\n{found.trace}"
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_walks_violate_nothing_and_end_in_peace(name: str) -> None:
+    walk_many(name, first_seed=0, walks=40)
+
+
+def test_a_manager_that_evicts_ahead_and_grants_in_another_order_does_no_harm() -> None:
+    patches = [mock.patch.object(*patch) for patch in EVICTING_AHEAD]
+    for patch in patches:
+        patch.start()
+    try:
+        walk_many("mixed", first_seed=0, walks=20)
+        walk_many("tight", first_seed=0, walks=20)
+    finally:
+        for patch in patches:
+            patch.stop()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", LARGE)
+def test_many_more_walks_violate_nothing(name: str) -> None:
+    walk_many(name, first_seed=1_000, walks=500)

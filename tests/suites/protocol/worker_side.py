@@ -1,0 +1,179 @@
+"""The worker's side of a world: what its engine does around the real LeaseAgent, and the device on which steps run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from common.hashing import key_of
+from common.lease import Attach, AttachOk, Inventory
+from common.types import TRIMMED, FinishReason, KvGeometry, PoolIdentity, SequenceId
+from gpuworker.core.batch_plan import StepPlan, StepResult
+from gpuworker.core.lease_agent import LeaseAgent
+from gpuworker.core.lease_session import LeaseSession
+from gpuworker.core.outcomes import AgentConfig, Completion
+from gpuworker.core.sequence import NewSequence
+from gpuworker.core.stopping import StopRule
+from tests.suites.protocol import content
+from tests.suites.protocol.content import Device
+from tests.suites.protocol.invariants import Violation
+from tests.suites.protocol.scenario import EOS
+from tests.suites.protocol.state import WORKER, Link, State
+
+
+class WorkerSide(State):
+    """Events of the worker process."""
+
+    def start_worker(self) -> None:
+        """A worker process with an empty device: a new incarnation."""
+        sizes = self.scenario
+        self.incarnation += 1
+        config = AgentConfig(
+            sizes.num_blocks,
+            sizes.block_size,
+            sizes.budget,
+            long_prefill_cap=sizes.long_prefill_cap,
+            window=sizes.window,
+            runway_slots=sizes.runway_slots,
+            max_num_seqs=sizes.max_num_seqs,
+        )
+        geometry = KvGeometry(1, 1, 1, 1, "float32", sizes.window)
+        identity = PoolIdentity("model", "tokenizer", sizes.block_size, geometry)
+        incarnation = self.incarnation.to_bytes(16, "big")
+        attach = Attach(WORKER, incarnation, 0, 0, identity, sizes.num_blocks, max_num_seqs=sizes.max_num_seqs)
+        self.worker = LeaseSession(LeaseAgent(config), attach)
+        self.device = Device(sizes.num_blocks, sizes.block_size)
+        self.paths: dict[SequenceId, list[int]] = {}
+        self.request_of: dict[SequenceId, int] = {}
+        self.flights: tuple[tuple[StepPlan, StepResult], ...] = ()
+        self.next_sequence = 0
+
+    def submit(self, _: int) -> bool:
+        """The next request comes to the worker, with the tokens that an earlier incarnation delivered."""
+        number, *rest = self.unsubmitted
+        self.unsubmitted = tuple(rest)
+        request = self.scenario.requests[number]
+        sequence = self.new_sequence_id()
+        tokens = (*request.prompt, *self.delivered[number])
+        nodes = content.path(tokens)
+        size = self.scenario.block_size
+        links = [content.link(nodes[end - 1], size) for end in range(size, len(tokens) + 1, size)]
+        fork_of = next((s for s, r in self.request_of.items() if r == request.fork_of), None)
+        new = NewSequence(
+            sequence,
+            f"r{number}",
+            tokens,
+            tuple(map(key_of, links)),
+            links[-1] if links else content.ROOT_LINK,
+            len(request.prompt) + request.max_tokens,
+            StopRule(request.max_tokens - len(self.delivered[number]), eos_ids=frozenset({EOS})),
+            priority=request.priority,
+            fork_of=None if self.delivered[number] else fork_of,
+            no_cache=request.no_cache,
+        )
+        self.paths[sequence], self.request_of[sequence] = nodes, number
+        self.agent.submit(new)
+        return True
+
+    def new_sequence_id(self) -> SequenceId:
+        """Ids rise and are never reused within an incarnation."""
+        self.next_sequence += 1
+        return SequenceId(self.next_sequence - 1)
+
+    def plan(self, _: int) -> bool:
+        """Plan a step and run it: the device works in the order of the plans, so its content may be settled now."""
+        plan = self.agent.plan()
+        if plan is None:
+            return False
+        self._write(plan)
+        drawn = {row.sequence: (self._draw(row.sequence),) for row in plan.rows if row.samples}
+        self.flights = (*self.flights, (plan, StepResult(plan.step, drawn)))
+        return True
+
+    def _write(self, plan: StepPlan) -> None:
+        """Every row's writes, then every row's reads, each compared slot by slot."""
+        size, slots, claimed = self.scenario.block_size, self.device.slots, self.agent._blocks.content
+        for row in plan.rows:
+            nodes = self.paths[row.sequence]
+            for position in range(row.start, row.start + row.length):
+                block = row.blocks[position // size]
+                if block in claimed:
+                    raise Violation("I4", f"step {plan.step} writes sealed block {block}")
+                slots[block][position % size] = nodes[position]
+        for row in plan.rows:
+            nodes, end = self.paths[row.sequence], row.start + row.length
+            if row.samples != (end == len(nodes)):
+                raise Violation("I3", f"sequence {row.sequence} samples at {end} of {len(nodes)} tokens")
+            first = max(0, row.start - self.scenario.window + 1) if self.scenario.window else 0
+            for position in range(first, end):
+                block = row.blocks[position // size]
+                if block == TRIMMED or slots[block][position % size] != nodes[position]:
+                    text = f"sequence {row.sequence} reads slot {position % size} of block {block} at {position}"
+                    raise Violation("I3", text + ": not the K/V of its own tokens")
+
+    def _draw(self, sequence: SequenceId) -> int:
+        nodes = self.paths[sequence]
+        request = self.scenario.requests[self.request_of[sequence]]
+        token = request.draw(nodes[-1], len(nodes) - len(request.prompt) + 1)
+        nodes.append(content.child(nodes[-1], token))
+        return token
+
+    def complete(self, _: int) -> bool:
+        """The oldest step's results arrive."""
+        (_plan, result), *rest = self.flights
+        self.flights = tuple(rest)
+        self._settle(self.agent.complete(result))
+        return True
+
+    def _settle(self, completion: Completion) -> None:
+        for sequence, tokens in completion.tokens.items():
+            self.delivered[self.request_of[sequence]].extend(tokens)
+        for end in completion.finished:
+            number = self.request_of.pop(end.sequence)
+            self.ended[number] = end.reason
+            outputs, got = self.scenario.requests[number].outputs, tuple(self.delivered[number])
+            whole = end.reason in (FinishReason.STOP, FinishReason.LENGTH)
+            if got != (outputs if whole else outputs[: len(got)]):
+                raise Violation("delivery", f"request {number} delivered {got} of {outputs}")
+
+    def report(self, _: int) -> bool:
+        """The worker says what is new. Step numbers and times are left out: they name things and decide nothing."""
+        told = self.worker.take_report()
+        if told is None or self.link is None:
+            return False
+        report = replace(told[1], step=0, computed=())
+        self.link.to_manager = (*self.link.to_manager, report)
+        return True
+
+    def connect(self, manager: int) -> bool:
+        """The worker opens a stream to a manager, which sees by that, at the latest, that the old one is gone."""
+        attach, inventory = self.worker.connect()
+        opened = (attach, _without_times(inventory))
+        self.links = [*self._worth_keeping(), Link(attach.session, manager, to_manager=(opened,))]
+        return True
+
+    def _worth_keeping(self) -> list[Link]:
+        """Of the broken links keep the last that still has messages: older ones add nothing but states."""
+        return [link for link in self.links if link.to_manager or link.to_worker][-1:]
+
+    def to_worker(self, number: int) -> bool:
+        """A message reaches the worker, which takes it at the cut-off of its next step."""
+        link = self.links[number]
+        message, link.to_worker = link.to_worker[0], link.to_worker[1:]
+        if isinstance(message, AttachOk):
+            if not self.worker.accept(link.session, message) and self.worker.is_current(link.session):
+                link.up = False
+            return True
+        applied = self.worker.receive(link.session, message)
+        if applied is not None:
+            for each in message.copy:  # the next plan carries them: nothing stands between on the stream
+                self.device.copy_block(each.src, each.dst)
+            for admit in applied.admitted:
+                known = self.agent.known_tokens(admit.sequence)
+                if len(known) != len(self.paths[admit.sequence]):
+                    raise Violation("delivery", f"sequence {admit.sequence} lost a token that was drawn")
+            self._settle(self.agent.departures())
+        return True
+
+
+def _without_times(inventory: Inventory) -> Inventory:
+    return replace(inventory, claims=tuple(replace(claim, last_used=0) for claim in inventory.claims))

@@ -1,0 +1,172 @@
+"""The executable model: the real cores of worker and manager, a device whose content is known, an unreliable network.
+
+A world is one state. An event is a pair (name, argument): `World.events` lists those that may happen, `World.happen`
+lets one happen and checks every invariant. Messages wait in two queues a link; a broken link's queues may still be
+delivered, which is how commands buffered before a break, and reports that an old handler still has, come late.
+"""
+
+from __future__ import annotations
+
+from common.errors import ProtocolViolation
+from common.lease import Attach, Inventory, Report
+from common.types import FinishReason
+from kvmanager.core.manager import Session
+from tests.suites.protocol.index import Index
+from tests.suites.protocol.invariants import Violation, check
+from tests.suites.protocol.manager_side import ManagerSide
+from tests.suites.protocol.scenario import Scenario
+from tests.suites.protocol.state import Link, ModelManager, shallow
+from tests.suites.protocol.worker_side import WorkerSide
+
+Event = tuple[str, int]
+FAULTS = ("cancel", "stream_break", "worker_crash", "manager_crash", "hand_over", "wipe")
+
+
+class World(WorkerSide, ManagerSide):
+    """One state of the model."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.index = Index()
+        self.generations = self.jumps = 0
+        self.incarnation = 0
+        self.links: list[Link] = []
+        self.managers: list[ModelManager] = []
+        self.start_manager()
+        self.start_worker()
+        self.unsubmitted = tuple(range(len(scenario.requests)))
+        self.delivered: list[list[int]] = [[] for _ in scenario.requests]
+        self.ended: list[FinishReason | None] = [None] * len(scenario.requests)
+        self.faults_left = dict(scenario.faults)
+        self.faults_in_all = scenario.max_faults
+
+    # ------------------------------------------------------------ events
+
+    def events(self) -> list[Event]:
+        """List what may happen now; some of it may turn out to change nothing."""
+        found: list[Event] = [("submit", 0)] if self.unsubmitted else []
+        found += [("plan", 0)] if len(self.flights) < 2 else []
+        found += [("complete", 0)] if self.flights else []
+        found += [("report", 0)] if self.link else [("connect", n) for n, m in enumerate(self.managers) if m.alive]
+        for number, link in enumerate(self.links):
+            found += [("to_manager", number)] if link.to_manager else []
+            found += [("to_worker", number)] if link.to_worker else []
+        if self.scenario.with_index:
+            found += [("flush", n) for n, m in enumerate(self.managers) if m.alive]
+        return found
+
+    def faults(self) -> list[Event]:
+        """List the faults that may happen now."""
+        found: list[Event] = []
+        if self.faults_in_all:
+            left = [kind for kind in FAULTS if self.faults_left.get(kind)]
+            for kind in left:
+                found += [(kind, argument) for argument in self._arguments(kind)]
+        return found
+
+    def _arguments(self, kind: str) -> list[int]:
+        match kind:
+            case "cancel":
+                return sorted(request for request in self.request_of.values() if self.ended[request] is None)
+            case "stream_break":
+                return [0] if self.link else []
+            case "manager_crash":
+                return [number for number, manager in enumerate(self.managers) if manager.alive]
+            case _:
+                return [0]
+
+    def happen(self, event: Event) -> bool:
+        """Let an event happen and check every invariant; False when it was nothing. Raises Violation."""
+        happened = self.occur(event)
+        check(self)
+        return happened
+
+    def occur(self, event: Event) -> bool:
+        """Let an event happen. Raises Violation for what is wrong in the event itself, not for the state after it."""
+        name, argument = event
+        if name in FAULTS:
+            self.faults_left[name] -= 1
+            self.faults_in_all -= 1
+        try:
+            return bool(getattr(self, name)(argument))
+        except ProtocolViolation as broken:
+            raise Violation.of_protocol(broken) from broken
+
+    # ------------------------------------------------------------ faults
+
+    def cancel(self, request: int) -> bool:
+        """A client goes away."""
+        sequence = next(s for s, r in self.request_of.items() if r == request)
+        self.agent.cancel(sequence)
+        self._settle(self.agent.departures())
+        return True
+
+    def stream_break(self, _: int) -> bool:
+        """The stream breaks while both sides live; the manager does not notice before the worker is back."""
+        self._lose(self.links[-1])
+        return True
+
+    def worker_crash(self, _: int) -> bool:
+        """The worker dies; the router submits what it had again, with the tokens that were delivered."""
+        lost = sorted(self.request_of.values())
+        for link in self.links:
+            link.up, link.deaf, link.to_worker = False, True, ()
+            link.to_manager = tuple(message for message in link.to_manager if isinstance(message, Report))
+        self.start_worker()
+        self.unsubmitted = (*lost, *self.unsubmitted)
+        return True
+
+    def manager_crash(self, number: int) -> bool:
+        """A manager dies and forgets everything."""
+        self.end_manager(self.managers[number])
+        return True
+
+    def hand_over(self, _: int) -> bool:
+        """A second manager starts; the worker is told of it. The first one lives and does not notice."""
+        self.start_manager()
+        if self.link is not None:
+            self._lose(self.link)
+        return True
+
+    def wipe(self, _: int) -> bool:
+        """Redis loses everything."""
+        self.index.wipe()
+        return True
+
+    # ------------------------------------------------------------ copies
+
+    def clone(self) -> World:
+        """Return an independent copy."""
+        twin = World.__new__(World)
+        twin.__dict__.update(self.__dict__)
+        twin.index, twin.device = self.index.clone(), self.device.clone()
+        twin.worker = shallow(self.worker)
+        twin.worker.agent = self.worker.agent.clone()
+        twin.paths = {sequence: nodes.copy() for sequence, nodes in self.paths.items()}
+        twin.request_of, twin.faults_left = self.request_of.copy(), self.faults_left.copy()
+        twin.delivered, twin.ended = [tokens.copy() for tokens in self.delivered], self.ended.copy()
+        renewed: dict[int, Session] = {}
+        twin.managers = [manager.clone(renewed) for manager in self.managers]
+        twin.links = [link.clone(renewed) for link in self.links]
+        return twin
+
+    def state_key(self) -> tuple[object, ...]:
+        """Return everything that decides the future, hashable; sessions count by which one is the present one."""
+        return (
+            self.agent.state_key(),
+            (self.worker.open, self.worker.epoch_seen),
+            tuple([tuple(slots) for slots in self.device.slots]),
+            tuple([(s, r, self.paths[s][-1]) for s, r in self.request_of.items()]),
+            tuple([self._link_key(link) for link in self.links]),
+            tuple([manager.state_key() for manager in self.managers]),
+            (self.index.counter, self.index.fence, self.index.generation, self.index.entries),
+            (self.unsubmitted, tuple(self.ended), self.faults_in_all, tuple(self.faults_left.items())),
+        )
+
+    def _link_key(self, link: Link) -> tuple[object, ...]:
+        current = link.served is not None and self.managers[link.manager].session() is link.served
+        return (link.manager, link.up, link.deaf, current, _message_keys(link.to_manager), link.to_worker)
+
+
+def _message_keys(messages: tuple[tuple[Attach, Inventory] | Report, ...]) -> tuple[object, ...]:
+    return tuple([m if isinstance(m, Report) else m[1] for m in messages])

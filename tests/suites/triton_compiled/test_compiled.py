@@ -1,0 +1,52 @@
+"""What production launches, compiled for three generations of chips: nothing spills, all fits, the right units work.
+
+Run in a process of their own (`pytest tests/suites/triton_compiled`): compiling and interpreting do not mix.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.suites.triton_compiled.compiling import CHIPS
+from tests.suites.triton_compiled.workloads import WORKLOADS, Attention, Results
+
+WAIT_SECONDS = 100
+
+
+@pytest.fixture(params=CHIPS, ids="sm_{}".format)
+def chip(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_nothing_spills_and_all_fits(results: Results, chip: int, name: str) -> None:
+    for found in results[chip, name].result(WAIT_SECONDS):
+        assert found.stack_bytes == 0, found
+        assert found.shared_bytes <= CHIPS[chip].shared_bytes, found
+        # A multiprocessor has 64 K registers.
+        assert found.registers * found.warps * 32 <= 65536, found
+
+
+@pytest.mark.parametrize("name", [name for name, workload in WORKLOADS.items() if isinstance(workload, Attention)])
+def test_a_layer_writes_attends_twice_and_merges(results: Results, chip: int, name: str) -> None:
+    kernels = [found.kernel for found in results[chip, name].result(WAIT_SECONDS)]
+    assert kernels == ["write_kv_kernel", "attend_kernel", "attend_kernel", "merge_kernel"]
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "mistral, large blocks", "llama, int8", "llama, fp8", "gemma2 9b", "gpt-oss"]
+)
+def test_products_run_on_the_units_of_the_chip_behind_loads_ahead(results: Results, chip: int, name: str) -> None:
+    prefill, decode = results[chip, name].result(WAIT_SECONDS)[1:3]
+    assert prefill.matrix_unit == {80: "mma", 90: "wgmma", 100: "tcgen05"}[chip]
+    assert decode.matrix_unit == "mma"  # 16 rows: the larger units take 64 and more
+    assert prefill.loads_ahead
+    assert decode.loads_ahead
+
+
+@pytest.mark.parametrize("name", ["llama", "llama, int8", "llama, fp8", "qwen2 0.5b, float16", "gpt-oss"])
+def test_two_programs_at_least_decode_on_a_multiprocessor(results: Results, chip: int, name: str) -> None:
+    """And with two tiles ahead in each, loads outlast what a program computes."""
+    decode = results[chip, name].result(WAIT_SECONDS)[2]
+    assert 2 * (decode.shared_bytes + 1024) <= CHIPS[chip].shared_bytes + 1024
+    assert 2 * decode.registers * decode.warps * 32 <= 65536

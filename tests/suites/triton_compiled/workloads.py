@@ -1,0 +1,118 @@
+"""Layers as models have them, and the host code that launches their kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from common.types import KvGeometry
+from gpuworker.attention.interface import LayerAttention
+from gpuworker.attention.triton_backend import TritonAttention
+from gpuworker.attention.triton_tuning import Chip
+from gpuworker.kernels.triton_elementwise import add_rms_norm, rms_norm, silu_and_mul
+from gpuworker.kernels.triton_rope import QkNorm, rope_and_write, rope_table
+from gpuworker.memory.kv_cache import KvCache
+from tests.suites.triton_compiled.compiling import CHIPS, Compiled, compile_launches
+from tests.support.gpuworker.attention_reference import CPU, Case, random_step
+
+# A decode that is cut and a prefill, on blocks smaller and larger than tiles: every way through the launches.
+ROWS = ((900, 1), (3, 20))
+
+
+class Workload(Protocol):
+    """Something that launches kernels."""
+
+    def prepared(self, chip: Chip) -> Callable[[], object]:
+        """Return what launches them on this chip."""
+        ...
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A layer's attention: its heads, the types of cache and queries, and its options."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim_k: int
+    head_dim_v: int
+    cache_dtype: str = "bfloat16"
+    dtype: torch.dtype = torch.bfloat16
+    window: int | None = None
+    softcap: float | None = None
+    with_sinks: bool = False
+    block_size: int = 16
+
+    def prepared(self, chip: Chip) -> Callable[[], object]:
+        step = random_step(Case(ROWS, 128, self.num_heads, self.num_kv_heads, self.head_dim_k, self.head_dim_v, 1))
+        geometry = KvGeometry(1, self.num_kv_heads, self.head_dim_k, self.head_dim_v, self.cache_dtype)
+        attention = TritonAttention(KvCache(geometry, 2, self.block_size, CPU), chip=chip)
+        sinks = torch.zeros(self.num_heads, dtype=self.dtype) if self.with_sinks else None
+        layer = LayerAttention(0, 0.1, self.window, self.softcap, sinks)
+        inputs = [t.to(self.dtype) for t in (step.query, step.key, step.value)]
+        attention.begin(step.metadata)
+        return lambda: attention.write_and_attend(layer, *inputs)
+
+
+@dataclass(frozen=True)
+class LeanLayer:
+    """What stands between the matrix products of a Llama-like layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden: int
+    cache_dtype: str = "bfloat16"
+    qk_norm: bool = False
+
+    def prepared(self, chip: Chip) -> Callable[[], object]:
+        geometry = KvGeometry(1, self.num_kv_heads, self.head_dim, self.head_dim, self.cache_dtype)
+        cache = KvCache(geometry, 2, 16, CPU)
+        qkv, x, gate_up = (
+            torch.zeros((4, width), dtype=torch.bfloat16)
+            for width in ((self.num_heads + 2 * self.num_kv_heads) * self.head_dim, self.hidden, 7 * self.hidden)
+        )
+        weight, head_weight = x[0], qkv[0, : self.head_dim]
+        norm = QkNorm(head_weight, head_weight, 1e-6) if self.qk_norm else None
+        table = rope_table(torch.ones(self.head_dim // 2), 8)
+        positions = torch.zeros(4, dtype=torch.int32)
+
+        def launch() -> None:
+            rms_norm(x, weight, 1e-6)
+            add_rms_norm(x, x, weight, 1e-6)
+            rope_and_write(cache, 0, qkv, table, positions, positions, norm)
+            silu_and_mul(gate_up)
+
+        return launch
+
+
+WORKLOADS: dict[str, Workload] = {
+    "llama": Attention(32, 8, 128, 128),
+    "llama, int8": Attention(32, 8, 128, 128, "int8"),
+    "llama, fp8": Attention(32, 8, 128, 128, "fp8"),
+    "qwen2 0.5b, float16": Attention(14, 2, 64, 64, "float16", torch.float16),
+    "mistral, large blocks": Attention(32, 8, 128, 128, window=4096, block_size=256),
+    "gemma2 9b": Attention(16, 8, 256, 256, window=4096, softcap=50.0),
+    "gemma2 9b, fp8": Attention(16, 8, 256, 256, "fp8", window=4096, softcap=50.0),
+    "gpt-oss": Attention(64, 8, 64, 64, window=128, with_sinks=True),
+    "all options, int8": Attention(32, 8, 128, 128, "int8", window=128, softcap=30.0, with_sinks=True),
+    "qwen2 0.5b, int8": Attention(14, 2, 64, 64, "int8"),
+    "phi3 mini": Attention(32, 32, 96, 96),
+    "deepseek": Attention(16, 16, 192, 128),
+    "wide heads": Attention(8, 1, 512, 512),
+    "one kv head": Attention(71, 1, 64, 64),
+    "float32": Attention(32, 8, 64, 64, "float32", torch.float32),
+    "lean llama 8b": LeanLayer(32, 8, 128, 4096),
+    "lean qwen3 0.6b": LeanLayer(16, 8, 128, 1024, qk_norm=True),
+    "lean qwen2 0.5b, fp8": LeanLayer(14, 2, 64, 896, "fp8"),
+}
+
+Results = dict[tuple[int, str], "Future[list[Compiled]]"]
+
+
+def compiled(chip: int, name: str) -> list[Compiled]:
+    """Return what a workload launches on a chip, in the order of the launches."""
+    return compile_launches(CHIPS[chip], WORKLOADS[name].prepared(CHIPS[chip]))

@@ -1,0 +1,86 @@
+"""The lean path of the GPU with its real kernels: it computes what the hosted path does, also as padded graphs."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from common.types import SamplingParams
+from gpuworker.attention.step_inputs import StagedStep, pack_rows
+from gpuworker.attention.torch_backend import TorchAttention
+from gpuworker.attention.triton_backend import TritonAttention
+from gpuworker.kernels import triton_elementwise
+from gpuworker.memory.token_table import TokenTable
+from gpuworker.models.llama.gpu_model import LeanGpuModel
+from gpuworker.models.llama.gpu_weights import fused_weights
+from gpuworker.runner.cuda_graphs import GraphLauncher, GraphParts, RepeatingRecorder
+from gpuworker.runner.graph_inputs import GraphInputs
+from gpuworker.runner.launcher import EagerLauncher, LaidOutStep, StepLauncher
+from gpuworker.sampling.sampler import SampledRow, SamplingBatch
+from tests.suites.triton_interpreted.attention_cases import small
+from tests.support.gpuworker.llama_cases import BLOCK_SIZE, Case, case_tokens, make_case, steps
+
+CPU = torch.device("cpu")
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def lean(case: Case) -> LeanGpuModel:
+    weights = fused_weights(case.spec, case.tensor, torch.float32, CPU)
+    return LeanGpuModel(case.config, weights, "float32", 64, triton_elementwise)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3, wide heads", "qwen3 with biases", "mistral, a window"])
+def test_logits_are_those_of_the_hosted_path(name: str) -> None:
+    case = make_case(name)
+    tokens = case_tokens(case.spec)
+    ours = torch.cat(list(steps(lean(case), TritonAttention(case.cache()), tokens)))
+    theirs = torch.cat(list(steps(case.hosted, TorchAttention(case.cache()), tokens)))
+    assert ours.argmax(-1).tolist() == theirs.argmax(-1).tolist()
+    torch.testing.assert_close(ours, theirs, atol=5e-5, rtol=5e-5)
+
+
+class Decoding:
+    """Three sequences in seats 0 to 2, the first two on one block to begin with, run step by step."""
+
+    def __init__(self, case: Case, graphs: bool) -> None:
+        model, cache, heads = lean(case), case.cache(12), case.spec.num_heads
+        self._vocab, self.tokens = case.spec.vocab_size, TokenTable(3, 33, CPU)
+        attention = TritonAttention(cache, tuned=small(2), cascade_bytes=1)
+        self.launcher: StepLauncher = EagerLauncher(model, attention, self.tokens)
+        if graphs:
+            attention.reserve_padded(4, heads, torch.float32)
+            plan = partial(attention.begin_padded, num_heads=heads, dtype=torch.float32)
+            inputs = GraphInputs(4, cache, 32, self.tokens.spare)
+            parts = GraphParts(model, attention, plan, self.tokens, inputs, (4,))
+            self.launcher = self.graphs = GraphLauncher(parts, self.launcher, RepeatingRecorder())
+        for seat in range(3):
+            self.tokens.write(seat, [5 + seat * (seat // 2), 9, 70, 31, 12 - seat])
+
+    def step(self, start: list[int], length: list[int]) -> None:
+        table = np.array([[0, 1, 2, 3], [0, 4, 5, 6], [7, 8, 9, 10]], dtype=np.int32)
+        rows = pack_rows(np.array(start, dtype=np.int32), np.array(length, dtype=np.int32), table, BLOCK_SIZE)
+        seats = np.arange(3, dtype=np.int32)
+        batch = SamplingBatch([SampledRow(GREEDY, 4)] * 3, self._vocab, CPU)
+        staged = StagedStep(rows, seats, np.ones(3, dtype=bool), self.tokens.width)
+        point = batch.at(rows.context_len.astype(np.int64), seats)
+        self.launcher.launch(LaidOutStep(staged, staged.on(CPU), point, batch))
+
+
+def test_padded_decodes_draw_what_kernels_draw_one_by_one() -> None:
+    drawn = []
+    for graphs in (False, True):
+        decoding = Decoding(make_case("llama"), graphs)
+        decoding.step([0, 0, 0], [5, 5, 2])
+        for n in range(4):
+            decoding.step([5 + n, 5 + n, 2 + n], [1, 1, 1])
+        drawn.append(decoding.tokens.tensor.tolist())
+    assert drawn[0] == drawn[1]
+    assert len({tuple(row[5:10]) for row in drawn[0]}) == 3
+
+
+def test_each_way_to_plan_has_a_graph() -> None:
+    graphs = Decoding(make_case("llama"), graphs=True).graphs
+    assert graphs.count == 3 + 2  # short contexts, contexts that are cut, shared blocks; and two ways to draw

@@ -1,0 +1,113 @@
+"""Doubles of the engine's neighbours: runners whose steps end when told or at once, a manager the test speaks for."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from common.errors import EngineFailure
+from common.lease import Attach, Inventory, LeaseEvent, Report
+from common.types import SamplingParams, SequenceId
+from gpuworker.core.batch_plan import StepPlan, StepResult
+from tests.support.gpuworker.engine_harness import PATIENCE
+
+
+class ManualRunner:
+    """Runs a step when told to. It draws 7 for every row, or what `draws` says."""
+
+    def __init__(self, draws: Callable[[StepPlan], int] = lambda plan: 7) -> None:
+        self._draws = draws
+        self._changed = threading.Condition()
+        self.submitted: deque[tuple[StepPlan, Future[StepResult]]] = deque()
+        self.known: dict[SequenceId, list[int]] = {}
+        self.submissions = 0
+        self._released = False
+
+    def add(self, sequence: SequenceId, tokens: Sequence[int], sampling: SamplingParams, prompt_tokens: int) -> None:
+        assert sequence not in self.known
+        self.known[sequence] = list(tokens)
+
+    def remove(self, sequence: SequenceId) -> None:
+        del self.known[sequence]
+
+    def submit(self, plan: StepPlan) -> Future[StepResult]:
+        assert {row.sequence for row in plan.rows} <= self.known.keys()
+        future: Future[StepResult] = Future()
+        with self._changed:
+            released = self._released
+            if not released:
+                self.submitted.append((plan, future))
+            self.submissions += 1
+            self._changed.notify_all()
+        if released:
+            future.set_result(self._result(plan))
+        return future
+
+    def close(self) -> None:
+        assert not self.known, "sequences that were never removed"
+
+    def await_submissions(self, count: int) -> None:
+        """Wait until so many steps were submitted in all."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.submissions >= count, PATIENCE)
+
+    def step(self) -> StepPlan:
+        """Complete the oldest step; wait for one if there is none."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: bool(self.submitted), PATIENCE)
+            plan, future = self.submitted.popleft()
+        future.set_result(self._result(plan))
+        return plan
+
+    def _result(self, plan: StepPlan) -> StepResult:
+        return StepResult(plan.step, {r.sequence: (self._draws(plan),) for r in plan.rows if r.samples})
+
+    def release(self) -> None:
+        """Complete what runs, and from now on each step as it is submitted."""
+        with self._changed:
+            self._released = True
+            running, self.submitted = self.submitted, deque()
+        for plan, future in running:
+            future.set_result(self._result(plan))
+
+    def fail(self) -> None:
+        """Fail every step that runs or waits."""
+        with self._changed:
+            failed, self.submitted = self.submitted, deque()
+        for _, future in failed:
+            future.set_exception(EngineFailure("the device is gone"))
+
+
+class InstantRunner(ManualRunner):
+    """Runs each step as it is submitted."""
+
+    def __init__(self, draws: Callable[[StepPlan], int] = lambda plan: 7) -> None:
+        super().__init__(draws)
+        self.release()
+
+
+class ScriptedChannel:
+    """A manager that the test speaks for."""
+
+    def __init__(self) -> None:
+        self.events: deque[LeaseEvent] = deque()
+        self.attached: list[tuple[Attach, Inventory]] = []
+        self.reports: list[tuple[int, Report]] = []
+        self.reconnects = 0
+
+    def poll(self) -> list[LeaseEvent]:
+        events = list(self.events)
+        for _ in events:
+            self.events.popleft()
+        return events
+
+    def attach(self, attach: Attach, inventory: Inventory) -> None:
+        self.attached.append((attach, inventory))
+
+    def send(self, session: int, report: Report) -> None:
+        self.reports.append((session, report))
+
+    def reconnect(self) -> None:
+        self.reconnects += 1

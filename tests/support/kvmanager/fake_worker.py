@@ -1,0 +1,290 @@
+"""A small worker that keeps the lease protocol, one step at a time, with content that shows every wrong read.
+
+A slot holds the digest of all tokens up to its own; a sequence that reads it compares that with its own tokens. Nothing
+overlaps here (no step is in flight when a report is made): the executable model of the protocol has that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from common.hashing import chain, extend, key_of
+from common.lease import Admit, Batch, Claim, Copy, Inventory, InventorySequence, Report, Reserve
+from common.types import TRIMMED, BlockHash, BlockId, FinishReason, SequenceId, SequencePhase
+from tests.support.kvmanager.ledgers import ROOT
+
+WAITING, RUNNING = SequencePhase.WAITING, SequencePhase.RUNNING
+DRAINING_FINISH, DRAINING_PREEMPT = SequencePhase.DRAINING_FINISH, SequencePhase.DRAINING_PREEMPT
+
+
+@dataclass
+class Live:
+    """One sequence at the worker."""
+
+    reserve: Reserve
+    arrival: int
+    tokens: list[int]
+    phase: SequencePhase = WAITING
+    row: list[BlockId] = field(default_factory=list)
+    pos: int = 0
+    trimmed: int = 0
+    reason: FinishReason = FinishReason.STOP
+
+    digests: list[int] = field(default_factory=list)
+    links: list[bytes] = field(default_factory=list)
+
+    def digest(self, position: int) -> int:
+        """Return what the slot of a position must hold."""
+        while len(self.digests) <= position:
+            before = self.digests[-1] if self.digests else 0
+            self.digests.append(hash((before, self.tokens[len(self.digests)])))
+        return self.digests[position]
+
+    def link(self, index: int, block_size: int) -> bytes:
+        """Return the link of the hash chain for a full block."""
+        while len(self.links) <= index:
+            start = len(self.links) * block_size
+            parent = self.links[-1] if self.links else ROOT
+            self.links.append(extend(parent, self.tokens[start : start + block_size]))
+        return self.links[index]
+
+
+class FakeWorker:
+    """Rows, lease pool and content of one worker. Every method leaves it between two steps."""
+
+    def __init__(
+        self, num_blocks: int, block_size: int, vocabulary: int = 2, window: int = 0, runway: int = 32
+    ) -> None:
+        self.block_size, self.vocabulary, self.window, self.runway = block_size, vocabulary, window, runway
+        self.content: list[list[int]] = [[] for _ in range(num_blocks)]
+        self.hash: dict[BlockId, tuple[BlockHash, BlockHash | None]] = {}
+        self.used = [0] * num_blocks
+        self.live: dict[SequenceId, Live] = {}
+        self.pool: list[BlockId] = []
+        self.target = 0
+        self.steps = 0
+        self.next_id = 0
+        self.drop_report()
+
+    def drop_report(self) -> None:
+        """Forget what was not reported yet; the next inventory contains it."""
+        self.reserved: list[Reserve] = []
+        self.bound: list[tuple[SequenceId, BlockId]] = []
+        self.sealed: list[tuple[BlockId, BlockHash]] = []
+        self.trimmed: list[tuple[SequenceId, int]] = []
+        self.ended: list[tuple[SequenceId, FinishReason]] = []
+        self.stalled: set[SequenceId] = set()
+
+    # ------------------------------------------------------------ requests
+
+    def submit(
+        self,
+        tokens: Sequence[int],
+        max_len: int,
+        priority: int = 0,
+        fork_of: SequenceId | None = None,
+        cached: bool = True,
+    ) -> SequenceId:
+        """Take a request and return its sequence."""
+        number = SequenceId(self.next_id)
+        self.next_id += 1
+        keys = tuple(map(key_of, chain(ROOT, tokens, self.block_size))) if cached else ()
+        reserve = Reserve(number, len(tokens), max_len, priority, keys, fork_of, f"r{number}")
+        self.live[number] = Live(reserve, number, list(tokens))
+        self.reserved.append(reserve)
+        return number
+
+    def cancel(self, number: SequenceId, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """End a sequence; ending it twice, or one that is gone, does nothing."""
+        live = self.live.get(number)
+        if live is None or live.phase is DRAINING_FINISH:
+            return
+        live.reason = reason
+        if live.phase is WAITING:
+            self.ended.append((number, reason))
+            del self.live[number]
+        else:
+            live.phase = DRAINING_FINISH
+
+    # ------------------------------------------------------------ M -> W
+
+    def deliver(self, batch: Batch | None) -> None:
+        """Apply a batch in the order of its columns."""
+        if batch is None:
+            return
+        self.target = batch.lease_target
+        copied = {copy.dst: self._copied(copy) for copy in batch.copy}
+        for admit in batch.admit:
+            self._admit(admit, copied)
+        for block in batch.lease:
+            self._reset(block)
+            self.pool.append(block)
+        for order in batch.preempt:
+            live = self.live.get(order.sequence)
+            if live is not None and live.phase is RUNNING:
+                live.phase = DRAINING_PREEMPT
+        for number in batch.cancel:
+            self.cancel(number)
+
+    def _copied(self, copy: Copy) -> list[int]:
+        return self.content[copy.src][: copy.length % self.block_size or self.block_size]
+
+    def _admit(self, admit: Admit, copied: dict[BlockId, list[int]]) -> None:
+        for block in admit.row[admit.n_shared :]:
+            self._reset(block)
+            self.content[block] = copied.get(block, [])
+        live = self.live.get(admit.sequence)
+        if live is not None and live.phase is WAITING:
+            live.row, live.phase, live.pos, live.trimmed = list(admit.row), RUNNING, 0, 0
+
+    def _reset(self, block: BlockId) -> None:
+        self.content[block] = []
+        self.hash.pop(block, None)
+
+    # ------------------------------------------------------------ steps
+
+    def step(self, budget: int = 64) -> None:
+        """Run one step over all running sequences, most senior first."""
+        self.steps += 1
+        self.stalled.clear()
+        for live in sorted(self.live.values(), key=lambda each: (-each.reserve.priority, each.arrival)):
+            if live.phase is RUNNING:
+                budget -= self._run(live, budget)
+        if self.window:
+            self._trim()
+
+    def _run(self, live: Live, budget: int) -> int:
+        start = self._advance(live)
+        while live.pos < len(live.tokens) and live.pos - start < budget:
+            index, slot = divmod(live.pos, self.block_size)
+            if index == len(live.row) and not self._bind(live):
+                self.stalled.add(live.reserve.sequence)
+                break
+            content = self.content[live.row[index]]
+            if len(content) > slot and live.pos < len(live.tokens) - 1:
+                break
+            assert len(content) == slot, "a slot is written once between two resets"
+            content.append(live.digest(live.pos))
+            live.pos += 1
+            if slot + 1 == self.block_size:
+                self._seal(live, index)
+        self._check(live)
+        if live.pos == len(live.tokens):
+            self._draw(live)
+        return live.pos - start
+
+    def _advance(self, live: Live) -> int:
+        while live.pos < len(live.tokens) - 1:
+            index, slot = divmod(live.pos, self.block_size)
+            if index >= len(live.row) or len(self.content[live.row[index]]) <= slot:
+                break
+            live.pos += 1
+        return live.pos
+
+    def _bind(self, live: Live) -> bool:
+        if not self.pool:
+            return False
+        block = self.pool.pop(0)
+        self._reset(block)
+        live.row.append(block)
+        self.bound.append((live.reserve.sequence, block))
+        return True
+
+    def _check(self, live: Live) -> None:
+        """Compare every slot that the sequence has read with its own tokens."""
+        for index, block in enumerate(live.row):
+            start, end = index * self.block_size, min((index + 1) * self.block_size, live.pos)
+            if block == TRIMMED or start >= end:
+                continue
+            live.digest(end - 1)
+            held = self.content[block][: end - start]
+            assert held == live.digests[start:end], f"block {block} holds another prompt's content"
+            self.used[block] = self.steps
+
+    def _seal(self, live: Live, index: int) -> None:
+        uncached = len(live.reserve.chain) == 0 and live.reserve.known >= self.block_size
+        if uncached or self.window:
+            return
+        block, key = live.row[index], key_of(live.link(index, self.block_size))
+        self.hash[block] = (key, key_of(live.link(index - 1, self.block_size)) if index else None)
+        self.sealed.append((block, key))
+
+    def _draw(self, live: Live) -> None:
+        if len(live.tokens) == live.reserve.max_len:
+            live.reason, live.phase = FinishReason.LENGTH, DRAINING_FINISH
+        else:
+            live.tokens.append((live.reserve.sequence * 7 + len(live.tokens)) % self.vocabulary)
+
+    def _trim(self) -> None:
+        for live in self.live.values():
+            out = max(0, live.pos - self.window) // self.block_size
+            if live.phase is RUNNING and out > live.trimmed:
+                live.row[live.trimmed : out] = [TRIMMED] * (out - live.trimmed)
+                live.trimmed = out
+                self.trimmed.append((live.reserve.sequence, out))
+
+    # ------------------------------------------------------------ W -> M
+
+    def report(self) -> Report:
+        """Return what changed; draining sequences leave, and what the pool holds beyond its target is returned."""
+        preempted = []
+        for number, live in list(self.live.items()):
+            if live.phase is DRAINING_FINISH:
+                self.ended.append((number, live.reason))
+                del self.live[number]
+            elif live.phase is DRAINING_PREEMPT:
+                preempted.append((number, len(live.tokens)))
+                live.phase, live.row, live.pos, live.trimmed = WAITING, [], 0, 0
+        returned, self.pool = self.pool[self.target :], self.pool[: self.target]
+        report = Report(
+            step=self.steps,
+            reserve=tuple(self.reserved),
+            bind=tuple(self.bound),
+            seal=tuple(self.sealed),
+            trim=tuple(self.trimmed),
+            returned=tuple(returned),
+            preempted=tuple(preempted),
+            finished=tuple(self.ended),
+            stalled=tuple(sorted(self.stalled)),
+            lease_want=self._lease_want(),
+        )
+        stalled = self.stalled
+        self.drop_report()
+        self.stalled = stalled
+        return report
+
+    def _lease_want(self) -> int:
+        want = 0
+        for live in self.live.values():
+            if live.phase is RUNNING:
+                reach = min(len(live.tokens) + self.runway, live.reserve.max_len)
+                want += max(0, -(-reach // self.block_size) - len(live.row))
+        return want
+
+    def inventory(self) -> Inventory:
+        """Return everything held, for a new session; nothing that was not reported counts any more."""
+        self.drop_report()
+        index = {block: number for number, block in enumerate(self._by_depth())}
+        first = {self.hash[block][0]: number for block, number in reversed(index.items())}
+        claims = []
+        for block in index:
+            key, parent = self.hash[block]
+            # -2: its parent is held nowhere any more, so nobody may believe the claim.
+            claims.append(Claim(block, key, -1 if parent is None else first.get(parent, -2), self.used[block]))
+        sequences = tuple(self._described(live) for live in self.live.values())
+        return Inventory(sequences, tuple(self.pool), tuple(claims))
+
+    def _by_depth(self) -> list[BlockId]:
+        parents = dict(self.hash.values())
+
+        def depth(key: BlockHash) -> int:
+            parent = parents.get(key)
+            return 0 if parent is None else 1 + depth(parent)
+
+        return sorted(self.hash, key=lambda block: depth(self.hash[block][0]))
+
+    def _described(self, live: Live) -> InventorySequence:
+        old = live.reserve
+        now = Reserve(old.sequence, len(live.tokens), old.max_len, old.priority, old.chain, old.fork_of, old.request_id)
+        return InventorySequence(now, live.phase, live.arrival, tuple(live.row))

@@ -1,0 +1,196 @@
+"""A frontend over worker doubles, with everything real between admission and the workers' sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import Tracer
+from prometheus_client import CollectorRegistry
+
+from common.clock import SystemClock
+from common.decisions.ring import DecisionRing
+from common.types import BlockHash, PoolIdentity, SamplingParams
+from router.core.admission import Admission, AdmissionLimits
+from router.core.events import FinishedEvent, GenerateEvent, TokensEvent, ValidatedRequest
+from router.core.identity import UNKNOWN_GEOMETRY
+from router.core.routing import Router
+from router.observe.metrics import RouterMetrics
+from router.observe.recorder import Recorder
+from router.ports import TextAssembler, TextDelta
+from router.requests.dispatcher import Dispatcher
+from router.requests.frontend import RouterFrontend
+from router.workers.client import Pacing, RouterIdentity
+from router.workers.pool import WorkerPool
+from tests.support.router.fake_worker import IDENTITY, PATIENCE_S, WorkerDouble
+
+QUICK = Pacing(first=0.01, most=0.05, hello=1.0)
+CLOCK = SystemClock()
+
+
+class Words:
+    """A TextAssembler that writes token 101 as "<101>" and stops at a string of that form, wherever it comes."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+
+    def push(self, token_ids: Sequence[int]) -> TextDelta:
+        text = ""
+        for taken, token in enumerate(token_ids, start=1):
+            word = f"<{token}>"
+            if word in self._stops:
+                return TextDelta(text, taken, word)
+            text += word
+        return TextDelta(text, len(token_ids))
+
+    def finish(self) -> str:
+        return "."
+
+
+class WordAssemblers:
+    """Makes Words."""
+
+    def assembler(self, sampling: SamplingParams) -> TextAssembler:
+        return Words(sampling.stop)
+
+
+class FixedIndex:
+    """A PrefixIndex that gives one answer."""
+
+    def __init__(self, answer: Mapping[str, int] | None = None) -> None:
+        self.answer, self.asked = answer, [()] * 0
+        self.connected = answer is not None
+
+    async def lookup(self, chain: Sequence[BlockHash]) -> Mapping[str, int] | None:
+        self.asked.append(tuple(chain))  # type: ignore[arg-type]
+        return self.answer
+
+
+@dataclass
+class Bench:
+    """The frontend, and what a test looks at."""
+
+    frontend: RouterFrontend
+    pool: WorkerPool
+    admission: Admission
+    index: FixedIndex
+    decisions: DecisionRing
+    spans: InMemorySpanExporter
+    registry: CollectorRegistry
+    tracer: Tracer
+    # What the latest request has yielded so far.
+    seen: list[GenerateEvent] = field(default_factory=list)
+
+    def span(self, name: str) -> ReadableSpan:
+        """Return the one span of this name that has ended."""
+        (found,) = [span for span in self.spans.get_finished_spans() if span.name == name]
+        return found
+
+    def failure(self, name: str) -> str | None:
+        """Return what the one span of this name says went wrong; None when it is ok."""
+        status = self.span(name).status
+        return None if status.is_ok else status.description
+
+    async def events(self, request: ValidatedRequest) -> list[GenerateEvent]:
+        """Return everything that a request yields."""
+        async with asyncio.timeout(PATIENCE_S), aclosing(self.frontend.generate(request)) as events:
+            self.seen = seen = []
+            async for event in events:
+                seen.append(event)  # noqa: PERF401 - a test looks at what there is when the next one raises
+            return seen
+
+    async def connected(self, count: int) -> None:
+        """Wait until so many workers are connected."""
+        await self.until(lambda: len(self.pool.models()) == count)
+
+    async def until(self, true: Callable[[], bool]) -> None:
+        """Let everything else run until `true` is so."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not true():  # noqa: ASYNC110 - what is waited for has no event of its own
+                await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def frontend_over(
+    *workers: WorkerDouble,
+    limits: AdmissionLimits | None = None,
+    index: FixedIndex | None = None,
+    patience: float = PATIENCE_S,
+    eos: tuple[int, ...] = (),
+) -> AsyncIterator[Bench]:
+    """Start workers and a frontend that is connected to all of them."""
+    identity = PoolIdentity("", IDENTITY.tokenizer_fingerprint, IDENTITY.block_size, UNKNOWN_GEOMETRY)
+    pool = WorkerPool(RouterIdentity("router", b"i" * 16), identity, CLOCK, QUICK)
+    index, decisions, registry, spans = index or FixedIndex(), DecisionRing(1000), CollectorRegistry(), _spans()
+    numbers = itertools.count(1)
+    new_id = lambda: f"id-{next(numbers)}"  # noqa: E731
+    dispatcher = Dispatcher(pool, Router(CLOCK, new_id, seed=1), index, decisions, CLOCK, patience)
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    tracer = provider.get_tracer("test")
+    recorder = Recorder(RouterMetrics(registry), decisions, tracer, CLOCK, new_id)
+    admission = Admission(limits or AdmissionLimits())
+    frontend = RouterFrontend(dispatcher, admission, WordAssemblers(), recorder, eos)
+    bench = Bench(frontend, pool, admission, index, decisions, spans, registry, tracer)
+    try:
+        for worker in workers:
+            await worker.start()
+            pool.add(worker.address)
+        await bench.connected(len(workers))
+        yield bench
+    finally:
+        await pool.aclose()
+        for worker in workers:
+            await worker.kill()
+
+
+def _spans() -> InMemorySpanExporter:
+    return InMemorySpanExporter()
+
+
+def request(prompt: int = 10, **fields: object) -> ValidatedRequest:
+    """Return a request for a prompt of 1, 2, 3, ...; fields of SamplingParams go there, the others to the request."""
+    names = set(SamplingParams.__dataclass_fields__)
+    sampling = SamplingParams(**{"max_tokens": 3} | {key: fields.pop(key) for key in list(fields) if key in names})  # type: ignore[arg-type]
+    return ValidatedRequest(tuple(range(1, prompt + 1)), sampling, CLOCK.monotonic(), **fields)  # type: ignore[arg-type]
+
+
+@asynccontextmanager
+async def in_background(bench: Bench, wanted: ValidatedRequest) -> AsyncIterator[asyncio.Task[list[GenerateEvent]]]:
+    """Run a request beside the test; it is cancelled at the end if it still runs."""
+    task = asyncio.create_task(bench.events(wanted))
+    try:
+        yield task
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError, Exception):
+            await task
+
+
+def tokens_of(events: list[GenerateEvent], index: int = 0) -> list[int]:
+    """Return the tokens that a client saw of one sequence."""
+    parts = [event.token_ids for event in events if isinstance(event, TokensEvent) and event.index == index]
+    return [token for part in parts for token in part]
+
+
+def text_of(events: list[GenerateEvent], index: int = 0) -> str:
+    """Return the text that a client saw of one sequence."""
+    return "".join(event.text for event in events if isinstance(event, TokensEvent) and event.index == index)
+
+
+def ends_of(events: list[GenerateEvent]) -> dict[int, FinishedEvent]:
+    """Return how each sequence ended."""
+    return {event.index: event for event in events if isinstance(event, FinishedEvent)}
+
+
+def nothing_left(bench: Bench) -> bool:
+    """Return whether all books are empty again."""
+    books = bench.admission
+    outstanding = sum(model.outstanding for model in bench.pool.models())
+    return (books.queued, books.running, books.tokens_in_flight, outstanding) == (0, 0, 0, 0)

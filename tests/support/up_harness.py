@@ -1,0 +1,78 @@
+"""`quire up` as a process of its own, and what a person sees of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+
+from cli.suite.stack import free_ports
+from tests.support.checkpoints import checkpoint
+
+READY_SECONDS = 60.0
+
+
+def quire(
+    *words: str, timeout: float = 60.0, environ: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end."""
+    command = [sys.executable, "-m", "cli.main", *words]
+    env = {**os.environ, **(environ or {})}
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, env=env)
+
+
+class Up:
+    """A running `quire up` on free ports, of one worker on a tiny random checkpoint."""
+
+    def __init__(self, folder: Path, *words: str, environ: Mapping[str, str] | None = None) -> None:
+        self.port, http_port, manager_port, worker_port = free_ports(4)
+        flags = {
+            "model": checkpoint("llama"),
+            "port": self.port,
+            "http-port": http_port,
+            "manager-port": manager_port,
+            "worker-port": worker_port,
+            "state-dir": folder,
+        }
+        given = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+        self.lines: list[str] = []
+        self._more = threading.Condition()
+        command = [sys.executable, "-m", "cli.main", "up", *given, *words]
+        env = {**os.environ, **(environ or {})}
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+        self.address = f"127.0.0.1:{self.port}"
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as lines:
+            for line in lines:
+                with self._more:
+                    self.lines.append(line)
+                    self._more.notify_all()
+
+    def until(self, words: str) -> None:
+        """Wait until it says these words; fail with all that it said when it never does."""
+        with self._more:
+            said = self._more.wait_for(lambda: any(words in line for line in self.lines), READY_SECONDS)
+        assert said, "".join(self.lines)
+
+    def close(self) -> None:
+        """End it, if it still runs."""
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+
+    def children(self) -> list[psutil.Process]:
+        """Return every process below it."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def child(self, word: str) -> psutil.Process:
+        """Return the process below it whose command has this word."""
+        return next(each for each in self.children() if word in " ".join(each.cmdline()))
