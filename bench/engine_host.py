@@ -30,7 +30,7 @@ from opentelemetry.trace import NoOpTracer
 from bench.lib.harness import median_interval, parser, progress, report
 from bench.lib.remote_engine import BLOCK_SIZE, RemoteEngine, local_engine
 from bench.lib.workers import random_prompts
-from common.hashing import chain, key_of, little_endian_int32
+from common.hashing import block_digests, block_hash_of, little_endian_int32
 from common.process import die_with_parent
 from common.rpc.server import RpcServer, open_channel
 from common.wire.packing import pack_hashes, unpack_u32
@@ -72,7 +72,7 @@ async def serve(host: str, runner: str, rows: int) -> None:
     while not engine.load().manager_attached:  # noqa: ASYNC110 - it changes elsewhere
         await asyncio.sleep(0.01)
     limits = SubmitLimits(2048, 2048, BLOCK_SIZE)
-    servicer.serve(Serving(engine, lambda: pb.WorkerInfo(worker_id="w0"), limits, pb.MemoryLedger()))
+    servicer.serve(Serving(engine, lambda: pb.WorkerInfo(worker_id="w0"), limits, pb.MemoryPlan()))
     server = RpcServer(["quire.gpuworker.v1.GpuWorkerService"])
     rpc.add_GpuWorkerServiceServicer_to_server(servicer, server.server)
     print(await server.start("127.0.0.1", 0), flush=True)
@@ -85,12 +85,12 @@ async def serve(host: str, runner: str, rows: int) -> None:
 
 
 def _submit(handle: int, prompt: list[int], count: int) -> pb.StreamRequest:
-    links = chain(bytes(32), prompt, BLOCK_SIZE)
+    digests = block_digests(bytes(32), prompt, BLOCK_SIZE)
     message = pb.Submit(
         handle=handle,
         prompt_token_ids=little_endian_int32(prompt),
-        chain=pack_hashes(map(key_of, links)),
-        chain_tail=links[-1] if links else bytes(32),
+        block_hashes=pack_hashes(map(block_hash_of, digests)),
+        parent_digest=digests[-1] if digests else bytes(32),
         sampling=types.SamplingParams(temperature=0.0, top_p=1.0, repetition_penalty=1.0, max_tokens=count),
     )
     return pb.StreamRequest(submit=message)

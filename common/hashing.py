@@ -20,7 +20,7 @@ HASH_VERSION = b"quire-block-hash-v1"
 KEY_BYTES = 16
 
 
-def chain_root(
+def root_digest(
     model_fingerprint: str,
     tokenizer_fingerprint: str,
     block_size: int,
@@ -45,21 +45,21 @@ def little_endian_int32(tokens: Sequence[int]) -> bytes:
     return packed.tobytes()
 
 
-def extend(parent: bytes, block_tokens: Sequence[int]) -> bytes:
+def next_digest(parent: bytes, block_tokens: Sequence[int]) -> bytes:
     """Return the 32-byte link after `parent` (32 bytes) for one full block of tokens."""
     return hashlib.sha256(parent + little_endian_int32(block_tokens)).digest()
 
 
-def key_of(link: bytes) -> BlockHash:
+def block_hash_of(digest: bytes) -> BlockHash:
     """Return the 16-byte key of a 32-byte link."""
-    return BlockHash(link[:KEY_BYTES])
+    return BlockHash(digest[:KEY_BYTES])
 
 
-def chain(root: bytes, tokens: Sequence[int], block_size: int) -> list[bytes]:
+def block_digests(root: bytes, tokens: Sequence[int], block_size: int) -> list[bytes]:
     """Return the 32-byte links of all full blocks of `tokens`, in order; the partial last block has none."""
-    links: list[bytes] = []
+    digests: list[bytes] = []
     parent, packed, width = root, little_endian_int32(tokens), 4 * block_size
     for end in range(width, len(packed) + 1, width):
         parent = hashlib.sha256(parent + packed[end - width : end]).digest()
-        links.append(parent)
-    return links
+        digests.append(parent)
+    return digests

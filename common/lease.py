@@ -36,17 +36,17 @@ class Attach:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Queue a sequence for blocks. `known` tokens exist; it may grow to `max_len`; `chain` keys its full blocks.
+    """Queue a sequence for blocks. `num_tokens` tokens exist; it may grow to `max_len`; `block_hashes` keys its full blocks.
 
-    An empty `chain` although a full block is known means that the sequence is not to be cached. `fork_of` names a
+    An empty `block_hashes` although a full block is known means that the sequence is not to be cached. `fork_of` names a
     sequence with the same known tokens at submission, whose partial last block may be copied.
     """
 
     sequence: SequenceId
-    known: int
+    num_tokens: int
     max_len: int
     priority: int = 0
-    chain: tuple[BlockHash, ...] = ()
+    block_hashes: tuple[BlockHash, ...] = ()
     fork_of: SequenceId | None = None
     request_id: str = ""
     traceparent: str = ""
@@ -54,16 +54,16 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class InventorySequence:
-    """One live sequence at the instant of an attach. `row` is empty if WAITING; `reserve.known` is its length now."""
+    """One live sequence at the instant of an attach. `block_table` is empty if WAITING; `reserve.num_tokens` is its length now."""
 
     reserve: Reserve
     phase: SequencePhase
     arrival: int
-    row: tuple[BlockId, ...] = ()
+    block_table: tuple[BlockId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class CachedBlock:
     """A block with the K/V of a completed, sealed block. `parent` indexes the inventory's claims; -1 starts a chain."""
 
     block: BlockId
@@ -78,7 +78,7 @@ class Inventory:
 
     sequences: tuple[InventorySequence, ...] = ()
     pool: tuple[BlockId, ...] = ()
-    claims: tuple[Claim, ...] = ()
+    cached_blocks: tuple[CachedBlock, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +135,10 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Give a waiting sequence its row. row[:n_shared] keep fill and hash, the rest is reset; a copy's dst is in it."""
+    """Give a waiting sequence its row. block_table[:n_shared] keep fill and hash, the rest is reset; a copy's dst is in it."""
 
     sequence: SequenceId
-    row: tuple[BlockId, ...]
+    block_table: tuple[BlockId, ...]
     n_shared: int
     cached_tokens: int = 0
     miss_reason: MissReason = MissReason.NEVER_SEEN
@@ -155,7 +155,7 @@ class Preempt:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class GrantBatch:
     """What M grants and orders. W applies the columns in this order, at the cut-off of its next step."""
 
     lease_target: int
@@ -187,7 +187,7 @@ class Granted:
     """A batch of `session`; W drops it when that session is not its current one."""
 
     session: int
-    batch: Batch
+    batch: GrantBatch
 
 
 @dataclass(frozen=True, slots=True)

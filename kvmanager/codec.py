@@ -10,12 +10,12 @@ from quire.kvmanager.v1 import kvmanager_pb2
 
 
 def table_to_proto(table: BlockTable) -> kvmanager_pb2.BlockTable:
-    """Return the message of one sequence's row."""
+    """Return the message of one sequence's block table."""
     return kvmanager_pb2.BlockTable(
         sequence=table.sequence,
         request_id=table.request_id,
         phase=phase_to_proto(table.phase),
-        row=table.row,
+        block_ids=table.block_ids,
         n_shared=table.n_shared,
         sealed_blocks=table.sealed_blocks,
     )
@@ -38,7 +38,7 @@ def pool_to_proto(worker_id: str, counts: PoolCounts) -> kvmanager_pb2.Pool:
         num_blocks=counts.num_blocks,
         free=counts.free,
         leased=counts.leased,
-        row=counts.row,
+        in_use=counts.in_use,
         cached=counts.cached,
         pinned=counts.pinned,
         running=counts.running,

@@ -14,7 +14,7 @@ from kvmanager.core.past_totals import added
 from kvmanager.sessions.attachments import Attachments
 
 _BUCKETS_S: Final = (25e-6, 50e-6, 100e-6, 200e-6, 400e-6, 800e-6, 1.6e-3, 3.2e-3, 6.4e-3, 25e-3, 100e-3)
-_STATES: Final = ("free", "leased", "row", "cached", "pinned")
+_STATES: Final = ("free", "leased", "in_use", "cached", "pinned")
 _TOTALS: Final = {
     "num_preemptions": "Sequences whose blocks were taken back.",
     "kv_evictions": "Cached blocks that were forgotten for others.",
@@ -102,7 +102,7 @@ def _pool_gauges(pools: dict[str, PoolCounts]) -> Iterator[Metric]:
     for worker, pool in pools.items():
         for state in _STATES:
             blocks.add_metric((worker, state), getattr(pool, state))
-        usage.add_metric((worker,), (pool.row + pool.leased + pool.pinned) / pool.num_blocks)
+        usage.add_metric((worker,), (pool.in_use + pool.leased + pool.pinned) / pool.num_blocks)
         running.add_metric((worker,), pool.running)
         waiting.add_metric((worker, "capacity"), pool.capacity)
         waiting.add_metric((worker, "deferred"), pool.deferred)

@@ -42,9 +42,11 @@ class KvManagerServicer(kvmanager_pb2_grpc.KvManagerServiceServicer):
 
     async def Lookup(self, request: kvmanager_pb2.LookupRequest, context: _Context) -> kvmanager_pb2.LookupResponse:
         """Return what the caches hold of a prompt now; it changes nothing, not even what is evicted next."""
-        chain = _chain(request.chain)
+        block_hashes = _chain(request.block_hashes)
         ledgers = self._attachments.ledgers(request.worker_id)
-        matches = [match_to_proto(worker_id, ledger.lookup(chain, request.known)) for worker_id, ledger in ledgers]
+        matches = [
+            match_to_proto(worker_id, ledger.lookup(block_hashes, request.num_tokens)) for worker_id, ledger in ledgers
+        ]
         return kvmanager_pb2.LookupResponse(matches=matches)
 
     async def GetBlockTable(
@@ -70,7 +72,7 @@ class KvManagerServicer(kvmanager_pb2_grpc.KvManagerServiceServicer):
 def _chain(packed: bytes) -> tuple[BlockHash, ...]:
     if len(packed) % KEY_BYTES:
         what = f"is {len(packed)} bytes long; expected {KEY_BYTES} for each full block of the prompt"
-        raise InvalidRequest(FieldViolation("chain", what))
+        raise InvalidRequest(FieldViolation("block_hashes", what))
     return unpack_hashes(packed)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from cli.suite.embedded import EmbeddedChannel
 from common.clock import SystemClock
 from common.errors import EngineFailure
-from common.hashing import chain, chain_root, key_of
+from common.hashing import block_digests, block_hash_of, root_digest
 from common.lease import Attach
 from common.types import FinishReason, KvGeometry, PoolIdentity, SamplingParams, SequenceId
 from gpuworker.core.batch_plan import StepRunner
@@ -99,15 +99,15 @@ class EngineDriver:
 
     def _request(self, prompt: Sequence[int], sampling: SamplingParams) -> EngineRequest:
         output_tokens = sampling.max_tokens
-        root = chain_root("bench", "none", self._config.block_size, "", [])
-        links = chain(root, prompt, self._config.block_size)
+        root = root_digest("bench", "none", self._config.block_size, "", [])
+        digests = block_digests(root, prompt, self._config.block_size)
         sequence = SequenceId(next(self._ids))
         new = NewSequence(
             sequence=sequence,
             request_id=str(sequence),
             tokens=tuple(prompt),
-            chain=tuple(map(key_of, links)),
-            chain_tail=links[-1] if links else root,
+            block_hashes=tuple(map(block_hash_of, digests)),
+            parent_digest=digests[-1] if digests else root,
             max_len=len(prompt) + output_tokens,
             stop=StopRule(output_tokens),
         )

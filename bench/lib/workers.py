@@ -25,7 +25,7 @@ from cli.suite.embedded import EmbeddedChannel
 from cli.suite.stack import free_ports
 from common.clock import SystemClock
 from common.errors import EngineFailure
-from common.hashing import chain, chain_root, key_of
+from common.hashing import block_digests, block_hash_of, root_digest
 from common.lease import Attach, LeaseChannel
 from common.process import die_with_parent
 from common.rpc.health import wait_until_serving
@@ -219,15 +219,15 @@ class BenchWorker:
 
     def _request(self, request: Request) -> EngineRequest:
         extra = [("salt", self._salt)] if self._salt else []
-        root = chain_root("bench", "none", self.config.block_size, "", extra)
-        links = chain(root, request.prompt, self.config.block_size)
+        root = root_digest("bench", "none", self.config.block_size, "", extra)
+        digests = block_digests(root, request.prompt, self.config.block_size)
         sequence = SequenceId(next(self._ids))
         new = NewSequence(
             sequence=sequence,
             request_id=request.rid,
             tokens=tuple(request.prompt),
-            chain=tuple(map(key_of, links)),
-            chain_tail=links[-1] if links else root,
+            block_hashes=tuple(map(block_hash_of, digests)),
+            parent_digest=digests[-1] if digests else root,
             max_len=len(request.prompt) + request.max_new_tokens,
             stop=StopRule(request.max_new_tokens),
         )

@@ -15,7 +15,7 @@ from grpc import aio
 
 from bench.open_loop.plan import FINISHED, Plan, Trace
 from bench.open_loop.token_check import TokenCheck
-from common.hashing import chain, key_of, little_endian_int32
+from common.hashing import block_digests, block_hash_of, little_endian_int32
 from common.rpc.server import open_channel
 from common.wire.packing import pack_hashes, unpack_u32
 from quire.gpuworker.v1 import gpuworker_pb2 as worker_pb
@@ -178,12 +178,12 @@ class DirectApi:
         """See `Api`."""
         handle, done = next(self._handles), asyncio.Event()
         self._live[handle] = trace, request.check, done
-        links = chain(bytes(32), request.prompt, _BLOCK_SIZE)
+        digests = block_digests(bytes(32), request.prompt, _BLOCK_SIZE)
         submit = worker_pb.Submit(
             handle=handle,
             prompt_token_ids=little_endian_int32(request.prompt),
-            chain=pack_hashes(map(key_of, links)),
-            chain_tail=links[-1] if links else bytes(32),
+            block_hashes=pack_hashes(map(block_hash_of, digests)),
+            parent_digest=digests[-1] if digests else bytes(32),
             sampling=types.SamplingParams(
                 temperature=1.0,
                 top_p=1.0,

@@ -46,7 +46,7 @@ def paged_waste(lengths: Sequence[int], block_size: int) -> int:
     reserves = tuple(Reserve(SequenceId(i), length, length) for i, length in enumerate(lengths, start=1))
     ledger.apply(Report(reserve=reserves))
     ledger.schedule()
-    return ledger.pool().row * block_size - sum(lengths)
+    return ledger.pool().in_use * block_size - sum(lengths)
 
 
 def contiguous_waste(lengths: Sequence[int], maximum: int) -> int:

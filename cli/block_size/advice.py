@@ -72,9 +72,9 @@ def _cost(requests: Sequence[LoggedRequest], logged_size: int, block_size: int, 
     prompt = sum(each.prompt for each in requests)
     total = prompt + sum(each.output for each in requests)
     blocks = sum(-(-(each.prompt + each.output) // block_size) for each in requests)
-    known = [(each.cached, logged_size, each.prompt) for each in requests if each.cached]
-    served = sum(expected_hit(*each, block_size) for each in known)
-    whole = sum(expected_prefix(*each) for each in known)
+    num_tokens = [(each.cached, logged_size, each.prompt) for each in requests if each.cached]
+    served = sum(expected_hit(*each, block_size) for each in num_tokens)
+    whole = sum(expected_prefix(*each) for each in num_tokens)
     told = any(each.cached is not None for each in requests)
     return BlockSizeCost(
         block_size=block_size,

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, TypeVar
 
 from common.hashing import KEY_BYTES
-from common.lease import Claim, Inventory, InventorySequence
+from common.lease import CachedBlock, Inventory, InventorySequence
 from common.types import BlockId
 from common.wire import packing
 from common.wire.enum_codec import phase_from_proto, phase_to_proto
@@ -20,7 +20,7 @@ CHUNK_BYTES: Final = 256 * 1024
 _CLAIM_BYTES: Final = 4 + KEY_BYTES + 4 + 4
 _OVERHEAD_BYTES: Final = 64  # tags and lengths of a chunk's own fields
 _TAG_BYTES: Final = 6  # tag and length of one sequence in a chunk
-_PACKED_FIELDS: Final = ("pool", "claim_blocks", "claim_hashes", "claim_parents", "claim_last_used")
+_PACKED_FIELDS: Final = ("pool", "cached_blocks", "cached_hashes", "cached_parents", "cached_last_used")
 
 _T = TypeVar("_T")
 
@@ -31,7 +31,7 @@ def inventory_chunks(inventory: Inventory, limit: int = CHUNK_BYTES) -> list[kvm
     chunks = [
         *_sequence_chunks(inventory.sequences, room),
         *(kvmanager_pb2.Inventory(pool=packing.pack_blocks(part)) for part in _slices(inventory.pool, room // 4)),
-        *(_claims_to_proto(part) for part in _slices(inventory.claims, room // _CLAIM_BYTES)),
+        *(_claims_to_proto(part) for part in _slices(inventory.cached_blocks, room // _CLAIM_BYTES)),
     ] or [kvmanager_pb2.Inventory()]
     chunks[-1].last = True
     return chunks
@@ -55,12 +55,12 @@ def _slices(entries: Sequence[_T], width: int) -> Iterator[Sequence[_T]]:
         yield entries[at : at + max(1, width)]
 
 
-def _claims_to_proto(claims: Sequence[Claim]) -> kvmanager_pb2.Inventory:
+def _claims_to_proto(cached_blocks: Sequence[CachedBlock]) -> kvmanager_pb2.Inventory:
     return kvmanager_pb2.Inventory(
-        claim_blocks=packing.pack_blocks(each.block for each in claims),
-        claim_hashes=packing.pack_hashes(each.hash for each in claims),
-        claim_parents=packing.pack_blocks(BlockId(each.parent) for each in claims),
-        claim_last_used=packing.pack_u32(each.last_used & 0xFFFFFFFF for each in claims),
+        cached_blocks=packing.pack_blocks(each.block for each in cached_blocks),
+        cached_hashes=packing.pack_hashes(each.hash for each in cached_blocks),
+        cached_parents=packing.pack_blocks(BlockId(each.parent) for each in cached_blocks),
+        cached_last_used=packing.pack_u32(each.last_used & 0xFFFFFFFF for each in cached_blocks),
     )
 
 
@@ -69,7 +69,7 @@ def _sequence_to_proto(sequence: InventorySequence) -> kvmanager_pb2.InventorySe
         reserve=reserve_to_proto(sequence.reserve),
         phase=phase_to_proto(sequence.phase),
         arrival=sequence.arrival,
-        row=packing.pack_blocks(sequence.row),
+        block_table=packing.pack_blocks(sequence.block_table),
     )
 
 
@@ -78,7 +78,7 @@ def _sequence_from_proto(message: kvmanager_pb2.InventorySequence) -> InventoryS
         reserve=reserve_from_proto(message.reserve),
         phase=phase_from_proto(message.phase),
         arrival=message.arrival,
-        row=tuple(packing.unpack_blocks(message.row)),
+        block_table=tuple(packing.unpack_blocks(message.block_table)),
     )
 
 
@@ -98,9 +98,9 @@ class InventoryAssembler:
 
     def _assemble(self) -> Inventory:
         packed = {name: bytes(value) for name, value in self._packed.items()}
-        blocks, hashes = packing.unpack_blocks(packed["claim_blocks"]), packing.unpack_hashes(packed["claim_hashes"])
-        parents = packing.unpack_blocks(packed["claim_parents"])
-        last_used = packing.unpack_u32(packed["claim_last_used"])
-        packing.parallel("claims", blocks, hashes, parents, last_used)
-        claims = tuple(map(Claim, blocks, hashes, parents, last_used))
-        return Inventory(tuple(self._sequences), tuple(packing.unpack_blocks(packed["pool"])), claims)
+        blocks, hashes = packing.unpack_blocks(packed["cached_blocks"]), packing.unpack_hashes(packed["cached_hashes"])
+        parents = packing.unpack_blocks(packed["cached_parents"])
+        last_used = packing.unpack_u32(packed["cached_last_used"])
+        packing.parallel("cached_blocks", blocks, hashes, parents, last_used)
+        cached_blocks = tuple(map(CachedBlock, blocks, hashes, parents, last_used))
+        return Inventory(tuple(self._sequences), tuple(packing.unpack_blocks(packed["pool"])), cached_blocks)

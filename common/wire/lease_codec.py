@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from common.errors import ProtocolViolation
-from common.lease import Admit, Attach, AttachOk, AttachRejected, Batch, Copy, Preempt, Report, Reserve
+from common.lease import Admit, Attach, AttachOk, AttachRejected, Copy, GrantBatch, Preempt, Report, Reserve
 from common.types import BlockHash, BlockId, FinishReason, SequenceId
 from common.wire import packing
 from common.wire.enum_codec import finish_from_proto, finish_to_proto, miss_from_proto, miss_to_proto
@@ -64,10 +64,10 @@ def reserve_to_proto(reserve: Reserve) -> kvmanager_pb2.Reserve:
     """Return the proto of a Reserve."""
     return kvmanager_pb2.Reserve(
         sequence=reserve.sequence,
-        known=reserve.known,
+        num_tokens=reserve.num_tokens,
         max_len=reserve.max_len,
         priority=reserve.priority,
-        chain=packing.pack_hashes(reserve.chain),
+        block_hashes=packing.pack_hashes(reserve.block_hashes),
         fork_of=reserve.fork_of,
         request_id=reserve.request_id,
         traceparent=reserve.traceparent,
@@ -78,10 +78,10 @@ def reserve_from_proto(message: kvmanager_pb2.Reserve) -> Reserve:
     """Return the Reserve in a proto."""
     return Reserve(
         sequence=SequenceId(message.sequence),
-        known=message.known,
+        num_tokens=message.num_tokens,
         max_len=message.max_len,
         priority=message.priority,
-        chain=packing.unpack_hashes(message.chain),
+        block_hashes=packing.unpack_hashes(message.block_hashes),
         fork_of=SequenceId(message.fork_of) if message.HasField("fork_of") else None,
         request_id=message.request_id,
         traceparent=message.traceparent,
@@ -105,7 +105,7 @@ def report_to_proto(report: Report) -> kvmanager_pb2.Report:
         message.seal_blocks = packing.pack_blocks(block for block, _ in report.seal)
         message.seal_hashes = packing.pack_hashes(key for _, key in report.seal)
     message.trim_sequences, message.trim_counts = _pack_pairs(report.trim)
-    message.preempted_sequences, message.preempted_known = _pack_pairs(report.preempted)
+    message.preempted_sequences, message.preempted_num_tokens = _pack_pairs(report.preempted)
     message.computed_sequences, message.computed_lengths = _pack_pairs(report.computed)
     if report.stalled is not None:
         message.stalled.sequences = packing.pack_sequences(report.stalled)
@@ -122,7 +122,7 @@ def report_from_proto(message: kvmanager_pb2.Report) -> Report:
         seal=_unpack_seals(message),
         trim=_unpack_pairs("trim", message.trim_sequences, message.trim_counts),
         returned=tuple(packing.unpack_blocks(message.returned)),
-        preempted=_unpack_pairs("preempted", message.preempted_sequences, message.preempted_known),
+        preempted=_unpack_pairs("preempted", message.preempted_sequences, message.preempted_num_tokens),
         finished=_unpack_finished(message),
         stalled=None if stalled is None else tuple(stalled),
         lease_want=message.lease_want,
@@ -190,9 +190,9 @@ def rejected_from_proto(message: kvmanager_pb2.AttachRejected) -> AttachRejected
     return AttachRejected(message.reason, mismatches_from_proto(message.differences), message.retry)
 
 
-def batch_to_proto(batch: Batch) -> kvmanager_pb2.Batch:
+def batch_to_proto(batch: GrantBatch) -> kvmanager_pb2.GrantBatch:
     """Return the proto of a Batch."""
-    message = kvmanager_pb2.Batch(
+    message = kvmanager_pb2.GrantBatch(
         lease_target=batch.lease_target,
         admit=map(_admit_to_proto, batch.admit),
         lease=packing.pack_blocks(batch.lease),
@@ -208,9 +208,9 @@ def batch_to_proto(batch: Batch) -> kvmanager_pb2.Batch:
     return message
 
 
-def batch_from_proto(message: kvmanager_pb2.Batch) -> Batch:
+def batch_from_proto(message: kvmanager_pb2.GrantBatch) -> GrantBatch:
     """Return the Batch in a proto. Raises ProtocolViolation when the columns of a table differ in length."""
-    return Batch(
+    return GrantBatch(
         lease_target=message.lease_target,
         copy=_unpack_copies(message),
         admit=tuple(map(_admit_from_proto, message.admit)),
@@ -223,7 +223,7 @@ def batch_from_proto(message: kvmanager_pb2.Batch) -> Batch:
 def _admit_to_proto(admit: Admit) -> kvmanager_pb2.Admit:
     return kvmanager_pb2.Admit(
         sequence=admit.sequence,
-        row=packing.pack_blocks(admit.row),
+        block_table=packing.pack_blocks(admit.block_table),
         n_shared=admit.n_shared,
         cached_tokens=admit.cached_tokens,
         miss_reason=miss_to_proto(admit.miss_reason),
@@ -235,7 +235,7 @@ def _admit_to_proto(admit: Admit) -> kvmanager_pb2.Admit:
 def _admit_from_proto(message: kvmanager_pb2.Admit) -> Admit:
     return Admit(
         sequence=SequenceId(message.sequence),
-        row=tuple(packing.unpack_blocks(message.row)),
+        block_table=tuple(packing.unpack_blocks(message.block_table)),
         n_shared=message.n_shared,
         cached_tokens=message.cached_tokens,
         miss_reason=miss_from_proto(message.miss_reason),
@@ -244,7 +244,7 @@ def _admit_from_proto(message: kvmanager_pb2.Admit) -> Admit:
     )
 
 
-def _unpack_copies(message: kvmanager_pb2.Batch) -> tuple[Copy, ...]:
+def _unpack_copies(message: kvmanager_pb2.GrantBatch) -> tuple[Copy, ...]:
     if not message.copy_src and not message.copy_dst and not message.copy_len:
         return ()
     sources, targets = packing.unpack_blocks(message.copy_src), packing.unpack_blocks(message.copy_dst)
@@ -253,7 +253,7 @@ def _unpack_copies(message: kvmanager_pb2.Batch) -> tuple[Copy, ...]:
     return tuple(map(Copy, sources, targets, lengths))
 
 
-def _unpack_preempts(message: kvmanager_pb2.Batch) -> tuple[Preempt, ...]:
+def _unpack_preempts(message: kvmanager_pb2.GrantBatch) -> tuple[Preempt, ...]:
     sequences = packing.unpack_sequences(message.preempt_sequences)
     packing.parallel("preempt", sequences, message.preempt_decision_ids)
     return tuple(map(Preempt, sequences, message.preempt_decision_ids))

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from common.errors import ProtocolViolation
-from common.lease import Claim
+from common.lease import CachedBlock
 from common.types import TRIMMED, BlockHash, BlockId
 
 
@@ -69,15 +69,15 @@ class BlockRows:
         self.drop_claim(dst)
         self.fill[dst] = min(self.fill[src], slots)
 
-    def hold(self, row: Iterable[BlockId]) -> None:
+    def hold(self, block_table: Iterable[BlockId]) -> None:
         """Count a row as holder of its blocks."""
-        for block in row:
+        for block in block_table:
             self.held += not self.holders[block]
             self.holders[block] += 1
 
-    def let_go(self, row: Iterable[BlockId], step: int) -> None:
+    def let_go(self, block_table: Iterable[BlockId], step: int) -> None:
         """Count a row as gone; what its blocks hold was last used at `step`."""
-        for block in row:
+        for block in block_table:
             if block != TRIMMED:
                 self.holders[block] -= 1
                 self.held -= not self.holders[block]
@@ -85,18 +85,18 @@ class BlockRows:
                 if content is not None:
                     self.content[block] = content._replace(last_used=step)
 
-    def claims(self) -> tuple[Claim, ...]:
+    def cached_blocks(self) -> tuple[CachedBlock, ...]:
         """Return the claims whose ancestors are claimed too, parents first.
 
         An ancestor may have been granted again while a freed child was not yet overwritten: such a child is left out.
         """
-        found: list[Claim] = []
+        found: list[CachedBlock] = []
         index: dict[BlockHash, int] = {}
         for block, content in sorted(self.content.items(), key=lambda item: (item[1].depth, item[0])):
             parent = self.parent_index(content, index)
             if parent is not None:
                 index.setdefault(content.hash, len(found))
-                found.append(Claim(block, content.hash, parent, content.last_used))
+                found.append(CachedBlock(block, content.hash, parent, content.last_used))
         return tuple(found)
 
     def parent_index(self, content: Content, index: dict[BlockHash, int]) -> int | None:

@@ -24,7 +24,7 @@ def violations(
 
 
 def _holders(sequences: Mapping[SequenceId, Sequence], blocks: BlockRows) -> list[str]:
-    held = Counter(block for s in sequences.values() for block in s.row if block != TRIMMED)
+    held = Counter(block for s in sequences.values() for block in s.block_table if block != TRIMMED)
     found = [f"block {block} is in the pool and in a row" for block in blocks.pool if held[block]]
     if len(set(blocks.pool)) != len(blocks.pool):
         found.append("a block is in the pool twice")
@@ -43,10 +43,10 @@ def _claims(blocks: BlockRows, block_size: int) -> list[str]:
 def _progress(sequence: Sequence, blocks: BlockRows) -> list[str]:
     name, found = f"sequence {sequence.id}", []
     if sequence.phase is SequencePhase.WAITING:
-        if sequence.row or sequence.in_flight or sequence.sampling:
+        if sequence.block_table or sequence.in_flight or sequence.sampling:
             found.append(f"{name} waits and has a row or a step")
         return found
-    if sequence.snapshot is not None and list(sequence.snapshot) != sequence.row:
+    if sequence.snapshot is not None and list(sequence.snapshot) != sequence.block_table:
         found.append(f"{name} has a stale snapshot of its row")
     if sequence.pos > len(sequence.tokens) + sequence.sampling:
         found.append(f"{name} computes position {sequence.pos} of unknown tokens")

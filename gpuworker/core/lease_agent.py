@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 
 from common.errors import AlreadyExists, FieldViolation, InvalidRequest, NotFound, ProtocolViolation
-from common.lease import Admit, Batch, Copy, Inventory, InventorySequence, Report
+from common.lease import Admit, Copy, GrantBatch, Inventory, InventorySequence, Report
 from common.types import TRIMMED, BlockHash, BlockId, FinishReason, SequenceId, SequencePhase, Usage
 from gpuworker.core.batch_plan import ScheduledRow, StepPlan, StepResult
 from gpuworker.core.block_rows import BlockRows, Content
@@ -90,7 +90,7 @@ class LeaseAgent:
 
     # ------------------------------------------------------------ what the manager grants and orders
 
-    def apply(self, batch: Batch) -> Applied:
+    def apply(self, batch: GrantBatch) -> Applied:
         """Apply a batch of the current session by columns. Raises ProtocolViolation, with nothing applied, when a grant
         names a block that the worker still holds, or leaves a sequence nothing to compute.
         """
@@ -110,8 +110,8 @@ class LeaseAgent:
         dropped = tuple([admit.sequence for admit in batch.admit if admit.sequence not in taken])
         return Applied(admitted, preempting, dropped, len(batch.lease))
 
-    def _check(self, batch: Batch) -> None:
-        granted = [block for admit in batch.admit for block in admit.row[admit.n_shared :]]
+    def _check(self, batch: GrantBatch) -> None:
+        granted = [block for admit in batch.admit for block in admit.block_table[admit.n_shared :]]
         self._blocks.refuse_held([*granted, *batch.lease])
         for admit in batch.admit:
             sequence = self._sequences.get(admit.sequence)
@@ -130,21 +130,21 @@ class LeaseAgent:
         self._reset_granted(admit, copied, waits)
         if sequence is None or not waits:
             return False
-        sequence.start(admit.row, admit.cached_tokens)
-        self._blocks.hold(admit.row)
+        sequence.start(admit.block_table, admit.cached_tokens)
+        self._blocks.hold(admit.block_table)
         self._uncover_last_known(sequence, admit.n_shared)
         self._scheduler.add(sequence)
         return True
 
     def _reset_granted(self, admit: Admit, copied: frozenset[BlockId], waits: bool) -> None:
         """Also for an admission that is dropped (`waits` false): a second sharer may be on its way to these blocks."""
-        self._blocks.reset_fresh(admit.row[admit.n_shared :], copied)
+        self._blocks.reset_fresh(admit.block_table[admit.n_shared :], copied)
 
     def _uncover_last_known(self, sequence: Sequence, n_shared: int) -> None:
         """Leave the slot of the last known token unfilled in a copied block: its logits must be computed."""
         index, offset = divmod(len(sequence.tokens) - 1, self.config.block_size)
-        if n_shared <= index < len(sequence.row):
-            block = sequence.row[index]
+        if n_shared <= index < len(sequence.block_table):
+            block = sequence.block_table[index]
             self._blocks.fill[block] = min(self._blocks.fill[block], offset)
 
     def _preempt(self, sequence_id: SequenceId) -> bool:
@@ -236,22 +236,22 @@ class LeaseAgent:
         end = row.start + row.length
         if sequence.hashed:
             for index in range(row.start >> self._block_shift, min(end, len(sequence.tokens)) >> self._block_shift):
-                self._seal(row.blocks[index], sequence.chain, index)
+                self._seal(row.blocks[index], sequence.block_hashes, index)
         if self.config.window:
             self._trim(sequence, end)
 
-    def _seal(self, block: BlockId, chain: list[BlockHash], index: int) -> None:
-        parent = chain[index - 1] if index else None
-        self._blocks.content[block] = Content(chain[index], parent, index, self._next_step - 1)
-        self._report.seal(block, chain[index])
+    def _seal(self, block: BlockId, block_hashes: list[BlockHash], index: int) -> None:
+        parent = block_hashes[index - 1] if index else None
+        self._blocks.content[block] = Content(block_hashes[index], parent, index, self._next_step - 1)
+        self._report.seal(block, block_hashes[index])
 
     def _trim(self, sequence: Sequence, next_position: int) -> None:
         """Free leading blocks that no position from `next_position` on reads; steps in flight start there or later."""
         gone = max(0, next_position - self.config.window + 1) >> self._block_shift
         if gone <= sequence.trimmed or sequence.phase is not SequencePhase.RUNNING:
             return
-        self._blocks.let_go(sequence.row[sequence.trimmed : gone], self._next_step - 1)
-        sequence.row[sequence.trimmed : gone] = [TRIMMED] * (gone - sequence.trimmed)
+        self._blocks.let_go(sequence.block_table[sequence.trimmed : gone], self._next_step - 1)
+        sequence.block_table[sequence.trimmed : gone] = [TRIMMED] * (gone - sequence.trimmed)
         sequence.snapshot = None
         sequence.trimmed = gone
         self._report.trim(sequence.id, gone)
@@ -278,8 +278,8 @@ class LeaseAgent:
         """Release the row of a draining sequence, unless a step in flight contains it."""
         if not sequence.draining or not self._may_release(sequence):
             return
-        if sequence.row:
-            self._blocks.let_go(sequence.row, self._next_step - 1)
+        if sequence.block_table:
+            self._blocks.let_go(sequence.block_table, self._next_step - 1)
             self._forgotten.append(sequence.id)
         if sequence.phase is SequencePhase.DRAINING_FINISH:
             self._forget(sequence)
@@ -310,7 +310,7 @@ class LeaseAgent:
         self.detach()
         self._report.state = SessionState.OPENING
         live = [s for s in self._sequences.values() if self._in_inventory(s)]
-        return Inventory(tuple(map(_inventory_of, live)), tuple(self._blocks.pool), self._blocks.claims())
+        return Inventory(tuple(map(_inventory_of, live)), tuple(self._blocks.pool), self._blocks.cached_blocks())
 
     def _in_inventory(self, sequence: Sequence) -> bool:
         """Draining rows too: else the manager grants their blocks again while a step still writes them."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from common.lease import Attach, AttachOk, Batch, Inventory, Report
+from common.lease import Attach, AttachOk, GrantBatch, Inventory, Report
 from gpuworker.core.lease_agent import LeaseAgent
 from gpuworker.core.outcomes import Applied
 
@@ -43,7 +43,7 @@ class LeaseSession:
         self.agent.attached(ok.lease_target)
         return True
 
-    def receive(self, session: int, batch: Batch) -> Applied | None:
+    def receive(self, session: int, batch: GrantBatch) -> Applied | None:
         """Apply a batch of the current session; None for any other, also one that was buffered before a break."""
         if not self.open or not self.is_current(session):
             return None

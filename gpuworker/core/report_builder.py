@@ -80,10 +80,10 @@ class ReportBuilder:
         if self.recording:
             self._returned.extend(blocks)
 
-    def preempted(self, sequence: SequenceId, known: int) -> None:
-        """A row is gone, its sequence waits again with `known` tokens."""
+    def preempted(self, sequence: SequenceId, num_tokens: int) -> None:
+        """A row is gone, its sequence waits again with `num_tokens` tokens."""
         if self.recording:
-            self._preempted.append((sequence, known))
+            self._preempted.append((sequence, num_tokens))
 
     def finished(self, sequence: SequenceId, reason: FinishReason) -> None:
         """A sequence is gone, with its row if it had one."""

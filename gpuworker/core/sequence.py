@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.hashing import extend, key_of
+from common.hashing import block_hash_of, next_digest
 from common.lease import Reserve
 from common.types import BlockHash, BlockId, FinishReason, SequenceId, SequencePhase, Usage
 from gpuworker.core.stopping import Ending, StopRule
@@ -14,15 +14,15 @@ from gpuworker.core.stopping import Ending, StopRule
 class NewSequence:
     """A sequence as the engine submits it.
 
-    `sequence` rises from one submission to the next. `chain` has the keys of the prompt's full blocks, `chain_tail` the
+    `sequence` rises from one submission to the next. `block_hashes` has the keys of the prompt's full blocks, `parent_digest` the
     32-byte link of the last of them, or the root. `max_len` bounds prompt and output together, in tokens.
     """
 
     sequence: SequenceId
     request_id: str
     tokens: tuple[int, ...]
-    chain: tuple[BlockHash, ...]
-    chain_tail: bytes
+    block_hashes: tuple[BlockHash, ...]
+    parent_digest: bytes
     max_len: int
     stop: StopRule
     priority: int = 0
@@ -40,13 +40,14 @@ class Sequence:
 
     __slots__ = (
         "arrival",
+        "block_hashes",
+        "block_table",
         "cached_tokens",
-        "chain",
         "hashed",
         "in_flight",
         "limit",
-        "link",
         "new",
+        "parent_digest",
         "phase",
         "pos",
         "preemptions",
@@ -54,7 +55,6 @@ class Sequence:
         "reason",
         "recompute_below",
         "recomputed",
-        "row",
         "sampling",
         "seniority",
         "snapshot",
@@ -70,10 +70,10 @@ class Sequence:
         self.prompt_tokens = len(new.tokens)
         self.limit = new.stop.limit(self.prompt_tokens, new.max_len)
         self.hashed = hashed
-        self.chain = list(new.chain) if hashed else []
-        self.link = new.chain_tail
+        self.block_hashes = list(new.block_hashes) if hashed else []
+        self.parent_digest = new.parent_digest
         self.phase = SequencePhase.WAITING
-        self.row: list[BlockId] = []
+        self.block_table: list[BlockId] = []
         self.snapshot: tuple[BlockId, ...] | None = None
         self.pos = 0
         self.in_flight = 0
@@ -95,11 +95,11 @@ class Sequence:
         """Whether the sequence is out of all later plans and keeps its row only for steps in flight."""
         return self.phase in (SequencePhase.DRAINING_FINISH, SequencePhase.DRAINING_PREEMPT)
 
-    def start(self, row: tuple[BlockId, ...], cached_tokens: int) -> None:
-        """Run on `row`. Hits count at the first admission only; what a later one repeats is recomputed work."""
+    def start(self, block_table: tuple[BlockId, ...], cached_tokens: int) -> None:
+        """Run on `block_table`. Hits count at the first admission only; what a later one repeats is recomputed work."""
         self.phase = SequencePhase.RUNNING
-        self.row = list(row)
-        self.snapshot = row
+        self.block_table = list(block_table)
+        self.snapshot = block_table
         self.pos = 0
         self.trimmed = 0
         if self.cached_tokens is None:
@@ -109,18 +109,18 @@ class Sequence:
         """Wait again, after a preemption, with every token that is known."""
         self.phase = SequencePhase.WAITING
         self.recompute_below = max(self.recompute_below, self.pos)
-        self.row, self.snapshot, self.pos = [], None, 0
+        self.block_table, self.snapshot, self.pos = [], None, 0
         self.preemptions += 1
 
     def blocks(self) -> tuple[BlockId, ...]:
         """Return the row as a tuple, made anew only after it changed."""
         if self.snapshot is None:
-            self.snapshot = tuple(self.row)
+            self.snapshot = tuple(self.block_table)
         return self.snapshot
 
     def append_block(self, block: BlockId) -> None:
         """Add a block at the end of the row."""
-        self.row.append(block)
+        self.block_table.append(block)
         self.snapshot = None
 
     def accept(self, token: int, block_size: int) -> Ending | None:
@@ -129,8 +129,8 @@ class Sequence:
         tokens.append(token)
         length = len(tokens)
         if self.hashed and length % block_size == 0:
-            self.link = extend(self.link, tokens[-block_size:])
-            self.chain.append(key_of(self.link))
+            self.parent_digest = next_digest(self.parent_digest, tokens[-block_size:])
+            self.block_hashes.append(block_hash_of(self.parent_digest))
         new = self.new
         return new.stop.ending(token, length - self.prompt_tokens, length, self.limit)
 
@@ -139,10 +139,10 @@ class Sequence:
         new = self.new
         return Reserve(
             sequence=new.sequence,
-            known=len(self.tokens),
+            num_tokens=len(self.tokens),
             max_len=self.limit,
             priority=new.priority,
-            chain=tuple(self.chain),
+            block_hashes=tuple(self.block_hashes),
             fork_of=new.fork_of if len(self.tokens) == self.prompt_tokens else None,
             request_id=new.request_id,
             traceparent=new.traceparent,
@@ -164,8 +164,8 @@ class Sequence:
         for name in Sequence.__slots__:
             setattr(twin, name, getattr(self, name))
         twin.tokens = self.tokens.copy()
-        twin.chain = self.chain.copy()
-        twin.row = self.row.copy()
+        twin.block_hashes = self.block_hashes.copy()
+        twin.block_table = self.block_table.copy()
         return twin
 
     def state_key(self) -> tuple[object, ...]:
@@ -175,7 +175,7 @@ class Sequence:
             self.arrival,
             tuple(self.tokens),
             self.phase,
-            tuple(self.row),
+            tuple(self.block_table),
             self.pos,
             self.in_flight,
             self.sampling,

@@ -75,9 +75,9 @@ class StepScheduler:
                 continue
             start = sequence.pos
             index = start >> shift
-            if index == len(sequence.row) and not self._bind(sequence, step):
+            if index == len(sequence.block_table) and not self._bind(sequence, step):
                 continue
-            fill[sequence.row[index]] += 1
+            fill[sequence.block_table[index]] += 1
             sequence.pos = start + 1
             sequence.sampling += 1
             sequence.in_flight += 1
@@ -111,10 +111,11 @@ class StepScheduler:
 
     def advance(self, sequence: Sequence) -> None:
         """Move past positions that any row has filled; the last known token is left for the sequence itself."""
-        last, size, fill, row = len(sequence.tokens) - 1, self.block_size, self.blocks.fill, sequence.row
+        last, size, fill = len(sequence.tokens) - 1, self.block_size, self.blocks.fill
+        block_table = sequence.block_table
         while sequence.pos < last:
             index = sequence.pos >> self.shift
-            filled = index * size + fill[row[index]] if index < len(row) else 0
+            filled = index * size + fill[block_table[index]] if index < len(block_table) else 0
             if filled <= sequence.pos:
                 return
             sequence.pos = min(filled, last)
@@ -122,7 +123,7 @@ class StepScheduler:
     def _take(self, sequence: Sequence, room: int, step: Composition) -> int:
         """Write up to `room` unfilled positions in a row from `pos` on; return how many."""
         start, end = sequence.pos, min(sequence.pos + room, len(sequence.tokens))
-        fill, row, size = self.blocks.fill, sequence.row, self.block_size
+        fill, row, size = self.blocks.fill, sequence.block_table, self.block_size
         while sequence.pos < end:
             index, offset = sequence.pos >> self.shift, sequence.pos & (size - 1)
             if index == len(row) and not self._bind(sequence, step):
@@ -152,10 +153,10 @@ class StepScheduler:
         want, shift, round_up = 0, self.shift, self.block_size - 1
         for sequence in self.decoding:
             slots = min(sequence.pos + runway_slots, sequence.limit - 1)
-            want += max(0, ((slots + round_up) >> shift) - len(sequence.row))
+            want += max(0, ((slots + round_up) >> shift) - len(sequence.block_table))
         for sequence in self.prefilling:
             slots = min(len(sequence.tokens) - 1 + runway_slots, sequence.limit - 1)
-            want += max(0, ((slots + round_up) >> shift) - len(sequence.row))
+            want += max(0, ((slots + round_up) >> shift) - len(sequence.block_table))
         return want
 
     def clone(self, blocks: BlockRows, sequences: dict[SequenceId, Sequence]) -> StepScheduler:

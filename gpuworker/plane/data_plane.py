@@ -113,10 +113,10 @@ class DataPlane:
             prefix_caching=self.settings.prefix_caching,
         )
 
-    def memory_message(self) -> pb.MemoryLedger:
+    def memory_message(self) -> pb.MemoryPlan:
         """Return the byte ledger."""
         memory = self.memory
-        return pb.MemoryLedger(
+        return pb.MemoryPlan(
             total=memory.total,
             weights=memory.weights,
             kv_cache=memory.kv,

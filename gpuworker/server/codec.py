@@ -57,8 +57,8 @@ class SubmitLimits:
             what = f"token id {max(new.tokens)}; expected 0 to {self.vocab_size - 1}"
             raise InvalidRequest(FieldViolation("prompt_token_ids", what))
         blocks = len(new.tokens) // self.block_size
-        if not new.no_cache and len(new.chain) != blocks:
-            what = f"{len(new.chain)} hashes for {len(new.tokens)} tokens; expected {blocks}, one for each full block"
+        if not new.no_cache and len(new.block_hashes) != blocks:
+            what = f"{len(new.block_hashes)} hashes for {len(new.tokens)} tokens; expected {blocks}, one for each full block"
             raise InvalidRequest(FieldViolation("chain", what))
 
 
@@ -76,9 +76,9 @@ def engine_request(
     if message.sampling.max_tokens <= before:
         what = f"{message.sampling.max_tokens}, of which {before} were drawn before; expected more than that"
         raise InvalidRequest(FieldViolation("sampling.max_tokens", what))
-    if not message.no_cache and len(message.chain_tail) != LINK_BYTES:
-        what = f"{len(message.chain_tail)} bytes; expected {LINK_BYTES}"
-        raise InvalidRequest(FieldViolation("chain_tail", what))
+    if not message.no_cache and len(message.parent_digest) != LINK_BYTES:
+        what = f"{len(message.parent_digest)} bytes; expected {LINK_BYTES}"
+        raise InvalidRequest(FieldViolation("parent_digest", what))
     sampling = sampling_params(message)
     prompt_tokens = len(tokens) - before
     stop = StopRule(
@@ -92,8 +92,8 @@ def engine_request(
         sequence=sequence,
         request_id=message.request_id,
         tokens=tuple(tokens),
-        chain=() if message.no_cache else unpack_hashes(message.chain),
-        chain_tail=message.chain_tail,
+        block_hashes=() if message.no_cache else unpack_hashes(message.block_hashes),
+        parent_digest=message.parent_digest,
         max_len=min(max_model_len, prompt_tokens + sampling.max_tokens),
         stop=stop,
         priority=message.priority,

@@ -34,7 +34,7 @@ class Serving:
     engine: Engine
     info: Callable[[], pb.WorkerInfo]
     limits: SubmitLimits
-    memory: pb.MemoryLedger
+    memory: pb.MemoryPlan
     grammars: GrammarCompiler | None = None
 
 

@@ -42,7 +42,7 @@ class SequenceSpans:
             {
                 "quire.cached_tokens": admit.cached_tokens,
                 "quire.miss_reason": str(admit.miss_reason),
-                "quire.blocks": len(admit.row),
+                "quire.blocks": len(admit.block_table),
                 "quire.shared_blocks": admit.n_shared,
                 "quire.decision_id": admit.decision_id,
             }

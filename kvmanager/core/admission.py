@@ -63,23 +63,25 @@ class Admission(Books):
                 break
             source = self.copy_source(sequence, plan, fresh)
             admits.append(self.grant(sequence, plan))
-            fresh.update(sequence.row[len(plan.hits) :])
+            fresh.update(sequence.block_table[len(plan.hits) :])
             if source is not None:
-                length = fork.copy_length(sequence.known, self.config.block_size)
-                copies.append(Copy(source, sequence.row[len(plan.hits)], length))
+                length = fork.copy_length(sequence.num_tokens, self.config.block_size)
+                copies.append(Copy(source, sequence.block_table[len(plan.hits)], length))
         return copies, admits
 
     # ------------------------------------------------------------ hits
 
-    def match(self, chain: Items[BlockHash], known: int, cacheable: bool) -> tuple[list[BlockId], PrefixMatch]:
+    def match(
+        self, block_hashes: Items[BlockHash], num_tokens: int, cacheable: bool
+    ) -> tuple[list[BlockId], PrefixMatch]:
         """Return the registered or pending blocks of a prompt's full blocks, and what that means."""
         if self.config.window:
             return [], PrefixMatch(0, MissReason.WINDOWED)
         if not self.config.prefix_caching or not cacheable:
             return [], PrefixMatch(0, MissReason.DISABLED)
-        full = known // self.config.block_size
-        present = self.cache.longest(chain, full)
-        match = self.cache.explain(chain, known, self.config.block_size, len(present))
+        full = num_tokens // self.config.block_size
+        present = self.cache.longest(block_hashes, full)
+        match = self.cache.explain(block_hashes, num_tokens, self.config.block_size, len(present))
         return present[: match.hit_blocks], match
 
     def fork_parent(self, sequence: Sequence) -> Sequence | None:
@@ -95,12 +97,12 @@ class Admission(Books):
         if not available:
             return None
         config = self.config
-        hits, match = self.match(sequence.chain, sequence.known, sequence.cacheable)
+        hits, match = self.match(sequence.block_hashes, sequence.num_tokens, sequence.cacheable)
         parent = self.fork_parent(sequence)
         if parent is not None:
-            shared = fork.shared_full_blocks(parent, config.hits_of(sequence.known))
+            shared = fork.shared_full_blocks(parent, config.hits_of(sequence.num_tokens))
             hits = max(hits, shared, key=len)
-        needed = sequence.max_blocks if config.runway == "max" else config.blocks_for(sequence.known)
+        needed = sequence.max_blocks if config.runway == "max" else config.blocks_for(sequence.num_tokens)
         fresh = needed - len(hits)
         grows = needed < sequence.max_blocks
         slack = max(int(grows), config.watermark_blocks) if self.running else 0
@@ -114,8 +116,12 @@ class Admission(Books):
         A block that this same batch hands out holds nothing yet: the worker copies before it admits.
         """
         parent = self.fork_parent(sequence)
-        index = self.config.hits_of(sequence.known)
-        if parent is None or len(plan.hits) != index or not fork.copy_length(sequence.known, self.config.block_size):
+        index = self.config.hits_of(sequence.num_tokens)
+        if (
+            parent is None
+            or len(plan.hits) != index
+            or not fork.copy_length(sequence.num_tokens, self.config.block_size)
+        ):
             return None
         source = fork.copy_source(parent, index)
         return None if source in fresh else source
@@ -129,14 +135,14 @@ class Admission(Books):
             self.block_pool.hold(blocks[block])
         evicted = self.make_free(plan.fresh, sequence)
         self.queue.remove(sequence)
-        sequence.row = list(plan.hits)
+        sequence.block_table = list(plan.hits)
         sequence.n_shared = len(plan.hits)
         for _ in range(plan.fresh):
             self.place(self.block_pool.take(), sequence)
         self.start(sequence)
         return Admit(
             sequence.id,
-            tuple(sequence.row),
+            tuple(sequence.block_table),
             n_shared=len(plan.hits),
             cached_tokens=len(plan.hits) * self.config.block_size,
             miss_reason=plan.match.miss_reason,
@@ -147,7 +153,7 @@ class Admission(Books):
     def _record_grant(self, sequence: Sequence, plan: Plan, evicted: int) -> str:
         match, hits = plan.match, len(plan.hits)
         asked = sequence.cacheable and self.config.caches
-        queried = min(sequence.known // self.config.block_size, len(sequence.chain)) if asked else 0
+        queried = min(sequence.num_tokens // self.config.block_size, len(sequence.block_hashes)) if asked else 0
         self.totals.count_admission(queried, match.hit_blocks, match.miss_reason.value, sequence.recompute)
         reasons = [match.miss_reason.value]
         if match.miss_reason is MissReason.DIVERGED_AT:
@@ -155,7 +161,7 @@ class Admission(Books):
         if sequence.recompute:
             reasons.append("computed again after a preemption")
         figures = {
-            "known": float(sequence.known),
+            "num_tokens": float(sequence.num_tokens),
             "hit_blocks": float(hits),
             "fresh_blocks": float(plan.fresh),
             "evicted": float(evicted),

@@ -54,13 +54,13 @@ def _states(books: Books) -> None:
 
 def _references(books: Books) -> None:
     """References are what the rows hold; whatever no row holds has neither references nor, unless cached, a hash."""
-    refs = Counter(block for sequence in books.sequences.values() for block in sequence.row if block != TRIMMED)
+    refs = Counter(block for sequence in books.sequences.values() for block in sequence.block_table if block != TRIMMED)
     for block in books.block_pool.blocks:
         _check(
             block.refs == refs[block.id], f"block {block.id} counts {block.refs} references, rows hold {refs[block.id]}"
         )
         _check(
-            (block.state is BlockState.ROW) == (block.refs > 0),
+            (block.state is BlockState.IN_USE) == (block.refs > 0),
             f"block {block.id} is {block.state.value} with {block.refs} references",
         )
         if block.state in (BlockState.FREE, BlockState.LEASED):
@@ -68,7 +68,7 @@ def _references(books: Books) -> None:
         if block.state is BlockState.CACHED:
             _check(block.hash is not None, f"block {block.id} is cached without a hash")
     for sequence in books.sequences.values():
-        for index, block_id in enumerate(sequence.row):
+        for index, block_id in enumerate(sequence.block_table):
             at = index if block_id == TRIMMED else books.block_pool.blocks[block_id].index
             _check(at == index, f"block {block_id} stands at {index} in {sequence.name} and says {at}")
 
@@ -92,7 +92,9 @@ def _pending(books: Books) -> None:
     _check(said == books.cache.pending, "the pending map and the blocks disagree")
     for block_id in books.cache.pending.values():
         block = books.block_pool.blocks[block_id]
-        _check(block.state is BlockState.ROW and block.hash is None, f"pending block {block_id} is {block.state.value}")
+        _check(
+            block.state is BlockState.IN_USE and block.hash is None, f"pending block {block_id} is {block.state.value}"
+        )
 
 
 def _sequences(books: Books) -> None:
@@ -109,6 +111,6 @@ def _sequences(books: Books) -> None:
     for each in books.sequences.values():
         _check(each.growth >= 0, f"{each.name} has more blocks than its longest length needs")
         _check(
-            bool(each.row) == (each.phase is not SequencePhase.WAITING),
-            f"{each.name} is {each.phase.value} with {len(each.row)} blocks",
+            bool(each.block_table) == (each.phase is not SequencePhase.WAITING),
+            f"{each.name} is {each.phase.value} with {len(each.block_table)} blocks",
         )

@@ -17,7 +17,7 @@ class BlockState(Enum):
 
     FREE = "free"
     LEASED = "leased"
-    ROW = "row"
+    IN_USE = "in_use"
     CACHED = "cached"
 
 

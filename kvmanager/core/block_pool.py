@@ -40,7 +40,7 @@ class BlockPool:
     def take(self) -> Block:
         """Take the first free block into a row, with one reference. Raises IndexError when none is free."""
         block = self.blocks[self.free.popleft()]
-        block.state, block.refs = BlockState.ROW, 1
+        block.state, block.refs = BlockState.IN_USE, 1
         return block
 
     def lease(self) -> BlockId:
@@ -53,7 +53,7 @@ class BlockPool:
     def bind(self, block_id: BlockId) -> Block:
         """Move a leased block into a row, with one reference. Raises ProtocolViolation when it is not leased."""
         block = self._leased(block_id, "bound")
-        block.state, block.refs = BlockState.ROW, 1
+        block.state, block.refs = BlockState.IN_USE, 1
         self.leased -= 1
         return block
 
@@ -68,7 +68,7 @@ class BlockPool:
         """Add a reference to a block of a row or of the cache."""
         if block.state is BlockState.CACHED:
             self.cached.remove(block.id)
-            block.state = BlockState.ROW
+            block.state = BlockState.IN_USE
         block.refs += 1
 
     def drop(self, block: Block) -> bool:

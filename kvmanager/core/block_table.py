@@ -1,4 +1,4 @@
-"""A frozen view of one sequence's row, for operators and tests."""
+"""A frozen view of one sequence's blocks, for operators and tests."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class BlockTable:
     sequence: SequenceId
     request_id: str
     phase: SequencePhase
-    row: tuple[BlockId, ...]
+    block_ids: tuple[BlockId, ...]
     n_shared: int
     sealed_blocks: int
 
 
 def table_of(sequence: Sequence, blocks: list[Block]) -> BlockTable:
     """Return the view of `sequence` now."""
-    sealed = sum(blocks[block].hash is not None for block in sequence.row if block != TRIMMED)
-    row = tuple(sequence.row)
-    return BlockTable(sequence.id, sequence.request_id, sequence.phase, row, sequence.n_shared, sealed)
+    sealed = sum(blocks[block].hash is not None for block in sequence.block_table if block != TRIMMED)
+    block_table = tuple(sequence.block_table)
+    return BlockTable(sequence.id, sequence.request_id, sequence.phase, block_table, sequence.n_shared, sealed)

@@ -71,8 +71,8 @@ class Books:
         """Enter a sequence that has no row yet. Raises ProtocolViolation when its id or its length cannot be."""
         if reserve.sequence in self.sequences:
             raise ProtocolViolation(f"sequence {reserve.sequence} was reserved twice")
-        if not 0 < reserve.known <= reserve.max_len:
-            raise ProtocolViolation(f"sequence {reserve.sequence} has {reserve.known} of {reserve.max_len} tokens")
+        if not 0 < reserve.num_tokens <= reserve.max_len:
+            raise ProtocolViolation(f"sequence {reserve.sequence} has {reserve.num_tokens} of {reserve.max_len} tokens")
         sequence = Sequence(reserve, arrival, self.config.block_size, self.clock.monotonic())
         self.next_arrival = max(self.next_arrival, arrival + 1)
         self.sequences[sequence.id] = sequence
@@ -102,10 +102,10 @@ class Books:
         self.halt(sequence, SequencePhase.WAITING)
         self.preempting.discard(sequence.id)
         self.rows -= 1
-        for block in reversed(sequence.row):
+        for block in reversed(sequence.block_table):
             if block != TRIMMED:
                 self.release(block)
-        sequence.row = []
+        sequence.block_table = []
         sequence.trimmed = sequence.n_shared = 0
 
     def live_stalled(self) -> list[SequenceId]:
@@ -149,25 +149,27 @@ class Books:
         Not the block of the last known token: if a sharer filled that slot first, the sequence could never compute its
         logits, for a slot is written once.
         """
-        index, chain = len(sequence.row), sequence.chain
+        index, block_hashes = len(sequence.block_table), sequence.block_hashes
         self.describe(block, sequence, index)
-        sequence.row.append(block.id)
-        if index < len(chain) and index < self.config.hits_of(sequence.known) and self.config.caches:
-            self.cache.expect(block, chain[index])
+        sequence.block_table.append(block.id)
+        if index < len(block_hashes) and index < self.config.hits_of(sequence.num_tokens) and self.config.caches:
+            self.cache.expect(block, block_hashes[index])
 
     def describe(self, block: Block, sequence: Sequence, index: int) -> None:
         """Note where a block stands and what comes before it, as far as the sequence's chain tells."""
         block.index, block.owner = index, sequence.id
-        block.parent = ROOT if not index else sequence.chain[index - 1] if index <= len(sequence.chain) else None
+        block.parent = (
+            ROOT if not index else sequence.block_hashes[index - 1] if index <= len(sequence.block_hashes) else None
+        )
 
     def parent_of(self, block: Block) -> BlockHash | None:
         """Return the hash of the block before this one in its rows (ROOT for a first block); None while not known."""
         if block.parent is not None:
             return block.parent
         owner = self.sequences.get(block.owner)
-        if owner is None or block.index > len(owner.chain):
+        if owner is None or block.index > len(owner.block_hashes):
             return None
-        return owner.chain[block.index - 1]
+        return owner.block_hashes[block.index - 1]
 
     # ------------------------------------------------------------ rules of a rebuild
 

@@ -33,9 +33,9 @@ class LedgerConfig:
         """Return how many blocks hold `tokens` slots."""
         return -(-tokens // self.block_size)
 
-    def hits_of(self, known: int) -> int:
+    def hits_of(self, num_tokens: int) -> int:
         """Return how many leading full blocks of a sequence may be shared: not the one that holds its last token."""
-        return (known - 1) // self.block_size
+        return (num_tokens - 1) // self.block_size
 
     @property
     def caches(self) -> bool:

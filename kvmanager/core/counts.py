@@ -46,7 +46,7 @@ class PoolCounts:
     num_blocks: int
     free: int
     leased: int
-    row: int
+    in_use: int
     cached: int
     pinned: int
     running: int

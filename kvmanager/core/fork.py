@@ -12,17 +12,17 @@ from kvmanager.core.sequence import Sequence
 
 def shared_full_blocks(parent: Sequence, limit: int) -> list[BlockId]:
     """Return up to `limit` leading blocks of the parent's row; the caller knows that its tokens fill them."""
-    shared = parent.row[:limit]
+    shared = parent.block_table[:limit]
     return shared[: shared.index(TRIMMED)] if TRIMMED in shared else shared
 
 
-def copy_length(known: int, block_size: int) -> int:
+def copy_length(num_tokens: int, block_size: int) -> int:
     """Return how many leading tokens of the fork the copy covers: 0 when its last block holds only the last token."""
-    return known - 1 if (known - 1) % block_size else 0
+    return num_tokens - 1 if (num_tokens - 1) % block_size else 0
 
 
 def copy_source(parent: Sequence, index: int) -> BlockId | None:
     """Return the parent's block at the place of the fork's partial block; None when it has none or trimmed it."""
-    if index >= len(parent.row) or parent.row[index] == TRIMMED:
+    if index >= len(parent.block_table) or parent.block_table[index] == TRIMMED:
         return None
-    return parent.row[index]
+    return parent.block_table[index]

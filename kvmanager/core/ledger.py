@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
 from common.errors import ProtocolViolation
-from common.lease import Batch, Inventory, Preempt, Report, Reserve
+from common.lease import GrantBatch, Inventory, Preempt, Report, Reserve
 from common.types import TRIMMED, BlockHash, BlockId, Decision, FinishReason, SequenceId, SequencePhase
 from kvmanager.core import preemption, runway
 from kvmanager.core.admission import Admission
@@ -71,7 +71,7 @@ class Ledger(Admission):
         """Register full, computed blocks whose parent is registered; count and ignore the others."""
         for block_id, key in seals:
             block = self.block_pool.get(block_id)
-            parent = self.parent_of(block) if block.state is BlockState.ROW and block.hash is None else None
+            parent = self.parent_of(block) if block.state is BlockState.IN_USE and block.hash is None else None
             if parent is None or not self.config.caches or not self.cache.has_parent(parent):
                 self.totals.ignored_seals += 1
                 continue
@@ -79,8 +79,8 @@ class Ledger(Admission):
                 raise ProtocolViolation(f"block {block_id} was sealed with another hash than its prompt's")
             self.cache.register(block, key, parent)
             owner = self.sequences.get(block.owner)
-            if owner is not None and block.index == len(owner.chain):
-                owner.chain.append(key)
+            if owner is not None and block.index == len(owner.block_hashes):
+                owner.block_hashes.append(key)
 
     def apply_trim(self, trims: Iterable[tuple[SequenceId, int]]) -> None:
         """Release leading blocks that left every layer's window; the row keeps their places."""
@@ -88,11 +88,11 @@ class Ledger(Admission):
             sequence = self.sequences.get(sequence_id)
             if sequence is None:
                 continue
-            if count > len(sequence.row):
-                raise ProtocolViolation(f"{count} blocks of a row of {len(sequence.row)} were trimmed")
+            if count > len(sequence.block_table):
+                raise ProtocolViolation(f"{count} blocks of a row of {len(sequence.block_table)} were trimmed")
             for index in range(sequence.trimmed, count):
-                self.release(sequence.row[index])
-                sequence.row[index] = TRIMMED
+                self.release(sequence.block_table[index])
+                sequence.block_table[index] = TRIMMED
             sequence.trimmed = max(sequence.trimmed, count)
 
     def apply_returned(self, blocks: Iterable[BlockId]) -> None:
@@ -102,14 +102,14 @@ class Ledger(Admission):
 
     def apply_preempted(self, preempted: Iterable[tuple[SequenceId, int]]) -> None:
         """Release the row of a victim and queue it again at its old place."""
-        for sequence_id, known in preempted:
+        for sequence_id, num_tokens in preempted:
             sequence = self.sequences.get(sequence_id)
             if sequence is None or sequence.phase is SequencePhase.WAITING:
                 continue
-            if not 0 < known <= sequence.max_len:
-                raise ProtocolViolation(f"sequence {sequence_id} was preempted with {known} tokens")
+            if not 0 < num_tokens <= sequence.max_len:
+                raise ProtocolViolation(f"sequence {sequence_id} was preempted with {num_tokens} tokens")
             self.release_row(sequence)
-            sequence.known = known
+            sequence.num_tokens = num_tokens
             sequence.fork_of = None  # from its first own token on, its tokens are no longer its parent's
             sequence.recompute = True
             sequence.preemptions += 1
@@ -135,7 +135,7 @@ class Ledger(Admission):
 
     # ------------------------------------------------------------ M -> W
 
-    def schedule(self) -> Batch | None:
+    def schedule(self) -> GrantBatch | None:
         """Decide what to grant and order; None when there is nothing to say. Call it after each report and rebuild."""
         terms = self.runway_terms()
         refill = self.block_pool.leased < terms.want
@@ -149,7 +149,7 @@ class Ledger(Admission):
         if target == self.told and not (lease or preempt or admits or cancel):
             return None
         self.told = target
-        return Batch(target, tuple(copies), tuple(admits), tuple(lease), preempt, cancel)
+        return GrantBatch(target, tuple(copies), tuple(admits), tuple(lease), preempt, cancel)
 
     def runway_terms(self) -> runway.RunwayTerms:
         """Return the bounds of the lease pool now."""
@@ -213,9 +213,9 @@ class Ledger(Admission):
             self.block_pool.uncache()
         return True
 
-    def lookup(self, chain: Items[BlockHash], known: int) -> PrefixMatch:
-        """Return the hits that a prompt of `known` tokens would have now, and why there are no more."""
-        return self.match(chain, known, bool(chain) or known < self.config.block_size)[1]
+    def lookup(self, block_hashes: Items[BlockHash], num_tokens: int) -> PrefixMatch:
+        """Return the hits that a prompt of `num_tokens` tokens would have now, and why there are no more."""
+        return self.match(block_hashes, num_tokens, bool(block_hashes) or num_tokens < self.config.block_size)[1]
 
     def block_table(self, sequence_id: SequenceId) -> BlockTable | None:
         """Return a sequence's row; None when it is not known."""

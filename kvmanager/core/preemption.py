@@ -16,7 +16,7 @@ from kvmanager.core.sequence import Sequence
 
 def private_blocks(sequence: Sequence, blocks: list[Block]) -> int:
     """Return how many blocks of a row no other row holds: what its preemption frees."""
-    return sum(blocks[block].refs == 1 for block in sequence.row if block != TRIMMED)
+    return sum(blocks[block].refs == 1 for block in sequence.block_table if block != TRIMMED)
 
 
 def tokens_lost(sequence: Sequence, blocks: list[Block], block_size: int) -> int:
@@ -25,8 +25,8 @@ def tokens_lost(sequence: Sequence, blocks: list[Block], block_size: int) -> int
     It is for the decision record. The manager hears of lengths at admission and every few steps (`Report.computed`),
     so it may be some tokens low.
     """
-    sealed = sum(block == TRIMMED or blocks[block].hash is not None for block in sequence.row)
-    return max(0, max(sequence.known, sequence.computed) - sealed * block_size)
+    sealed = sum(block == TRIMMED or blocks[block].hash is not None for block in sequence.block_table)
+    return max(0, max(sequence.num_tokens, sequence.computed) - sealed * block_size)
 
 
 def seniority(sequence: Sequence) -> tuple[int, int]:
@@ -47,7 +47,7 @@ def candidates(running: Iterable[Sequence], blocks: list[Block]) -> tuple[Candid
             ("priority", float(sequence.priority)),
             ("arrival", float(sequence.arrival)),
             ("private_blocks", float(private_blocks(sequence, blocks))),
-            ("known", float(sequence.known)),
+            ("num_tokens", float(sequence.num_tokens)),
         )
         found.append(Candidate(sequence.name, terms=terms))
     return tuple(found)

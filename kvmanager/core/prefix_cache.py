@@ -63,29 +63,29 @@ class PrefixCache:
                     return block
         return entry.blocks[0]
 
-    def longest(self, chain: Items[BlockHash], limit: int) -> list[BlockId]:
+    def longest(self, block_hashes: Items[BlockHash], limit: int) -> list[BlockId]:
         """Return the blocks of the longest prefix of chain[:limit] that is registered or pending."""
         hits = []
-        for key in chain[:limit]:
+        for key in block_hashes[:limit]:
             block = self.find(key)
             if block is None:
                 break
             hits.append(block)
         return hits
 
-    def explain(self, chain: Items[BlockHash], known: int, block_size: int, present: int) -> PrefixMatch:
-        """Return the match of a prompt of `known` tokens, of whose full blocks the first `present` were found.
+    def explain(self, block_hashes: Items[BlockHash], num_tokens: int, block_size: int, present: int) -> PrefixMatch:
+        """Return the match of a prompt of `num_tokens` tokens, of whose full blocks the first `present` were found.
 
         The block that holds the last token is no hit, because that token's logits must be computed.
         """
-        full = min(known // block_size, len(chain))
+        full = min(num_tokens // block_size, len(block_hashes))
         if not full:
             return PrefixMatch(0, MissReason.BELOW_BLOCK)
-        limit = min(full, (known - 1) // block_size)
+        limit = min(full, (num_tokens - 1) // block_size)
         hits = min(present, limit)
         if present == full:
             return PrefixMatch(hits, MissReason.CAPPED if full > limit else MissReason.FULL_HIT)
-        if chain[present] in self.ghosts:
+        if block_hashes[present] in self.ghosts:
             return PrefixMatch(hits, MissReason.EVICTED)
         if not present:
             return PrefixMatch(0, MissReason.NEVER_SEEN)

@@ -7,32 +7,49 @@ from common.types import BlockHash, BlockId, SequenceId, SequencePhase
 
 
 class Sequence:
-    """`known` tokens exist, it may grow to `max_blocks` blocks; `chain` keys full blocks and grows as they are sealed.
+    """`num_tokens` tokens exist, it may grow to `max_blocks` blocks; `block_hashes` keys full blocks and grows as they are sealed.
 
     `cacheable` is False when its owner asked that nothing of it be cached. `computed` is what the worker last said
     for traces. `recompute` is set once it was preempted: its next admission is no new query of the prefix cache.
     """
 
     __slots__ = (
-        "arrival", "cacheable", "chain", "computed", "fork_of", "id", "known", "max_blocks", "max_len", "n_shared",
-        "phase", "preemptions", "priority", "queued_at", "recompute", "request_id", "row", "traceparent", "trimmed",
+        "arrival",
+        "block_hashes",
+        "block_table",
+        "cacheable",
+        "computed",
+        "fork_of",
+        "id",
+        "max_blocks",
+        "max_len",
+        "n_shared",
+        "num_tokens",
+        "phase",
+        "preemptions",
+        "priority",
+        "queued_at",
+        "recompute",
+        "request_id",
+        "traceparent",
+        "trimmed",
     )  # fmt: skip
 
     def __init__(self, reserve: Reserve, arrival: int, block_size: int, queued_at: float) -> None:
         self.id: SequenceId = reserve.sequence
-        self.known = reserve.known
+        self.num_tokens = reserve.num_tokens
         self.max_len = reserve.max_len
         self.max_blocks = -(-reserve.max_len // block_size)
         self.priority = reserve.priority
-        self.chain: list[BlockHash] = list(reserve.chain)
-        self.cacheable = bool(reserve.chain) or reserve.known < block_size
+        self.block_hashes: list[BlockHash] = list(reserve.block_hashes)
+        self.cacheable = bool(reserve.block_hashes) or reserve.num_tokens < block_size
         self.fork_of = reserve.fork_of
         self.request_id = reserve.request_id
         self.traceparent = reserve.traceparent
         self.arrival = arrival
         self.queued_at = queued_at
         self.phase = SequencePhase.WAITING
-        self.row: list[BlockId] = []
+        self.block_table: list[BlockId] = []
         self.n_shared = 0
         self.trimmed = 0
         self.computed = 0
@@ -47,13 +64,13 @@ class Sequence:
     @property
     def growth(self) -> int:
         """Blocks that it may still bind."""
-        return self.max_blocks - len(self.row)
+        return self.max_blocks - len(self.block_table)
 
     def key(self) -> tuple[object, ...]:
         """Return what decisions depend on as a hashable value, without times and arrival."""
         return (
-            self.id, self.known, self.max_blocks, self.priority, tuple(self.chain), self.cacheable, self.fork_of,
-            self.phase.value, tuple(self.row), self.n_shared, self.trimmed, self.recompute,
+            self.id, self.num_tokens, self.max_blocks, self.priority, tuple(self.block_hashes), self.cacheable, self.fork_of,
+            self.phase.value, tuple(self.block_table), self.n_shared, self.trimmed, self.recompute,
         )  # fmt: skip
 
     def clone(self) -> Sequence:
@@ -61,5 +78,5 @@ class Sequence:
         new = Sequence.__new__(Sequence)
         for name in Sequence.__slots__:
             setattr(new, name, getattr(self, name))
-        new.chain, new.row = self.chain.copy(), self.row.copy()
+        new.block_hashes, new.block_table = self.block_hashes.copy(), self.block_table.copy()
         return new

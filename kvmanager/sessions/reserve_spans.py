@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from opentelemetry.trace import Link, Span, Status, StatusCode, Tracer
 
-from common.lease import Admit, Batch, Inventory, Report, Reserve
+from common.lease import Admit, GrantBatch, Inventory, Report, Reserve
 from common.telemetry import context_from, is_sampled, span_context_of
 from common.telemetry.decisions import add_decision
 from common.types import Decision, DecisionKind, SequenceId, SequencePhase
@@ -26,7 +26,7 @@ class ReserveSpans:
         self._waiting: dict[SequenceId, Span] = {}
         self._preempting: dict[SequenceId, tuple[Span | None, Decision]] = {}
 
-    def opened(self, inventory: Inventory, batch: Batch | None, decisions: Iterable[Decision]) -> None:
+    def opened(self, inventory: Inventory, batch: GrantBatch | None, decisions: Iterable[Decision]) -> None:
         """Take over the sequences of an inventory; those that wait begin a span."""
         for entry in inventory.sequences:
             if is_sampled(entry.reserve.traceparent):
@@ -35,7 +35,7 @@ class ReserveSpans:
                     self._begin(entry.reserve.sequence, ())
         self._decided(batch, decisions)
 
-    def reported(self, report: Report, batch: Batch | None, decisions: Iterable[Decision]) -> None:
+    def reported(self, report: Report, batch: GrantBatch | None, decisions: Iterable[Decision]) -> None:
         """Begin and end spans by what a report said and what was granted on it."""
         for reserve in report.reserve:
             if is_sampled(reserve.traceparent):
@@ -61,9 +61,9 @@ class ReserveSpans:
             "quire.worker_id": self._worker_id,
             "quire.request_id": reserve.request_id,
             "quire.sequence": sequence,
-            "quire.known_tokens": reserve.known,
+            "quire.known_tokens": reserve.num_tokens,
             "quire.max_len": reserve.max_len,
-            "quire.chain_blocks": len(reserve.chain),
+            "quire.chain_blocks": len(reserve.block_hashes),
         }
         self._waiting[sequence] = self._tracer.start_span(
             "kvmanager.reserve", context_from(reserve.traceparent), attributes=attributes, links=tuple(links)
@@ -91,7 +91,7 @@ class ReserveSpans:
 
     # ------------------------------------------------------------ decisions
 
-    def _decided(self, batch: Batch | None, decisions: Iterable[Decision]) -> None:
+    def _decided(self, batch: GrantBatch | None, decisions: Iterable[Decision]) -> None:
         if batch is None or not self._reserves:
             return
         by_id: dict[str, list[Decision]] = {}
@@ -118,7 +118,7 @@ class ReserveSpans:
             add_decision(span, decision)
         span.set_attribute("quire.cached_tokens", admit.cached_tokens)
         span.set_attribute("quire.miss_reason", admit.miss_reason)
-        span.set_attribute("quire.blocks", len(admit.row))
+        span.set_attribute("quire.blocks", len(admit.block_table))
         span.end()
 
     def _begin_preemption(self, decision: Decision) -> Span | None:

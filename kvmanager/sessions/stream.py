@@ -133,7 +133,7 @@ class SessionStream:
             return
         ok, aftermath = worker.complete(inventory)
         self._send(kvmanager_pb2.SessionResponse(attach_ok=attach_ok_to_proto(ok)))
-        figures = {"sequences": len(inventory.sequences), "claims": len(inventory.claims), "epoch": ok.epoch}
+        figures = {"sequences": len(inventory.sequences), "claims": len(inventory.cached_blocks), "epoch": ok.epoch}
         log.info("worker attached", extra={"worker_id": worker.attach.worker_id, **figures})
         self._answer(worker, aftermath)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from common.errors import ProtocolViolation
-from common.lease import Attach, AttachOk, Batch, Inventory, Report
+from common.lease import Attach, AttachOk, GrantBatch, Inventory, Report
 from common.types import Decision
 from kvmanager.core.index_events import IndexEvent
 from kvmanager.core.manager import Manager, Session
@@ -28,7 +28,7 @@ class Aftermath:
     """What a message of the worker caused besides the answer to it."""
 
     heard: Report | Inventory
-    batch: Batch | None
+    batch: GrantBatch | None
     events: tuple[IndexEvent, ...]
     decisions: tuple[Decision, ...]
 

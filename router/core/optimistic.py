@@ -28,12 +28,12 @@ class OptimisticIndex:
     def __len__(self) -> int:
         return len(self._sent)
 
-    def remember(self, worker_id: str, chain: Sequence[BlockHash], now: float) -> None:
-        """Note that the prompt of `chain` went to a worker. Deepest blocks enter first, and so leave first."""
-        chain = chain[: self._max_blocks]
-        if chain and now - self._sent.get(chain[-1], {}).get(worker_id, float("-inf")) < _FRESH_SECONDS:
+    def remember(self, worker_id: str, block_hashes: Sequence[BlockHash], now: float) -> None:
+        """Note that the prompt of `block_hashes` went to a worker. Deepest blocks enter first, and so leave first."""
+        block_hashes = block_hashes[: self._max_blocks]
+        if block_hashes and now - self._sent.get(block_hashes[-1], {}).get(worker_id, float("-inf")) < _FRESH_SECONDS:
             return
-        for block in reversed(chain):
+        for block in reversed(block_hashes):
             self._sent.setdefault(block, {})[worker_id] = now
             self._sent.move_to_end(block)
         while len(self._sent) > self._max_blocks:
@@ -47,19 +47,19 @@ class OptimisticIndex:
                 del self._sent[block]
 
     def lookup(
-        self, chain: Sequence[BlockHash], worker_ids: Collection[str], now: float, max_age: float = BURST_SECONDS
+        self, block_hashes: Sequence[BlockHash], worker_ids: Collection[str], now: float, max_age: float = BURST_SECONDS
     ) -> dict[str, int]:
-        """Return blocks of `chain` sent to each of the workers within `max_age` seconds.
+        """Return blocks of `block_hashes` sent to each of the workers within `max_age` seconds.
 
         A parent is remembered whenever its child is, so each worker's depth is found by bisection.
         """
         oldest = now - max_age
         hits = {}
         for worker_id in worker_ids:
-            low, high = 0, len(chain)
+            low, high = 0, len(block_hashes)
             while low < high:
                 middle = (low + high) // 2
-                if self._sent.get(chain[middle], _NOWHERE).get(worker_id, float("-inf")) >= oldest:
+                if self._sent.get(block_hashes[middle], _NOWHERE).get(worker_id, float("-inf")) >= oldest:
                     low = middle + 1
                 else:
                     high = middle

@@ -54,7 +54,7 @@ class Job:
     """
 
     placement: Placement
-    chain: Sequence[BlockHash]
+    block_hashes: Sequence[BlockHash]
     priority: int
     deadline: float | None
     submit: Callable[[Choice, WorkerClient], None]
@@ -110,8 +110,8 @@ class Dispatcher:
         when there has been no worker for a while.
         """
         ticket.item = job
-        if job.chain:
-            job.hits = await self._index.lookup(job.chain)
+        if job.block_hashes:
+            job.hits = await self._index.lookup(job.block_hashes)
         job.looked_up_ns = self._clock.time_ns()
         self._line.join(ticket)
         self._serve_line()
@@ -162,7 +162,7 @@ class Dispatcher:
         workers = self._pool.models()
         names = [worker.worker_id for worker in workers]
         age = MEMORY_SECONDS if job.hits is None else BURST_SECONDS
-        hits = self._memory.lookup(job.chain, names, self._clock.monotonic(), age)
+        hits = self._memory.lookup(job.block_hashes, names, self._clock.monotonic(), age)
         for name, blocks in (job.hits or {}).items():
             hits[name] = max(blocks, hits.get(name, 0))
         return self._router.route(job.placement, workers, hits, self._pool.absent())
@@ -184,7 +184,7 @@ class Dispatcher:
         except QuireError as refused:
             job.placed.set_exception(refused)
         else:
-            self._memory.remember(choice.worker.worker_id, job.chain, now)
+            self._memory.remember(choice.worker.worker_id, job.block_hashes, now)
             job.placed.set_result(choice)
 
     def _starve(self) -> None:

@@ -66,7 +66,7 @@ class RedisPrefixIndex:
         """Whether the last question got an answer."""
         return self._breaker.healthy
 
-    async def lookup(self, chain: Sequence[BlockHash]) -> Mapping[str, int] | None:
+    async def lookup(self, block_hashes: Sequence[BlockHash]) -> Mapping[str, int] | None:
         """Return hit blocks by worker id; None when the index cannot be asked, or knows no worker."""
         identity = self._identity()
         if not identity.model_fingerprint:
@@ -76,7 +76,7 @@ class RedisPrefixIndex:
             return None
         try:
             async with asyncio.timeout(self._timeout):
-                hits = await self._lookup(identity.namespace, chain)
+                hits = await self._lookup(identity.namespace, block_hashes)
         except (RedisError, OSError, TimeoutError) as error:
             if self._breaker.healthy:
                 log.warning("the prefix index does not answer", extra={"reason": str(error) or "timeout"})
@@ -89,13 +89,13 @@ class RedisPrefixIndex:
         self._count("answered")
         return hits if self._owners else None
 
-    async def _lookup(self, namespace: str, chain: Sequence[BlockHash]) -> Mapping[str, int]:
+    async def _lookup(self, namespace: str, block_hashes: Sequence[BlockHash]) -> Mapping[str, int]:
         if namespace != self._namespace:
             self._namespace, self._owners, self._looked = namespace, {}, {}
         await self._look_up_owners(self._older_than(OWNER_SECONDS, self._owners))
-        match = await self._match(chain)
+        match = await self._match(block_hashes)
         if await self._look_up_owners(self._older_than(DEAD_SECONDS, match.unknown)):
-            match = await self._match(chain)
+            match = await self._match(block_hashes)
         return match.hits()
 
     def _older_than(self, seconds: float, slots: Iterable[int]) -> list[int]:
@@ -103,12 +103,12 @@ class RedisPrefixIndex:
         oldest = self._clock.monotonic() - seconds
         return sorted(slot for slot in slots if self._looked.get(slot, float("-inf")) <= oldest)
 
-    async def _match(self, chain: Sequence[BlockHash]) -> PrefixMatch:
+    async def _match(self, block_hashes: Sequence[BlockHash]) -> PrefixMatch:
         root = prefix_key_root(self._namespace)
         live = {slot: (owner.worker_id, owner.generation) for slot, owner in self._owners.items()}
         match = PrefixMatch(live, unpack_entries)
-        for window in windows(len(chain)):
-            values = await self._redis.mget([root + chain[place] for place in window])
+        for window in windows(len(block_hashes)):
+            values = await self._redis.mget([root + block_hashes[place] for place in window])
             if not match.feed(cast("list[bytes | None]", values)):
                 break
         return match
@@ -136,6 +136,6 @@ class NoPrefixIndex:
 
     connected = False
 
-    async def lookup(self, chain: Sequence[BlockHash]) -> Mapping[str, int] | None:
+    async def lookup(self, block_hashes: Sequence[BlockHash]) -> Mapping[str, int] | None:
         """Return None: there is nothing to ask."""
         return None

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from common.hashing import chain, chain_root, key_of
+from common.hashing import block_digests, block_hash_of, root_digest
 from common.types import BlockHash, FinishReason, PoolIdentity
 from router.core.events import ValidatedRequest
 from router.core.routing import Placement
@@ -115,7 +115,7 @@ class Prefix:
         """Hash the chain; about 0.6 microseconds a block. A request that is not to be cached has no keys."""
         tokens = (*request.prompt, *output)
         extra = [("salt", request.salt)] if request.salt else []
-        root = chain_root(
+        root = root_digest(
             identity.model_fingerprint,
             identity.tokenizer_fingerprint,
             identity.block_size,
@@ -124,8 +124,8 @@ class Prefix:
         )
         if request.no_cache:
             return Prefix(tokens, (), root)
-        links = chain(root, tokens, identity.block_size)
-        return Prefix(tokens, tuple(map(key_of, links)), links[-1] if links else root)
+        digests = block_digests(root, tokens, identity.block_size)
+        return Prefix(tokens, tuple(map(block_hash_of, digests)), digests[-1] if digests else root)
 
 
 def placement_of(run: RequestRun, prefix: Prefix, sequences: int) -> Placement:
@@ -150,8 +150,8 @@ def submission_of(
         request_id=run.request_id,
         index=running.output.index,
         tokens=prefix.tokens,
-        chain=prefix.keys,
-        chain_tail=prefix.tail,
+        block_hashes=prefix.keys,
+        parent_digest=prefix.tail,
         sampling=request.sampling,
         priority=request.priority,
         timeout=timeout,

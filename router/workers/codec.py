@@ -44,14 +44,14 @@ class WorkerFacts:
 class Submission:
     """One sequence for a worker. `tokens` end with `output_before` tokens that an earlier run of it drew.
 
-    `chain` are the keys of the full blocks of `tokens`, `chain_tail` the 32-byte link of the last one, or the root.
+    `block_hashes` are the keys of the full blocks of `tokens`, `parent_digest` the 32-byte link of the last one, or the root.
     """
 
     request_id: str
     index: int
     tokens: tuple[int, ...]
-    chain: tuple[BlockHash, ...]
-    chain_tail: bytes
+    block_hashes: tuple[BlockHash, ...]
+    parent_digest: bytes
     sampling: SamplingParams
     priority: int = 0
     timeout: float | None = None
@@ -70,8 +70,8 @@ def submit_to_proto(submission: Submission, handle: int, fork_of: int | None = N
         request_id=submission.request_id,
         index=submission.index,
         prompt_token_ids=little_endian_int32(submission.tokens),
-        chain=pack_hashes(submission.chain),
-        chain_tail=submission.chain_tail,
+        block_hashes=pack_hashes(submission.block_hashes),
+        parent_digest=submission.parent_digest,
         # Without stop strings: the router watches for those itself, and no text leaves it.
         sampling=sampling_to_proto(replace(submission.sampling, stop=())),
         priority=submission.priority,

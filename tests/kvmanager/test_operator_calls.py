@@ -27,7 +27,7 @@ async def worker_with_one_sequence(manager: Running, connect: Connect, worker_id
     """Return a worker that runs one sequence of 40 tokens, with two sealed blocks, and has one block leased."""
     worker = connect(manager, worker_id)
     await worker.attached()
-    reserve = Reserve(SequenceId(7), 40, 64, chain=CHAIN[:2], request_id="request-7")
+    reserve = Reserve(SequenceId(7), 40, 64, block_hashes=CHAIN[:2], request_id="request-7")
     await worker.exchange(Report(reserve=(reserve,)))
     seals = ((BlockId(0), CHAIN[0]), (BlockId(1), CHAIN[1]))
     await worker.exchange(Report(step=1, seal=seals, lease_want=1))
@@ -43,7 +43,7 @@ async def test_lookup_tells_the_longest_prefix_on_each_worker(
 ) -> None:
     await worker_with_one_sequence(manager, connect)
     await connect(manager, "w1").attached()
-    found = await stub_of(manager, channel_to).Lookup(kvmanager_pb2.LookupRequest(chain=PACKED, known=70))
+    found = await stub_of(manager, channel_to).Lookup(kvmanager_pb2.LookupRequest(block_hashes=PACKED, num_tokens=70))
     first, second = found.matches
     assert (first.worker_id, first.hit_blocks, first.diverged_at) == ("w0", 2, 2)
     assert first.miss_reason == types_pb2.MISS_REASON_DIVERGED_AT
@@ -54,17 +54,17 @@ async def test_lookup_tells_the_longest_prefix_on_each_worker(
 async def test_lookup_of_one_worker(manager: Running, connect: Connect, channel_to: ChannelTo) -> None:
     for worker_id in ("w0", "w1"):
         await connect(manager, worker_id).attached()
-    request = kvmanager_pb2.LookupRequest(chain=PACKED, known=70, worker_id="w1")
+    request = kvmanager_pb2.LookupRequest(block_hashes=PACKED, num_tokens=70, worker_id="w1")
     found = await stub_of(manager, channel_to).Lookup(request)
     assert [match.worker_id for match in found.matches] == ["w1"]
 
 
 async def test_lookup_with_half_a_hash_names_the_field(manager: Running, channel_to: ChannelTo) -> None:
     with pytest.raises(aio.AioRpcError) as caught:
-        await stub_of(manager, channel_to).Lookup(kvmanager_pb2.LookupRequest(chain=PACKED[:17]))
+        await stub_of(manager, channel_to).Lookup(kvmanager_pb2.LookupRequest(block_hashes=PACKED[:17]))
     error = error_from_rpc(caught.value)
     assert isinstance(error, InvalidRequest)
-    assert error.violations[0].field == "chain"
+    assert error.violations[0].field == "block_hashes"
 
 
 @pytest.mark.parametrize("method", ["Lookup", "GetBlockTable", "GetPool"])
@@ -82,7 +82,7 @@ async def test_block_table_by_sequence_by_request_or_all(
     await worker_with_one_sequence(manager, connect)
     request = kvmanager_pb2.GetBlockTableRequest(worker_id="w0", **wanted)  # type: ignore[arg-type]
     (table,) = (await stub_of(manager, channel_to).GetBlockTable(request)).tables
-    assert (table.sequence, table.request_id, list(table.row)) == (7, "request-7", [0, 1, 2])
+    assert (table.sequence, table.request_id, list(table.block_ids)) == (7, "request-7", [0, 1, 2])
     assert (table.phase, table.n_shared, table.sealed_blocks) == (kvmanager_pb2.SEQUENCE_PHASE_RUNNING, 0, 2)
 
 
@@ -100,7 +100,7 @@ async def test_pool_counts_every_block_once(manager: Running, connect: Connect, 
     answer = await stub_of(manager, channel_to).GetPool(kvmanager_pb2.GetPoolRequest())
     (pool,) = answer.pools
     assert answer.epoch == 1
-    assert (pool.num_blocks, pool.row, pool.leased, pool.cached, pool.free) == (8, 3, 1, 0, 4)
+    assert (pool.num_blocks, pool.in_use, pool.leased, pool.cached, pool.free) == (8, 3, 1, 0, 4)
     assert (pool.running, pool.waiting) == (1, 0)
     assert (pool.prefix_query_blocks, pool.prefix_hit_blocks, dict(pool.misses_by_reason)) == (2, 0, {"never_seen": 1})
 
@@ -143,7 +143,7 @@ def values(text: str, name: str) -> dict[str, float]:
 async def test_metrics_tell_blocks_by_state(manager: Running, connect: Connect) -> None:
     await worker_with_one_sequence(manager, connect)
     text = await scraped(manager)
-    states = {"free": 4, "leased": 1, "row": 3, "cached": 0, "pinned": 0}
+    states = {"free": 4, "leased": 1, "in_use": 3, "cached": 0, "pinned": 0}
     expected = {f'{{state="{state}",worker="w0"}}': float(count) for state, count in states.items()}
     assert values(text, "quire:kv_blocks") == expected
     assert values(text, "quire:kv_cache_usage_perc") == {'{worker="w0"}': 0.5}
@@ -163,7 +163,7 @@ async def test_metrics_count_prefix_queries_reports_and_sessions(manager: Runnin
 
 async def test_prefix_hits_count_tokens_as_they_do_in_vllm(manager: Running, connect: Connect) -> None:
     worker = await worker_with_one_sequence(manager, connect)
-    again = Reserve(SequenceId(8), 40, 48, chain=CHAIN[:2], request_id="request-8")
+    again = Reserve(SequenceId(8), 40, 48, block_hashes=CHAIN[:2], request_id="request-8")
     await worker.exchange(Report(reserve=(again,), lease_want=1))
     text = await scraped(manager)
     assert values(text, "quire:prefix_cache_queries_total") == {'{worker="w0"}': 2 * 32.0}

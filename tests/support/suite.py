@@ -89,7 +89,7 @@ class Suite:
 
 
 def _is_idle(pool: kvmanager_pb2.Pool) -> bool:
-    held = pool.row + pool.leased + pool.pinned + pool.running + pool.waiting
+    held = pool.in_use + pool.leased + pool.pinned + pool.running + pool.waiting
     return held == 0 and pool.free + pool.cached == pool.num_blocks
 
 

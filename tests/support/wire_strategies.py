@@ -59,10 +59,10 @@ attaches = st.builds(
 reserves = st.builds(
     lease.Reserve,
     sequence=sequences,
-    known=u32,
+    num_tokens=u32,
     max_len=u32,
     priority=st.integers(-(2**31), 2**31 - 1),
-    chain=tuples_of(hashes),
+    block_hashes=tuples_of(hashes),
     fork_of=st.none() | sequences,
     request_id=text,
     traceparent=text,
@@ -82,14 +82,14 @@ reports = st.builds(
     computed=tuples_of(st.tuples(sequences, u32)),
 )
 batches = st.builds(
-    lease.Batch,
+    lease.GrantBatch,
     lease_target=u32,
     copy=tuples_of(st.builds(lease.Copy, blocks, blocks, u32)),
     admit=tuples_of(
         st.builds(
             lease.Admit,
             sequence=sequences,
-            row=tuples_of(row_blocks),
+            block_table=tuples_of(row_blocks),
             n_shared=u32,
             cached_tokens=u32,
             miss_reason=st.sampled_from(MissReason),
@@ -107,11 +107,11 @@ rejections = st.builds(
 
 
 @st.composite
-def claims(draw: st.DrawFn) -> tuple[lease.Claim, ...]:
+def cached_blocks(draw: st.DrawFn) -> tuple[lease.CachedBlock, ...]:
     """Claims; what a parent's index means is not the wire's business."""
     count = draw(st.integers(0, 40))
     return tuple(
-        lease.Claim(draw(blocks), draw(hashes), draw(st.integers(-2, index)), draw(u32)) for index in range(count)
+        lease.CachedBlock(draw(blocks), draw(hashes), draw(st.integers(-2, index)), draw(u32)) for index in range(count)
     )
 
 
@@ -123,10 +123,10 @@ inventories = st.builds(
             reserve=reserves,
             phase=st.sampled_from(SequencePhase),
             arrival=u32,
-            row=tuples_of(row_blocks, 30),
+            block_table=tuples_of(row_blocks, 30),
         ),
         10,
     ),
     pool=tuples_of(blocks, 60),
-    claims=claims(),
+    cached_blocks=cached_blocks(),
 )

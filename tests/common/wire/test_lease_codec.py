@@ -36,9 +36,9 @@ def test_report_survives_the_wire(report: lease.Report) -> None:
 
 
 @given(strategies.batches)
-def test_batch_survives_the_wire(batch: lease.Batch) -> None:
+def test_batch_survives_the_wire(batch: lease.GrantBatch) -> None:
     packed = lease_wire.batch_to_proto(batch).SerializeToString()
-    assert lease_wire.batch_from_proto(kvmanager_pb2.Batch.FromString(packed)) == batch
+    assert lease_wire.batch_from_proto(kvmanager_pb2.GrantBatch.FromString(packed)) == batch
 
 
 @given(st.builds(lease.AttachOk, strategies.u64, strategies.u32), strategies.rejections)
@@ -63,18 +63,20 @@ def test_inventory_survives_chunks_of_any_size(inventory: lease.Inventory, limit
 
 
 def test_chunks_of_a_large_inventory_stay_below_the_limit() -> None:
-    chain = tuple(BlockHash(index.to_bytes(16, "little")) for index in range(400))
+    block_hashes = tuple(BlockHash(index.to_bytes(16, "little")) for index in range(400))
     sequences = tuple(
         lease.InventorySequence(
-            lease.Reserve(SequenceId(number), 6400, 8000, chain=chain, request_id=f"request-{number}"),
+            lease.Reserve(SequenceId(number), 6400, 8000, block_hashes=block_hashes, request_id=f"request-{number}"),
             SequencePhase.RUNNING,
             number,
             tuple(map(BlockId, range(400))),
         )
         for number in range(100)
     )
-    claims = tuple(lease.Claim(BlockId(index), chain[index % 400], -1, 2**32 - 1) for index in range(40_000))
-    chunks = inventory_chunks(lease.Inventory(sequences, tuple(map(BlockId, range(70_000))), claims))
+    cached_blocks = tuple(
+        lease.CachedBlock(BlockId(index), block_hashes[index % 400], -1, 2**32 - 1) for index in range(40_000)
+    )
+    chunks = inventory_chunks(lease.Inventory(sequences, tuple(map(BlockId, range(70_000))), cached_blocks))
     assert max(chunk.ByteSize() for chunk in chunks) <= 256 * 1024
     assert len(chunks) == 4 + 2 + 5  # 8 KB a sequence, 4 B a pool block, 28 B a claim
 
@@ -91,7 +93,7 @@ def test_a_report_of_a_step_is_as_small_as_promised() -> None:
 
 def test_trimmed_blocks_and_the_highest_sequence_id_keep_their_value() -> None:
     admit = lease.Admit(SequenceId(2**32 - 1), (TRIMMED, BlockId(7)), 1)
-    assert lease_wire.batch_from_proto(lease_wire.batch_to_proto(lease.Batch(0, admit=(admit,)))).admit == (admit,)
+    assert lease_wire.batch_from_proto(lease_wire.batch_to_proto(lease.GrantBatch(0, admit=(admit,)))).admit == (admit,)
 
 
 def test_no_stalled_set_differs_from_an_empty_one() -> None:
@@ -110,11 +112,11 @@ def test_no_stalled_set_differs_from_an_empty_one() -> None:
         kvmanager_pb2.Report(seal_blocks=bytes(4), seal_hashes=bytes(15)),
         kvmanager_pb2.Report(returned=bytes(3)),
         kvmanager_pb2.Report(trim_sequences=bytes(4)),
-        kvmanager_pb2.Report(preempted_known=bytes(4)),
+        kvmanager_pb2.Report(preempted_num_tokens=bytes(4)),
         kvmanager_pb2.Report(computed_lengths=bytes(5)),
         kvmanager_pb2.Report(finished_sequences=bytes(4)),
         kvmanager_pb2.Report(finished_sequences=bytes(4), finished_reasons=[types_pb2.FINISH_REASON_UNSPECIFIED]),
-        kvmanager_pb2.Report(reserve=[kvmanager_pb2.Reserve(chain=bytes(17))]),
+        kvmanager_pb2.Report(reserve=[kvmanager_pb2.Reserve(block_hashes=bytes(17))]),
     ],
 )
 def test_malformed_report_is_a_protocol_violation(report: kvmanager_pb2.Report) -> None:
@@ -125,13 +127,13 @@ def test_malformed_report_is_a_protocol_violation(report: kvmanager_pb2.Report) 
 @pytest.mark.parametrize(
     "batch",
     [
-        kvmanager_pb2.Batch(copy_src=bytes(4), copy_dst=bytes(4)),
-        kvmanager_pb2.Batch(copy_len=bytes(4)),
-        kvmanager_pb2.Batch(preempt_sequences=bytes(4)),
-        kvmanager_pb2.Batch(admit=[kvmanager_pb2.Admit(row=bytes(4))]),  # no miss reason
+        kvmanager_pb2.GrantBatch(copy_src=bytes(4), copy_dst=bytes(4)),
+        kvmanager_pb2.GrantBatch(copy_len=bytes(4)),
+        kvmanager_pb2.GrantBatch(preempt_sequences=bytes(4)),
+        kvmanager_pb2.GrantBatch(admit=[kvmanager_pb2.Admit(block_table=bytes(4))]),  # no miss reason
     ],
 )
-def test_malformed_batch_is_a_protocol_violation(batch: kvmanager_pb2.Batch) -> None:
+def test_malformed_batch_is_a_protocol_violation(batch: kvmanager_pb2.GrantBatch) -> None:
     with pytest.raises(ProtocolViolation):
         lease_wire.batch_from_proto(batch)
 
@@ -139,7 +141,7 @@ def test_malformed_batch_is_a_protocol_violation(batch: kvmanager_pb2.Batch) -> 
 @pytest.mark.parametrize(
     "chunk",
     [
-        kvmanager_pb2.Inventory(claim_blocks=bytes(4), last=True),
+        kvmanager_pb2.Inventory(cached_blocks=bytes(4), last=True),
         kvmanager_pb2.Inventory(sequences=[kvmanager_pb2.InventorySequence()], last=True),  # no phase
         kvmanager_pb2.Inventory(pool=bytes(2), last=True),
     ],

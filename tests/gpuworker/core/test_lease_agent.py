@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.errors import NotFound, ProtocolViolation
-from common.lease import Admit, Batch, Claim, Copy, Report
+from common.lease import Admit, CachedBlock, Copy, GrantBatch, Report
 from common.types import TRIMMED, BlockId, SequenceId, SequencePhase
 from gpuworker.core.lease_agent import LeaseAgent
 from tests.support.gpuworker.agent_harness import Driver, blocks, keys
@@ -21,15 +21,15 @@ def test_a_submission_is_reported_as_a_reservation() -> None:
     worker = Driver()
     worker.submit(0, range(6), max_tokens=5, priority=2, traceparent="t")
     (reserve,) = report_of(worker).reserve
-    assert (reserve.sequence, reserve.known, reserve.max_len, reserve.priority) == (0, 6, 11, 2)
-    assert (reserve.chain, reserve.request_id, reserve.traceparent) == (keys(range(6), 4), "r0", "t")
+    assert (reserve.sequence, reserve.num_tokens, reserve.max_len, reserve.priority) == (0, 6, 11, 2)
+    assert (reserve.block_hashes, reserve.request_id, reserve.traceparent) == (keys(range(6), 4), "r0", "t")
 
 
 def test_a_sequence_that_is_not_to_be_cached_has_no_chain_and_seals_nothing() -> None:
     worker = Driver()
     worker.submit(0, range(6), no_cache=True)
     worker.admit(0, [0, 1])
-    assert report_of(worker).reserve[0].chain == ()
+    assert report_of(worker).reserve[0].block_hashes == ()
     worker.step()
     worker.agent.cancel(SequenceId(0))
     report = report_of(worker)
@@ -44,7 +44,7 @@ def test_shared_blocks_keep_their_content_and_fresh_ones_lose_it() -> None:
     worker.agent.cancel(SequenceId(0))
     worker.submit(1, [*range(4), 70, 71])
     worker.admit(1, [0, 1], shared=1)
-    assert worker.agent.inventory().claims == (Claim(BlockId(0), keys(range(4), 4)[0], -1, 1),)
+    assert worker.agent.inventory().cached_blocks == (CachedBlock(BlockId(0), keys(range(4), 4)[0], -1, 1),)
     assert worker.rows() == [(1, 4, 2, (0, 1), True)]
 
 
@@ -69,7 +69,7 @@ def test_a_lease_drops_the_claim_at_once_and_the_fill_when_bound() -> None:
     worker.agent.cancel(SequenceId(0))
     worker.lease([0])
     inventory = worker.agent.inventory()
-    assert (inventory.pool, inventory.claims) == ((0,), ())
+    assert (inventory.pool, inventory.cached_blocks) == ((0,), ())
 
 
 def test_a_claim_without_its_parents_claim_is_left_out() -> None:
@@ -79,14 +79,14 @@ def test_a_claim_without_its_parents_claim_is_left_out() -> None:
     worker.step()
     worker.agent.cancel(SequenceId(0))
     first, second, third = keys(range(12), 4)
-    assert worker.agent.inventory().claims == (
-        Claim(BlockId(0), first, -1, 1),
-        Claim(BlockId(1), second, 0, 1),
-        Claim(BlockId(2), third, 1, 1),
+    assert worker.agent.inventory().cached_blocks == (
+        CachedBlock(BlockId(0), first, -1, 1),
+        CachedBlock(BlockId(1), second, 0, 1),
+        CachedBlock(BlockId(2), third, 1, 1),
     )
     worker.agent.attached(1)
     worker.lease([1])
-    assert worker.agent.inventory().claims == (Claim(BlockId(0), first, -1, 1),)
+    assert worker.agent.inventory().cached_blocks == (CachedBlock(BlockId(0), first, -1, 1),)
 
 
 def test_a_pool_above_the_target_gives_back_the_last_leased() -> None:
@@ -142,14 +142,14 @@ def test_a_full_block_is_copied_but_for_its_last_slot() -> None:
 @pytest.mark.parametrize(
     "batch",
     [
-        Batch(0, admit=(Admit(SequenceId(1), blocks([0]), 0),)),
-        Batch(1, lease=blocks([0])),
-        Batch(1, lease=blocks([3, 3])),
-        Batch(1, admit=(Admit(SequenceId(1), blocks([3]), 0),), lease=blocks([3])),
+        GrantBatch(0, admit=(Admit(SequenceId(1), blocks([0]), 0),)),
+        GrantBatch(1, lease=blocks([0])),
+        GrantBatch(1, lease=blocks([3, 3])),
+        GrantBatch(1, admit=(Admit(SequenceId(1), blocks([3]), 0),), lease=blocks([3])),
     ],
     ids=["admit", "lease", "lease twice", "admit and lease"],
 )
-def test_a_grant_of_a_block_that_is_still_held_is_a_protocol_violation(batch: Batch) -> None:
+def test_a_grant_of_a_block_that_is_still_held_is_a_protocol_violation(batch: GrantBatch) -> None:
     worker = Driver()
     worker.submit(0, range(4))
     worker.submit(1, range(4))
@@ -174,7 +174,7 @@ def test_columns_of_a_batch_take_effect_in_their_order() -> None:
     worker = Driver()
     worker.submit(0, range(4))
     both = worker.agent.apply(
-        Batch(0, admit=(worker.admission(0, [2]),), cancel=(SequenceId(0),)),
+        GrantBatch(0, admit=(worker.admission(0, [2]),), cancel=(SequenceId(0),)),
     )
     assert [admit.sequence for admit in both.admitted] == [0]
     assert worker.agent.departures().forgotten == (0,)
@@ -189,7 +189,7 @@ def test_an_inventory_has_waiting_running_and_draining_sequences() -> None:
     worker.plan()
     worker.preempt(1)
     worker.agent.cancel(SequenceId(2))
-    found = {s.reserve.sequence: (s.phase, s.arrival, s.row) for s in worker.agent.inventory().sequences}
+    found = {s.reserve.sequence: (s.phase, s.arrival, s.block_table) for s in worker.agent.inventory().sequences}
     assert found == {
         0: (SequencePhase.RUNNING, 0, (0, 1)),
         1: (SequencePhase.DRAINING_PREEMPT, 1, (2, 3)),
@@ -247,7 +247,7 @@ def test_a_worker_that_is_still_stalled_after_a_batch_says_so() -> None:
     worker.step()
     worker.agent.plan()
     report_of(worker)
-    worker.agent.apply(Batch(0))
+    worker.agent.apply(GrantBatch(0))
     worker.agent.plan()
     assert report_of(worker).stalled is None, "the set is as it was told; that a report comes is the news"
     assert worker.agent.take_report() is None
@@ -314,17 +314,19 @@ class TestWindow:
             second = worker.plan()
             worker.complete(first)
             oldest = second.rows[0].start
-            trimmed = [n for n, block in enumerate(worker.agent.inventory().sequences[0].row) if block == TRIMMED]
+            trimmed = [
+                n for n, block in enumerate(worker.agent.inventory().sequences[0].block_table) if block == TRIMMED
+            ]
             assert all(4 * n + 3 < oldest - 6 + 1 for n in trimmed)
             worker.complete(second)
 
     def test_behaviour_12_no_hashes_are_made(self) -> None:
         worker = self.windowed()
         report = report_of(worker)
-        assert report.reserve[0].chain == ()
+        assert report.reserve[0].block_hashes == ()
         worker.step()
         assert report_of(worker).seal == ()
-        assert worker.agent.inventory().claims == ()
+        assert worker.agent.inventory().cached_blocks == ()
 
     def test_behaviour_12_trimmed_blocks_are_no_longer_held(self) -> None:
         worker = self.windowed()
@@ -354,4 +356,4 @@ def test_a_clone_goes_its_own_way() -> None:
     assert isinstance(twin, LeaseAgent)
     assert twin.plan() is not None
     twin.check_invariants()
-    assert blocks([0, 1]) == twin.inventory().sequences[0].row
+    assert blocks([0, 1]) == twin.inventory().sequences[0].block_table

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.lease import Attach, AttachOk, Batch
+from common.lease import Attach, AttachOk, GrantBatch
 from common.types import BlockId, KvGeometry, PoolIdentity
 from gpuworker.core.lease_agent import LeaseAgent
 from gpuworker.core.lease_session import LeaseSession
@@ -26,7 +26,7 @@ def test_sessions_are_numbered_from_one(session: LeaseSession) -> None:
 
 def test_a_batch_counts_only_in_its_own_open_session(session: LeaseSession) -> None:
     session.connect()
-    lease = Batch(2, lease=(BlockId(1), BlockId(2)))
+    lease = GrantBatch(2, lease=(BlockId(1), BlockId(2)))
     assert session.receive(1, lease) is None, "not open yet"
     assert session.accept(1, AttachOk(5, 0))
     session.connect()
@@ -43,7 +43,7 @@ def test_a_lower_epoch_is_refused_and_the_highest_is_told(session: LeaseSession)
     assert session.accept(1, AttachOk(5, 0))
     assert session.connect()[0].epoch_seen == 5
     assert not session.accept(2, AttachOk(4, 0))
-    assert session.receive(2, Batch(1, lease=(BlockId(1),))) is None
+    assert session.receive(2, GrantBatch(1, lease=(BlockId(1),))) is None
     assert session.connect()[0].epoch_seen == 5
     assert session.accept(3, AttachOk(6, 0))
 
@@ -75,7 +75,7 @@ def test_a_reattached_worker_goes_on_with_its_rows() -> None:
     worker.admit(0, [0, 1])
     plan = worker.plan()
     _, inventory = session.connect()
-    assert inventory.sequences[0].row == (0, 1)
+    assert inventory.sequences[0].block_table == (0, 1)
     session.accept(1, AttachOk(1, 0))
     worker.complete(plan)
     assert worker.rows() == [(0, 6, 1, (0, 1), True)]

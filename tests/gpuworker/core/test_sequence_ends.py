@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from common.errors import AlreadyExists, InvalidRequest
-from common.lease import Batch
+from common.lease import GrantBatch
 from common.types import FinishReason, SequenceId, SequencePhase
 from gpuworker.core.batch_plan import StepResult
 from gpuworker.core.stopping import Ending, StopRule
@@ -132,7 +132,7 @@ def test_behaviour_24_the_chain_of_a_requeued_sequence_covers_generated_blocks()
     worker.step(51)
     worker.preempt(0)
     inventory = worker.agent.inventory()
-    assert inventory.sequences[0].reserve.chain == keys([0, 1, 2, 3, 4, 5, 50, 51], 4)
+    assert inventory.sequences[0].reserve.block_hashes == keys([0, 1, 2, 3, 4, 5, 50, 51], 4)
     assert inventory.sequences[0].phase is SequencePhase.WAITING
 
 
@@ -206,7 +206,7 @@ def test_behaviour_28_a_cancel_is_idempotent_in_every_phase(reach: Callable[[Dri
 def test_behaviour_28_orders_for_unknown_sequences_do_nothing() -> None:
     worker = Driver()
     worker.agent.cancel(SequenceId(7))
-    worker.agent.apply(Batch(0, cancel=(SequenceId(8),)))
+    worker.agent.apply(GrantBatch(0, cancel=(SequenceId(8),)))
     applied = worker.preempt(9)
     assert applied.preempting == ()
     worker.agent.check_invariants()

@@ -11,9 +11,9 @@ from common.lease import (
     Admit,
     Attached,
     AttachOk,
-    Batch,
     Connected,
     Detached,
+    GrantBatch,
     Granted,
     LeaseEvent,
 )
@@ -71,9 +71,9 @@ def test_a_cancelled_sequence_is_in_no_later_plan_and_its_blocks_return_within_t
         assert any(row.sequence == victim for plan in plans for row in plan.rows)
         assert [row.sequence for row in later.rows] == [other]
         assert in_flight <= 2
-        assert victim not in runner.known
+        assert victim not in runner.num_tokens
         driver.engine.cancel(other, FinishReason.CANCELLED)
-        while runner.known:
+        while runner.num_tokens:
             if runner.submitted:
                 runner.step()
         driver.assert_all_free()
@@ -143,7 +143,7 @@ def test_a_manager_of_a_lower_epoch_is_refused(scripted: tuple[EngineDriver, Scr
 def test_grants_of_an_old_session_are_dropped(scripted: tuple[EngineDriver, ScriptedChannel]) -> None:
     driver, channel = scripted
     sequence = driver.submit([1, 2, 3], 4)
-    batch = Batch(0, admit=(Admit(sequence, (BlockId(0),), 0),))
+    batch = GrantBatch(0, admit=(Admit(sequence, (BlockId(0),), 0),))
     channel.events.extend([Connected(), Attached(1, AttachOk(1, 0)), Detached(1), Connected(), Granted(1, batch)])
     driver.engine.turn()
     channel.events.append(Attached(2, AttachOk(1, 0)))
@@ -161,13 +161,13 @@ def test_a_failed_step_frees_the_seat_of_a_sequence_that_ended_while_the_step_st
         runner.step()
         (result,) = driver.finish()
         assert result.reason is FinishReason.STOP
-        assert runner.known, "the second step still has it"
+        assert runner.num_tokens, "the second step still has it"
         runner.fail()
         again = driver.submit([1, 2, 3], 1)
         runner.step()
         driver.finish()
         assert driver.results[again].tokens == [7]
-        assert not runner.known
+        assert not runner.num_tokens
         driver.assert_all_free()
 
 
@@ -179,7 +179,7 @@ def test_a_failed_step_ends_waiting_sequences_too_and_each_with_its_usage(
     assert isinstance(runner, ManualRunner)
     runs, waits = driver.submit([1, 2, 3], 20), driver.submit([4] * 6, 20)
     channel.events.extend([Connected(), Attached(1, AttachOk(1, 0))])
-    channel.events.append(Granted(1, Batch(0, admit=(Admit(runs, (BlockId(0), BlockId(1)), 0),))))
+    channel.events.append(Granted(1, GrantBatch(0, admit=(Admit(runs, (BlockId(0), BlockId(1)), 0),))))
     driver.engine.turn()
     runner.step()
     driver.engine.turn()
@@ -189,7 +189,7 @@ def test_a_failed_step_ends_waiting_sequences_too_and_each_with_its_usage(
     results = driver.results[runs], driver.results[waits]
     assert [each.reason for each in results] == [FinishReason.ERROR] * 2
     assert [(each.usage.prompt_tokens, each.usage.output_tokens) for each in results] == [(3, 1), (6, 0)]
-    assert not runner.known
+    assert not runner.num_tokens
 
 
 def test_a_refused_request_says_how_long_its_prompt_is() -> None:
@@ -260,7 +260,7 @@ def test_an_answer_to_a_session_that_was_left_is_nobodys(scripted: tuple[EngineD
     assert isinstance(runner, ManualRunner)
     sequence = driver.submit([1, 2, 3], 4)
     channel.events.extend([Connected(), Attached(1, AttachOk(1, 0))])
-    channel.events.append(Granted(1, Batch(0, admit=(Admit(sequence, (BlockId(0),), 0),))))
+    channel.events.append(Granted(1, GrantBatch(0, admit=(Admit(sequence, (BlockId(0),), 0),))))
     driver.engine.turn()
     channel.events.append(Connected())
     driver.engine.turn()  # it offers session 2

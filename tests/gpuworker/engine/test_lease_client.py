@@ -18,10 +18,10 @@ from common.lease import (
     Attached,
     AttachOk,
     AttachRejected,
-    Batch,
-    Claim,
+    CachedBlock,
     Connected,
     Detached,
+    GrantBatch,
     Granted,
     Inventory,
     LeaseEvent,
@@ -183,7 +183,7 @@ async def test_open_stream_asks_the_engine_to_attach(rig: Rig) -> None:
 
 async def test_accepted_session_carries_grants_and_reports(rig: Rig) -> None:
     stream = await rig.session(1)
-    batch = Batch(4, lease=(BlockId(1), BlockId(2)))
+    batch = GrantBatch(4, lease=(BlockId(1), BlockId(2)))
     stream.say(1, batch=batch_to_proto(batch))
     assert await rig.event(Granted) == Granted(1, batch)
     await rig.send(1, Report(step=5))
@@ -192,7 +192,7 @@ async def test_accepted_session_carries_grants_and_reports(rig: Rig) -> None:
 
 
 async def test_a_grant_that_answers_a_report_tells_the_round_trip_once(rig: Rig) -> None:
-    stream, batch = await rig.session(1), batch_to_proto(Batch(4, lease=(BlockId(1),)))
+    stream, batch = await rig.session(1), batch_to_proto(GrantBatch(4, lease=(BlockId(1),)))
     stream.say(1, batch=batch, ack=2)
     await rig.event(Granted)
     assert len(rig.round_trips) == 1  # of the inventory
@@ -222,13 +222,15 @@ async def test_reports_keep_their_order(rig: Rig) -> None:
 async def test_large_inventory_travels_in_chunks(rig: Rig) -> None:
     await rig.event(Connected)
     stream = await rig.stream()
-    claims = tuple(Claim(BlockId(index), BlockHash(index.to_bytes(16, "little")), -1, 0) for index in range(20_000))
-    await rig.attach(1, Inventory(claims=claims))
+    cached_blocks = tuple(
+        CachedBlock(BlockId(index), BlockHash(index.to_bytes(16, "little")), -1, 0) for index in range(20_000)
+    )
+    await rig.attach(1, Inventory(cached_blocks=cached_blocks))
     await stream.next()
     chunks = [(await stream.next()).inventory for _ in range(3)]
     assert [chunk.last for chunk in chunks] == [False, False, True]
     assert max(chunk.ByteSize() for chunk in chunks) <= 256 * 1024
-    assert sum(len(chunk.claim_blocks) for chunk in chunks) == 80_000
+    assert sum(len(chunk.cached_blocks) for chunk in chunks) == 80_000
 
 
 async def test_broken_stream_detaches_and_connects_again(rig: Rig) -> None:
@@ -251,16 +253,16 @@ async def test_report_of_a_session_that_is_gone_is_dropped(rig: Rig) -> None:
 async def test_message_of_another_session_is_dropped(rig: Rig) -> None:
     stream = await rig.session(2)
     stream.sent -= 1
-    stream.say(1, batch=batch_to_proto(Batch(1)))
-    stream.say(2, batch=batch_to_proto(Batch(7)))
+    stream.say(1, batch=batch_to_proto(GrantBatch(1)))
+    stream.say(2, batch=batch_to_proto(GrantBatch(7)))
     stream.sent -= 1
-    stream.say(2, batch=batch_to_proto(Batch(8)))
+    stream.say(2, batch=batch_to_proto(GrantBatch(8)))
     assert [(await rig.event(Granted)).batch.lease_target for _ in range(1)] == [7]
 
 
 async def test_connected_voids_what_was_not_polled_before_it(rig: Rig) -> None:
     stream = await rig.session(1)
-    stream.say(1, batch=batch_to_proto(Batch(7)))
+    stream.say(1, batch=batch_to_proto(GrantBatch(7)))
     stream.end()
     await rig.stream()
     while not isinstance((await polled(rig))[-1], Connected):
@@ -357,7 +359,7 @@ async def test_violation_by_the_manager_ends_the_session(rig: Rig, gap: bool) ->
         stream.sent += 1
         stream.say(1, attach_ok=attach_ok_to_proto(AttachOk(1, 0)))
     else:
-        stream.say(1, batch=batch_to_proto(Batch(1)))
+        stream.say(1, batch=batch_to_proto(GrantBatch(1)))
     assert await rig.event(Detached) == Detached(1)
     await rig.event(Connected)
 

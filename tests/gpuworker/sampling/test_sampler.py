@@ -46,9 +46,9 @@ def draw(
     logits: torch.Tensor, params: Sequence[SamplingParams], eos: tuple[int, ...] = (), positions: Sequence[int] = ()
 ) -> Drawn:
     """Draw after PROMPT and OUTPUT for every row; its seat is its index."""
-    known = PROMPT + OUTPUT
-    table = torch.tensor([[*known, 0, 0]] * len(params), dtype=torch.int32)
-    at = np.array(positions or [len(known)] * len(params), dtype=np.int64)
+    num_tokens = PROMPT + OUTPUT
+    table = torch.tensor([[*num_tokens, 0, 0]] * len(params), dtype=torch.int32)
+    at = np.array(positions or [len(num_tokens)] * len(params), dtype=np.int64)
     batch = batch_of(params, logits.shape[1], eos)
     return batch.sample(logits.clone(), batch.at(at, np.arange(len(params), dtype=np.int32)), table)
 

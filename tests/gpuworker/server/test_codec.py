@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from common.errors import InvalidRequest, ProtocolViolation
-from common.hashing import chain, chain_root, key_of, little_endian_int32
+from common.hashing import block_digests, block_hash_of, little_endian_int32, root_digest
 from common.types import Constraint, ConstraintKind, SamplingParams, SequenceId
 from common.wire.sampling_codec import sampling_to_proto
 from gpuworker.engine.ports import EngineLoad, EngineRequest
@@ -17,8 +17,8 @@ from quire.types.v1 import types_pb2 as types
 
 SEQUENCE = SequenceId(3)
 PROMPT = list(range(10))
-ROOT = chain_root("model", "tokenizer", 4)
-LINKS = chain(ROOT, PROMPT, 4)
+ROOT = root_digest("model", "tokenizer", 4)
+LINKS = block_digests(ROOT, PROMPT, 4)
 MAX_MODEL_LEN = 64
 
 
@@ -28,8 +28,8 @@ def submit(**changes: object) -> pb.Submit:
         "handle": 1,
         "request_id": "r1",
         "prompt_token_ids": little_endian_int32(PROMPT),
-        "chain": b"".join(map(key_of, LINKS)),
-        "chain_tail": LINKS[-1],
+        "block_hashes": b"".join(map(block_hash_of, LINKS)),
+        "parent_digest": LINKS[-1],
         "sampling": types.SamplingParams(temperature=0.5, max_tokens=8, seed=1),
     }
     return pb.Submit(**(parts | changes))  # type: ignore[arg-type]
@@ -45,8 +45,8 @@ def test_a_submit_becomes_a_sequence_with_its_chain() -> None:
     request = convert(submit(priority=-5, eos_token_ids=[2, 5]), fork_of=1, traceparent="t")
     new = request.new
     assert (new.sequence, new.request_id, new.tokens) == (SEQUENCE, "r1", tuple(PROMPT))
-    assert new.chain == tuple(map(key_of, LINKS))
-    assert new.chain_tail == LINKS[-1]
+    assert new.block_hashes == tuple(map(block_hash_of, LINKS))
+    assert new.parent_digest == LINKS[-1]
     assert (new.max_len, new.priority, new.fork_of, new.traceparent) == (18, -5, 1, "t")
     assert (new.stop.max_tokens, new.stop.eos_ids) == (8, frozenset({2, 5}))
     assert (request.prompt_tokens, request.traced) == (10, True)
@@ -103,7 +103,7 @@ def test_the_longest_context_bounds_the_sequence() -> None:
 
 def test_a_request_that_is_not_to_be_cached_has_no_chain() -> None:
     new = convert(submit(no_cache=True)).new
-    assert (new.chain, new.no_cache) == ((), True)
+    assert (new.block_hashes, new.no_cache) == ((), True)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_a_prompt_that_cannot_be_run_is_refused_with_the_numbers(changes: dict[s
     "changes",
     [
         {"prompt_token_ids": b"\0" * 5},
-        {"chain": b"\0" * 17},
+        {"block_hashes": b"\0" * 17},
     ],
     ids=["half a token", "half a hash"],
 )

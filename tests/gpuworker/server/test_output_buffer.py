@@ -17,7 +17,7 @@ from quire.types.v1 import types_pb2 as types
 
 def admit(**changes: object) -> Admit:
     """Return an admission of two blocks, the first of them shared."""
-    parts: dict[str, object] = {"sequence": SequenceId(9), "row": (BlockId(0), BlockId(1)), "n_shared": 1}
+    parts: dict[str, object] = {"sequence": SequenceId(9), "block_table": (BlockId(0), BlockId(1)), "n_shared": 1}
     return Admit(**(parts | changes))  # type: ignore[arg-type]
 
 

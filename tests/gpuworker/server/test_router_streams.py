@@ -128,7 +128,7 @@ async def test_a_running_sequence_ends_at_its_deadline_and_leaves_no_block() -> 
     async with served(runner) as worker, worker.router() as router:
         await router.send(submit(1, PROMPT, 50, timeout_seconds=0.05))
         end = asyncio.create_task(router.until_finished(1))
-        await worker.step_until(runner, lambda: end.done() and not runner.known)
+        await worker.step_until(runner, lambda: end.done() and not runner.num_tokens)
         await end
         assert router.finished[1].reason == types.FINISH_REASON_DEADLINE
         await asyncio.to_thread(worker.driver.assert_all_free)
@@ -141,7 +141,7 @@ async def test_a_cancel_frees_the_blocks_once_the_steps_in_flight_have_ended() -
         await asyncio.to_thread(runner.await_submissions, 2)
         await router.send(pb.StreamRequest(cancel=pb.Cancel(handle=1)))
         end = asyncio.create_task(router.until_finished(1))
-        await worker.step_until(runner, lambda: end.done() and not runner.known)
+        await worker.step_until(runner, lambda: end.done() and not runner.num_tokens)
         await end
         assert router.finished[1].reason == types.FINISH_REASON_CANCELLED
         await asyncio.to_thread(worker.driver.assert_all_free)
@@ -153,8 +153,8 @@ async def test_a_closed_stream_frees_the_blocks_of_all_its_sequences_waiting_one
         async with worker.router() as router:
             await router.send(*(submit(handle, PROMPT, 9) for handle in range(1, 7)))  # four seats
             await worker.until(lambda: worker.servicer.live_sequences == 6)
-            await worker.until(lambda: len(runner.known) > 0)
-        await worker.step_until(runner, lambda: not (worker.servicer.live_sequences or runner.known))
+            await worker.until(lambda: len(runner.num_tokens) > 0)
+        await worker.step_until(runner, lambda: not (worker.servicer.live_sequences or runner.num_tokens))
         await asyncio.to_thread(worker.driver.assert_all_free)
 
 
@@ -179,7 +179,7 @@ async def test_one_router_that_goes_takes_nothing_from_the_other() -> None:
             await stays.send(submit(1, PROMPT, 8))
             await worker.until(lambda: worker.servicer.live_sequences == 2)
         end = asyncio.create_task(stays.until_finished(1))
-        await worker.step_until(runner, lambda: end.done() and not runner.known)
+        await worker.step_until(runner, lambda: end.done() and not runner.num_tokens)
         await end
         assert stays.finished[1].reason == types.FINISH_REASON_LENGTH
         assert len(stays.tokens[1]) == 8
@@ -192,7 +192,7 @@ async def test_what_gathers_while_the_writer_is_busy_comes_as_one_message() -> N
     runner = ManualRunner(lambda plan: plan.step)
     async with served(runner) as worker, worker.router() as router:
         await router.send(submit(1, PROMPT, 8), submit(2, PROMPT[:3], 8))
-        await worker.until(lambda: len(runner.known) == 2 and len(runner.submitted) == 2)
+        await worker.until(lambda: len(runner.num_tokens) == 2 and len(runner.submitted) == 2)
         # No await from here: the I/O loop, this test's own, stands still, while the engine's thread goes on.
         begun = runner.submissions
         for step in range(6):
@@ -234,8 +234,8 @@ async def test_logprobs_of_two_steps_that_ended_at_once_come_once() -> None:
     runner = ManualRunner()
     async with served(runner) as worker, worker.router() as router:
         await router.send(submit(5, PROMPT, 9))
-        await worker.until(lambda: len(runner.known) == 1)
-        (sequence,) = runner.known
+        await worker.until(lambda: len(runner.num_tokens) == 1)
+        (sequence,) = runner.num_tokens
         both = (TokenLogprobs(7, -0.5, ()), TokenLogprobs(8, -0.25, ()))
         tokens = ((sequence, (7,)), (sequence, (8,)))
         worker.servicer.deliver(EngineOutputs(2, tokens=tokens, logprobs={sequence: both}))

@@ -75,7 +75,7 @@ BAD = {
     "too long": submit(1, [1] * 64, 1),
     "no prompt": submit(1, [1, 2], 4, output_tokens_before=2),
     "no such token": submit(1, [1, 100], 1),
-    "no chain": submit(1, [1] * 8, 1, chain=b""),
+    "no chain": submit(1, [1] * 8, 1, block_hashes=b""),
 }
 
 
@@ -132,7 +132,7 @@ async def test_what_a_lost_router_leaves_is_cancelled_and_its_spans_end() -> Non
             await router.send(submit(1, [1, 2, 3], 40, traceparent=TRACED))
             await asyncio.to_thread(runner.await_submissions, 2)
             router.call.cancel()
-        await worker.step_until(runner, lambda: not runner.known and worker.servicer.live_sequences == 0)
+        await worker.step_until(runner, lambda: not runner.num_tokens and worker.servicer.live_sequences == 0)
         await worker.until(lambda: "sequence" in worker.spans())
         spans = worker.spans()
         assert spans["sequence"].status.description == "cancelled"
@@ -170,7 +170,7 @@ async def test_a_failed_step_is_told_to_every_router_also_of_a_resumed_sequence(
     async with served(runner) as worker, worker.router() as first, worker.router() as second:
         await first.send(submit(1, [1, 2, 3, 7, 7], 8, output_tokens_before=2))
         await second.send(submit(1, [4, 5, 6], 8))
-        await worker.until(lambda: len(runner.known) == 2)
+        await worker.until(lambda: len(runner.num_tokens) == 2)
         before = worker.engine.attach.incarnation
         runner.fail()
         await first.until_finished(1)

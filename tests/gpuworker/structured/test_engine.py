@@ -120,12 +120,12 @@ def test_outputs_match_and_end_with_a_stop(path: Execution) -> None:
 def test_a_sequence_that_moves_goes_on_where_it_was(path: Execution) -> None:
     with driver("llama", path, 4) as engine:
         whole = run(engine, 4)[0].tokens
-        known = len(whole) // 2
+        num_tokens = len(whole) // 2
         moved = engine.submit(
-            [*prompts()[4], *whole[:known]], COUNT - known, SAMPLINGS[4], eos=[EOS], output_before=known
+            [*prompts()[4], *whole[:num_tokens]], COUNT - num_tokens, SAMPLINGS[4], eos=[EOS], output_before=num_tokens
         )
         engine.finish()
-    assert engine.results[moved].tokens == whole[known:]
+    assert engine.results[moved].tokens == whole[num_tokens:]
 
 
 def test_sequences_of_one_request_have_matchers_of_their_own(path: Execution) -> None:

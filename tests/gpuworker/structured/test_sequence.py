@@ -196,9 +196,9 @@ def _go_on(followed: Constrained, tokens: Sequence[int]) -> None:
 
 def test_a_long_chain_of_rules_overflows_no_stack(tokenizer_json: Path) -> None:
     """llguidance recurses along it; an overflow would end this process."""
-    chain = "start: a0\n" + "".join(f"a{each}: a{each + 1}\n" for each in range(4000)) + 'a4000: "ab"'
+    block_hashes = "start: a0\n" + "".join(f"a{each}: a{each + 1}\n" for each in range(4000)) + 'a4000: "ab"'
     compiler = GrammarCompiler(tokenizer_json, VOCAB, (END,))
-    grammar = compiler.compile_soon(Constraint(ConstraintKind.GRAMMAR, chain)).result(timeout=60.0)
+    grammar = compiler.compile_soon(Constraint(ConstraintKind.GRAMMAR, block_hashes)).result(timeout=60.0)
     assert grammar.matcher().compute_bitmask()
 
 

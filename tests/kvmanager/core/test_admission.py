@@ -12,6 +12,7 @@ from common.types import DecisionKind, FinishReason, MissReason
 from kvmanager.core.ledger import Ledger
 from tests.support.kvmanager.ledgers import (
     admit,
+    block_table,
     finish,
     free_order,
     hashes,
@@ -19,7 +20,6 @@ from tests.support.kvmanager.ledgers import (
     play,
     prompt,
     reserve,
-    row,
     run_through,
     seal,
 )
@@ -184,7 +184,7 @@ def test_behaviour_29_hits_count_once_a_request_and_recompute_apart() -> None:
     admit(ledger, reserve(2, prompt(48), max_len=60))
     play(ledger, preempted=((2, 50),))
     totals = ledger.pool().totals
-    assert row(ledger, 2)[:3] == (0, 1, 2)
+    assert block_table(ledger, 2)[:3] == (0, 1, 2)
     assert (totals.prefix_query_blocks, totals.prefix_hit_blocks) == (6, 2)
     assert (totals.recompute_query_blocks, totals.recompute_hit_blocks) == (3, 3)
     assert totals.misses_by_reason == {"never_seen": 1, "capped": 1}
@@ -209,7 +209,7 @@ def test_an_admission_is_recorded_with_its_reason_and_figures() -> None:
     assert grant.reasons == ("diverged_at", "never seen from block 1 on")
     assert grant.traceparent == "00-1-2-01"
     figures = dict(grant.figures)
-    assert (figures["known"], figures["hit_blocks"], figures["fresh_blocks"], figures["evicted"]) == (57, 1, 3, 2)
+    assert (figures["num_tokens"], figures["hit_blocks"], figures["fresh_blocks"], figures["evicted"]) == (57, 1, 3, 2)
     assert (evicted.kind, evicted.beneficiary, evicted.chosen) == (DecisionKind.EVICTION, "r2", "block 2, block 1")
     assert granted.miss_reason is MissReason.DIVERGED_AT
     assert granted.diverged_at == 1

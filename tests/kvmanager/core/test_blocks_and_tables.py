@@ -10,6 +10,7 @@ from kvmanager.core.block import BlockState
 from kvmanager.core.index_events import Removed
 from tests.support.kvmanager.ledgers import (
     admit,
+    block_table,
     finish,
     free_order,
     hashes,
@@ -17,7 +18,6 @@ from tests.support.kvmanager.ledgers import (
     play,
     prompt,
     reserve,
-    row,
     run_through,
     seal,
 )
@@ -26,7 +26,7 @@ from tests.support.kvmanager.ledgers import (
 def test_behaviour_01_55_tokens_take_four_blocks_of_which_three_get_hashes() -> None:
     ledger = make_ledger(10)
     (granted,) = admit(ledger, reserve(1, prompt(55)))
-    assert (granted.row, granted.n_shared, granted.cached_tokens) == ((0, 1, 2, 3), 0, 0)
+    assert (granted.block_table, granted.n_shared, granted.cached_tokens) == ((0, 1, 2, 3), 0, 0)
     assert [ledger.block_pool.blocks[block].hash for block in range(4)] == [None] * 4
     seal(ledger, 1, hashes(prompt(55)))
     assert [ledger.block_pool.blocks[block].hash for block in range(4)] == [*hashes(prompt(55)), None]
@@ -37,7 +37,7 @@ def test_behaviour_02_a_shared_prefix_of_48_tokens_is_three_hits_and_one_new_blo
     admit(ledger, reserve(1, prompt(55)))
     seal(ledger, 1, hashes(prompt(55)))
     (granted,) = admit(ledger, reserve(2, prompt(48) + prompt(7, start=900)))
-    assert (granted.row, granted.n_shared, granted.cached_tokens) == ((0, 1, 2, 4), 3, 48)
+    assert (granted.block_table, granted.n_shared, granted.cached_tokens) == ((0, 1, 2, 4), 3, 48)
     assert [ledger.block_pool.blocks[block].refs for block in range(5)] == [2, 2, 2, 1, 1]
 
 
@@ -57,7 +57,7 @@ def test_behaviour_04_a_hit_leaves_the_middle_of_the_eviction_order() -> None:
     run_through(ledger, 2, prompt(33, start=500))
     assert list(ledger.block_pool.cached) == [1, 0, 4, 3]
     (granted,) = admit(ledger, reserve(3, prompt(17)))
-    assert granted.row[0] == 0
+    assert granted.block_table[0] == 0
     assert list(ledger.block_pool.cached) == [1, 4, 3]
     assert (len(ledger.block_pool.cached), ledger.pool().cached) == (3, 3)
 
@@ -69,7 +69,7 @@ def test_behaviour_05_160_fresh_tokens_evict_a_full_pool_in_queue_order() -> Non
     old = {1: hashes(prompt(80)), 2: hashes(prompt(80, start=500))}
     ledger.drain_index_events()
     (granted,) = admit(ledger, reserve(3, prompt(160, start=1000)))
-    assert granted.row == (4, 3, 2, 1, 0, 9, 8, 7, 6, 5)
+    assert granted.block_table == (4, 3, 2, 1, 0, 9, 8, 7, 6, 5)
     removed = [event.hash for event in ledger.drain_index_events() if isinstance(event, Removed)]
     assert removed == [*reversed(old[1]), *reversed(old[2])]
     seal(ledger, 3, hashes(prompt(160, start=1000)))
@@ -93,7 +93,7 @@ def test_behaviour_07_a_requests_own_hits_are_not_evicted_for_it() -> None:
     run_through(ledger, 2, prompt(16, start=500))
     assert free_order(ledger) == [2, 1, 0, 3]
     (granted,) = admit(ledger, reserve(3, prompt(64)))
-    assert granted.row == (0, 1, 2, 3)
+    assert granted.block_table == (0, 1, 2, 3)
     assert granted.n_shared == 2
 
 
@@ -132,9 +132,9 @@ def test_behaviour_09_decode_grows_by_a_block_when_one_is_full() -> None:
     assert batch is not None
     assert batch.lease == (4,)
     play(ledger, seal=tuple(zip((0, 1, 2), hashes(tokens), strict=False)), lease_want=1)
-    assert row(ledger, 1) == (0, 1, 2, 3)  # 55 + 4: still four blocks
+    assert block_table(ledger, 1) == (0, 1, 2, 3)  # 55 + 4: still four blocks
     play(ledger, bind=((1, 4),), lease_want=1)
-    assert row(ledger, 1) == (0, 1, 2, 3, 4)  # 55 + 19 = 74: one more
+    assert block_table(ledger, 1) == (0, 1, 2, 3, 4)  # 55 + 19 = 74: one more
     assert ledger.block_pool.blocks[3].hash is None  # full, and not sealed before the step that filled it is done
     play(ledger, seal=((3, hashes(tokens)[3]),), lease_want=1)
     assert ledger.block_pool.blocks[3].hash == hashes(tokens)[3]
@@ -147,7 +147,7 @@ def test_generated_blocks_are_hits_for_the_next_turn() -> None:
     play(ledger, lease_want=1)
     play(ledger, bind=((1, 4),), seal=tuple(zip((0, 1, 2, 3), hashes(tokens), strict=True)))
     finish(ledger, 1)
-    assert admit(ledger, reserve(2, tokens))[0].row[:4] == (0, 1, 2, 3)
+    assert admit(ledger, reserve(2, tokens))[0].block_table[:4] == (0, 1, 2, 3)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_block_states_partition_the_pool() -> None:
     play(ledger, lease_want=2)
     states = [block.state for block in ledger.block_pool.blocks]
     pool = ledger.pool()
-    assert (pool.free, pool.leased, pool.row, pool.cached, pool.pinned) == (5, 2, 2, 1, 0)
+    assert (pool.free, pool.leased, pool.in_use, pool.cached, pool.pinned) == (5, 2, 2, 1, 0)
     assert [states.count(state) for state in BlockState] == [5, 2, 2, 1]
 
 
@@ -212,18 +212,18 @@ def test_block_table_shows_a_row() -> None:
     admit(ledger, reserve(2, prompt(40)))
     table = ledger.block_table(SequenceId(2))
     assert table is not None
-    assert (table.request_id, table.row, table.n_shared, table.sealed_blocks) == ("r2", (0, 1, 3), 2, 2)
+    assert (table.request_id, table.block_ids, table.n_shared, table.sealed_blocks) == ("r2", (0, 1, 3), 2, 2)
     assert ledger.block_table(SequenceId(3)) is None
     assert [each.sequence for each in ledger.block_tables()] == [1, 2]
 
 
 def test_one_hash_may_have_several_copies_and_leaves_with_the_last() -> None:
     ledger = make_ledger(6)
-    chain = hashes(prompt(32))
-    admit(ledger, reserve(1, prompt(16)), reserve(2, prompt(16), chain=chain[:1]))
-    assert (row(ledger, 1), row(ledger, 2)) == ((0,), (1,))
-    play(ledger, seal=((0, chain[0]), (1, chain[0])))
-    assert ledger.cache.entries[chain[0]].blocks == [0, 1]
+    block_hashes = hashes(prompt(32))
+    admit(ledger, reserve(1, prompt(16)), reserve(2, prompt(16), block_hashes=block_hashes[:1]))
+    assert (block_table(ledger, 1), block_table(ledger, 2)) == ((0,), (1,))
+    play(ledger, seal=((0, block_hashes[0]), (1, block_hashes[0])))
+    assert ledger.cache.entries[block_hashes[0]].blocks == [0, 1]
     finish(ledger, 1)
     finish(ledger, 2)
     ledger.drain_index_events()

@@ -34,12 +34,12 @@ def test_behaviour_15_reset_clears_everything_with_one_event() -> None:
 def test_events_are_drained_once_in_the_order_of_the_changes() -> None:
     ledger = make_ledger(2)
     run_through(ledger, 1, prompt(32))
-    chain = hashes(prompt(32))
-    assert ledger.drain_index_events() == (Stored(1, chain[0], 0), Stored(2, chain[1], 1))
+    block_hashes = hashes(prompt(32))
+    assert ledger.drain_index_events() == (Stored(1, block_hashes[0], 0), Stored(2, block_hashes[1], 1))
     assert ledger.drain_index_events() == ()
     run_through(ledger, 2, prompt(17, start=90))
     other = hashes(prompt(17, start=90))
-    expected = (Removed(3, chain[1], 1), Removed(4, chain[0], 0), Stored(5, other[0], 0))
+    expected = (Removed(3, block_hashes[1], 1), Removed(4, block_hashes[0], 0), Stored(5, other[0], 0))
     assert ledger.drain_index_events() == expected
 
 

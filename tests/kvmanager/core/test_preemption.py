@@ -84,7 +84,7 @@ def test_a_stalled_sequence_that_left_holds_nobody_up() -> None:
 def test_behaviour_24_blocks_of_a_victim_are_not_free_before_its_report() -> None:
     ledger = full_pool()
     preempted_by(ledger, 1)
-    assert (ledger.pool().row, ledger.pool().free) == (6, 0)
+    assert (ledger.pool().in_use, ledger.pool().free) == (6, 0)
     batch = play(ledger, preempted=((3, 20),), stalled=(1,), lease_want=1)
     assert batch is not None
     assert batch.lease == (5,)
@@ -100,7 +100,7 @@ def test_behaviour_24_a_finish_that_crosses_the_order(order: str) -> None:
     else:
         play(ledger, preempted=((3, 20),), finished=end)
     assert SequenceId(3) not in ledger.sequences
-    assert (ledger.pool().preempting, ledger.pool().waiting, ledger.pool().row) == (0, 0, 4)
+    assert (ledger.pool().preempting, ledger.pool().waiting, ledger.pool().in_use) == (0, 0, 4)
     assert play(ledger, preempted=((3, 21),), finished=end) is None
 
 
@@ -139,17 +139,17 @@ def test_the_record_names_victim_beneficiary_and_what_was_lost() -> None:
     assert (decision.kind, decision.decision_id) == (DecisionKind.PREEMPTION, batch.preempt[0].decision_id)
     assert (decision.chosen, decision.victim, decision.beneficiary) == ("r3", "r3", "r1")
     assert [candidate.name for candidate in decision.candidates] == ["r3", "r2", "r1"]
-    assert dict(decision.candidates[0].terms) == {"priority": 0, "arrival": 2, "private_blocks": 2, "known": 16}
+    assert dict(decision.candidates[0].terms) == {"priority": 0, "arrival": 2, "private_blocks": 2, "num_tokens": 16}
     assert dict(decision.figures) == {"tokens_lost": 3, "blocks_freed": 2, "stalled": 2, "running": 3}
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_behaviour_30_preemptions_are_bounded_and_the_most_senior_has_none(seed: int) -> None:
     """A sequence is preempted at most once for each block by which it and its seniors may still grow."""
-    block_size, known, max_len, requests = 4, 6, 40, 6
+    block_size, num_tokens, max_len, requests = 4, 6, 40, 6
     ledger, worker = make_ledger(12, block_size), FakeWorker(12, block_size, vocabulary=50)
     for number in range(requests):
-        worker.submit(prompt(known, start=1000 * (number + seed)), max_len + seed)
+        worker.submit(prompt(num_tokens, start=1000 * (number + seed)), max_len + seed)
     counts = dict.fromkeys(worker.live, 0)
     for _ in range(5000):
         worker.step()
@@ -161,7 +161,7 @@ def test_behaviour_30_preemptions_are_bounded_and_the_most_senior_has_none(seed:
         worker.deliver(ledger.schedule())
         if not worker.live:
             break
-    growth = -(-(max_len + seed) // block_size) - -(-known // block_size)
+    growth = -(-(max_len + seed) // block_size) - -(-num_tokens // block_size)
     assert not worker.live
     assert counts[SequenceId(0)] == 0
     assert sum(counts.values()) > 0

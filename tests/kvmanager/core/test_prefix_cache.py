@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from common.hashing import chain_root
+from common.hashing import root_digest
 from common.types import TRIMMED, MissReason
 from kvmanager.core.prefix_cache import PrefixMatch
 from tests.support.kvmanager.ledgers import (
     admit,
+    block_table,
     finish,
     hashes,
     make_ledger,
     play,
     prompt,
     reserve,
-    row,
     run_through,
     seal,
 )
@@ -38,8 +38,8 @@ def test_behaviour_12_trimmed_blocks_are_free_before_capacity_is_checked() -> No
     admit(ledger, reserve(1, tokens, max_len=20, block_size=4))
     batch = play(ledger, trim=((1, 2),), reserve=(reserve(2, prompt(12, start=90), block_size=4),))
     assert batch is not None
-    assert [granted.row for granted in batch.admit] == [(4, 5, 0)]  # the last of them has just been trimmed
-    assert row(ledger, 1) == (TRIMMED, TRIMMED, 2, 3)
+    assert [granted.block_table for granted in batch.admit] == [(4, 5, 0)]  # the last of them has just been trimmed
+    assert block_table(ledger, 1) == (TRIMMED, TRIMMED, 2, 3)
 
 
 def test_behaviour_12_a_windowed_model_publishes_no_hashes() -> None:
@@ -73,10 +73,10 @@ def test_trims_are_totals_so_repeating_one_changes_nothing() -> None:
 )
 def test_behaviour_13_a_domain_hits_only_itself(first: dict[str, str], second: dict[str, str], hits: int) -> None:
     ledger, tokens = make_ledger(10), prompt(40)
-    chains = [hashes(tokens, root=chain_root("model", "tokenizer", 16, **each)) for each in (first, second)]  # type: ignore[arg-type]
-    admit(ledger, reserve(1, tokens, chain=chains[0]))
+    chains = [hashes(tokens, root=root_digest("model", "tokenizer", 16, **each)) for each in (first, second)]  # type: ignore[arg-type]
+    admit(ledger, reserve(1, tokens, block_hashes=chains[0]))
     seal(ledger, 1, chains[0])
-    (granted,) = admit(ledger, reserve(2, tokens, chain=chains[1]))
+    (granted,) = admit(ledger, reserve(2, tokens, block_hashes=chains[1]))
     assert granted.n_shared == hits
 
 
@@ -102,17 +102,17 @@ def test_behaviour_17_released_before_its_prefill_ran_it_publishes_nothing() -> 
 def test_lookup_explains_each_miss() -> None:
     ledger = make_ledger(4)
     run_through(ledger, 1, prompt(48))
-    chain = hashes(prompt(96))
+    block_hashes = hashes(prompt(96))
     assert ledger.lookup((), 15) == PrefixMatch(0, MissReason.BELOW_BLOCK)
     assert ledger.lookup((), 40) == PrefixMatch(0, MissReason.DISABLED)
-    assert ledger.lookup(chain[:3], 48) == PrefixMatch(2, MissReason.CAPPED)
-    assert ledger.lookup(chain[:3], 49) == PrefixMatch(3, MissReason.FULL_HIT)
-    assert ledger.lookup(chain, 96) == PrefixMatch(3, MissReason.DIVERGED_AT, 3)
+    assert ledger.lookup(block_hashes[:3], 48) == PrefixMatch(2, MissReason.CAPPED)
+    assert ledger.lookup(block_hashes[:3], 49) == PrefixMatch(3, MissReason.FULL_HIT)
+    assert ledger.lookup(block_hashes, 96) == PrefixMatch(3, MissReason.DIVERGED_AT, 3)
     other = hashes(prompt(16) + prompt(32, start=700))
     assert ledger.lookup(other, 48) == PrefixMatch(1, MissReason.DIVERGED_AT, 1)
     assert ledger.lookup(hashes(prompt(48, start=700)), 48) == PrefixMatch(0, MissReason.NEVER_SEEN)
     run_through(ledger, 2, prompt(32, start=900))
-    assert ledger.lookup(chain[:3], 48) == PrefixMatch(2, MissReason.EVICTED)
+    assert ledger.lookup(block_hashes[:3], 48) == PrefixMatch(2, MissReason.EVICTED)
 
 
 def test_an_unseen_last_block_is_no_cap() -> None:
@@ -143,16 +143,16 @@ def test_caching_switched_off_for_the_pool() -> None:
 def test_caching_switched_off_for_a_request() -> None:
     ledger = make_ledger(10)
     run_through(ledger, 1, prompt(40))
-    (granted,) = admit(ledger, reserve(2, prompt(40), chain=()))
+    (granted,) = admit(ledger, reserve(2, prompt(40), block_hashes=()))
     assert (granted.n_shared, granted.miss_reason) == (0, MissReason.DISABLED)
-    assert row(ledger, 2) == (3, 4, 5)
+    assert block_table(ledger, 2) == (3, 4, 5)
 
 
 def test_behaviour_21b_a_burst_shares_blocks_that_are_still_being_filled() -> None:
     ledger = make_ledger(64)
     burst = [reserve(number, prompt(48) + prompt(5, start=100 * number)) for number in range(1, 5)]
     granted = admit(ledger, *burst)
-    assert [each.row for each in granted] == [(0, 1, 2, 3), (0, 1, 2, 4), (0, 1, 2, 5), (0, 1, 2, 6)]
+    assert [each.block_table for each in granted] == [(0, 1, 2, 3), (0, 1, 2, 4), (0, 1, 2, 5), (0, 1, 2, 6)]
     assert [each.n_shared for each in granted] == [0, 3, 3, 3]
 
 
@@ -182,16 +182,16 @@ def test_the_block_of_the_last_known_token_is_not_shared_before_it_is_sealed() -
     """A longer prompt that filled its last slot would leave the shorter one nothing to compute logits with."""
     ledger = make_ledger(10)
     granted = admit(ledger, reserve(1, prompt(32)), reserve(2, prompt(48)))
-    assert [each.row for each in granted] == [(0, 1), (0, 2, 3)]
+    assert [each.block_table for each in granted] == [(0, 1), (0, 2, 3)]
     seal(ledger, 1, hashes(prompt(32)))
-    assert admit(ledger, reserve(3, prompt(48)))[0].row[:2] == (0, 1)
+    assert admit(ledger, reserve(3, prompt(48)))[0].block_table[:2] == (0, 1)
 
 
 def test_hits_prefer_a_copy_that_a_row_holds() -> None:
     ledger = make_ledger(6)
-    chain = hashes(prompt(16))
+    block_hashes = hashes(prompt(16))
     admit(ledger, reserve(1, prompt(16)), reserve(2, prompt(16)))
-    play(ledger, seal=((0, chain[0]), (1, chain[0])))
+    play(ledger, seal=((0, block_hashes[0]), (1, block_hashes[0])))
     finish(ledger, 1)
     (granted,) = admit(ledger, reserve(3, prompt(17)))
-    assert granted.row[0] == 1
+    assert granted.block_table[0] == 1

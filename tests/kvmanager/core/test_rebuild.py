@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from common.errors import ProtocolViolation
-from common.lease import Claim, Inventory, InventorySequence
+from common.lease import CachedBlock, Inventory, InventorySequence
 from common.types import TRIMMED, BlockHash, BlockId, SequenceId, SequencePhase
 from kvmanager.core.index_events import Cleared, Stored
 from kvmanager.core.ledger import Ledger
@@ -16,13 +16,13 @@ from tests.support.kvmanager.fake_worker import FakeWorker
 from tests.support.kvmanager.ledgers import (
     EMPTY,
     admit,
+    block_table,
     finish,
     hashes,
     make_ledger,
     play,
     prompt,
     reserve,
-    row,
     run_through,
 )
 
@@ -31,14 +31,14 @@ OTHER = hashes(prompt(48, start=700))
 RUNNING, WAITING = SequencePhase.RUNNING, SequencePhase.WAITING
 
 
-def claim(block: int, key: BlockHash, parent: int = -1, last_used: int = 0) -> Claim:
-    return Claim(BlockId(block), key, parent, last_used)
+def claim(block: int, key: BlockHash, parent: int = -1, last_used: int = 0) -> CachedBlock:
+    return CachedBlock(BlockId(block), key, parent, last_used)
 
 
 def live(number: int, length: int, blocks: tuple[int, ...], phase: SequencePhase = RUNNING, **options: Any) -> Any:
     options.setdefault("max_len", 60)
     entry = reserve(number, prompt(length), **options)
-    return InventorySequence(entry, phase, arrival=number, row=tuple(map(BlockId, blocks)))
+    return InventorySequence(entry, phase, arrival=number, block_table=tuple(map(BlockId, blocks)))
 
 
 def rebuilt(num_blocks: int, kind: type[Ledger] = Ledger, **columns: Any) -> Ledger:
@@ -49,12 +49,12 @@ def rebuilt(num_blocks: int, kind: type[Ledger] = Ledger, **columns: Any) -> Led
 
 
 def test_rows_pool_and_claims_are_taken_over() -> None:
-    claims = (claim(0, CHAIN[0]), claim(1, CHAIN[1], 0), claim(5, OTHER[0]))
-    ledger = rebuilt(8, sequences=(live(1, 40, (0, 1, 2)),), pool=(3, 4), claims=claims)
+    cached_blocks = (claim(0, CHAIN[0]), claim(1, CHAIN[1], 0), claim(5, OTHER[0]))
+    ledger = rebuilt(8, sequences=(live(1, 40, (0, 1, 2)),), pool=(3, 4), cached_blocks=cached_blocks)
     pool = ledger.pool()
-    assert (pool.free, pool.leased, pool.row, pool.cached, pool.running) == (2, 2, 3, 1, 1)
-    assert row(ledger, 1) == (0, 1, 2)
-    assert admit(ledger, reserve(2, prompt(33)))[0].row == (0, 1, 6)
+    assert (pool.free, pool.leased, pool.in_use, pool.cached, pool.running) == (2, 2, 3, 1, 1)
+    assert block_table(ledger, 1) == (0, 1, 2)
+    assert admit(ledger, reserve(2, prompt(33)))[0].block_table == (0, 1, 6)
 
 
 def test_what_was_there_before_is_forgotten() -> None:
@@ -68,21 +68,21 @@ def test_what_was_there_before_is_forgotten() -> None:
 
 
 def test_a_claim_without_a_registered_parent_is_not_believed() -> None:
-    claims = (claim(0, CHAIN[0]), claim(1, CHAIN[1], 0), claim(2, OTHER[1], -2), claim(3, OTHER[2], 2))
-    ledger = rebuilt(5, claims=claims)
+    cached_blocks = (claim(0, CHAIN[0]), claim(1, CHAIN[1], 0), claim(2, OTHER[1], -2), claim(3, OTHER[2], 2))
+    ledger = rebuilt(5, cached_blocks=cached_blocks)
     assert list(ledger.block_pool.cached) == [1, 0]
     assert list(ledger.block_pool.free) == [2, 3, 4]
 
 
 def test_after_a_rebuild_the_deepest_are_evicted_first_then_the_longest_unused() -> None:
-    claims = (
+    cached_blocks = (
         claim(0, CHAIN[0], last_used=9),
         claim(1, CHAIN[1], 0, last_used=9),
         claim(2, CHAIN[2], 1, last_used=9),
         claim(3, OTHER[0], last_used=1),
         claim(4, OTHER[1], 3, last_used=1),
     )
-    ledger = rebuilt(5, claims=claims)
+    ledger = rebuilt(5, cached_blocks=cached_blocks)
     assert list(ledger.block_pool.cached) == [2, 4, 1, 3, 0]
 
 
@@ -92,7 +92,7 @@ def test_draining_rows_keep_their_blocks_until_their_report() -> None:
         live(2, 20, (2, 3), SequencePhase.DRAINING_PREEMPT),
     )
     ledger = rebuilt(4, sequences=sequences)
-    assert (ledger.pool().free, ledger.pool().row, ledger.pool().preempting) == (0, 4, 1)
+    assert (ledger.pool().free, ledger.pool().in_use, ledger.pool().preempting) == (0, 4, 1)
     finish(ledger, 1)
     batch = play(ledger, preempted=((2, 21),))
     assert batch is not None
@@ -117,19 +117,19 @@ def test_a_waiting_sequence_beyond_the_pool_is_refused_again() -> None:
 
 def test_unsealed_blocks_of_prompts_are_pending_again_but_no_generated_ones() -> None:
     grown = InventorySequence(
-        reserve(1, prompt(70), max_len=90, chain=hashes(prompt(48))), RUNNING, 0, tuple(map(BlockId, range(5)))
+        reserve(1, prompt(70), max_len=90, block_hashes=hashes(prompt(48))), RUNNING, 0, tuple(map(BlockId, range(5)))
     )
-    ledger = rebuilt(8, sequences=(grown,), claims=(claim(0, CHAIN[0]),))
+    ledger = rebuilt(8, sequences=(grown,), cached_blocks=(claim(0, CHAIN[0]),))
     assert ledger.cache.pending == {CHAIN[1]: 1, CHAIN[2]: 2}
 
 
 def test_generated_blocks_that_are_sealed_after_a_rebuild_are_registered() -> None:
     tokens = prompt(70)
     grown = InventorySequence(
-        reserve(1, tokens, max_len=90, chain=hashes(tokens)[:1]), RUNNING, 0, tuple(map(BlockId, range(5)))
+        reserve(1, tokens, max_len=90, block_hashes=hashes(tokens)[:1]), RUNNING, 0, tuple(map(BlockId, range(5)))
     )
-    claims = (claim(0, hashes(tokens)[0]), claim(1, hashes(tokens)[1], 0))
-    ledger = rebuilt(8, sequences=(grown,), claims=claims)
+    cached_blocks = (claim(0, hashes(tokens)[0]), claim(1, hashes(tokens)[1], 0))
+    ledger = rebuilt(8, sequences=(grown,), cached_blocks=cached_blocks)
     play(ledger, seal=((2, hashes(tokens)[2]), (3, hashes(tokens)[3])))
     assert ledger.pool().totals.ignored_seals == 0
     assert ledger.lookup(hashes(tokens), 70).hit_blocks == 4
@@ -153,7 +153,7 @@ def test_a_rebuild_tells_the_index_in_dense_numbers() -> None:
     ledger = make_ledger(8)
     run_through(ledger, 1, prompt(17))
     ledger.drain_index_events()
-    ledger.rebuild(Inventory(claims=(claim(4, OTHER[0]), claim(2, OTHER[1], 0))))
+    ledger.rebuild(Inventory(cached_blocks=(claim(4, OTHER[0]), claim(2, OTHER[1], 0))))
     assert ledger.drain_index_events() == (Cleared(2), Stored(3, OTHER[0], 0), Stored(4, OTHER[1], 1))
 
 
@@ -162,7 +162,7 @@ def test_trimmed_places_stay_trimmed() -> None:
     entry = InventorySequence(reserve(1, prompt(10), 20, block_size=4), RUNNING, 0, (TRIMMED, BlockId(3), BlockId(5)))
     ledger.rebuild(Inventory((entry,)))
     play(ledger, trim=((1, 2),))
-    assert row(ledger, 1) == (TRIMMED, TRIMMED, 5)
+    assert block_table(ledger, 1) == (TRIMMED, TRIMMED, 5)
     finish(ledger, 1)
     assert ledger.pool().free == 8
 
@@ -176,9 +176,9 @@ def test_trimmed_places_stay_trimmed() -> None:
         ({"sequences": (live(1, 20, (0, 1)), live(1, 20, (2, 3)))}, "reserved twice"),
         ({"sequences": (live(1, 20, (0, 1)), live(2, 20, (1, 2)))}, "stands at 1 in one row and at 0 in another"),
         ({"sequences": (live(1, 20, (0, 1, 2, 3, 4)),)}, "a row of 5 blocks, of 4 at most"),
-        ({"pool": (0,), "claims": (claim(0, CHAIN[0]),)}, "claimed although it is leased"),
-        ({"claims": (claim(0, CHAIN[0]), claim(0, CHAIN[1], 0))}, "claimed twice"),
-        ({"sequences": (live(1, 20, (0, 1)),), "claims": (claim(0, OTHER[0]),)}, "another hash than its prompt's"),
+        ({"pool": (0,), "cached_blocks": (claim(0, CHAIN[0]),)}, "claimed although it is leased"),
+        ({"cached_blocks": (claim(0, CHAIN[0]), claim(0, CHAIN[1], 0))}, "claimed twice"),
+        ({"sequences": (live(1, 20, (0, 1)),), "cached_blocks": (claim(0, OTHER[0]),)}, "another hash than its prompt's"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -198,7 +198,9 @@ class AdoptsEverything(Ledger):
 
 def test_the_audit_sees_claims_that_should_not_have_been_believed() -> None:
     with pytest.raises((ProtocolViolation, KeyError)):
-        rebuilt(5, kind=AdoptsEverything, claims=(claim(0, CHAIN[0]), claim(2, OTHER[1], -2), claim(3, OTHER[2], 1)))
+        rebuilt(
+            5, kind=AdoptsEverything, cached_blocks=(claim(0, CHAIN[0]), claim(2, OTHER[1], -2), claim(3, OTHER[2], 1))
+        )
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -221,8 +223,8 @@ def test_rebuilding_at_any_time_gives_the_books_that_were_there(seed: int) -> No
             key: set(entry.blocks) for key, entry in ledger.cache.entries.items()
         }
         assert [block.state for block in twin.block_pool.blocks] == [block.state for block in ledger.block_pool.blocks]
-        assert [(each.id, each.row) for each in twin.sequences.values()] == [
-            (each.id, each.row) for each in sorted(ledger.sequences.values(), key=lambda each: each.arrival)
+        assert [(each.id, each.block_table) for each in twin.sequences.values()] == [
+            (each.id, each.block_table) for each in sorted(ledger.sequences.values(), key=lambda each: each.arrival)
         ]
         assert list(twin.queue) == list(ledger.queue)
     assert SequenceId(0) not in worker.live

@@ -109,7 +109,7 @@ def test_a_level_that_the_worker_does_not_know_is_sent_though_it_is_the_default(
 def test_runway_max_reserves_the_longest_length_at_admission() -> None:
     ledger = make_ledger(8, runway="max")
     (granted,) = admit(ledger, reserve(1, prompt(20), max_len=64))
-    assert granted.row == (0, 1, 2, 3)
+    assert granted.block_table == (0, 1, 2, 3)
     batch = play(ledger, lease_want=5)
     assert batch is None
     assert admit(ledger, reserve(2, prompt(20, start=90), max_len=80)) == ()

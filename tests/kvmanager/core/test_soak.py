@@ -33,8 +33,8 @@ class Life:
         fork_of, cached = None, pick.random() < 0.9
         if live and pick.random() < 0.2:
             parent = pick.choice(live)
-            tokens, fork_of = parent.tokens[: parent.reserve.known], parent.reserve.sequence
-            cached = bool(parent.reserve.chain) or parent.reserve.known < self.worker.block_size
+            tokens, fork_of = parent.tokens[: parent.reserve.num_tokens], parent.reserve.sequence
+            cached = bool(parent.reserve.block_hashes) or parent.reserve.num_tokens < self.worker.block_size
         self.worker.submit(tokens, len(tokens) + pick.randrange(100), pick.randrange(2), fork_of, cached)
 
     def cancel(self) -> None:
@@ -55,7 +55,7 @@ class Life:
 
     def reset(self) -> None:
         """Try to clear the cache."""
-        in_use = self.ledger.pool().row > 0
+        in_use = self.ledger.pool().in_use > 0
         assert self.ledger.reset() is not in_use
 
     def operate(self) -> None:
@@ -65,7 +65,7 @@ class Life:
         getattr(self, name)()
         self.seen[name] += 1
         pool = self.ledger.pool()
-        assert pool.free + pool.leased + pool.row + pool.cached == pool.num_blocks
+        assert pool.free + pool.leased + pool.in_use + pool.cached == pool.num_blocks
 
     def settle(self) -> None:
         """Let every request end; fails when one does not."""
@@ -78,7 +78,7 @@ class Life:
 
 def assert_quiet(ledger: Ledger) -> None:
     pool = ledger.pool()
-    assert (pool.row, pool.leased, pool.running, pool.waiting, pool.preempting) == (0, 0, 0, 0, 0)
+    assert (pool.in_use, pool.leased, pool.running, pool.waiting, pool.preempting) == (0, 0, 0, 0, 0)
     assert pool.free + pool.cached == pool.num_blocks
     assert not ledger.cache.pending
     assert not ledger.sequences

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from common.lease import Batch, Report
+from common.lease import GrantBatch, Report
 from common.types import SequencePhase
 from kvmanager.core.ledger import Ledger
 from tests.support.kvmanager.fake_worker import FakeWorker
@@ -39,7 +39,7 @@ class LedgerLife(RuleBasedStateMachine):
         self.worker = FakeWorker(num_blocks, block_size, window=window)
         self.replica = IndexReplica()
         self.reports: list[Report] = []
-        self.batches: list[Batch | None] = []
+        self.batches: list[GrantBatch | None] = []
         for tokens in prompts:
             self.submit(tokens, 8, 0, True)
 
@@ -51,9 +51,9 @@ class LedgerLife(RuleBasedStateMachine):
     @rule(data=st.data(), more=st.integers(0, 8))
     def fork(self, data: st.DataObject, more: int) -> None:
         parent = data.draw(st.sampled_from(list(self.worker.live.values())))
-        known, entry = parent.reserve.known, parent.reserve
-        cached = bool(entry.chain) or known < self.worker.block_size
-        self.worker.submit(parent.tokens[:known], known + more, entry.priority, entry.sequence, cached)
+        num_tokens, entry = parent.reserve.num_tokens, parent.reserve
+        cached = bool(entry.block_hashes) or num_tokens < self.worker.block_size
+        self.worker.submit(parent.tokens[:num_tokens], num_tokens + more, entry.priority, entry.sequence, cached)
 
     @precondition(lambda self: self.worker.live)
     @rule(data=st.data())
@@ -111,7 +111,7 @@ class LedgerLife(RuleBasedStateMachine):
 
     @rule()
     def reset(self) -> None:
-        assert self.ledger.reset() is (self.ledger.pool().row == 0)
+        assert self.ledger.reset() is (self.ledger.pool().in_use == 0)
 
     @rule()
     def clone(self) -> None:
@@ -132,10 +132,12 @@ class LedgerLife(RuleBasedStateMachine):
     def both_sides_agree_when_nothing_is_under_way(self) -> None:
         if self.reports or self.batches or self.worker.reserved or self.worker.bound or self.worker.trimmed:
             return
-        theirs = {number: live.row for number, live in self.worker.live.items() if live.row}
+        theirs = {number: live.block_table for number, live in self.worker.live.items() if live.block_table}
         draining = {live.phase for live in self.worker.live.values()} & {SequencePhase.DRAINING_FINISH}
         if not draining and not self.worker.ended:
-            assert {number: each.row for number, each in self.ledger.sequences.items() if each.row} == theirs
+            assert {
+                number: each.block_table for number, each in self.ledger.sequences.items() if each.block_table
+            } == theirs
 
     def teardown(self) -> None:
         """Whatever happened: when messages flow again, every request ends and every block is free or cached."""
@@ -152,7 +154,7 @@ class LedgerLife(RuleBasedStateMachine):
             self.step(64)
         pool = self.ledger.pool()
         assert not self.worker.live, "a request never ended"
-        assert (pool.row, pool.leased, pool.waiting, pool.free + pool.cached) == (0, 0, 0, pool.num_blocks)
+        assert (pool.in_use, pool.leased, pool.waiting, pool.free + pool.cached) == (0, 0, 0, pool.num_blocks)
 
 
 LedgerLife.TestCase.settings = settings(

@@ -75,7 +75,7 @@ async def test_index_equals_the_map_when_nothing_waits(
     await worker.finish()
     await assert_index_equals_map(manager, redis_url)
     pool = ledger.pool()
-    assert (pool.row, pool.leased, pool.waiting, pool.free + pool.cached) == (0, 0, 0, pool.num_blocks)
+    assert (pool.in_use, pool.leased, pool.waiting, pool.free + pool.cached) == (0, 0, 0, pool.num_blocks)
 
 
 async def test_two_workers_have_entries_of_their_own(

@@ -23,8 +23,8 @@ def traceparent(number: int, sampled: bool = True) -> str:
     return f"00-{number + 1:032x}-{number + 1:016x}-{int(sampled):02d}"
 
 
-def reserve(sequence: SequenceId, known: int = 32, max_len: int = 32, sampled: bool = True) -> Reserve:
-    return Reserve(sequence, known, max_len, request_id=f"r{sequence}", traceparent=traceparent(sequence, sampled))
+def reserve(sequence: SequenceId, num_tokens: int = 32, max_len: int = 32, sampled: bool = True) -> Reserve:
+    return Reserve(sequence, num_tokens, max_len, request_id=f"r{sequence}", traceparent=traceparent(sequence, sampled))
 
 
 @dataclass
@@ -111,7 +111,7 @@ def test_span_lasts_until_the_blocks_come() -> None:
 
 def test_evictions_done_for_a_request_stand_before_its_grant() -> None:
     traced = Traced(2)
-    cached = Reserve(S0, 32, 32, chain=CHAIN[:2])
+    cached = Reserve(S0, 32, 32, block_hashes=CHAIN[:2])
     traced.report(reserve=(cached,))
     traced.report(seal=((BlockId(0), CHAIN[0]), (BlockId(1), CHAIN[1])))
     traced.report(finished=((S0, FinishReason.STOP),))

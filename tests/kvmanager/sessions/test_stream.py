@@ -11,7 +11,7 @@ import pytest
 from grpc import aio
 
 from common.checkpoint.fingerprint import model_fingerprint
-from common.lease import Admit, Claim, Inventory, InventorySequence, Report, Reserve
+from common.lease import Admit, CachedBlock, Inventory, InventorySequence, Report, Reserve
 from common.types import BlockHash, BlockId, FinishReason, KvGeometry, MissReason, SequenceId, SequencePhase
 from common.wire.lease_codec import attach_to_proto
 from quire.kvmanager.v1 import kvmanager_pb2
@@ -22,8 +22,8 @@ S0, S1 = SequenceId(0), SequenceId(1)
 CHAIN = tuple(BlockHash(bytes([index]) * 16) for index in range(1, 5))
 
 
-def reserve(sequence: SequenceId, known: int = 40, chain: tuple[BlockHash, ...] = CHAIN[:2]) -> Reserve:
-    return Reserve(sequence, known, 64, chain=chain, request_id=f"r{sequence}")
+def reserve(sequence: SequenceId, num_tokens: int = 40, block_hashes: tuple[BlockHash, ...] = CHAIN[:2]) -> Reserve:
+    return Reserve(sequence, num_tokens, 64, block_hashes=block_hashes, request_id=f"r{sequence}")
 
 
 async def ended_with(worker: RawWorker) -> grpc.StatusCode:
@@ -59,8 +59,8 @@ async def test_report_is_answered_with_rows_and_lease(manager: Running, connect:
     worker = connect(manager)
     await worker.attached()
     batch = await worker.exchange(Report(reserve=(reserve(S0),)))
-    row = tuple(map(BlockId, (0, 1, 2)))
-    assert batch.admit == (Admit(S0, row, 0, 0, MissReason.NEVER_SEEN, 0, batch.admit[0].decision_id),)
+    block_table = tuple(map(BlockId, (0, 1, 2)))
+    assert batch.admit == (Admit(S0, block_table, 0, 0, MissReason.NEVER_SEEN, 0, batch.admit[0].decision_id),)
     batch = await worker.exchange(Report(step=1, lease_want=1))
     assert batch.lease == (BlockId(3),)
 
@@ -71,7 +71,7 @@ async def test_sealed_blocks_are_shared_with_the_next_sequence(manager: Running,
     await worker.exchange(Report(reserve=(reserve(S0),)))
     await worker.report(Report(step=1, seal=((BlockId(0), CHAIN[0]), (BlockId(1), CHAIN[1]))))
     (admit,) = (await worker.exchange(Report(reserve=(reserve(S1),)))).admit
-    assert (admit.row[:2], admit.n_shared, admit.cached_tokens) == ((0, 1), 2, 32)
+    assert (admit.block_table[:2], admit.n_shared, admit.cached_tokens) == ((0, 1), 2, 32)
     assert admit.miss_reason is MissReason.FULL_HIT
 
 
@@ -85,19 +85,23 @@ async def test_envelopes_count_and_acknowledge(manager: Running, connect: Connec
 
 async def test_inventory_rebuilds_rows_pool_and_cache(manager: Running, connect: Connect) -> None:
     running = InventorySequence(reserve(S0), SequencePhase.RUNNING, 0, (BlockId(5), BlockId(6), BlockId(7)))
-    claims = (Claim(BlockId(5), CHAIN[0], -1, 3), Claim(BlockId(6), CHAIN[1], 0, 3), Claim(BlockId(1), CHAIN[2], 1, 2))
+    cached_blocks = (
+        CachedBlock(BlockId(5), CHAIN[0], -1, 3),
+        CachedBlock(BlockId(6), CHAIN[1], 0, 3),
+        CachedBlock(BlockId(1), CHAIN[2], 1, 2),
+    )
     worker = connect(manager)
-    await worker.attached(Inventory((running,), (BlockId(4),), claims))
+    await worker.attached(Inventory((running,), (BlockId(4),), cached_blocks))
     pool = manager.attachments.manager.ledger("w0").pool()
-    assert (pool.row, pool.leased, pool.cached, pool.free) == (3, 1, 1, 3)
+    assert (pool.in_use, pool.leased, pool.cached, pool.free) == (3, 1, 1, 3)
 
 
 async def test_inventory_in_many_chunks_is_one_inventory(manager: Running, connect: Connect) -> None:
     count = 20_000
     keys = [BlockHash(index.to_bytes(16, "little")) for index in range(count)]
-    claims = tuple(Claim(BlockId(index), keys[index], index - 1, 0) for index in range(count))
+    cached_blocks = tuple(CachedBlock(BlockId(index), keys[index], index - 1, 0) for index in range(count))
     worker = connect(manager, num_blocks=count)
-    answer = await worker.attach(Inventory(claims=claims))
+    answer = await worker.attach(Inventory(cached_blocks=cached_blocks))
     assert answer.ack == 4  # the Attach and three chunks
     assert manager.attachments.manager.ledger("w0").pool().cached == count
 
@@ -213,7 +217,7 @@ async def test_later_session_of_the_same_worker_replaces_one_whose_end_was_not_s
     second = connect(manager, session=2)
     await second.attached()
     assert await ended_with(first) is grpc.StatusCode.UNAVAILABLE
-    assert manager.attachments.manager.ledger("w0").pool().row == 0
+    assert manager.attachments.manager.ledger("w0").pool().in_use == 0
 
 
 async def test_earlier_session_of_the_same_worker_does_not_replace_a_later_one(
@@ -290,9 +294,9 @@ async def test_second_inventory_is_a_violation(manager: Running, connect: Connec
 
 async def test_contradictory_inventory_is_a_violation(manager: Running, connect: Connect) -> None:
     worker = connect(manager)
-    claim = Claim(BlockId(0), CHAIN[0], -1, 0)
+    claim = CachedBlock(BlockId(0), CHAIN[0], -1, 0)
     with pytest.raises(aio.AioRpcError, match="claimed although it is leased"):
-        await worker.attach(Inventory(pool=(BlockId(0),), claims=(claim,)))
+        await worker.attach(Inventory(pool=(BlockId(0),), cached_blocks=(claim,)))
 
 
 async def test_sequence_larger_than_the_pool_is_cancelled_at_once(manager: Running, connect: Connect) -> None:
@@ -318,15 +322,15 @@ async def test_drain_asks_workers_to_leave_and_takes_no_others(manager: Running,
 async def test_blocks_of_a_finished_sequence_are_free_again(manager: Running, connect: Connect) -> None:
     worker = connect(manager)
     await worker.attached()
-    await worker.exchange(Report(reserve=(reserve(S0, chain=()),)))
+    await worker.exchange(Report(reserve=(reserve(S0, block_hashes=()),)))
     await worker.report(Report(finished=((S0, FinishReason.CANCELLED),)))
-    batch = await worker.exchange(Report(reserve=(replace(reserve(S1, known=120), max_len=128),)))
-    assert len(batch.admit[0].row) == 8
+    batch = await worker.exchange(Report(reserve=(replace(reserve(S1, num_tokens=120), max_len=128),)))
+    assert len(batch.admit[0].block_table) == 8
 
 
 async def test_workers_do_not_share_ledgers(manager: Running, connect: Connect) -> None:
     first, second = connect(manager, "w0"), connect(manager, "w1")
     await first.attached()
     await second.attached()
-    rows = [(await worker.exchange(Report(reserve=(reserve(S0),)))).admit[0].row for worker in (first, second)]
+    rows = [(await worker.exchange(Report(reserve=(reserve(S0),)))).admit[0].block_table for worker in (first, second)]
     assert rows == [(0, 1, 2), (0, 1, 2)]

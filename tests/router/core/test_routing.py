@@ -12,7 +12,7 @@ from common.types import Decision
 from router.core.optimistic import OptimisticIndex
 from router.core.routing import TIE_SECONDS, Choice, Outcome, Placement, Router
 from router.core.worker_model import Capacity, Load, WorkerModel
-from tests.router.core.test_optimistic import chain
+from tests.router.core.test_optimistic import block_hashes
 
 CAPACITY = Capacity(num_blocks=64, block_size=16, max_num_seqs=4, max_model_len=512)
 STEP, TOKEN = 0.01, 0.001
@@ -219,7 +219,7 @@ def test_a_thousand_requests_with_one_prefix_do_not_pile_up_on_one_worker() -> N
     memory, choose, served = OptimisticIndex(), router(), Counter[str]()
     running: list[WorkerModel] = []
     for number in range(1000):
-        keys = chain("shared" + chr(ord("A") + number % 26))
+        keys = block_hashes("shared" + chr(ord("A") + number % 26))
         hits = memory.lookup(keys, [each.worker_id for each in workers], now=0.0)
         choice = choose.route(placement(prompt=113), workers, hits)
         while choice.worker is None:
@@ -238,7 +238,7 @@ def test_a_quiet_trickle_with_one_prefix_stays_on_one_worker() -> None:
     workers = [worker(f"w{n}") for n in range(4)]
     memory, choose, served = OptimisticIndex(), router(), Counter[str]()
     for _ in range(50):
-        keys = chain("shared")
+        keys = block_hashes("shared")
         choice = choose.route(placement(prompt=100), workers, memory.lookup(keys, ["w0", "w1", "w2", "w3"], now=0.0))
         memory.remember(chosen(choice), keys, now=0.0)
         served[chosen(choice)] += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.hashing import chain, chain_root, key_of
+from common.hashing import block_digests, block_hash_of, root_digest
 from common.types import FinishReason, MissReason
 from quire.types.v1 import types_pb2
 from router.core.events import AdmittedEvent, FinishedEvent, TokensEvent
@@ -50,20 +50,20 @@ async def test_the_worker_gets_the_hash_chain_of_the_prompt() -> None:
     worker = WorkerDouble(automatic=True)
     async with frontend_over(worker) as bench:
         await bench.events(request(prompt=10, cache_domain="tenant", salt="s"))
-        root = chain_root(IDENTITY.model_fingerprint, IDENTITY.tokenizer_fingerprint, 4, "tenant", [("salt", "s")])
-        links = chain(root, list(range(1, 11)), 4)
+        root = root_digest(IDENTITY.model_fingerprint, IDENTITY.tokenizer_fingerprint, 4, "tenant", [("salt", "s")])
+        digests = block_digests(root, list(range(1, 11)), 4)
         (submit,) = worker.submits
-        assert submit.chain == b"".join(map(key_of, links))
-        assert submit.chain_tail == links[-1]
-        assert bench.index.asked == [tuple(map(key_of, links))]
+        assert submit.block_hashes == b"".join(map(block_hash_of, digests))
+        assert submit.parent_digest == digests[-1]
+        assert bench.index.asked == [tuple(map(block_hash_of, digests))]
 
 
 async def test_a_prompt_below_a_block_goes_on_from_the_root() -> None:
     worker = WorkerDouble(automatic=True)
     async with frontend_over(worker) as bench:
         await bench.events(request(prompt=3))
-        root = chain_root(IDENTITY.model_fingerprint, IDENTITY.tokenizer_fingerprint, 4)
-        assert (worker.submits[0].chain, worker.submits[0].chain_tail) == (b"", root)
+        root = root_digest(IDENTITY.model_fingerprint, IDENTITY.tokenizer_fingerprint, 4)
+        assert (worker.submits[0].block_hashes, worker.submits[0].parent_digest) == (b"", root)
         assert bench.index.asked == []
 
 
@@ -71,7 +71,7 @@ async def test_a_request_without_cache_is_neither_looked_up_nor_hashed() -> None
     worker = WorkerDouble(automatic=True)
     async with frontend_over(worker) as bench:
         await bench.events(request(prompt=10, no_cache=True))
-        assert (worker.submits[0].no_cache, worker.submits[0].chain) == (True, b"")
+        assert (worker.submits[0].no_cache, worker.submits[0].block_hashes) == (True, b"")
         assert bench.index.asked == []
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from common.errors import EngineFailure, Unavailable
-from common.hashing import chain, chain_root
+from common.hashing import block_digests, root_digest
 from common.types import FinishReason
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2
@@ -40,7 +40,7 @@ async def test_a_sequence_whose_worker_dies_goes_on_at_another_without_losing_or
         (submit,) = other.submits
         assert prompt_of(submit) == [*range(1, 11), 100, 101]
         assert (submit.output_tokens_before, submit.sampling.max_tokens) == (2, 6)
-        assert len(submit.chain) == 16 * 3
+        assert len(submit.block_hashes) == 16 * 3
         end = ends_of(events)[0]
         assert (end.usage.prompt_tokens, end.usage.cached_tokens, end.usage.output_tokens) == (10, 4, 6)
         assert end.usage.recomputed_tokens == 12
@@ -112,8 +112,8 @@ async def test_all_workers_may_be_replaced_by_another_kind() -> None:
         await worker.restart()
         await bench.connected(1)
         await bench.events(request(prompt=4))
-        root = chain_root("n" * 32, IDENTITY.tokenizer_fingerprint, 4)
-        assert worker.submits[-1].chain_tail == chain(root, [1, 2, 3, 4], 4)[0]
+        root = root_digest("n" * 32, IDENTITY.tokenizer_fingerprint, 4)
+        assert worker.submits[-1].parent_digest == block_digests(root, [1, 2, 3, 4], 4)[0]
 
 
 async def test_a_request_that_fails_everywhere_is_given_up() -> None:

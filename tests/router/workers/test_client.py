@@ -162,7 +162,7 @@ async def test_a_submit_carries_everything(client: WorkerClient, worker: WorkerD
     full = replace(
         SUBMISSION,
         index=2,
-        chain=(b"a" * 16, b"b" * 16),  # type: ignore[arg-type]
+        block_hashes=(b"a" * 16, b"b" * 16),  # type: ignore[arg-type]
         sampling=sampling,
         priority=-3,
         timeout=1.5,
@@ -175,7 +175,7 @@ async def test_a_submit_carries_everything(client: WorkerClient, worker: WorkerD
     submit = worker.submits[0]
     assert prompt_of(submit) == [1, 2, 3, 4, 5]
     assert (submit.request_id, submit.index, submit.priority, submit.traceparent) == ("r1", 2, -3, "tp")
-    assert (submit.chain, submit.chain_tail) == (b"a" * 16 + b"b" * 16, b"r" * 32)
+    assert (submit.block_hashes, submit.parent_digest) == (b"a" * 16 + b"b" * 16, b"r" * 32)
     assert (submit.timeout_seconds, submit.output_tokens_before, submit.no_cache) == (1.5, 2, True)
     assert (submit.fork_of, list(submit.eos_token_ids)) == (12, [7])
     sent = submit.sampling

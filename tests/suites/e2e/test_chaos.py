@@ -18,7 +18,7 @@ from redis.asyncio import Redis
 from cli.demo_model.prompts import questions, system_text
 from cli.suite.stack import free_ports
 from common import index_format
-from common.hashing import chain, chain_root, key_of
+from common.hashing import block_digests, block_hash_of, root_digest
 from common.process import die_with_parent
 from common.rpc.server import open_channel
 from common.types import PoolIdentity
@@ -104,7 +104,7 @@ class Index:
 
     def __init__(self, suite: Suite, redis: Redis, identity: PoolIdentity) -> None:
         self._suite, self._redis, self._identity = suite, redis, identity
-        self._root = chain_root(identity.model_fingerprint, identity.tokenizer_fingerprint, identity.block_size)
+        self._root = root_digest(identity.model_fingerprint, identity.tokenizer_fingerprint, identity.block_size)
 
     async def owners(self) -> dict[str, tuple[int, int]]:
         """Return slot and generation of each worker."""
@@ -118,7 +118,7 @@ class Index:
 
     async def hits(self, tokens: Sequence[int]) -> dict[str, int]:
         """Return for each worker how many leading blocks the index has."""
-        keys = list(map(key_of, chain(self._root, tokens, self._identity.block_size)))
+        keys = list(map(block_hash_of, block_digests(self._root, tokens, self._identity.block_size)))
         values = await self._redis.mget([index_format.prefix_key_root(self._identity.namespace) + key for key in keys])
         held = [set(index_format.unpack_entries(cast("bytes", value or b""))) for value in values]
         owners = await self.owners()
@@ -126,8 +126,8 @@ class Index:
 
     async def manager_hits(self, tokens: Sequence[int]) -> dict[str, int]:
         """Return the same from the manager's own map."""
-        keys = list(map(key_of, chain(self._root, tokens, self._identity.block_size)))
-        request = kvmanager_pb2.LookupRequest(chain=pack_hashes(keys), known=len(tokens) + 1)
+        keys = list(map(block_hash_of, block_digests(self._root, tokens, self._identity.block_size)))
+        request = kvmanager_pb2.LookupRequest(block_hashes=pack_hashes(keys), num_tokens=len(tokens) + 1)
         matches = (await self._suite.manager.Lookup(request, timeout=5.0)).matches
         return {match.worker_id: match.hit_blocks for match in matches}
 

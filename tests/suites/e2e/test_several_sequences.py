@@ -90,7 +90,7 @@ async def until_all_run(call: Any, n: int) -> None:
 async def rows(suite: Suite) -> list[list[int]]:
     """Return the blocks of every sequence that runs, as the KV manager has them."""
     answer = await suite.manager.GetBlockTable(kvmanager_pb2.GetBlockTableRequest(), timeout=5.0)
-    return [list(table.row) for table in answer.tables]
+    return [list(table.block_ids) for table in answer.tables]
 
 
 async def prefill_chunks(suite: Suite, trace_id: str, sequences: int) -> list[tuple[int, int]]:
@@ -121,7 +121,7 @@ async def test_full_blocks_of_the_prompt_are_shared_and_counted_once_and_the_res
     assert len(own) == len(set(own)) >= 4
     # The sequences go on meanwhile: the count lies between those of the two tables.
     distinct = [len(set(itertools.chain(*tables))) for tables in (before, after)]
-    assert distinct[0] <= pool.row <= distinct[1]
+    assert distinct[0] <= pool.in_use <= distinct[1]
     assert distinct[0] == full + len(own)
     await one_worker.until_all_free(workers=1)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from common.hashing import extend, key_of
+from common.hashing import block_hash_of, next_digest
 from common.types import BlockHash
 
 NOTHING = 0
@@ -62,15 +62,15 @@ def link(node: int, block_size: int) -> bytes:
     for _ in range(block_size):
         tokens.append(_tokens[at])
         at = _parents[at]
-    found = extend(link(at, block_size), tokens[::-1])
-    _nodes_of_keys[key_of(found)] = node
+    found = next_digest(link(at, block_size), tokens[::-1])
+    _nodes_of_keys[block_hash_of(found)] = node
     return found
 
 
 @cache
 def key(node: int, block_size: int) -> BlockHash:
     """Return the key of the block that ends a prefix of whole blocks."""
-    return key_of(link(node, block_size))
+    return block_hash_of(link(node, block_size))
 
 
 def parent_key(of: BlockHash, block_size: int) -> BlockHash | None:

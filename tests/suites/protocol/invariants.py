@@ -67,7 +67,7 @@ def _fill_is_true(world: World) -> None:
     size, slots, blocks = world.scenario.block_size, world.device.slots, world.agent._blocks
     for sequence in world.agent._sequences.values():
         nodes = world.paths[sequence.id]
-        for index, block in enumerate(sequence.row):
+        for index, block in enumerate(sequence.block_table):
             if block == TRIMMED:
                 continue
             filled = blocks.fill[block]

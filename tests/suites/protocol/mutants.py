@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
-from common.lease import Admit, Batch
+from common.lease import Admit, GrantBatch
 from common.types import BlockHash, BlockId, SequenceId, SequencePhase
 from gpuworker.core.block_rows import BlockRows, Content
 from gpuworker.core.lease_agent import LeaseAgent
@@ -142,7 +142,7 @@ def report_the_release_at_once(agent: LeaseAgent, sequence: WorkerSequence) -> N
         _leave_if_idle(agent, sequence)
 
 
-def apply_what_was_buffered(session: LeaseSession, _number: int, batch: Batch) -> Applied | None:
+def apply_what_was_buffered(session: LeaseSession, _number: int, batch: GrantBatch) -> Applied | None:
     return session.agent.apply(batch) if session.open else None
 
 
@@ -195,7 +195,7 @@ _order_preemption, _rebuild, _register, _admit = (
 
 def release_on_the_order(ledger: Ledger, victim: ManagerSequence) -> None:
     _order_preemption(ledger, victim)
-    ledger.apply_preempted([(victim.id, victim.known)])
+    ledger.apply_preempted([(victim.id, victim.num_tokens)])
 
 
 def free_and_leave_pending(ledger: Books, block_id: BlockId) -> None:
@@ -226,8 +226,8 @@ def shallowest_first(restored: list[Restored]) -> list[BlockId]:
     return [each.block for each in sorted(restored, key=lambda each: (each.depth, each.last_used))]
 
 
-def copy_all_known(known: int, _block_size: int) -> int:
-    return known
+def copy_all_known(num_tokens: int, _block_size: int) -> int:
+    return num_tokens
 
 
 def count_by_redis_alone(counter: int = 0, **_: int) -> int:
@@ -242,8 +242,8 @@ def always(*_: Any) -> bool:
     return True
 
 
-def expect_the_last_block_too(config: LedgerConfig, known: int) -> int:
-    return known // config.block_size
+def expect_the_last_block_too(config: LedgerConfig, num_tokens: int) -> int:
+    return num_tokens // config.block_size
 
 
 # ---------------------------------------------------------------- another policy that the protocol allows

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from common.lease import Attach, AttachOk, Batch, Inventory, Report
+from common.lease import Attach, AttachOk, GrantBatch, Inventory, Report
 from common.types import FinishReason, SequenceId
 from gpuworker.core.batch_plan import StepPlan, StepResult
 from gpuworker.core.lease_agent import LeaseAgent
@@ -32,7 +32,7 @@ class Link:
     deaf: bool = False
     served: Session | None = None
     to_manager: tuple[tuple[Attach, Inventory] | Report, ...] = ()
-    to_worker: tuple[AttachOk | Batch, ...] = ()
+    to_worker: tuple[AttachOk | GrantBatch, ...] = ()
 
     def clone(self, renewed: dict[int, Session]) -> Link:
         """Return a copy; `renewed` has the copies of sessions by the ids of their originals."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from common.hashing import key_of
+from common.hashing import block_hash_of
 from common.lease import Attach, AttachOk, Inventory
 from common.types import TRIMMED, FinishReason, KvGeometry, PoolIdentity, SequenceId
 from gpuworker.core.batch_plan import StepPlan, StepResult
@@ -56,14 +56,14 @@ class WorkerSide(State):
         tokens = (*request.prompt, *self.delivered[number])
         nodes = content.path(tokens)
         size = self.scenario.block_size
-        links = [content.link(nodes[end - 1], size) for end in range(size, len(tokens) + 1, size)]
+        digests = [content.link(nodes[end - 1], size) for end in range(size, len(tokens) + 1, size)]
         fork_of = next((s for s, r in self.request_of.items() if r == request.fork_of), None)
         new = NewSequence(
             sequence,
             f"r{number}",
             tokens,
-            tuple(map(key_of, links)),
-            links[-1] if links else content.ROOT_LINK,
+            tuple(map(block_hash_of, digests)),
+            digests[-1] if digests else content.ROOT_LINK,
             len(request.prompt) + request.max_tokens,
             StopRule(request.max_tokens - len(self.delivered[number]), eos_ids=frozenset({EOS})),
             priority=request.priority,
@@ -148,16 +148,16 @@ class WorkerSide(State):
         """The worker opens a stream to a manager, which sees by that, at the latest, that the old one is gone."""
         attach, inventory = self.worker.connect()
         opened = (attach, _without_times(inventory))
-        self.links = [*self._worth_keeping(), Link(attach.session, manager, to_manager=(opened,))]
+        self.digests = [*self._worth_keeping(), Link(attach.session, manager, to_manager=(opened,))]
         return True
 
     def _worth_keeping(self) -> list[Link]:
         """Of the broken links keep the last that still has messages: older ones add nothing but states."""
-        return [link for link in self.links if link.to_manager or link.to_worker][-1:]
+        return [link for link in self.digests if link.to_manager or link.to_worker][-1:]
 
     def to_worker(self, number: int) -> bool:
         """A message reaches the worker, which takes it at the cut-off of its next step."""
-        link = self.links[number]
+        link = self.digests[number]
         message, link.to_worker = link.to_worker[0], link.to_worker[1:]
         if isinstance(message, AttachOk):
             if not self.worker.accept(link.session, message) and self.worker.is_current(link.session):
@@ -168,12 +168,12 @@ class WorkerSide(State):
             for each in message.copy:  # the next plan carries them: nothing stands between on the stream
                 self.device.copy_block(each.src, each.dst)
             for admit in applied.admitted:
-                known = self.agent.known_tokens(admit.sequence)
-                if len(known) != len(self.paths[admit.sequence]):
+                num_tokens = self.agent.known_tokens(admit.sequence)
+                if len(num_tokens) != len(self.paths[admit.sequence]):
                     raise Violation("delivery", f"sequence {admit.sequence} lost a token that was drawn")
             self._settle(self.agent.departures())
         return True
 
 
 def _without_times(inventory: Inventory) -> Inventory:
-    return replace(inventory, claims=tuple(replace(claim, last_used=0) for claim in inventory.claims))
+    return replace(inventory, cached_blocks=tuple(replace(claim, last_used=0) for claim in inventory.cached_blocks))

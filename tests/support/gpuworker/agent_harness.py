@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.hashing import chain, chain_root, key_of
-from common.lease import Admit, Batch, Copy, Inventory, Preempt
+from common.hashing import block_digests, block_hash_of, root_digest
+from common.lease import Admit, Copy, GrantBatch, Inventory, Preempt
 from common.types import BlockHash, BlockId, SequenceId
 from gpuworker.core.batch_plan import StepPlan, StepResult
 from gpuworker.core.lease_agent import LeaseAgent
@@ -18,7 +18,10 @@ EOS = 99
 
 def keys(tokens: range | list[int], block_size: int) -> tuple[BlockHash, ...]:
     """Keys of the full blocks of `tokens`, from the root that every prompt here has."""
-    return tuple(key_of(link) for link in chain(chain_root("m", "t", block_size), list(tokens), block_size))
+    return tuple(
+        block_hash_of(parent_digest)
+        for parent_digest in block_digests(root_digest("m", "t", block_size), list(tokens), block_size)
+    )
 
 
 class Driver:
@@ -32,15 +35,15 @@ class Driver:
         self.lease_target = lease_target
 
     def submit(self, sequence: int, tokens: range | list[int], max_tokens: int = 4, **more: Any) -> SequenceId:
-        root = chain_root("m", "t", self.block_size)
-        links = chain(root, list(tokens), self.block_size)
+        root = root_digest("m", "t", self.block_size)
+        digests = block_digests(root, list(tokens), self.block_size)
         rule = StopRule(max_tokens, eos_ids=frozenset({EOS}), min_tokens=more.pop("min_tokens", 0))
         new = NewSequence(
             SequenceId(sequence),
             f"r{sequence}",
             tuple(tokens),
-            tuple(map(key_of, links)),
-            links[-1] if links else root,
+            tuple(map(block_hash_of, digests)),
+            digests[-1] if digests else root,
             len(tokens) + max_tokens,
             rule,
             **more,
@@ -52,14 +55,16 @@ class Driver:
         return Admit(SequenceId(sequence), blocks(row), shared, shared * self.block_size)
 
     def admit(self, sequence: int, row: list[int], shared: int = 0, copy: tuple[Copy, ...] = ()) -> Applied:
-        return self.agent.apply(Batch(self.lease_target, copy=copy, admit=(self.admission(sequence, row, shared),)))
+        return self.agent.apply(
+            GrantBatch(self.lease_target, copy=copy, admit=(self.admission(sequence, row, shared),))
+        )
 
     def lease(self, granted: list[int], target: int | None = None) -> Applied:
         self.lease_target = len(granted) if target is None else target
-        return self.agent.apply(Batch(self.lease_target, lease=blocks(granted)))
+        return self.agent.apply(GrantBatch(self.lease_target, lease=blocks(granted)))
 
     def preempt(self, sequence: int) -> Applied:
-        return self.agent.apply(Batch(self.lease_target, preempt=(Preempt(SequenceId(sequence)),)))
+        return self.agent.apply(GrantBatch(self.lease_target, preempt=(Preempt(SequenceId(sequence)),)))
 
     def plan(self) -> StepPlan:
         plan = self.agent.plan()

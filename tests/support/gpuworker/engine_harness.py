@@ -11,7 +11,7 @@ from types import TracebackType
 
 from cli.suite.embedded import EmbeddedChannel
 from common.clock import SystemClock
-from common.hashing import chain, chain_root, key_of
+from common.hashing import block_digests, block_hash_of, root_digest
 from common.lease import Attach, LeaseChannel
 from common.types import FinishReason, KvGeometry, PoolIdentity, SamplingParams, SequenceId, TokenLogprobs, Usage
 from gpuworker.core.batch_plan import StepRunner
@@ -56,7 +56,7 @@ class EngineDriver:
         self.config = config
         self.channel = channel or EmbeddedChannel(SystemClock())
         self.runner = runner
-        self._root = chain_root("model", "tokenizer", config.block_size)
+        self._root = root_digest("model", "tokenizer", config.block_size)
         self._outputs: queue.Queue[EngineOutputs] = queue.Queue()
         self._ids = itertools.count(1)
         self.results: dict[SequenceId, Result] = {}
@@ -102,13 +102,13 @@ class EngineDriver:
     ) -> SequenceId:
         """Submit a sequence of at most `count` output tokens; the last `output_before` of its prompt are output too."""
         sequence = SequenceId(next(self._ids))
-        links = chain(self._root, prompt, self.config.block_size)
+        digests = block_digests(self._root, prompt, self.config.block_size)
         new = NewSequence(
             sequence=sequence,
             request_id=f"r{sequence}",
             tokens=tuple(prompt),
-            chain=tuple(key_of(link) for link in links),
-            chain_tail=links[-1] if links else self._root,
+            block_hashes=tuple(block_hash_of(parent_digest) for parent_digest in digests),
+            parent_digest=digests[-1] if digests else self._root,
             max_len=len(prompt) + count,
             stop=StopRule(count, sampling.min_tokens, frozenset(eos), frozenset(sampling.stop_token_ids)),
             priority=priority,
@@ -155,7 +155,7 @@ class EngineDriver:
         ledger, deadline = self.channel.ledger, time.monotonic() + 10.0
         while time.monotonic() < deadline:
             pool = ledger.pool()
-            if pool.row == pool.leased == pool.running == pool.waiting == 0:
+            if pool.in_use == pool.leased == pool.running == pool.waiting == 0:
                 assert pool.free + pool.cached == self.config.num_blocks
                 return
             self.engine.wake()

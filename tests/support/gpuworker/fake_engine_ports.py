@@ -21,19 +21,19 @@ class ManualRunner:
         self._draws = draws
         self._changed = threading.Condition()
         self.submitted: deque[tuple[StepPlan, Future[StepResult]]] = deque()
-        self.known: dict[SequenceId, list[int]] = {}
+        self.num_tokens: dict[SequenceId, list[int]] = {}
         self.submissions = 0
         self._released = False
 
     def add(self, sequence: SequenceId, tokens: Sequence[int], sampling: SamplingParams, prompt_tokens: int) -> None:
-        assert sequence not in self.known
-        self.known[sequence] = list(tokens)
+        assert sequence not in self.num_tokens
+        self.num_tokens[sequence] = list(tokens)
 
     def remove(self, sequence: SequenceId) -> None:
-        del self.known[sequence]
+        del self.num_tokens[sequence]
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
-        assert {row.sequence for row in plan.rows} <= self.known.keys()
+        assert {row.sequence for row in plan.rows} <= self.num_tokens.keys()
         future: Future[StepResult] = Future()
         with self._changed:
             released = self._released
@@ -46,7 +46,7 @@ class ManualRunner:
         return future
 
     def close(self) -> None:
-        assert not self.known, "sequences that were never removed"
+        assert not self.num_tokens, "sequences that were never removed"
 
     def await_submissions(self, count: int) -> None:
         """Wait until so many steps were submitted in all."""

@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from common.hashing import chain, key_of, little_endian_int32
+from common.hashing import block_digests, block_hash_of, little_endian_int32
 from common.lease import LeaseChannel
 from common.rpc.server import RpcServer, open_channel
 from common.wire.packing import pack_hashes, unpack_u32
@@ -37,9 +37,12 @@ TRACED = f"00-{1:032x}-{1:016x}-01"
 def submit(handle: int, prompt: Sequence[int], count: int, **fields: object) -> pb.StreamRequest:
     """Return a greedy sequence of `count` tokens in all."""
     sampling = types.SamplingParams(temperature=0.0, top_p=1.0, repetition_penalty=1.0, max_tokens=count)
-    links = chain(bytes(32), prompt, CONFIG.block_size)
+    digests = block_digests(bytes(32), prompt, CONFIG.block_size)
     message = pb.Submit(handle=handle, prompt_token_ids=little_endian_int32(prompt), sampling=sampling)
-    message.chain, message.chain_tail = pack_hashes(map(key_of, links)), links[-1] if links else bytes(32)
+    message.block_hashes, message.parent_digest = (
+        pack_hashes(map(block_hash_of, digests)),
+        digests[-1] if digests else bytes(32),
+    )
     for name, value in fields.items():
         setattr(message, name, value)
     return pb.StreamRequest(submit=message)
@@ -115,7 +118,7 @@ class Served:
     def serve(self, limits: SubmitLimits = LIMITS, grammars: GrammarCompiler | None = None) -> None:
         """Say that the model is loaded."""
         info = lambda: pb.WorkerInfo(worker_id="w0", incarnation=self.engine.attach.incarnation)  # noqa: E731
-        self.servicer.serve(Serving(self.engine, info, limits, pb.MemoryLedger(total=7), grammars))
+        self.servicer.serve(Serving(self.engine, info, limits, pb.MemoryPlan(total=7), grammars))
 
     @asynccontextmanager
     async def stub(self) -> AsyncIterator[rpc.GpuWorkerServiceStub]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from grpc import aio
 
-from common.lease import Attach, Batch, Inventory, Report
+from common.lease import Attach, GrantBatch, Inventory, Report
 from common.types import KvGeometry, PoolIdentity
 from common.wire.inventory_codec import inventory_chunks
 from common.wire.lease_codec import attach_to_proto, batch_from_proto, report_to_proto
@@ -52,7 +52,7 @@ class RawWorker:
             await self.send(kvmanager_pb2.SessionRequest(inventory=chunk))
         return await self.receive()
 
-    async def attached(self, inventory: Inventory = EMPTY) -> Batch:
+    async def attached(self, inventory: Inventory = EMPTY) -> GrantBatch:
         """Attach, and return the first batch, which tells the lease target."""
         answer = await self.attach(inventory)
         assert answer.WhichOneof("message") == "attach_ok", answer
@@ -61,13 +61,13 @@ class RawWorker:
     async def report(self, report: Report) -> None:
         await self.send(kvmanager_pb2.SessionRequest(report=report_to_proto(report)))
 
-    async def batch(self) -> Batch:
+    async def batch(self) -> GrantBatch:
         """Return the next message, which must be a batch."""
         response = await self.receive()
         assert response.WhichOneof("message") == "batch", response
         return batch_from_proto(response.batch)
 
-    async def exchange(self, report: Report) -> Batch:
+    async def exchange(self, report: Report) -> GrantBatch:
         """Report, and return the batch that answers it."""
         await self.report(report)
         return await self.batch()

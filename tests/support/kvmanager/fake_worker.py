@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from common.hashing import chain, extend, key_of
-from common.lease import Admit, Batch, Claim, Copy, Inventory, InventorySequence, Report, Reserve
+from common.hashing import block_digests, block_hash_of, next_digest
+from common.lease import Admit, CachedBlock, Copy, GrantBatch, Inventory, InventorySequence, Report, Reserve
 from common.types import TRIMMED, BlockHash, BlockId, FinishReason, SequenceId, SequencePhase
 from tests.support.kvmanager.ledgers import ROOT
 
@@ -26,28 +26,28 @@ class Live:
     arrival: int
     tokens: list[int]
     phase: SequencePhase = WAITING
-    row: list[BlockId] = field(default_factory=list)
+    block_table: list[BlockId] = field(default_factory=list)
     pos: int = 0
     trimmed: int = 0
     reason: FinishReason = FinishReason.STOP
 
-    digests: list[int] = field(default_factory=list)
-    links: list[bytes] = field(default_factory=list)
+    contents: list[int] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)
 
-    def digest(self, position: int) -> int:
+    def content_at(self, position: int) -> int:
         """Return what the slot of a position must hold."""
-        while len(self.digests) <= position:
-            before = self.digests[-1] if self.digests else 0
-            self.digests.append(hash((before, self.tokens[len(self.digests)])))
-        return self.digests[position]
+        while len(self.contents) <= position:
+            before = self.contents[-1] if self.contents else 0
+            self.contents.append(hash((before, self.tokens[len(self.contents)])))
+        return self.contents[position]
 
-    def link(self, index: int, block_size: int) -> bytes:
-        """Return the link of the hash chain for a full block."""
-        while len(self.links) <= index:
-            start = len(self.links) * block_size
-            parent = self.links[-1] if self.links else ROOT
-            self.links.append(extend(parent, self.tokens[start : start + block_size]))
-        return self.links[index]
+    def block_digest(self, index: int, block_size: int) -> bytes:
+        """Return the digest of a full block."""
+        while len(self.digests) <= index:
+            start = len(self.digests) * block_size
+            parent = self.digests[-1] if self.digests else ROOT
+            self.digests.append(next_digest(parent, self.tokens[start : start + block_size]))
+        return self.digests[index]
 
 
 class FakeWorker:
@@ -89,7 +89,7 @@ class FakeWorker:
         """Take a request and return its sequence."""
         number = SequenceId(self.next_id)
         self.next_id += 1
-        keys = tuple(map(key_of, chain(ROOT, tokens, self.block_size))) if cached else ()
+        keys = tuple(map(block_hash_of, block_digests(ROOT, tokens, self.block_size))) if cached else ()
         reserve = Reserve(number, len(tokens), max_len, priority, keys, fork_of, f"r{number}")
         self.live[number] = Live(reserve, number, list(tokens))
         self.reserved.append(reserve)
@@ -109,7 +109,7 @@ class FakeWorker:
 
     # ------------------------------------------------------------ M -> W
 
-    def deliver(self, batch: Batch | None) -> None:
+    def deliver(self, batch: GrantBatch | None) -> None:
         """Apply a batch in the order of its columns."""
         if batch is None:
             return
@@ -131,12 +131,12 @@ class FakeWorker:
         return self.content[copy.src][: copy.length % self.block_size or self.block_size]
 
     def _admit(self, admit: Admit, copied: dict[BlockId, list[int]]) -> None:
-        for block in admit.row[admit.n_shared :]:
+        for block in admit.block_table[admit.n_shared :]:
             self._reset(block)
             self.content[block] = copied.get(block, [])
         live = self.live.get(admit.sequence)
         if live is not None and live.phase is WAITING:
-            live.row, live.phase, live.pos, live.trimmed = list(admit.row), RUNNING, 0, 0
+            live.block_table, live.phase, live.pos, live.trimmed = list(admit.block_table), RUNNING, 0, 0
 
     def _reset(self, block: BlockId) -> None:
         self.content[block] = []
@@ -158,14 +158,14 @@ class FakeWorker:
         start = self._advance(live)
         while live.pos < len(live.tokens) and live.pos - start < budget:
             index, slot = divmod(live.pos, self.block_size)
-            if index == len(live.row) and not self._bind(live):
+            if index == len(live.block_table) and not self._bind(live):
                 self.stalled.add(live.reserve.sequence)
                 break
-            content = self.content[live.row[index]]
+            content = self.content[live.block_table[index]]
             if len(content) > slot and live.pos < len(live.tokens) - 1:
                 break
             assert len(content) == slot, "a slot is written once between two resets"
-            content.append(live.digest(live.pos))
+            content.append(live.content_at(live.pos))
             live.pos += 1
             if slot + 1 == self.block_size:
                 self._seal(live, index)
@@ -177,7 +177,7 @@ class FakeWorker:
     def _advance(self, live: Live) -> int:
         while live.pos < len(live.tokens) - 1:
             index, slot = divmod(live.pos, self.block_size)
-            if index >= len(live.row) or len(self.content[live.row[index]]) <= slot:
+            if index >= len(live.block_table) or len(self.content[live.block_table[index]]) <= slot:
                 break
             live.pos += 1
         return live.pos
@@ -187,27 +187,27 @@ class FakeWorker:
             return False
         block = self.pool.pop(0)
         self._reset(block)
-        live.row.append(block)
+        live.block_table.append(block)
         self.bound.append((live.reserve.sequence, block))
         return True
 
     def _check(self, live: Live) -> None:
         """Compare every slot that the sequence has read with its own tokens."""
-        for index, block in enumerate(live.row):
+        for index, block in enumerate(live.block_table):
             start, end = index * self.block_size, min((index + 1) * self.block_size, live.pos)
             if block == TRIMMED or start >= end:
                 continue
-            live.digest(end - 1)
+            live.content_at(end - 1)
             held = self.content[block][: end - start]
-            assert held == live.digests[start:end], f"block {block} holds another prompt's content"
+            assert held == live.contents[start:end], f"block {block} holds another prompt's content"
             self.used[block] = self.steps
 
     def _seal(self, live: Live, index: int) -> None:
-        uncached = len(live.reserve.chain) == 0 and live.reserve.known >= self.block_size
+        uncached = len(live.reserve.block_hashes) == 0 and live.reserve.num_tokens >= self.block_size
         if uncached or self.window:
             return
-        block, key = live.row[index], key_of(live.link(index, self.block_size))
-        self.hash[block] = (key, key_of(live.link(index - 1, self.block_size)) if index else None)
+        block, key = live.block_table[index], block_hash_of(live.block_digest(index, self.block_size))
+        self.hash[block] = (key, block_hash_of(live.block_digest(index - 1, self.block_size)) if index else None)
         self.sealed.append((block, key))
 
     def _draw(self, live: Live) -> None:
@@ -220,7 +220,7 @@ class FakeWorker:
         for live in self.live.values():
             out = max(0, live.pos - self.window) // self.block_size
             if live.phase is RUNNING and out > live.trimmed:
-                live.row[live.trimmed : out] = [TRIMMED] * (out - live.trimmed)
+                live.block_table[live.trimmed : out] = [TRIMMED] * (out - live.trimmed)
                 live.trimmed = out
                 self.trimmed.append((live.reserve.sequence, out))
 
@@ -235,7 +235,7 @@ class FakeWorker:
                 del self.live[number]
             elif live.phase is DRAINING_PREEMPT:
                 preempted.append((number, len(live.tokens)))
-                live.phase, live.row, live.pos, live.trimmed = WAITING, [], 0, 0
+                live.phase, live.block_table, live.pos, live.trimmed = WAITING, [], 0, 0
         returned, self.pool = self.pool[self.target :], self.pool[: self.target]
         report = Report(
             step=self.steps,
@@ -259,7 +259,7 @@ class FakeWorker:
         for live in self.live.values():
             if live.phase is RUNNING:
                 reach = min(len(live.tokens) + self.runway, live.reserve.max_len)
-                want += max(0, -(-reach // self.block_size) - len(live.row))
+                want += max(0, -(-reach // self.block_size) - len(live.block_table))
         return want
 
     def inventory(self) -> Inventory:
@@ -267,13 +267,15 @@ class FakeWorker:
         self.drop_report()
         index = {block: number for number, block in enumerate(self._by_depth())}
         first = {self.hash[block][0]: number for block, number in reversed(index.items())}
-        claims = []
+        cached_blocks = []
         for block in index:
             key, parent = self.hash[block]
             # -2: its parent is held nowhere any more, so nobody may believe the claim.
-            claims.append(Claim(block, key, -1 if parent is None else first.get(parent, -2), self.used[block]))
+            cached_blocks.append(
+                CachedBlock(block, key, -1 if parent is None else first.get(parent, -2), self.used[block])
+            )
         sequences = tuple(self._described(live) for live in self.live.values())
-        return Inventory(sequences, tuple(self.pool), tuple(claims))
+        return Inventory(sequences, tuple(self.pool), tuple(cached_blocks))
 
     def _by_depth(self) -> list[BlockId]:
         parents = dict(self.hash.values())
@@ -286,5 +288,7 @@ class FakeWorker:
 
     def _described(self, live: Live) -> InventorySequence:
         old = live.reserve
-        now = Reserve(old.sequence, len(live.tokens), old.max_len, old.priority, old.chain, old.fork_of, old.request_id)
-        return InventorySequence(now, live.phase, live.arrival, tuple(live.row))
+        now = Reserve(
+            old.sequence, len(live.tokens), old.max_len, old.priority, old.block_hashes, old.fork_of, old.request_id
+        )
+        return InventorySequence(now, live.phase, live.arrival, tuple(live.block_table))

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from common.clock import ManualClock
-from common.hashing import chain, key_of
-from common.lease import Admit, Batch, Inventory, Report, Reserve
+from common.hashing import block_digests, block_hash_of
+from common.lease import Admit, GrantBatch, Inventory, Report, Reserve
 from common.types import BlockHash, BlockId, FinishReason, SequenceId
 from kvmanager.core.config import LedgerConfig
 from kvmanager.core.ledger import Ledger
@@ -33,7 +33,7 @@ def make_ledger(
 
 def hashes(tokens: Sequence[int], block_size: int = 16, root: bytes = ROOT) -> tuple[BlockHash, ...]:
     """Return the keys of the full blocks of `tokens`."""
-    return tuple(map(key_of, chain(root, tokens, block_size)))
+    return tuple(map(block_hash_of, block_digests(root, tokens, block_size)))
 
 
 def prompt(length: int, start: int = 0) -> list[int]:
@@ -43,12 +43,12 @@ def prompt(length: int, start: int = 0) -> list[int]:
 
 def reserve(number: int, tokens: Sequence[int], max_len: int = 0, block_size: int = 16, **options: Any) -> Reserve:
     """Return a reservation for a prompt; by default it does not grow."""
-    options.setdefault("chain", hashes(tokens, block_size))
+    options.setdefault("block_hashes", hashes(tokens, block_size))
     options.setdefault("request_id", f"r{number}")
     return Reserve(SequenceId(number), len(tokens), max_len or len(tokens), **options)
 
 
-def play(ledger: Ledger, **columns: Any) -> Batch | None:
+def play(ledger: Ledger, **columns: Any) -> GrantBatch | None:
     """Apply a report, check the books, schedule, check again, and return the batch."""
     ledger.apply(Report(**columns))
     ledger.check_invariants()
@@ -63,14 +63,14 @@ def admit(ledger: Ledger, *reserves: Reserve) -> tuple[Admit, ...]:
     return batch.admit if batch else ()
 
 
-def seal(ledger: Ledger, number: int, chain: Sequence[BlockHash]) -> None:
+def seal(ledger: Ledger, number: int, block_hashes: Sequence[BlockHash]) -> None:
     """Report the leading blocks of a row as computed and sealed."""
     table = ledger.block_table(SequenceId(number))
     assert table is not None
-    play(ledger, seal=tuple(zip(table.row, chain, strict=False)))
+    play(ledger, seal=tuple(zip(table.block_ids, block_hashes, strict=False)))
 
 
-def finish(ledger: Ledger, *numbers: int) -> Batch | None:
+def finish(ledger: Ledger, *numbers: int) -> GrantBatch | None:
     """Report sequences as finished."""
     return play(ledger, finished=tuple((SequenceId(number), FinishReason.STOP) for number in numbers))
 
@@ -83,11 +83,11 @@ def run_through(ledger: Ledger, number: int, tokens: Sequence[int], block_size: 
     return admitted[0]
 
 
-def row(ledger: Ledger, number: int) -> tuple[BlockId, ...]:
+def block_table(ledger: Ledger, number: int) -> tuple[BlockId, ...]:
     """Return the row of a live sequence."""
     table = ledger.block_table(SequenceId(number))
     assert table is not None
-    return table.row
+    return table.block_ids
 
 
 def free_order(ledger: Ledger) -> list[int]:

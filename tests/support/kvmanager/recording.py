@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from common.clock import ManualClock
-from common.lease import Batch, Report, Reserve
+from common.lease import GrantBatch, Report, Reserve
 from common.types import BlockHash, BlockId, FinishReason, SequenceId
 from kvmanager.core.config import LedgerConfig
 from kvmanager.core.ledger import Ledger
@@ -51,11 +51,11 @@ def report_of(data: dict[str, Any]) -> Report:
 
 
 def _reserve_of(data: dict[str, Any]) -> Reserve:
-    chain = tuple(BlockHash(bytes.fromhex(key)) for key in data.get("chain", ()))
-    return Reserve(**{"sequence": SequenceId(0), **data, "chain": chain})
+    block_hashes = tuple(BlockHash(bytes.fromhex(key)) for key in data.get("block_hashes", ()))
+    return Reserve(**{"sequence": SequenceId(0), **data, "block_hashes": block_hashes})
 
 
-def answer(ledger: Ledger, report: Report) -> tuple[Batch | None, dict[str, Any]]:
+def answer(ledger: Ledger, report: Report) -> tuple[GrantBatch | None, dict[str, Any]]:
     """Apply a report; return the batch, and everything that the ledger says as JSON has it."""
     ledger.apply(report)
     batch = ledger.schedule()

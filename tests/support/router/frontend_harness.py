@@ -67,8 +67,8 @@ class FixedIndex:
         self.answer, self.asked = answer, [()] * 0
         self.connected = answer is not None
 
-    async def lookup(self, chain: Sequence[BlockHash]) -> Mapping[str, int] | None:
-        self.asked.append(tuple(chain))  # type: ignore[arg-type]
+    async def lookup(self, block_hashes: Sequence[BlockHash]) -> Mapping[str, int] | None:
+        self.asked.append(tuple(block_hashes))  # type: ignore[arg-type]
         return self.answer
 
 

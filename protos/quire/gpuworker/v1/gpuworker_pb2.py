@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from quire.types.v1 import types_pb2 as quire_dot_types_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"quire/gpuworker/v1/gpuworker.proto\x12\x12quire.gpuworker.v1\x1a\x1aquire/types/v1/types.proto\"\xca\x01\n\rStreamRequest\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.quire.gpuworker.v1.HelloH\x00\x12,\n\x06submit\x18\x02 \x01(\x0b\x32\x1a.quire.gpuworker.v1.SubmitH\x00\x12,\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x1a.quire.gpuworker.v1.CancelH\x00\x12&\n\x03\x61\x63k\x18\x04 \x01(\x0b\x32\x17.quire.gpuworker.v1.AckH\x00\x42\t\n\x07message\"_\n\x05Hello\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x0c\x12.\n\x08identity\x18\x03 \x01(\x0b\x32\x1c.quire.types.v1.PoolIdentity\"\xb5\x03\n\x06Submit\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\r\n\x05index\x18\x03 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x04 \x01(\x0c\x12\r\n\x05\x63hain\x18\x05 \x01(\x0c\x12\x12\n\nchain_tail\x18\x06 \x01(\x0c\x12\x30\n\x08sampling\x18\x07 \x01(\x0b\x32\x1e.quire.types.v1.SamplingParams\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x1c\n\x0ftimeout_seconds\x18\t \x01(\x01H\x01\x88\x01\x01\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12\x1c\n\x14output_tokens_before\x18\x0b \x01(\r\x12\x10\n\x08no_cache\x18\x0c \x01(\x08\x12\x14\n\x07\x66ork_of\x18\r \x01(\rH\x02\x88\x01\x01\x12\x15\n\reos_token_ids\x18\x0e \x03(\x05\x12\x15\n\x0bjson_schema\x18\x0f \x01(\tH\x00\x12\x0f\n\x05regex\x18\x10 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x11 \x01(\tH\x00\x42\x0c\n\nconstraintB\x12\n\x10_timeout_secondsB\n\n\x08_fork_of\"F\n\x06\x43\x61ncel\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12,\n\x06reason\x18\x02 \x01(\x0e\x32\x1c.quire.types.v1.FinishReason\"\x12\n\x03\x41\x63k\x12\x0b\n\x03seq\x18\x01 \x01(\x04\"\xe5\x01\n\x0eStreamResponse\x12\x30\n\x05hello\x18\x01 \x01(\x0b\x32\x1f.quire.gpuworker.v1.WorkerHelloH\x00\x12\x32\n\x07outputs\x18\x02 \x01(\x0b\x32\x1f.quire.gpuworker.v1.StepOutputsH\x00\x12\x32\n\theartbeat\x18\x03 \x01(\x0b\x32\x1d.quire.gpuworker.v1.HeartbeatH\x00\x12.\n\x07refused\x18\x04 \x01(\x0b\x32\x1b.quire.gpuworker.v1.RefusedH\x00\x42\t\n\x07message\";\n\x0bWorkerHello\x12,\n\x04info\x18\x01 \x01(\x0b\x32\x1e.quire.gpuworker.v1.WorkerInfo\"\xa9\x02\n\x0bStepOutputs\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x36\n\x08\x61\x64mitted\x18\x03 \x03(\x0b\x32$.quire.gpuworker.v1.SequenceAdmitted\x12\x0f\n\x07handles\x18\x04 \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\x05 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x06 \x01(\x0c\x12/\n\x08logprobs\x18\x07 \x03(\x0b\x32\x1d.quire.types.v1.TokenLogprobs\x12\x17\n\x0flogprob_handles\x18\x08 \x01(\x0c\x12\x36\n\x08\x66inished\x18\t \x03(\x0b\x32$.quire.gpuworker.v1.SequenceFinished\x12\x11\n\tpreempted\x18\n \x01(\x0c\"\xad\x01\n\x10SequenceAdmitted\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12/\n\x0bmiss_reason\x18\x03 \x01(\x0e\x32\x1a.quire.types.v1.MissReason\x12\x13\n\x0b\x64iverged_at\x18\x04 \x01(\r\x12\x13\n\x0b\x64\x65\x63ision_id\x18\x05 \x01(\t\x12\x17\n\x0freserve_seconds\x18\x06 \x01(\x01\"\xb5\x01\n\x10SequenceFinished\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12,\n\x06reason\x18\x02 \x01(\x0e\x32\x1c.quire.types.v1.FinishReason\x12$\n\x05usage\x18\x03 \x01(\x0b\x32\x15.quire.types.v1.Usage\x12\x1a\n\rstop_token_id\x18\x04 \x01(\x05H\x00\x88\x01\x01\x12\x0f\n\x07message\x18\x05 \x01(\tB\x10\n\x0e_stop_token_id\")\n\x07Refused\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x0e\n\x06status\x18\x02 \x01(\x0c\"3\n\tHeartbeat\x12&\n\x04load\x18\x01 \x01(\x0b\x32\x18.quire.gpuworker.v1.Load\"\xa8\x02\n\x04Load\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x15\n\runheld_blocks\x18\x04 \x01(\r\x12\x1e\n\x16pending_prefill_tokens\x18\x05 \x01(\x04\x12\x1b\n\x13\x64\x65\x63ode_step_seconds\x18\x06 \x01(\x01\x12!\n\x19prefill_seconds_per_token\x18\x07 \x01(\x01\x12\x18\n\x10step_age_seconds\x18\x08 \x01(\x01\x12\x1e\n\x16step_predicted_seconds\x18\t \x01(\x01\x12\r\n\x05steps\x18\n \x01(\x04\x12\x18\n\x10manager_attached\x18\x0b \x01(\x08\x12\x10\n\x08\x64raining\x18\x0c \x01(\x08\"\x12\n\x10GetWorkerRequest\"\x9b\x01\n\x11GetWorkerResponse\x12,\n\x04info\x18\x01 \x01(\x0b\x32\x1e.quire.gpuworker.v1.WorkerInfo\x12&\n\x04load\x18\x02 \x01(\x0b\x32\x18.quire.gpuworker.v1.Load\x12\x30\n\x06memory\x18\x03 \x01(\x0b\x32 .quire.gpuworker.v1.MemoryLedger\"\xd8\x02\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x0c\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12.\n\x08identity\x18\x05 \x01(\x0b\x32\x1c.quire.types.v1.PoolIdentity\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x08 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\t \x01(\r\x12\x12\n\nvocab_size\x18\n \x01(\r\x12\x15\n\reos_token_ids\x18\x0b \x03(\x05\x12\x0e\n\x06\x64\x65vice\x18\x0c \x01(\t\x12\r\n\x05\x64type\x18\r \x01(\t\x12\x0f\n\x07version\x18\x0e \x01(\t\x12\x16\n\x0eprefix_caching\x18\x0f \x01(\x08\"\xcc\x01\n\x0cMemoryLedger\x12\r\n\x05total\x18\x01 \x01(\x04\x12\x0f\n\x07weights\x18\x02 \x01(\x04\x12\x10\n\x08kv_cache\x18\x03 \x01(\x04\x12\x13\n\x0b\x61\x63tivations\x18\x04 \x01(\x04\x12\x10\n\x08reserved\x18\x05 \x01(\x04\x12\x17\n\x0flongest_context\x18\x06 \x01(\r\x12\x17\n\x0fsequences_at_1k\x18\x07 \x01(\r\x12\x17\n\x0fsequences_at_4k\x18\x08 \x01(\r\x12\x18\n\x10sequences_at_16k\x18\t \x01(\r2\xc1\x01\n\x10GpuWorkerService\x12S\n\x06Stream\x12!.quire.gpuworker.v1.StreamRequest\x1a\".quire.gpuworker.v1.StreamResponse(\x01\x30\x01\x12X\n\tGetWorker\x12$.quire.gpuworker.v1.GetWorkerRequest\x1a%.quire.gpuworker.v1.GetWorkerResponseBH\n\x16\x64\x65v.quire.gpuworker.v1P\x01Z,quire.dev/gen/quire/gpuworker/v1;gpuworkerv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"quire/gpuworker/v1/gpuworker.proto\x12\x12quire.gpuworker.v1\x1a\x1aquire/types/v1/types.proto\"\xca\x01\n\rStreamRequest\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.quire.gpuworker.v1.HelloH\x00\x12,\n\x06submit\x18\x02 \x01(\x0b\x32\x1a.quire.gpuworker.v1.SubmitH\x00\x12,\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x1a.quire.gpuworker.v1.CancelH\x00\x12&\n\x03\x61\x63k\x18\x04 \x01(\x0b\x32\x17.quire.gpuworker.v1.AckH\x00\x42\t\n\x07message\"_\n\x05Hello\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x0c\x12.\n\x08identity\x18\x03 \x01(\x0b\x32\x1c.quire.types.v1.PoolIdentity\"\xbf\x03\n\x06Submit\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\r\n\x05index\x18\x03 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x04 \x01(\x0c\x12\x14\n\x0c\x62lock_hashes\x18\x05 \x01(\x0c\x12\x15\n\rparent_digest\x18\x06 \x01(\x0c\x12\x30\n\x08sampling\x18\x07 \x01(\x0b\x32\x1e.quire.types.v1.SamplingParams\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x1c\n\x0ftimeout_seconds\x18\t \x01(\x01H\x01\x88\x01\x01\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12\x1c\n\x14output_tokens_before\x18\x0b \x01(\r\x12\x10\n\x08no_cache\x18\x0c \x01(\x08\x12\x14\n\x07\x66ork_of\x18\r \x01(\rH\x02\x88\x01\x01\x12\x15\n\reos_token_ids\x18\x0e \x03(\x05\x12\x15\n\x0bjson_schema\x18\x0f \x01(\tH\x00\x12\x0f\n\x05regex\x18\x10 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x11 \x01(\tH\x00\x42\x0c\n\nconstraintB\x12\n\x10_timeout_secondsB\n\n\x08_fork_of\"F\n\x06\x43\x61ncel\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12,\n\x06reason\x18\x02 \x01(\x0e\x32\x1c.quire.types.v1.FinishReason\"\x12\n\x03\x41\x63k\x12\x0b\n\x03seq\x18\x01 \x01(\x04\"\xe5\x01\n\x0eStreamResponse\x12\x30\n\x05hello\x18\x01 \x01(\x0b\x32\x1f.quire.gpuworker.v1.WorkerHelloH\x00\x12\x32\n\x07outputs\x18\x02 \x01(\x0b\x32\x1f.quire.gpuworker.v1.StepOutputsH\x00\x12\x32\n\theartbeat\x18\x03 \x01(\x0b\x32\x1d.quire.gpuworker.v1.HeartbeatH\x00\x12.\n\x07refused\x18\x04 \x01(\x0b\x32\x1b.quire.gpuworker.v1.RefusedH\x00\x42\t\n\x07message\";\n\x0bWorkerHello\x12,\n\x04info\x18\x01 \x01(\x0b\x32\x1e.quire.gpuworker.v1.WorkerInfo\"\xa9\x02\n\x0bStepOutputs\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x36\n\x08\x61\x64mitted\x18\x03 \x03(\x0b\x32$.quire.gpuworker.v1.SequenceAdmitted\x12\x0f\n\x07handles\x18\x04 \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\x05 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x06 \x01(\x0c\x12/\n\x08logprobs\x18\x07 \x03(\x0b\x32\x1d.quire.types.v1.TokenLogprobs\x12\x17\n\x0flogprob_handles\x18\x08 \x01(\x0c\x12\x36\n\x08\x66inished\x18\t \x03(\x0b\x32$.quire.gpuworker.v1.SequenceFinished\x12\x11\n\tpreempted\x18\n \x01(\x0c\"\xad\x01\n\x10SequenceAdmitted\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12/\n\x0bmiss_reason\x18\x03 \x01(\x0e\x32\x1a.quire.types.v1.MissReason\x12\x13\n\x0b\x64iverged_at\x18\x04 \x01(\r\x12\x13\n\x0b\x64\x65\x63ision_id\x18\x05 \x01(\t\x12\x17\n\x0freserve_seconds\x18\x06 \x01(\x01\"\xb5\x01\n\x10SequenceFinished\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12,\n\x06reason\x18\x02 \x01(\x0e\x32\x1c.quire.types.v1.FinishReason\x12$\n\x05usage\x18\x03 \x01(\x0b\x32\x15.quire.types.v1.Usage\x12\x1a\n\rstop_token_id\x18\x04 \x01(\x05H\x00\x88\x01\x01\x12\x0f\n\x07message\x18\x05 \x01(\tB\x10\n\x0e_stop_token_id\")\n\x07Refused\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x0e\n\x06status\x18\x02 \x01(\x0c\"3\n\tHeartbeat\x12&\n\x04load\x18\x01 \x01(\x0b\x32\x18.quire.gpuworker.v1.Load\"\xa8\x02\n\x04Load\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x15\n\runheld_blocks\x18\x04 \x01(\r\x12\x1e\n\x16pending_prefill_tokens\x18\x05 \x01(\x04\x12\x1b\n\x13\x64\x65\x63ode_step_seconds\x18\x06 \x01(\x01\x12!\n\x19prefill_seconds_per_token\x18\x07 \x01(\x01\x12\x18\n\x10step_age_seconds\x18\x08 \x01(\x01\x12\x1e\n\x16step_predicted_seconds\x18\t \x01(\x01\x12\r\n\x05steps\x18\n \x01(\x04\x12\x18\n\x10manager_attached\x18\x0b \x01(\x08\x12\x10\n\x08\x64raining\x18\x0c \x01(\x08\"\x12\n\x10GetWorkerRequest\"\x99\x01\n\x11GetWorkerResponse\x12,\n\x04info\x18\x01 \x01(\x0b\x32\x1e.quire.gpuworker.v1.WorkerInfo\x12&\n\x04load\x18\x02 \x01(\x0b\x32\x18.quire.gpuworker.v1.Load\x12.\n\x06memory\x18\x03 \x01(\x0b\x32\x1e.quire.gpuworker.v1.MemoryPlan\"\xd8\x02\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x0c\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12.\n\x08identity\x18\x05 \x01(\x0b\x32\x1c.quire.types.v1.PoolIdentity\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x08 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\t \x01(\r\x12\x12\n\nvocab_size\x18\n \x01(\r\x12\x15\n\reos_token_ids\x18\x0b \x03(\x05\x12\x0e\n\x06\x64\x65vice\x18\x0c \x01(\t\x12\r\n\x05\x64type\x18\r \x01(\t\x12\x0f\n\x07version\x18\x0e \x01(\t\x12\x16\n\x0eprefix_caching\x18\x0f \x01(\x08\"\xca\x01\n\nMemoryPlan\x12\r\n\x05total\x18\x01 \x01(\x04\x12\x0f\n\x07weights\x18\x02 \x01(\x04\x12\x10\n\x08kv_cache\x18\x03 \x01(\x04\x12\x13\n\x0b\x61\x63tivations\x18\x04 \x01(\x04\x12\x10\n\x08reserved\x18\x05 \x01(\x04\x12\x17\n\x0flongest_context\x18\x06 \x01(\r\x12\x17\n\x0fsequences_at_1k\x18\x07 \x01(\r\x12\x17\n\x0fsequences_at_4k\x18\x08 \x01(\r\x12\x18\n\x10sequences_at_16k\x18\t \x01(\r2\xc1\x01\n\x10GpuWorkerService\x12S\n\x06Stream\x12!.quire.gpuworker.v1.StreamRequest\x1a\".quire.gpuworker.v1.StreamResponse(\x01\x30\x01\x12X\n\tGetWorker\x12$.quire.gpuworker.v1.GetWorkerRequest\x1a%.quire.gpuworker.v1.GetWorkerResponseBH\n\x16\x64\x65v.quire.gpuworker.v1P\x01Z,quire.dev/gen/quire/gpuworker/v1;gpuworkerv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,35 +38,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HELLO']._serialized_start=291
   _globals['_HELLO']._serialized_end=386
   _globals['_SUBMIT']._serialized_start=389
-  _globals['_SUBMIT']._serialized_end=826
-  _globals['_CANCEL']._serialized_start=828
-  _globals['_CANCEL']._serialized_end=898
-  _globals['_ACK']._serialized_start=900
-  _globals['_ACK']._serialized_end=918
-  _globals['_STREAMRESPONSE']._serialized_start=921
-  _globals['_STREAMRESPONSE']._serialized_end=1150
-  _globals['_WORKERHELLO']._serialized_start=1152
-  _globals['_WORKERHELLO']._serialized_end=1211
-  _globals['_STEPOUTPUTS']._serialized_start=1214
-  _globals['_STEPOUTPUTS']._serialized_end=1511
-  _globals['_SEQUENCEADMITTED']._serialized_start=1514
-  _globals['_SEQUENCEADMITTED']._serialized_end=1687
-  _globals['_SEQUENCEFINISHED']._serialized_start=1690
-  _globals['_SEQUENCEFINISHED']._serialized_end=1871
-  _globals['_REFUSED']._serialized_start=1873
-  _globals['_REFUSED']._serialized_end=1914
-  _globals['_HEARTBEAT']._serialized_start=1916
-  _globals['_HEARTBEAT']._serialized_end=1967
-  _globals['_LOAD']._serialized_start=1970
-  _globals['_LOAD']._serialized_end=2266
-  _globals['_GETWORKERREQUEST']._serialized_start=2268
-  _globals['_GETWORKERREQUEST']._serialized_end=2286
-  _globals['_GETWORKERRESPONSE']._serialized_start=2289
-  _globals['_GETWORKERRESPONSE']._serialized_end=2444
-  _globals['_WORKERINFO']._serialized_start=2447
-  _globals['_WORKERINFO']._serialized_end=2791
-  _globals['_MEMORYLEDGER']._serialized_start=2794
-  _globals['_MEMORYLEDGER']._serialized_end=2998
-  _globals['_GPUWORKERSERVICE']._serialized_start=3001
-  _globals['_GPUWORKERSERVICE']._serialized_end=3194
+  _globals['_SUBMIT']._serialized_end=836
+  _globals['_CANCEL']._serialized_start=838
+  _globals['_CANCEL']._serialized_end=908
+  _globals['_ACK']._serialized_start=910
+  _globals['_ACK']._serialized_end=928
+  _globals['_STREAMRESPONSE']._serialized_start=931
+  _globals['_STREAMRESPONSE']._serialized_end=1160
+  _globals['_WORKERHELLO']._serialized_start=1162
+  _globals['_WORKERHELLO']._serialized_end=1221
+  _globals['_STEPOUTPUTS']._serialized_start=1224
+  _globals['_STEPOUTPUTS']._serialized_end=1521
+  _globals['_SEQUENCEADMITTED']._serialized_start=1524
+  _globals['_SEQUENCEADMITTED']._serialized_end=1697
+  _globals['_SEQUENCEFINISHED']._serialized_start=1700
+  _globals['_SEQUENCEFINISHED']._serialized_end=1881
+  _globals['_REFUSED']._serialized_start=1883
+  _globals['_REFUSED']._serialized_end=1924
+  _globals['_HEARTBEAT']._serialized_start=1926
+  _globals['_HEARTBEAT']._serialized_end=1977
+  _globals['_LOAD']._serialized_start=1980
+  _globals['_LOAD']._serialized_end=2276
+  _globals['_GETWORKERREQUEST']._serialized_start=2278
+  _globals['_GETWORKERREQUEST']._serialized_end=2296
+  _globals['_GETWORKERRESPONSE']._serialized_start=2299
+  _globals['_GETWORKERRESPONSE']._serialized_end=2452
+  _globals['_WORKERINFO']._serialized_start=2455
+  _globals['_WORKERINFO']._serialized_end=2799
+  _globals['_MEMORYPLAN']._serialized_start=2802
+  _globals['_MEMORYPLAN']._serialized_end=3004
+  _globals['_GPUWORKERSERVICE']._serialized_start=3007
+  _globals['_GPUWORKERSERVICE']._serialized_end=3200
 # @@protoc_insertion_point(module_scope)

@@ -98,8 +98,8 @@ class Submit(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    CHAIN_FIELD_NUMBER: _builtins.int
-    CHAIN_TAIL_FIELD_NUMBER: _builtins.int
+    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    PARENT_DIGEST_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
@@ -116,9 +116,11 @@ class Submit(_message.Message):
     index: _builtins.int
     prompt_token_ids: _builtins.bytes
     """Packed little-endian int32."""
-    chain: _builtins.bytes
-    """16-byte hashes of the prompt's full blocks, and the whole 32-byte link of the last one (or the root), to go on from."""
-    chain_tail: _builtins.bytes
+    block_hashes: _builtins.bytes
+    """16-byte hashes of the prompt's full blocks, and the 32-byte digest of the last one (or the root), from which the worker
+    hashes the blocks that generation fills.
+    """
+    parent_digest: _builtins.bytes
     priority: _builtins.int
     timeout_seconds: _builtins.float
     """Seconds from now until the client's deadline; unset means none."""
@@ -144,8 +146,8 @@ class Submit(_message.Message):
         request_id: _builtins.str = ...,
         index: _builtins.int = ...,
         prompt_token_ids: _builtins.bytes = ...,
-        chain: _builtins.bytes = ...,
-        chain_tail: _builtins.bytes = ...,
+        block_hashes: _builtins.bytes = ...,
+        parent_digest: _builtins.bytes = ...,
         sampling: _types_pb2.SamplingParams | None = ...,
         priority: _builtins.int = ...,
         timeout_seconds: _builtins.float | None = ...,
@@ -160,7 +162,7 @@ class Submit(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_fork_of", b"_fork_of", "_timeout_seconds", b"_timeout_seconds", "constraint", b"constraint", "fork_of", b"fork_of", "grammar", b"grammar", "json_schema", b"json_schema", "regex", b"regex", "sampling", b"sampling", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fork_of", b"_fork_of", "_timeout_seconds", b"_timeout_seconds", "chain", b"chain", "chain_tail", b"chain_tail", "constraint", b"constraint", "eos_token_ids", b"eos_token_ids", "fork_of", b"fork_of", "grammar", b"grammar", "handle", b"handle", "index", b"index", "json_schema", b"json_schema", "no_cache", b"no_cache", "output_tokens_before", b"output_tokens_before", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "regex", b"regex", "request_id", b"request_id", "sampling", b"sampling", "timeout_seconds", b"timeout_seconds", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fork_of", b"_fork_of", "_timeout_seconds", b"_timeout_seconds", "block_hashes", b"block_hashes", "constraint", b"constraint", "eos_token_ids", b"eos_token_ids", "fork_of", b"fork_of", "grammar", b"grammar", "handle", b"handle", "index", b"index", "json_schema", b"json_schema", "no_cache", b"no_cache", "output_tokens_before", b"output_tokens_before", "parent_digest", b"parent_digest", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "regex", b"regex", "request_id", b"request_id", "sampling", b"sampling", "timeout_seconds", b"timeout_seconds", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__fork_of: _TypeAlias = _typing.Literal["fork_of"]  # noqa: Y015
     _WhichOneofArgType__fork_of: _TypeAlias = _typing.Literal["_fork_of", b"_fork_of"]  # noqa: Y015
@@ -531,15 +533,15 @@ class GetWorkerResponse(_message.Message):
     @_builtins.property
     def load(self) -> Global___Load: ...
     @_builtins.property
-    def memory(self) -> Global___MemoryLedger:
-        """The byte ledger that was printed before READY."""
+    def memory(self) -> Global___MemoryPlan:
+        """The plan of bytes that was printed before READY."""
 
     def __init__(
         self,
         *,
         info: Global___WorkerInfo | None = ...,
         load: Global___Load | None = ...,
-        memory: Global___MemoryLedger | None = ...,
+        memory: Global___MemoryPlan | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "load", b"load", "memory", b"memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -614,7 +616,7 @@ class WorkerInfo(_message.Message):
 Global___WorkerInfo: _TypeAlias = WorkerInfo  # noqa: Y015
 
 @_typing.final
-class MemoryLedger(_message.Message):
+class MemoryPlan(_message.Message):
     """Bytes."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -656,4 +658,4 @@ class MemoryLedger(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___MemoryLedger: _TypeAlias = MemoryLedger  # noqa: Y015
+Global___MemoryPlan: _TypeAlias = MemoryPlan  # noqa: Y015

@@ -106,7 +106,7 @@ class SessionResponse(_message.Message):
     @_builtins.property
     def attach_rejected(self) -> Global___AttachRejected: ...
     @_builtins.property
-    def batch(self) -> Global___Batch: ...
+    def batch(self) -> Global___GrantBatch: ...
     @_builtins.property
     def drain(self) -> Global___Drain: ...
     def __init__(
@@ -117,7 +117,7 @@ class SessionResponse(_message.Message):
         ack: _builtins.int = ...,
         attach_ok: Global___AttachOk | None = ...,
         attach_rejected: Global___AttachRejected | None = ...,
-        batch: Global___Batch | None = ...,
+        batch: Global___GrantBatch | None = ...,
         drain: Global___Drain | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attach_ok", b"attach_ok", "attach_rejected", b"attach_rejected", "batch", b"batch", "drain", b"drain", "message", b"message"]  # noqa: Y015
@@ -152,7 +152,7 @@ class Attach(_message.Message):
     """HOST:PORT of the worker's own gRPC server, for discovery."""
     prefix_caching: _builtins.bool
     max_num_seqs: _builtins.int
-    """Sequences that may hold rows at once."""
+    """Sequences that may hold blocks at once."""
     @_builtins.property
     def identity(self) -> _types_pb2.PoolIdentity: ...
     def __init__(
@@ -183,19 +183,19 @@ class Inventory(_message.Message):
 
     SEQUENCES_FIELD_NUMBER: _builtins.int
     POOL_FIELD_NUMBER: _builtins.int
-    CLAIM_BLOCKS_FIELD_NUMBER: _builtins.int
-    CLAIM_HASHES_FIELD_NUMBER: _builtins.int
-    CLAIM_PARENTS_FIELD_NUMBER: _builtins.int
-    CLAIM_LAST_USED_FIELD_NUMBER: _builtins.int
+    CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
+    CACHED_HASHES_FIELD_NUMBER: _builtins.int
+    CACHED_PARENTS_FIELD_NUMBER: _builtins.int
+    CACHED_LAST_USED_FIELD_NUMBER: _builtins.int
     LAST_FIELD_NUMBER: _builtins.int
     pool: _builtins.bytes
     """Lease pool: int32 block ids."""
-    claim_blocks: _builtins.bytes
-    """Content claims of completed, sealed blocks, parents first. Parallel arrays."""
-    claim_hashes: _builtins.bytes
-    claim_parents: _builtins.bytes
-    """Index of the parent's claim in the whole inventory, -1 for the first block of a chain."""
-    claim_last_used: _builtins.bytes
+    cached_blocks: _builtins.bytes
+    """Completed, sealed blocks whose content is valid, parents first. Parallel arrays."""
+    cached_hashes: _builtins.bytes
+    cached_parents: _builtins.bytes
+    """Index of the parent block's entry in the whole inventory, -1 for the first block of a prompt."""
+    cached_last_used: _builtins.bytes
     last: _builtins.bool
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___InventorySequence]: ...
@@ -204,15 +204,15 @@ class Inventory(_message.Message):
         *,
         sequences: _abc.Iterable[Global___InventorySequence] | None = ...,
         pool: _builtins.bytes = ...,
-        claim_blocks: _builtins.bytes = ...,
-        claim_hashes: _builtins.bytes = ...,
-        claim_parents: _builtins.bytes = ...,
-        claim_last_used: _builtins.bytes = ...,
+        cached_blocks: _builtins.bytes = ...,
+        cached_hashes: _builtins.bytes = ...,
+        cached_parents: _builtins.bytes = ...,
+        cached_last_used: _builtins.bytes = ...,
         last: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim_blocks", b"claim_blocks", "claim_hashes", b"claim_hashes", "claim_last_used", b"claim_last_used", "claim_parents", b"claim_parents", "last", b"last", "pool", b"pool", "sequences", b"sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "cached_hashes", b"cached_hashes", "cached_last_used", b"cached_last_used", "cached_parents", b"cached_parents", "last", b"last", "pool", b"pool", "sequences", b"sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -225,10 +225,10 @@ class InventorySequence(_message.Message):
     RESERVE_FIELD_NUMBER: _builtins.int
     PHASE_FIELD_NUMBER: _builtins.int
     ARRIVAL_FIELD_NUMBER: _builtins.int
-    ROW_FIELD_NUMBER: _builtins.int
+    BLOCK_TABLE_FIELD_NUMBER: _builtins.int
     phase: Global___SequencePhase.ValueType
     arrival: _builtins.int
-    row: _builtins.bytes
+    block_table: _builtins.bytes
     """int32 block ids; -1 where a block left the attention window."""
     @_builtins.property
     def reserve(self) -> Global___Reserve: ...
@@ -238,11 +238,11 @@ class InventorySequence(_message.Message):
         reserve: Global___Reserve | None = ...,
         phase: Global___SequencePhase.ValueType = ...,
         arrival: _builtins.int = ...,
-        row: _builtins.bytes = ...,
+        block_table: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["reserve", b"reserve"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival", b"arrival", "phase", b"phase", "reserve", b"reserve", "row", b"row"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival", b"arrival", "block_table", b"block_table", "phase", b"phase", "reserve", b"reserve"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -253,19 +253,19 @@ class Reserve(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
-    KNOWN_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_LEN_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
-    CHAIN_FIELD_NUMBER: _builtins.int
+    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
     FORK_OF_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
-    known: _builtins.int
+    num_tokens: _builtins.int
     max_len: _builtins.int
     priority: _builtins.int
-    chain: _builtins.bytes
-    """16-byte hashes of the full blocks of the known tokens."""
+    block_hashes: _builtins.bytes
+    """16-byte hashes of the full blocks of the tokens that exist."""
     fork_of: _builtins.int
     """A sequence of the same prompt whose blocks may be shared and copied."""
     request_id: _builtins.str
@@ -274,17 +274,17 @@ class Reserve(_message.Message):
         self,
         *,
         sequence: _builtins.int = ...,
-        known: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
         max_len: _builtins.int = ...,
         priority: _builtins.int = ...,
-        chain: _builtins.bytes = ...,
+        block_hashes: _builtins.bytes = ...,
         fork_of: _builtins.int | None = ...,
         request_id: _builtins.str = ...,
         traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_fork_of", b"_fork_of", "fork_of", b"fork_of"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fork_of", b"_fork_of", "chain", b"chain", "fork_of", b"fork_of", "known", b"known", "max_len", b"max_len", "priority", b"priority", "request_id", b"request_id", "sequence", b"sequence", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fork_of", b"_fork_of", "block_hashes", b"block_hashes", "fork_of", b"fork_of", "max_len", b"max_len", "num_tokens", b"num_tokens", "priority", b"priority", "request_id", b"request_id", "sequence", b"sequence", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__fork_of: _TypeAlias = _typing.Literal["fork_of"]  # noqa: Y015
     _WhichOneofArgType__fork_of: _TypeAlias = _typing.Literal["_fork_of", b"_fork_of"]  # noqa: Y015
@@ -308,7 +308,7 @@ class Report(_message.Message):
     TRIM_COUNTS_FIELD_NUMBER: _builtins.int
     RETURNED_FIELD_NUMBER: _builtins.int
     PREEMPTED_SEQUENCES_FIELD_NUMBER: _builtins.int
-    PREEMPTED_KNOWN_FIELD_NUMBER: _builtins.int
+    PREEMPTED_NUM_TOKENS_FIELD_NUMBER: _builtins.int
     FINISHED_SEQUENCES_FIELD_NUMBER: _builtins.int
     FINISHED_REASONS_FIELD_NUMBER: _builtins.int
     STALLED_FIELD_NUMBER: _builtins.int
@@ -323,11 +323,11 @@ class Report(_message.Message):
     """Parents first."""
     seal_hashes: _builtins.bytes
     trim_sequences: _builtins.bytes
-    """Leading blocks of a row that left every layer's window: int32 (sequence, blocks trimmed in all)."""
+    """Leading blocks of a block table that left every layer's window: int32 (sequence, blocks trimmed in all)."""
     trim_counts: _builtins.bytes
     returned: _builtins.bytes
     preempted_sequences: _builtins.bytes
-    preempted_known: _builtins.bytes
+    preempted_num_tokens: _builtins.bytes
     finished_sequences: _builtins.bytes
     lease_want: _builtins.int
     computed_sequences: _builtins.bytes
@@ -354,7 +354,7 @@ class Report(_message.Message):
         trim_counts: _builtins.bytes = ...,
         returned: _builtins.bytes = ...,
         preempted_sequences: _builtins.bytes = ...,
-        preempted_known: _builtins.bytes = ...,
+        preempted_num_tokens: _builtins.bytes = ...,
         finished_sequences: _builtins.bytes = ...,
         finished_reasons: _abc.Iterable[_types_pb2.FinishReason.ValueType] | None = ...,
         stalled: Global___StalledSet | None = ...,
@@ -364,7 +364,7 @@ class Report(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stalled", b"_stalled", "stalled", b"stalled"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stalled", b"_stalled", "bind_blocks", b"bind_blocks", "bind_sequences", b"bind_sequences", "computed_lengths", b"computed_lengths", "computed_sequences", b"computed_sequences", "finished_reasons", b"finished_reasons", "finished_sequences", b"finished_sequences", "lease_want", b"lease_want", "preempted_known", b"preempted_known", "preempted_sequences", b"preempted_sequences", "reserve", b"reserve", "returned", b"returned", "seal_blocks", b"seal_blocks", "seal_hashes", b"seal_hashes", "stalled", b"stalled", "step", b"step", "trim_counts", b"trim_counts", "trim_sequences", b"trim_sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stalled", b"_stalled", "bind_blocks", b"bind_blocks", "bind_sequences", b"bind_sequences", "computed_lengths", b"computed_lengths", "computed_sequences", b"computed_sequences", "finished_reasons", b"finished_reasons", "finished_sequences", b"finished_sequences", "lease_want", b"lease_want", "preempted_num_tokens", b"preempted_num_tokens", "preempted_sequences", b"preempted_sequences", "reserve", b"reserve", "returned", b"returned", "seal_blocks", b"seal_blocks", "seal_hashes", b"seal_hashes", "stalled", b"stalled", "step", b"step", "trim_counts", b"trim_counts", "trim_sequences", b"trim_sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stalled: _TypeAlias = _typing.Literal["stalled"]  # noqa: Y015
     _WhichOneofArgType__stalled: _TypeAlias = _typing.Literal["_stalled", b"_stalled"]  # noqa: Y015
@@ -471,7 +471,7 @@ class IdentityDifference(_message.Message):
 Global___IdentityDifference: _TypeAlias = IdentityDifference  # noqa: Y015
 
 @_typing.final
-class Batch(_message.Message):
+class GrantBatch(_message.Message):
     """Columns are applied in the order: lease_target, copy, admit, lease, preempt, cancel."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -516,21 +516,21 @@ class Batch(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Batch: _TypeAlias = Batch  # noqa: Y015
+Global___GrantBatch: _TypeAlias = GrantBatch  # noqa: Y015
 
 @_typing.final
 class Admit(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
-    ROW_FIELD_NUMBER: _builtins.int
+    BLOCK_TABLE_FIELD_NUMBER: _builtins.int
     N_SHARED_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     MISS_REASON_FIELD_NUMBER: _builtins.int
     DIVERGED_AT_FIELD_NUMBER: _builtins.int
     DECISION_ID_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
-    row: _builtins.bytes
+    block_table: _builtins.bytes
     """int32 block ids; the first n_shared keep their content."""
     n_shared: _builtins.int
     cached_tokens: _builtins.int
@@ -541,7 +541,7 @@ class Admit(_message.Message):
         self,
         *,
         sequence: _builtins.int = ...,
-        row: _builtins.bytes = ...,
+        block_table: _builtins.bytes = ...,
         n_shared: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
         miss_reason: _types_pb2.MissReason.ValueType = ...,
@@ -550,7 +550,7 @@ class Admit(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "decision_id", b"decision_id", "diverged_at", b"diverged_at", "miss_reason", b"miss_reason", "n_shared", b"n_shared", "row", b"row", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_table", b"block_table", "cached_tokens", b"cached_tokens", "decision_id", b"decision_id", "diverged_at", b"diverged_at", "miss_reason", b"miss_reason", "n_shared", b"n_shared", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -577,24 +577,24 @@ Global___Drain: _TypeAlias = Drain  # noqa: Y015
 class LookupRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    CHAIN_FIELD_NUMBER: _builtins.int
-    KNOWN_FIELD_NUMBER: _builtins.int
+    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
     WORKER_ID_FIELD_NUMBER: _builtins.int
-    chain: _builtins.bytes
+    block_hashes: _builtins.bytes
     """16-byte hashes of a prompt's full blocks."""
-    known: _builtins.int
+    num_tokens: _builtins.int
     worker_id: _builtins.str
     """Empty for all workers."""
     def __init__(
         self,
         *,
-        chain: _builtins.bytes = ...,
-        known: _builtins.int = ...,
+        block_hashes: _builtins.bytes = ...,
+        num_tokens: _builtins.int = ...,
         worker_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "known", b"known", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "num_tokens", b"num_tokens", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -702,7 +702,7 @@ class BlockTable(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     PHASE_FIELD_NUMBER: _builtins.int
-    ROW_FIELD_NUMBER: _builtins.int
+    BLOCK_IDS_FIELD_NUMBER: _builtins.int
     N_SHARED_FIELD_NUMBER: _builtins.int
     SEALED_BLOCKS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
@@ -712,20 +712,20 @@ class BlockTable(_message.Message):
     """Leading blocks that were shared at admission."""
     sealed_blocks: _builtins.int
     @_builtins.property
-    def row(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
         sequence: _builtins.int = ...,
         request_id: _builtins.str = ...,
         phase: Global___SequencePhase.ValueType = ...,
-        row: _abc.Iterable[_builtins.int] | None = ...,
+        block_ids: _abc.Iterable[_builtins.int] | None = ...,
         n_shared: _builtins.int = ...,
         sealed_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["n_shared", b"n_shared", "phase", b"phase", "request_id", b"request_id", "row", b"row", "sealed_blocks", b"sealed_blocks", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "n_shared", b"n_shared", "phase", b"phase", "request_id", b"request_id", "sealed_blocks", b"sealed_blocks", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -802,7 +802,7 @@ class Pool(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     FREE_FIELD_NUMBER: _builtins.int
     LEASED_FIELD_NUMBER: _builtins.int
-    ROW_FIELD_NUMBER: _builtins.int
+    IN_USE_FIELD_NUMBER: _builtins.int
     CACHED_FIELD_NUMBER: _builtins.int
     PINNED_FIELD_NUMBER: _builtins.int
     RUNNING_FIELD_NUMBER: _builtins.int
@@ -817,7 +817,7 @@ class Pool(_message.Message):
     num_blocks: _builtins.int
     free: _builtins.int
     leased: _builtins.int
-    row: _builtins.int
+    in_use: _builtins.int
     cached: _builtins.int
     pinned: _builtins.int
     running: _builtins.int
@@ -837,7 +837,7 @@ class Pool(_message.Message):
         num_blocks: _builtins.int = ...,
         free: _builtins.int = ...,
         leased: _builtins.int = ...,
-        row: _builtins.int = ...,
+        in_use: _builtins.int = ...,
         cached: _builtins.int = ...,
         pinned: _builtins.int = ...,
         running: _builtins.int = ...,
@@ -851,7 +851,7 @@ class Pool(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "evictions", b"evictions", "free", b"free", "lease_target", b"lease_target", "leased", b"leased", "misses_by_reason", b"misses_by_reason", "num_blocks", b"num_blocks", "pinned", b"pinned", "preemptions", b"preemptions", "prefix_hit_blocks", b"prefix_hit_blocks", "prefix_query_blocks", b"prefix_query_blocks", "row", b"row", "running", b"running", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "evictions", b"evictions", "free", b"free", "in_use", b"in_use", "lease_target", b"lease_target", "leased", b"leased", "misses_by_reason", b"misses_by_reason", "num_blocks", b"num_blocks", "pinned", b"pinned", "preemptions", b"preemptions", "prefix_hit_blocks", b"prefix_hit_blocks", "prefix_query_blocks", b"prefix_query_blocks", "running", b"running", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
