@@ -21,11 +21,11 @@ help: ## List what make can do
 
 install: $(STAMP) ## Make the environment in .venv (once; again when pyproject.toml or constraints.txt change)
 
-$(STAMP): pyproject.toml constraints.txt hatch_build.py $(NATIVE)
+$(STAMP): pyproject.toml protos/pyproject.toml constraints.txt hatch_build.py $(NATIVE)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Quire needs Python 3.11 or newer; set PYTHON=...")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing what constraints.txt pins into $(VENV); a minute or two the first time."
-	@$(BIN)/python -m pip install --disable-pip-version-check $$(test -t 1 || echo --quiet) -c constraints.txt -e '.[router,kvmanager,gpuworker,cli,local,bench,dev]'
+	@$(BIN)/python -m pip install --disable-pip-version-check $$(test -t 1 || echo --quiet) -c constraints.txt -e ./protos -e '.[router,kvmanager,gpuworker,cli,local,bench,dev]'
 	@touch $@
 
 clients: $(CLIENTS)/.installed ## Install the clients that the tests call with: .clients, and what the examples in Node and C++ need

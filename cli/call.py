@@ -20,8 +20,8 @@ from cli.client import add_address
 from cli.describe import describe, signature
 from cli.reflection import Reflection, path_of
 from common.errors import FieldViolation, InvalidRequest, NotFound, QuireError
-from common.rpc.options import channel_options
-from common.rpc.status import RpcFailure, status_from_rpc
+from quire.api.channel import channel_options
+from quire.api.status import RpcFailure, status_from_rpc
 
 _EXAMPLES = """examples:
   quire call                                               the services of the server

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from cli.config import ClientSettings
 from common.errors import QuireError, Unavailable, Unsupported
-from common.rpc.status import error_from_rpc
 from common.settings.config import load_or_exit
+from quire.api.status import error_from_rpc
 from quire.client import AsyncClient
 
 _PIPED_WIDTH = 140

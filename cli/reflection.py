@@ -12,7 +12,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_reflection.v1alpha import reflection_pb2 as pb
 
 from common.errors import FieldViolation, InvalidRequest, NotFound, Unsupported
-from common.rpc.status import RpcFailure
+from quire.api.status import RpcFailure
 
 # The two differ in nothing but their name; most servers offer one of them.
 _SERVICES: Final = ("grpc.reflection.v1alpha.ServerReflection", "grpc.reflection.v1.ServerReflection")

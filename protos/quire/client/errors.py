@@ -1,4 +1,4 @@
-"""What can become of a stream that had begun: the tree of common/errors.py goes on here.
+"""What can become of a stream that had begun: the tree of quire/api/errors.py goes on here.
 
 QuireError
 └── Interrupted                 the stream broke after it had begun; carries what had come
@@ -7,7 +7,7 @@ QuireError
 
 from __future__ import annotations
 
-from common.errors import DeadlineExceeded, QuireError
+from quire.api.errors import DeadlineExceeded, QuireError
 from quire.client.results import Completion
 
 

@@ -6,8 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeAlias, TypedDict
 
-from common.errors import FieldViolation, InvalidRequest
-from common.types import ConstraintKind
+from quire.api.errors import FieldViolation, InvalidRequest
 from quire.inference.v1 import inference_pb2 as pb
 from quire.types.v1 import types_pb2
 
@@ -64,7 +63,7 @@ class Options(Sampling, total=False):
 
 
 _SAMPLING: Final = Sampling.__optional_keys__
-_CONSTRAINTS: Final = frozenset(ConstraintKind)
+_CONSTRAINTS: Final = frozenset({"json_schema", "regex", "grammar"})
 _ENVELOPE: Final = frozenset({"priority", "request_id", "traceparent"})
 _CACHE: Final = frozenset({"no_cache", "salt"})
 
@@ -131,7 +130,7 @@ def _text_to_list(given: dict[str, Any]) -> None:
 
 
 def _encoded(name: str, value: Any) -> Any:
-    if name == ConstraintKind.JSON_SCHEMA and not isinstance(value, str):
+    if name == "json_schema" and not isinstance(value, str):
         return json.dumps(value)
     return value
 

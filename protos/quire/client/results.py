@@ -7,8 +7,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
-from common.types import FinishReason, MissReason, PoolIdentity, TokenLogprobs, Usage
-from common.wire.identity_codec import identity_from_proto
+from quire.api.types import FinishReason, KvGeometry, MissReason, PoolIdentity, TokenLogprobs, Usage
 from quire.inference.v1 import inference_pb2 as pb
 
 _RecordT = TypeVar("_RecordT")
@@ -113,13 +112,14 @@ class Model:
     @staticmethod
     def from_proto(message: pb.GetModelResponse) -> Model:
         """Return the record of a message."""
+        geometry = record(KvGeometry, message.identity.kv_geometry)
         return Model(
             name=message.model,
             max_model_len=message.max_model_len,
             vocab_size=message.vocab_size,
             eos_token_ids=tuple(message.eos_token_ids),
             has_chat_template=message.has_chat_template,
-            identity=identity_from_proto(message.identity),
+            identity=record(PoolIdentity, message.identity, kv_geometry=geometry),
         )
 
 

@@ -19,8 +19,8 @@ from threading import Lock
 import grpc
 from google.rpc import status_pb2
 
-from common.errors import QuireError
-from common.rpc.status import RpcFailure, error_from_status, retry_after, status_from_rpc
+from quire.api.errors import QuireError
+from quire.api.status import RpcFailure, error_from_status, retry_after, status_from_rpc
 from quire.client.errors import interrupted
 from quire.client.folding import Fold
 

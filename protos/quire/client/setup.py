@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, TypeAlias
 
-from common.rpc.options import Options, channel_options
+from quire.api.channel import Options, channel_options
 
 Metadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar, Unpack, cast
 import grpc
 from google.protobuf.message import Message as ProtoMessage
 
-from common.rpc.status import RpcFailure
+from quire.api.status import RpcFailure
 from quire.client.folding import Fold
 from quire.client.request import Message, Options, Prompt, conversation_of, prompt_of, request_of
 from quire.client.results import Chunk, Completion, Model, Status
