@@ -32,6 +32,7 @@ from bench.lib.remote_engine import BLOCK_SIZE, RemoteEngine, local_engine
 from bench.lib.workers import random_prompts
 from common.hashing import chain, key_of, little_endian_int32
 from common.process import die_with_parent
+from common.process.python import module_command
 from common.rpc.server import RpcServer, open_channel
 from common.wire.packing import pack_hashes, unpack_u32
 from gpuworker.server.codec import SubmitLimits
@@ -151,7 +152,7 @@ class _Worker:
     """A worker process, with whatever it has started."""
 
     def __init__(self, host: str, runner: str, rows: int) -> None:
-        argv = [sys.executable, "-m", "bench.engine_host", "--serve", host, "--runner", runner]
+        argv = module_command("bench.engine_host", "--serve", host, "--runner", runner)
         self._process = subprocess.Popen(
             die_with_parent.command([*argv, "--sequences", str(rows)]),
             stdin=subprocess.PIPE,
@@ -170,7 +171,7 @@ class _Worker:
     def run(self, rows: int, count: int, seed: int) -> Sample:
         """Load it from a client process."""
         flags = ["--sequences", str(rows), "--output-tokens", str(count), "--seed", str(seed)]
-        argv = [sys.executable, "-m", "bench.engine_host", "--drive", self.address, *flags]
+        argv = module_command("bench.engine_host", "--drive", self.address, *flags)
         before = self.cpu_seconds()
         done = subprocess.run(die_with_parent.command(argv), stdout=subprocess.PIPE, text=True, check=True)
         found = json.loads(done.stdout)

@@ -17,7 +17,7 @@ COMMANDS = {
 }
 
 _EXTRAS = (
-    "the bare package is the client library alone. Install quire[cli] for the commands; `up` and `demo` need "
+    "it is not installed. Install quire[cli] for the commands; `up` and `demo` need "
     "the extras router, kvmanager, gpuworker and local too"
 )
 
@@ -41,8 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"quire: there is no command {words[0]!r}\n\n{usage()}", file=sys.stderr)
         return 2
     try:
-        command = importlib.import_module(f"cli.{words[0].replace('-', '_')}")
+        command = importlib.import_module(f"cli.commands.{words[0].replace('-', '_')}")
     except ModuleNotFoundError as missing:
+        if (missing.name or "").startswith("cli."):
+            raise
         print(f"quire: {words[0]} needs {missing.name}; {_EXTRAS}", file=sys.stderr)
         return 2
     return int(command.main(words[1:]))

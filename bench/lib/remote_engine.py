@@ -21,6 +21,7 @@ from cli.suite.embedded import EmbeddedChannel
 from common.clock import SystemClock
 from common.lease import Attach
 from common.process import die_with_parent
+from common.process.python import module_command
 from common.types import FinishReason, KvGeometry, PoolIdentity, SequenceId
 from gpuworker.core.batch_plan import StepRunner
 from gpuworker.core.lease_agent import LeaseAgent
@@ -67,7 +68,7 @@ class RemoteEngine:
     def __init__(self, runner: str, rows: int, sink: OutputSink) -> None:
         self._sink, self._load = sink, EngineLoad()
         self._end, theirs = socket.socketpair()
-        argv = [sys.executable, "-m", "bench.lib.remote_engine", str(theirs.fileno()), runner, str(rows)]
+        argv = module_command("bench.lib.remote_engine", str(theirs.fileno()), runner, str(rows))
         self._process = subprocess.Popen(die_with_parent.command(argv), pass_fds=[theirs.fileno()])
         theirs.close()
         self.attach = Attach("w0", bytes(16), 0, 0, IDENTITY, BLOCKS)

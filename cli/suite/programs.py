@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,9 +10,9 @@ from typing import Final
 
 from common.process.cores import threads_of_each
 from common.process.local_redis import LocalRedis
+from common.process.python import module_command
 
 REDIS: Final = "redis"
-_PYTHON: Final = (sys.executable, "-m")
 # gRPC's C core would print lines of its own, such as every refused connection while a service starts.
 _QUIET_GRPC: Final = {"GRPC_VERBOSITY": os.environ.get("GRPC_VERBOSITY", "NONE")}
 
@@ -98,7 +97,7 @@ def _common(options: StackOptions, port: int, redis_url: str) -> tuple[str, ...]
 def _manager(options: StackOptions, redis_url: str) -> Program:
     flags = (*_common(options, options.manager_port, redis_url), *options.manager_flags)
     address = f"{options.host}:{options.manager_port}"
-    return Program("kvmanager", "kvmanager", (*_PYTHON, "kvmanager.main"), flags, address, _QUIET_GRPC)
+    return Program("kvmanager", "kvmanager", tuple(module_command("kvmanager.main")), flags, address, _QUIET_GRPC)
 
 
 def _worker(options: StackOptions, index: int, redis_url: str) -> Program:
@@ -110,7 +109,7 @@ def _worker(options: StackOptions, index: int, redis_url: str) -> Program:
         *("--manager", f"{options.host}:{options.manager_port}"),
         *options.worker_flags,
     )
-    command = (*_PYTHON, "cli.suite.embedded" if options.embedded else "gpuworker.main")
+    command = tuple(module_command("cli.suite.embedded" if options.embedded else "gpuworker.main"))
     environment = _QUIET_GRPC | {"OMP_NUM_THREADS": str(threads)}
     return Program(f"worker-{index}", "gpuworker", command, flags, f"{options.host}:{port}", environment)
 
@@ -139,4 +138,6 @@ def _router(options: StackOptions, redis_url: str) -> Program:
         *(word for port in options.worker_ports[:named] for word in ("--worker", f"{options.host}:{port}")),
         *options.router_flags,
     )
-    return Program("router", "router", (*_PYTHON, "router.main"), flags, router_address(options), _QUIET_GRPC)
+    return Program(
+        "router", "router", tuple(module_command("router.main")), flags, router_address(options), _QUIET_GRPC
+    )

@@ -17,7 +17,7 @@ from google.protobuf import descriptor_pb2
 from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from cli import call
+from cli.commands import call
 from cli.suite.stack import free_ports
 from common.errors import FieldViolation, InvalidRequest, Overloaded, QuotaViolation
 from tests.support.fake_router import RouterDouble, admitted, served

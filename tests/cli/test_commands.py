@@ -17,6 +17,7 @@ from cli.suite.stack import free_ports
 from quire.inference.v1 import inference_pb2 as pb
 from quire.types.v1 import types_pb2 as types
 from tests.support.checkpoints import config_of, tokenizer
+from tests.support.hostile import hostile_folder
 from tests.support.up_harness import READY_SECONDS, Up, quire
 
 LONG = 700
@@ -34,11 +35,12 @@ max_num_seqs = 8
 
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
-    """A suite whose options come from every source: flags, environment, the file's top level and its tables."""
+    """A suite with options from every source, started in a folder whose packages have the names of Quire's."""
     folder = tmp_path_factory.mktemp("up")
     (folder / "quire.toml").write_text(OPTIONS)
     environ = {"QUIRE_WORKERS": "1", "QUIRE_ADDRESS": "127.0.0.1:1", "QUIRE_UP_TRACE_SAMPLE_RATIO": "1"}
-    running = Up(folder, "--config", str(folder / "quire.toml"), environ=environ)
+    cwd = hostile_folder(folder / "hostile")
+    running = Up(folder, "--config", str(folder / "quire.toml"), environ=environ, cwd=cwd)
     try:
         running.until("quire     ready")
         yield running
@@ -85,8 +87,8 @@ class LongStreams:
         self._channel.close()
 
 
-def test_status_shows_the_worker(up: Up) -> None:
-    shown = quire("status", "--address", up.address)
+def test_status_shows_the_worker(up: Up, tmp_path: Path) -> None:
+    shown = quire("status", "--address", up.address, cwd=hostile_folder(tmp_path / "hostile"))
     assert shown.returncode == 0, shown.stderr
     assert re.search(r"worker-0\s+127\.0\.0\.1:\d+\s+connected\s+attached\s+0\s+0\s+512\s+512", shown.stdout)
 
@@ -116,6 +118,13 @@ def test_generate_streams_and_trace_draws_what_it_names(up: Up) -> None:
     drawn = quire("trace", found[2], "--address", up.address)
     assert drawn.returncode == 0, drawn.stderr
     assert "routing: worker-0" in drawn.stdout
+
+
+def test_a_constraint_is_examined_although_the_folder_is_hostile(up: Up) -> None:
+    """The router starts the examiner as a child process in the suite's folder."""
+    refused = quire("generate", "ab", "--raw", "--regex", "(", "--address", up.address)
+    assert refused.returncode == 1
+    assert "regex" in refused.stderr
 
 
 def test_generate_keeps_to_a_regex_of_a_file(up: Up, tmp_path: Path) -> None:
@@ -227,8 +236,8 @@ def test_bad_options_are_all_reported_before_anything_starts() -> None:
         assert words in refused.stderr
 
 
-def test_the_demonstration_shows_a_cache_hit_and_a_trace() -> None:
-    shown = quire("demo", timeout=100.0)
+def test_the_demonstration_shows_a_cache_hit_and_a_trace(tmp_path: Path) -> None:
+    shown = quire("demo", timeout=100.0, cwd=hostile_folder(tmp_path / "hostile"))
     assert shown.returncode == 0, shown.stderr
     first, second = re.findall(r"^ +(?:first|second) +\d+ +(\d+) +[\d.]+ ms +worker-\d", shown.stdout, re.MULTILINE)
     assert int(first) == 0

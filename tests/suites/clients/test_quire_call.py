@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 
+from common.process.python import module_command
 from quire.client import Client
 from quire.kvmanager.v1 import kvmanager_pb2
 from tests.suites.clients.served import ROOT, Served
 
 
 def quire_call(*words: str, address: str) -> str:
-    command = [sys.executable, "-m", "cli.main", "call", *words, "--address", address]
+    command = module_command("cli.main", "call", *words, "--address", address)
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60.0, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
