@@ -13,6 +13,7 @@ COMMANDS = {
     "status": "show the queue and the workers",
     "call": "call any method of a gRPC server in JSON, through its reflection",
     "trace": "draw where a request's time went, and why",
+    "debug": "print the stacks, tasks and state of running services",
     "advise-block-size": "which block size suits the requests of a log",
 }
 

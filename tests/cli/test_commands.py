@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import threading
@@ -103,6 +104,21 @@ def test_services_read_the_file_that_up_was_given(up: Up) -> None:
         words = up.child(service).cmdline()
         assert words[words.index("--config") + 1].endswith("quire.toml")
     up.until("at most 8 run in a step")  # of [gpuworker], which `up` did not overrule
+
+
+def test_debug_dump_shows_every_service(up: Up) -> None:
+    dumped = quire("debug", "dump", "--json", "--state-dir", str(up.state_dir))
+    assert dumped.returncode == 0, dumped.stderr
+    found = {each["service"]: each for each in map(json.loads, dumped.stdout.splitlines())}
+    assert set(found) == {"kvmanager", "gpuworker", "router"}
+    assert found["router"]["address"] == up.address
+    assert found["router"]["state"]["workers"][0]["worker_id"] == "worker-0"
+    assert found["kvmanager"]["state"]["pools"]["worker-0"]["num_blocks"] == 512
+    assert found["gpuworker"]["state"]["engine"]["manager_attached"] is True
+    assert any("engine" in name for name in found["gpuworker"]["threads"])
+    shown = quire("debug", "dump", "--address", up.address, "--state-dir", str(up.state_dir))
+    assert "MainThread" in shown.stdout
+    assert "kvmanager" not in shown.stdout.splitlines()[0]
 
 
 def test_lines_name_clock_and_service_once(up: Up) -> None:

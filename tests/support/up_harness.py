@@ -32,6 +32,7 @@ class Up:
     def __init__(
         self, folder: Path, *words: str, environ: Mapping[str, str] | None = None, cwd: Path | None = None
     ) -> None:
+        self.state_dir = folder
         self.port, http_port, manager_port, worker_port = free_ports(4)
         flags = {
             "model": checkpoint("llama"),
