@@ -14,7 +14,7 @@ BENCH  ?= split
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install clients demo up test search check fmt lint types protos protos-baseline pins bench bench-gpu clean
+.PHONY: help install clients demo demo-svg up test search check fmt lint types protos protos-baseline pins bench bench-gpu clean
 
 help: ## List what make can do
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,6 +44,9 @@ $(CLIENTS)/.installed: tests/suites/clients/requirements.txt
 
 demo: $(STAMP) ## Start the whole suite, ask the demo model a few things, show the cache and a trace, stop
 	$(BIN)/quire demo
+
+demo-svg: $(STAMP) ## Run the demonstration and draw its output into docs/demo.svg
+	$(BIN)/quire demo --svg docs/demo.svg
 
 up: $(STAMP) ## Run the whole suite in the foreground (MODEL=DIR to serve another checkpoint)
 	$(BIN)/quire up --model $(MODEL)

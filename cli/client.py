@@ -61,11 +61,17 @@ def _with_advice(error: QuireError, address: str) -> QuireError:
     return error
 
 
-def run_command(body: Callable[[Console], Coroutine[Any, Any, None]]) -> int:
+def command_console(width: int | None = None, record: bool = False) -> Console:
+    """Return a console that prints to stdout; `width` is in columns, `record` keeps the output for an export."""
+    unless_given = None if sys.stdout.isatty() else _PIPED_WIDTH
+    # Without emoji codes: a model's ":smile:" stays these seven characters.
+    return Console(highlight=False, emoji=False, width=width or unless_given, record=record)
+
+
+def run_command(body: Callable[[Console], Coroutine[Any, Any, None]], console: Console | None = None) -> int:
     """Run a command's body; print an error in one line and return the exit status."""
     try:
-        # A model that says ":smile:" means these seven characters.
-        asyncio.run(body(Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else _PIPED_WIDTH)))
+        asyncio.run(body(console or command_console()))
     except QuireError as error:
         print(f"quire: {error}", file=sys.stderr)
         return 1

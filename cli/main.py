@@ -11,7 +11,6 @@ COMMANDS = {
     "demo": "start a suite, ask the demo model a few things, show the cache and a trace, stop",
     "generate": "stream an answer",
     "status": "show the queue and the workers",
-    "call": "call any method of a gRPC server in JSON, through its reflection",
     "trace": "draw where a request's time went, and why",
     "debug": "print the stacks, tasks and state of running services",
     "advise-block-size": "which block size suits the requests of a log",

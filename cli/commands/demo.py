@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import re
 import tempfile
 import time
 from collections.abc import Sequence
@@ -12,7 +14,7 @@ import grpc
 from rich.console import Console
 from rich.table import Table
 
-from cli.client import router_channel, router_client, run_command
+from cli.client import command_console, router_channel, router_client, run_command
 from cli.commands.generate import print_answer
 from cli.demo_model import CHECKPOINT
 from cli.demo_model.prompts import questions, system_text
@@ -22,6 +24,7 @@ from quire.client import AsyncClient, Completion, Message
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 
 WORKERS = 2
+_SVG_WIDTH = 100
 
 
 def demo_options(state_dir: Path) -> StackOptions:
@@ -108,9 +111,20 @@ async def demo(console: Console) -> None:
     console.print("Next:  make up   (or  quire up --model DIR),  then  quire generate 'Hello!'", style="dim")
 
 
+def svg_of(console: Console) -> str:
+    """Return what a recording console printed as an SVG that loads no font from elsewhere."""
+    return re.sub(r"@font-face \{.*?\}\s*", "", console.export_svg(title="quire demo"), flags=re.DOTALL)
+
+
 def main(argv: Sequence[str]) -> int:
-    """Run `quire demo`; it takes no options."""
-    if argv:
-        print(f"usage: quire demo\n\n{__doc__}")
-        return 0 if argv[0] in ("-h", "--help") else 2
-    return run_command(demo)
+    """Run `quire demo`."""
+    flags = argparse.ArgumentParser("quire demo", description=__doc__)
+    flags.add_argument("--svg", type=Path, metavar="PATH", help=f"also draw the output, {_SVG_WIDTH} columns wide")
+    args = flags.parse_args(argv)
+    if args.svg is None:
+        return run_command(demo)
+    console = command_console(_SVG_WIDTH, record=True)
+    status = run_command(demo, console)
+    if status == 0:
+        args.svg.write_text(svg_of(console))
+    return status
