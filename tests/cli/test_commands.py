@@ -14,6 +14,8 @@ import grpc
 import psutil
 import pytest
 
+from cli.client import command_console
+from cli.commands.demo import svg_of
 from cli.suite.stack import free_ports
 from quire.inference.v1 import inference_pb2 as pb
 from quire.types.v1 import types_pb2 as types
@@ -250,6 +252,15 @@ def test_bad_options_are_all_reported_before_anything_starts() -> None:
         "nothing was started",
     ):
         assert words in refused.stderr
+
+
+def test_the_drawing_has_the_output_and_loads_nothing_from_elsewhere() -> None:
+    console = command_console(100, record=True)
+    console.print("[bold]A few prompts[/]")
+    svg = svg_of(console)
+    assert "few" in svg
+    assert "url(" not in svg.replace("url(#", "")
+    assert "cdn" not in svg
 
 
 def test_the_demonstration_shows_a_cache_hit_and_a_trace(tmp_path: Path) -> None:

@@ -25,7 +25,11 @@ from common.process.debug import dumps_on_signal, stacks_on_signal
 from common.rpc import event_loop
 
 def deep(depth):
-    return deep(depth - 1) if depth else time.sleep(60)
+    if depth:
+        deep(depth - 1)
+    else:
+        print("READY", flush=True)
+        time.sleep(60)
 
 async def waits_for_a_secret(secret="do not print me"):
     await asyncio.sleep(60)
@@ -34,9 +38,9 @@ async def serve():
     tasks = [asyncio.create_task(waits_for_a_secret()) for _ in range(int(sys.argv[2]))]
     dumps_on_signal("test", "127.0.0.1:9", Path(sys.argv[1]), lambda: {"queued": 3})
     await asyncio.sleep(0)
-    print("READY", flush=True)
     if sys.argv[3] == "blocked":
         deep(100)
+    print("READY", flush=True)
     await asyncio.gather(*tasks)
 
 stacks_on_signal()
