@@ -1,11 +1,11 @@
-"""Where the engine should live: in a thread beside the I/O loop, as it does, or in a process of its own.
+"""Where the engine runs best: in a thread beside the I/O loop, as today, or in a process of its own.
 
     python -m bench.engine_host --json
 
-A worker's real servicer on a real gRPC server, the same engine behind it either way. A client process keeps --sequences
-streaming and asks for the worker's status every 5 ms, whose round trip says how long the I/O loop is held up. Runs of
-both go in interleaved pairs whose order alternates. Steps are simulated (5 ms, of which the GIL is held for a part) or
-those of the benchmarks' small model on the CPU. CPU time is that of all of the worker's processes.
+The servicer is a worker's, on a real gRPC server, with the same engine behind it either way. A client process keeps
+--sequences streams and requests the worker's status every 5 ms; the round trip shows how long the I/O loop is blocked.
+Runs of both go in interleaved pairs of alternating order. Steps are simulated (5 ms, with the GIL held for a part) or
+those of the benchmarks' small model on the CPU. CPU time is the sum over the worker's processes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The `quire` command: picks the subcommand; each lives in a module of its own and is imported only when it runs."""
+"""The `quire` command: runs one subcommand. Each subcommand is a module, imported only when it runs."""
 
 from __future__ import annotations
 

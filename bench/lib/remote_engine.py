@@ -1,8 +1,8 @@
-"""An engine in a process of its own: the I/O process has a `RemoteEngine`, which stands where an `Engine` would.
+"""An engine in a process of its own. The I/O process has a `RemoteEngine` with the interface of an `Engine`.
 
-Requests go to the child and outputs come back over a socket pair, each pickled behind its length; they are the
-immutable messages of `gpuworker/engine/ports.py`, so that the engine and the servicer are the same in either case. Run as
-`python -m bench.lib.remote_engine FD RUNNER ROWS` this file is the child.
+Requests go to the child and outputs come back over a socket pair, each pickled behind its length. They are the
+immutable messages of `gpuworker/engine/ports.py`, so the engine and the servicer are the same in either case.
+`python -m bench.lib.remote_engine FD RUNNER ROWS` is the child.
 """
 
 from __future__ import annotations

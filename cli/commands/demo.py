@@ -1,4 +1,4 @@
-"""`quire demo`: the whole suite for some seconds: answers, a cache hit in numbers, a trace, and a clean end."""
+"""`quire demo`: runs a whole suite for some seconds and shows answers, a prefix cache hit and a trace."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SVG_WIDTH = 100
 
 
 def demo_options(state_dir: Path) -> StackOptions:
-    """Return a suite on free ports that disturbs no other."""
+    """Return a suite on free ports, apart from any other suite."""
     port, http_port, manager_port, *rest = free_ports(3 + WORKERS)
     return StackOptions(
         model=CHECKPOINT,
@@ -51,7 +51,7 @@ async def ask(client: AsyncClient, console: Console, question: str, system: str 
 
 
 async def show_cache(client: AsyncClient, console: Console) -> str:
-    """Ask twice over one long text; print what the second request found in the cache, and return its trace id."""
+    """Send two questions about one long text, print their cached tokens, and return the second trace id."""
     system = system_text()
     console.print(f"\n[bold cyan]Two questions over the same text[/] ({len(system.split())} words of facts)")
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -73,7 +73,7 @@ async def show_cache(client: AsyncClient, console: Console) -> str:
 
 
 async def show_trace(channel: grpc.aio.Channel, console: Console, trace_id: str) -> None:
-    """Print the trace of a request, once every service has delivered its spans."""
+    """Print the trace of a request once every service has delivered its spans."""
     console.print("\n[bold cyan]Where the second request's time went[/]")
     stub = decision_pb2_grpc.DecisionServiceStub(channel)
     request = decision_pb2.GetTraceRequest(trace_id=trace_id)

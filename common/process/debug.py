@@ -37,7 +37,7 @@ State = Callable[[], Mapping[str, object]]
 
 def stacks_on_signal() -> None:
     """From now on SIGUSR1 writes the stacks of all threads to stderr."""
-    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
 def dumps_on_signal(service: str, address: str, state_dir: Path, state: State) -> None:

@@ -1,4 +1,4 @@
-"""The client for asyncio: `AsyncClient` and `AsyncStream`. It differs from sync.py in what waits, and in no rule."""
+"""The client for asyncio: `AsyncClient` and `AsyncStream`. It follows the same rules as the client in sync.py."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Call = aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]
 
 
 class AsyncStream(BaseStream[_Call], AsyncIterator[Chunk]):
-    """The chunks of one request as they come. Leaving it (`async with`), or `aclose`, cancels what still runs."""
+    """The chunks of one request as they arrive. Leaving `async with`, or `aclose`, cancels the request."""
 
     async def __aenter__(self) -> AsyncStream:
         return self
@@ -64,9 +64,9 @@ class AsyncStream(BaseStream[_Call], AsyncIterator[Chunk]):
 
 
 class AsyncClient(BaseClient):
-    """Calls one router, over one connection; make it where an event loop runs.
+    """Calls one router over one connection. Create it inside a running event loop.
 
-    `timeout` is in seconds for a whole call, retries included; each call may say another. Raises QuireErrors.
+    `timeout` is in seconds for a whole call with its retries; each call may set another. Raises QuireErrors.
     """
 
     def __init__(
@@ -105,14 +105,14 @@ class AsyncClient(BaseClient):
         return AsyncStream(lambda timeout: start(timeout=timeout), attempts, request.sampling.n)
 
     async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
-        """Return the whole answer to a prompt. It is streamed, so that Interrupted can carry what had come."""
+        """Return the whole answer to a prompt. The call streams, so that Interrupted can carry a partial answer."""
         async with self.stream(prompt, **options) as stream:
             async for _ in stream:
                 pass
             return stream.completion
 
     async def chat(self, messages: str | Sequence[Message], **options: Unpack[Options]) -> Completion:
-        """Return the answer to the messages of a chat, or to one of the user's."""
+        """Return the answer to the messages of a chat; a text is one message of the user."""
         return await self.generate(conversation_of(messages), **options)
 
     async def tokenize(
@@ -130,7 +130,7 @@ class AsyncClient(BaseClient):
         return (await self._ask(self._stub.Detokenize, request, timeout)).text
 
     async def model(self, *, timeout: float | None = None) -> Model:
-        """Return what the router serves."""
+        """Return the model that the router serves."""
         return Model.from_proto(await self._ask(self._stub.GetModel, pb.GetModelRequest(), timeout))
 
     async def status(self, *, timeout: float | None = None) -> Status:

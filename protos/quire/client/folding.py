@@ -1,4 +1,4 @@
-"""The events of a stream gathered into one completion."""
+"""Collects the events of a stream into one completion."""
 
 from __future__ import annotations
 

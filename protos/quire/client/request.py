@@ -1,4 +1,4 @@
-"""A call's arguments as the message that is sent. What cannot be sent is refused here as the server would: by field."""
+"""Converts a call's arguments to the request message. Values of a wrong type are refused with the field's name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
 
 
 class Sampling(TypedDict, total=False):
-    """How tokens are drawn; ranges and defaults are those of quire/types/v1/types.proto."""
+    """How tokens are sampled; ranges and defaults are those of quire/types/v1/types.proto."""
 
     temperature: float | None
     top_p: float | None
@@ -124,7 +124,7 @@ def _is_message(given: object) -> bool:
 
 
 def _text_to_list(given: dict[str, Any]) -> None:
-    """A single stop string would be taken for one string a character."""
+    """Replace a single stop string by a list: protobuf would take it for a list of characters."""
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]
 

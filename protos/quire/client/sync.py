@@ -1,4 +1,4 @@
-"""The client for threads: `Client`, which they may share, and `Stream`, which one thread reads."""
+"""The client for threads: `Client`, which threads may share, and `Stream`, which one thread reads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Stub(Protocol):
 
 
 class Stream(BaseStream[Any], Iterator[Chunk]):
-    """The chunks of one request as they come. Leaving it (`with`), or `close`, cancels what still runs."""
+    """The chunks of one request as they arrive. Leaving the context (`with`), or `close`, cancels the request."""
 
     def __enter__(self) -> Stream:
         return self
@@ -69,9 +69,9 @@ class Stream(BaseStream[Any], Iterator[Chunk]):
 
 
 class Client(BaseClient):
-    """Calls one router, over one connection; threads may share it.
+    """Calls one router over one connection; threads may share it.
 
-    `timeout` is in seconds for a whole call, retries included; each call may say another. Raises QuireErrors.
+    `timeout` is in seconds for a whole call with its retries; each call may set another. Raises QuireErrors.
     """
 
     def __init__(
@@ -112,14 +112,14 @@ class Client(BaseClient):
         return Stream(lambda timeout: start(timeout=timeout), attempts, request.sampling.n)
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
-        """Return the whole answer to a prompt. It is streamed, so that Interrupted can carry what had come."""
+        """Return the whole answer to a prompt. The call streams, so that Interrupted can carry a partial answer."""
         with self.stream(prompt, **options) as stream:
             for _ in stream:
                 pass
             return stream.completion
 
     def chat(self, messages: str | Sequence[Message], **options: Unpack[Options]) -> Completion:
-        """Return the answer to the messages of a chat, or to one of the user's."""
+        """Return the answer to the messages of a chat; a text is one message of the user."""
         return self.generate(conversation_of(messages), **options)
 
     def tokenize(
@@ -137,7 +137,7 @@ class Client(BaseClient):
         return self._ask(self._stub.Detokenize, request, timeout).text
 
     def model(self, *, timeout: float | None = None) -> Model:
-        """Return what the router serves."""
+        """Return the model that the router serves."""
         return Model.from_proto(self._ask(self._stub.GetModel, pb.GetModelRequest(), timeout))
 
     def status(self, *, timeout: float | None = None) -> Status:
