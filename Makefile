@@ -14,18 +14,18 @@ BENCH  ?= split
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install clients demo up test search check fmt lint types protos protos-baseline pins bench bench-gpu clean
+.PHONY: help install clients demo demo-svg up test search check fmt lint types protos protos-baseline pins bench bench-gpu clean
 
 help: ## List what make can do
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## Make the environment in .venv (once; again when pyproject.toml or constraints.txt change)
 
-$(STAMP): pyproject.toml constraints.txt hatch_build.py $(NATIVE)
+$(STAMP): pyproject.toml protos/pyproject.toml constraints.txt hatch_build.py $(NATIVE)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Quire needs Python 3.11 or newer; set PYTHON=...")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing what constraints.txt pins into $(VENV); a minute or two the first time."
-	@$(BIN)/python -m pip install --disable-pip-version-check $$(test -t 1 || echo --quiet) -c constraints.txt -e '.[router,kvmanager,gpuworker,cli,local,bench,dev]'
+	@$(BIN)/python -m pip install --disable-pip-version-check $$(test -t 1 || echo --quiet) -c constraints.txt -e ./protos -e '.[router,kvmanager,gpuworker,cli,local,bench,dev]'
 	@touch $@
 
 clients: $(CLIENTS)/.installed ## Install the clients that the tests call with: .clients, and what the examples in Node and C++ need
@@ -44,6 +44,9 @@ $(CLIENTS)/.installed: tests/suites/clients/requirements.txt
 
 demo: $(STAMP) ## Start the whole suite, ask the demo model a few things, show the cache and a trace, stop
 	$(BIN)/quire demo
+
+demo-svg: $(STAMP) ## Run the demonstration and draw its output into docs/demo.svg
+	$(BIN)/quire demo --svg docs/demo.svg
 
 up: $(STAMP) ## Run the whole suite in the foreground (MODEL=DIR to serve another checkpoint)
 	$(BIN)/quire up --model $(MODEL)

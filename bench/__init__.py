@@ -1,1 +1,1 @@
-"""Benchmarks, one a file: each prints a table and, with --json, one object of named figures as its last line."""
+"""Benchmarks, one in a file. Each prints a table; --json adds one JSON object of named figures as the last line."""

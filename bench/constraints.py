@@ -1,12 +1,12 @@
-"""What a constraint costs: the mask of a token, the compilation of a schema, and the throughput of an engine.
+"""The cost of a constraint: the mask of a token, the compilation of a schema, and the throughput of an engine.
 
     python -m bench.constraints --json
 
-By size of the vocabulary. Masks and compilation are llguidance's, on one thread, over a document that is drawn at
-random from what the schema allows. Steps are those of the native CPU engine on a small model of random weights with
-this vocabulary, with none, half and all of its rows constrained in turn, in one process. Throughput of a run is taken
-from the median time from step to step; a ratio is the median over rounds of a share's and that of none in the same
-round. Steps of the small model are so short that masks come late, which those of a model in use are not.
+Figures are by size of the vocabulary. Masks and compilation run llguidance on one thread, over a random document of the
+schema. Steps run on the native CPU engine with a small model of random weights and this vocabulary. In turn none, half
+and all of its rows are constrained, in one process. Throughput comes from the median time from step to step; a ratio is
+the median over rounds of one share against none in the same round. Steps of the small model are so short that masks
+arrive late; those of a production model do not.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Native linears on this CPU: time a call for each kind, shape and number of rows, beside oneDNN and the read floor.
+"""Native linear layers on this CPU: time of a call by kind, shape and rows, beside oneDNN and the read floor.
 
-Shapes are those of a 128M model (hidden 768) and, with --model 8b, of an 8B one. Weights come from enough copies in
-turn that no cache keeps them. The contenders take turns: ours, oneDNN with a prepacked weight, and torch's F.linear,
-each with output of the same type; for integers they have the float weight. Floor: bytes of the packed weight over the
-rate at which the same threads read memory, measured in the same run.
+Shapes are those of a 128M model (hidden 768) and, with --model 8b, of an 8B one. Calls rotate over enough copies of the
+weights that no cache keeps them. Three contenders take turns with output of the same type: ours, oneDNN with a
+prepacked weight, and torch's F.linear; for integer kinds the others use the float weight. The floor is the bytes of the packed
+weight over the read rate of the same threads, measured in the same run.
 """
 
 from __future__ import annotations

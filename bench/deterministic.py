@@ -1,9 +1,9 @@
-"""What `--deterministic` costs: the same engine with and without it, on the peers' workloads.
+"""The cost of `--deterministic`: the same engine with and without it, on the peers' workloads.
 
     python -m bench.deterministic --dtype bfloat16 --workload W1 W4 --scale 0.25 --json
 
-Runs go in interleaved pairs, whose order alternates; each pair gives one ratio of throughputs, with over without
-(1.00: the promise is free). Both engines live in this process, each on its own copy of the weights.
+Runs go in interleaved pairs of alternating order. Each pair gives one ratio of throughputs, with over without (1.00: no
+cost). Both engines run in this process, each on its own copy of the weights.
 """
 
 from __future__ import annotations

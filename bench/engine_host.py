@@ -1,11 +1,11 @@
-"""Where the engine should live: in a thread beside the I/O loop, as it does, or in a process of its own.
+"""Where the engine runs best: in a thread beside the I/O loop, as today, or in a process of its own.
 
     python -m bench.engine_host --json
 
-A worker's real servicer on a real gRPC server, the same engine behind it either way. A client process keeps --sequences
-streaming and asks for the worker's status every 5 ms, whose round trip says how long the I/O loop is held up. Runs of
-both go in interleaved pairs whose order alternates. Steps are simulated (5 ms, of which the GIL is held for a part) or
-those of the benchmarks' small model on the CPU. CPU time is that of all of the worker's processes.
+The servicer is a worker's, on a real gRPC server, with the same engine behind it either way. A client process keeps
+--sequences streams and requests the worker's status every 5 ms; the round trip shows how long the I/O loop is blocked.
+Runs of both go in interleaved pairs of alternating order. Steps are simulated (5 ms, with the GIL held for a part) or
+those of the benchmarks' small model on the CPU. CPU time is the sum over the worker's processes.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from bench.lib.remote_engine import BLOCK_SIZE, RemoteEngine, local_engine
 from bench.lib.workers import random_prompts
 from common.hashing import block_digests, block_hash_of, little_endian_int32
 from common.process import die_with_parent
+from common.process.python import module_command
 from common.rpc.server import RpcServer, open_channel
 from common.wire.packing import pack_hashes, unpack_u32
 from gpuworker.server.codec import SubmitLimits
@@ -151,7 +152,7 @@ class _Worker:
     """A worker process, with whatever it has started."""
 
     def __init__(self, host: str, runner: str, rows: int) -> None:
-        argv = [sys.executable, "-m", "bench.engine_host", "--serve", host, "--runner", runner]
+        argv = module_command("bench.engine_host", "--serve", host, "--runner", runner)
         self._process = subprocess.Popen(
             die_with_parent.command([*argv, "--sequences", str(rows)]),
             stdin=subprocess.PIPE,
@@ -170,7 +171,7 @@ class _Worker:
     def run(self, rows: int, count: int, seed: int) -> Sample:
         """Load it from a client process."""
         flags = ["--sequences", str(rows), "--output-tokens", str(count), "--seed", str(seed)]
-        argv = [sys.executable, "-m", "bench.engine_host", "--drive", self.address, *flags]
+        argv = module_command("bench.engine_host", "--drive", self.address, *flags)
         before = self.cpu_seconds()
         done = subprocess.run(die_with_parent.command(argv), stdout=subprocess.PIPE, text=True, check=True)
         found = json.loads(done.stdout)

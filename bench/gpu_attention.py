@@ -1,7 +1,7 @@
-"""Attention on a GPU against what bounds it and what else there is: a copy, SDPA's flash kernel, varlen_attn.
+"""Attention on a GPU against a copy of its bytes, SDPA's flash kernel, and varlen_attn.
 
-Every kind of step is compared with float64 first. Times are of CUDA graphs, over as many layers in turn as keep K and V
-out of the L2 cache; bandwidth is the bytes of K and V, read once, over that time.
+Every kind of step is compared with float64 first. Times are of CUDA graphs, over so many layers in turn that K and V
+stay out of the L2 cache. Bandwidth is the bytes of K and V, read once, over that time.
 """
 
 from __future__ import annotations

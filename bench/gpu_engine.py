@@ -1,8 +1,8 @@
-"""The engine on a GPU against the time that reading its bytes takes, and against transformers' continuous batching.
+"""The engine on a GPU against the time to read its bytes, and against transformers' continuous batching.
 
-Random weights made on the device, in two shapes that people run. The whole engine runs: its thread, the lease agent,
-the manager's ledger, the step runner, CUDA graphs; only the network is missing. First a tiny model's tokens are
-compared with those of transformers' `generate`.
+Random weights are made on the device, in two common shapes. The whole engine runs: thread, lease agent, the manager's
+ledger, step runner and CUDA graphs, without the network. First the benchmark compares a tiny model's tokens with those
+of transformers' `generate`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The matrix products of a decode step on a GPU: how near torch's come to reading their weights at a copy's speed.
+"""The matrix products of a decode step on a GPU: torch's time against a copy of the weights.
 
-What is missing here is missing in every engine figure, however fast attention is.
+A loss here is a loss in every engine figure, however fast attention is.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Times the attention kernel at other tiles than those that `gpuworker/attention/triton_tuning.py` chooses for this chip.
+"""Times the attention kernel at other tiles than `gpuworker/attention/triton_tuning.py` chooses for this chip.
 
-What it prints first is what to write there. Decodes are timed on K and V out of the L2 cache, prefills on their own;
-a shape that does not fit into the chip's shared memory is left out, and one that is wrong ends the program.
+The first lines are what to write there. Decodes are timed on K and V out of the L2 cache, prefills alone. A shape that
+does not fit into the chip's shared memory is left out; a shape with wrong results ends the program.
 """
 
 from __future__ import annotations

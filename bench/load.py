@@ -1,17 +1,17 @@
-"""The suite under open-loop load: requests come whether or not it keeps up, from processes of their own.
+"""The suite under open-loop load: client processes send requests whether or not the suite keeps up.
 
-    python -m bench.load --rates 50 100 --json              simulated workers: what one router carries
+    python -m bench.load --rates 50 100 --json              simulated workers: the capacity of one router
     python -m bench.load --saturation --added --routers 1 2
     python -m bench.load --streams 4096 --kill              every token of every stream checked, a worker killed
     python -m bench.load --real --rates 5 10 20 --cv 3      the real engine on the CPU, in bursts
     python -m bench.load --all --json --plot                all figures, in less than six minutes
 
-Arrivals are a Poisson process, or with --cv above 1 bursts of that coefficient of variation (`bench/open_loop/arrivals.py`).
-Latencies count from when a request was due; a run whose clients fell behind is marked invalid. Simulated workers run no
-model: a step takes the time that --simulate says, and every token is checked. Nothing is pinned unless --pin says so:
-clients, routers, manager and workers share the machine's cores, so a router's cost a token tells what it would carry on
-a core of its own. Requests are not traced unless --trace-sample-ratio says so. With --all or --plot rows are kept in
-bench/results/load.jsonl; --plot draws them (`bench/open_loop/plot.py`).
+Arrivals are a Poisson process, or with --cv above 1 bursts of that coefficient of variation
+(`bench/open_loop/arrivals.py`). Latencies count from when a request was due; a run whose clients fell behind is marked
+invalid. Simulated workers run no model: a step takes the time of --simulate, and every token is checked. Clients,
+routers, manager and workers share the machine's cores unless --pin is given. A router's CPU time per token tells its
+capacity on a core of its own. Requests are not traced unless --trace-sample-ratio is given. With --all or --plot rows
+are kept in bench/results/load.jsonl; --plot draws them (`bench/open_loop/plot.py`).
 """
 
 from __future__ import annotations

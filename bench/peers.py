@@ -1,11 +1,11 @@
-"""Ours and the engines that a user would pick instead, on the same token ids, run by run in turns.
+"""Quire and other engines on the same token ids, run by run in turns.
 
     python -m bench.peers --peers DIR --json --plan W4:1 W1:0.5 W2:0.25 W3:0.5 --repeat 3
 
-Ours is the whole suite with its processes apart: client, router, worker and KV manager over gRPC. The peers are called
-in process by their drivers (bench/comparison/peer_process.py). For each type and mode all engines are loaded, then take turns;
-those that wait are stopped. With prefix caching every run begins from a cold cache: ours by a salt, vLLM by a reset,
-the others by other ids of the same lengths. Result lines go to --out, from which `bench.comparison.plots` draws, and from which
+Quire runs as a whole suite of processes: client, router, worker and KV manager over gRPC. Drivers call the peers in
+process (bench/comparison/peer_process.py). For each type and mode all engines are loaded, then take turns; waiting
+engines are stopped. With prefix caching every run begins with a cold cache: by a salt for Quire, by a reset for vLLM,
+by other ids of the same lengths for the others. Result lines go to --out. `bench.comparison.plots` draws them, and
 `python -m bench.comparison.table FILE...` prints the tables again.
 """
 

@@ -1,10 +1,10 @@
-"""How near the engine comes to what the machine can do: in prefill, in decode, in attention, and by block size.
+"""The engine against the limits of the machine: in prefill, in decode, in attention, and by block size.
 
     python -m bench.phases --dtype float32 bfloat16 --json
     python -m bench.phases --only blocks --scale 1 --repeat 3        for quire advise-block-size --speeds
 
-Operations and bytes are those of the model's shape (bench/lib/model_costs.py); rates of matrix products and of reading are
-measured in the same run, with the same threads. Times are of whole steps, everything around the model included.
+Operations and bytes follow from the model's shape (bench/lib/model_costs.py). The rates of matrix products and of
+reading are measured in the same run, on the same threads. Times are of whole steps.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""What prefix caching is worth: the same requests with it and without, on a random model on the CPU.
+"""The gain of prefix caching: the same requests with and without it, on a random model on the CPU.
 
-Two workloads, over a KV-manager process: requests with one long system prompt, submitted together, so that most of
-what they share is still being computed when they are admitted; and conversations in which each turn sends the whole
-history again. Runs with caching and without alternate, each with prompts of its own: nothing is cached from before.
+There are two workloads, over a KV manager process. In one, requests with one long system prompt are submitted together,
+so that most of the shared prefix is still being computed at admission. In the other, each turn of a conversation sends
+the whole history again. Runs with and without caching alternate, each with prompts of its own, so no run finds blocks
+of an earlier one.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python -m bench.serve --workload W1 W3 --scale 0.5 --dtype bfloat16
 
-Beside throughput and latency as the client sees them: how long the suite takes to start, and the highest resident
-memory of each of its processes. Requests are not traced unless --trace-sample-ratio says so.
+It prints throughput and latency at the client, the start time of the suite, and the highest resident memory of each
+process. Requests are not traced unless --trace-sample-ratio is given.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What it costs that the KV manager is a service: an engine over a manager process against one over its own ledger.
+"""The cost of a remote KV manager: an engine over a manager process against one over an embedded ledger.
 
-Runs go in interleaved pairs, whose order alternates; each pair gives one ratio of throughputs, embedded over remote
-(1.00: the split is free). The simulated step takes 5 ms and holds the GIL for 2 of them; the real ones are random Llama
-shapes on the CPU: a small one, whose steps are so short that they show every cost, and one of 128 million parameters.
+Runs go in interleaved pairs of alternating order. Each pair gives one ratio of throughputs, embedded over remote (1.00:
+no cost). The simulated step takes 5 ms and holds the GIL for 2 ms. The real ones are random Llama shapes on the CPU: a
+small one, whose short steps show every cost, and one of 128 million parameters.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""What a decode step costs beyond the model's forward, at several batch sizes.
+"""The time of a decode step beyond the model's forward, at several batch sizes.
 
     python -m bench.step_overhead --json
 
-An engine as a worker has it, with its I/O loop, over a small model of random weights. Its steps are queued natively, as
-a worker does, or launched from a Python thread, as on any other path, for comparison. Idle is the time from the end of
-one step to the start of the next; the rest of a step is what it does beside the forward: the tokens it starts from, the
-work list of attention, the draw.
+The engine is a worker's, with its I/O loop, over a small model of random weights. Steps are queued natively, as in a
+worker, or launched from a Python thread for comparison. Idle is the time from the end of one step to the start of the
+next. The rest of a step is input preparation, the attention work list, and sampling.
 """
 
 from __future__ import annotations

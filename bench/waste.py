@@ -1,7 +1,7 @@
 """Slots that paging wastes, through the real ledger and lease agent: worked examples, and a workload by block size.
 
-Waste is slots in rows that hold no token, over slots that do; the runway (blocks leased ahead of need) counts apart.
-Nothing is timed here, and no model runs: the figures are exact for their seed.
+Waste is the number of allocated slots without a token over the number of slots with one. The runway (blocks leased
+ahead of need) counts apart. No model runs and nothing is timed: the figures are exact for their seed.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The `quire` command: brings the suite up, talks to it, and shows what it decided."""
+"""The `quire` command: starts a suite, sends requests to it, and shows its state, traces and dumps."""

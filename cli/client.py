@@ -1,4 +1,4 @@
-"""What the commands share when they talk to a router: its address, a client or a channel, and errors in words."""
+"""What the commands share: the router's address, a client or a channel, a console, and error messages."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rich.console import Console
 
 from cli.config import ClientSettings
 from common.errors import QuireError, Unavailable, Unsupported
-from common.rpc.status import error_from_rpc
 from common.settings.config import load_or_exit
+from quire.api.status import error_from_rpc
 from quire.client import AsyncClient
 
 _PIPED_WIDTH = 140
@@ -24,7 +24,7 @@ _NO_SUCH_METHOD = "Method not found!"
 
 
 def add_address(parser: argparse.ArgumentParser) -> None:
-    """Add the flag that names the router; its default comes from environment and file, as all options do."""
+    """Add the flag for the router's address. Its default comes from the environment and the option file."""
     address = load_or_exit(ClientSettings, ()).address
     text = "HOST:PORT of the router (default %(default)s; environment: QUIRE_ADDRESS)"
     parser.add_argument("--address", default=address, help=text)
@@ -32,7 +32,7 @@ def add_address(parser: argparse.ArgumentParser) -> None:
 
 @asynccontextmanager
 async def router_channel(address: str) -> AsyncIterator[grpc.aio.Channel]:
-    """Open a channel; a failed call inside raises the QuireError that the service meant."""
+    """Open a channel. A failed call inside raises the QuireError that the service sent."""
     async with grpc.aio.insecure_channel(address) as channel:
         try:
             yield channel
@@ -42,7 +42,7 @@ async def router_channel(address: str) -> AsyncIterator[grpc.aio.Channel]:
 
 @asynccontextmanager
 async def router_client(address: str) -> AsyncIterator[AsyncClient]:
-    """Open the client library; calls have no deadline but those that they ask for."""
+    """Open the client library. Calls have no deadline unless they ask for one."""
     async with AsyncClient(address, timeout=None) as client:
         try:
             yield client
@@ -51,7 +51,7 @@ async def router_client(address: str) -> AsyncIterator[AsyncClient]:
 
 
 def _with_advice(error: QuireError, address: str) -> QuireError:
-    """Say what to do when nobody is there, or somebody else."""
+    """Add what to do when no router answers, or when another server does."""
     if isinstance(error, Unavailable) and "connect" in str(error).lower():
         return Unavailable(f"no router answers at {address}; start one with  quire up --model DIR")
     if isinstance(error, Unsupported) and str(error) == _NO_SUCH_METHOD:
@@ -61,11 +61,17 @@ def _with_advice(error: QuireError, address: str) -> QuireError:
     return error
 
 
-def run_command(body: Callable[[Console], Coroutine[Any, Any, None]]) -> int:
-    """Run a command's body; print an error in one line and return the exit status."""
+def command_console(width: int | None = None, record: bool = False) -> Console:
+    """Return a console that prints to stdout; `width` is in columns, `record` keeps the output for an export."""
+    unless_given = None if sys.stdout.isatty() else _PIPED_WIDTH
+    # Without emoji codes: a model's ":smile:" stays these seven characters.
+    return Console(highlight=False, emoji=False, width=width or unless_given, record=record)
+
+
+def run_command(body: Callable[[Console], Coroutine[Any, Any, None]], console: Console | None = None) -> int:
+    """Run a command's body, print an error on one line, and return the exit status."""
     try:
-        # A model that says ":smile:" means these seven characters.
-        asyncio.run(body(Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else _PIPED_WIDTH)))
+        asyncio.run(body(console or command_console()))
     except QuireError as error:
         print(f"quire: {error}", file=sys.stderr)
         return 1

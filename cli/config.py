@@ -1,4 +1,4 @@
-"""Options of `quire up` and of the commands that talk to a router, from flags, environment and a TOML file."""
+"""Options of `quire up` and of the commands that call a router, from flags, environment and a TOML file."""
 
 from __future__ import annotations
 

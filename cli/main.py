@@ -1,4 +1,4 @@
-"""The `quire` command: picks the subcommand; each lives in a module of its own and is imported only when it runs."""
+"""The `quire` command: runs one subcommand. Each subcommand is a module, imported only when it runs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ COMMANDS = {
     "demo": "start a suite, ask the demo model a few things, show the cache and a trace, stop",
     "generate": "stream an answer",
     "status": "show the queue and the workers",
-    "call": "call any method of a gRPC server in JSON, through its reflection",
     "trace": "draw where a request's time went, and why",
+    "debug": "print the stacks, tasks and state of running services",
     "advise-block-size": "which block size suits the requests of a log",
 }
 
 _EXTRAS = (
-    "the bare package is the client library alone. Install quire[cli] for the commands; `up` and `demo` need "
+    "it is not installed. Install quire[cli] for the commands; `up` and `demo` need "
     "the extras router, kvmanager, gpuworker and local too"
 )
 
@@ -41,8 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"quire: there is no command {words[0]!r}\n\n{usage()}", file=sys.stderr)
         return 2
     try:
-        command = importlib.import_module(f"cli.{words[0].replace('-', '_')}")
+        command = importlib.import_module(f"cli.commands.{words[0].replace('-', '_')}")
     except ModuleNotFoundError as missing:
+        if (missing.name or "").startswith("cli."):
+            raise
         print(f"quire: {words[0]} needs {missing.name}; {_EXTRAS}", file=sys.stderr)
         return 2
     return int(command.main(words[1:]))

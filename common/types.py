@@ -2,12 +2,40 @@
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NewType
 
-from common.errors import Mismatch
+from quire.api.types import (
+    ANY_ARITHMETIC,
+    FinishReason,
+    KvGeometry,
+    MissReason,
+    PoolIdentity,
+    TokenLogprobs,
+    Usage,
+)
+
+__all__ = [
+    "ANY_ARITHMETIC",
+    "TRIMMED",
+    "BlockHash",
+    "BlockId",
+    "Candidate",
+    "Constraint",
+    "ConstraintKind",
+    "Decision",
+    "DecisionKind",
+    "FinishReason",
+    "KvGeometry",
+    "MissReason",
+    "PoolIdentity",
+    "SamplingParams",
+    "SequenceId",
+    "SequencePhase",
+    "TokenLogprobs",
+    "Usage",
+]
 
 BlockId = NewType("BlockId", int)
 """Index of a block in one worker's pool."""
@@ -22,29 +50,6 @@ TRIMMED = BlockId(-1)
 """Stands in a row where a block has left every layer's attention window."""
 
 
-class FinishReason(StrEnum):
-    """Why a sequence ended."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    CANCELLED = "cancelled"
-    DEADLINE = "deadline"
-    ERROR = "error"
-
-
-class MissReason(StrEnum):
-    """Why the prefix cache served no more blocks than it did."""
-
-    FULL_HIT = "full_hit"
-    BELOW_BLOCK = "below_block"
-    DIVERGED_AT = "diverged_at"
-    EVICTED = "evicted"
-    NEVER_SEEN = "never_seen"
-    CAPPED = "capped"
-    WINDOWED = "windowed"
-    DISABLED = "disabled"
-
-
 class SequencePhase(StrEnum):
     """Where a sequence is in its life at the worker."""
 
@@ -52,64 +57,6 @@ class SequencePhase(StrEnum):
     RUNNING = "running"
     DRAINING_FINISH = "draining_finish"
     DRAINING_PREEMPT = "draining_preempt"
-
-
-@dataclass(frozen=True, slots=True)
-class KvGeometry:
-    """Shape of one token's K/V. `window` is the widest attention window if every layer has one, else 0."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim_k: int
-    head_dim_v: int
-    dtype: str
-    window: int = 0
-
-
-ANY_ARITHMETIC = "any"
-
-
-@dataclass(frozen=True, slots=True)
-class PoolIdentity:
-    """What must be equal before two services may exchange blocks, hashes or tokens."""
-
-    model_fingerprint: str
-    tokenizer_fingerprint: str
-    block_size: int
-    kv_geometry: KvGeometry
-    hash_version: str = "1"
-    arithmetic: str = ANY_ARITHMETIC
-    """What decides the bits of a token's logits, where workers promise equal bits; else ANY_ARITHMETIC."""
-
-    def differences(self, theirs: PoolIdentity) -> tuple[Mismatch, ...]:
-        """Return every part in which the two differ, with the flag that changes it."""
-        found = []
-        for name, flag in _IDENTITY_FLAGS.items():
-            ours, other = getattr(self, name), getattr(theirs, name)
-            if ours != other:
-                found.append(Mismatch(name, str(ours), str(other), flag))
-        for part in fields(KvGeometry):
-            ours, other = getattr(self.kv_geometry, part.name), getattr(theirs.kv_geometry, part.name)
-            if ours != other:
-                flag = "--dtype or --kv-cache-dtype" if part.name == "dtype" else "--model"
-                found.append(Mismatch(f"kv_geometry.{part.name}", str(ours), str(other), flag))
-        return tuple(found)
-
-    @property
-    def namespace(self) -> str:
-        """Key prefix of the index in Redis; two identities that differ in any part have different ones."""
-        parts = f"{self.tokenizer_fingerprint} {self.kv_geometry} {self.hash_version} {self.arithmetic}"
-        rest = hashlib.sha256(parts.encode())
-        return f"{{quire:{self.model_fingerprint[:16]}:{rest.hexdigest()[:16]}:{self.block_size}}}"
-
-
-_IDENTITY_FLAGS = {
-    "model_fingerprint": "--model",
-    "tokenizer_fingerprint": "--model",
-    "block_size": "--block-size",
-    "hash_version": "the Quire version",
-    "arithmetic": "--deterministic, --dtype, --quantization or --simulate, or run both on equal processors",
-}
 
 
 class ConstraintKind(StrEnum):
@@ -154,26 +101,6 @@ class SamplingParams:
     n: int = 1
     include_stop: bool = False
     constraint: Constraint | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Natural-log probability of one output token and of the most likely ones, (token id, logprob), best first."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """What one sequence cost, in tokens."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    recomputed_tokens: int = 0
-    preemptions: int = 0
 
 
 class DecisionKind(StrEnum):

@@ -13,6 +13,7 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=igno
 WORKDIR /source
 RUN python -m venv --without-pip /opt/quire
 COPY pyproject.toml constraints.txt docker/requirements.py docker/slim.sh ./
+COPY protos/pyproject.toml protos/
 
 # The native CPU kernels for each level of vector instructions, compiled once for both targets.
 FROM tools AS wheel
@@ -20,7 +21,7 @@ FROM tools AS wheel
 ARG PIP_INDEX_URL
 ARG PIP_TRUSTED_HOST
 COPY . .
-RUN pip wheel --no-deps --wheel-dir /wheel .
+RUN pip wheel --no-deps --wheel-dir /wheel ./protos .
 
 FROM ${PYTHON_IMAGE} AS runtime
 ARG VERSION=0.1.0

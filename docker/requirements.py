@@ -1,7 +1,8 @@
-"""Prints what the extras of pyproject.toml named on the command line install, for a layer without Quire's own code.
+"""Prints the dependencies of the given extras and of quire-client, for an image layer without Quire's own code.
 
-An image installs this list first: the layer is made again only when a dependency changes, not with every line of code.
-`--without NAME` leaves a package out. Standard library alone; run beside pyproject.toml.
+An image installs this list first. Docker rebuilds that layer only when a dependency changes, not with every line of
+code. `--without NAME` leaves a package out. The script needs the standard library alone; run it beside pyproject.toml
+and protos/pyproject.toml.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 _OWN_EXTRA = re.compile(r"quire\[(?P<extras>[\w,-]+)\]")
 _NAME = re.compile(r"[\w.-]+")
@@ -44,9 +46,15 @@ def main() -> None:
     flags.add_argument("extras", nargs="+", metavar="EXTRA")
     flags.add_argument("--without", action="append", default=[], metavar="NAME")
     args = flags.parse_args()
-    project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
-    optional = project["optional-dependencies"]
-    print(*requirements(project["dependencies"], optional, args.extras, args.without), sep="\n")  # noqa: T201
+    suite, client = (_project(folder) for folder in (Path(), Path("protos")))
+    base = [*client["dependencies"], *suite["dependencies"]]
+    without = [client["name"], *args.without]
+    print(*requirements(base, suite["optional-dependencies"], args.extras, without), sep="\n")  # noqa: T201
+
+
+def _project(folder: Path) -> dict[str, Any]:
+    project: dict[str, Any] = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    return project
 
 
 if __name__ == "__main__":

@@ -12,10 +12,11 @@ WORKDIR /source
 RUN python -m venv --without-pip /opt/quire
 # First the dependencies: this layer is made again only when they change.
 COPY pyproject.toml constraints.txt docker/requirements.py docker/slim.sh ./
+COPY protos/pyproject.toml protos/
 RUN python requirements.py router cli > requirements.txt \
     && pip --python /opt/quire/bin/python install -c constraints.txt -r requirements.txt
 COPY . .
-RUN pip --python /opt/quire/bin/python install --no-deps . \
+RUN pip --python /opt/quire/bin/python install --no-deps ./protos . \
     && sh slim.sh /opt/quire
 
 FROM ${PYTHON_IMAGE}

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 
 from grpc import aio
@@ -17,6 +18,7 @@ from grpc import aio
 from common.clock import SystemClock
 from common.errors import InvalidConfig, QuireError
 from common.lease import AttachRejected, LeaseChannel
+from common.process.debug import dumps_on_signal, stacks_on_signal
 from common.process.logs import setup_logging
 from common.process.metrics import MetricsServer, metrics_port, new_registry
 from common.rpc import event_loop
@@ -73,6 +75,11 @@ class Worker:
     def _healthy(self) -> bool:
         return self._attached() and not self._servicer.draining
 
+    def _debug_state(self) -> dict[str, object]:
+        """Return what `quire debug dump` shows of the worker: the load of its engine."""
+        load = None if self._engine is None else asdict(self._engine.load())
+        return {"draining": self._servicer.draining, "live_sequences": self._servicer.live_sequences, "engine": load}
+
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT, then drain. Raises EngineFailure when the engine ends before that."""
         settings, loop = self.settings, asyncio.get_running_loop()
@@ -83,6 +90,7 @@ class Worker:
         self._add_servicer(self._server.server)
         port = await self._server.start(settings.host, settings.port)
         await self._metrics.start(settings.host, metrics_port(settings.metrics_port, settings.port))
+        dumps_on_signal("gpuworker", f"{settings.host}:{port}", settings.state_dir, self._debug_state)
         address = settings.advertise or await reachable_address(settings.host, port, settings.manager)
         began = time.monotonic()
         plane = await asyncio.to_thread(assemble, settings)
@@ -166,6 +174,7 @@ class Worker:
 
 def run(settings: GpuWorkerSettings, channel: LeaseChannel | None = None) -> int:
     """Run a worker; over `channel` instead of a KV manager, if one is given. Return the exit status."""
+    stacks_on_signal()
     setup_logging("gpuworker", settings.log_level, settings.log_format)
 
     async def body() -> None:

@@ -9,7 +9,7 @@ import secrets
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -17,6 +17,7 @@ from common.checkpoint.fingerprint import model_fingerprint, tokenizer_fingerpri
 from common.clock import SystemClock
 from common.decisions.ring import DecisionRing
 from common.errors import InvalidConfig, QuireError, StaleEpoch
+from common.process.debug import dumps_on_signal, stacks_on_signal
 from common.process.garbage import collect_rarely
 from common.process.logs import setup_logging
 from common.process.metrics import MetricsServer, metrics_port, new_registry
@@ -87,6 +88,11 @@ class ManagerProcess:
         return (
             f"READY {settings.host}:{port} metrics on {metrics}, prefix index in {index}, state in {settings.state_dir}"
         )
+
+    def debug_state(self) -> dict[str, object]:
+        """Return what `quire debug dump` shows of the manager: the pool of each worker's ledger."""
+        pools = {worker: asdict(ledger.pool()) for worker, ledger in self.attachments.ledgers()}
+        return {"epoch": self.index.epoch, "draining": self.attachments.draining, "pools": pools}
 
     async def stop(self) -> None:
         """Write what is still to be written, send the workers away, and stop."""
@@ -161,6 +167,8 @@ async def serve(settings: KvManagerSettings) -> int:
         loop.add_signal_handler(number, end)
     collect_rarely()
     print(await process.start(), flush=True)  # noqa: T201
+    address = f"{settings.host}:{process.server.port}"
+    dumps_on_signal("kvmanager", address, settings.state_dir, process.debug_state)
     replaced = await ended
     if replaced is None:
         await process.stop()
@@ -173,6 +181,7 @@ async def serve(settings: KvManagerSettings) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `quire-kvmanager`."""
     settings = load_or_exit(KvManagerSettings, argv, prog="quire-kvmanager")
+    stacks_on_signal()
     setup_logging("kvmanager", settings.log_level, settings.log_format)
     try:
         return event_loop.run(serve(settings))

@@ -11,12 +11,14 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from google.protobuf.json_format import MessageToDict
 from redis.asyncio import Redis
 
 from common.checkpoint.fingerprint import model_fingerprint
 from common.clock import SystemClock
 from common.decisions.ring import DecisionRing
 from common.errors import InvalidConfig, QuireError
+from common.process.debug import dumps_on_signal, stacks_on_signal
 from common.process.garbage import collect_rarely
 from common.process.logs import setup_logging
 from common.process.metrics import MetricsServer, metrics_port, new_registry
@@ -132,16 +134,20 @@ class RouterProcess:
         dispatcher = Dispatcher(self.pool, chooser, index, self._ring, clock)
         recorder = Recorder(metrics, self._ring, self._telemetry.tracer, clock, new_id)
         self.frontend = RouterFrontend(dispatcher, admission, self._text, recorder, checkpoint.eos_token_ids)
-        status = RouterStatus(
+        self.status = RouterStatus(
             self._card, self.pool, admission, self._redis_connected, lambda: self.frontend.draining, clock
         )
-        service = InferenceServicer(self.frontend, self._validator, self._text, status, clock, self._siblings)
+        service = InferenceServicer(self.frontend, self._validator, self._text, self.status, clock, self._siblings)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, self._server.server)
         kserve = KserveServicer(self.frontend, self._validator, self._card, self._is_ready, clock)
         kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(kserve, self._server.server)
         decisions = DecisionServicer(self._ring, self._store, self._siblings)
         decision_pb2_grpc.add_DecisionServiceServicer_to_server(decisions, self._server.server)
         add_otlp_receiver(self._store, self._server.server)
+
+    def debug_state(self) -> dict[str, object]:
+        """Return what `quire debug dump` shows of the router: its queue and its workers."""
+        return MessageToDict(self.status.status(), preserving_proto_field_name=True)
 
     def _is_ready(self) -> bool:
         return self.readiness.ready and not self.frontend.draining
@@ -236,6 +242,7 @@ async def serve(settings: RouterSettings) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     where = await process.start()
+    dumps_on_signal("router", where.partition(",")[0], settings.state_dir, process.debug_state)
     collect_rarely()
     log.info("listening on %s, waiting for a worker", where)
     waits = [asyncio.create_task(event.wait()) for event in (process.readiness.first, stop)]
@@ -252,6 +259,7 @@ async def serve(settings: RouterSettings) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `quire-router`."""
     settings = load_or_exit(RouterSettings, argv, prog="quire-router")
+    stacks_on_signal()
     setup_logging("router", settings.log_level, settings.log_format)
     try:
         event_loop.run(serve(settings))

@@ -1,7 +1,7 @@
-"""From result lines of several engines to ratios: ours over the fastest peer, for each workload, type and mode.
+"""From result lines of several engines to ratios: Quire over the fastest peer, for each workload, type and mode.
 
-Engines ran in turns, so each repetition gives one ratio, of runs that stood next to each other: the figure is their
-median, its spread their least and greatest.
+Engines ran in turns, so each repetition gives one ratio of neighbouring runs. The figure is the median of these ratios,
+and the spread their minimum and maximum.
 """
 
 from __future__ import annotations

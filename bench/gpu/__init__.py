@@ -1,1 +1,8 @@
-"""The parts of the GPU benchmarks."""
+"""What the GPU benchmarks share. They also run where Quire is not installed, beside torch, triton and transformers."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+if importlib.util.find_spec("quire") is None:
+    sys.path.append(str(Path(__file__).resolve().parents[2] / "protos"))

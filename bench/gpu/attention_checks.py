@@ -1,4 +1,4 @@
-"""Compares the attention kernels on a GPU with float64, every kind of step once: what is wrong is never timed."""
+"""Compares the attention kernels on a GPU with float64, once for every kind of step, before anything is timed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps of attention on a GPU: caches full of random K/V on scattered blocks, and what float64 says of them."""
+"""Attention steps on a GPU: caches of random K/V on scattered blocks, and the float64 reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The models of the GPU benchmarks: the shapes of two that people run, and a tiny one to check by."""
+"""The models of the GPU benchmarks: two common shapes, and a tiny one for correctness."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Speed and waste of each block size on short, general and long requests, by one model on caches of its own.
+"""Speed and waste of each block size on short, general and long requests, by one model on separate caches.
 
-The sizes take turns on every workload, so that what else the machine does falls on all of them alike.
+The sizes take turns on every workload, so that other load on the machine affects all of them alike.
 """
 
 from __future__ import annotations

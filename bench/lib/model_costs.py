@@ -1,7 +1,7 @@
-"""What a step of a Llama-shaped model must compute and read, from its shape alone: the floors that steps stand against.
+"""Operations and bytes of a step of a Llama-shaped model, from its shape alone: the floor of a step's time.
 
-A product of [m, k] and [k, n] counts 2·m·k·n operations. A token at position p attends to p + 1 keys. Of weights and
-K/V each byte is read once a step; activations are not counted: they stay in caches.
+A product of [m, k] and [k, n] counts 2·m·k·n operations. A token at position p attends to p + 1 keys. Each byte of
+weights and K/V is read once a step; activations are not counted, because they stay in caches.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What this machine can do at most, measured when it is asked for: matrix products, and reading of memory."""
+"""The peak rates of this machine, measured on request: matrix products, and reading of memory."""
 
 from __future__ import annotations
 

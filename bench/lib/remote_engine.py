@@ -1,8 +1,8 @@
-"""An engine in a process of its own: the I/O process has a `RemoteEngine`, which stands where an `Engine` would.
+"""An engine in a process of its own. The I/O process has a `RemoteEngine` with the interface of an `Engine`.
 
-Requests go to the child and outputs come back over a socket pair, each pickled behind its length; they are the
-immutable messages of `gpuworker/engine/ports.py`, so that the engine and the servicer are the same in either case. Run as
-`python -m bench.lib.remote_engine FD RUNNER ROWS` this file is the child.
+Requests go to the child and outputs come back over a socket pair, each pickled behind its length. They are the
+immutable messages of `gpuworker/engine/ports.py`, so the engine and the servicer are the same in either case.
+`python -m bench.lib.remote_engine FD RUNNER ROWS` is the child.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from cli.suite.embedded import EmbeddedChannel
 from common.clock import SystemClock
 from common.lease import Attach
 from common.process import die_with_parent
+from common.process.python import module_command
 from common.types import FinishReason, KvGeometry, PoolIdentity, SequenceId
 from gpuworker.core.batch_plan import StepRunner
 from gpuworker.core.lease_agent import LeaseAgent
@@ -67,7 +68,7 @@ class RemoteEngine:
     def __init__(self, runner: str, rows: int, sink: OutputSink) -> None:
         self._sink, self._load = sink, EngineLoad()
         self._end, theirs = socket.socketpair()
-        argv = [sys.executable, "-m", "bench.lib.remote_engine", str(theirs.fileno()), runner, str(rows)]
+        argv = module_command("bench.lib.remote_engine", str(theirs.fileno()), runner, str(rows))
         self._process = subprocess.Popen(die_with_parent.command(argv), pass_fds=[theirs.fileno()])
         theirs.close()
         self.attach = Attach("w0", bytes(16), 0, 0, IDENTITY, BLOCKS)

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import random
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -28,6 +27,7 @@ from common.errors import EngineFailure
 from common.hashing import block_digests, block_hash_of, root_digest
 from common.lease import Attach, LeaseChannel
 from common.process import die_with_parent
+from common.process.python import module_command
 from common.rpc.health import wait_until_serving
 from common.types import FinishReason, KvGeometry, PoolIdentity, SamplingParams, SequenceId
 from gpuworker.core.batch_plan import StepRunner
@@ -50,7 +50,7 @@ def manager_process(block_size: int) -> Iterator[tuple[str, psutil.Process]]:
     folder = tempfile.TemporaryDirectory(prefix="quire-bench-")
     flags = ["--port", str(port), "--metrics-port", str(metrics_port), "--block-size", str(block_size)]
     flags += ["--state-dir", folder.name]
-    command = [sys.executable, "-m", "kvmanager.main", *flags, "--log-level", "warning", "--trace-sample-ratio", "0"]
+    command = module_command("kvmanager.main", *flags, "--log-level", "warning", "--trace-sample-ratio", "0")
     process = subprocess.Popen(die_with_parent.command(command), stdout=subprocess.DEVNULL)
     address = f"127.0.0.1:{port}"
     try:

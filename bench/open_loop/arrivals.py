@@ -1,8 +1,8 @@
-"""When requests arrive in an open loop: whatever the system does, they come; from a seed alone.
+"""Arrival times of requests in an open loop, from a seed alone: they do not depend on the system under load.
 
-Gaps between arrivals are drawn from a gamma distribution of mean 1 / rate and a given coefficient of variation
-(standard deviation over mean). At 1 that is the exponential distribution, and the arrivals are a Poisson process;
-above 1 they come in bursts with pauses between them.
+Gaps between arrivals follow a gamma distribution of mean 1 / rate and a given coefficient of variation (standard
+deviation over mean). At 1 that is the exponential distribution, and the arrivals are a Poisson process. Above 1 they
+come in bursts with pauses between them.
 """
 
 from __future__ import annotations

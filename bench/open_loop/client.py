@@ -1,7 +1,7 @@
-"""A client process of the load benchmark: takes one plan a line, makes its requests, writes what it saw to a file.
+"""A client process of the load benchmark: reads one plan a line, sends its requests, writes the results to a file.
 
-Latencies count from when a request was due, not from when it was sent, so that a client which falls behind does not
-hide what its user would have waited for (no coordinated omission); how far it fell behind is told too.
+Latencies count from when a request was due, not from when it was sent. So a client that falls behind does not hide the
+wait of its user (no coordinated omission); the result says how far it fell behind.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the load benchmark does to a suite: a rate, the highest rate that is carried, what the router adds, streams."""
+"""What the load benchmark measures on a suite: one rate, the highest sustained rate, the router's cost, streams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client process of the load benchmark is told to do, and what it saw; both cross process borders as files."""
+"""The plan and the results of a load benchmark's client process; both cross process borders as files."""
 
 from __future__ import annotations
 

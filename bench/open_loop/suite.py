@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from cli.suite.preflight import suite_options
 from cli.suite.stack import Stack, free_ports
 from common.process import die_with_parent
 from common.process.metrics import metrics_port
+from common.process.python import module_command
 
 _AHEAD_SECONDS = 0.5
 CLIENTS = "clients"
@@ -127,7 +127,7 @@ async def load_suite(
 
 @asynccontextmanager
 async def _clients(count: int) -> AsyncIterator[list[asyncio.subprocess.Process]]:
-    command = die_with_parent.command([sys.executable, "-m", "bench.open_loop.client"])
+    command = die_with_parent.command(module_command("bench.open_loop.client"))
     pipe = asyncio.subprocess.PIPE
     made = [await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe) for _ in range(count)]
     try:

@@ -1,6 +1,7 @@
-"""Checks the tokens of one stream of a simulated worker: none may be lost, come twice, out of order or from elsewhere.
+"""Checks the tokens of one stream of a simulated worker: none may be lost, repeated, out of order or foreign.
 
-Which token stands at a position follows from the seed alone (`gpuworker/simulated/costs.py`), so a client knows what is due.
+The token at a position follows from the seed alone (`gpuworker/simulated/costs.py`), so a client knows each in advance.
+
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Counts slots that paging wastes, through the real ledger and lease agent, over requests given by their lengths alone.
+"""Counts the slots that paging wastes: the real ledger and lease agent serve requests of given lengths.
 
-Waste is slots in rows that hold no token, over slots that do; the runway (blocks leased ahead of need) counts apart. No
-model runs and nothing is timed: the figures are exact.
+Waste is the number of allocated slots without a token over the number of slots with one. The runway (blocks leased
+ahead of need) counts apart. No model runs and nothing is timed, so the figures are exact.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def new_ledger(config: LedgerConfig) -> Ledger:
 
 
 def paged_waste(lengths: Sequence[int], block_size: int) -> int:
-    """Return the slots without a token after sequences of these lengths got their rows."""
+    """Return the slots without a token in the block tables of sequences of these lengths."""
     ledger = new_ledger(LedgerConfig(_slots([sum(lengths)]) // block_size, block_size, watermark=0.0))
     reserves = tuple(Reserve(SequenceId(i), length, length) for i, length in enumerate(lengths, start=1))
     ledger.apply(Report(reserve=reserves))
@@ -50,7 +50,7 @@ def paged_waste(lengths: Sequence[int], block_size: int) -> int:
 
 
 def contiguous_waste(lengths: Sequence[int], maximum: int) -> int:
-    """Return the slots without a token when each sequence reserves the maximum."""
+    """Return the slots without a token when each sequence reserves the maximum length."""
     return len(lengths) * maximum - sum(lengths)
 
 
@@ -65,7 +65,7 @@ class Waste:
 
     @property
     def share(self) -> float:
-        """Slots in rows without a token, over slots with one."""
+        """Allocated slots without a token, over slots with one."""
         return (self.in_rows - self.used) / self.used
 
     @property
@@ -101,7 +101,7 @@ def count_waste(block_size: int, requests: Sequence[Lengths]) -> Waste:
 
 
 def _slots(needed: Sequence[int]) -> int:
-    """Return the size of a pool in which nothing has to wait: a power of two."""
+    """Return the size of a pool in which no sequence waits: a power of two."""
     return max(_LEAST_SLOTS, 1 << (max(needed, default=1) - 1).bit_length())
 
 

@@ -1,9 +1,8 @@
-"""What each block size would cost requests of known lengths, and which one to take.
+"""What each block size costs for requests of known lengths, and which size to choose.
 
-Three things change with the block size. Waste: the end of a sequence's last block is empty, and a cache that wastes
-holds fewer sequences. Hits: a shared prefix is served in whole blocks, and what is left of it is computed again. Work:
-each block is granted, sealed, hashed and published once, so smaller ones make more of that; what it costs in speed is
-measured by `bench.phases`, on the machine at hand.
+Three costs depend on the block size. Waste: the last block of a sequence is partly empty, so the cache holds fewer
+sequences. Hits: the cache serves whole blocks of a shared prefix, and the worker computes the rest again. Work: each
+block is granted, sealed, hashed and published once, so smaller blocks cost more; `bench.phases` measures that cost.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ class BlockSizeCost:
 
 
 def expected_hit(cached: int, logged_size: int, prompt: int, block_size: int) -> float:
-    """Return the tokens that would be served of a prefix of which blocks of `logged_size` served `cached`.
+    """Return the expected hit on a prefix of which blocks of `logged_size` served `cached` tokens.
 
-    The prefix ended somewhere inside the next block, anywhere as likely; the prompt's last token is never served.
+    The prefix ends inside the next block, at each place with equal probability. A hit excludes the last token.
     """
     ends = range(cached, min(cached + logged_size, prompt))
     return sum(end // block_size * block_size for end in ends) / len(ends)
@@ -88,9 +87,9 @@ def _cost(requests: Sequence[LoggedRequest], logged_size: int, block_size: int, 
 
 
 def recommend(table: Sequence[BlockSizeCost], max_loss: float) -> BlockSizeCost:
-    """Return the size to take, of those that lose at most `max_loss`; of all, if none does, the one that loses least.
+    """Return the size to choose, of those that lose at most `max_loss`; without any, the size that loses least.
 
-    With speeds: the smallest of the fastest. Without: the largest, as it makes the least work.
+    With speeds it is the smallest of the fastest sizes. Without speeds it is the largest, which needs the least work.
     """
     fit = [each for each in table if each.lost <= max_loss]
     if not fit:

@@ -1,8 +1,8 @@
-"""Reads how long requests were, from a log of one JSON object a line.
+"""Reads the lengths of requests from a log with one JSON object a line.
 
-A line has `prompt_tokens` and `output_tokens`, and maybe `cached_tokens`, at its top level or under `usage`; OpenAI's
-`completion_tokens` is understood. So the router's own log (`--log-format json --log-level debug`) and answers of the
-API that were kept can be read as they are; lines that say nothing of tokens are passed over.
+A line has `prompt_tokens` and `output_tokens`, and optionally `cached_tokens`, at its top level or under `usage`.
+`completion_tokens` is read as `output_tokens`. So the router's log (`--log-format json --log-level debug`) and stored
+responses of the API can be read. Lines without token counts are skipped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _OUTPUT_NAMES = ("output_tokens", "completion_tokens")
 
 @dataclass(frozen=True, slots=True)
 class LoggedRequest:
-    """Tokens of one request; `cached` is None where the log does not say."""
+    """Token counts of one request; `cached` is None where the log does not have it."""
 
     prompt: int
     output: int
@@ -28,7 +28,7 @@ class LoggedRequest:
 
 
 def read_log(lines: Iterable[str]) -> list[LoggedRequest]:
-    """Return the requests of a log. Raises InvalidRequest when it tells of none, or names lines that make no sense."""
+    """Return the requests of a log. Raises InvalidRequest when it has none, and names each malformed line."""
     found: list[LoggedRequest] = []
     wrong: list[FieldViolation] = []
     for number, line in enumerate(lines, start=1):
@@ -45,7 +45,7 @@ def read_log(lines: Iterable[str]) -> list[LoggedRequest]:
 
 
 def _requests_of(line: str) -> Iterator[LoggedRequest]:
-    """Yield the request of a line, if it tells of one. Raises ValueError, in words, for what makes no sense."""
+    """Yield the request of a line, if it has one. Raises ValueError for a malformed line."""
     if not line.strip():
         return
     try:

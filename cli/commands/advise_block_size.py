@@ -1,7 +1,7 @@
-"""`quire advise-block-size LOG`: which block size suits the requests of a log, and what each would cost, in numbers.
+"""`quire advise-block-size LOG`: the cost of each block size for the requests of a log, and which size to choose.
 
-LOG has one JSON object a line with prompt_tokens and output_tokens, and maybe cached_tokens: the router's own log at
---log-level debug --log-format json, or answers of the API that were kept. "-" reads standard input.
+LOG has one JSON object a line with prompt_tokens and output_tokens, and optionally cached_tokens: the router's log at
+--log-level debug --log-format json, or stored responses of the API. "-" reads standard input.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def read_requests(path: str) -> list[LoggedRequest]:
-    """Return the requests of a log file. Raises InvalidRequest when it is not there or makes no sense."""
+    """Return the requests of a log file. Raises InvalidRequest when the file is missing or malformed."""
     if path == "-":
         return read_log(sys.stdin)
     try:
@@ -64,14 +64,14 @@ def read_speeds(path: Path, workload: str) -> dict[int, float]:
 
 
 def thinned(items: Sequence[T], most: int) -> list[T]:
-    """Return at most so many items, evenly from first to last."""
+    """Return at most this many items, evenly spaced from first to last."""
     if len(items) <= most:
         return list(items)
     return [items[index * len(items) // most] for index in range(most)]
 
 
 def table_of(rows: Sequence[BlockSizeCost], chosen: BlockSizeCost) -> Table:
-    """Return the table of all sizes, the chosen one marked."""
+    """Return the table of all sizes, with the chosen one marked."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     for heading in ("block size", "waste", "runway", "hits", "missed", "blocks / 1k tokens", "speed"):
         table.add_column(heading, justify="right")
@@ -83,7 +83,7 @@ def table_of(rows: Sequence[BlockSizeCost], chosen: BlockSizeCost) -> Table:
 
 
 def reason(rows: Sequence[BlockSizeCost], chosen: BlockSizeCost, max_loss: float) -> str:
-    """Return in words why this size."""
+    """Return why this size was chosen."""
     fewer = rows[0].blocks / chosen.blocks
     lost = f"waste {_percent(chosen.waste)}, missed hits {_percent(chosen.missed)}"
     work = (

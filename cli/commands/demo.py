@@ -1,8 +1,10 @@
-"""`quire demo`: the whole suite for some seconds: answers, a cache hit in numbers, a trace, and a clean end."""
+"""`quire demo`: runs a whole suite for some seconds and shows answers, a prefix cache hit and a trace."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import re
 import tempfile
 import time
 from collections.abc import Sequence
@@ -12,7 +14,7 @@ import grpc
 from rich.console import Console
 from rich.table import Table
 
-from cli.client import router_channel, router_client, run_command
+from cli.client import command_console, router_channel, router_client, run_command
 from cli.commands.generate import print_answer
 from cli.demo_model import CHECKPOINT
 from cli.demo_model.prompts import questions, system_text
@@ -22,10 +24,11 @@ from quire.client import AsyncClient, Completion, Message
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 
 WORKERS = 2
+_SVG_WIDTH = 100
 
 
 def demo_options(state_dir: Path) -> StackOptions:
-    """Return a suite on free ports that disturbs no other."""
+    """Return a suite on free ports, apart from any other suite."""
     port, http_port, manager_port, *rest = free_ports(3 + WORKERS)
     return StackOptions(
         model=CHECKPOINT,
@@ -48,7 +51,7 @@ async def ask(client: AsyncClient, console: Console, question: str, system: str 
 
 
 async def show_cache(client: AsyncClient, console: Console) -> str:
-    """Ask twice over one long text; print what the second request found in the cache, and return its trace id."""
+    """Send two questions about one long text, print their cached tokens, and return the second trace id."""
     system = system_text()
     console.print(f"\n[bold cyan]Two questions over the same text[/] ({len(system.split())} words of facts)")
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -70,7 +73,7 @@ async def show_cache(client: AsyncClient, console: Console) -> str:
 
 
 async def show_trace(channel: grpc.aio.Channel, console: Console, trace_id: str) -> None:
-    """Print the trace of a request, once every service has delivered its spans."""
+    """Print the trace of a request once every service has delivered its spans."""
     console.print("\n[bold cyan]Where the second request's time went[/]")
     stub = decision_pb2_grpc.DecisionServiceStub(channel)
     request = decision_pb2.GetTraceRequest(trace_id=trace_id)
@@ -108,9 +111,20 @@ async def demo(console: Console) -> None:
     console.print("Next:  make up   (or  quire up --model DIR),  then  quire generate 'Hello!'", style="dim")
 
 
+def svg_of(console: Console) -> str:
+    """Return what a recording console printed as an SVG that loads no font from elsewhere."""
+    return re.sub(r"@font-face \{.*?\}\s*", "", console.export_svg(title="quire demo"), flags=re.DOTALL)
+
+
 def main(argv: Sequence[str]) -> int:
-    """Run `quire demo`; it takes no options."""
-    if argv:
-        print(f"usage: quire demo\n\n{__doc__}")
-        return 0 if argv[0] in ("-h", "--help") else 2
-    return run_command(demo)
+    """Run `quire demo`."""
+    flags = argparse.ArgumentParser("quire demo", description=__doc__)
+    flags.add_argument("--svg", type=Path, metavar="PATH", help=f"also draw the output, {_SVG_WIDTH} columns wide")
+    args = flags.parse_args(argv)
+    if args.svg is None:
+        return run_command(demo)
+    console = command_console(_SVG_WIDTH, record=True)
+    status = run_command(demo, console)
+    if status == 0:
+        args.svg.write_text(svg_of(console))
+    return status

@@ -1,4 +1,4 @@
-"""`quire generate "..."`: streams an answer to the terminal, and says in one line where its time went."""
+"""`quire generate "..."`: streams an answer to the terminal, then prints token counts and times on one line."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def prompt_of(args: argparse.Namespace) -> Prompt:
 
 
 async def print_answer(stream: AsyncStream, console: Console) -> Completion:
-    """Print the text of an answer as it comes, without the space that it may begin with; return the whole."""
+    """Print the text of an answer as it arrives, without leading space; return the whole answer."""
     begun = False
     async with stream:
         try:
@@ -66,7 +66,7 @@ async def print_answer(stream: AsyncStream, console: Console) -> Completion:
 
 
 async def answer(client: AsyncClient, args: argparse.Namespace, console: Console) -> Completion:
-    """Ask, and print the answer. Raises DeadlineExceeded, with how far it came, when it has not ended by --timeout."""
+    """Send the request and print the answer. Raises DeadlineExceeded with the token count when --timeout passes."""
     options: Options = {
         "max_tokens": args.max_tokens,
         "temperature": args.temperature,

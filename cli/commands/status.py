@@ -1,4 +1,4 @@
-"""`quire status`: the router's queue, and each worker with its pool, load and learnt rates."""
+"""`quire status`: the router's queue, and the pool, load and measured rates of each worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`quire trace ID`: the spans of one request across the services, drawn as a tree with its decisions."""
+"""`quire trace ID`: draws the spans of one request across the services as a tree, with its decisions."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`quire up`: the whole suite in the foreground, one readable line an event; Ctrl-C drains and stops it.
+"""`quire up`: runs a whole suite in the foreground and prints one line for each event; Ctrl-C drains and stops it.
 
-Its options come from flags, QUIRE_* and a TOML file, which the services read as well: [up] is for the suite,
-[gpuworker] for each worker, and so on.
+Options come from flags, QUIRE_* and a TOML file, which the services read too: [up] is for the suite, [gpuworker] for
+each worker, and so on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KILLED_STATUS = 130
 
 
 class Lines:
-    """Prints what the processes say: time, who, what."""
+    """Prints each line of the processes with its time and its process."""
 
     def __init__(self, console: Console) -> None:
         self._console, self._began = console, time.monotonic()
@@ -38,7 +38,7 @@ class Lines:
 
 
 class Foreground:
-    """A suite that runs until SIGINT or SIGTERM; a second one of them kills it."""
+    """A suite that runs until SIGINT or SIGTERM. A second signal kills it."""
 
     def __init__(self, options: StackOptions, say: Lines) -> None:
         self._options, self._say = options, say

@@ -1,1 +1,1 @@
-"""The suite as local processes: what runs, what must hold before it starts, supervision."""
+"""The suite as local processes: their programs, the checks before they start, and their supervision."""

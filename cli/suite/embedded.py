@@ -1,7 +1,7 @@
-"""A GPU worker with the KV manager's core in its own process: no RPC between them. Kept for honest comparison.
+"""A GPU worker with the KV manager's core in the same process, without RPC. It serves as a baseline in benchmarks.
 
-`EmbeddedChannel` is the lease protocol's port over a ledger in memory. `python -m cli.suite.embedded` takes the flags of
-`quire-gpuworker` (`--manager` is not used). Blocks are not published to Redis, and grants are not traced.
+`EmbeddedChannel` implements the lease protocol's port over a ledger in memory. `python -m cli.suite.embedded` takes the
+flags of `quire-gpuworker` and ignores `--manager`. It publishes no blocks to Redis and traces no grants.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvmanager.core.ledger import Ledger
 
 
 class EmbeddedChannel:
-    """Implements `common.lease.LeaseChannel`: every report is applied and answered at once, on the engine's thread."""
+    """Implements `common.lease.LeaseChannel`: it applies and answers each report at once, on the engine's thread."""
 
     def __init__(self, clock: Clock, runway: Runway = "auto") -> None:
         self._clock, self._runway = clock, runway
@@ -26,12 +26,12 @@ class EmbeddedChannel:
         self.ledger: Ledger | None = None
 
     def poll(self) -> list[LeaseEvent]:
-        """Return the answers to what was sent."""
+        """Return the events since the last call."""
         events, self._events = self._events, []
         return events
 
     def attach(self, attach: Attach, inventory: Inventory) -> None:
-        """Make the ledger of this worker from its inventory."""
+        """Build the ledger of this worker from its inventory."""
         config = LedgerConfig(
             num_blocks=attach.num_blocks,
             block_size=attach.identity.block_size,
@@ -48,7 +48,7 @@ class EmbeddedChannel:
         self._answer(attach.session)
 
     def send(self, session: int, report: Report) -> None:
-        """Apply a report and queue what the ledger grants for it."""
+        """Apply a report and queue the grants that follow from it."""
         assert self.ledger is not None
         self.ledger.apply(report)
         self._answer(session)
@@ -67,7 +67,7 @@ class EmbeddedChannel:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a GPU worker with its manager inside."""
+    """Run a GPU worker with an embedded manager."""
     from common.settings.config import load_or_exit
     from gpuworker.config import GpuWorkerSettings
     from gpuworker.main import run

@@ -1,7 +1,7 @@
-"""What `quire up` settles before it starts anything: every option of every process, the checkpoint, the ports.
+"""What `quire up` checks before it starts a process: every option of every process, the checkpoint, the ports.
 
-The services read environment and file too. What is meant there for one service alone ([router], QUIRE_ROUTER_*) holds;
-where the suite has to decide instead (ports, folders), it is refused rather than silently overruled.
+The services read the environment and the option file too. An option for one service alone ([router], QUIRE_ROUTER_*)
+holds. Where the suite must decide instead (ports, folders), `quire up` refuses the option and names it.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _PORT_FLAGS: Final = {
 
 
 def suite_options(argv: Sequence[str], environ: Mapping[str, str]) -> StackOptions:
-    """Return the suite to start. Raises InvalidConfig with everything that is wrong; exits on `--help`.
+    """Return the suite to start. Raises InvalidConfig with every bad option; exits on `--help`.
 
-    A hub name is downloaded, once for all processes, when nothing else is wrong.
+    When no option is bad, a model on the hub is downloaded once for all processes.
     """
     reading = read(UpSettings, argv, environ, prog="quire up")
     services = {name: _read_service(each, reading, environ) for name, each in _SERVICES.items()}
@@ -61,12 +61,12 @@ def suite_options(argv: Sequence[str], environ: Mapping[str, str]) -> StackOptio
 
 
 def _all_of(problems: Iterable[FieldViolation]) -> InvalidConfig:
-    """Return one error; the services share sources, so that they find much of it together."""
+    """Return one error with each violation once: services share sources, so several may find the same violation."""
     return InvalidConfig(*dict.fromkeys(problems))
 
 
 def _model_problems(model: object) -> list[FieldViolation]:
-    """Return what is wrong with the name of a checkpoint as far as this machine can tell."""
+    """Return what is wrong with the model's name, as far as this machine can tell."""
     if not isinstance(model, str):
         return []  # missing, which is reported elsewhere
     folder = Path(model).expanduser()
@@ -83,12 +83,12 @@ def _no_checkpoint(what: str) -> FieldViolation:
 
 
 def _read_service(settings: type[Settings], reading: Reading, environ: Mapping[str, str]) -> Reading:
-    """Return what a service will find in environment and file."""
+    """Return the options that a service reads from environment and file."""
     return read(settings, () if reading.file is None else ("--config", str(reading.file)), environ)
 
 
 def _alone(service: Reading) -> dict[str, Any]:
-    """Return the values that `up` does not judge: those for this service alone, and keys that `up` does not have."""
+    """Return the values that `up` does not check: those for this service alone, and keys that `up` does not have."""
     return {
         key: value for key, value in service.values.items() if key in service.own or key not in UpSettings.model_fields
     }
@@ -107,7 +107,7 @@ def _problems_alone(service: Reading) -> Sequence[FieldViolation]:
 
 
 def _stack_options(settings: UpSettings, reading: Reading, model_name: str | None = None) -> StackOptions:
-    """Return the suite; of the engine's options, only what was given to `up` alone: the rest the services read too."""
+    """Return the suite, with the engine options that only `up` was given. The services read the others themselves."""
     to_all = _flags(settings, [key for key in _TO_ALL if key in reading.own])
     to_workers = _flags(settings, [key for key in EngineSettings.model_fields if key in reading.own])
     fingerprinted = _flags(settings, ["load_format", "seed"])
@@ -166,7 +166,7 @@ def _check_programs(
 
 
 def _overruled(service: Reading, final: Settings, reading: Reading) -> Iterator[FieldViolation]:
-    """Name each value for this service alone that the suite does not follow; a flag of `up` may overrule it."""
+    """Name each value for this service alone that the suite replaces. A flag of `up` may replace it."""
     wanted = validate(replace(service, values={"model": "."} | _alone(service), violations=[]), service.settings)
     for key in sorted(service.own):
         used = getattr(final, key)
@@ -185,7 +185,7 @@ def _ports_of(final: Settings) -> tuple[int, ...]:
 
 
 def _taken(host: str, ports: Iterable[tuple[Program, int]]) -> list[FieldViolation]:
-    """Return the ports on which nothing can listen now; all are held until the last is tried, to find equal ones."""
+    """Return the ports that cannot be bound. All ports stay bound until the last one is tried, to find equal ones."""
     problems = []
     with ExitStack() as held:
         for program, port in ports:

@@ -1,4 +1,4 @@
-"""One supervised child process: its lines passed on, restarted with back-off, stopped by pid."""
+"""One supervised child process: its output is passed on, it restarts with back-off, and it stops by pid."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _LONGEST_LINE = 1 << 20
 
 
 class Child:
-    """Keeps one program running until told to stop. `say(name, line)` gets every line and event of it.
+    """Keeps one program running until `stop`. `say(name, line)` gets every line and event of it.
 
-    `patience`: seconds between SIGTERM and SIGKILL. One that ends with REFUSED_STATUS, or before somebody set `ready`,
-    would end so again: it is not started again, and `on_failed` is called.
+    `patience` is the time between SIGTERM and SIGKILL in seconds. A program that ends with REFUSED_STATUS, or before
+    `ready` is set, would end the same way again: `on_failed` is called, and the program is not restarted.
     """
 
     def __init__(
@@ -44,16 +44,16 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        """The process id while it runs."""
+        """The process id while the program runs."""
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
     async def start(self) -> None:
-        """Start the program and keep it running from now on."""
+        """Start the program and keep it running."""
         await self._spawn()
         self._keeper = asyncio.create_task(self._keep())
 
     async def stop(self) -> None:
-        """Ask it to drain (SIGTERM), kill it if it does not end, and stop restarting it."""
+        """Send SIGTERM so that the program drains, kill it if it does not end, and restart it no more."""
         self._stopping = True
         process = self._process
         if process is not None and process.returncode is None:
@@ -69,7 +69,7 @@ class Child:
             await asyncio.gather(self._keeper, return_exceptions=True)
 
     def kill(self) -> None:
-        """End it at once (SIGKILL), and stop restarting it."""
+        """Send SIGKILL, and restart the program no more."""
         self._stopping = True
         if self._process is not None and self._process.returncode is None:
             self._process.kill()

@@ -1,9 +1,8 @@
-"""What runs in a suite: each process with its command, flags, address and environment. Decides nothing else."""
+"""The programs of a suite: command, flags, address and environment of each process."""
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,18 +10,18 @@ from typing import Final
 
 from common.process.cores import threads_of_each
 from common.process.local_redis import LocalRedis
+from common.process.python import module_command
 
 REDIS: Final = "redis"
-_PYTHON: Final = (sys.executable, "-m")
 # gRPC's C core would print lines of its own, such as every refused connection while a service starts.
 _QUIET_GRPC: Final = {"GRPC_VERBOSITY": os.environ.get("GRPC_VERBOSITY", "NONE")}
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What to run: a name for people, which service's options it takes ("" for none), and where it listens.
+    """One program: a name to show, the service whose options it takes ("" for none), and its address.
 
-    `quiet`: what it prints is kept for when it fails, and not shown.
+    The output of a `quiet` program is shown only when the program fails.
     """
 
     name: str
@@ -36,11 +35,11 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class StackOptions:
-    """What differs between one suite and another. `worker_ports` has one port a worker.
+    """The options of a suite. `worker_ports` has one port for each worker.
 
-    `own_ports` has one for each of several routers, which share `port` and `http_port`; one router needs none.
-    `named_workers` is how many of them the router is told by flag (default all); the others it finds through Redis.
-    `config` is the file that the services read besides their flags.
+    `own_ports` has one port for each of several routers, which share `port` and `http_port`; one router needs none.
+    The router gets `named_workers` addresses by flag (default: of all workers). It finds the others through Redis.
+    `config` is the option file of the services.
     """
 
     model: Path
@@ -67,13 +66,13 @@ class StackOptions:
 
 
 def redis_program(server: LocalRedis) -> Program:
-    """Return a Redis server of our own; each time it starts it has the same port."""
+    """Return a Redis server for this suite. It keeps its port when it restarts."""
     command, *flags = server.argv()
     return Program(REDIS, "", (command,), tuple(flags), f"127.0.0.1:{server.port}", quiet=True)
 
 
 def service_programs(options: StackOptions, redis_url: str) -> tuple[list[Program], list[Program]]:
-    """Return the control plane, which starts first, and the rest."""
+    """Return the control plane, which starts first, and the other programs."""
     workers = [_worker(options, index, redis_url) for index in range(options.workers)]
     rest = [*workers, *_routers(options, redis_url)]
     return ([] if options.embedded else [_manager(options, redis_url)]), rest
@@ -98,7 +97,7 @@ def _common(options: StackOptions, port: int, redis_url: str) -> tuple[str, ...]
 def _manager(options: StackOptions, redis_url: str) -> Program:
     flags = (*_common(options, options.manager_port, redis_url), *options.manager_flags)
     address = f"{options.host}:{options.manager_port}"
-    return Program("kvmanager", "kvmanager", (*_PYTHON, "kvmanager.main"), flags, address, _QUIET_GRPC)
+    return Program("kvmanager", "kvmanager", tuple(module_command("kvmanager.main")), flags, address, _QUIET_GRPC)
 
 
 def _worker(options: StackOptions, index: int, redis_url: str) -> Program:
@@ -110,13 +109,13 @@ def _worker(options: StackOptions, index: int, redis_url: str) -> Program:
         *("--manager", f"{options.host}:{options.manager_port}"),
         *options.worker_flags,
     )
-    command = (*_PYTHON, "cli.suite.embedded" if options.embedded else "gpuworker.main")
+    command = tuple(module_command("cli.suite.embedded" if options.embedded else "gpuworker.main"))
     environment = _QUIET_GRPC | {"OMP_NUM_THREADS": str(threads)}
     return Program(f"worker-{index}", "gpuworker", command, flags, f"{options.host}:{port}", environment)
 
 
 def _routers(options: StackOptions, redis_url: str) -> Iterator[Program]:
-    """Yield one router, or several on the same ports, each of which knows the others by the ports of their own."""
+    """Yield one router, or several on the same ports. Each of several knows the others by their own ports."""
     if not options.own_ports:
         yield _router(options, redis_url)
     for index, own_port in enumerate(options.own_ports):
@@ -139,4 +138,6 @@ def _router(options: StackOptions, redis_url: str) -> Program:
         *(word for port in options.worker_ports[:named] for word in ("--worker", f"{options.host}:{port}")),
         *options.router_flags,
     )
-    return Program("router", "router", (*_PYTHON, "router.main"), flags, router_address(options), _QUIET_GRPC)
+    return Program(
+        "router", "router", tuple(module_command("router.main")), flags, router_address(options), _QUIET_GRPC
+    )

@@ -1,4 +1,4 @@
-"""The whole suite as local processes: Redis, KV manager, GPU workers and router, started in order, each waited for."""
+"""A suite as local processes: Redis, KV manager, GPU workers, router. They start in order, each once it is needed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _STOP_ORDER: Final = {"router": 0, "gpuworker": 1, "kvmanager": 2, "": 3}
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports of the loopback that were free just now."""
+    """Return free ports of the loopback interface."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for each in sockets:
@@ -44,7 +44,7 @@ def free_ports(count: int) -> list[int]:
 class Stack:
     """Starts, watches and stops the processes of one suite; use it as an async context manager.
 
-    `failed` is set when a process ended and is not started again; `failure()` has its words.
+    `failed` is set when a process ended and is not started again; `failure()` returns its error.
     """
 
     def __init__(self, options: StackOptions, say: Say) -> None:
@@ -68,7 +68,7 @@ class Stack:
         await self.stop()
 
     async def start(self) -> None:
-        """Start everything and wait until each part is healthy; Unavailable, with its last lines, when one is not."""
+        """Start every process and wait until it is healthy. Raises Unavailable with the lines of one that is not."""
         if self.options.redis_url is None:
             await self._or_failed(self._start_redis())
         self._say(REDIS, f"ready at {self.redis_url}" if self.redis_url else "none; workers are told by flag")
@@ -82,14 +82,14 @@ class Stack:
                 await self._or_failed(self._connected(program.address))
 
     async def stop(self) -> None:
-        """Drain the router first, then the workers, then the manager and Redis, so that nothing loses what it needs."""
+        """Drain the router, then the workers, the manager and Redis: each stops before those that it needs."""
         for step in range(1 + max(_STOP_ORDER.values())):
             group = [child for child in self.children.values() if _STOP_ORDER[child.program.service] == step]
             await asyncio.gather(*(child.stop() for child in group))
         self.children.clear()
 
     def kill(self) -> None:
-        """End everything at once; `stop` has nothing left to wait for then."""
+        """Kill every process at once."""
         for child in self.children.values():
             child.kill()
 
@@ -100,7 +100,7 @@ class Stack:
         return child
 
     def failure(self) -> Unavailable:
-        """Return what the process that ended for good said."""
+        """Return the error of the process that ended and is not started again."""
         assert self._failing is not None
         return Unavailable(f"{self._failing.program.name} cannot run:\n{_words(self._failing)}")
 
@@ -109,7 +109,7 @@ class Stack:
         self.failed.set()
 
     async def _or_failed(self, waiting: Coroutine[Any, Any, None]) -> None:
-        """Wait, but not for what a process that ended for good would have had to do."""
+        """Wait for a result, or raise the failure of a process that is not started again."""
         wait, failed = asyncio.create_task(waiting), asyncio.create_task(self.failed.wait())
         try:
             await asyncio.wait({wait, failed}, return_when=asyncio.FIRST_COMPLETED)
@@ -147,7 +147,7 @@ class Stack:
         raise _not_ready(child)
 
     async def _connected(self, address: str) -> None:
-        """Wait until a router sees every worker, and that with its manager: one is enough for it to be healthy."""
+        """Wait until a router sees every worker attached to its manager. A router is healthy with one worker."""
         async with grpc.aio.insecure_channel(address) as channel:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
             async with asyncio.timeout(self.options.ready_seconds):

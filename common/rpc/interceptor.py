@@ -18,7 +18,8 @@ import grpc
 from grpc import aio
 
 from common.errors import QuireError
-from common.rpc.status import abort, error_from_rpc
+from common.rpc.status import abort
+from quire.api.status import error_from_rpc
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,8 @@ from grpc import aio
 from common.errors import FieldViolation, InvalidConfig
 from common.rpc.health import Health
 from common.rpc.interceptor import AroundInterceptor, ErrorsToStatuses
-from common.rpc.options import channel_options, server_options
+from common.rpc.options import server_options
+from quire.api.channel import channel_options
 
 
 class RpcServer:

@@ -11,20 +11,19 @@ import asyncio
 import hashlib
 import json
 import subprocess
-import sys
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 from common.errors import FieldViolation, InvalidRequest, Overloaded, QuotaViolation, Unsupported
+from common.process.python import module_command
 from common.types import Constraint
 
 MAX_BYTES = 64 * 1024
 MAX_WAITING = 64
 _MAX_VERDICTS = 512
 _RETRY_S = 1.0
-_PACKAGES = Path(__file__).parents[2]  # `-m` looks for modules where the child is: not wherever the router was started
 
 
 class ConstraintChecker:
@@ -103,11 +102,11 @@ class ConstraintChecker:
             if self._child.poll() is None:
                 return self._child
             _end(self._child)
-        command = [sys.executable, "-m", "router.constraints.examiner", str(self._path.resolve()), *map(str, self._eos)]
+        command = module_command("router.constraints.examiner", str(self._path.resolve()), *map(str, self._eos))
         pipe = subprocess.PIPE
         # Without its words: what llguidance says when it breaks may quote the constraint.
         stderr = subprocess.DEVNULL
-        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stderr, text=True, cwd=_PACKAGES)
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stderr, text=True)
 
 
 def _end(child: subprocess.Popen[str]) -> None:

@@ -17,10 +17,10 @@ from grpc import aio
 
 from common.errors import ProtocolViolation, QuireError, Unavailable
 from common.rpc.server import open_channel
-from common.rpc.status import error_from_rpc
 from common.types import FinishReason, PoolIdentity
 from common.wire.enum_codec import finish_to_proto
 from common.wire.identity_codec import identity_to_proto
+from quire.api.status import error_from_rpc
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.gpuworker.v1 import gpuworker_pb2_grpc as rpc
 from router.core.identity import is_complete

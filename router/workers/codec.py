@@ -9,7 +9,6 @@ from google.rpc import status_pb2
 
 from common.errors import ProtocolViolation
 from common.hashing import little_endian_int32
-from common.rpc.status import error_from_status
 from common.types import (
     BlockHash,
     FinishReason,
@@ -23,6 +22,7 @@ from common.wire.identity_codec import identity_from_proto
 from common.wire.output_codec import logprobs_from_proto, usage_from_proto
 from common.wire.packing import pack_hashes, unpack_u32
 from common.wire.sampling_codec import sampling_to_proto
+from quire.api.status import error_from_status
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from router.core.worker_events import Drawn, Ended, Granted, Preempted, Refused, SequenceEvent
 from router.core.worker_model import Capacity, Load

@@ -6,13 +6,13 @@ import asyncio
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from bench.load import _cores, flags
 from bench.open_loop.modes import Row, highest_carried, saturation
+from common.process.python import module_command
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,7 +58,7 @@ def test_two_seconds_of_load_are_counted_and_checked(tmp_path: Path) -> None:
     words = ["--rates", "10", "--seconds", "1.5", "--warm", "0.5", "--output-tokens", "20", "--clients", "1", "--json"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'protos'}"}
     done = subprocess.run(
-        [sys.executable, "-m", "bench.load", *words, "--results", str(tmp_path / "load.jsonl")],
+        module_command("bench.load", *words, "--results", str(tmp_path / "load.jsonl")),
         capture_output=True,
         text=True,
         timeout=80.0,

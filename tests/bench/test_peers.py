@@ -20,7 +20,7 @@ from common.errors import Unavailable
 
 DRIVER = """
     import json, sys
-    from bench.workloads import make
+    from bench.lib.workloads import make
     outputs = sys.argv[sys.argv.index("--outputs") + 1]
     print("READY", flush=True)
     for index, line in enumerate(sys.stdin):

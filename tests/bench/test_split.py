@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 
 import pytest
 
 from bench.lib.workers import BenchWorker, Run, random_prompts
 from bench.split import Pair, figures_of, notes_of
+from common.process.python import module_command
 from common.types import SamplingParams, SequenceId
 from gpuworker.core.batch_plan import StepPlan
 from gpuworker.core.outcomes import AgentConfig
@@ -73,7 +73,7 @@ def test_a_simulated_step_takes_its_time() -> None:
 def test_a_real_pair_runs_through() -> None:
     flags = ["--json", "--only", "sim", "--pairs", "1", "--sequences", "8", "--output-tokens", "8"]
     done = subprocess.run(
-        [sys.executable, "-m", "bench.split", *flags],
+        module_command("bench.split", *flags),
         capture_output=True,
         text=True,
         timeout=50.0,

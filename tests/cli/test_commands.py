@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import threading
@@ -13,10 +14,13 @@ import grpc
 import psutil
 import pytest
 
+from cli.client import command_console
+from cli.commands.demo import svg_of
 from cli.suite.stack import free_ports
 from quire.inference.v1 import inference_pb2 as pb
 from quire.types.v1 import types_pb2 as types
 from tests.support.checkpoints import config_of, tokenizer
+from tests.support.hostile import hostile_folder
 from tests.support.up_harness import READY_SECONDS, Up, quire
 
 LONG = 700
@@ -34,11 +38,12 @@ max_num_seqs = 8
 
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
-    """A suite whose options come from every source: flags, environment, the file's top level and its tables."""
+    """A suite with options from every source, started in a folder whose packages have the names of Quire's."""
     folder = tmp_path_factory.mktemp("up")
     (folder / "quire.toml").write_text(OPTIONS)
     environ = {"QUIRE_WORKERS": "1", "QUIRE_ADDRESS": "127.0.0.1:1", "QUIRE_UP_TRACE_SAMPLE_RATIO": "1"}
-    running = Up(folder, "--config", str(folder / "quire.toml"), environ=environ)
+    cwd = hostile_folder(folder / "hostile")
+    running = Up(folder, "--config", str(folder / "quire.toml"), environ=environ, cwd=cwd)
     try:
         running.until("quire     ready")
         yield running
@@ -85,8 +90,8 @@ class LongStreams:
         self._channel.close()
 
 
-def test_status_shows_the_worker(up: Up) -> None:
-    shown = quire("status", "--address", up.address)
+def test_status_shows_the_worker(up: Up, tmp_path: Path) -> None:
+    shown = quire("status", "--address", up.address, cwd=hostile_folder(tmp_path / "hostile"))
     assert shown.returncode == 0, shown.stderr
     assert re.search(r"worker-0\s+127\.0\.0\.1:\d+\s+connected\s+attached\s+0\s+0\s+512\s+512", shown.stdout)
 
@@ -103,6 +108,21 @@ def test_services_read_the_file_that_up_was_given(up: Up) -> None:
     up.until("at most 8 run in a step")  # of [gpuworker], which `up` did not overrule
 
 
+def test_debug_dump_shows_every_service(up: Up) -> None:
+    dumped = quire("debug", "dump", "--json", "--state-dir", str(up.state_dir))
+    assert dumped.returncode == 0, dumped.stderr
+    found = {each["service"]: each for each in map(json.loads, dumped.stdout.splitlines())}
+    assert set(found) == {"kvmanager", "gpuworker", "router"}
+    assert found["router"]["address"] == up.address
+    assert found["router"]["state"]["workers"][0]["worker_id"] == "worker-0"
+    assert found["kvmanager"]["state"]["pools"]["worker-0"]["num_blocks"] == 512
+    assert found["gpuworker"]["state"]["engine"]["manager_attached"] is True
+    assert any("engine" in name for name in found["gpuworker"]["threads"])
+    shown = quire("debug", "dump", "--address", up.address, "--state-dir", str(up.state_dir))
+    assert "MainThread" in shown.stdout
+    assert "kvmanager" not in shown.stdout.splitlines()[0]
+
+
 def test_lines_name_clock_and_service_once(up: Up) -> None:
     line = next(line for line in up.lines if "took epoch" in line)
     assert re.fullmatch(r" +[\d.]+s  kvmanager took epoch \d+\n", line)
@@ -116,6 +136,13 @@ def test_generate_streams_and_trace_draws_what_it_names(up: Up) -> None:
     drawn = quire("trace", found[2], "--address", up.address)
     assert drawn.returncode == 0, drawn.stderr
     assert "routing: worker-0" in drawn.stdout
+
+
+def test_a_constraint_is_examined_although_the_folder_is_hostile(up: Up) -> None:
+    """The router starts the examiner as a child process in the suite's folder."""
+    refused = quire("generate", "ab", "--raw", "--regex", "(", "--address", up.address)
+    assert refused.returncode == 1
+    assert "regex" in refused.stderr
 
 
 def test_generate_keeps_to_a_regex_of_a_file(up: Up, tmp_path: Path) -> None:
@@ -227,8 +254,17 @@ def test_bad_options_are_all_reported_before_anything_starts() -> None:
         assert words in refused.stderr
 
 
-def test_the_demonstration_shows_a_cache_hit_and_a_trace() -> None:
-    shown = quire("demo", timeout=100.0)
+def test_the_drawing_has_the_output_and_loads_nothing_from_elsewhere() -> None:
+    console = command_console(100, record=True)
+    console.print("[bold]A few prompts[/]")
+    svg = svg_of(console)
+    assert "few" in svg
+    assert "url(" not in svg.replace("url(#", "")
+    assert "cdn" not in svg
+
+
+def test_the_demonstration_shows_a_cache_hit_and_a_trace(tmp_path: Path) -> None:
+    shown = quire("demo", timeout=100.0, cwd=hostile_folder(tmp_path / "hostile"))
     assert shown.returncode == 0, shown.stderr
     first, second = re.findall(r"^ +(?:first|second) +\d+ +(\d+) +[\d.]+ ms +worker-\d", shown.stdout, re.MULTILINE)
     assert int(first) == 0

@@ -282,5 +282,7 @@ def test_importing_the_client_loads_no_service() -> None:
     script = "import sys, quire.client; print(*sorted({name.split('.')[0] for name in sys.modules}))"
     loaded = set(run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout.split())
     assert "grpc" in loaded
-    unwanted = "torch numpy redis pydantic opentelemetry prometheus_client psutil uvloop router kvmanager gpuworker cli"
+    unwanted = (
+        "torch numpy redis pydantic opentelemetry prometheus_client psutil uvloop common router kvmanager gpuworker cli"
+    )
     assert not loaded & set(unwanted.split())

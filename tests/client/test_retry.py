@@ -19,7 +19,8 @@ from common.errors import (
     QuotaViolation,
     Unavailable,
 )
-from common.rpc.status import DETAILS_KEY, code_of, to_status
+from common.rpc.status import code_of, to_status
+from quire.api.status import DETAILS_KEY
 from quire.client import Interrupted, InterruptedByDeadline, Retry
 from quire.client.folding import Fold
 from quire.client.retry import Attempts, RetryBudget

@@ -11,8 +11,8 @@ from grpc import aio
 
 from common.errors import InvalidRequest
 from common.lease import Report, Reserve
-from common.rpc.status import error_from_rpc
 from common.types import BlockHash, BlockId, SequenceId
+from quire.api.status import error_from_rpc
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
 from quire.types.v1 import types_pb2

@@ -6,7 +6,6 @@ import asyncio
 import os
 import re
 import signal
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from common.process import die_with_parent
+from common.process.python import module_command
 from common.rpc.server import open_channel
 from kvmanager.main import REPLACED_STATUS
 from tests.kvmanager.conftest import ChannelTo
@@ -57,7 +57,7 @@ async def launch(tmp_path: Path) -> AsyncIterator[Launch]:
     children: list[ManagerChild] = []
 
     async def start(*flags: str, port: int = 0) -> ManagerChild:
-        argv = [sys.executable, "-m", "kvmanager.main", "--port", str(port), "--metrics-port", "0"]
+        argv = module_command("kvmanager.main", "--port", str(port), "--metrics-port", "0")
         argv += ["--state-dir", str(tmp_path / "state"), *flags]
         process = await asyncio.create_subprocess_exec(
             *die_with_parent.command(argv),

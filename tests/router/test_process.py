@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -19,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from cli.suite.stack import free_ports
 from common.checkpoint.fingerprint import model_fingerprint, tokenizer_fingerprint
 from common.process.metrics import metrics_port
+from common.process.python import module_command
 from common.rpc.server import open_channel
 from common.types import FinishReason
 from quire.inference.v1 import inference_pb2 as pb
@@ -42,7 +42,7 @@ async def router(*flags: str) -> AsyncIterator[asyncio.subprocess.Process]:
     environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'protos'}"}
     common = ("--model", str(CHECKPOINT), "--block-size", "4", "--port", "0", "--http-port", "0")
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "router.main", *common, "--log-format", "text", *flags),
+        *module_command("router.main", *common, "--log-format", "text", *flags),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env=environ,

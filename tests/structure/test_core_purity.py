@@ -68,5 +68,19 @@ def test_an_impure_import_is_seen(source: str) -> None:
     assert not all(is_pure(name, "router") for name in imported_modules(source))
 
 
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        ("common/errors.py", {"quire.api.errors"}),
+        ("common/types.py", {"quire.api.types"}),
+        ("protos/quire/api/errors.py", set()),
+        ("protos/quire/api/types.py", {"quire.api.errors"}),
+    ],
+)
+def test_what_the_cores_share_with_the_client_is_pure(path: str, allowed: set[str]) -> None:
+    imported = imported_modules((ROOT / path).read_text())
+    assert {name for name in imported if not is_pure(name, "no service")} == allowed
+
+
 def test_every_service_has_a_core_to_check() -> None:
     assert {path.relative_to(ROOT).parts[0] for path in PURE_FILES} == set(CORES)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,24 +11,28 @@ from pathlib import Path
 import psutil
 
 from cli.suite.stack import free_ports
+from common.process.python import module_command
 from tests.support.checkpoints import checkpoint
 
 READY_SECONDS = 60.0
 
 
 def quire(
-    *words: str, timeout: float = 60.0, environ: Mapping[str, str] | None = None
+    *words: str, timeout: float = 60.0, environ: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
-    command = [sys.executable, "-m", "cli.main", *words]
+    command = module_command("cli.main", *words)
     env = {**os.environ, **(environ or {})}
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, env=env)
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, env=env, cwd=cwd)
 
 
 class Up:
     """A running `quire up` on free ports, of one worker on a tiny random checkpoint."""
 
-    def __init__(self, folder: Path, *words: str, environ: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, folder: Path, *words: str, environ: Mapping[str, str] | None = None, cwd: Path | None = None
+    ) -> None:
+        self.state_dir = folder
         self.port, http_port, manager_port, worker_port = free_ports(4)
         flags = {
             "model": checkpoint("llama"),
@@ -42,9 +45,11 @@ class Up:
         given = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
         self.lines: list[str] = []
         self._more = threading.Condition()
-        command = [sys.executable, "-m", "cli.main", "up", *given, *words]
+        command = module_command("cli.main", "up", *given, *words)
         env = {**os.environ, **(environ or {})}
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, cwd=cwd
+        )
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
         self.address = f"127.0.0.1:{self.port}"

@@ -7,11 +7,11 @@
         for chunk in client.stream([{"role": "user", "content": "Hello!"}], temperature=0):
             print(chunk.text, end="", flush=True)
 
-Every error is one of Quire's tree (common/errors.py), with the details that the server sent; a stream that broke after
-it had begun raises `Interrupted`, which carries what had come.
+Every error is a `QuireError` (the tree is in quire/api/errors.py) with the details that the server sent. A stream that
+breaks after its first event raises `Interrupted`, which carries the output so far.
 """
 
-from common.errors import (
+from quire.api.errors import (
     AlreadyExists,
     Cancelled,
     DeadlineExceeded,
@@ -25,7 +25,7 @@ from common.errors import (
     Unavailable,
     Unsupported,
 )
-from common.types import FinishReason, MissReason, PoolIdentity, TokenLogprobs, Usage
+from quire.api.types import FinishReason, MissReason, PoolIdentity, TokenLogprobs, Usage
 from quire.client.aio import AsyncClient, AsyncStream
 from quire.client.errors import Interrupted, InterruptedByDeadline
 from quire.client.request import Message, Options, Prompt

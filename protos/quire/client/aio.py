@@ -1,9 +1,9 @@
-"""The client for asyncio: `AsyncClient` and `AsyncStream`. It differs from sync.py in what waits, and in no rule."""
+"""The client for asyncio: `AsyncClient` and `AsyncStream`. It follows the same rules as the client in sync.py."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Any, TypeVar, Unpack
 
@@ -11,10 +11,10 @@ import grpc
 from google.protobuf.message import Message as ProtoMessage
 from grpc import aio
 
-from quire.client.folding import Fold
+from quire.client.base import BaseClient, BaseStream
 from quire.client.request import Message, Options, Prompt, conversation_of, prompt_of, request_of
 from quire.client.results import Chunk, Completion, Model, Status
-from quire.client.retry import Attempts, Retry, RetryBudget, unfinished
+from quire.client.retry import Retry
 from quire.client.setup import DEFAULT_TIMEOUT, Metadata, client_options
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc
@@ -23,14 +23,8 @@ _AnswerT = TypeVar("_AnswerT", bound=ProtoMessage)
 _Call = aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]
 
 
-class AsyncStream(AsyncIterator[Chunk]):
-    """The chunks of one request as they come. Leaving it (`async with`), or `aclose`, cancels what still runs."""
-
-    def __init__(self, start: Callable[[float | None], _Call], attempts: Attempts, sequences: int) -> None:
-        """`start` begins the call with a timeout in seconds."""
-        self._start, self._attempts, self._fold = start, attempts, Fold(sequences)
-        self._call = start(attempts.time_left())
-        self._closed = False
+class AsyncStream(BaseStream[_Call], AsyncIterator[Chunk]):
+    """The chunks of one request as they arrive. Leaving `async with`, or `aclose`, cancels the request."""
 
     async def __aenter__(self) -> AsyncStream:
         return self
@@ -46,11 +40,6 @@ class AsyncStream(AsyncIterator[Chunk]):
             elif (chunk := self._fold.take(event)) is not None:
                 return chunk
         raise StopAsyncIteration
-
-    @property
-    def completion(self) -> Completion:
-        """What has come so far; all of it once the stream has ended."""
-        return self._fold.completion()
 
     async def aclose(self) -> None:
         """Cancel the request, unless it has ended; nothing more comes."""
@@ -73,17 +62,11 @@ class AsyncStream(AsyncIterator[Chunk]):
             else:
                 return event if isinstance(event, pb.GenerateResponse) else None
 
-    def _end(self) -> None:
-        if not self._closed and not self._fold.complete:
-            raise unfinished(self._fold)
-        self._closed = True
-        self._attempts.succeeded()
 
+class AsyncClient(BaseClient):
+    """Calls one router over one connection. Create it inside a running event loop.
 
-class AsyncClient:
-    """Calls one router, over one connection; make it where an event loop runs.
-
-    `timeout` is in seconds for a whole call, retries included; each call may say another. Raises QuireErrors.
+    `timeout` is in seconds for a whole call with its retries; each call may set another. Raises QuireErrors.
     """
 
     def __init__(
@@ -96,12 +79,12 @@ class AsyncClient:
         metadata: Metadata = (),
     ) -> None:
         """`address` is HOST:PORT; nothing is sent yet. `credentials` ask for TLS; `metadata` goes with every call."""
+        super().__init__(timeout, retry, metadata)
         options = client_options()
         self._channel = (
             aio.secure_channel(address, credentials, options) if credentials else aio.insecure_channel(address, options)
         )
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
-        self._timeout, self._retry, self._budget, self._metadata = timeout, retry, RetryBudget(retry), metadata
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -122,14 +105,14 @@ class AsyncClient:
         return AsyncStream(lambda timeout: start(timeout=timeout), attempts, request.sampling.n)
 
     async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
-        """Return the whole answer to a prompt. It is streamed, so that Interrupted can carry what had come."""
+        """Return the whole answer to a prompt. The call streams, so that Interrupted can carry a partial answer."""
         async with self.stream(prompt, **options) as stream:
             async for _ in stream:
                 pass
             return stream.completion
 
     async def chat(self, messages: str | Sequence[Message], **options: Unpack[Options]) -> Completion:
-        """Return the answer to the messages of a chat, or to one of the user's."""
+        """Return the answer to the messages of a chat; a text is one message of the user."""
         return await self.generate(conversation_of(messages), **options)
 
     async def tokenize(
@@ -147,7 +130,7 @@ class AsyncClient:
         return (await self._ask(self._stub.Detokenize, request, timeout)).text
 
     async def model(self, *, timeout: float | None = None) -> Model:
-        """Return what the router serves."""
+        """Return the model that the router serves."""
         return Model.from_proto(await self._ask(self._stub.GetModel, pb.GetModelRequest(), timeout))
 
     async def status(self, *, timeout: float | None = None) -> Status:
@@ -166,6 +149,3 @@ class AsyncClient:
             else:
                 attempts.succeeded()
                 return answer
-
-    def _attempts(self, timeout: float | None) -> Attempts:
-        return Attempts(self._retry, self._budget, self._timeout if timeout is None else timeout)

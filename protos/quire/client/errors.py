@@ -1,21 +1,21 @@
-"""What can become of a stream that had begun: the tree of common/errors.py goes on here.
+"""Errors of a stream that broke after its first event. They extend the tree of quire/api/errors.py.
 
 QuireError
-└── Interrupted                 the stream broke after it had begun; carries what had come
-    └── InterruptedByDeadline   so it did because the deadline passed: a DeadlineExceeded too
+└── Interrupted                 the stream broke after its first event; carries the output so far
+    └── InterruptedByDeadline   the deadline passed: a DeadlineExceeded too
 """
 
 from __future__ import annotations
 
-from common.errors import DeadlineExceeded, QuireError
+from quire.api.errors import DeadlineExceeded, QuireError
 from quire.client.results import Completion
 
 
 class Interrupted(QuireError):
-    """A stream broke after its first event. It is not begun again: the caller may have used its tokens.
+    """A stream broke after its first event. It is not retried: the caller may have used its tokens.
 
-    `partial` is what had come; `meant` is the error that the server, or gRPC, ended the stream with. To go on, ask
-    again with the prompt's tokens and `partial.token_ids` as the prompt.
+    `partial` is the output so far. `meant` is the error of the server or of gRPC that ended the stream. To go on, send
+    the prompt's tokens and `partial.token_ids` as a new prompt.
     """
 
     reason = "INTERRUPTED"
@@ -27,7 +27,7 @@ class Interrupted(QuireError):
 
 
 class InterruptedByDeadline(Interrupted, DeadlineExceeded):
-    """The deadline passed while the outputs were being made."""
+    """The deadline passed while outputs were generated."""
 
     reason = "DEADLINE_EXCEEDED"
 

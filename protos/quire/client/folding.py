@@ -1,14 +1,18 @@
-"""The events of a stream gathered into one completion."""
+"""Collects the events of a stream into one completion."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
-from common.types import FinishReason, MissReason, TokenLogprobs, Usage
-from common.wire.enum_codec import finish_from_proto, miss_from_proto
-from common.wire.output_codec import logprobs_from_proto, usage_from_proto
+from quire.api.errors import ProtocolViolation
+from quire.api.types import FinishReason, MissReason, TokenLogprobs, Usage
 from quire.client.results import Chunk, Completion, Output, Timings, record
 from quire.inference.v1 import inference_pb2 as pb
+from quire.types.v1 import types_pb2
+
+_FINISH_REASONS: Final = {types_pb2.FinishReason.Value(f"FINISH_REASON_{each.name}"): each for each in FinishReason}
+_MISS_REASONS: Final = {types_pb2.MissReason.Value(f"MISS_REASON_{each.name}"): each for each in MissReason}
 
 
 @dataclass(slots=True)
@@ -52,11 +56,11 @@ class Fold:
         """Return what has come so far."""
         admitted = self._admitted
         outputs = tuple(_output(index, growing) for index, growing in enumerate(self._outputs))
-        miss = miss_from_proto(admitted.miss_reason, unknown=MissReason.DISABLED) if admitted.miss_reason else None
+        miss = _MISS_REASONS.get(admitted.miss_reason, MissReason.DISABLED) if admitted.miss_reason else None
         return record(Completion, admitted, miss_reason=miss, outputs=outputs)
 
     def _tokens(self, tokens: pb.Tokens) -> Chunk:
-        ids, logprobs = tuple(tokens.token_ids), tuple(map(logprobs_from_proto, tokens.logprobs))
+        ids, logprobs = tuple(tokens.token_ids), tuple(map(_logprobs, tokens.logprobs))
         growing = self._outputs[tokens.index]
         growing.text.append(tokens.text)
         growing.token_ids += ids
@@ -73,13 +77,21 @@ def _output(index: int, growing: _Growing) -> Output:
         logprobs=tuple(growing.logprobs),
         finish_reason=_reason(finished) if finished else None,
         stopped_by=_stopped_by(finished) if finished else None,
-        usage=usage_from_proto(finished.usage) if finished else Usage(),
+        usage=record(Usage, finished.usage) if finished else Usage(),
         timings=record(Timings, finished.timings) if finished else Timings(),
     )
 
 
 def _reason(finished: pb.Finished) -> FinishReason:
-    return finish_from_proto(finished.reason, unknown=FinishReason.ERROR)
+    return _FINISH_REASONS.get(finished.reason, FinishReason.ERROR)
+
+
+def _logprobs(message: types_pb2.TokenLogprobs) -> TokenLogprobs:
+    """Return the log-probabilities of one token. Raises ProtocolViolation when ids and values differ in number."""
+    if len(message.top_token_ids) != len(message.top_logprobs):
+        raise ProtocolViolation(f"{len(message.top_token_ids)} tokens have {len(message.top_logprobs)} probabilities")
+    top = tuple(zip(message.top_token_ids, message.top_logprobs, strict=True))
+    return TokenLogprobs(message.token_id, message.logprob, top)
 
 
 def _stopped_by(finished: pb.Finished) -> str | int | None:

@@ -1,4 +1,4 @@
-"""A call's arguments as the message that is sent. What cannot be sent is refused here as the server would: by field."""
+"""Converts a call's arguments to the request message. Values of a wrong type are refused with the field's name."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeAlias, TypedDict
 
-from common.errors import FieldViolation, InvalidRequest
-from common.types import ConstraintKind
+from quire.api.errors import FieldViolation, InvalidRequest
 from quire.inference.v1 import inference_pb2 as pb
 from quire.types.v1 import types_pb2
 
@@ -24,7 +23,7 @@ Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
 
 
 class Sampling(TypedDict, total=False):
-    """How tokens are drawn; ranges and defaults are those of quire/types/v1/types.proto."""
+    """How tokens are sampled; ranges and defaults are those of quire/types/v1/types.proto."""
 
     temperature: float | None
     top_p: float | None
@@ -64,7 +63,7 @@ class Options(Sampling, total=False):
 
 
 _SAMPLING: Final = Sampling.__optional_keys__
-_CONSTRAINTS: Final = frozenset(ConstraintKind)
+_CONSTRAINTS: Final = frozenset({"json_schema", "regex", "grammar"})
 _ENVELOPE: Final = frozenset({"priority", "request_id", "traceparent"})
 _CACHE: Final = frozenset({"no_cache", "salt"})
 
@@ -125,13 +124,13 @@ def _is_message(given: object) -> bool:
 
 
 def _text_to_list(given: dict[str, Any]) -> None:
-    """A single stop string would be taken for one string a character."""
+    """Replace a single stop string by a list: protobuf would take it for a list of characters."""
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]
 
 
 def _encoded(name: str, value: Any) -> Any:
-    if name == ConstraintKind.JSON_SCHEMA and not isinstance(value, str):
+    if name == "json_schema" and not isinstance(value, str):
         return json.dumps(value)
     return value
 

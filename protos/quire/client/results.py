@@ -1,4 +1,4 @@
-"""What the client returns: frozen records, and how those of a unary answer are made from its message."""
+"""The client's results: frozen records, and how messages are converted to them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
-from common.types import FinishReason, MissReason, PoolIdentity, TokenLogprobs, Usage
-from common.wire.identity_codec import identity_from_proto
+from quire.api.types import FinishReason, KvGeometry, MissReason, PoolIdentity, TokenLogprobs, Usage
 from quire.inference.v1 import inference_pb2 as pb
 
 _RecordT = TypeVar("_RecordT")
@@ -26,9 +25,9 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What one event of a stream added to the output `index`. The last one of an output has its `finish_reason`.
+    """What one event added to the output `index`. An output's last chunk has the `finish_reason`.
 
-    `text` is complete in UTF-8 and never part of a stop string; it may be empty while tokens are held back for that.
+    `text` is complete UTF-8 and never part of a stop string. It may be empty while the router holds tokens back.
     """
 
     index: int
@@ -40,9 +39,9 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One sequence. Without a `finish_reason` it had not ended when its stream did.
+    """One sequence. Its `finish_reason` is None when the stream ended first.
 
-    `stopped_by` is the stop string, or the id of the stop token, that ended it.
+    `stopped_by` is the stop string, or the id of the stop token, that ended the sequence.
     """
 
     index: int
@@ -57,9 +56,9 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A request and its outputs, in the order of their index; text, tokens and end of the first are its own too.
+    """A request and its outputs by index. Text, tokens and finish reason of the first output are attributes too.
 
-    `decision_id` is the choice of a worker, `trace_id` what `quire trace` takes.
+    `decision_id` names the routing decision; `trace_id` is the argument of `quire trace`.
     """
 
     request_id: str
@@ -90,18 +89,18 @@ class Completion:
 
     @property
     def usage(self) -> Usage:
-        """What the first output cost."""
+        """The token counts of the first output."""
         return self.outputs[0].usage
 
     @property
     def timings(self) -> Timings:
-        """How long the first output took."""
+        """The times of the first output."""
         return self.outputs[0].timings
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What a router serves. `max_model_len` is how many tokens prompt and output may have together."""
+    """The model that a router serves. `max_model_len` bounds the tokens of prompt and output together."""
 
     name: str
     max_model_len: int
@@ -113,13 +112,14 @@ class Model:
     @staticmethod
     def from_proto(message: pb.GetModelResponse) -> Model:
         """Return the record of a message."""
+        geometry = record(KvGeometry, message.identity.kv_geometry)
         return Model(
             name=message.model,
             max_model_len=message.max_model_len,
             vocab_size=message.vocab_size,
             eos_token_ids=tuple(message.eos_token_ids),
             has_chat_template=message.has_chat_template,
-            identity=identity_from_proto(message.identity),
+            identity=record(PoolIdentity, message.identity, kv_geometry=geometry),
         )
 
 
@@ -127,7 +127,7 @@ class Model:
 class Worker:
     """One worker as the router sees it. `state`: connected, connecting, draining, hung or mismatched.
 
-    `unheld_blocks` are free, or cached and may be evicted; `reason` says why a worker is not used.
+    `unheld_blocks` counts blocks that are free, or cached and evictable. `reason` says why the router avoids a worker.
     """
 
     worker_id: str
@@ -163,6 +163,6 @@ class Status:
 
 
 def record(kind: type[_RecordT], message: Message, **values: Any) -> _RecordT:
-    """Return a record whose fields are those of the same names in a message, but for those in `values`."""
+    """Return a record: each field comes from `values`, or from the message's field of the same name."""
     names = [each.name for each in fields(kind) if each.name not in values]  # type: ignore[arg-type]
     return kind(**{name: getattr(message, name) for name in names}, **values)

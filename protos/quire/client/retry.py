@@ -1,10 +1,10 @@
-"""Which failed calls are tried again, and when: only what cannot repeat work that the caller has seen.
+"""Which failed calls are retried, and when. A call whose output the caller has seen is never retried.
 
-Before the first event of a stream, and for calls that only ask, UNAVAILABLE is tried again, RESOURCE_EXHAUSTED when the
-server says (RetryInfo) that a later try may succeed, and CANCELLED when it is gRPC's own: so it ends what reaches a
-router that has just begun to drain. The wait is what the server asked for, plus a random part of a
-limit that doubles with each try ("full jitter": clients that were refused together do not come back together). A budget
-that all calls of a client share keeps retries from becoming most of an overloaded server's load.
+Unary calls, and streams before their first event, are retried in three cases. UNAVAILABLE is retried.
+RESOURCE_EXHAUSTED is retried when the server sent RetryInfo. CANCELLED is retried when gRPC itself sent it, as it does
+when a router has just begun to drain. The wait is what the server asked for, plus a random part of a limit that doubles
+with each retry ("full jitter": refused clients do not return all at once). All calls of a client share one budget, so
+that retries stay a small part of an overloaded server's load.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from threading import Lock
 import grpc
 from google.rpc import status_pb2
 
-from common.errors import QuireError
-from common.rpc.status import RpcFailure, error_from_status, retry_after, status_from_rpc
+from quire.api.errors import QuireError
+from quire.api.status import RpcFailure, error_from_status, retry_after, status_from_rpc
 from quire.client.errors import interrupted
 from quire.client.folding import Fold
 
@@ -45,7 +45,7 @@ class Retry:
 
 
 class RetryBudget:
-    """What a client may still spend on retries; threads may share it."""
+    """The retries that a client may still make; threads may share it."""
 
     def __init__(self, retry: Retry) -> None:
         self._retry, self._left, self._lock = retry, retry.budget, Lock()
@@ -59,18 +59,18 @@ class RetryBudget:
             return True
 
     def end(self) -> None:
-        """The client is closed: there are no more retries."""
+        """Allow no more retries: the client is closed."""
         with self._lock:
             self._left = -math.inf
 
     def give_back(self) -> None:
-        """A call has succeeded."""
+        """Refund part of a retry: a call has succeeded."""
         with self._lock:
             self._left = min(self._retry.budget, self._left + self._retry.refund)
 
 
 class Attempts:
-    """The tries of one call, until its deadline `timeout` seconds from now (None: no deadline)."""
+    """The attempts of one call, until its deadline `timeout` seconds from now (None: no deadline)."""
 
     def __init__(
         self,
@@ -86,17 +86,17 @@ class Attempts:
         self._failed = 0
 
     def time_left(self) -> float | None:
-        """Return the timeout of the next try in seconds."""
+        """Return the timeout of the next attempt in seconds."""
         return None if self._deadline is None else max(0.0, self._deadline - self._now())
 
     def succeeded(self) -> None:
-        """The call has succeeded."""
+        """Record that the call succeeded."""
         self._budget.give_back()
 
     def wait_after(self, failure: RpcFailure, fold: Fold | None = None) -> float:
-        """Return how many seconds to wait before the next try.
+        """Return how many seconds to wait before the next attempt.
 
-        Raises the QuireError that the failure means when there is to be none; Interrupted when `fold` has events.
+        Without another attempt it raises the error of the failure, or Interrupted when `fold` has events.
         """
         status = status_from_rpc(failure)
         meant = error_from_status(status)
@@ -126,5 +126,5 @@ class Attempts:
 
 
 def unfinished(fold: Fold) -> QuireError:
-    """Return the error of a stream that ended well without saying how its outputs ended."""
+    """Return the error of a stream that ended with OK before every output had ended."""
     return interrupted(QuireError("the server ended the stream before every output had ended"), fold.completion())

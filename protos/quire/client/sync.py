@@ -1,20 +1,20 @@
-"""The client for threads: `Client`, which they may share, and `Stream`, which one thread reads."""
+"""The client for threads: `Client`, which threads may share, and `Stream`, which one thread reads."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar, Unpack, cast
 
 import grpc
 from google.protobuf.message import Message as ProtoMessage
 
-from common.rpc.status import RpcFailure
-from quire.client.folding import Fold
+from quire.api.status import RpcFailure
+from quire.client.base import BaseClient, BaseStream
 from quire.client.request import Message, Options, Prompt, conversation_of, prompt_of, request_of
 from quire.client.results import Chunk, Completion, Model, Status
-from quire.client.retry import Attempts, Retry, RetryBudget, unfinished
+from quire.client.retry import Retry
 from quire.client.setup import DEFAULT_TIMEOUT, Metadata, client_options
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc
@@ -32,14 +32,8 @@ class _Stub(Protocol):
     GetStatus: grpc.UnaryUnaryMultiCallable[pb.GetStatusRequest, pb.GetStatusResponse]
 
 
-class Stream(Iterator[Chunk]):
-    """The chunks of one request as they come. Leaving it (`with`), or `close`, cancels what still runs."""
-
-    def __init__(self, start: Callable[[float | None], Any], attempts: Attempts, sequences: int) -> None:
-        """`start` begins the call with a timeout in seconds."""
-        self._start, self._attempts, self._fold = start, attempts, Fold(sequences)
-        self._call = start(attempts.time_left())
-        self._closed = False
+class Stream(BaseStream[Any], Iterator[Chunk]):
+    """The chunks of one request as they arrive. Leaving the context (`with`), or `close`, cancels the request."""
 
     def __enter__(self) -> Stream:
         return self
@@ -55,11 +49,6 @@ class Stream(Iterator[Chunk]):
             elif (chunk := self._fold.take(event)) is not None:
                 return chunk
         raise StopIteration
-
-    @property
-    def completion(self) -> Completion:
-        """What has come so far; all of it once the stream has ended."""
-        return self._fold.completion()
 
     def close(self) -> None:
         """Cancel the request, unless it has ended; nothing more comes."""
@@ -78,17 +67,11 @@ class Stream(Iterator[Chunk]):
                 if self._closed:  # while this waited
                     self._call.cancel()
 
-    def _end(self) -> None:
-        if not self._closed and not self._fold.complete:
-            raise unfinished(self._fold)
-        self._closed = True
-        self._attempts.succeeded()
 
+class Client(BaseClient):
+    """Calls one router over one connection; threads may share it.
 
-class Client:
-    """Calls one router, over one connection; threads may share it.
-
-    `timeout` is in seconds for a whole call, retries included; each call may say another. Raises QuireErrors.
+    `timeout` is in seconds for a whole call with its retries; each call may set another. Raises QuireErrors.
     """
 
     def __init__(
@@ -101,6 +84,7 @@ class Client:
         metadata: Metadata = (),
     ) -> None:
         """`address` is HOST:PORT; nothing is sent yet. `credentials` ask for TLS; `metadata` goes with every call."""
+        super().__init__(timeout, retry, metadata)
         options = client_options()
         self._channel = (
             grpc.secure_channel(address, credentials, options)
@@ -108,7 +92,6 @@ class Client:
             else grpc.insecure_channel(address, options)
         )
         self._stub = cast("_Stub", inference_pb2_grpc.InferenceServiceStub(cast("Any", self._channel)))
-        self._timeout, self._retry, self._budget, self._metadata = timeout, retry, RetryBudget(retry), metadata
 
     def __enter__(self) -> Client:
         return self
@@ -129,14 +112,14 @@ class Client:
         return Stream(lambda timeout: start(timeout=timeout), attempts, request.sampling.n)
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
-        """Return the whole answer to a prompt. It is streamed, so that Interrupted can carry what had come."""
+        """Return the whole answer to a prompt. The call streams, so that Interrupted can carry a partial answer."""
         with self.stream(prompt, **options) as stream:
             for _ in stream:
                 pass
             return stream.completion
 
     def chat(self, messages: str | Sequence[Message], **options: Unpack[Options]) -> Completion:
-        """Return the answer to the messages of a chat, or to one of the user's."""
+        """Return the answer to the messages of a chat; a text is one message of the user."""
         return self.generate(conversation_of(messages), **options)
 
     def tokenize(
@@ -154,7 +137,7 @@ class Client:
         return self._ask(self._stub.Detokenize, request, timeout).text
 
     def model(self, *, timeout: float | None = None) -> Model:
-        """Return what the router serves."""
+        """Return the model that the router serves."""
         return Model.from_proto(self._ask(self._stub.GetModel, pb.GetModelRequest(), timeout))
 
     def status(self, *, timeout: float | None = None) -> Status:
@@ -173,6 +156,3 @@ class Client:
             else:
                 attempts.succeeded()
                 return answer
-
-    def _attempts(self, timeout: float | None) -> Attempts:
-        return Attempts(self._retry, self._budget, self._timeout if timeout is None else timeout)

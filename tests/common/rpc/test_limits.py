@@ -10,8 +10,9 @@ import grpc
 import pytest
 from grpc import aio
 
-from common.rpc.options import KEEPALIVE_MS, MAX_MESSAGE_BYTES, channel_options, server_options
+from common.rpc.options import server_options
 from common.rpc.server import RpcServer, open_channel
+from quire.api.channel import KEEPALIVE_MS, MAX_MESSAGE_BYTES, channel_options
 
 # Counted without the five bytes of framing.
 LARGEST = MAX_MESSAGE_BYTES

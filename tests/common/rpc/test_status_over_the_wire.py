@@ -17,7 +17,8 @@ from common import errors
 from common.errors import FieldViolation, Mismatch, QuotaViolation
 from common.rpc.interceptor import AroundInterceptor, ErrorsToStatuses
 from common.rpc.server import RpcServer, open_channel
-from common.rpc.status import DETAILS_KEY, code_of, error_from_rpc
+from common.rpc.status import code_of
+from quire.api.status import DETAILS_KEY, error_from_rpc
 
 KINDS = ("unary", "yielding", "writing", "stream_unary", "stream_stream")
 MISMATCH = Mismatch("block_size", ours="16", theirs="32", flag="--block-size")
@@ -262,7 +263,7 @@ def test_every_error_of_the_tree_has_a_code() -> None:
     def below(error: type[errors.QuireError]) -> set[type[errors.QuireError]]:
         return {error}.union(*(below(each) for each in error.__subclasses__()))
 
-    tree = (each for each in below(errors.QuireError) if each.__module__ == errors.__name__)
+    tree = (each for each in below(errors.QuireError) if each.__module__ == errors.QuireError.__module__)
     codes = {each.__name__: code_of(each.__new__(each)).name for each in tree}
     assert codes.pop("QuireError") == codes.pop("ProtocolViolation") == codes.pop("EngineFailure") == "INTERNAL"
     assert "INTERNAL" not in codes.values()

@@ -14,7 +14,6 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 
-from common.rpc.status import DETAILS_KEY
 from common.types import KvGeometry, PoolIdentity, TokenLogprobs
 from common.wire.identity_codec import identity_to_proto
 from common.wire.packing import unpack_u32
@@ -23,6 +22,7 @@ from gpuworker.core.outcomes import AgentConfig
 from gpuworker.engine.ports import EngineOutputs
 from gpuworker.server import servicer as servicer_module
 from gpuworker.server.codec import SubmitLimits
+from quire.api.status import DETAILS_KEY
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2 as types
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint, hf_greedy

@@ -15,9 +15,9 @@ from grpc import aio
 
 from common.clock import SystemClock
 from common.rpc.server import RpcServer, open_channel
-from common.rpc.status import DETAILS_KEY
 from common.telemetry.server_spans import server_spans
 from common.types import FinishReason
+from quire.api.status import DETAILS_KEY
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
 from quire.types.v1 import types_pb2

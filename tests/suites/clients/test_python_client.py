@@ -10,17 +10,19 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 from common.types import FinishReason
 from quire.client import AsyncClient, Client, Completion, InterruptedByDeadline, InvalidRequest
 from tests.suites.clients.served import ROOT, Served, missing
+from tests.support.hostile import hostile_folder
 from tests.support.suite import greedy
 
 PROMPT = [11, 12, 13, 14]
 # What pip may find in an environment that has the client alone.
-ALONE = {"googleapis-common-protos", "grpcio", "pip", "protobuf", "quire", "setuptools", "typing-extensions"}
+ALONE = {"googleapis-common-protos", "grpcio", "pip", "protobuf", "quire-client", "setuptools", "typing-extensions"}
 PATIENCE_S = 120.0
 
 
@@ -112,10 +114,10 @@ def test_threads_share_a_client(served: Served) -> None:
 # ------------------------------------------------------------ alone
 
 
-def python(*words: str, **more: str) -> str:
-    """Run a Python without this repository and without a compiler in sight; return what it prints."""
-    env = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "CXX"}} | more
-    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, check=False, env=env, cwd="/")
+def python(*words: str, cwd: str | Path = "/") -> str:
+    """Run a Python without this repository on its path; return what it prints."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, check=False, env=env, cwd=cwd)
     if done.returncode and "-m pip" in " ".join(words):
         missing("the client alone", f"pip cannot install it\n{done.stderr[-2000:]}")
     assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
@@ -124,12 +126,11 @@ def python(*words: str, **more: str) -> str:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The Python of a fresh environment that has the wheel without extras."""
+    """The Python of a fresh environment that has the wheel of protos/ alone."""
     folder = tmp_path_factory.mktemp("alone")
     quiet = ("--disable-pip-version-check", "--quiet")
-    # Where no compiler is, the wheel is built without kernels, which the client does not need.
-    python(sys.executable, "-m", "pip", "wheel", *quiet, "--no-deps", "-w", str(folder), str(ROOT), PATH=str(folder))
-    (wheel,) = folder.glob("quire-*.whl")
+    python(sys.executable, "-m", "pip", "wheel", *quiet, "--no-deps", "-w", str(folder), str(ROOT / "protos"))
+    (wheel,) = folder.glob("quire_client-*.whl")
     python(sys.executable, "-m", "venv", str(folder / "venv"))
     fresh = str(folder / "venv" / "bin" / "python")
     python(fresh, "-m", "pip", "install", *quiet, "-c", str(ROOT / "constraints.txt"), str(wheel))
@@ -146,9 +147,23 @@ print(json.dumps(answer.token_ids))
 
 
 def test_the_commands_say_what_they_need_besides(alone: str) -> None:
-    done = subprocess.run([alone, "-m", "cli.main", "status"], capture_output=True, text=True, check=False, cwd="/")
+    command = [alone, "-m", "cli.main", "status"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env={"PYTHONPATH": ""})
     assert done.returncode == 2
     assert "Install quire[cli] for the commands" in done.stderr
+
+
+def test_the_client_brings_one_top_level_package(alone: str) -> None:
+    script = "import importlib.metadata as m; print(*{str(f).split('/')[0] for f in m.files('quire-client')})"
+    tops = set(python(alone, "-c", script).split())
+    assert {name for name in tops if not name.endswith(".dist-info")} == {"quire"}
+
+
+def test_the_client_works_beside_packages_of_the_callers(alone: str, served: Served, tmp_path: Path) -> None:
+    folder = hostile_folder(tmp_path / "caller", modules=("redis", "torch"))  # protobuf itself imports `numbers`
+    outcome = served.run(lambda suite: suite.generate(greedy(PROMPT, 24)))
+    said = python(alone, "-c", SCRIPT, served.address, json.dumps(PROMPT), cwd=folder)
+    assert json.loads(said) == outcome.tokens
 
 
 @pytest.mark.timeout(3 * PATIENCE_S)

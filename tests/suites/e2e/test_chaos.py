@@ -6,7 +6,6 @@ import asyncio
 import os
 import random
 import signal
-import sys
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import cast
@@ -20,6 +19,7 @@ from cli.suite.stack import free_ports
 from common import index_format
 from common.hashing import block_digests, block_hash_of, root_digest
 from common.process import die_with_parent
+from common.process.python import module_command
 from common.rpc.server import open_channel
 from common.types import PoolIdentity
 from common.wire.identity_codec import identity_from_proto
@@ -178,7 +178,7 @@ async def test_a_second_manager_takes_over_and_is_replaced_in_turn(suite: Suite,
     tasks = await all_started(suite, asked, 2 * COUNT)
     (port,) = free_ports(1)
     flags = ["--port", str(port), "--metrics-port", "0", "--redis-url", suite.stack.redis_url]
-    command = [sys.executable, "-m", "kvmanager.main", *flags, "--state-dir", str(tmp_path)]
+    command = module_command("kvmanager.main", *flags, "--state-dir", str(tmp_path))
     pipe = asyncio.subprocess.PIPE
     second = await asyncio.create_subprocess_exec(*die_with_parent.command(command), stdout=pipe, stderr=pipe)
     try:

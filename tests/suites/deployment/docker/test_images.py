@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import runpy
 import shlex
+import subprocess
+import sys
 import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
@@ -17,7 +19,10 @@ from kvmanager.config import KvManagerSettings
 from router.config import RouterSettings
 from tests.suites.deployment.docker.dockerfile import REPOSITORY, Dockerfile
 
-PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+DISTRIBUTIONS = {
+    folder: tomllib.loads((REPOSITORY / folder / "pyproject.toml").read_text()) for folder in (".", "protos")
+}
+PROJECT = DISTRIBUTIONS["."]["project"]
 IMAGES: list[tuple[str, str | None, type[ServiceSettings]]] = [
     ("kvmanager", None, KvManagerSettings),
     ("router", None, RouterSettings),
@@ -114,9 +119,31 @@ def test_what_images_have_no_use_for_is_not_sent(path: str) -> None:
 
 @pytest.mark.parametrize("package", ["cli", "common", "gpuworker", "kvmanager", "router", "protos"])
 def test_every_package_of_the_wheel_is_sent(package: str) -> None:
-    wheel = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
-    assert package in {each.partition("/")[0] for each in wheel["packages"]}
+    wheels = {folder: each["tool"]["hatch"]["build"]["targets"]["wheel"] for folder, each in DISTRIBUTIONS.items()}
+    installed = {(Path(folder) / name).parts[0] for folder, wheel in wheels.items() for name in wheel["packages"]}
+    assert package in installed
     assert sent_to_the_engine(f"{package}/some/module.py")
+
+
+def test_no_package_is_in_both_distributions() -> None:
+    suite, client = (DISTRIBUTIONS[folder]["tool"]["hatch"]["build"]["targets"]["wheel"] for folder in (".", "protos"))
+    assert client["packages"] == ["quire"]
+    assert not {Path(name).name for name in suite["packages"]} & set(client["packages"])
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_an_image_has_the_dependencies_of_both_distributions_and_both(name: str) -> None:
+    commands = dockerfile(name).of_all("RUN")
+    (code,) = (rest for rest in commands if "./protos ." in rest)
+    assert "--no-deps" in code
+    run = subprocess.run(
+        [sys.executable, "docker/requirements.py", name], capture_output=True, text=True, check=True, cwd=REPOSITORY
+    )
+    listed = run.stdout.splitlines()
+    assert set(DISTRIBUTIONS["protos"]["project"]["dependencies"]) < set(listed)
+    assert not any(each.startswith("quire") for each in listed)
+    assert DISTRIBUTIONS["protos"]["project"]["version"] == PROJECT["version"]
+    assert PROJECT["dependencies"] == [f"quire-client=={PROJECT['version']}"]
 
 
 def sent_to_the_engine(path: str) -> bool:

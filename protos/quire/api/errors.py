@@ -1,0 +1,162 @@
+"""The exception tree of Quire, for clients and services. It knows no gRPC.
+
+`common/rpc/status.py` maps errors to status codes, `quire/api/status.py` maps status codes to errors.
+
+QuireError
+├── InvalidRequest          a request or option is wrong; carries every field violation at once      INVALID_ARGUMENT
+│   └── InvalidConfig       a flag, environment variable or TOML key is wrong (never on the wire)
+├── NotFound                a request, sequence, model or trace id that nobody knows                 NOT_FOUND
+├── AlreadyExists           a request id that is in use                                              ALREADY_EXISTS
+├── Overloaded              a quota is used up; carries which one, and when to try again             RESOURCE_EXHAUSTED
+├── Unavailable             a service that is needed is down or draining; carries when to try again  UNAVAILABLE
+├── DeadlineExceeded        the deadline passed, or cannot be met                                    DEADLINE_EXCEEDED
+├── Cancelled               the client went away or asked to stop                                    CANCELLED
+├── Unsupported             known and not offered (a model class, a constraint)                      UNIMPLEMENTED
+├── IdentityMismatch        two services differ in block size, model, tokenizer or KV geometry       FAILED_PRECONDITION
+├── StaleEpoch              a manager that was replaced still speaks                                 FAILED_PRECONDITION
+├── ProtocolViolation       the other side broke the lease protocol                                  INTERNAL
+└── EngineFailure           a step failed; the KV content of the worker is void                      INTERNAL
+
+"No blocks now" is a return value (None), never an exception.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+CONTEXT_LENGTH_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED"
+"""Reason of violations that fewer tokens would mend."""
+
+
+@dataclass(frozen=True, slots=True)
+class FieldViolation:
+    """One wrong field: its path (`sampling.top_p`, `--block-size`), what was wrong and what was expected.
+
+    `reason` is a stable UPPER_SNAKE word where clients may want to tell this mistake from others.
+    """
+
+    field: str
+    description: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaViolation:
+    """One quota that is used up: its subject (`router.queue`) and the numbers in words."""
+
+    subject: str
+    description: str
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """One part of the pool identity in which two services differ, with the flag that changes it."""
+
+    field: str
+    ours: str
+    theirs: str
+    flag: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: here {self.ours}, there {self.theirs} (change it with {self.flag})"
+
+
+class QuireError(Exception):
+    """Base of all errors that Quire raises on purpose. `reason` is a stable UPPER_SNAKE word for ErrorInfo."""
+
+    reason = "INTERNAL"
+
+
+class InvalidRequest(QuireError):
+    """One or more fields of a request are wrong; all of them are named."""
+
+    reason = "INVALID_ARGUMENT"
+
+    def __init__(self, *violations: FieldViolation) -> None:
+        super().__init__("; ".join(f"{v.field}: {v.description}" for v in violations))
+        self.violations = violations
+
+
+class InvalidConfig(InvalidRequest):
+    """One or more options are wrong; raised before anything starts."""
+
+    reason = "INVALID_CONFIG"
+
+
+class NotFound(QuireError):
+    """Something was named that nobody here knows."""
+
+    reason = "NOT_FOUND"
+
+
+class AlreadyExists(QuireError):
+    """An id was offered that is in use."""
+
+    reason = "ALREADY_EXISTS"
+
+
+class Overloaded(QuireError):
+    """A quota is used up; nothing was queued. `retry_after_s` is when a place is likely (seconds)."""
+
+    reason = "OVERLOADED"
+
+    def __init__(self, violation: QuotaViolation, retry_after_s: float) -> None:
+        super().__init__(f"{violation.subject}: {violation.description}; try again in {retry_after_s:.1f} s")
+        self.violation = violation
+        self.retry_after_s = retry_after_s
+
+
+class Unavailable(QuireError):
+    """A service that is needed is down, starting or draining. `retry_after_s` is when to try again (seconds)."""
+
+    reason = "UNAVAILABLE"
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class DeadlineExceeded(QuireError):
+    """The deadline passed, or no worker can meet it (the message has the predicted time)."""
+
+    reason = "DEADLINE_EXCEEDED"
+
+
+class Cancelled(QuireError):
+    """The client cancelled, or went away."""
+
+    reason = "CANCELLED"
+
+
+class Unsupported(QuireError):
+    """Something known that Quire does not offer; the message says why and what works instead."""
+
+    reason = "UNSUPPORTED"
+
+
+class IdentityMismatch(QuireError):
+    """Two services may not work together; every difference is named with both values and the flag to change."""
+
+    reason = "IDENTITY_MISMATCH"
+
+    def __init__(self, mismatches: tuple[Mismatch, ...]) -> None:
+        super().__init__("; ".join(map(str, mismatches)))
+        self.mismatches = mismatches
+
+
+class StaleEpoch(QuireError):
+    """A manager with a lower epoch than one already seen."""
+
+    reason = "STALE_EPOCH"
+
+
+class ProtocolViolation(QuireError):
+    """The other side of a lease session broke the protocol; the session is ended and rebuilt from an inventory."""
+
+    reason = "PROTOCOL_VIOLATION"
+
+
+class EngineFailure(QuireError):
+    """A step failed on the device; running requests fail over, the KV content of this incarnation is void."""
+
+    reason = "ENGINE_FAILURE"

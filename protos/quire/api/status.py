@@ -1,0 +1,112 @@
+"""How gRPC statuses become Quire's errors. `common/rpc/status.py` is the way there, and lists the details of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final, Protocol, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+
+from quire.api import errors
+
+DOMAIN: Final = "quire"
+DETAILS_KEY: Final = "grpc-status-details-bin"
+# Errors that are made from a message alone, by their reason.
+_PLAIN: Final[Mapping[str, type[errors.QuireError]]] = {
+    each.reason: each
+    for each in (
+        *(errors.NotFound, errors.AlreadyExists, errors.DeadlineExceeded, errors.Cancelled, errors.Unsupported),
+        *(errors.StaleEpoch, errors.ProtocolViolation, errors.EngineFailure),
+    )
+}
+# What a status means that did not come from Quire (gRPC itself, a proxy).
+_FOREIGN: Final[Mapping[grpc.StatusCode, type[errors.QuireError]]] = {
+    grpc.StatusCode.NOT_FOUND: errors.NotFound,
+    grpc.StatusCode.ALREADY_EXISTS: errors.AlreadyExists,
+    grpc.StatusCode.UNAVAILABLE: errors.Unavailable,
+    grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
+    grpc.StatusCode.CANCELLED: errors.Cancelled,
+    grpc.StatusCode.UNIMPLEMENTED: errors.Unsupported,
+}
+
+_CODE_OF_NUMBER: Final[Mapping[int, grpc.StatusCode]] = {code.value[0]: code for code in grpc.StatusCode}
+
+DetailT = TypeVar("DetailT", bound=Message)
+
+
+class RpcFailure(Protocol):
+    """What a failed RPC knows, be it one of grpc.aio or of grpc's API for threads."""
+
+    def code(self) -> grpc.StatusCode: ...
+
+    def details(self) -> str | None: ...
+
+    def trailing_metadata(self) -> Iterable[tuple[str, str | bytes]] | None: ...
+
+
+def status_from_rpc(error: RpcFailure) -> status_pb2.Status:
+    """Return the status that a failed RPC ended with, and the details where the other side sent some."""
+    packed = next((value for key, value in error.trailing_metadata() or () if key == DETAILS_KEY), None)
+    if isinstance(packed, bytes):
+        return status_pb2.Status.FromString(packed)
+    message = error.details() or error.code().name
+    return status_pb2.Status(code=error.code().value[0], message=message)
+
+
+def error_from_rpc(error: RpcFailure) -> errors.QuireError:
+    """Return what a failed RPC means here, with everything that the other side said; see error_from_status."""
+    return error_from_status(status_from_rpc(error))
+
+
+def retry_after(status: status_pb2.Status) -> float | None:
+    """Return after how many seconds the other side wants to be asked again; None when it did not say."""
+    retry = _detail(status, error_details_pb2.RetryInfo)
+    return None if retry is None else retry.retry_delay.ToTimedelta().total_seconds()
+
+
+def error_from_status(status: status_pb2.Status) -> errors.QuireError:
+    """Return the error that a status (of an RPC, or inside a message) stands for.
+
+    In an IdentityMismatch `ours` and `theirs` are swapped, so that "here" is always the process that reads it.
+    """
+    info = _detail(status, error_details_pb2.ErrorInfo)
+    if info is None or info.domain != DOMAIN:
+        code = _CODE_OF_NUMBER[status.code]
+        foreign = _FOREIGN.get(code)
+        return foreign(status.message) if foreign else errors.QuireError(f"{code.name}: {status.message}")
+    if plain := _PLAIN.get(info.reason):
+        return plain(status.message)
+    return _rebuilt(status, info)
+
+
+def _rebuilt(status: status_pb2.Status, info: error_details_pb2.ErrorInfo) -> errors.QuireError:
+    """Return an error whose class carries more than a message, from its details."""
+    asked = retry_after(status)
+    seconds = 1.0 if asked is None else asked
+    if bad := _detail(status, error_details_pb2.BadRequest):
+        found = (errors.FieldViolation(each.field, each.description, each.reason) for each in bad.field_violations)
+        return errors.InvalidRequest(*found)
+    if quota := _detail(status, error_details_pb2.QuotaFailure):
+        first = quota.violations[0]
+        return errors.Overloaded(errors.QuotaViolation(first.subject, first.description), seconds)
+    if info.reason == errors.IdentityMismatch.reason:
+        return _rebuilt_mismatch(info)
+    return errors.Unavailable(status.message, seconds) if asked is not None else errors.QuireError(status.message)
+
+
+def _rebuilt_mismatch(info: error_details_pb2.ErrorInfo) -> errors.IdentityMismatch:
+    fields = sorted(key.removesuffix(".here") for key in info.metadata if key.endswith(".here"))
+    parts = ([info.metadata[f"{name}.{part}"] for part in ("there", "here", "flag")] for name in fields)
+    found = (errors.Mismatch(name, *three) for name, three in zip(fields, parts, strict=True))
+    return errors.IdentityMismatch(tuple(found))
+
+
+def _detail(status: status_pb2.Status, kind: type[DetailT]) -> DetailT | None:
+    for packed in status.details:
+        if packed.Is(kind.DESCRIPTOR):
+            detail = kind()
+            packed.Unpack(detail)
+            return detail
+    return None
