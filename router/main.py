@@ -45,12 +45,12 @@ from router.observe.siblings import Siblings
 from router.observe.status import RouterStatus
 from router.observe.trace_store import StoreExporter, TraceStore
 from router.openai.app import HttpParts, create_app
-from router.openai.server import HttpServer, serve_http
 from router.ports import ModelCard, PrefixIndex
 from router.requests.dispatcher import Dispatcher
 from router.requests.frontend import RouterFrontend
 from router.requests.redis_prefix_index import LOOKUP_SECONDS, NoPrefixIndex, RedisPrefixIndex, connect
 from router.requests.validate import Validator
+from router.serving.http_server import HttpServer, serve_http
 from router.text.assembler import CheckpointText
 from router.text.checkpoint import Checkpoint, read_checkpoint
 from router.workers.client import RouterIdentity

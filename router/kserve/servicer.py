@@ -14,12 +14,12 @@ from common.rpc.interceptor import send
 from quire.kserve.v2 import kserve_pb2 as pb
 from quire.kserve.v2 import kserve_pb2_grpc as rpc
 from router.core.events import TokensEvent
-from router.grpc_api.call_context import Context, call_context, metadata_of
 from router.kserve.answer import VERSION, Answer, error_response
 from router.kserve.request import read
 from router.kserve.tensors import INPUTS, OUTPUTS, Tensor
 from router.observe.status import quire_version
 from router.ports import CallContext, Frontend, ModelCard, RequestValidator
+from router.serving.call_context import Context, call_context, metadata_of
 
 SERVICE: Final = "inference.GRPCInferenceService"
 # Requests of one stream that are under way at once; more wait in the client's own buffers.

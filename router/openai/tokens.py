@@ -11,8 +11,9 @@ from pydantic import BaseModel, Field
 from common.errors import FieldViolation, InvalidRequest
 from quire.inference.v1 import inference_pb2 as pb
 from router.openai.request import chat_prompt
-from router.openai.types import Int32, Message
+from router.openai.types import Message
 from router.ports import ModelCard, RequestValidator, TextCodec
+from router.serving.numbers import Int32
 
 
 class TokenizeRequest(BaseModel):

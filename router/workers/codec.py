@@ -42,9 +42,10 @@ class WorkerFacts:
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """One sequence for a worker. `tokens` end with `output_before` tokens that an earlier run of it drew.
+    """One sequence for a worker. The last `output_before` of `tokens` are output of an earlier run of the sequence.
 
-    `block_hashes` are the keys of the full blocks of `tokens`, `parent_digest` the 32-byte link of the last one, or the root.
+    `block_hashes` are those of the full blocks of `tokens`. `parent_digest` is the 32-byte digest of the last full
+    block, or the root digest when no block is full.
     """
 
     request_id: str
