@@ -10,23 +10,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from functools import partial
 
 from common.errors import Cancelled, DeadlineExceeded, EngineFailure, Overloaded, QuireError, Unavailable
 from common.rpc.deadline import is_expiry
 from common.types import DecisionKind, FinishReason
 from router.core.admission import Admission
 from router.core.events import AdmittedEvent, FinishedEvent, GenerateEvent, ValidatedRequest
-from router.core.routing import Choice
-from router.core.worker_events import Drawn, Ended, Granted, Lost, Preempted, Refused, SequenceEvent
+from router.core.worker_events import Drawn, Ended, Granted, Lost, Preempted, Refused
 from router.observe.recorder import Recorder
 from router.observe.request_trace import RequestTrace
 from router.ports import TextAssemblers
-from router.requests.dispatcher import Claim, Dispatcher, Job
+from router.requests.dispatcher import Dispatcher, Job, Placement
 from router.requests.inbox import Arrival, Expired, Turns
 from router.requests.output_stream import EXPIRED, STOPPED, OutputStream, StopTokens
-from router.requests.run import Prefix, RequestRun, Running, placement_of, submission_of
-from router.workers.client import WorkerClient
+from router.requests.run import Prefix, RequestRun, Running, placement_request_of, submission_of
 
 # A sequence that was lost this often is given up: what kills its workers may be the request itself.
 MAX_MOVES = 3
@@ -85,7 +82,6 @@ class RouterFrontend:
             self._admission.leave(request_id)
             if self.draining and not self._admission.inside:
                 self._idle.set()
-            self._dispatcher.released()
             trace.end(failure)
         if run.expired:
             raise DeadlineExceeded(f"{DEADLINE_WORDS} before every sequence had finished")
@@ -147,41 +143,40 @@ class RouterFrontend:
             run.expire_in(request.deadline - self._clock.monotonic())
         await self._place(run, run.sequences)
 
-    async def _place(self, run: RequestRun, sequences: Sequence[Running], moved: str = "") -> None:
+    async def _place(self, run: RequestRun, sequences: Sequence[Running], moved_because: str = "") -> None:
         identity = await self._dispatcher.known_identity()
         began, began_ns = self._clock.monotonic(), self._clock.time_ns()
-        prefix = Prefix.of(run.request, identity, sequences[0].output.tokens)
-        submit = partial(self._submit, run, sequences, prefix)
-        job = Job(
-            placement_of(run, prefix, len(sequences)), prefix.keys, run.request.priority, run.request.deadline, submit
-        )
-        job.moved = moved
+        request, prefix = run.request, Prefix.of(run.request, identity, sequences[0].output.tokens)
         if run.ticket is None:
-            run.ticket = self._dispatcher.ticket(job)
-        choice = await self._dispatcher.place(job, run.ticket)
+            run.ticket = self._dispatcher.ticket(request.priority)
+        wanted = placement_request_of(run, prefix, len(sequences))
+        job = Job(wanted, prefix.keys, request.priority, request.deadline, moved_because)
+        placement = await self._dispatcher.place(job, run.ticket)
+        self._submit(run, sequences, prefix, placement)
         self._admission.start(run.request_id, self._clock.monotonic())
         self._recorder.metrics.routing.observe(self._clock.monotonic() - began)
-        run.trace.placed(choice.decision, began_ns, job.looked_up_ns)
-        run.decision_id = choice.decision.decision_id
+        run.trace.placed(placement.decision, began_ns, placement.looked_up_ns)
+        run.decision_id = placement.decision.decision_id
 
-    def _submit(
-        self, run: RequestRun, sequences: Sequence[Running], prefix: Prefix, choice: Choice, client: WorkerClient
-    ) -> None:
-        """Send sequences to the worker that was chosen, and enter them in its books."""
-        assert choice.worker is not None
-        now, capacity = self._clock.monotonic(), choice.worker.capacity
-        left = None if run.request.deadline is None else max(0.0, run.request.deadline - now)
-        uncached = len(prefix.tokens) - choice.hit_blocks * capacity.block_size
-        blocks = capacity.blocks(len(prefix.tokens)) - choice.hit_blocks
+    def _submit(self, run: RequestRun, sequences: Sequence[Running], prefix: Prefix, placement: Placement) -> None:
+        """Send sequences to their worker. From here on the run owns the reservations, whatever goes wrong."""
+        run.worker_id = placement.worker_id
+        for running, reservation in zip(sequences, placement.reservations, strict=True):
+            running.reservation = reservation
+        deadline = run.request.deadline
+        left = None if deadline is None else max(0.0, deadline - self._clock.monotonic())
         first: int | None = None
         for running in sequences:
             submission = submission_of(run, running, prefix, left, self._eos_token_ids)
-            running.handle = client.submit(submission, run.sink(running, self._left), first)
-            running.client, running.claim = client, Claim(choice.worker, uncached, blocks, now)
-            if first is None:
-                # Siblings share all blocks but the last, which each may have to compute again.
-                first, uncached, blocks = running.handle, 1, 1
-        run.worker_id = choice.worker.worker_id
+            sink = run.sink(running)
+            try:
+                running.handle = placement.client.submit(submission, sink, first)
+            except Unavailable as gone:
+                # The worker was lost after it was chosen: the sequence moves on like any other of that worker.
+                sink(Lost(str(gone)))
+                continue
+            running.client = placement.client
+            first = running.handle if first is None else first
 
     # ------------------------------------------------------------ the stream
 
@@ -238,8 +233,8 @@ class RouterFrontend:
             run.trace.first_token()
         elif not run.request.whole:
             metrics.inter_token_latency.observe(now - output.last_token_at)
-        if running.claim is not None:
-            running.claim.prefilled()
+        if running.reservation is not None:
+            running.reservation.prefilled()
         event = output.drawn(drawn, now)
         if event is not None:
             metrics.generation_tokens.inc(len(event.token_ids))
@@ -256,14 +251,6 @@ class RouterFrontend:
         if rest is not None:
             yield rest
         yield self._finish(run, running, ended, now)
-
-    def _left(self, claim: Claim, event: SequenceEvent) -> None:
-        """A worker has done with a sequence: its place is free, whether or not the client has read what came of it."""
-        if isinstance(event, Ended) and event.reason in (FinishReason.STOP, FinishReason.LENGTH):
-            now = self._clock.monotonic()
-            claim.model.rates.finished(now - claim.placed_at, event.usage.output_tokens, now)
-        claim.release()
-        self._dispatcher.released()
 
     def _expire(self, run: RequestRun) -> Iterator[GenerateEvent]:
         if not run.live:  # the last end came together with the deadline
@@ -285,7 +272,6 @@ class RouterFrontend:
         event = running.output.finished(ended, now)
         self._recorder.finished(run.request_id, event, run.trace.trace_id)
         run.trace.finished(event)
-        self._dispatcher.released()
         return event
 
     # ------------------------------------------------------------ another worker
@@ -302,7 +288,7 @@ class RouterFrontend:
             self._recorder.metrics.migrations.inc()
             run.trace.lost()
             try:
-                await self._place(run, [running], moved=reason)
+                await self._place(run, [running], moved_because=reason)
             except DeadlineExceeded:
                 if not run.admitted:
                     raise

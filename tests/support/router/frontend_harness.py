@@ -77,6 +77,7 @@ class Bench:
     """The frontend, and what a test looks at."""
 
     frontend: RouterFrontend
+    dispatcher: Dispatcher
     pool: WorkerPool
     admission: Admission
     index: FixedIndex
@@ -137,7 +138,7 @@ async def frontend_over(
     recorder = Recorder(RouterMetrics(registry), decisions, tracer, CLOCK, new_id)
     admission = Admission(limits or AdmissionLimits())
     frontend = RouterFrontend(dispatcher, admission, WordAssemblers(), recorder, eos)
-    bench = Bench(frontend, pool, admission, index, decisions, spans, registry, tracer)
+    bench = Bench(frontend, dispatcher, pool, admission, index, decisions, spans, registry, tracer)
     try:
         for worker in workers:
             await worker.start()
