@@ -49,12 +49,12 @@ class Outcome(StrEnum):
 class PlacementRequest:
     """Sequences to place at one worker. `prompt_tokens` include output of an earlier run.
 
-    `max_length` bounds prompt and output of one sequence.
+    `max_len` bounds prompt and output of one sequence.
     """
 
     request_id: str
     prompt_tokens: int
-    max_length: int
+    max_len: int
     max_tokens: int
     sequences: int = 1
     traceparent: str = ""
@@ -164,9 +164,9 @@ _BEST_FIRST = (Outcome.PLACED, Outcome.WAIT, Outcome.NO_WORKER, Outcome.TOO_LARG
 def _filter(worker: WorkerModel, placement: PlacementRequest, now: float) -> tuple[Outcome, str]:
     """Return PLACED when the worker may be chosen, else what stands against it and in which words."""
     capacity = worker.capacity
-    if placement.max_length > capacity.max_model_len:
-        return Outcome.TOO_LARGE, f"too large: {placement.max_length} tokens of at most {capacity.max_model_len}"
-    if (needed := capacity.blocks(placement.max_length)) > capacity.num_blocks:
+    if placement.max_len > capacity.max_model_len:
+        return Outcome.TOO_LARGE, f"too large: {placement.max_len} tokens of at most {capacity.max_model_len}"
+    if (needed := capacity.blocks(placement.max_len)) > capacity.num_blocks:
         return Outcome.TOO_LARGE, f"too large: {needed} blocks of {capacity.num_blocks} in its pool"
     if trouble := worker.trouble(now):
         return Outcome.NO_WORKER, f"{trouble[0].value}: {trouble[1]}"

@@ -26,7 +26,7 @@ class TokenizeRequest(BaseModel):
     return_token_strs: bool | None = None
 
 
-class Tokens(BaseModel):
+class TokenizeAnswer(BaseModel):
     """The tokens of a prompt."""
 
     count: int
@@ -69,7 +69,7 @@ def token_routes(
         validator.check_token_ids(body.tokens)
         return {"prompt": codec.decode(body.tokens, skip_special_tokens=False)}
 
-    router.add_api_route("/tokenize", tokenize, methods=["POST"], response_model=Tokens)
+    router.add_api_route("/tokenize", tokenize, methods=["POST"], response_model=TokenizeAnswer)
     router.add_api_route("/detokenize", detokenize, methods=["POST"], response_model=Detokenized)
     return router
 

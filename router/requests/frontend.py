@@ -1,6 +1,6 @@
 """Serves one validated request from admission to its last token; gRPC and HTTP both come through here.
 
-    enter -> hash the prompt -> look it up -> wait for a worker -> submit n sequences -> stream what they draw
+    enter -> hash the prompt -> look it up -> wait for a worker -> submit n sequences -> stream their tokens
 
 A sequence whose worker is lost goes on at another one, from its prompt and the tokens that it has; the client sees a
 pause.
@@ -14,9 +14,9 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from common.errors import Cancelled, DeadlineExceeded, EngineFailure, Overloaded, QuireError, Unavailable
 from common.rpc.deadline import is_expiry
 from common.types import DecisionKind, FinishReason
-from router.core.admission import Admission
-from router.core.events import AdmittedEvent, FinishedEvent, GenerateEvent, ValidatedRequest
-from router.core.worker_events import Drawn, Ended, Granted, Lost, Preempted, Refused
+from router.core.admission import AdmissionLimiter
+from router.core.events import Admitted, Finished, GenerateEvent, ValidatedRequest
+from router.core.worker_events import Lost, Preempted, Refused, SequenceAdmitted, SequenceFinished, TokensSampled
 from router.observe.recorder import Recorder
 from router.observe.request_trace import RequestTrace
 from router.ports import TextAssemblers
@@ -37,7 +37,7 @@ class RouterFrontend:
     def __init__(
         self,
         dispatcher: Dispatcher,
-        admission: Admission,
+        admission: AdmissionLimiter,
         assemblers: TextAssemblers,
         recorder: Recorder,
         eos_token_ids: tuple[int, ...],
@@ -119,14 +119,14 @@ class RouterFrontend:
     def _enter(self, request: ValidatedRequest, request_id: str, trace: RequestTrace) -> None:
         if self.draining:
             raise Unavailable("the router is draining; another one takes new requests")
-        books, now = self._admission, self._clock.monotonic()
+        limiter, now = self._admission, self._clock.monotonic()
         figures = (
-            ("queued", float(books.queued)),
-            ("tokens_in_flight", float(books.tokens_in_flight)),
+            ("queued", float(limiter.queued)),
+            ("tokens_in_flight", float(limiter.tokens_in_flight)),
             ("tokens", float(request.tokens)),
         )
         try:
-            books.enter(request_id, request.tokens, request.tenant, now)
+            limiter.enter(request_id, request.tokens, request.tenant, now)
         except Overloaded as refused:
             self._recorder.decided(trace, DecisionKind.REJECTION, request_id, str(refused.violation.subject), figures)
             raise
@@ -150,7 +150,7 @@ class RouterFrontend:
         if run.ticket is None:
             run.ticket = self._dispatcher.ticket(request.priority)
         wanted = placement_request_of(run, prefix, len(sequences))
-        job = Job(wanted, prefix.keys, request.priority, request.deadline, moved_because)
+        job = Job(wanted, prefix.block_hashes, request.priority, request.deadline, moved_because)
         placement = await self._dispatcher.place(job, run.ticket)
         self._submit(run, sequences, prefix, placement)
         self._admission.start(run.request_id, self._clock.monotonic())
@@ -191,42 +191,44 @@ class RouterFrontend:
             return
         now = self._clock.monotonic()
         match event:
-            case Drawn() as drawn:
-                yield from self._drawn(run, running, drawn, now)
-            case Granted() as granted:
-                running.output.granted(granted, running.attempt, now)
+            case TokensSampled() as sampled:
+                yield from self._sampled(run, running, sampled, now)
+            case SequenceAdmitted() as admitted:
+                running.output.admitted(admitted, running.attempt, now)
                 if not run.admitted:
-                    yield self._admitted(run, granted, now)
+                    yield self._admitted(run, admitted, now)
             case Preempted():
                 running.output.preempted()
-            case Ended() as ended:
-                yield from self._ended(run, running, ended, now)
+            case SequenceFinished() as ended:
+                yield from self._finished(run, running, ended, now)
             case Refused(error):
                 running.lose(_words_of(error))
             case Lost(reason):
                 running.lose(reason)
 
-    def _admitted(self, run: RequestRun, granted: Granted, now: float) -> AdmittedEvent:
+    def _admitted(self, run: RequestRun, admitted: SequenceAdmitted, now: float) -> Admitted:
         request, metrics = run.request, self._recorder.metrics
         run.admitted = True
         metrics.queue_time.observe(now - request.arrived)
         metrics.request_prompt.observe(len(request.prompt))
         metrics.prompt_tokens.inc(len(request.prompt))
-        metrics.cached_tokens.inc(granted.cached_tokens)
-        return AdmittedEvent(
+        metrics.cached_tokens.inc(admitted.cached_tokens)
+        return Admitted(
             request_id=run.request_id,
             worker_id=run.worker_id,
             prompt_tokens=len(request.prompt),
-            cached_tokens=granted.cached_tokens,
+            cached_tokens=admitted.cached_tokens,
             queue_seconds=now - request.arrived,
             decision_id=run.decision_id,
             trace_id=run.trace.trace_id,
             seed=request.sampling.seed,
-            miss_reason=granted.miss_reason,
-            diverged_at=granted.diverged_at,
+            miss_reason=admitted.miss_reason,
+            diverged_at=admitted.diverged_at,
         )
 
-    def _drawn(self, run: RequestRun, running: Running, drawn: Drawn, now: float) -> Iterator[GenerateEvent]:
+    def _sampled(
+        self, run: RequestRun, running: Running, sampled: TokensSampled, now: float
+    ) -> Iterator[GenerateEvent]:
         output, metrics = running.output, self._recorder.metrics
         if output.first_token_at is None:
             metrics.first_token(now - run.request.arrived, run.trace.trace_id)
@@ -235,14 +237,16 @@ class RouterFrontend:
             metrics.inter_token_latency.observe(now - output.last_token_at)
         if running.reservation is not None:
             running.reservation.prefilled()
-        event = output.drawn(drawn, now)
+        event = output.sampled(sampled, now)
         if event is not None:
             metrics.generation_tokens.inc(len(event.token_ids))
             yield event
         if output.stop_string is not None:
             yield self._finish(run, running, STOPPED, now)
 
-    def _ended(self, run: RequestRun, running: Running, ended: Ended, now: float) -> Iterator[GenerateEvent]:
+    def _finished(
+        self, run: RequestRun, running: Running, ended: SequenceFinished, now: float
+    ) -> Iterator[GenerateEvent]:
         if ended.reason in (FinishReason.ERROR, FinishReason.CANCELLED):
             # Not asked for here: a failed step, or a worker that shuts down.
             running.lose(ended.message or f"the worker ended it: {ended.reason.value}")
@@ -265,7 +269,7 @@ class RouterFrontend:
                 yield rest
             yield self._finish(run, running, EXPIRED, now)
 
-    def _finish(self, run: RequestRun, running: Running, ended: Ended, now: float) -> FinishedEvent:
+    def _finish(self, run: RequestRun, running: Running, ended: SequenceFinished, now: float) -> Finished:
         running.leave(ended.reason)
         running.done = True
         run.expired |= ended.reason is FinishReason.DEADLINE
@@ -292,7 +296,7 @@ class RouterFrontend:
             except DeadlineExceeded:
                 if not run.admitted:
                     raise
-                # It ends with what it has; what others have drawn meanwhile is still to be sent.
+                # It ends with what it has; tokens of its siblings are still to be sent.
                 run.inbox.put(running.output.index, running.attempt, EXPIRED)
 
 

@@ -10,7 +10,7 @@ from common.types import BlockHash, FinishReason, PoolIdentity
 from router.core.events import ValidatedRequest
 from router.core.routing import PlacementRequest
 from router.core.waiting_queue import Ticket
-from router.core.worker_events import Drawn, Ended, Granted, Preempted, SequenceEvent
+from router.core.worker_events import Preempted, SequenceAdmitted, SequenceEvent, SequenceFinished, TokensSampled
 from router.observe.request_trace import RequestTrace
 from router.requests.inbox import Expired, Inbox, Turns
 from router.requests.output_stream import OutputStream
@@ -19,7 +19,7 @@ from router.workers.client import Sink, WorkerClient
 from router.workers.codec import Submission
 
 # After these a sequence still has its place at the worker.
-_GOES_ON = (Granted, Drawn, Preempted)
+_GOES_ON = (SequenceAdmitted, TokensSampled, Preempted)
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class RequestRun:
         self.request, self.request_id, self.trace = request, request_id, trace
         self.sequences: list[Running] = []
         # Fills up while the client reads slowly, with the tokens that it asked for at most. They stay in the
-        # admission's books meanwhile: max_tokens_in_flight bounds all inboxes together.
+        # AdmissionLimiter's count meanwhile: max_tokens_in_flight bounds all inboxes together.
         # A stop string must be seen when it comes: the worker does not know it.
         self.inbox = Inbox(turns, patient=request.whole and not request.sampling.stop)
         self.admitted = False
@@ -106,7 +106,7 @@ class RequestRun:
 def _release(reservation: LoadReservation | None, event: SequenceEvent) -> None:
     if reservation is None:
         return
-    if isinstance(event, Ended) and event.reason in (FinishReason.STOP, FinishReason.LENGTH):
+    if isinstance(event, SequenceFinished) and event.reason in (FinishReason.STOP, FinishReason.LENGTH):
         reservation.complete(event.usage.output_tokens)
     else:
         reservation.release()
@@ -114,15 +114,15 @@ def _release(reservation: LoadReservation | None, event: SequenceEvent) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The tokens of a sequence so far, prompt first, and the hash chain over their full blocks."""
+    """The tokens of a sequence so far, prompt first, and the hashes of their full blocks."""
 
     tokens: tuple[int, ...]
-    keys: tuple[BlockHash, ...]
-    tail: bytes
+    block_hashes: tuple[BlockHash, ...]
+    parent_digest: bytes
 
     @staticmethod
     def of(request: ValidatedRequest, identity: PoolIdentity, output: list[int]) -> Prefix:
-        """Hash the chain; about 0.6 microseconds a block. A request that is not to be cached has no keys."""
+        """Hash the full blocks, in about 0.6 microseconds each. A request with `no_cache` has no block hashes."""
         tokens = (*request.prompt, *output)
         extra = [("salt", request.salt)] if request.salt else []
         root = root_digest(
@@ -144,8 +144,8 @@ def placement_request_of(run: RequestRun, prefix: Prefix, sequences: int) -> Pla
     return PlacementRequest(
         request_id=run.request_id,
         prompt_tokens=len(prefix.tokens),
-        max_length=request.max_length,
-        max_tokens=request.max_length - len(prefix.tokens),
+        max_len=request.max_len,
+        max_tokens=request.max_len - len(prefix.tokens),
         sequences=sequences,
         traceparent=run.trace.traceparent,
     )
@@ -160,8 +160,8 @@ def submission_of(
         request_id=run.request_id,
         index=running.output.index,
         tokens=prefix.tokens,
-        block_hashes=prefix.keys,
-        parent_digest=prefix.tail,
+        block_hashes=prefix.block_hashes,
+        parent_digest=prefix.parent_digest,
         sampling=request.sampling,
         priority=request.priority,
         timeout=timeout,

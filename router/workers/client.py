@@ -24,7 +24,7 @@ from common.wire.identity_codec import identity_to_proto
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.gpuworker.v1 import gpuworker_pb2_grpc as rpc
 from router.core.identity import is_complete
-from router.core.worker_events import Ended, Lost, SequenceEvent
+from router.core.worker_events import Lost, SequenceEvent, SequenceFinished
 from router.core.worker_model import Load
 from router.workers.codec import (
     Submission,
@@ -215,7 +215,7 @@ class WorkerClient:
             raise ProtocolViolation(f"outputs {outputs.seq} came after {self._last_seq}")
         self._last_seq = outputs.seq
         for handle, event in events_of(outputs):
-            ended = isinstance(event, Ended)
+            ended = isinstance(event, SequenceFinished)
             sink = self._sinks.pop(handle, None) if ended else self._sinks.get(handle)
             if sink is not None:
                 sink(event)
