@@ -94,7 +94,7 @@ class WorkerPool:
         """Begin again after a bug, such as one in what a sequence's sink does: the worker is not lost for ever."""
         if not task.cancelled():
             log.error("unexpected error in the connection to %s", address, exc_info=task.exception())
-            asyncio.get_running_loop().call_later(self._pacing.most, self._run, address)
+            asyncio.get_running_loop().call_later(self._pacing.reconnect.longest, self._run, address)
 
     def remove(self, address: str) -> None:
         """Stop using an address; sequences there are Lost."""

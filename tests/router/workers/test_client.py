@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from common.backoff import Backoff
 from common.errors import AlreadyExists, IdentityMismatch, ProtocolViolation, QuireError, Unavailable
 from common.types import FinishReason, MissReason, SamplingParams, TokenLogprobs, Usage
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
@@ -27,7 +28,7 @@ from router.workers.client import Pacing, RouterIdentity, WorkerClient
 from router.workers.codec import Submission, WorkerFacts
 from tests.support.router.fake_worker import IDENTITY, PATIENCE_S, FakeWorker, prompt_of, running
 
-QUICK = Pacing(first=0.01, most=0.05, hello=0.2)
+QUICK = Pacing(Backoff(first=0.01, longest=0.05, jitter=0.5), hello=0.2)
 SUBMISSION = Submission("r1", 0, (1, 2, 3, 4, 5), (), b"r" * 32, SamplingParams(max_tokens=3), eos_token_ids=(7,))
 
 
@@ -363,11 +364,5 @@ async def test_a_client_that_is_ended_loses_its_sequences(worker: FakeWorker, li
     assert isinstance(await inbox.next(), Lost)
 
 
-def test_pauses_double_and_are_drawn_from_their_upper_half() -> None:
-    pacing = Pacing(first=0.1, most=1.0)
-    assert [pacing.delay(failures, draw=1.0) for failures in (1, 2, 3, 5, 50)] == pytest.approx([0.1, 0.2, 0.4, 1, 1])
-    assert pacing.delay(1, draw=0.0) == pytest.approx(0.05)
-
-
 def test_a_worker_that_comes_is_connected_within_a_second() -> None:
-    assert max(Pacing().delay(failures, draw=0.999) for failures in range(1, 100)) <= 1.0
+    assert max(Pacing().reconnect.pause(failures, 0.999) for failures in range(1, 100)) <= 1.0

@@ -7,12 +7,13 @@ import logging
 
 import pytest
 
+from common.backoff import Backoff
 from common.clock import SystemClock
 from router.workers.client import Pacing, RouterIdentity
 from router.workers.pool import WorkerPool
 from tests.support.router.fake_worker import IDENTITY, FakeWorker, running
 
-QUICK = Pacing(first=0.01, most=0.05)
+QUICK = Pacing(Backoff(first=0.01, longest=0.05, jitter=0.5))
 
 
 class Faulty:

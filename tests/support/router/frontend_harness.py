@@ -14,6 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import Tracer
 from prometheus_client import CollectorRegistry
 
+from common.backoff import Backoff
 from common.clock import SystemClock
 from common.decisions.ring import DecisionRing
 from common.types import BlockHash, PoolIdentity, SamplingParams
@@ -30,7 +31,7 @@ from router.workers.client import Pacing, RouterIdentity
 from router.workers.pool import WorkerPool
 from tests.support.router.fake_worker import IDENTITY, PATIENCE_S, FakeWorker
 
-QUICK = Pacing(first=0.01, most=0.05, hello=1.0)
+QUICK = Pacing(Backoff(first=0.01, longest=0.05, jitter=0.5), hello=1.0)
 CLOCK = SystemClock()
 
 
