@@ -33,13 +33,12 @@ from quire.inference.v1 import inference_pb2_grpc
 from quire.kserve.v2 import kserve_pb2_grpc
 from router.config import RouterSettings
 from router.constraints.checker import ConstraintChecker
-from router.core.admission import Admission, AdmissionLimits
+from router.core.admission import AdmissionLimiter, AdmissionLimits
 from router.core.identity import UNKNOWN_ARITHMETIC, UNKNOWN_GEOMETRY
 from router.core.routing import Router
 from router.grpc_api.decision_servicer import DecisionServicer
 from router.grpc_api.servicer import InferenceServicer
-from router.kserve.servicer import SERVICE as KSERVE
-from router.kserve.servicer import KserveServicer
+from router.kserve.servicer import KSERVE_SERVICE, KserveServicer
 from router.observe.metrics import RouterMetrics
 from router.observe.otlp_receiver import add_otlp_receiver
 from router.observe.recorder import Recorder
@@ -47,12 +46,12 @@ from router.observe.siblings import Siblings
 from router.observe.status import RouterStatus
 from router.observe.trace_store import StoreExporter, TraceStore
 from router.openai.app import HttpParts, create_app
-from router.openai.server import HttpServer, serve_http
 from router.ports import ModelCard, PrefixIndex
 from router.requests.dispatcher import Dispatcher
 from router.requests.frontend import RouterFrontend
 from router.requests.redis_prefix_index import LOOKUP_SECONDS, NoPrefixIndex, RedisPrefixIndex, connect
 from router.requests.validate import Validator
+from router.serving.http_server import HttpServer, serve_http
 from router.text.assembler import CheckpointText
 from router.text.checkpoint import Checkpoint, read_checkpoint
 from router.workers.client import RouterIdentity
@@ -65,7 +64,7 @@ log = logging.getLogger(__name__)
 INFERENCE: Final = "quire.inference.v1.InferenceService"
 DECISIONS: Final = "quire.decision.v1.DecisionService"
 # A stream of many requests, each of which may bring a trace of its own.
-_UNTRACED: Final = (f"/{KSERVE}/ModelStreamInfer",)
+_UNTRACED: Final = (f"/{KSERVE_SERVICE}/ModelStreamInfer",)
 _DISCOVERY_TIMEOUT_S: Final = 1.0
 _LAST_WORDS_S: Final = 0.5
 
@@ -86,7 +85,7 @@ class RouterProcess:
         name, incarnation = f"router-{secrets.token_hex(4)}", secrets.token_bytes(16)
         self.pool = WorkerPool(RouterIdentity(name, incarnation), self._card.identity, self._clock)
         self._server = RpcServer(
-            [INFERENCE, DECISIONS, KSERVE], [server_spans(self._telemetry.tracer, _UNTRACED)], self._shares
+            [INFERENCE, DECISIONS, KSERVE_SERVICE], [server_spans(self._telemetry.tracer, _UNTRACED)], self._shares
         )
         self._siblings = Siblings(settings.sibling)
         self._own_http = MetricsServer(self._registry, self._is_ready)
@@ -128,7 +127,7 @@ class RouterProcess:
         index: PrefixIndex = NoPrefixIndex()
         if self._clients:
             index = RedisPrefixIndex(self._clients[0], lambda: self.pool.identity, clock, count=metrics.looked_up)
-        admission = Admission(AdmissionLimits(settings.max_queued_requests, settings.max_tokens_in_flight))
+        admission = AdmissionLimiter(AdmissionLimits(settings.max_queued_requests, settings.max_tokens_in_flight))
         new_id = _ids(name)
         chooser = Router(clock, new_id, settings.routing_seed)
         dispatcher = Dispatcher(self.pool, chooser, index, self._ring, clock)

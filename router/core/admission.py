@@ -42,8 +42,8 @@ class _Inside:
     queued: bool = True
 
 
-class Admission:
-    """Books of the requests inside the router. Every `enter` is followed by one `leave`, whatever happens between."""
+class AdmissionLimiter:
+    """Counts the requests inside the router and refuses more than the limits. One `leave` follows every `enter`."""
 
     def __init__(self, limits: AdmissionLimits, policy: TenantPolicy | None = None) -> None:
         self._limits, self._policy = limits, policy or NoTenantQuotas()

@@ -1,41 +1,43 @@
-"""A circuit breaker: a neighbour that keeps failing is left alone for a while, so that its absence costs nothing."""
+"""A circuit breaker: a service that keeps failing is not called for a while, so that its absence costs nothing."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 
 class CircuitBreaker:
-    """Opens after `threshold` failures in a row, for `first` seconds and twice as long each time, up to `most`.
+    """Opens after `threshold` failures in a row. `pause` gives the seconds that it stays open, the 1st, 2nd, ... time.
 
-    When that time is over one question is let through; its outcome closes the breaker or opens it again.
+    After the pause it lets one call through; the outcome of that call closes the breaker or opens it again.
     """
 
-    def __init__(self, threshold: int = 3, first: float = 1.0, most: float = 10.0) -> None:
-        self._threshold, self._first, self._most = threshold, first, most
+    def __init__(self, pause: Callable[[int], float], threshold: int = 3) -> None:
+        self._pause, self._threshold = pause, threshold
         self._failures = 0
         self._open_until = 0.0
 
     def allows(self, now: float) -> bool:
-        """Return whether to ask now. Who is let through after a pause must report the outcome."""
+        """Return whether to call now. A caller that is let through must report the outcome."""
         if self._failures < self._threshold:
             return True
         if now < self._open_until:
             return False
-        # Nobody else is let through while this one tries.
-        self._open_until = now + self._first
+        # No other call is let through while this one is under way.
+        self._open_until = now + self._pause(1)
         return True
 
     def succeeded(self) -> None:
-        """An answer came."""
+        """Close the breaker: the call was answered."""
         self._failures = 0
 
     def failed(self, now: float) -> None:
-        """No answer came."""
+        """Count a call without an answer, and open the breaker at the threshold."""
         self._failures += 1
-        over = self._failures - self._threshold
-        if over >= 0:
-            self._open_until = now + min(self._most, self._first * 2.0 ** min(over, 30))
+        openings = self._failures - self._threshold + 1
+        if openings > 0:
+            self._open_until = now + self._pause(openings)
 
     @property
     def healthy(self) -> bool:
-        """Whether the last question got an answer, or none was asked."""
+        """Whether the last call was answered, or none was made."""
         return self._failures == 0

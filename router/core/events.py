@@ -1,8 +1,8 @@
 """The contract between the router's edges: what a request is once validated, and the events that answer it.
 
-A request yields one AdmittedEvent, then TokensEvents as they are made, then one FinishedEvent for each of its
-`sampling.n` sequences; sequences are interleaved and carry their index. A refused request yields no event at all: the
-iterator raises a QuireError at its first step.
+A request yields one Admitted, then Tokens as the workers sample them, then one Finished for each of its `sampling.n`
+sequences. Sequences are interleaved and carry their index. The names are those of the messages in inference.proto. A
+refused request yields no event: the iterator raises a QuireError at its first step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from common.types import FinishReason, MissReason, SamplingParams, TokenLogprobs
 class ValidatedRequest:
     """A request in which every field is checked and every default filled in.
 
-    `sampling.seed` is a drawn or given value. `arrived` and `deadline` are readings of Clock.monotonic (seconds).
+    `sampling.seed` is the given value or a random one. `arrived` and `deadline` are readings of Clock.monotonic, in
+    seconds.
     `cache_domain` is derived from the authenticated tenant, never set by the client; `salt` narrows it.
     """
 
@@ -35,7 +36,7 @@ class ValidatedRequest:
     whole: bool = False
 
     @property
-    def max_length(self) -> int:
+    def max_len(self) -> int:
         """Tokens of one sequence at most: prompt and output."""
         return len(self.prompt) + self.sampling.max_tokens
 
@@ -46,7 +47,7 @@ class ValidatedRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class AdmittedEvent:
+class Admitted:
     """The first sequence has its blocks. `queue_seconds` counts from arrival at the router."""
 
     request_id: str
@@ -62,7 +63,7 @@ class AdmittedEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class TokensEvent:
+class Tokens:
     """Tokens of one sequence and the text that they complete.
 
     The text is whole in UTF-8 and cannot become part of a stop string; it may be empty while text is held back, and
@@ -86,7 +87,7 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True)
-class FinishedEvent:
+class Finished:
     """One sequence has ended. At most one of `stop_string` and `stop_token_id` is set; `message` explains an ERROR."""
 
     index: int
@@ -98,4 +99,4 @@ class FinishedEvent:
     message: str = ""
 
 
-GenerateEvent = AdmittedEvent | TokensEvent | FinishedEvent
+GenerateEvent = Admitted | Tokens | Finished

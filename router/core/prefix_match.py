@@ -1,7 +1,7 @@
-"""How far each worker holds a chain of blocks, from the values that the index has for its keys.
+"""How many leading blocks of a prefix each worker holds, from what the index has under their hashes.
 
-The chain is asked for in windows of 32, 128 and then 512 keys, and asking stops at the first window through which no
-worker holds every block: membership is monotone along a chain, so nothing behind a hole can be used.
+The router asks in windows of 32, 128 and then 512 block hashes. It stops at the first window of which no worker holds
+every block: a worker that lacks a block cannot use any later one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Entry = tuple[int, int]
 
 
 def windows(length: int) -> Iterator[range]:
-    """Return the positions of each window over a chain of `length` blocks."""
+    """Return the positions of each window over `length` blocks."""
     start, number = 0, 0
     while start < length:
         size = WINDOWS[min(number, len(WINDOWS) - 1)]
@@ -38,7 +38,7 @@ class PrefixMatch:
     def feed(self, values: Sequence[bytes | None]) -> bool:
         """Take the values of the next keys; return whether some worker holds all blocks so far."""
         for value in values:
-            # Neighbours in a chain mostly have the same holders, and so the same bytes.
+            # Neighbouring blocks mostly have the same holders, and so the same bytes.
             if value != self._last or self._alive is None:
                 self._narrow(self._unpack(value) if value else ())
                 self._last = value
@@ -48,9 +48,9 @@ class PrefixMatch:
         return bool(self._alive)
 
     def hits(self) -> dict[str, int]:
-        """Return blocks held from the chain's start, by worker id; workers with none are left out."""
-        held = self._hits | dict.fromkeys((self._alive or {}).values(), self._depth)
-        return {worker_id: blocks for worker_id, blocks in held.items() if blocks}
+        """Return the number of leading blocks by worker id; workers with none are left out."""
+        hits = self._hits | dict.fromkeys((self._alive or {}).values(), self._depth)
+        return {worker_id: blocks for worker_id, blocks in hits.items() if blocks}
 
     def _narrow(self, entries: Sequence[Entry]) -> None:
         """Drop the workers that do not hold the block at the current depth; their hits end here."""

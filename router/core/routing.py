@@ -37,7 +37,7 @@ MANAGER_AWAY_S = 1.0
 
 
 class Outcome(StrEnum):
-    """What became of a placement."""
+    """What became of a placement request."""
 
     PLACED = "placed"
     WAIT = "wait"
@@ -46,12 +46,15 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
-    """What is to be placed: `prompt_tokens` include output of an earlier run; `max_length` bounds one sequence."""
+class PlacementRequest:
+    """Sequences to place at one worker. `prompt_tokens` include output of an earlier run.
+
+    `max_len` bounds prompt and output of one sequence.
+    """
 
     request_id: str
     prompt_tokens: int
-    max_length: int
+    max_len: int
     max_tokens: int
     sequences: int = 1
     traceparent: str = ""
@@ -101,7 +104,7 @@ class Router:
 
     def route(
         self,
-        placement: Placement,
+        placement: PlacementRequest,
         workers: Sequence[WorkerModel],
         hits: Mapping[str, int],
         absent: Collection[tuple[str, str]] = (),
@@ -158,12 +161,12 @@ def _ages(workers: Sequence[WorkerModel], now: float) -> Iterator[tuple[str, flo
 _BEST_FIRST = (Outcome.PLACED, Outcome.WAIT, Outcome.NO_WORKER, Outcome.TOO_LARGE)
 
 
-def _filter(worker: WorkerModel, placement: Placement, now: float) -> tuple[Outcome, str]:
+def _filter(worker: WorkerModel, placement: PlacementRequest, now: float) -> tuple[Outcome, str]:
     """Return PLACED when the worker may be chosen, else what stands against it and in which words."""
     capacity = worker.capacity
-    if placement.max_length > capacity.max_model_len:
-        return Outcome.TOO_LARGE, f"too large: {placement.max_length} tokens of at most {capacity.max_model_len}"
-    if (needed := capacity.blocks(placement.max_length)) > capacity.num_blocks:
+    if placement.max_len > capacity.max_model_len:
+        return Outcome.TOO_LARGE, f"too large: {placement.max_len} tokens of at most {capacity.max_model_len}"
+    if (needed := capacity.blocks(placement.max_len)) > capacity.num_blocks:
         return Outcome.TOO_LARGE, f"too large: {needed} blocks of {capacity.num_blocks} in its pool"
     if trouble := worker.trouble(now):
         return Outcome.NO_WORKER, f"{trouble[0].value}: {trouble[1]}"
@@ -212,7 +215,7 @@ def _mean(values: Sequence[float | None], trusts: Sequence[float], prior: float)
     return sum(value * trust for value, trust in known) / weight if weight else prior
 
 
-def _cost(worker: WorkerModel, placement: Placement, hit_blocks: int, others: _Others) -> _Cost:
+def _cost(worker: WorkerModel, placement: PlacementRequest, hit_blocks: int, others: _Others) -> _Cost:
     capacity, rates, trust = worker.capacity, worker.rates, _trust(worker, others.latest)
     running = min(worker.sequences + placement.sequences, capacity.max_num_seqs)
     per_token = _believed(rates.prefill_token.value, others.prefill_token, trust)
@@ -232,7 +235,7 @@ def _believed(shown: float | None, usual: float, trust: float) -> float:
     return usual if shown is None else usual + trust * (shown - usual)
 
 
-def _wait_for_room(worker: WorkerModel, placement: Placement, hit_blocks: int, stay: float) -> float:
+def _wait_for_room(worker: WorkerModel, placement: PlacementRequest, hit_blocks: int, stay: float) -> float:
     """Return predicted seconds until enough sequences, each staying `stay` seconds, have left.
 
     By Little's law `n` sequences that stay for `stay` seconds leave at the rate n / stay, and blocks likewise.

@@ -1,4 +1,4 @@
-"""What happens to one sequence at a worker, as the worker's stream tells it; in order for each sequence."""
+"""Events of one sequence at a worker, in order. Their names are those of the messages in gpuworker.proto."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from common.types import FinishReason, MissReason, TokenLogprobs, Usage
 
 
 @dataclass(frozen=True, slots=True)
-class Granted:
-    """The KV manager gave the sequence its blocks; `reserve_seconds` is what it waited for them at the worker."""
+class SequenceAdmitted:
+    """The sequence has its blocks, after waiting `reserve_seconds` for them at the worker."""
 
     cached_tokens: int
     miss_reason: MissReason
@@ -20,7 +20,7 @@ class Granted:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class TokensSampled:
     """New output tokens, with a log-probability entry each when the request asked for them."""
 
     token_ids: tuple[int, ...]
@@ -33,7 +33,7 @@ class Preempted:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class SequenceFinished:
     """The worker has finished with the sequence."""
 
     reason: FinishReason
@@ -56,4 +56,4 @@ class Lost:
     reason: str
 
 
-SequenceEvent = Granted | Drawn | Preempted | Ended | Refused | Lost
+SequenceEvent = SequenceAdmitted | TokensSampled | Preempted | SequenceFinished | Refused | Lost

@@ -104,10 +104,10 @@ class WorkerModel:
 
     def placed(self, sequences: int, prefill_tokens: int, blocks: int) -> None:
         """Count what was just submitted; negative numbers take back what finished."""
-        for ledger in (self._since, self._outstanding):
-            ledger.sequences += sequences
-            ledger.prefill_tokens += prefill_tokens
-            ledger.blocks += blocks
+        for placed in (self._since, self._outstanding):
+            placed.sequences += sequences
+            placed.prefill_tokens += prefill_tokens
+            placed.blocks += blocks
 
     @property
     def outstanding(self) -> int:
@@ -117,20 +117,20 @@ class WorkerModel:
     @property
     def sequences(self) -> int:
         """Sequences at the worker now, waiting ones included."""
-        told = self.load.running + self.load.waiting + self._since.sequences
-        return max(told, self._outstanding.sequences)
+        reported = self.load.running + self.load.waiting + self._since.sequences
+        return max(reported, self._outstanding.sequences)
 
     @property
     def pending_prefill_tokens(self) -> int:
         """Prompt tokens at the worker that are not computed yet."""
-        told = self.load.pending_prefill_tokens + self._since.prefill_tokens
-        return max(told, self._outstanding.prefill_tokens)
+        reported = self.load.pending_prefill_tokens + self._since.prefill_tokens
+        return max(reported, self._outstanding.prefill_tokens)
 
     @property
     def unheld_blocks(self) -> int:
         """Blocks that no sequence holds, cached ones included."""
-        told = self.load.unheld_blocks - self._since.blocks
-        return min(max(told, 0), self.capacity.num_blocks)
+        reported = self.load.unheld_blocks - self._since.blocks
+        return min(max(reported, 0), self.capacity.num_blocks)
 
     def trouble(self, now: float) -> tuple[WorkerState, str] | None:
         """Return why the worker may not be given work, if so: it drains, or its step or its heartbeat is late."""

@@ -8,16 +8,16 @@ from common.wire.enum_codec import finish_to_proto, miss_to_proto
 from common.wire.identity_codec import identity_to_proto
 from common.wire.output_codec import logprobs_to_proto, usage_to_proto
 from quire.inference.v1 import inference_pb2 as pb
-from router.core.events import AdmittedEvent, FinishedEvent, GenerateEvent, TokensEvent
+from router.core.events import Admitted, Finished, GenerateEvent, Tokens
 from router.ports import ModelCard
 
 
 def event_to_proto(event: GenerateEvent) -> pb.GenerateResponse:
     """Return the message of one event."""
     match event:
-        case AdmittedEvent():
+        case Admitted():
             return pb.GenerateResponse(admitted=admitted_to_proto(event))
-        case TokensEvent():
+        case Tokens():
             tokens = pb.Tokens(
                 index=event.index,
                 text=event.text,
@@ -25,7 +25,7 @@ def event_to_proto(event: GenerateEvent) -> pb.GenerateResponse:
                 logprobs=map(logprobs_to_proto, event.logprobs),
             )
             return pb.GenerateResponse(tokens=tokens)
-        case FinishedEvent():
+        case Finished():
             return pb.GenerateResponse(finished=finished_to_proto(event))
 
 
@@ -35,20 +35,20 @@ def unary_to_proto(events: Iterable[GenerateEvent], sequences: int) -> pb.Genera
     texts: list[list[str]] = [[] for _ in range(sequences)]
     for event in events:
         match event:
-            case AdmittedEvent():
+            case Admitted():
                 response.admitted.CopyFrom(admitted_to_proto(event))
-            case TokensEvent():
+            case Tokens():
                 texts[event.index].append(event.text)
                 response.outputs[event.index].token_ids.extend(event.token_ids)
                 response.outputs[event.index].logprobs.extend(map(logprobs_to_proto, event.logprobs))
-            case FinishedEvent():
+            case Finished():
                 response.outputs[event.index].finished.CopyFrom(finished_to_proto(event))
     for output, text in zip(response.outputs, texts, strict=True):
         output.text = "".join(text)
     return response
 
 
-def admitted_to_proto(event: AdmittedEvent) -> pb.Admitted:
+def admitted_to_proto(event: Admitted) -> pb.Admitted:
     """Return the message of an admission."""
     return pb.Admitted(
         request_id=event.request_id,
@@ -64,7 +64,7 @@ def admitted_to_proto(event: AdmittedEvent) -> pb.Admitted:
     )
 
 
-def finished_to_proto(event: FinishedEvent) -> pb.Finished:
+def finished_to_proto(event: Finished) -> pb.Finished:
     """Return the message of a sequence's end."""
     timings = event.timings
     message = pb.Finished(

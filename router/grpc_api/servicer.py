@@ -11,10 +11,10 @@ from common.clock import Clock
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
 from router.core.events import GenerateEvent
-from router.grpc_api.call_context import Context, call_context
 from router.grpc_api.codec import event_to_proto, model_to_proto, unary_to_proto
 from router.observe.siblings import Siblings, asked_by_sibling
 from router.ports import Frontend, ModelCard, RequestValidator, TextCodec
+from router.serving.call_context import Context, call_context
 
 
 class StatusSource(Protocol):

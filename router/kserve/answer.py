@@ -10,7 +10,7 @@ from typing import Any, Final
 from common.errors import QuireError
 from common.types import TokenLogprobs
 from quire.kserve.v2 import kserve_pb2 as pb
-from router.core.events import AdmittedEvent, FinishedEvent, GenerateEvent, TokensEvent
+from router.core.events import Admitted, Finished, GenerateEvent, Tokens
 from router.kserve import tensors
 from router.kserve.request import Asked
 from router.kserve.tensors import Elements, Tensor, add_output
@@ -33,7 +33,7 @@ class _Sequence:
     cumulative_logprob: float = 0.0
     reason: str = _UNFINISHED
 
-    def take(self, event: TokensEvent) -> None:
+    def take(self, event: Tokens) -> None:
         self.text.append(event.text)
         self.token_ids += event.token_ids
         self.logprobs += event.logprobs
@@ -51,16 +51,16 @@ class Answer:
         self._sequences = [_Sequence() for _ in range(sequences)]
         for sequence in self._sequences:
             sequence.text.append(asked.prefix)
-        self._admitted: AdmittedEvent | None = None
+        self._admitted: Admitted | None = None
 
     def take(self, event: GenerateEvent) -> None:
         """Add what an event brings."""
         match event:
-            case AdmittedEvent():
+            case Admitted():
                 self._admitted = event
-            case TokensEvent():
+            case Tokens():
                 self._sequences[event.index].take(event)
-            case FinishedEvent():
+            case Finished():
                 self._sequences[event.index].reason = event.reason.value
 
     def response(self, final: bool = False) -> pb.ModelInferResponse:

@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 from common.errors import FieldViolation
 from common.settings.pydantic_words import mistake
 from quire.inference.v1 import inference_pb2
-from router.openai.types import Float32, Int32, Int64
+from router.serving.numbers import Float32, Int32, Int64
 
 CONSTRAINTS: Final = ("json_schema", "regex", "grammar")
 # Fields whose name is the same in SamplingParams of quire.types.v1.

@@ -13,15 +13,15 @@ from common.errors import NotFound, QuireError
 from common.rpc.interceptor import send
 from quire.kserve.v2 import kserve_pb2 as pb
 from quire.kserve.v2 import kserve_pb2_grpc as rpc
-from router.core.events import TokensEvent
-from router.grpc_api.call_context import Context, call_context, metadata_of
+from router.core.events import Tokens
 from router.kserve.answer import VERSION, Answer, error_response
 from router.kserve.request import read
 from router.kserve.tensors import INPUTS, OUTPUTS, Tensor
 from router.observe.status import quire_version
 from router.ports import CallContext, Frontend, ModelCard, RequestValidator
+from router.serving.call_context import Context, call_context, metadata_of
 
-SERVICE: Final = "inference.GRPCInferenceService"
+KSERVE_SERVICE: Final = "inference.GRPCInferenceService"
 # Requests of one stream that are under way at once; more wait in the client's own buffers.
 MOST_AT_ONCE: Final = 1024
 _EXTENSIONS: Final = ("model_configuration", "parameters")
@@ -120,7 +120,7 @@ class KserveServicer(rpc.GRPCInferenceServiceServicer):
         async with aclosing(self._frontend.generate(replace(validated, whole=not asked.stream))) as events:
             async for event in events:
                 answer.take(event)
-                if asked.stream and isinstance(event, TokensEvent):
+                if asked.stream and isinstance(event, Tokens):
                     yield answer.response()
         # Only now is it certain that no error comes after it.
         yield answer.response(final=True)

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from common.errors import Cancelled, DeadlineExceeded, EngineFailure, Overloaded, QuireError, Unavailable
 from common.types import FinishReason
-from router.core.events import FinishedEvent
+from router.core.events import Finished
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 # What may come of a question to the prefix index: an answer, none in time, or that it was not asked after many without.
@@ -72,7 +72,7 @@ class RouterMetrics:
         """Count the first token of a sequence; `trace_id` is "" where the request is not traced."""
         self.time_to_first_token.observe(seconds, _exemplar(trace_id))
 
-    def done(self, event: FinishedEvent, trace_id: str) -> None:
+    def done(self, event: Finished, trace_id: str) -> None:
         """Count the end of one sequence; `trace_id` as for `first_token`."""
         self.finished.labels(event.reason.value).inc()
         self.latency.observe(event.timings.total_seconds, _exemplar(trace_id))

@@ -9,7 +9,7 @@ from opentelemetry.trace import Tracer
 
 from common.clock import Clock
 from common.types import Decision, DecisionKind
-from router.core.events import FinishedEvent, ValidatedRequest
+from router.core.events import Finished, ValidatedRequest
 from router.observe.metrics import RouterMetrics
 from router.observe.request_trace import RequestTrace
 from router.ports import DecisionSink
@@ -31,7 +31,7 @@ class Recorder:
         self.metrics.requests.inc()
         return RequestTrace(self._tracer, self.clock, request, request_id)
 
-    def finished(self, request_id: str, event: FinishedEvent, trace_id: str) -> None:
+    def finished(self, request_id: str, event: Finished, trace_id: str) -> None:
         """Count the end of one sequence; its lengths are logged, which `quire advise-block-size` reads."""
         self.metrics.done(event, trace_id)
         if log.isEnabledFor(logging.DEBUG):

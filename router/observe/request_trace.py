@@ -14,7 +14,7 @@ from common.clock import Clock
 from common.telemetry import context_from, traceparent_of
 from common.telemetry.decisions import add_decision
 from common.types import Decision
-from router.core.events import FinishedEvent, ValidatedRequest
+from router.core.events import Finished, ValidatedRequest
 
 
 class RequestTrace:
@@ -70,7 +70,7 @@ class RequestTrace:
         if self._stream is not None:
             self._stream.add_event("first token", timestamp=self._clock.time_ns())
 
-    def finished(self, event: FinishedEvent) -> None:
+    def finished(self, event: Finished) -> None:
         """Note the end of one sequence."""
         if self._stream is not None:
             self._stream.add_event(

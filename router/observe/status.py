@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from common.clock import Clock
 from quire.inference.v1 import inference_pb2 as pb
-from router.core.admission import Admission
+from router.core.admission import AdmissionLimiter
 from router.ports import ModelCard
 from router.workers.pool import Member, WorkerPool
 
@@ -20,7 +20,7 @@ class RouterStatus:
         self,
         card: ModelCard,
         pool: WorkerPool,
-        admission: Admission,
+        admission: AdmissionLimiter,
         redis_connected: Callable[[], bool],
         draining: Callable[[], bool],
         clock: Clock,

@@ -8,7 +8,7 @@ from typing import Any
 
 from common.errors import Cancelled, DeadlineExceeded, EngineFailure
 from common.types import FinishReason, TokenLogprobs
-from router.core.events import AdmittedEvent, FinishedEvent, GenerateEvent, TokensEvent
+from router.core.events import Admitted, Finished, GenerateEvent, Tokens
 from router.openai.logprobs import ChoiceLogprobs
 from router.ports import TextCodec
 
@@ -65,12 +65,12 @@ class Piece:
 
 @dataclass(slots=True)
 class Bill:
-    """What an answer cost, in tokens. `drawn` counts output as it comes, `output_tokens` that of finished choices."""
+    """The tokens of an answer. `streamed` counts output as it comes, `output_tokens` that of finished choices."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
-    drawn: int = 0
+    streamed: int = 0
 
     def body(self) -> Json:
         """Return the whole bill as OpenAI does."""
@@ -78,7 +78,7 @@ class Bill:
 
     def so_far(self) -> Json:
         """Return the bill of what has come yet."""
-        return self._body(self.drawn)
+        return self._body(self.streamed)
 
     def _body(self, output: int) -> Json:
         return {
@@ -91,7 +91,7 @@ class Bill:
 
 @dataclass(slots=True)
 class Answer:
-    """Makes pieces of the events of one or several prompts, and keeps the books."""
+    """Makes pieces of the events of one or several prompts, and counts their tokens."""
 
     form: Form
     prompts: int
@@ -102,12 +102,12 @@ class Answer:
     def take(self, prompt: int, event: GenerateEvent) -> Piece | None:
         """Take the next event; return what it adds to a choice. Raises the error with which a sequence ended."""
         match event:
-            case TokensEvent():
-                self.bill.drawn += len(event.token_ids)
+            case Tokens():
+                self.bill.streamed += len(event.token_ids)
                 return Piece(self._choice(prompt, event.index), event.text, event.token_ids, event.logprobs)
-            case FinishedEvent():
+            case Finished():
                 return self._finished(prompt, event)
-            case AdmittedEvent():
+            case Admitted():
                 self.id = self.id or self.form.id_prefix + event.request_id
                 self.trace_id = self.trace_id or event.trace_id
                 self.bill.prompt_tokens += event.prompt_tokens
@@ -132,7 +132,7 @@ class Answer:
     def _choice(self, prompt: int, index: int) -> int:
         return prompt * self.form.sequences + index
 
-    def _finished(self, prompt: int, event: FinishedEvent) -> Piece:
+    def _finished(self, prompt: int, event: Finished) -> Piece:
         if event.reason not in (FinishReason.STOP, FinishReason.LENGTH):
             raise _FAILURES[event.reason](event.message or f"the request ended early: {event.reason}")
         self.bill.output_tokens += event.usage.output_tokens

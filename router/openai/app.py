@@ -20,8 +20,7 @@ from common.errors import Cancelled, InvalidRequest, QuireError
 from common.process.metrics import exposed
 from router.core.events import GenerateEvent, ValidatedRequest
 from router.observe.status import quire_version
-from router.openai import errors as http_errors
-from router.openai import schema as described
+from router.openai import errors, schema
 from router.openai.answer import Answer, Form, Json
 from router.openai.merge import merged
 from router.openai.request import Order, chat_order, completion_order
@@ -63,25 +62,25 @@ def create_app(parts: HttpParts) -> FastAPI:
         max_body_size=MAX_BODY_BYTES,
         telemetry=_NO_TELEMETRY,
     )
-    http_errors.install(app)
+    errors.install(app)
     api = _Api(parts)
     post: dict[str, Any] = {"methods": ["POST"], "response_model": None, "tags": ["OpenAI"]}
-    whole, chunk = described.Completion, described.CompletionChunk
-    app.add_api_route("/v1/completions", api.completions, responses=described.answers(whole, chunk), **post)
-    answers = described.answers(described.ChatCompletion, described.ChatChunk)
+    whole, chunk = schema.Completion, schema.CompletionChunk
+    app.add_api_route("/v1/completions", api.completions, responses=schema.answers(whole, chunk), **post)
+    answers = schema.answers(schema.ChatCompletion, schema.ChatChunk)
     app.add_api_route("/v1/chat/completions", api.chat, responses=answers, **post)
-    app.add_api_route("/v1/models", api.models, response_model=described.Models, tags=["OpenAI"])
-    answers = {404: {"model": described.ErrorBody}}
+    app.add_api_route("/v1/models", api.models, response_model=schema.Models, tags=["OpenAI"])
+    answers = {404: {"model": schema.ErrorBody}}
     app.add_api_route(
-        "/v1/models/{name:path}", api.model, response_model=described.Model, responses=answers, tags=["OpenAI"]
+        "/v1/models/{name:path}", api.model, response_model=schema.Model, responses=answers, tags=["OpenAI"]
     )
     app.include_router(token_routes(parts.codec, parts.validator, parts.card, api.check_model))
-    answers = {503: {"model": described.Health}}
-    app.add_api_route("/health", api.health, response_model=described.Health, responses=answers, tags=["state"])
+    answers = {503: {"model": schema.Health}}
+    app.add_api_route("/health", api.health, response_model=schema.Health, responses=answers, tags=["state"])
     app.add_api_route("/ping", api.health, methods=["GET", "POST"], include_in_schema=False)
-    app.add_api_route("/version", api.version, response_model=described.Version, tags=["state"])
+    app.add_api_route("/version", api.version, response_model=schema.Version, tags=["state"])
     app.add_api_route("/metrics", api.metrics, tags=["state"])
-    described.describe(app)
+    schema.describe(app)
     return app
 
 
@@ -134,7 +133,7 @@ class _Api:
     def check_model(self, name: str | None) -> None:
         """Raise ModelNotFound for a model that is not served here."""
         if name not in (None, "", self._parts.card.name):
-            raise http_errors.ModelNotFound(f"model {name!r} is not served here; {self._parts.card.name!r} is")
+            raise errors.ModelNotFound(f"model {name!r} is not served here; {self._parts.card.name!r} is")
 
     def _model(self) -> Json:
         card = self._parts.card
@@ -221,7 +220,7 @@ async def _lines(events: Events, answer: Answer) -> AsyncGenerator[str, None]:
             yield line
     except QuireError as error:
         # The status is long sent.
-        yield error_line(http_errors.body_of(error))
+        yield error_line(errors.body_of(error))
     yield DONE
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from json.encoder import encode_basestring as quoted
+from json.encoder import encode_basestring
 
 from router.openai.answer import Answer, Json, Piece
 
@@ -39,8 +39,9 @@ class StreamedAnswer:
         if not (piece.text or piece.logprobs or piece.finish_reason or ids):
             return ""
         if not self._form.chat:
-            return self._line(piece, f'"text":{quoted(piece.text)}')
-        return self._line(piece, f'"delta":{{"content":{quoted(piece.text)}}}' if piece.text else '"delta":{}')
+            return self._line(piece, f'"text":{encode_basestring(piece.text)}')
+        content = f'"content":{encode_basestring(piece.text)}' if piece.text else ""
+        return self._line(piece, f'"delta":{{{content}}}')
 
     def closing(self) -> str:
         """Return the line that says what the stream cost, if that was asked for."""

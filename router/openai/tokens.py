@@ -11,8 +11,9 @@ from pydantic import BaseModel, Field
 from common.errors import FieldViolation, InvalidRequest
 from quire.inference.v1 import inference_pb2 as pb
 from router.openai.request import chat_prompt
-from router.openai.types import Int32, Message
+from router.openai.types import Message
 from router.ports import ModelCard, RequestValidator, TextCodec
+from router.serving.numbers import Int32
 
 
 class TokenizeRequest(BaseModel):
@@ -25,7 +26,7 @@ class TokenizeRequest(BaseModel):
     return_token_strs: bool | None = None
 
 
-class Tokens(BaseModel):
+class TokenizeAnswer(BaseModel):
     """The tokens of a prompt."""
 
     count: int
@@ -68,7 +69,7 @@ def token_routes(
         validator.check_token_ids(body.tokens)
         return {"prompt": codec.decode(body.tokens, skip_special_tokens=False)}
 
-    router.add_api_route("/tokenize", tokenize, methods=["POST"], response_model=Tokens)
+    router.add_api_route("/tokenize", tokenize, methods=["POST"], response_model=TokenizeAnswer)
     router.add_api_route("/detokenize", detokenize, methods=["POST"], response_model=Detokenized)
     return router
 

@@ -10,10 +10,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
-Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-# What protobuf's float can hold; validate.py has the real ranges.
-Float32 = Annotated[float, Field(ge=-3.4e38, le=3.4e38)]
+from router.serving.numbers import Float32, Int32, Int64
+
 # Of lists that may be long the first wrong entry is named, not all.
 TokenIds = Annotated[list[Int32], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]

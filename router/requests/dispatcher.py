@@ -1,9 +1,9 @@
-"""Gives sequences to workers: looks their prefix up, lets them wait in line for a worker, routes and submits them."""
+"""Places sequences: looks up their prefix, queues them for a worker, chooses it, and reserves their load there."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from common.clock import Clock
@@ -12,63 +12,67 @@ from common.types import BlockHash, Decision, DecisionKind, PoolIdentity
 from router.core.admission import check_deadline
 from router.core.identity import is_complete
 from router.core.optimistic import BURST_SECONDS, MEMORY_SECONDS, OptimisticIndex
-from router.core.routing import Choice, Outcome, Placement, Router
-from router.core.waiting_line import Ticket, WaitingLine
+from router.core.routing import Choice, Outcome, PlacementRequest, Router
+from router.core.waiting_queue import Ticket, WaitingQueue
 from router.core.worker_model import WorkerModel
 from router.ports import DecisionSink, PrefixIndex
+from router.requests.reservation import LoadReservation
 from router.workers.client import WorkerClient
 from router.workers.pool import WorkerPool
 
-# How long a request waits for any worker at all: a supervisor restarts one in less.
+# Seconds that a request waits while no worker is usable; a supervisor restarts a worker in less.
 PATIENCE_SECONDS = 10.0
 
 
-class Claim:
-    """What one sequence takes up at a worker, in the router's own books; given back once."""
-
-    def __init__(self, model: WorkerModel, prefill_tokens: int, blocks: int, now: float) -> None:
-        self.model, self.placed_at = model, now
-        self._prefill_tokens, self._blocks = prefill_tokens, blocks
-        self._held = True
-        model.placed(1, prefill_tokens, blocks)
-
-    def prefilled(self) -> None:
-        """The prompt is computed; the second and later calls do nothing."""
-        if self._held and self._prefill_tokens:
-            self.model.placed(0, -self._prefill_tokens, 0)
-            self._prefill_tokens = 0
-
-    def release(self) -> None:
-        """The sequence has left; the second and later calls do nothing."""
-        if self._held:
-            self.model.placed(-1, -self._prefill_tokens, -self._blocks)
-            self._held = False
-
-
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class Job:
-    """One or more sequences with the same tokens that go to one worker together.
+    """Sequences with the same tokens, to be placed at one worker.
 
-    `submit` is called, once and at once, with the choice and the worker's connection. `moved` says why they left the
-    worker before, if they did.
+    `moved_because` says why they left their previous worker; it is empty for a new request.
     """
 
-    placement: Placement
+    request: PlacementRequest
     block_hashes: Sequence[BlockHash]
     priority: int
     deadline: float | None
-    submit: Callable[[Choice, WorkerClient], None]
-    moved: str = ""
-    hits: Mapping[str, int] | None = None
-    looked_up_ns: int = 0
-    placed: asyncio.Future[Choice] = field(init=False)
+    moved_because: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A worker for a job, with the load of each sequence reserved there; the caller submits them at once.
+
+    Every reservation must be released. `looked_up_ns` is when the prefix lookup ended.
+    """
+
+    worker_id: str
+    client: WorkerClient
+    reservations: tuple[LoadReservation, ...]
+    decision: Decision
+    looked_up_ns: int
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A job in the queue, what the index says of its prefix, and the future of its placement."""
+
+    job: Job
+    hits: Mapping[str, int] | None
+    looked_up_ns: int
+    placed: asyncio.Future[Placement] = field(init=False)
 
     def __post_init__(self) -> None:
         self.placed = asyncio.get_running_loop().create_future()
 
+    def discard(self) -> None:
+        """Release a placement that nobody will use."""
+        if self.placed.done() and not self.placed.cancelled() and self.placed.exception() is None:
+            for reservation in self.placed.result().reservations:
+                reservation.release()
+
 
 class Dispatcher:
-    """Implements PoolListener: whenever the workers' capacity changes, whoever is next in line is tried again."""
+    """Implements PoolListener: when capacity changes or a reservation is released, it tries the queue's head again."""
 
     def __init__(
         self,
@@ -82,13 +86,13 @@ class Dispatcher:
         self._pool, self._router, self._index, self._decisions = pool, router, index, decisions
         self._clock, self._patience = clock, patience
         self._memory = OptimisticIndex()
-        self._line: WaitingLine[Job] = WaitingLine()
+        self._queue: WaitingQueue[_Waiting] = WaitingQueue()
         self._starving: asyncio.TimerHandle | None = None
         self._identity_known = asyncio.Event()
         pool.listen(self)
 
     async def known_identity(self) -> PoolIdentity:
-        """Return the pool's identity once a worker has told it. Raises Unavailable when none does for a while."""
+        """Return the pool's identity once a worker has reported it. Raises Unavailable when none does for a while."""
         if self._identity_known.is_set():
             return self._pool.identity
         try:
@@ -99,93 +103,101 @@ class Dispatcher:
             raise self._no_worker() from None
         return self._pool.identity
 
-    def ticket(self, job: Job) -> Ticket[Job]:
-        """Return the job's right to stand in line; keep it for the request's later jobs."""
-        return self._line.ticket(job, job.priority)
+    def ticket(self, priority: int) -> Ticket:
+        """Return a place in the order of waiting requests; a request keeps it for all its jobs."""
+        return self._queue.ticket(priority)
 
-    async def place(self, job: Job, ticket: Ticket[Job]) -> Choice:
-        """Return the choice once the job is submitted.
+    async def place(self, job: Job, ticket: Ticket) -> Placement:
+        """Return a placement whose load is reserved.
 
-        Raises InvalidRequest when no pool can hold it, DeadlineExceeded when a deadline cannot be met, and Unavailable
-        when there has been no worker for a while.
+        Raises InvalidRequest when no pool can hold the job, DeadlineExceeded when its deadline cannot be met, and
+        Unavailable when no worker has been usable for a while.
         """
-        ticket.item = job
-        if job.block_hashes:
-            job.hits = await self._index.lookup(job.block_hashes)
-        job.looked_up_ns = self._clock.time_ns()
-        self._line.join(ticket)
-        self._serve_line()
+        hits = await self._index.lookup(job.block_hashes) if job.block_hashes else None
+        waiting = _Waiting(job, hits, self._clock.time_ns())
+        self._queue.join(ticket, waiting)
+        self._serve_queue()
         try:
             async with asyncio.timeout(self._seconds_left(job)):
-                return await job.placed
-        except TimeoutError:
-            raise DeadlineExceeded("deadline exceeded while the request waited for a worker") from None
-        finally:
-            self._line.leave(ticket)
-
-    def released(self) -> None:
-        """A sequence left its worker: somebody may take its place."""
-        self._serve_line()
+                return await waiting.placed
+        except BaseException as error:
+            self._queue.leave(ticket)
+            # A placement may have come together with the timeout or the cancellation.
+            waiting.discard()
+            self._serve_queue()
+            if isinstance(error, TimeoutError):
+                raise DeadlineExceeded("deadline exceeded while the request waited for a worker") from None
+            raise
 
     # ------------------------------------------------------------ PoolListener
 
     def capacity_changed(self) -> None:
-        """Try whoever is next."""
+        """Try the head of the queue again."""
         if is_complete(self._pool.identity):
             self._identity_known.set()
         else:
             self._identity_known.clear()
-        self._serve_line()
+        self._serve_queue()
 
     def cache_lost(self, worker_id: str) -> None:
-        """Expect no hits there."""
+        """Expect no prefix hits at this worker."""
         self._memory.forget(worker_id)
 
-    # ------------------------------------------------------------ the line
+    # ------------------------------------------------------------ the queue
 
-    def _serve_line(self) -> None:
-        """Place jobs in order until one has to wait: those behind it would take its place for ever."""
-        while ticket := self._line.head():
-            job = ticket.item
-            choice = self._choose(job)
+    def _serve_queue(self) -> None:
+        """Place jobs in order, up to the first that has to wait: a later one must not take its place."""
+        while head := self._queue.head():
+            ticket, waiting = head
+            choice = self._choose(waiting)
             if choice.outcome is Outcome.NO_WORKER:
                 self._starve()
                 return
             self._fed()
             if choice.outcome is Outcome.WAIT:
                 return
-            self._line.leave(ticket)
-            self._settle(job, choice)
+            self._queue.leave(ticket)
+            self._settle(waiting, choice)
         self._fed()
 
-    def _choose(self, job: Job) -> Choice:
-        workers = self._pool.models()
+    def _choose(self, waiting: _Waiting) -> Choice:
+        job, workers = waiting.job, self._pool.models()
         names = [worker.worker_id for worker in workers]
-        age = MEMORY_SECONDS if job.hits is None else BURST_SECONDS
+        age = MEMORY_SECONDS if waiting.hits is None else BURST_SECONDS
         hits = self._memory.lookup(job.block_hashes, names, self._clock.monotonic(), age)
-        for name, blocks in (job.hits or {}).items():
+        for name, blocks in (waiting.hits or {}).items():
             hits[name] = max(blocks, hits.get(name, 0))
-        return self._router.route(job.placement, workers, hits, self._pool.absent())
+        return self._router.route(job.request, workers, hits, self._pool.absent())
 
-    def _settle(self, job: Job, choice: Choice) -> None:
-        """Submit the job, or tell it why not; either way the decision is recorded."""
-        if job.moved:
-            decision = replace(choice.decision, kind=DecisionKind.MIGRATION, reasons=(job.moved,))
-            choice = replace(choice, decision=decision)
-        self._decisions.record(choice.decision)
-        if job.placed.done():
+    def _settle(self, waiting: _Waiting, choice: Choice) -> None:
+        """Record the decision; set the placement, or the error that refuses the job."""
+        job, decision = waiting.job, choice.decision
+        if job.moved_because:
+            decision = replace(decision, kind=DecisionKind.MIGRATION, reasons=(job.moved_because,))
+        self._decisions.record(decision)
+        if waiting.placed.done():
             return
         try:
             if choice.worker is None:
-                raise _too_large(choice.decision)
+                raise _too_large(decision)
             now = self._clock.monotonic()
             check_deadline(now, job.deadline, choice.first_token_s)
-            job.submit(choice, self._pool.client(choice.worker))
+            client = self._pool.client(choice.worker)
         except QuireError as refused:
-            job.placed.set_exception(refused)
-        else:
-            self._memory.remember(choice.worker.worker_id, job.block_hashes, now)
-            job.placed.set_result(choice)
+            waiting.placed.set_exception(refused)
+            return
+        worker_id = choice.worker.worker_id
+        self._memory.remember(worker_id, job.block_hashes, now)
+        reservations = self._reserve(choice.worker, job.request, choice.hit_blocks)
+        waiting.placed.set_result(Placement(worker_id, client, reservations, decision, waiting.looked_up_ns))
+
+    def _reserve(self, worker: WorkerModel, request: PlacementRequest, hit_blocks: int) -> tuple[LoadReservation, ...]:
+        capacity = worker.capacity
+        uncached = request.prompt_tokens - hit_blocks * capacity.block_size
+        blocks = capacity.blocks(request.prompt_tokens) - hit_blocks
+        # The other sequences share all blocks of the first but the last, which each may have to compute again.
+        loads = [(uncached, blocks), *[(1, 1)] * (request.sequences - 1)]
+        return tuple(LoadReservation(worker, *load, self._clock, self._serve_queue) for load in loads)
 
     def _starve(self) -> None:
         if self._starving is None:
@@ -197,12 +209,13 @@ class Dispatcher:
             self._starving = None
 
     def _give_up(self) -> None:
-        """There has been no worker for too long: nobody in the line is kept waiting any longer."""
+        """Fail every job in the queue: no worker has been usable for too long."""
         self._starving = None
-        while ticket := self._line.head():
-            self._line.leave(ticket)
-            if not ticket.item.placed.done():
-                ticket.item.placed.set_exception(self._no_worker())
+        while head := self._queue.head():
+            ticket, waiting = head
+            self._queue.leave(ticket)
+            if not waiting.placed.done():
+                waiting.placed.set_exception(self._no_worker())
 
     def _no_worker(self) -> Unavailable:
         now = self._clock.monotonic()

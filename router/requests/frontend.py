@@ -1,6 +1,6 @@
 """Serves one validated request from admission to its last token; gRPC and HTTP both come through here.
 
-    enter -> hash the prompt -> look it up -> wait for a worker -> submit n sequences -> stream what they draw
+    enter -> hash the prompt -> look it up -> wait for a worker -> submit n sequences -> stream their tokens
 
 A sequence whose worker is lost goes on at another one, from its prompt and the tokens that it has; the client sees a
 pause.
@@ -10,23 +10,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from functools import partial
 
 from common.errors import Cancelled, DeadlineExceeded, EngineFailure, Overloaded, QuireError, Unavailable
 from common.rpc.deadline import is_expiry
 from common.types import DecisionKind, FinishReason
-from router.core.admission import Admission
-from router.core.events import AdmittedEvent, FinishedEvent, GenerateEvent, ValidatedRequest
-from router.core.routing import Choice
-from router.core.worker_events import Drawn, Ended, Granted, Lost, Preempted, Refused, SequenceEvent
+from router.core.admission import AdmissionLimiter
+from router.core.events import Admitted, Finished, GenerateEvent, ValidatedRequest
+from router.core.worker_events import Lost, Preempted, Refused, SequenceAdmitted, SequenceFinished, TokensSampled
 from router.observe.recorder import Recorder
 from router.observe.request_trace import RequestTrace
 from router.ports import TextAssemblers
-from router.requests.dispatcher import Claim, Dispatcher, Job
+from router.requests.dispatcher import Dispatcher, Job, Placement
 from router.requests.inbox import Arrival, Expired, Turns
 from router.requests.output_stream import EXPIRED, STOPPED, OutputStream, StopTokens
-from router.requests.run import Prefix, RequestRun, Running, placement_of, submission_of
-from router.workers.client import WorkerClient
+from router.requests.run import Prefix, RequestRun, Running, placement_request_of, submission_of
 
 # A sequence that was lost this often is given up: what kills its workers may be the request itself.
 MAX_MOVES = 3
@@ -40,7 +37,7 @@ class RouterFrontend:
     def __init__(
         self,
         dispatcher: Dispatcher,
-        admission: Admission,
+        admission: AdmissionLimiter,
         assemblers: TextAssemblers,
         recorder: Recorder,
         eos_token_ids: tuple[int, ...],
@@ -85,7 +82,6 @@ class RouterFrontend:
             self._admission.leave(request_id)
             if self.draining and not self._admission.inside:
                 self._idle.set()
-            self._dispatcher.released()
             trace.end(failure)
         if run.expired:
             raise DeadlineExceeded(f"{DEADLINE_WORDS} before every sequence had finished")
@@ -123,14 +119,14 @@ class RouterFrontend:
     def _enter(self, request: ValidatedRequest, request_id: str, trace: RequestTrace) -> None:
         if self.draining:
             raise Unavailable("the router is draining; another one takes new requests")
-        books, now = self._admission, self._clock.monotonic()
+        limiter, now = self._admission, self._clock.monotonic()
         figures = (
-            ("queued", float(books.queued)),
-            ("tokens_in_flight", float(books.tokens_in_flight)),
+            ("queued", float(limiter.queued)),
+            ("tokens_in_flight", float(limiter.tokens_in_flight)),
             ("tokens", float(request.tokens)),
         )
         try:
-            books.enter(request_id, request.tokens, request.tenant, now)
+            limiter.enter(request_id, request.tokens, request.tenant, now)
         except Overloaded as refused:
             self._recorder.decided(trace, DecisionKind.REJECTION, request_id, str(refused.violation.subject), figures)
             raise
@@ -147,41 +143,40 @@ class RouterFrontend:
             run.expire_in(request.deadline - self._clock.monotonic())
         await self._place(run, run.sequences)
 
-    async def _place(self, run: RequestRun, sequences: Sequence[Running], moved: str = "") -> None:
+    async def _place(self, run: RequestRun, sequences: Sequence[Running], moved_because: str = "") -> None:
         identity = await self._dispatcher.known_identity()
         began, began_ns = self._clock.monotonic(), self._clock.time_ns()
-        prefix = Prefix.of(run.request, identity, sequences[0].output.tokens)
-        submit = partial(self._submit, run, sequences, prefix)
-        job = Job(
-            placement_of(run, prefix, len(sequences)), prefix.keys, run.request.priority, run.request.deadline, submit
-        )
-        job.moved = moved
+        request, prefix = run.request, Prefix.of(run.request, identity, sequences[0].output.tokens)
         if run.ticket is None:
-            run.ticket = self._dispatcher.ticket(job)
-        choice = await self._dispatcher.place(job, run.ticket)
+            run.ticket = self._dispatcher.ticket(request.priority)
+        wanted = placement_request_of(run, prefix, len(sequences))
+        job = Job(wanted, prefix.block_hashes, request.priority, request.deadline, moved_because)
+        placement = await self._dispatcher.place(job, run.ticket)
+        self._submit(run, sequences, prefix, placement)
         self._admission.start(run.request_id, self._clock.monotonic())
         self._recorder.metrics.routing.observe(self._clock.monotonic() - began)
-        run.trace.placed(choice.decision, began_ns, job.looked_up_ns)
-        run.decision_id = choice.decision.decision_id
+        run.trace.placed(placement.decision, began_ns, placement.looked_up_ns)
+        run.decision_id = placement.decision.decision_id
 
-    def _submit(
-        self, run: RequestRun, sequences: Sequence[Running], prefix: Prefix, choice: Choice, client: WorkerClient
-    ) -> None:
-        """Send sequences to the worker that was chosen, and enter them in its books."""
-        assert choice.worker is not None
-        now, capacity = self._clock.monotonic(), choice.worker.capacity
-        left = None if run.request.deadline is None else max(0.0, run.request.deadline - now)
-        uncached = len(prefix.tokens) - choice.hit_blocks * capacity.block_size
-        blocks = capacity.blocks(len(prefix.tokens)) - choice.hit_blocks
+    def _submit(self, run: RequestRun, sequences: Sequence[Running], prefix: Prefix, placement: Placement) -> None:
+        """Send sequences to their worker. From here on the run owns the reservations, whatever goes wrong."""
+        run.worker_id = placement.worker_id
+        for running, reservation in zip(sequences, placement.reservations, strict=True):
+            running.reservation = reservation
+        deadline = run.request.deadline
+        left = None if deadline is None else max(0.0, deadline - self._clock.monotonic())
         first: int | None = None
         for running in sequences:
             submission = submission_of(run, running, prefix, left, self._eos_token_ids)
-            running.handle = client.submit(submission, run.sink(running, self._left), first)
-            running.client, running.claim = client, Claim(choice.worker, uncached, blocks, now)
-            if first is None:
-                # Siblings share all blocks but the last, which each may have to compute again.
-                first, uncached, blocks = running.handle, 1, 1
-        run.worker_id = choice.worker.worker_id
+            sink = run.sink(running)
+            try:
+                running.handle = placement.client.submit(submission, sink, first)
+            except Unavailable as gone:
+                # The worker was lost after it was chosen: the sequence moves on like any other of that worker.
+                sink(Lost(str(gone)))
+                continue
+            running.client = placement.client
+            first = running.handle if first is None else first
 
     # ------------------------------------------------------------ the stream
 
@@ -196,58 +191,62 @@ class RouterFrontend:
             return
         now = self._clock.monotonic()
         match event:
-            case Drawn() as drawn:
-                yield from self._drawn(run, running, drawn, now)
-            case Granted() as granted:
-                running.output.granted(granted, running.attempt, now)
+            case TokensSampled() as sampled:
+                yield from self._sampled(run, running, sampled, now)
+            case SequenceAdmitted() as admitted:
+                running.output.admitted(admitted, running.attempt, now)
                 if not run.admitted:
-                    yield self._admitted(run, granted, now)
+                    yield self._admitted(run, admitted, now)
             case Preempted():
                 running.output.preempted()
-            case Ended() as ended:
-                yield from self._ended(run, running, ended, now)
+            case SequenceFinished() as ended:
+                yield from self._finished(run, running, ended, now)
             case Refused(error):
                 running.lose(_words_of(error))
             case Lost(reason):
                 running.lose(reason)
 
-    def _admitted(self, run: RequestRun, granted: Granted, now: float) -> AdmittedEvent:
+    def _admitted(self, run: RequestRun, admitted: SequenceAdmitted, now: float) -> Admitted:
         request, metrics = run.request, self._recorder.metrics
         run.admitted = True
         metrics.queue_time.observe(now - request.arrived)
         metrics.request_prompt.observe(len(request.prompt))
         metrics.prompt_tokens.inc(len(request.prompt))
-        metrics.cached_tokens.inc(granted.cached_tokens)
-        return AdmittedEvent(
+        metrics.cached_tokens.inc(admitted.cached_tokens)
+        return Admitted(
             request_id=run.request_id,
             worker_id=run.worker_id,
             prompt_tokens=len(request.prompt),
-            cached_tokens=granted.cached_tokens,
+            cached_tokens=admitted.cached_tokens,
             queue_seconds=now - request.arrived,
             decision_id=run.decision_id,
             trace_id=run.trace.trace_id,
             seed=request.sampling.seed,
-            miss_reason=granted.miss_reason,
-            diverged_at=granted.diverged_at,
+            miss_reason=admitted.miss_reason,
+            diverged_at=admitted.diverged_at,
         )
 
-    def _drawn(self, run: RequestRun, running: Running, drawn: Drawn, now: float) -> Iterator[GenerateEvent]:
+    def _sampled(
+        self, run: RequestRun, running: Running, sampled: TokensSampled, now: float
+    ) -> Iterator[GenerateEvent]:
         output, metrics = running.output, self._recorder.metrics
         if output.first_token_at is None:
             metrics.first_token(now - run.request.arrived, run.trace.trace_id)
             run.trace.first_token()
         elif not run.request.whole:
             metrics.inter_token_latency.observe(now - output.last_token_at)
-        if running.claim is not None:
-            running.claim.prefilled()
-        event = output.drawn(drawn, now)
+        if running.reservation is not None:
+            running.reservation.prefilled()
+        event = output.sampled(sampled, now)
         if event is not None:
             metrics.generation_tokens.inc(len(event.token_ids))
             yield event
         if output.stop_string is not None:
             yield self._finish(run, running, STOPPED, now)
 
-    def _ended(self, run: RequestRun, running: Running, ended: Ended, now: float) -> Iterator[GenerateEvent]:
+    def _finished(
+        self, run: RequestRun, running: Running, ended: SequenceFinished, now: float
+    ) -> Iterator[GenerateEvent]:
         if ended.reason in (FinishReason.ERROR, FinishReason.CANCELLED):
             # Not asked for here: a failed step, or a worker that shuts down.
             running.lose(ended.message or f"the worker ended it: {ended.reason.value}")
@@ -256,14 +255,6 @@ class RouterFrontend:
         if rest is not None:
             yield rest
         yield self._finish(run, running, ended, now)
-
-    def _left(self, claim: Claim, event: SequenceEvent) -> None:
-        """A worker has done with a sequence: its place is free, whether or not the client has read what came of it."""
-        if isinstance(event, Ended) and event.reason in (FinishReason.STOP, FinishReason.LENGTH):
-            now = self._clock.monotonic()
-            claim.model.rates.finished(now - claim.placed_at, event.usage.output_tokens, now)
-        claim.release()
-        self._dispatcher.released()
 
     def _expire(self, run: RequestRun) -> Iterator[GenerateEvent]:
         if not run.live:  # the last end came together with the deadline
@@ -278,14 +269,13 @@ class RouterFrontend:
                 yield rest
             yield self._finish(run, running, EXPIRED, now)
 
-    def _finish(self, run: RequestRun, running: Running, ended: Ended, now: float) -> FinishedEvent:
+    def _finish(self, run: RequestRun, running: Running, ended: SequenceFinished, now: float) -> Finished:
         running.leave(ended.reason)
         running.done = True
         run.expired |= ended.reason is FinishReason.DEADLINE
         event = running.output.finished(ended, now)
         self._recorder.finished(run.request_id, event, run.trace.trace_id)
         run.trace.finished(event)
-        self._dispatcher.released()
         return event
 
     # ------------------------------------------------------------ another worker
@@ -302,11 +292,11 @@ class RouterFrontend:
             self._recorder.metrics.migrations.inc()
             run.trace.lost()
             try:
-                await self._place(run, [running], moved=reason)
+                await self._place(run, [running], moved_because=reason)
             except DeadlineExceeded:
                 if not run.admitted:
                     raise
-                # It ends with what it has; what others have drawn meanwhile is still to be sent.
+                # It ends with what it has; tokens of its siblings are still to be sent.
                 run.inbox.put(running.output.index, running.attempt, EXPIRED)
 
 

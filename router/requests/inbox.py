@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from common.types import TokenLogprobs
-from router.core.worker_events import Drawn, SequenceEvent
+from router.core.worker_events import SequenceEvent, TokensSampled
 
 # A wake-up is about 30 us of work, most of it one gRPC write. Many a turn make new requests wait, which need some ten
 # turns: with 12,000 tokens a second under way the first token took 8 ms with 4, 10 with 8, 26 with 16, 127 with all
@@ -73,7 +73,7 @@ class Expired:
 
 @dataclass(slots=True)
 class Arrival:
-    """An event of one run of one sequence, or all that it has drawn since its last event of another kind.
+    """An event of one run of one sequence, or all its tokens since its last event of another kind.
 
     What comes of an earlier run is out of date.
     """
@@ -87,13 +87,13 @@ class Arrival:
     @property
     def event(self) -> SequenceEvent | Expired:
         """What came, as one event."""
-        return Drawn(tuple(self.token_ids), tuple(self.logprobs)) if self.other is None else self.other
+        return TokensSampled(tuple(self.token_ids), tuple(self.logprobs)) if self.other is None else self.other
 
 
 class Inbox:
     """What the workers of one request have told and its stream has not taken yet; in order for each sequence."""
 
-    __slots__ = ("_arrivals", "_begun", "_drawn", "_patient", "_shown", "_turns", "_waiter")
+    __slots__ = ("_arrivals", "_begun", "_open", "_patient", "_shown", "_turns", "_waiter")
 
     def __init__(self, turns: Turns, patient: bool = False) -> None:
         """A `patient` stream is not woken for tokens after a sequence's first, but gets them with what comes next."""
@@ -101,21 +101,21 @@ class Inbox:
         # Sequences that have had a token.
         self._begun: set[int] = set()
         self._arrivals: list[Arrival] = []
-        # By sequence, the arrival that more tokens may join.
-        self._drawn: dict[int, Arrival] = {}
+        # By sequence, the last arrival if it holds tokens: later tokens join it.
+        self._open: dict[int, Arrival] = {}
         self._waiter: asyncio.Future[None] | None = None
         # Whether the stream has tokens: until then it overtakes, also once its client knows that it was admitted.
         self._shown = False
 
     def put(self, index: int, attempt: int, event: SequenceEvent | Expired) -> None:
         """Add an event and see to it that the stream is woken."""
-        if isinstance(event, Drawn):
-            self._draw(index, attempt, event)
+        if isinstance(event, TokensSampled):
+            self._join(index, attempt, event)
             if self._patient and index in self._begun:
                 return
             self._begun.add(index)
         else:
-            self._drawn.pop(index, None)
+            self._open.pop(index, None)
             self._arrivals.append(Arrival(index, attempt, event))
         if self._waiter is not None:
             self._turns.wake(self._waiter, first=not self._shown)
@@ -134,14 +134,14 @@ class Inbox:
             finally:
                 self._waiter = None
         arrivals, self._arrivals = self._arrivals, []
-        self._shown = self._shown or bool(self._drawn)
-        self._drawn.clear()
+        self._shown = self._shown or bool(self._open)
+        self._open.clear()
         return arrivals
 
-    def _draw(self, index: int, attempt: int, drawn: Drawn) -> None:
-        arrival = self._drawn.get(index)
+    def _join(self, index: int, attempt: int, sampled: TokensSampled) -> None:
+        arrival = self._open.get(index)
         if arrival is None or arrival.attempt != attempt:
-            arrival = self._drawn[index] = Arrival(index, attempt, None)
+            arrival = self._open[index] = Arrival(index, attempt, None)
             self._arrivals.append(arrival)
-        arrival.token_ids += drawn.token_ids
-        arrival.logprobs += drawn.logprobs
+        arrival.token_ids += sampled.token_ids
+        arrival.logprobs += sampled.logprobs

@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.types import FinishReason, Usage
-from router.core.events import FinishedEvent, Timings, TokensEvent, ValidatedRequest
-from router.core.worker_events import Drawn, Ended, Granted
+from router.core.events import Finished, Timings, Tokens, ValidatedRequest
+from router.core.worker_events import SequenceAdmitted, SequenceFinished, TokensSampled
 from router.ports import TextAssembler
 
 # Ends that the router itself puts to an output: at a stop string, and at the deadline.
-STOPPED = Ended(FinishReason.STOP, Usage())
-EXPIRED = Ended(FinishReason.DEADLINE, Usage())
+STOPPED = SequenceFinished(FinishReason.STOP, Usage())
+EXPIRED = SequenceFinished(FinishReason.DEADLINE, Usage())
 
 
 @dataclass(frozen=True, slots=True)
 class StopTokens:
-    """Which drawn tokens end an output: the worker applies the same rule, and ends the sequence at them."""
+    """Which tokens end an output: the worker applies the same rule, and ends the sequence at them."""
 
     token_ids: frozenset[int]
     min_tokens: int
@@ -43,16 +43,16 @@ class OutputStream:
         self.stop_string: str | None = None
         self.first_token_at: float | None = None
         self.last_token_at = request.arrived
-        self.granted_at: float | None = None
+        self.admitted_at: float | None = None
         self._attempt = 0
         self._cached_tokens = 0
         self._computed_again = 0
         self._preemptions = 0
 
-    def granted(self, event: Granted, attempt: int, now: float) -> None:
+    def admitted(self, event: SequenceAdmitted, attempt: int, now: float) -> None:
         """The sequence has blocks, in its run number `attempt`; after a preemption a run gets blocks again."""
-        if self.granted_at is None:
-            self.granted_at, self._cached_tokens = now, event.cached_tokens
+        if self.admitted_at is None:
+            self.admitted_at, self._cached_tokens = now, event.cached_tokens
         elif attempt != self._attempt:
             # What is computed again after a preemption the worker counts itself.
             self._computed_again += len(self._request.prompt) + len(self.tokens) - event.cached_tokens
@@ -62,7 +62,7 @@ class OutputStream:
         """The sequence lost its blocks for a while."""
         self._preemptions += 1
 
-    def drawn(self, event: Drawn, now: float) -> TokensEvent | None:
+    def sampled(self, event: TokensSampled, now: float) -> Tokens | None:
         """Take new tokens and return what the client sees of them; afterwards `stop_string` may be set."""
         tokens = event.token_ids
         if not tokens:
@@ -77,14 +77,14 @@ class OutputStream:
         self.tokens.extend(tokens[:taken])
         self.first_token_at = now if self.first_token_at is None else self.first_token_at
         self.last_token_at = now
-        return TokensEvent(self.index, delta.text, tokens[:taken], event.logprobs[:taken])
+        return Tokens(self.index, delta.text, tokens[:taken], event.logprobs[:taken])
 
-    def rest(self) -> TokensEvent | None:
+    def rest(self) -> Tokens | None:
         """Return the text that was held back, at the end of an output that no stop string ended."""
         text = self._assembler.finish() if self.stop_string is None else ""
-        return TokensEvent(self.index, text, ()) if text else None
+        return Tokens(self.index, text, ()) if text else None
 
-    def finished(self, ended: Ended, now: float) -> FinishedEvent:
+    def finished(self, ended: SequenceFinished, now: float) -> Finished:
         """Return the end of the output, with what it cost over all its runs."""
         usage = Usage(
             prompt_tokens=len(self._request.prompt),
@@ -94,7 +94,7 @@ class OutputStream:
             preemptions=max(self._preemptions, ended.usage.preemptions),
         )
         stop_token = ended.stop_token_id if self.stop_string is None else None
-        return FinishedEvent(
+        return Finished(
             self.index, ended.reason, usage, self._timings(now), self.stop_string, stop_token, ended.message
         )
 
@@ -102,7 +102,7 @@ class OutputStream:
         arrived, gaps = self._request.arrived, len(self.tokens) - 1
         first = now if self.first_token_at is None else self.first_token_at
         return Timings(
-            queue_seconds=(now if self.granted_at is None else self.granted_at) - arrived,
+            queue_seconds=(now if self.admitted_at is None else self.admitted_at) - arrived,
             time_to_first_token=first - arrived,
             time_per_output_token=(self.last_token_at - first) / gaps if gaps > 0 else 0.0,
             total_seconds=now - arrived,

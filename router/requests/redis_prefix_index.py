@@ -17,6 +17,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
+from common.backoff import Backoff
 from common.clock import Clock
 from common.index_format import SlotOwner, owner_from_fields, prefix_key_root, slot_key, unpack_entries
 from common.types import BlockHash, PoolIdentity
@@ -26,6 +27,8 @@ from router.core.prefix_match import PrefixMatch, windows
 log = logging.getLogger(__name__)
 
 LOOKUP_SECONDS = 0.02
+# How long the index is not asked once it has failed several times in a row.
+PAUSES = Backoff(first=1.0, longest=10.0)
 # How long the owner of a slot is believed without looking; a rebuilt worker's old entries count for as long at most.
 OWNER_SECONDS = 1.0
 # How long a slot is believed to have no owner, or not the generation of an entry: entries of the dead are common.
@@ -56,7 +59,7 @@ class RedisPrefixIndex:
         `count` is told what came of each question: answered, failed, or skipped after many failures.
         """
         self._redis, self._identity, self._clock, self._timeout = redis, identity, clock, timeout
-        self._breaker, self._count = breaker or CircuitBreaker(), count
+        self._breaker, self._count = breaker or CircuitBreaker(PAUSES.pause), count
         self._owners: dict[int, SlotOwner] = {}
         self._looked: dict[int, float] = {}
         self._namespace = ""

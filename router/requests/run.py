@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.hashing import block_digests, block_hash_of, root_digest
 from common.types import BlockHash, FinishReason, PoolIdentity
 from router.core.events import ValidatedRequest
-from router.core.routing import Placement
-from router.core.waiting_line import Ticket
-from router.core.worker_events import Drawn, Granted, Preempted, SequenceEvent
+from router.core.routing import PlacementRequest
+from router.core.waiting_queue import Ticket
+from router.core.worker_events import Preempted, SequenceAdmitted, SequenceEvent, SequenceFinished, TokensSampled
 from router.observe.request_trace import RequestTrace
-from router.requests.dispatcher import Claim, Job
 from router.requests.inbox import Expired, Inbox, Turns
 from router.requests.output_stream import OutputStream
+from router.requests.reservation import LoadReservation
 from router.workers.client import Sink, WorkerClient
 from router.workers.codec import Submission
 
 # After these a sequence still has its place at the worker.
-_GOES_ON = (Granted, Drawn, Preempted)
+_GOES_ON = (SequenceAdmitted, TokensSampled, Preempted)
 
 
 @dataclass(slots=True)
@@ -30,7 +29,7 @@ class Running:
     output: OutputStream
     client: WorkerClient | None = None
     handle: int = 0
-    claim: Claim | None = None
+    reservation: LoadReservation | None = None
     attempt: int = 0
     done: bool = False
     # Why the last run ended early, until the next one begins.
@@ -38,11 +37,12 @@ class Running:
 
     def leave(self, reason: FinishReason | None) -> None:
         """Give up the place; the worker is told when there is a reason to tell it."""
-        if self.client is not None and reason is not None:
-            self.client.cancel(self.handle, reason)
-        if self.claim is not None:
-            self.claim.release()
-        self.client, self.claim = None, None
+        client, reservation = self.client, self.reservation
+        self.client, self.reservation = None, None
+        if client is not None and reason is not None:
+            client.cancel(self.handle, reason)
+        if reservation is not None:
+            reservation.release()
 
     def lose(self, reason: str) -> None:
         """The place is gone; another run may begin elsewhere."""
@@ -57,7 +57,7 @@ class RequestRun:
         self.request, self.request_id, self.trace = request, request_id, trace
         self.sequences: list[Running] = []
         # Fills up while the client reads slowly, with the tokens that it asked for at most. They stay in the
-        # admission's books meanwhile: max_tokens_in_flight bounds all inboxes together.
+        # AdmissionLimiter's count meanwhile: max_tokens_in_flight bounds all inboxes together.
         # A stop string must be seen when it comes: the worker does not know it.
         self.inbox = Inbox(turns, patient=request.whole and not request.sampling.stop)
         self.admitted = False
@@ -65,7 +65,7 @@ class RequestRun:
         self.expired = False
         self.worker_id = ""
         self.decision_id = ""
-        self.ticket: Ticket[Job] | None = None
+        self.ticket: Ticket | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -77,14 +77,15 @@ class RequestRun:
         """Return the sequences that have not ended."""
         return [sequence for sequence in self.sequences if not sequence.done]
 
-    def sink(self, running: Running, left: Callable[[Claim, SequenceEvent], None]) -> Sink:
-        """Return where a worker reports the next run of a sequence; its last word goes to `left` too, at once."""
+    def sink(self, running: Running) -> Sink:
+        """Return where a worker reports the next run of a sequence. The last event of a run releases its load."""
         running.attempt += 1
         index, attempt = running.output.index, running.attempt
 
         def sink(event: SequenceEvent) -> None:
-            if not isinstance(event, _GOES_ON) and attempt == running.attempt and running.claim is not None:
-                left(running.claim, event)
+            # At once: the place is free, whether or not the client has read what was sent before.
+            if not isinstance(event, _GOES_ON) and attempt == running.attempt:
+                _release(running.reservation, event)
             self.inbox.put(index, attempt, event)
 
         return sink
@@ -102,17 +103,26 @@ class RequestRun:
             running.leave(reason)
 
 
+def _release(reservation: LoadReservation | None, event: SequenceEvent) -> None:
+    if reservation is None:
+        return
+    if isinstance(event, SequenceFinished) and event.reason in (FinishReason.STOP, FinishReason.LENGTH):
+        reservation.complete(event.usage.output_tokens)
+    else:
+        reservation.release()
+
+
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The tokens of a sequence so far, prompt first, and the hash chain over their full blocks."""
+    """The tokens of a sequence so far, prompt first, and the hashes of their full blocks."""
 
     tokens: tuple[int, ...]
-    keys: tuple[BlockHash, ...]
-    tail: bytes
+    block_hashes: tuple[BlockHash, ...]
+    parent_digest: bytes
 
     @staticmethod
     def of(request: ValidatedRequest, identity: PoolIdentity, output: list[int]) -> Prefix:
-        """Hash the chain; about 0.6 microseconds a block. A request that is not to be cached has no keys."""
+        """Hash the full blocks, in about 0.6 microseconds each. A request with `no_cache` has no block hashes."""
         tokens = (*request.prompt, *output)
         extra = [("salt", request.salt)] if request.salt else []
         root = root_digest(
@@ -128,14 +138,14 @@ class Prefix:
         return Prefix(tokens, tuple(map(block_hash_of, digests)), digests[-1] if digests else root)
 
 
-def placement_of(run: RequestRun, prefix: Prefix, sequences: int) -> Placement:
-    """Return what is to be placed."""
+def placement_request_of(run: RequestRun, prefix: Prefix, sequences: int) -> PlacementRequest:
+    """Return what the dispatcher is to place: so many sequences that continue `prefix`."""
     request = run.request
-    return Placement(
+    return PlacementRequest(
         request_id=run.request_id,
         prompt_tokens=len(prefix.tokens),
-        max_length=request.max_length,
-        max_tokens=request.max_length - len(prefix.tokens),
+        max_len=request.max_len,
+        max_tokens=request.max_len - len(prefix.tokens),
         sequences=sequences,
         traceparent=run.trace.traceparent,
     )
@@ -150,8 +160,8 @@ def submission_of(
         request_id=run.request_id,
         index=running.output.index,
         tokens=prefix.tokens,
-        block_hashes=prefix.keys,
-        parent_digest=prefix.tail,
+        block_hashes=prefix.block_hashes,
+        parent_digest=prefix.parent_digest,
         sampling=request.sampling,
         priority=request.priority,
         timeout=timeout,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from common.errors import CONTEXT_LENGTH_EXCEEDED, FieldViolation, InvalidRequest, Unsupported
+from common.telemetry import span_context_of
 from common.types import Constraint, ConstraintKind, SamplingParams
 from quire.inference.v1 import inference_pb2
 from quire.types.v1 import types_pb2
@@ -31,7 +32,6 @@ _MOST_VIOLATIONS = 100
 # JSON readers keep whole numbers exact up to this many bits.
 _SEED_BITS = 53
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-_TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}(-.*)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,10 +245,5 @@ class Validator:
 
 
 def valid_traceparent(header: str) -> str:
-    """Return a W3C trace context, or nothing when it is malformed: then the request starts a trace of its own."""
-    match = _TRACEPARENT.fullmatch(header.strip())
-    if match is None:
-        return ""
-    version, trace_id, span_id, more = match.groups()
-    malformed = version == "ff" or (version == "00" and more) or not int(trace_id, 16) or not int(span_id, 16)
-    return "" if malformed else header.strip()
+    """Return a W3C traceparent, or "" when it is malformed: the request then starts a trace of its own."""
+    return header.strip() if span_context_of(header).is_valid else ""

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from grpc import aio
 
+from common.backoff import Backoff
 from common.errors import ProtocolViolation, QuireError, Unavailable
 from common.rpc.server import open_channel
 from common.types import FinishReason, PoolIdentity
@@ -24,7 +25,7 @@ from quire.api.status import error_from_rpc
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.gpuworker.v1 import gpuworker_pb2_grpc as rpc
 from router.core.identity import is_complete
-from router.core.worker_events import Ended, Lost, SequenceEvent
+from router.core.worker_events import Lost, SequenceEvent, SequenceFinished
 from router.core.worker_model import Load
 from router.workers.codec import (
     Submission,
@@ -62,20 +63,18 @@ class RouterIdentity:
     incarnation: bytes
 
 
+RECONNECT = Backoff(first=0.1, longest=1.0, jitter=0.5)
+
+
 @dataclass(frozen=True, slots=True)
 class Pacing:
-    """Seconds between attempts to connect: doubling from `first` to `most`, each drawn from half of it to all of it.
+    """Pauses between attempts to connect, and the seconds that a worker has for its hello.
 
-    A suite is ready at most `most` after its slowest worker; an attempt costs well under a millisecond.
+    A suite is ready at most the longest pause after its slowest worker; an attempt costs well under a millisecond.
     """
 
-    first: float = 0.1
-    most: float = 1.0
+    reconnect: Backoff = RECONNECT
     hello: float = 5.0
-
-    def delay(self, failures: int, draw: float) -> float:
-        """Return the pause after so many failures in a row; `draw` is uniform in [0, 1)."""
-        return min(self.most, self.first * 2.0 ** min(failures - 1, 30)) * (0.5 + 0.5 * draw)
 
 
 class WorkerClient:
@@ -139,7 +138,7 @@ class WorkerClient:
         try:
             while True:
                 failures = await self._session() or failures + 1
-                await asyncio.sleep(self._pacing.delay(failures, random.random()))
+                await asyncio.sleep(self._pacing.reconnect.pause(failures, random.random()))
         finally:
             self._disconnect(Unavailable("the router uses it no longer"))
 
@@ -215,7 +214,7 @@ class WorkerClient:
             raise ProtocolViolation(f"outputs {outputs.seq} came after {self._last_seq}")
         self._last_seq = outputs.seq
         for handle, event in events_of(outputs):
-            ended = isinstance(event, Ended)
+            ended = isinstance(event, SequenceFinished)
             sink = self._sinks.pop(handle, None) if ended else self._sinks.get(handle)
             if sink is not None:
                 sink(event)

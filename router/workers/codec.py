@@ -24,7 +24,14 @@ from common.wire.packing import pack_hashes, unpack_u32
 from common.wire.sampling_codec import sampling_to_proto
 from quire.api.status import error_from_status
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
-from router.core.worker_events import Drawn, Ended, Granted, Preempted, Refused, SequenceEvent
+from router.core.worker_events import (
+    Preempted,
+    Refused,
+    SequenceAdmitted,
+    SequenceEvent,
+    SequenceFinished,
+    TokensSampled,
+)
 from router.core.worker_model import Capacity, Load
 
 
@@ -42,9 +49,10 @@ class WorkerFacts:
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """One sequence for a worker. `tokens` end with `output_before` tokens that an earlier run of it drew.
+    """One sequence for a worker. The last `output_before` of `tokens` are output of an earlier run of the sequence.
 
-    `block_hashes` are the keys of the full blocks of `tokens`, `parent_digest` the 32-byte link of the last one, or the root.
+    `block_hashes` are those of the full blocks of `tokens`. `parent_digest` is the 32-byte digest of the last full
+    block, or the root digest when no block is full.
     """
 
     request_id: str
@@ -120,28 +128,28 @@ def events_of(outputs: pb.StepOutputs) -> Iterator[tuple[int, SequenceEvent]]:
     Raises ProtocolViolation when its parallel arrays do not fit together.
     """
     for granted in outputs.admitted:
-        yield granted.handle, _granted(granted)
+        yield granted.handle, _admitted(granted)
     for handle in unpack_u32(outputs.preempted):
         yield handle, Preempted()
-    yield from _drawn(outputs)
+    yield from _sampled(outputs)
     for ended in outputs.finished:
-        yield ended.handle, _ended(ended)
+        yield ended.handle, _finished(ended)
 
 
-def _drawn(outputs: pb.StepOutputs) -> Iterator[tuple[int, Drawn]]:
+def _sampled(outputs: pb.StepOutputs) -> Iterator[tuple[int, TokensSampled]]:
     handles, counts, tokens = (unpack_u32(packed) for packed in (outputs.handles, outputs.counts, outputs.token_ids))
     if len(handles) != len(counts) or sum(counts) != len(tokens):
         raise ProtocolViolation(f"{len(handles)} handles, {len(counts)} counts and {len(tokens)} tokens do not fit")
     logprobs = _logprobs(outputs) if outputs.logprobs else {}
     start = 0
     for handle, count in zip(handles, counts, strict=True):
-        drawn = Drawn(tuple(tokens[start : start + count]))
+        sampled = TokensSampled(tuple(tokens[start : start + count]))
         if handle in logprobs:
             entries = logprobs[handle]
-            drawn = replace(drawn, logprobs=tuple(entries[:count]))
+            sampled = replace(sampled, logprobs=tuple(entries[:count]))
             del entries[:count]
         start += count
-        yield handle, drawn
+        yield handle, sampled
 
 
 def _logprobs(outputs: pb.StepOutputs) -> dict[int, list[TokenLogprobs]]:
@@ -155,12 +163,14 @@ def _logprobs(outputs: pb.StepOutputs) -> dict[int, list[TokenLogprobs]]:
     return found
 
 
-def _granted(message: pb.SequenceAdmitted) -> Granted:
+def _admitted(message: pb.SequenceAdmitted) -> SequenceAdmitted:
     miss = miss_from_proto(message.miss_reason, unknown=MissReason.NEVER_SEEN)
-    return Granted(message.cached_tokens, miss, message.diverged_at, message.decision_id, message.reserve_seconds)
+    return SequenceAdmitted(
+        message.cached_tokens, miss, message.diverged_at, message.decision_id, message.reserve_seconds
+    )
 
 
-def _ended(message: pb.SequenceFinished) -> Ended:
+def _finished(message: pb.SequenceFinished) -> SequenceFinished:
     reason = finish_from_proto(message.reason, unknown=FinishReason.ERROR)
     stop = message.stop_token_id if message.HasField("stop_token_id") else None
-    return Ended(reason, usage_from_proto(message.usage), stop, message.message)
+    return SequenceFinished(reason, usage_from_proto(message.usage), stop, message.message)

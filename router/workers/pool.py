@@ -44,8 +44,8 @@ class Member:
     reason: str = "not connected yet"
     facts: WorkerFacts | None = None
     model: WorkerModel | None = None
-    # The reasons that were logged since it was connected last.
-    told: set[str] = field(default_factory=set)
+    # The reasons that were logged since the last connection.
+    logged_reasons: set[str] = field(default_factory=set)
 
     @property
     def name(self) -> str:
@@ -94,7 +94,7 @@ class WorkerPool:
         """Begin again after a bug, such as one in what a sequence's sink does: the worker is not lost for ever."""
         if not task.cancelled():
             log.error("unexpected error in the connection to %s", address, exc_info=task.exception())
-            asyncio.get_running_loop().call_later(self._pacing.most, self._run, address)
+            asyncio.get_running_loop().call_later(self._pacing.reconnect.longest, self._run, address)
 
     def remove(self, address: str) -> None:
         """Stop using an address; sequences there are Lost."""
@@ -190,7 +190,7 @@ class WorkerPool:
         member.worker_id, member.facts = facts.worker_id, facts
         member.model = WorkerModel(facts.worker_id, facts.capacity, _idle(facts), heartbeat_at=now)
         member.state, member.reason = WorkerState.CONNECTED, ""
-        member.told.clear()
+        member.logged_reasons.clear()
         log.info("worker %s connected", facts.worker_id, extra={"address": client.address})
         for listener in self._listeners if known not in (None, facts.incarnation) else ():
             listener.cache_lost(facts.worker_id)
@@ -221,9 +221,9 @@ class WorkerPool:
         """Say once why a worker is not there, however often it is tried; that one is still to come is no warning."""
         # What follows the colon is gRPC's account of one try, different each time.
         words = str(error).partition(":")[0]
-        if member.model is None and words in member.told:
+        if member.model is None and words in member.logged_reasons:
             return
-        member.told.add(words)
+        member.logged_reasons.add(words)
         bad = member.model is not None or isinstance(error, IdentityMismatch)
         log.log(
             logging.WARNING if bad else logging.INFO,

@@ -17,7 +17,7 @@ from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
 from quire.types.v1 import types_pb2
 from tests.router.test_process import DEMO, address_in, router
-from tests.support.router.fake_worker import PATIENCE_S, WorkerDouble, prompt_of, running
+from tests.support.router.fake_worker import PATIENCE_S, FakeWorker, prompt_of, running
 
 SECRET = "Zyxquorvil"
 TEXT = pb.Prompt(text=f"The river runs past {SECRET}.")
@@ -30,14 +30,14 @@ def request(prompt: pb.Prompt, **sampling: Any) -> pb.GenerateUnaryRequest:
 
 
 async def test_text_of_prompts_and_outputs_is_in_no_log_line_and_in_no_span() -> None:
-    worker = WorkerDouble(identity=DEMO)
+    worker = FakeWorker(identity=DEMO)
     verbose = ("--log-format", "json", "--log-level", "debug")
     async with running(worker), router("--worker", worker.address, *verbose) as process:
         async with open_channel(await address_in(process.stdout, "READY ")) as channel:
             inference = rpc.InferenceServiceStub(channel)
             call = inference.GenerateUnary(request(TEXT, stop=[f"not {SECRET}"]), timeout=PATIENCE_S)
             await worker.until(lambda: len(worker.submits) == 1)
-            worker.step({1: prompt_of(worker.submits[0])}, granted={1: 0}, finished={1: FinishReason.LENGTH})
+            worker.step({1: prompt_of(worker.submits[0])}, admitted={1: 0}, finished={1: FinishReason.LENGTH})
             answer = await call
             assert SECRET in answer.outputs[0].text
             for prompt, wrong in ((TEXT, {"top_p": 2.0}), (CHAT, {"max_tokens": 10**6}), (TEXT, {"stop": [""]})):

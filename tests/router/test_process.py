@@ -24,7 +24,7 @@ from common.types import FinishReason
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
 from quire.types.v1 import types_pb2
-from tests.support.router.fake_worker import IDENTITY, PATIENCE_S, WorkerDouble, running
+from tests.support.router.fake_worker import IDENTITY, PATIENCE_S, FakeWorker, running
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINT = ROOT / "cli" / "demo_model" / "checkpoint"
@@ -81,7 +81,7 @@ async def healthy(channel: aio.Channel, wanted: bool) -> None:
 
 
 async def test_health_follows_the_workers() -> None:
-    worker = WorkerDouble(identity=DEMO)
+    worker = FakeWorker(identity=DEMO)
     async with running(worker), router("--worker", worker.address) as process:
         address = await address_in(process.stdout, "READY ")
         async with open_channel(address) as channel:
@@ -100,7 +100,7 @@ async def test_without_a_worker_it_listens_and_does_not_serve() -> None:
 
 
 async def test_sigterm_lets_running_streams_finish_and_takes_no_new_ones() -> None:
-    worker = WorkerDouble(identity=DEMO)
+    worker = FakeWorker(identity=DEMO)
     async with running(worker), router("--worker", worker.address) as process:
         address = await address_in(process.stdout, "READY ")
         async with open_channel(address) as channel:
@@ -112,7 +112,7 @@ async def test_sigterm_lets_running_streams_finish_and_takes_no_new_ones() -> No
             await healthy(channel, wanted=False)
             with pytest.raises(aio.AioRpcError, match="draining"):
                 await rpc.InferenceServiceStub(channel).GenerateUnary(pb.GenerateUnaryRequest(request=wanted))
-            worker.step({1: [100, 101]}, granted={1: 0}, finished={1: FinishReason.LENGTH})
+            worker.step({1: [100, 101]}, admitted={1: 0}, finished={1: FinishReason.LENGTH})
             events = [response.WhichOneof("event") async for response in call]
             assert (events[0], events[-1]) == ("admitted", "finished")
         assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 0
@@ -134,9 +134,9 @@ async def until_refused(port: int) -> None:
 
 async def test_of_two_routers_on_one_port_the_one_that_drains_leaves_new_connections_to_the_other() -> None:
     port, http_port, *own = free_ports(4)
-    old, new = WorkerDouble("w0", identity=DEMO), WorkerDouble("w1", identity=DEMO, automatic=True)
+    old, new = FakeWorker("w0", identity=DEMO), FakeWorker("w1", identity=DEMO, automatic=True)
 
-    def flags(mine: int, other: int, worker: WorkerDouble) -> tuple[str, ...]:
+    def flags(mine: int, other: int, worker: FakeWorker) -> tuple[str, ...]:
         alone = ("--own-port", str(mine), "--sibling", f"127.0.0.1:{other}", "--worker", worker.address)
         return ("--port", str(port), "--http-port", str(http_port), *alone)
 
@@ -160,7 +160,7 @@ async def test_of_two_routers_on_one_port_the_one_that_drains_leaves_new_connect
         async with httpx.AsyncClient() as client:
             assert (await client.get(f"http://127.0.0.1:{http_port}/health")).status_code == 200
             assert "quire:generation_tokens_total 16.0" in (await client.get(metrics_of(own[1]))).text
-        old.step({1: [100, 101]}, granted={1: 0}, finished={1: FinishReason.LENGTH})
+        old.step({1: [100, 101]}, admitted={1: 0}, finished={1: FinishReason.LENGTH})
         events = [response.WhichOneof("event") async for response in call]
         assert (events[0], events[-1]) == ("admitted", "finished")
         assert await asyncio.wait_for(leaving.wait(), PATIENCE_S) == 0

@@ -5,73 +5,73 @@ from __future__ import annotations
 import pytest
 
 from common.errors import AlreadyExists, DeadlineExceeded, Overloaded, QuotaViolation
-from router.core.admission import Admission, AdmissionLimits, check_deadline
+from router.core.admission import AdmissionLimiter, AdmissionLimits, check_deadline
 
 
 def test_a_request_is_queued_then_runs_then_is_gone() -> None:
-    books = Admission(AdmissionLimits())
-    books.enter("r", 10, "", now=0.0)
-    assert (books.queued, books.running, books.tokens_in_flight) == (1, 0, 10)
-    books.start("r", now=0.0)
-    assert (books.queued, books.running, books.tokens_in_flight) == (0, 1, 10)
-    books.leave("r")
-    assert (books.queued, books.running, books.tokens_in_flight) == (0, 0, 0)
+    limiter = AdmissionLimiter(AdmissionLimits())
+    limiter.enter("r", 10, "", now=0.0)
+    assert (limiter.queued, limiter.running, limiter.tokens_in_flight) == (1, 0, 10)
+    limiter.start("r", now=0.0)
+    assert (limiter.queued, limiter.running, limiter.tokens_in_flight) == (0, 1, 10)
+    limiter.leave("r")
+    assert (limiter.queued, limiter.running, limiter.tokens_in_flight) == (0, 0, 0)
 
 
 def test_a_full_queue_refuses_with_its_numbers() -> None:
-    books = Admission(AdmissionLimits(max_queued=2))
+    limiter = AdmissionLimiter(AdmissionLimits(max_queued=2))
     for name in ("a", "b"):
-        books.enter(name, 1, "", now=0.0)
+        limiter.enter(name, 1, "", now=0.0)
     with pytest.raises(Overloaded) as refused:
-        books.enter("c", 1, "", now=0.0)
+        limiter.enter("c", 1, "", now=0.0)
     assert refused.value.violation == QuotaViolation("router.queue", "2 requests wait; at most 2")
     assert refused.value.retry_after_s == 1.0
-    assert books.queued == 2
+    assert limiter.queued == 2
 
 
 def test_running_requests_leave_room_in_the_queue() -> None:
-    books = Admission(AdmissionLimits(max_queued=1))
-    books.enter("a", 1, "", now=0.0)
-    books.start("a", now=0.0)
-    books.enter("b", 1, "", now=0.0)
-    assert (books.queued, books.running) == (1, 1)
+    limiter = AdmissionLimiter(AdmissionLimits(max_queued=1))
+    limiter.enter("a", 1, "", now=0.0)
+    limiter.start("a", now=0.0)
+    limiter.enter("b", 1, "", now=0.0)
+    assert (limiter.queued, limiter.running) == (1, 1)
 
 
 def test_tokens_in_flight_are_bounded() -> None:
-    books = Admission(AdmissionLimits(max_tokens_in_flight=100))
-    books.enter("a", 60, "", now=0.0)
+    limiter = AdmissionLimiter(AdmissionLimits(max_tokens_in_flight=100))
+    limiter.enter("a", 60, "", now=0.0)
     with pytest.raises(Overloaded, match="60 tokens in flight and 41 more requested; at most 100"):
-        books.enter("b", 41, "", now=0.0)
-    books.enter("c", 40, "", now=0.0)
-    assert books.tokens_in_flight == 100
+        limiter.enter("b", 41, "", now=0.0)
+    limiter.enter("c", 40, "", now=0.0)
+    assert limiter.tokens_in_flight == 100
 
 
 def test_an_id_in_use_is_refused_until_its_request_left() -> None:
-    books = Admission(AdmissionLimits())
-    books.enter("r", 1, "", now=0.0)
+    limiter = AdmissionLimiter(AdmissionLimits())
+    limiter.enter("r", 1, "", now=0.0)
     with pytest.raises(AlreadyExists):
-        books.enter("r", 1, "", now=0.0)
-    books.leave("r")
-    books.enter("r", 1, "", now=0.0)
+        limiter.enter("r", 1, "", now=0.0)
+    limiter.leave("r")
+    limiter.enter("r", 1, "", now=0.0)
 
 
 def test_retry_after_is_the_mean_gap_between_starts() -> None:
-    books = Admission(AdmissionLimits(max_queued=0 + 3))
+    limiter = AdmissionLimiter(AdmissionLimits(max_queued=0 + 3))
     for at, name in ((0.0, "a"), (4.0, "b")):
-        books.enter(name, 1, "", now=at)
-        books.start(name, now=at)
-    assert books.retry_after(now=5.0) == 4.0
-    assert books.retry_after(now=10.0) == 6.0
-    assert books.retry_after(now=1000.0) == 30.0
+        limiter.enter(name, 1, "", now=at)
+        limiter.start(name, now=at)
+    assert limiter.retry_after(now=5.0) == 4.0
+    assert limiter.retry_after(now=10.0) == 6.0
+    assert limiter.retry_after(now=1000.0) == 30.0
 
 
 def test_a_request_that_lost_its_worker_comes_back_into_a_full_queue() -> None:
-    books = Admission(AdmissionLimits(max_queued=1))
-    books.enter("a", 1, "", now=0.0)
-    books.start("a", now=0.0)
-    books.enter("b", 1, "", now=0.0)
-    books.requeue("a")
-    assert (books.queued, books.running) == (2, 0)
+    limiter = AdmissionLimiter(AdmissionLimits(max_queued=1))
+    limiter.enter("a", 1, "", now=0.0)
+    limiter.start("a", now=0.0)
+    limiter.enter("b", 1, "", now=0.0)
+    limiter.requeue("a")
+    assert (limiter.queued, limiter.running) == (2, 0)
 
 
 class HalfForEach:
@@ -82,13 +82,13 @@ class HalfForEach:
 
 
 def test_a_tenant_at_its_quota_does_not_stop_another() -> None:
-    books = Admission(AdmissionLimits(), HalfForEach())
-    books.enter("a", 40, "red", now=0.0)
+    limiter = AdmissionLimiter(AdmissionLimits(), HalfForEach())
+    limiter.enter("a", 40, "red", now=0.0)
     with pytest.raises(Overloaded, match=r"tenant\.red: 40 \+ 20 tokens of 50"):
-        books.enter("b", 20, "red", now=0.0)
-    books.enter("c", 20, "blue", now=0.0)
-    books.leave("a")
-    books.enter("d", 20, "red", now=0.0)
+        limiter.enter("b", 20, "red", now=0.0)
+    limiter.enter("c", 20, "blue", now=0.0)
+    limiter.leave("a")
+    limiter.enter("d", 20, "red", now=0.0)
 
 
 def test_no_deadline_is_always_met() -> None:

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from common.clock import ManualClock
-from router.core.routing import Choice, Placement, Router
+from router.core.routing import Choice, PlacementRequest, Router
 from router.core.worker_model import Capacity, Load, WorkerModel
 
 CAPACITY = Capacity(num_blocks=4096, block_size=16, max_num_seqs=32, max_model_len=512)
@@ -53,7 +53,7 @@ class Pool:
 
     def request(self) -> str:
         """Route one request; return the worker."""
-        choice = self._router.route(Placement("r", 64, 64 + OUTPUT, OUTPUT), list(self.models.values()), {})
+        choice = self._router.route(PlacementRequest("r", 64, 64 + OUTPUT, OUTPUT), list(self.models.values()), {})
         assert choice.worker is not None
         choice.worker.placed(1, 0, 0)
         name = choice.worker.worker_id

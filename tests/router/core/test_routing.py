@@ -10,7 +10,7 @@ import pytest
 from common.clock import ManualClock
 from common.types import Decision
 from router.core.optimistic import OptimisticIndex
-from router.core.routing import TIE_SECONDS, Choice, Outcome, Placement, Router
+from router.core.routing import TIE_SECONDS, Choice, Outcome, PlacementRequest, Router
 from router.core.worker_model import Capacity, Load, WorkerModel
 from tests.router.core.test_optimistic import block_hashes
 
@@ -31,8 +31,8 @@ def router(seed: int = 1) -> Router:
     return Router(ManualClock(), lambda: f"d{next(numbers)}", seed)
 
 
-def placement(prompt: int = 100, output: int = 20, sequences: int = 1) -> Placement:
-    return Placement("r", prompt, prompt + output, output, sequences)
+def placement(prompt: int = 100, output: int = 20, sequences: int = 1) -> PlacementRequest:
+    return PlacementRequest("r", prompt, prompt + output, output, sequences)
 
 
 def terms(choice: Choice, name: str) -> dict[str, float]:

@@ -6,7 +6,7 @@ import itertools
 import random
 
 from common.clock import ManualClock
-from router.core.routing import Placement, Router
+from router.core.routing import PlacementRequest, Router
 from router.core.worker_model import Capacity, Load, WorkerModel
 
 CAPACITY = Capacity(num_blocks=4096, block_size=16, max_num_seqs=64, max_model_len=512)
@@ -41,7 +41,7 @@ class Fleet:
     def request(self) -> None:
         """Let one of the routers, by lot, place a request."""
         number, now = self._rng.randrange(ROUTERS), self.clock.monotonic()
-        choice = self._routers[number].route(Placement("r", 64, 128, 64), self._models[number], {})
+        choice = self._routers[number].route(PlacementRequest("r", 64, 128, 64), self._models[number], {})
         assert choice.worker is not None
         choice.worker.placed(1, 0, 0)
         self.running[choice.worker.worker_id].append((now + 0.5, number))

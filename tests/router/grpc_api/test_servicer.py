@@ -30,8 +30,8 @@ from router.ports import ModelCard
 from router.requests.validate import Validator
 from router.text.assembler import CheckpointText
 from router.text.checkpoint import read_checkpoint
-from tests.support.router.fake_worker import IDENTITY, PATIENCE_S, WorkerDouble
-from tests.support.router.frontend_harness import Bench, frontend_over
+from tests.support.router.fake_worker import IDENTITY, PATIENCE_S, FakeWorker
+from tests.support.router.frontend_harness import Harness, frontend_over
 
 CHECKPOINT = Path(__file__).resolve().parents[3] / "cli" / "demo_model" / "checkpoint"
 
@@ -40,26 +40,28 @@ CHECKPOINT = Path(__file__).resolve().parents[3] / "cli" / "demo_model" / "check
 class Service:
     """A served router, and a stub to call it by."""
 
-    bench: Bench
+    harness: Harness
     stub: rpc.InferenceServiceStub
 
 
 @asynccontextmanager
-async def served(*workers: WorkerDouble, limits: AdmissionLimits | None = None) -> AsyncIterator[Service]:
+async def served(*workers: FakeWorker, limits: AdmissionLimits | None = None) -> AsyncIterator[Service]:
     """Serve the frontend over these workers."""
     clock, checkpoint = SystemClock(), read_checkpoint(CHECKPOINT)
     text = CheckpointText.load(CHECKPOINT, checkpoint.max_model_len)
-    async with frontend_over(*workers, limits=limits, patience=0.1) as bench:
-        card = ModelCard("demo", bench.pool.identity, 4096, checkpoint.vocab_size, checkpoint.eos_token_ids, True)
-        status = RouterStatus(card, bench.pool, bench.admission, lambda: False, lambda: bench.frontend.draining, clock)
+    async with frontend_over(*workers, limits=limits, patience=0.1) as harness:
+        card = ModelCard("demo", harness.pool.identity, 4096, checkpoint.vocab_size, checkpoint.eos_token_ids, True)
+        status = RouterStatus(
+            card, harness.pool, harness.admission, lambda: False, lambda: harness.frontend.draining, clock
+        )
         constraints = ConstraintChecker.load(CHECKPOINT, checkpoint.eos_token_ids)
         validator = Validator(text, checkpoint, constraints=constraints)
-        servicer = InferenceServicer(bench.frontend, validator, text, status, clock, Siblings())
-        server = RpcServer(["quire.inference.v1.InferenceService"], [server_spans(bench.tracer)])
+        servicer = InferenceServicer(harness.frontend, validator, text, status, clock, Siblings())
+        server = RpcServer(["quire.inference.v1.InferenceService"], [server_spans(harness.tracer)])
         rpc.add_InferenceServiceServicer_to_server(servicer, server.server)
         port = await server.start("127.0.0.1", 0)
         async with open_channel(f"127.0.0.1:{port}") as channel:
-            yield Service(bench, rpc.InferenceServiceStub(channel))
+            yield Service(harness, rpc.InferenceServiceStub(channel))
         await server.server.stop(None)
         text.close()
         if constraints is not None:
@@ -93,7 +95,7 @@ def detail(error: aio.AioRpcError, kind: type) -> object:
 
 
 async def test_a_stream_is_one_admitted_then_tokens_then_one_finished() -> None:
-    async with served(WorkerDouble(automatic=True)) as service:
+    async with served(FakeWorker(automatic=True)) as service:
         responses = await whole(service.stub, generate(request_id="r1"))
         kinds = [response.WhichOneof("event") for response in responses]
         assert kinds == ["admitted", "tokens", "tokens", "tokens", "tokens", "finished"]
@@ -105,7 +107,7 @@ async def test_a_stream_is_one_admitted_then_tokens_then_one_finished() -> None:
 
 
 async def test_a_unary_answer_holds_every_sequence_by_its_index() -> None:
-    async with served(WorkerDouble(automatic=True)) as service:
+    async with served(FakeWorker(automatic=True)) as service:
         request = generate(sampling=types_pb2.SamplingParams(max_tokens=2, n=2, seed=9))
         answer = await service.stub.GenerateUnary(pb.GenerateUnaryRequest(request=request), timeout=PATIENCE_S)
         assert answer.admitted.seed == 9
@@ -115,7 +117,7 @@ async def test_a_unary_answer_holds_every_sequence_by_its_index() -> None:
 
 
 async def test_a_stop_string_is_named() -> None:
-    async with served(WorkerDouble(automatic=True)) as service:
+    async with served(FakeWorker(automatic=True)) as service:
         request = generate(sampling=types_pb2.SamplingParams(max_tokens=5, stop=["<101>"]))
         finished = (await whole(service.stub, request))[-1].finished
         assert (finished.reason, finished.stop_string) == (types_pb2.FinishReason.FINISH_REASON_STOP, "<101>")
@@ -133,7 +135,7 @@ async def test_tokenize_and_detokenize_are_inverse() -> None:
 @pytest.mark.parametrize("method", ["Detokenize", "Generate"])
 async def test_ids_that_are_no_tokens_are_each_named(method: str) -> None:
     ids, path = (5, 10**6, 7, -3), "token_ids" if method == "Detokenize" else "prompt.token_ids.ids"
-    async with served(WorkerDouble()) as service:
+    async with served(FakeWorker()) as service:
         if method == "Detokenize":
             call: Awaitable[object] = service.stub.Detokenize(pb.DetokenizeRequest(token_ids=ids))
         else:
@@ -156,7 +158,7 @@ async def code_of(service: Service, request: pb.GenerateRequest) -> aio.AioRpcEr
 
 
 async def test_every_wrong_field_is_named_at_once() -> None:
-    async with served(WorkerDouble()) as service:
+    async with served(FakeWorker()) as service:
         wrong = types_pb2.SamplingParams(top_p=2.0, temperature=-1.0, max_tokens=3)
         error = await code_of(service, generate(sampling=wrong))
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -166,7 +168,7 @@ async def test_every_wrong_field_is_named_at_once() -> None:
 
 
 async def test_a_full_queue_is_resource_exhausted_with_quota_and_retry() -> None:
-    worker = WorkerDouble()
+    worker = FakeWorker()
     async with served(worker, limits=AdmissionLimits(max_tokens_in_flight=10)) as service:
         error = await code_of(service, generate(ids=tuple(range(1, 21))))
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -186,7 +188,7 @@ async def test_no_worker_is_unavailable_with_retry() -> None:
 
 
 async def test_an_id_in_use_already_exists() -> None:
-    worker = WorkerDouble()
+    worker = FakeWorker()
     async with served(worker) as service:
         running = service.stub.Generate(generate(request_id="r1"), timeout=PATIENCE_S)
         await worker.until(lambda: bool(worker.submits))
@@ -195,7 +197,7 @@ async def test_an_id_in_use_already_exists() -> None:
 
 
 async def test_resume_is_unimplemented_with_a_reason() -> None:
-    async with served(WorkerDouble()) as service:
+    async with served(FakeWorker()) as service:
         request = pb.GenerateRequest(resume=pb.Resume(request_id="r1", output_tokens_received=[3]))
         error = await code_of(service, request)
         assert error.code() is grpc.StatusCode.UNIMPLEMENTED
@@ -203,7 +205,7 @@ async def test_resume_is_unimplemented_with_a_reason() -> None:
 
 
 async def test_a_constraint_reaches_the_worker() -> None:
-    worker = WorkerDouble()
+    worker = FakeWorker()
     async with served(worker) as service:
         running = service.stub.Generate(generate(regex="[0-9]+"), timeout=PATIENCE_S)
         await worker.until(lambda: bool(worker.submits))
@@ -212,7 +214,7 @@ async def test_a_constraint_reaches_the_worker() -> None:
 
 
 async def test_a_constraint_that_cannot_be_enforced_is_named_as_a_wrong_field() -> None:
-    async with served(WorkerDouble()) as service:
+    async with served(FakeWorker()) as service:
         error = await code_of(service, generate(json_schema='{"not": {}}'))
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
         bad = detail(error, error_details_pb2.BadRequest)
@@ -226,7 +228,7 @@ async def test_a_constraint_that_cannot_be_enforced_is_named_as_a_wrong_field() 
 
 
 async def test_the_calls_deadline_reaches_the_worker() -> None:
-    worker = WorkerDouble()
+    worker = FakeWorker()
     async with served(worker) as service:
         call = service.stub.GenerateUnary(pb.GenerateUnaryRequest(request=generate()), timeout=0.4)
         await worker.until(lambda: bool(worker.submits))
@@ -248,9 +250,9 @@ async def ended(service: Service, timeout: float, unary: bool) -> grpc.StatusCod
         with pytest.raises(aio.AioRpcError) as late:
             async for _ in service.stub.Generate(generate(), timeout=timeout):
                 pass
-    spans = service.bench.spans
+    spans = service.harness.spans
     name = "quire.inference.v1.InferenceService/" + ("GenerateUnary" if unary else "Generate")
-    await service.bench.until(lambda: any(span.name == name for span in spans.get_finished_spans()))
+    await service.harness.until(lambda: any(span.name == name for span in spans.get_finished_spans()))
     return late.value.code()
 
 
@@ -258,37 +260,37 @@ async def ended(service: Service, timeout: float, unary: bool) -> grpc.StatusCod
 @pytest.mark.parametrize("timeout", [0.2, 1.001])
 @pytest.mark.parametrize("unary", [False, True])
 async def test_every_span_and_the_worker_agree_that_the_deadline_was_it(timeout: float, unary: bool) -> None:
-    worker = WorkerDouble()
+    worker = FakeWorker()
     async with served(worker) as service:
         task = asyncio.create_task(ended(service, timeout, unary))
         await worker.until(lambda: bool(worker.submits))
-        worker.step({1: [100]}, granted={1: 0})
+        worker.step({1: [100]}, admitted={1: 0})
         assert await task is grpc.StatusCode.DEADLINE_EXCEEDED
-        bench = service.bench
-        rpc_span = next(span.name for span in bench.spans.get_finished_spans() if "InferenceService" in span.name)
-        assert bench.failure(rpc_span) == "DEADLINE_EXCEEDED"
-        assert [bench.failure(name) for name in ("request", "stream")] == ["deadline exceeded"] * 2
-        finished = [event for event in bench.span("stream").events if event.name == "finished"]
+        harness = service.harness
+        rpc_span = next(span.name for span in harness.spans.get_finished_spans() if "InferenceService" in span.name)
+        assert harness.failure(rpc_span) == "DEADLINE_EXCEEDED"
+        assert [harness.failure(name) for name in ("request", "stream")] == ["deadline exceeded"] * 2
+        finished = [event for event in harness.span("stream").events if event.name == "finished"]
         assert [(event.attributes or {})["quire.finish_reason"] for event in finished] == ["deadline"]
         await worker.until(lambda: bool(worker.cancels))
         assert worker.cancels[0].reason == types_pb2.FinishReason.FINISH_REASON_DEADLINE
 
 
 async def test_what_a_worker_ended_at_the_deadline_is_no_ok() -> None:
-    worker = WorkerDouble()
+    worker = FakeWorker()
     async with served(worker) as service:
         call = service.stub.Generate(generate(), timeout=PATIENCE_S)
         await worker.until(lambda: bool(worker.submits))
-        worker.step({1: [100]}, granted={1: 0}, finished={1: FinishReason.DEADLINE})
+        worker.step({1: [100]}, admitted={1: 0}, finished={1: FinishReason.DEADLINE})
         responses = [await call.read() for _ in range(4)]
         kinds = [each.WhichOneof("event") for each in responses if isinstance(each, pb.GenerateResponse)]
         assert kinds == ["admitted", "tokens", "tokens", "finished"]
         assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert service.bench.failure("request") == "deadline exceeded"
+        assert service.harness.failure("request") == "deadline exceeded"
 
 
 async def test_a_call_without_a_deadline_has_none_at_the_worker() -> None:
-    worker = WorkerDouble()
+    worker = FakeWorker()
     async with served(worker) as service:
         call = service.stub.Generate(generate())
         await worker.until(lambda: bool(worker.submits))
@@ -297,25 +299,25 @@ async def test_a_call_without_a_deadline_has_none_at_the_worker() -> None:
 
 
 async def test_a_cancelled_call_is_cancelled_at_the_worker() -> None:
-    worker = WorkerDouble()
+    worker = FakeWorker()
     async with served(worker) as service:
         call = service.stub.Generate(generate(), timeout=PATIENCE_S)
         await worker.until(lambda: bool(worker.submits))
-        worker.step({1: [100]}, granted={1: 0})
+        worker.step({1: [100]}, admitted={1: 0})
         async for response in call:
             if response.HasField("tokens"):
                 break
         call.cancel()
         await worker.until(lambda: bool(worker.cancels))
         assert worker.cancels[0].reason == types_pb2.FinishReason.FINISH_REASON_CANCELLED
-        await service.bench.until(lambda: service.bench.admission.running == 0)
+        await service.harness.until(lambda: service.harness.admission.running == 0)
 
 
 # ------------------------------------------------------------ model and status
 
 
 async def test_the_model_is_told_with_what_its_workers_know() -> None:
-    async with served(WorkerDouble(max_model_len=256)) as service:
+    async with served(FakeWorker(max_model_len=256)) as service:
         model = await service.stub.GetModel(pb.GetModelRequest(), timeout=PATIENCE_S)
         assert (model.model, model.max_model_len, model.has_chat_template) == ("demo", 256, True)
         assert model.identity.model_fingerprint == IDENTITY.model_fingerprint
@@ -323,12 +325,12 @@ async def test_the_model_is_told_with_what_its_workers_know() -> None:
 
 
 async def test_the_status_shows_load_and_rates_of_each_worker() -> None:
-    worker = WorkerDouble()
+    worker = FakeWorker()
     async with served(worker) as service:
         worker.heartbeat(
             running=3, waiting=2, unheld_blocks=20, decode_step_seconds=0.01, prefill_seconds_per_token=0.001
         )
-        await service.bench.until(lambda: service.bench.pool.models()[0].load.running == 3)
+        await service.harness.until(lambda: service.harness.pool.models()[0].load.running == 3)
         status = await service.stub.GetStatus(pb.GetStatusRequest(), timeout=PATIENCE_S)
         (row,) = status.workers
         assert (row.worker_id, row.address, row.state) == ("w0", worker.address, "connected")
@@ -339,11 +341,11 @@ async def test_the_status_shows_load_and_rates_of_each_worker() -> None:
 
 
 async def test_a_worker_of_another_pool_is_shown_with_both_values() -> None:
-    ours, other = WorkerDouble("w0"), WorkerDouble("w1", identity=replace(IDENTITY, block_size=8))
+    ours, other = FakeWorker("w0"), FakeWorker("w1", identity=replace(IDENTITY, block_size=8))
     async with served(ours) as service:
         await other.start()
-        service.bench.pool.add(other.address)
-        await service.bench.until(lambda: any("block_size" in m.reason for m in service.bench.pool.members()))
+        service.harness.pool.add(other.address)
+        await service.harness.until(lambda: any("block_size" in m.reason for m in service.harness.pool.members()))
         status = await service.stub.GetStatus(pb.GetStatusRequest(), timeout=PATIENCE_S)
         row = next(row for row in status.workers if row.address == other.address)
         assert row.state == "mismatched"
@@ -352,19 +354,19 @@ async def test_a_worker_of_another_pool_is_shown_with_both_values() -> None:
 
 
 async def test_a_second_worker_of_one_name_is_not_used() -> None:
-    first, second = WorkerDouble("w0"), WorkerDouble("w0")
+    first, second = FakeWorker("w0"), FakeWorker("w0")
     async with served(first) as service:
         await second.start()
-        service.bench.pool.add(second.address)
+        service.harness.pool.add(second.address)
         await second.until(lambda: second.streams >= 2)
-        assert [model.worker_id for model in service.bench.pool.models()] == ["w0"]
+        assert [model.worker_id for model in service.harness.pool.models()] == ["w0"]
         await second.kill()
 
 
 async def test_many_streams_at_once_are_all_served() -> None:
-    worker = WorkerDouble(automatic=True, max_num_seqs=16, num_blocks=4096)
+    worker = FakeWorker(automatic=True, max_num_seqs=16, num_blocks=4096)
     async with served(worker) as service:
         answers = await asyncio.gather(*(whole(service.stub, generate(request_id=f"r{n}")) for n in range(200)))
         assert all(answer[-1].HasField("finished") for answer in answers)
         assert len({answer[0].admitted.request_id for answer in answers}) == 200
-        assert (service.bench.admission.running, service.bench.admission.queued) == (0, 0)
+        assert (service.harness.admission.running, service.harness.admission.queued) == (0, 0)

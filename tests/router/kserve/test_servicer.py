@@ -17,7 +17,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from common.errors import DeadlineExceeded
 from common.types import FinishReason
 from quire.kserve.v2 import kserve_pb2 as pb
-from router.kserve.servicer import SERVICE
+from router.kserve.servicer import KSERVE_SERVICE
 from tests.support.router.fake_frontend import TRACE_ID, Step, admitted, finished, tokens
 from tests.support.router.kserve_harness import ARRIVED, PATIENCE_S, Api, served_api, two_sequences
 from tests.support.router.kserve_messages import infer, is_final, outputs_of
@@ -104,10 +104,10 @@ async def test_the_server_says_what_it_is(api: Api) -> None:
 
 async def test_health_and_reflection_know_the_service(api: Api) -> None:
     health = health_pb2_grpc.HealthStub(api.channel)
-    answer = await health.Check(health_pb2.HealthCheckRequest(service=SERVICE))
+    answer = await health.Check(health_pb2.HealthCheckRequest(service=KSERVE_SERVICE))
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
     reflection = reflection_pb2_grpc.ServerReflectionStub(api.channel)
-    question = reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE)
+    question = reflection_pb2.ServerReflectionRequest(file_containing_symbol=KSERVE_SERVICE)
     async for found in reflection.ServerReflectionInfo(iter([question])):
         assert found.WhichOneof("message_response") == "file_descriptor_response"
 

@@ -109,7 +109,7 @@ def test_pushing_a_span_out_costs_the_same_however_large_its_trace_is() -> None:
     assert [store.trace_of(f"r{number}") for number in (499, 500, 999)] == ["", "one", "one"]
 
 
-def test_both_ways_into_the_store_give_the_same_message(store: TraceStore) -> None:
+def test_both_ways_into_the_store_give_the_same_span(store: TraceStore) -> None:
     own = provider().get_tracer("test")
     link = Link(own.start_span("other").get_span_context())
     attributes: dict[str, Any] = {

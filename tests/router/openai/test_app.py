@@ -20,7 +20,7 @@ from common.errors import (
     Unavailable,
 )
 from common.types import FinishReason, TokenLogprobs
-from router.openai.server import serve_http
+from router.serving.http_server import serve_http
 from tests.support.router.fake_frontend import TRACE_ID, admitted, finished, tokens
 from tests.support.router.http_harness import DEADLINE_S, FACTS, HI, Api
 

@@ -13,8 +13,8 @@ from common.errors import (
 )
 from common.types import FinishReason
 from quire.types.v1 import types_pb2
-from router.core.events import AdmittedEvent, FinishedEvent, TokensEvent
-from tests.support.router.fake_worker import WorkerDouble
+from router.core.events import Admitted, Finished, Tokens
+from tests.support.router.fake_worker import FakeWorker
 from tests.support.router.frontend_harness import (
     CLOCK,
     ends_of,
@@ -28,74 +28,74 @@ from tests.support.router.frontend_harness import (
 
 
 async def test_closing_the_events_cancels_at_the_worker() -> None:
-    worker = WorkerDouble()
-    async with frontend_over(worker) as bench:
-        async with in_background(bench, request(n=2)):
+    worker = FakeWorker()
+    async with frontend_over(worker) as harness:
+        async with in_background(harness, request(n=2)):
             await worker.until(lambda: len(worker.submits) == 2)
         await worker.until(lambda: len(worker.cancels) == 2)
         assert {cancel.reason for cancel in worker.cancels} == {types_pb2.FinishReason.FINISH_REASON_CANCELLED}
-        assert nothing_left(bench)
+        assert nothing_left(harness)
 
 
 async def test_a_client_that_leaves_the_queue_leaves_nothing_behind() -> None:
-    worker = WorkerDouble(max_num_seqs=1)
-    async with frontend_over(worker) as bench, in_background(bench, request(n=2)):
+    worker = FakeWorker(max_num_seqs=1)
+    async with frontend_over(worker) as harness, in_background(harness, request(n=2)):
         await worker.until(lambda: len(worker.submits) == 2)
-        async with in_background(bench, request()):
+        async with in_background(harness, request()):
             await asyncio.sleep(0)
-        assert (bench.admission.queued, bench.admission.running) == (0, 1)
+        assert (harness.admission.queued, harness.admission.running) == (0, 1)
 
 
 async def test_the_deadline_reaches_the_worker_and_ends_the_stream() -> None:
-    worker = WorkerDouble()
+    worker = FakeWorker()
     wanted = request(deadline=CLOCK.monotonic() + 0.3)
-    async with frontend_over(worker) as bench, in_background(bench, wanted) as task:
+    async with frontend_over(worker) as harness, in_background(harness, wanted) as task:
         await worker.until(lambda: bool(worker.submits))
         assert 0 < worker.submits[0].timeout_seconds <= 0.3
-        worker.step({1: [10]}, granted={1: 0})
+        worker.step({1: [10]}, admitted={1: 0})
         with pytest.raises(DeadlineExceeded, match="before every sequence had finished"):
             await task
-        end = ends_of(bench.seen)[0]
+        end = ends_of(harness.seen)[0]
         assert (end.reason, end.usage.output_tokens) == (FinishReason.DEADLINE, 1)
         await worker.until(lambda: bool(worker.cancels))
         assert worker.cancels[0].reason == types_pb2.FinishReason.FINISH_REASON_DEADLINE
-        assert nothing_left(bench)
+        assert nothing_left(harness)
 
 
 async def test_a_sequence_that_no_worker_takes_again_before_the_deadline_costs_the_others_nothing() -> None:
-    worker = WorkerDouble()
+    worker = FakeWorker()
     wanted = request(n=2, deadline=CLOCK.monotonic() + 0.5)
-    async with frontend_over(worker) as bench, in_background(bench, wanted) as task:
+    async with frontend_over(worker) as harness, in_background(harness, wanted) as task:
         await worker.until(lambda: len(worker.submits) == 2)
         worker.heartbeat(running=20)
-        worker.step({1: [100], 2: [100]}, granted={1: 0, 2: 0}, finished={2: FinishReason.ERROR})
-        await bench.until(lambda: bench.admission.queued == 1)
+        worker.step({1: [100], 2: [100]}, admitted={1: 0, 2: 0}, finished={2: FinishReason.ERROR})
+        await harness.until(lambda: harness.admission.queued == 1)
         worker.step({1: [101, 102]}, finished={1: FinishReason.LENGTH})
         with pytest.raises(DeadlineExceeded, match="before every sequence had finished"):
             await task
-        assert [tokens_of(bench.seen, index) for index in (0, 1)] == [[100, 101, 102], [100]]
-        ends = ends_of(bench.seen)
+        assert [tokens_of(harness.seen, index) for index in (0, 1)] == [[100, 101, 102], [100]]
+        ends = ends_of(harness.seen)
         assert (ends[0].reason, ends[1].reason) == (FinishReason.LENGTH, FinishReason.DEADLINE)
-        assert nothing_left(bench)
+        assert nothing_left(harness)
 
 
 async def test_a_deadline_before_any_block_is_an_error() -> None:
-    worker = WorkerDouble()
-    async with frontend_over(worker) as bench:
+    worker = FakeWorker()
+    async with frontend_over(worker) as harness:
         with pytest.raises(DeadlineExceeded, match="before the request got blocks"):
-            await bench.events(request(deadline=CLOCK.monotonic() + 0.1))
+            await harness.events(request(deadline=CLOCK.monotonic() + 0.1))
         await worker.until(lambda: bool(worker.cancels))
 
 
 async def test_a_deadline_that_cannot_be_met_is_refused_with_the_prediction() -> None:
-    worker = WorkerDouble()
-    async with frontend_over(worker) as bench:
+    worker = FakeWorker()
+    async with frontend_over(worker) as harness:
         worker.heartbeat(prefill_seconds_per_token=1.0, decode_step_seconds=0.01)
-        await bench.until(lambda: bench.pool.models()[0].rates.prefill_token.value is not None)
+        await harness.until(lambda: harness.pool.models()[0].rates.prefill_token.value is not None)
         with pytest.raises(DeadlineExceeded, match=r"predicted in 10\.0"):
-            await bench.events(request(prompt=10, deadline=CLOCK.monotonic() + 5.0))
+            await harness.events(request(prompt=10, deadline=CLOCK.monotonic() + 5.0))
         assert worker.submits == []
-        assert nothing_left(bench)
+        assert nothing_left(harness)
 
 
 # Of 600 s on the wire a second may be rounding.
@@ -111,70 +111,70 @@ async def test_a_deadline_that_cannot_be_met_is_refused_with_the_prediction() ->
 async def test_who_gives_up_at_the_deadline_has_not_gone_away(
     since: float, left: float | None, reason: int, words: str, admitted: bool
 ) -> None:
-    worker, now = WorkerDouble(), CLOCK.monotonic()
+    worker, now = FakeWorker(), CLOCK.monotonic()
     wanted = replace(request(), arrived=now - since, deadline=None if left is None else now + left)
-    async with frontend_over(worker) as bench:
-        async with in_background(bench, wanted):
+    async with frontend_over(worker) as harness:
+        async with in_background(harness, wanted):
             await worker.until(lambda: bool(worker.submits))
             if admitted:
-                worker.step({1: [10]}, granted={1: 0})
-                await bench.until(lambda: bool(bench.seen))
+                worker.step({1: [10]}, admitted={1: 0})
+                await harness.until(lambda: bool(harness.seen))
         await worker.until(lambda: bool(worker.cancels))
         assert worker.cancels[0].reason == reason
-        assert bench.failure("request") == words
-        assert nothing_left(bench)
+        assert harness.failure("request") == words
+        assert nothing_left(harness)
 
 
 async def test_a_client_that_leaves_after_the_last_token_got_everything() -> None:
-    async with frontend_over(WorkerDouble(automatic=True)) as bench:
-        async with aclosing(bench.frontend.generate(request())) as events:
+    async with frontend_over(FakeWorker(automatic=True)) as harness:
+        async with aclosing(harness.frontend.generate(request())) as events:
             async for event in events:
-                if isinstance(event, FinishedEvent):
+                if isinstance(event, Finished):
                     break
-        assert bench.failure("request") is None
-        assert bench.registry.get_sample_value("quire:request_failure_total", {"reason": "CANCELLED"}) == 0.0
+        assert harness.failure("request") is None
+        assert harness.registry.get_sample_value("quire:request_failure_total", {"reason": "CANCELLED"}) == 0.0
 
 
 async def test_a_client_that_does_not_read_gets_everything_later_and_holds_no_place_at_the_worker() -> None:
-    worker = WorkerDouble(max_num_seqs=1)
-    async with frontend_over(worker) as bench:
-        async with aclosing(bench.frontend.generate(request(max_tokens=100))) as events:
+    worker = FakeWorker(max_num_seqs=1)
+    async with frontend_over(worker) as harness:
+        async with aclosing(harness.frontend.generate(request(max_tokens=100))) as events:
             opening = asyncio.create_task(anext(events))
             await worker.until(lambda: bool(worker.submits))
-            worker.step(granted={1: 0})
-            assert isinstance(await opening, AdmittedEvent)
+            worker.step(admitted={1: 0})
+            assert isinstance(await opening, Admitted)
             for token in range(99):
                 worker.step({1: [token]})
             worker.step({1: [99]}, finished={1: FinishReason.LENGTH})
-            (model,) = bench.pool.models()
-            await bench.until(lambda: model.outstanding == 0)
-            assert bench.admission.tokens_in_flight == 110
+            (model,) = harness.pool.models()
+            await harness.until(lambda: model.outstanding == 0)
+            assert harness.admission.tokens_in_flight == 110
             rest = [event async for event in events]
             assert tokens_of(rest) == list(range(100))
             # In one message: what gathers for a client is joined.
-            assert [event.token_ids for event in rest if isinstance(event, TokensEvent)] == [tuple(range(100)), ()]
-            assert bench.registry.get_sample_value("quire:generation_tokens_total") == 100
-        assert nothing_left(bench)
+            assert [event.token_ids for event in rest if isinstance(event, Tokens)] == [tuple(range(100)), ()]
+            assert harness.registry.get_sample_value("quire:generation_tokens_total") == 100
+        assert nothing_left(harness)
 
 
 async def test_a_request_that_is_answered_as_a_whole_gets_the_same_in_fewer_events() -> None:
-    async with frontend_over(WorkerDouble(automatic=True)) as bench:
-        streamed = await bench.events(request(max_tokens=50))
-        whole = await bench.events(request(max_tokens=50, whole=True))
+    async with frontend_over(FakeWorker(automatic=True)) as harness:
+        streamed = await harness.events(request(max_tokens=50))
+        whole = await harness.events(request(max_tokens=50, whole=True))
         assert tokens_of(whole) == tokens_of(streamed) == list(range(100, 150))
         assert text_of(whole) == text_of(streamed)
-        assert sum(isinstance(event, TokensEvent) for event in whole) <= 3
+        assert sum(isinstance(event, Tokens) for event in whole) <= 3
         (end,) = ends_of(whole).values()
         assert end.usage.output_tokens == 50
         assert 0 < end.timings.time_to_first_token < end.timings.total_seconds
-        assert nothing_left(bench)
+        assert nothing_left(harness)
 
 
 async def test_a_stop_string_ends_a_whole_answer_at_the_worker_too() -> None:
-    worker = WorkerDouble()
-    async with frontend_over(worker) as bench, in_background(bench, request(stop=("<11>",), whole=True)) as asked:
+    worker = FakeWorker()
+    async with frontend_over(worker) as harness, in_background(harness, request(stop=("<11>",), whole=True)) as asked:
         await worker.until(lambda: bool(worker.submits))
-        worker.step({1: [10]}, granted={1: 0})
+        worker.step({1: [10]}, admitted={1: 0})
         worker.step({1: [11]})
         await worker.until(lambda: bool(worker.cancels))
         assert tokens_of(await asked) == [10, 11]

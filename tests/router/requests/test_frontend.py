@@ -1,4 +1,4 @@
-"""A request from admission to its last token, with worker doubles at the other end of real sockets."""
+"""A request from admission to its last token, with fake workers at the other end of real sockets."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import pytest
 from common.hashing import block_digests, block_hash_of, root_digest
 from common.types import FinishReason, MissReason
 from quire.types.v1 import types_pb2
-from router.core.events import AdmittedEvent, FinishedEvent, TokensEvent
-from tests.support.router.fake_worker import IDENTITY, WorkerDouble
+from router.core.events import Admitted, Finished, Tokens
+from tests.support.router.fake_worker import IDENTITY, FakeWorker
 from tests.support.router.frontend_harness import (
     FixedIndex,
     ends_of,
@@ -24,62 +24,62 @@ from tests.support.router.frontend_harness import (
 
 
 async def test_a_request_is_admitted_streamed_and_finished() -> None:
-    async with frontend_over(WorkerDouble(automatic=True)) as bench:
-        events = await bench.events(request(request_id="r1", seed=5))
+    async with frontend_over(FakeWorker(automatic=True)) as harness:
+        events = await harness.events(request(request_id="r1", seed=5))
         admitted, *middle, finished = events
-        assert isinstance(admitted, AdmittedEvent)
+        assert isinstance(admitted, Admitted)
         assert (admitted.request_id, admitted.worker_id, admitted.prompt_tokens, admitted.seed) == ("r1", "w0", 10, 5)
         assert (admitted.cached_tokens, admitted.miss_reason) == (0, MissReason.NEVER_SEEN)
-        assert [event.token_ids for event in middle if isinstance(event, TokensEvent)] == [(100,), (101,), (102,), ()]
+        assert [event.token_ids for event in middle if isinstance(event, Tokens)] == [(100,), (101,), (102,), ()]
         assert text_of(events) == "<100><101><102>."
-        assert isinstance(finished, FinishedEvent)
+        assert isinstance(finished, Finished)
         assert finished.reason is FinishReason.LENGTH
         assert (finished.usage.prompt_tokens, finished.usage.output_tokens) == (10, 3)
-        assert nothing_left(bench)
+        assert nothing_left(harness)
 
 
 async def test_times_are_in_order() -> None:
-    async with frontend_over(WorkerDouble(automatic=True)) as bench:
-        (end,) = ends_of(await bench.events(request())).values()
+    async with frontend_over(FakeWorker(automatic=True)) as harness:
+        (end,) = ends_of(await harness.events(request())).values()
         times = end.timings
         assert 0 < times.queue_seconds <= times.time_to_first_token <= times.total_seconds
         assert times.time_per_output_token * 2 <= times.total_seconds
 
 
 async def test_the_worker_gets_the_hash_chain_of_the_prompt() -> None:
-    worker = WorkerDouble(automatic=True)
-    async with frontend_over(worker) as bench:
-        await bench.events(request(prompt=10, cache_domain="tenant", salt="s"))
+    worker = FakeWorker(automatic=True)
+    async with frontend_over(worker) as harness:
+        await harness.events(request(prompt=10, cache_domain="tenant", salt="s"))
         root = root_digest(IDENTITY.model_fingerprint, IDENTITY.tokenizer_fingerprint, 4, "tenant", [("salt", "s")])
         digests = block_digests(root, list(range(1, 11)), 4)
         (submit,) = worker.submits
         assert submit.block_hashes == b"".join(map(block_hash_of, digests))
         assert submit.parent_digest == digests[-1]
-        assert bench.index.asked == [tuple(map(block_hash_of, digests))]
+        assert harness.index.asked == [tuple(map(block_hash_of, digests))]
 
 
 async def test_a_prompt_below_a_block_goes_on_from_the_root() -> None:
-    worker = WorkerDouble(automatic=True)
-    async with frontend_over(worker) as bench:
-        await bench.events(request(prompt=3))
+    worker = FakeWorker(automatic=True)
+    async with frontend_over(worker) as harness:
+        await harness.events(request(prompt=3))
         root = root_digest(IDENTITY.model_fingerprint, IDENTITY.tokenizer_fingerprint, 4)
         assert (worker.submits[0].block_hashes, worker.submits[0].parent_digest) == (b"", root)
-        assert bench.index.asked == []
+        assert harness.index.asked == []
 
 
 async def test_a_request_without_cache_is_neither_looked_up_nor_hashed() -> None:
-    worker = WorkerDouble(automatic=True)
-    async with frontend_over(worker) as bench:
-        await bench.events(request(prompt=10, no_cache=True))
+    worker = FakeWorker(automatic=True)
+    async with frontend_over(worker) as harness:
+        await harness.events(request(prompt=10, no_cache=True))
         assert (worker.submits[0].no_cache, worker.submits[0].block_hashes) == (True, b"")
-        assert bench.index.asked == []
+        assert harness.index.asked == []
 
 
 async def test_several_sequences_share_one_prompt_at_one_worker() -> None:
-    first, second = WorkerDouble("w0", automatic=True), WorkerDouble("w1", automatic=True)
-    async with frontend_over(first, second) as bench:
-        events = await bench.events(request(n=3))
-        assert sum(isinstance(event, AdmittedEvent) for event in events) == 1
+    first, second = FakeWorker("w0", automatic=True), FakeWorker("w1", automatic=True)
+    async with frontend_over(first, second) as harness:
+        events = await harness.events(request(n=3))
+        assert sum(isinstance(event, Admitted) for event in events) == 1
         assert {index: tokens_of(events, index) for index in range(3)} == {index: [100, 101, 102] for index in range(3)}
         assert sorted(ends_of(events)) == [0, 1, 2]
         submits = [*first.submits, *second.submits]
@@ -90,16 +90,16 @@ async def test_several_sequences_share_one_prompt_at_one_worker() -> None:
             submits[0].handle,
             submits[0].handle,
         ]
-        assert nothing_left(bench)
+        assert nothing_left(harness)
 
 
 async def test_the_index_leads_to_the_worker_that_has_the_prefix() -> None:
-    workers = [WorkerDouble(f"w{number}", automatic=True) for number in range(4)]
-    async with frontend_over(*workers, index=FixedIndex({"w2": 5})) as bench:
-        events = await bench.events(request(prompt=40))
-        assert isinstance(events[0], AdmittedEvent)
+    workers = [FakeWorker(f"w{number}", automatic=True) for number in range(4)]
+    async with frontend_over(*workers, index=FixedIndex({"w2": 5})) as harness:
+        events = await harness.events(request(prompt=40))
+        assert isinstance(events[0], Admitted)
         assert events[0].worker_id == "w2"
-        (decision,) = bench.decisions.find(kind="routing")
+        (decision,) = harness.decisions.find(kind="routing")
         assert decision.decision_id == events[0].decision_id
         assert {each.name: dict(each.figures)["hit_blocks"] for each in decision.candidates} == {
             "w0": 0,
@@ -110,10 +110,10 @@ async def test_the_index_leads_to_the_worker_that_has_the_prefix() -> None:
 
 
 async def test_without_an_index_like_prompts_follow_each_other() -> None:
-    workers = [WorkerDouble(f"w{number}", automatic=True) for number in range(4)]
-    async with frontend_over(*workers) as bench:
+    workers = [FakeWorker(f"w{number}", automatic=True) for number in range(4)]
+    async with frontend_over(*workers) as harness:
         for _ in range(8):
-            await bench.events(request(prompt=200, max_tokens=1))
+            await harness.events(request(prompt=200, max_tokens=1))
         assert sorted(len(worker.submits) for worker in workers) == [0, 0, 0, 8]
 
 
@@ -121,24 +121,24 @@ async def test_without_an_index_like_prompts_follow_each_other() -> None:
 
 
 async def test_a_stop_string_ends_the_output_and_cancels_at_the_worker() -> None:
-    worker = WorkerDouble()
-    async with frontend_over(worker) as bench, in_background(bench, request(stop=("<11>",))) as task:
+    worker = FakeWorker()
+    async with frontend_over(worker) as harness, in_background(harness, request(stop=("<11>",))) as task:
         await worker.until(lambda: bool(worker.submits))
-        worker.step({1: [10, 11, 12]}, granted={1: 0})
+        worker.step({1: [10, 11, 12]}, admitted={1: 0})
         events = await task
         assert (tokens_of(events), text_of(events)) == ([10, 11], "<10>")
         end = ends_of(events)[0]
         assert (end.reason, end.stop_string, end.usage.output_tokens) == (FinishReason.STOP, "<11>", 2)
         await worker.until(lambda: bool(worker.cancels))
         assert worker.cancels[0].reason == types_pb2.FinishReason.FINISH_REASON_STOP
-        assert nothing_left(bench)
+        assert nothing_left(harness)
 
 
 async def test_one_sequence_stops_and_the_other_goes_on() -> None:
-    worker = WorkerDouble()
-    async with frontend_over(worker) as bench, in_background(bench, request(n=2, stop=("<11>",))) as task:
+    worker = FakeWorker()
+    async with frontend_over(worker) as harness, in_background(harness, request(n=2, stop=("<11>",))) as task:
         await worker.until(lambda: len(worker.submits) == 2)
-        worker.step({1: [11], 2: [20]}, granted={1: 0, 2: 0})
+        worker.step({1: [11], 2: [20]}, admitted={1: 0, 2: 0})
         worker.step({2: [21]}, finished={2: FinishReason.LENGTH})
         events = await task
         assert tokens_of(events, 1) == [20, 21]
@@ -150,11 +150,11 @@ async def test_one_sequence_stops_and_the_other_goes_on() -> None:
 
 @pytest.mark.parametrize(("include", "text"), [(False, "<10>."), (True, "<10><7>.")])
 async def test_a_stop_token_is_told_but_not_written(include: bool, text: str) -> None:
-    worker = WorkerDouble()
+    worker = FakeWorker()
     wanted = request(stop_token_ids=(7,), include_stop=include)
-    async with frontend_over(worker) as bench, in_background(bench, wanted) as task:
+    async with frontend_over(worker) as harness, in_background(harness, wanted) as task:
         await worker.until(lambda: bool(worker.submits))
-        worker.step({1: [10]}, granted={1: 0})
+        worker.step({1: [10]}, admitted={1: 0})
         worker.step({1: [7]}, finished={1: FinishReason.STOP})
         events = await task
         assert (tokens_of(events), text_of(events)) == ([10, 7], text)
@@ -163,10 +163,10 @@ async def test_a_stop_token_is_told_but_not_written(include: bool, text: str) ->
 
 @pytest.mark.parametrize(("ignore_eos", "text"), [(False, "."), (True, "<9>.")])
 async def test_an_end_of_sequence_is_written_only_where_it_is_ignored(ignore_eos: bool, text: str) -> None:
-    worker = WorkerDouble()
+    worker = FakeWorker()
     wanted = request(max_tokens=1, ignore_eos=ignore_eos)
-    async with frontend_over(worker, eos=(9,)) as bench, in_background(bench, wanted) as task:
+    async with frontend_over(worker, eos=(9,)) as harness, in_background(harness, wanted) as task:
         await worker.until(lambda: bool(worker.submits))
         assert list(worker.submits[0].eos_token_ids) == [9]
-        worker.step({1: [9]}, granted={1: 0}, finished={1: FinishReason.STOP})
+        worker.step({1: [9]}, admitted={1: 0}, finished={1: FinishReason.STOP})
         assert text_of(await task) == text

@@ -12,8 +12,8 @@ from common.hashing import block_digests, root_digest
 from common.types import FinishReason
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2
-from router.core.events import AdmittedEvent
-from tests.support.router.fake_worker import IDENTITY, WorkerDouble, prompt_of
+from router.core.events import Admitted
+from tests.support.router.fake_worker import IDENTITY, FakeWorker, prompt_of
 from tests.support.router.frontend_harness import (
     ends_of,
     frontend_over,
@@ -26,13 +26,13 @@ from tests.support.router.frontend_harness import (
 
 
 async def test_a_sequence_whose_worker_dies_goes_on_at_another_without_losing_or_repeating_a_token() -> None:
-    dying, other = WorkerDouble("w0"), WorkerDouble("w1", automatic=True)
-    async with frontend_over(dying) as bench, in_background(bench, request(max_tokens=6, logprobs=None)) as task:
+    dying, other = FakeWorker("w0"), FakeWorker("w1", automatic=True)
+    async with frontend_over(dying) as harness, in_background(harness, request(max_tokens=6, logprobs=None)) as task:
         await dying.until(lambda: bool(dying.submits))
-        dying.step({1: [100, 101]}, granted={1: 4})
+        dying.step({1: [100, 101]}, admitted={1: 4})
         await other.start()
-        bench.pool.add(other.address)
-        await bench.connected(2)
+        harness.pool.add(other.address)
+        await harness.connected(2)
         await dying.kill()
         events = await task
         assert tokens_of(events) == [100, 101, 102, 103, 104, 105]
@@ -44,113 +44,113 @@ async def test_a_sequence_whose_worker_dies_goes_on_at_another_without_losing_or
         end = ends_of(events)[0]
         assert (end.usage.prompt_tokens, end.usage.cached_tokens, end.usage.output_tokens) == (10, 4, 6)
         assert end.usage.recomputed_tokens == 12
-        assert sum(isinstance(event, AdmittedEvent) for event in events) == 1
-        (move,) = bench.decisions.find(kind="migration")
+        assert sum(isinstance(event, Admitted) for event in events) == 1
+        (move,) = harness.decisions.find(kind="migration")
         assert move.chosen == "w1"
-        assert nothing_left(bench)
+        assert nothing_left(harness)
         await other.kill()
 
 
 async def test_the_only_worker_is_waited_for_and_used_again() -> None:
-    worker = WorkerDouble()
-    async with frontend_over(worker) as bench, in_background(bench, request(n=2)) as task:
+    worker = FakeWorker()
+    async with frontend_over(worker) as harness, in_background(harness, request(n=2)) as task:
         await worker.until(lambda: len(worker.submits) == 2)
-        worker.step({1: [100], 2: [100]}, granted={1: 0, 2: 0})
+        worker.step({1: [100], 2: [100]}, admitted={1: 0, 2: 0})
         worker.automatic = True
         await worker.restart()
         events = await task
         assert [tokens_of(events, index) for index in (0, 1)] == [[100, 101, 102]] * 2
-        assert nothing_left(bench)
+        assert nothing_left(harness)
 
 
 async def test_blocks_granted_again_after_a_preemption_are_no_move() -> None:
-    worker = WorkerDouble()
-    async with frontend_over(worker) as bench, in_background(bench, request()) as task:
+    worker = FakeWorker()
+    async with frontend_over(worker) as harness, in_background(harness, request()) as task:
         await worker.until(lambda: bool(worker.submits))
-        worker.step({1: [100]}, granted={1: 4})
+        worker.step({1: [100]}, admitted={1: 4})
         worker.step(preempted=b"\1\0\0\0")
         usage = types_pb2.Usage(recomputed_tokens=7, preemptions=1)
         reason = types_pb2.FinishReason.FINISH_REASON_LENGTH
-        worker.step(granted={1: 8}, ended=[pb.SequenceFinished(handle=1, reason=reason, usage=usage)])
+        worker.step(admitted={1: 8}, ended=[pb.SequenceFinished(handle=1, reason=reason, usage=usage)])
         end = ends_of(await task)[0]
         assert (end.usage.cached_tokens, end.usage.recomputed_tokens, end.usage.preemptions) == (4, 7, 1)
 
 
 async def test_a_failed_step_moves_the_sequence() -> None:
-    failing, other = WorkerDouble("w0"), WorkerDouble("w1")
-    async with frontend_over(failing, other) as bench, in_background(bench, request(max_tokens=2)) as task:
-        taken: list[WorkerDouble] = []
+    failing, other = FakeWorker("w0"), FakeWorker("w1")
+    async with frontend_over(failing, other) as harness, in_background(harness, request(max_tokens=2)) as task:
+        taken: list[FakeWorker] = []
         for token, reason in ((100, FinishReason.ERROR), (101, FinishReason.LENGTH)):
-            await bench.until(lambda: len(failing.submits) + len(other.submits) > len(taken))
+            await harness.until(lambda: len(failing.submits) + len(other.submits) > len(taken))
             taker = next(each for each in (failing, other) if len(each.submits) > taken.count(each))
             taken.append(taker)
             handle = taker.submits[-1].handle
-            taker.step({handle: [token]}, granted={handle: 0}, finished={handle: reason})
+            taker.step({handle: [token]}, admitted={handle: 0}, finished={handle: reason})
         assert tokens_of(await task) == [100, 101]
 
 
 async def test_a_worker_that_is_removed_loses_its_sequences_to_another() -> None:
-    leaving, staying = WorkerDouble("w0"), WorkerDouble("w1", automatic=True)
-    async with frontend_over(leaving) as bench, in_background(bench, request()) as task:
+    leaving, staying = FakeWorker("w0"), FakeWorker("w1", automatic=True)
+    async with frontend_over(leaving) as harness, in_background(harness, request()) as task:
         await leaving.until(lambda: bool(leaving.submits))
         await staying.start()
-        bench.pool.add(staying.address)
-        await bench.connected(2)
-        bench.pool.remove(leaving.address)
+        harness.pool.add(staying.address)
+        await harness.connected(2)
+        harness.pool.remove(leaving.address)
         assert tokens_of(await task) == [100, 101, 102]
-        assert [model.worker_id for model in bench.pool.models()] == ["w1"]
+        assert [model.worker_id for model in harness.pool.models()] == ["w1"]
         await staying.kill()
 
 
 async def test_all_workers_may_be_replaced_by_another_kind() -> None:
-    worker = WorkerDouble(automatic=True)
-    async with frontend_over(worker) as bench:
-        await bench.events(request())
+    worker = FakeWorker(automatic=True)
+    async with frontend_over(worker) as harness:
+        await harness.events(request())
         await worker.kill()
-        await bench.connected(0)
+        await harness.connected(0)
         worker.identity = replace(IDENTITY, model_fingerprint="n" * 32)
         await worker.restart()
-        await bench.connected(1)
-        await bench.events(request(prompt=4))
+        await harness.connected(1)
+        await harness.events(request(prompt=4))
         root = root_digest("n" * 32, IDENTITY.tokenizer_fingerprint, 4)
         assert worker.submits[-1].parent_digest == block_digests(root, [1, 2, 3, 4], 4)[0]
 
 
 async def test_a_request_that_fails_everywhere_is_given_up() -> None:
-    worker = WorkerDouble()
-    async with frontend_over(worker) as bench, in_background(bench, request()) as task:
+    worker = FakeWorker()
+    async with frontend_over(worker) as harness, in_background(harness, request()) as task:
         for attempt in range(1, 5):
             await worker.until(lambda attempt=attempt: len(worker.submits) == attempt)  # type: ignore[misc]
             worker.step(finished={worker.submits[-1].handle: FinishReason.ERROR})
         with pytest.raises(EngineFailure, match="lost 4 workers"):
             await task
-        assert nothing_left(bench)
+        assert nothing_left(harness)
 
 
 async def test_a_hung_worker_loses_its_sequences_to_another() -> None:
-    hung, other = WorkerDouble("w0"), WorkerDouble("w1", automatic=True)
-    async with frontend_over(hung) as bench, in_background(bench, request()) as task:
+    hung, other = FakeWorker("w0"), FakeWorker("w1", automatic=True)
+    async with frontend_over(hung) as harness, in_background(harness, request()) as task:
         await hung.until(lambda: bool(hung.submits))
-        hung.step({1: [100]}, granted={1: 0})
+        hung.step({1: [100]}, admitted={1: 0})
         hung.heartbeat(step_age_seconds=6.0, step_predicted_seconds=0.01)
         await other.start()
-        bench.pool.add(other.address)
-        await bench.connected(2)
-        await bench.until(lambda: bench.pool.models()[0].load.step_age_seconds > 0)
-        bench.pool.check()
+        harness.pool.add(other.address)
+        await harness.connected(2)
+        await harness.until(lambda: harness.pool.models()[0].load.step_age_seconds > 0)
+        harness.pool.check()
         assert tokens_of(await task) == [100, 101, 102]
         await hung.until(lambda: bool(hung.cancels))
         await other.kill()
 
 
 async def test_a_hung_worker_keeps_its_sequences_while_there_is_no_other() -> None:
-    worker = WorkerDouble()
-    async with frontend_over(worker) as bench, in_background(bench, request(max_tokens=1)) as task:
+    worker = FakeWorker()
+    async with frontend_over(worker) as harness, in_background(harness, request(max_tokens=1)) as task:
         await worker.until(lambda: bool(worker.submits))
         worker.heartbeat(step_age_seconds=6.0, step_predicted_seconds=0.01)
-        await bench.until(lambda: bench.pool.models()[0].load.step_age_seconds > 0)
-        bench.pool.check()
-        worker.step({1: [100]}, granted={1: 0}, finished={1: FinishReason.LENGTH})
+        await harness.until(lambda: harness.pool.models()[0].load.step_age_seconds > 0)
+        harness.pool.check()
+        worker.step({1: [100]}, admitted={1: 0}, finished={1: FinishReason.LENGTH})
         assert tokens_of(await task) == [100]
 
 
@@ -158,16 +158,16 @@ async def test_a_worker_that_is_not_there_yet_is_told_once_and_one_that_was_lost
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "router.workers.pool")
-    worker = WorkerDouble(greets=False)
-    async with frontend_over() as bench:
+    worker = FakeWorker(greets=False)
+    async with frontend_over() as harness:
         await worker.start()
         worker.refuses = Unavailable("the worker is loading its model")
-        bench.pool.add(worker.address)
+        harness.pool.add(worker.address)
         await worker.until(lambda: len(worker.hellos) >= 3)
         worker.refuses, worker.greets = None, True
-        await bench.connected(1)
+        await harness.connected(1)
         await worker.kill()
-        await bench.connected(0)
+        await harness.connected(0)
     said = [(record.levelname, getattr(record, "reason", "")) for record in caplog.records]
     assert said[:2] == [("INFO", "the worker is loading its model"), ("INFO", "")]
     assert [level for level, _ in said[2:]][:1] == ["WARNING"]

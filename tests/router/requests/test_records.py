@@ -8,8 +8,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from common.process.logs import fields_of
 from common.process.metrics import exposed
-from router.core.events import AdmittedEvent
-from tests.support.router.fake_worker import WorkerDouble
+from router.core.events import Admitted
+from tests.support.router.fake_worker import FakeWorker
 from tests.support.router.frontend_harness import (
     frontend_over,
     in_background,
@@ -18,9 +18,9 @@ from tests.support.router.frontend_harness import (
 
 
 async def test_a_request_makes_a_span_with_queue_route_and_stream_in_it() -> None:
-    async with frontend_over(WorkerDouble(automatic=True)) as bench:
-        events = await bench.events(request(request_id="r1"))
-        spans = {span.name: span for span in bench.spans.get_finished_spans()}
+    async with frontend_over(FakeWorker(automatic=True)) as harness:
+        events = await harness.events(request(request_id="r1"))
+        spans = {span.name: span for span in harness.spans.get_finished_spans()}
         assert set(spans) == {"request", "queue", "lookup", "route", "stream"}
         whole = spans["request"]
         assert whole.attributes is not None
@@ -33,18 +33,18 @@ async def test_a_request_makes_a_span_with_queue_route_and_stream_in_it() -> Non
             "route": within,
             "stream": within,
         }
-        assert isinstance(events[0], AdmittedEvent)
+        assert isinstance(events[0], Admitted)
         assert f"{whole.context.trace_id:032x}" == events[0].trace_id
         assert [event.name for event in spans["route"].events] == ["decision"]
         assert [event.name for event in spans["stream"].events] == ["first token", "finished"]
 
 
 async def test_the_trace_goes_on_from_the_clients_and_into_the_workers() -> None:
-    worker = WorkerDouble(automatic=True)
+    worker = FakeWorker(automatic=True)
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-    async with frontend_over(worker) as bench:
-        await bench.events(request(traceparent=parent))
-        whole = next(span for span in bench.spans.get_finished_spans() if span.name == "request")
+    async with frontend_over(worker) as harness:
+        await harness.events(request(traceparent=parent))
+        whole = next(span for span in harness.spans.get_finished_spans() if span.name == "request")
         assert whole.parent is not None
         assert whole.parent.span_id == 0xB7AD6B7169203331
         expected = f"00-0af7651916cd43dd8448eb211c80319c-{whole.context.span_id:016x}-01"
@@ -52,27 +52,27 @@ async def test_the_trace_goes_on_from_the_clients_and_into_the_workers() -> None
 
 
 async def test_an_unsampled_request_costs_no_span() -> None:
-    worker = WorkerDouble(automatic=True)
-    async with frontend_over(worker) as bench:
-        await bench.events(request(traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"))
-        assert bench.spans.get_finished_spans() == ()
+    worker = FakeWorker(automatic=True)
+    async with frontend_over(worker) as harness:
+        await harness.events(request(traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"))
+        assert harness.spans.get_finished_spans() == ()
         assert worker.submits[0].traceparent == ""
 
 
 async def test_a_cancelled_request_ends_its_span_as_an_error() -> None:
-    worker = WorkerDouble()
-    async with frontend_over(worker) as bench:
-        async with in_background(bench, request()):
+    worker = FakeWorker()
+    async with frontend_over(worker) as harness:
+        async with in_background(harness, request()):
             await worker.until(lambda: bool(worker.submits))
-        whole = next(span for span in bench.spans.get_finished_spans() if span.name == "request")
+        whole = next(span for span in harness.spans.get_finished_spans() if span.name == "request")
         assert (whole.status.is_ok, whole.status.description) == (False, "the client went away")
 
 
 async def test_metrics_count_what_the_client_saw() -> None:
-    worker = WorkerDouble(automatic=True)
-    async with frontend_over(worker) as bench:
-        await bench.events(request(prompt=10, n=2))
-        value = bench.registry.get_sample_value
+    worker = FakeWorker(automatic=True)
+    async with frontend_over(worker) as harness:
+        await harness.events(request(prompt=10, n=2))
+        value = harness.registry.get_sample_value
         assert value("quire:requests_total") == 1
         assert value("quire:prompt_tokens_total") == 10
         assert value("quire:generation_tokens_total") == 6
@@ -83,24 +83,24 @@ async def test_metrics_count_what_the_client_saw() -> None:
 
 
 async def test_every_reason_is_counted_from_zero() -> None:
-    async with frontend_over(WorkerDouble()) as bench:
-        value = bench.registry.get_sample_value
+    async with frontend_over(FakeWorker()) as harness:
+        value = harness.registry.get_sample_value
         assert value("quire:request_failure_total", {"reason": "OVERLOADED"}) == 0
         assert value("quire:request_success_total", {"finished_reason": "length"}) == 0
 
 
 async def test_times_of_a_traced_request_point_at_its_trace() -> None:
-    async with frontend_over(WorkerDouble(automatic=True)) as bench:
-        (admitted, *_) = await bench.events(request(prompt=10))
-        assert isinstance(admitted, AdmittedEvent)
+    async with frontend_over(FakeWorker(automatic=True)) as harness:
+        (admitted, *_) = await harness.events(request(prompt=10))
+        assert isinstance(admitted, Admitted)
         for name in ("quire:time_to_first_token_seconds", "quire:e2e_request_latency_seconds"):
-            assert exemplars_of(bench.registry, name) == [{"trace_id": admitted.trace_id}]
+            assert exemplars_of(harness.registry, name) == [{"trace_id": admitted.trace_id}]
 
 
 async def test_times_of_an_untraced_request_point_nowhere() -> None:
-    async with frontend_over(WorkerDouble(automatic=True)) as bench:
-        await bench.events(request(traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"))
-        assert exemplars_of(bench.registry, "quire:time_to_first_token_seconds") == []
+    async with frontend_over(FakeWorker(automatic=True)) as harness:
+        await harness.events(request(traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"))
+        assert exemplars_of(harness.registry, "quire:time_to_first_token_seconds") == []
 
 
 def exemplars_of(registry: CollectorRegistry, name: str) -> list[dict[str, str]]:
@@ -115,8 +115,8 @@ async def test_the_lengths_of_what_ended_are_logged_for_who_chooses_a_block_size
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level("DEBUG", logger="router.observe.recorder"):
-        async with frontend_over(WorkerDouble(automatic=True)) as bench:
-            await bench.events(request(prompt=10, request_id="r1"))
+        async with frontend_over(FakeWorker(automatic=True)) as harness:
+            await harness.events(request(prompt=10, request_id="r1"))
     (line,) = caplog.records
     said = fields_of(line)
     assert (said["request_id"], said["prompt_tokens"], said["output_tokens"]) == ("r1", 10, 3)

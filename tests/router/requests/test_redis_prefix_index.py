@@ -14,7 +14,7 @@ from common.index_format import SlotOwner, pack_entry, prefix_key_root, slot_key
 from common.process.local_redis import LocalRedis
 from common.types import BlockHash, KvGeometry, PoolIdentity
 from router.core.breaker import CircuitBreaker
-from router.requests.redis_prefix_index import OWNER_SECONDS, NoPrefixIndex, RedisPrefixIndex, connect
+from router.requests.redis_prefix_index import OWNER_SECONDS, PAUSES, NoPrefixIndex, RedisPrefixIndex, connect
 
 IDENTITY = PoolIdentity("m" * 32, "t" * 32, 16, KvGeometry(2, 1, 8, 8, "float32"))
 NAMESPACE = IDENTITY.namespace
@@ -133,7 +133,7 @@ async def test_without_a_model_nothing_is_asked(redis_url: str, clock: ManualClo
 async def test_a_redis_that_is_down_is_left_alone_and_used_again_when_it_is_back(clock: ManualClock) -> None:
     server = await asyncio.to_thread(_started)
     client = connect(server.url, PATIENT_S)
-    breaker, came = CircuitBreaker(threshold=2, first=1.0), list[str]()
+    breaker, came = CircuitBreaker(PAUSES.pause, threshold=2), list[str]()
     index = RedisPrefixIndex(client, lambda: IDENTITY, clock, PATIENT_S, breaker, came.append)
     try:
         await own(client, 0, "w0", 11)
@@ -163,7 +163,7 @@ async def test_a_redis_that_does_not_answer_costs_its_timeout_and_no_more(clock:
 
     listener = await asyncio.start_server(never_answer, "127.0.0.1", 0)
     client = connect(f"redis://127.0.0.1:{listener.sockets[0].getsockname()[1]}", 0.02)
-    index = RedisPrefixIndex(client, lambda: IDENTITY, clock, 0.02, CircuitBreaker(threshold=1))
+    index = RedisPrefixIndex(client, lambda: IDENTITY, clock, 0.02, CircuitBreaker(PAUSES.pause, threshold=1))
     async with listener:
         began = asyncio.get_running_loop().time()
         assert await index.lookup(CHAIN[:1]) is None

@@ -9,17 +9,26 @@ from dataclasses import replace
 
 import pytest
 
+from common.backoff import Backoff
 from common.errors import AlreadyExists, IdentityMismatch, ProtocolViolation, QuireError, Unavailable
 from common.types import FinishReason, MissReason, SamplingParams, TokenLogprobs, Usage
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2
-from router.core.worker_events import Drawn, Ended, Granted, Lost, Preempted, Refused, SequenceEvent
+from router.core.worker_events import (
+    Lost,
+    Preempted,
+    Refused,
+    SequenceAdmitted,
+    SequenceEvent,
+    SequenceFinished,
+    TokensSampled,
+)
 from router.core.worker_model import Capacity, Load
 from router.workers.client import Pacing, RouterIdentity, WorkerClient
 from router.workers.codec import Submission, WorkerFacts
-from tests.support.router.fake_worker import IDENTITY, PATIENCE_S, WorkerDouble, prompt_of, running
+from tests.support.router.fake_worker import IDENTITY, PATIENCE_S, FakeWorker, prompt_of, running
 
-QUICK = Pacing(first=0.01, most=0.05, hello=0.2)
+QUICK = Pacing(Backoff(first=0.01, longest=0.05, jitter=0.5), hello=0.2)
 SUBMISSION = Submission("r1", 0, (1, 2, 3, 4, 5), (), b"r" * 32, SamplingParams(max_tokens=3), eos_token_ids=(7,))
 
 
@@ -71,8 +80,8 @@ class Inbox:
 
 
 @pytest.fixture
-async def worker() -> AsyncIterator[WorkerDouble]:
-    double = WorkerDouble()
+async def worker() -> AsyncIterator[FakeWorker]:
+    double = FakeWorker()
     async with running(double):
         yield double
 
@@ -83,7 +92,7 @@ def listener() -> Listener:
 
 
 @pytest.fixture
-async def client(worker: WorkerDouble, listener: Listener) -> AsyncIterator[WorkerClient]:
+async def client(worker: FakeWorker, listener: Listener) -> AsyncIterator[WorkerClient]:
     """A client whose stream is open."""
     async with running_client(worker, listener) as opened:
         await listener.until(lambda: bool(listener.facts))
@@ -93,7 +102,7 @@ async def client(worker: WorkerDouble, listener: Listener) -> AsyncIterator[Work
 class running_client:  # noqa: N801
     """Runs a client until the end of the block."""
 
-    def __init__(self, worker: WorkerDouble, listener: Listener) -> None:
+    def __init__(self, worker: FakeWorker, listener: Listener) -> None:
         self._client = WorkerClient(worker.address, RouterIdentity("router", b"i" * 16), listener, QUICK)
 
     async def __aenter__(self) -> WorkerClient:
@@ -109,7 +118,7 @@ class running_client:  # noqa: N801
 # ------------------------------------------------------------ hello
 
 
-async def test_both_sides_say_who_they_are(client: WorkerClient, worker: WorkerDouble, listener: Listener) -> None:
+async def test_both_sides_say_who_they_are(client: WorkerClient, worker: FakeWorker, listener: Listener) -> None:
     (hello,) = worker.hellos
     assert (hello.router_id, hello.incarnation, hello.HasField("identity")) == ("router", b"i" * 16, False)
     (facts,) = listener.facts
@@ -118,7 +127,7 @@ async def test_both_sides_say_who_they_are(client: WorkerClient, worker: WorkerD
 
 
 async def test_a_known_pool_is_told_and_a_worker_that_differs_refuses_with_both_values(
-    worker: WorkerDouble, listener: Listener
+    worker: FakeWorker, listener: Listener
 ) -> None:
     worker.identity = replace(IDENTITY, block_size=8)
     async with running_client(worker, listener) as client:
@@ -130,7 +139,7 @@ async def test_a_known_pool_is_told_and_a_worker_that_differs_refuses_with_both_
     assert (mismatch.field, mismatch.ours, mismatch.theirs) == ("block_size", "4", "8")
 
 
-async def test_a_listener_that_refuses_the_worker_ends_the_stream(worker: WorkerDouble, listener: Listener) -> None:
+async def test_a_listener_that_refuses_the_worker_ends_the_stream(worker: FakeWorker, listener: Listener) -> None:
     listener.refuse_with = IdentityMismatch(())
     async with running_client(worker, listener) as client:
         await listener.until(lambda: len(listener.errors) >= 2)
@@ -138,7 +147,7 @@ async def test_a_listener_that_refuses_the_worker_ends_the_stream(worker: Worker
     assert all(isinstance(error, IdentityMismatch) for error in listener.errors[:2])
 
 
-async def test_a_silent_worker_is_tried_again(worker: WorkerDouble, listener: Listener) -> None:
+async def test_a_silent_worker_is_tried_again(worker: FakeWorker, listener: Listener) -> None:
     worker.greets = False
     async with running_client(worker, listener):
         await worker.until(lambda: worker.streams >= 2)
@@ -148,7 +157,7 @@ async def test_a_silent_worker_is_tried_again(worker: WorkerDouble, listener: Li
 # ------------------------------------------------------------ a sequence
 
 
-async def test_a_submit_carries_everything(client: WorkerClient, worker: WorkerDouble) -> None:
+async def test_a_submit_carries_everything(client: WorkerClient, worker: FakeWorker) -> None:
     sampling = SamplingParams(
         temperature=0.0,
         top_k=5,
@@ -184,7 +193,7 @@ async def test_a_submit_carries_everything(client: WorkerClient, worker: WorkerD
     assert (sent.HasField("logprobs"), sent.logprobs, list(sent.stop)) == (True, 0, [])
 
 
-async def test_what_is_unset_stays_unset(client: WorkerClient, worker: WorkerDouble) -> None:
+async def test_what_is_unset_stays_unset(client: WorkerClient, worker: FakeWorker) -> None:
     client.submit(SUBMISSION, Inbox().put)
     await worker.until(lambda: bool(worker.submits))
     submit = worker.submits[0]
@@ -193,16 +202,16 @@ async def test_what_is_unset_stays_unset(client: WorkerClient, worker: WorkerDou
     assert not submit.sampling.HasField("logprobs")
 
 
-async def test_the_events_of_a_step_reach_their_sequences_in_order(client: WorkerClient, worker: WorkerDouble) -> None:
+async def test_the_events_of_a_step_reach_their_sequences_in_order(client: WorkerClient, worker: FakeWorker) -> None:
     first, second = Inbox(), Inbox()
     one, two = client.submit(SUBMISSION, first.put), client.submit(SUBMISSION, second.put)
     await worker.until(lambda: len(worker.submits) == 2)
-    worker.step({one: [10, 11], two: [20]}, granted={one: 4, two: 0}, finished={two: FinishReason.LENGTH})
-    assert await first.next() == Granted(4, MissReason.NEVER_SEEN, 0, "", 0.0)
-    assert await first.next() == Drawn((10, 11))
-    assert await second.next() == Granted(0, MissReason.NEVER_SEEN, 0, "", 0.0)
-    assert await second.next() == Drawn((20,))
-    assert await second.next() == Ended(FinishReason.LENGTH, Usage())
+    worker.step({one: [10, 11], two: [20]}, admitted={one: 4, two: 0}, finished={two: FinishReason.LENGTH})
+    assert await first.next() == SequenceAdmitted(4, MissReason.NEVER_SEEN, 0, "", 0.0)
+    assert await first.next() == TokensSampled((10, 11))
+    assert await second.next() == SequenceAdmitted(0, MissReason.NEVER_SEEN, 0, "", 0.0)
+    assert await second.next() == TokensSampled((20,))
+    assert await second.next() == SequenceFinished(FinishReason.LENGTH, Usage())
     assert first.empty
 
 
@@ -210,7 +219,7 @@ async def test_handles_rise(client: WorkerClient) -> None:
     assert [client.submit(SUBMISSION, Inbox().put) for _ in range(3)] == [1, 2, 3]
 
 
-async def test_log_probabilities_follow_their_tokens(client: WorkerClient, worker: WorkerDouble) -> None:
+async def test_log_probabilities_follow_their_tokens(client: WorkerClient, worker: FakeWorker) -> None:
     plain, asked = Inbox(), Inbox()
     one, two = client.submit(SUBMISSION, plain.put), client.submit(SUBMISSION, asked.put)
     await worker.until(lambda: len(worker.submits) == 2)
@@ -219,12 +228,12 @@ async def test_log_probabilities_follow_their_tokens(client: WorkerClient, worke
         for token in (20, 21)
     ]
     worker.step({one: [10], two: [20, 21]}, logprobs=entries, logprob_handles=b"\2\0\0\0\2\0\0\0")
-    assert await plain.next() == Drawn((10,))
+    assert await plain.next() == TokensSampled((10,))
     expected = tuple(TokenLogprobs(token, -0.5, ((token, -0.5), (9, -1.5))) for token in (20, 21))
-    assert await asked.next() == Drawn((20, 21), expected)
+    assert await asked.next() == TokensSampled((20, 21), expected)
 
 
-async def test_preemption_and_the_end_with_its_usage(client: WorkerClient, worker: WorkerDouble) -> None:
+async def test_preemption_and_the_end_with_its_usage(client: WorkerClient, worker: FakeWorker) -> None:
     inbox = Inbox()
     handle = client.submit(SUBMISSION, inbox.put)
     await worker.until(lambda: bool(worker.submits))
@@ -234,10 +243,10 @@ async def test_preemption_and_the_end_with_its_usage(client: WorkerClient, worke
     )
     worker.step(preempted=b"\1\0\0\0", ended=[end])
     assert await inbox.next() == Preempted()
-    assert await inbox.next() == Ended(FinishReason.STOP, Usage(5, 4, 3, 6, 1), stop_token_id=0)
+    assert await inbox.next() == SequenceFinished(FinishReason.STOP, Usage(5, 4, 3, 6, 1), stop_token_id=0)
 
 
-async def test_a_refusal_is_the_error_that_the_worker_meant(client: WorkerClient, worker: WorkerDouble) -> None:
+async def test_a_refusal_is_the_error_that_the_worker_meant(client: WorkerClient, worker: FakeWorker) -> None:
     inbox = Inbox()
     handle = client.submit(SUBMISSION, inbox.put)
     await worker.until(lambda: bool(worker.submits))
@@ -247,7 +256,7 @@ async def test_a_refusal_is_the_error_that_the_worker_meant(client: WorkerClient
     assert isinstance(event.error, AlreadyExists)
 
 
-async def test_heartbeats_tell_the_load(client: WorkerClient, worker: WorkerDouble, listener: Listener) -> None:
+async def test_heartbeats_tell_the_load(client: WorkerClient, worker: FakeWorker, listener: Listener) -> None:
     worker.heartbeat(running=2, waiting=1, unheld_blocks=50, step_age_seconds=0.25, manager_attached=False)
     await listener.until(lambda: bool(listener.loads))
     assert listener.loads[0] == Load(
@@ -259,7 +268,7 @@ async def test_heartbeats_tell_the_load(client: WorkerClient, worker: WorkerDoub
 
 
 async def test_a_cancel_is_sent_once_with_its_reason_and_silences_the_sequence(
-    client: WorkerClient, worker: WorkerDouble
+    client: WorkerClient, worker: FakeWorker
 ) -> None:
     inbox, other = Inbox(), Inbox()
     handle, next_handle = client.submit(SUBMISSION, inbox.put), client.submit(SUBMISSION, other.put)
@@ -267,7 +276,7 @@ async def test_a_cancel_is_sent_once_with_its_reason_and_silences_the_sequence(
     client.cancel(handle, FinishReason.CANCELLED)
     await worker.until(lambda: bool(worker.cancels))
     worker.step({handle: [10], next_handle: [20]}, finished={handle: FinishReason.STOP})
-    assert await other.next() == Drawn((20,))
+    assert await other.next() == TokensSampled((20,))
     assert inbox.empty
     client.submit(SUBMISSION, Inbox().put)
     await worker.until(lambda: len(worker.submits) == 3)
@@ -275,7 +284,7 @@ async def test_a_cancel_is_sent_once_with_its_reason_and_silences_the_sequence(
     assert (cancel.handle, cancel.reason) == (handle, types_pb2.FinishReason.FINISH_REASON_STOP)
 
 
-async def test_a_sequence_of_an_earlier_stream_is_cancelled(client: WorkerClient, worker: WorkerDouble) -> None:
+async def test_a_sequence_of_an_earlier_stream_is_cancelled(client: WorkerClient, worker: FakeWorker) -> None:
     worker.step({99: [1]})
     worker.step({99: [2]})
     await worker.until(lambda: bool(worker.cancels))
@@ -284,7 +293,7 @@ async def test_a_sequence_of_an_earlier_stream_is_cancelled(client: WorkerClient
     assert [cancel.handle for cancel in worker.cancels] == [99]
 
 
-async def test_abandoned_sequences_are_cancelled_and_lost(client: WorkerClient, worker: WorkerDouble) -> None:
+async def test_abandoned_sequences_are_cancelled_and_lost(client: WorkerClient, worker: FakeWorker) -> None:
     inbox = Inbox()
     handle = client.submit(SUBMISSION, inbox.put)
     client.abandon("hung")
@@ -297,7 +306,7 @@ async def test_abandoned_sequences_are_cancelled_and_lost(client: WorkerClient, 
 
 
 async def test_a_broken_stream_loses_its_sequences_and_is_opened_again(
-    client: WorkerClient, worker: WorkerDouble, listener: Listener
+    client: WorkerClient, worker: FakeWorker, listener: Listener
 ) -> None:
     inbox = Inbox()
     client.submit(SUBMISSION, inbox.put)
@@ -315,11 +324,11 @@ async def test_a_broken_stream_loses_its_sequences_and_is_opened_again(
     assert handle == 2
     await worker.until(lambda: len(worker.submits) == 2)
     worker.step({handle: [5]})
-    assert await again.next() == Drawn((5,))
+    assert await again.next() == TokensSampled((5,))
 
 
 async def test_the_listener_hears_of_a_break_before_the_sequences_do(
-    client: WorkerClient, worker: WorkerDouble, listener: Listener
+    client: WorkerClient, worker: FakeWorker, listener: Listener
 ) -> None:
     told: list[int] = []
     client.submit(SUBMISSION, lambda event: told.append(len(listener.errors)))
@@ -331,7 +340,7 @@ async def test_the_listener_hears_of_a_break_before_the_sequences_do(
 
 @pytest.mark.parametrize("seq", [2, 0])
 async def test_outputs_out_of_sequence_break_the_stream(
-    client: WorkerClient, worker: WorkerDouble, listener: Listener, seq: int
+    client: WorkerClient, worker: FakeWorker, listener: Listener, seq: int
 ) -> None:
     worker.say(pb.StreamResponse(outputs=pb.StepOutputs(seq=seq)))
     await listener.until(lambda: bool(listener.errors))
@@ -339,7 +348,7 @@ async def test_outputs_out_of_sequence_break_the_stream(
 
 
 async def test_arrays_that_do_not_fit_break_the_stream(
-    client: WorkerClient, worker: WorkerDouble, listener: Listener
+    client: WorkerClient, worker: FakeWorker, listener: Listener
 ) -> None:
     broken = pb.StepOutputs(seq=1, handles=b"\1\0\0\0", counts=b"\2\0\0\0", token_ids=b"\1\0\0\0")
     worker.say(pb.StreamResponse(outputs=broken))
@@ -347,7 +356,7 @@ async def test_arrays_that_do_not_fit_break_the_stream(
     assert isinstance(listener.errors[0], ProtocolViolation)
 
 
-async def test_a_client_that_is_ended_loses_its_sequences(worker: WorkerDouble, listener: Listener) -> None:
+async def test_a_client_that_is_ended_loses_its_sequences(worker: FakeWorker, listener: Listener) -> None:
     inbox = Inbox()
     async with running_client(worker, listener) as client:
         await listener.until(lambda: bool(listener.facts))
@@ -355,11 +364,5 @@ async def test_a_client_that_is_ended_loses_its_sequences(worker: WorkerDouble, 
     assert isinstance(await inbox.next(), Lost)
 
 
-def test_pauses_double_and_are_drawn_from_their_upper_half() -> None:
-    pacing = Pacing(first=0.1, most=1.0)
-    assert [pacing.delay(failures, draw=1.0) for failures in (1, 2, 3, 5, 50)] == pytest.approx([0.1, 0.2, 0.4, 1, 1])
-    assert pacing.delay(1, draw=0.0) == pytest.approx(0.05)
-
-
 def test_a_worker_that_comes_is_connected_within_a_second() -> None:
-    assert max(Pacing().delay(failures, draw=0.999) for failures in range(1, 100)) <= 1.0
+    assert max(Pacing().reconnect.pause(failures, 0.999) for failures in range(1, 100)) <= 1.0

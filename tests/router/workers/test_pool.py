@@ -7,12 +7,13 @@ import logging
 
 import pytest
 
+from common.backoff import Backoff
 from common.clock import SystemClock
 from router.workers.client import Pacing, RouterIdentity
 from router.workers.pool import WorkerPool
-from tests.support.router.fake_worker import IDENTITY, WorkerDouble, running
+from tests.support.router.fake_worker import IDENTITY, FakeWorker, running
 
-QUICK = Pacing(first=0.01, most=0.05)
+QUICK = Pacing(Backoff(first=0.01, longest=0.05, jitter=0.5))
 
 
 class Faulty:
@@ -32,7 +33,7 @@ class Faulty:
 async def test_a_bug_is_logged_as_what_it_is_and_costs_a_stream_but_no_worker(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    double = WorkerDouble()
+    double = FakeWorker()
     async with running(double):
         pool = WorkerPool(RouterIdentity("router", b"i" * 16), IDENTITY, SystemClock(), QUICK)
         pool.listen(Faulty())

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 
 from common.errors import QuireError
 from common.types import FinishReason, MissReason, TokenLogprobs, Usage
-from router.core.events import AdmittedEvent, FinishedEvent, GenerateEvent, Timings, TokensEvent, ValidatedRequest
+from router.core.events import Admitted, Finished, GenerateEvent, Timings, Tokens, ValidatedRequest
 
 TIMINGS = Timings(0.0, 0.1, 0.01, 0.2)
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
@@ -15,8 +15,8 @@ Step = GenerateEvent | QuireError | asyncio.Event
 Script = Callable[[ValidatedRequest], Iterable[Step]]
 
 
-def admitted(request: ValidatedRequest, cached: int = 0) -> AdmittedEvent:
-    return AdmittedEvent(
+def admitted(request: ValidatedRequest, cached: int = 0) -> Admitted:
+    return Admitted(
         request_id=request.request_id or "made-up",
         worker_id="worker-0",
         prompt_tokens=len(request.prompt),
@@ -29,14 +29,14 @@ def admitted(request: ValidatedRequest, cached: int = 0) -> AdmittedEvent:
     )
 
 
-def tokens(text: str, *ids: int, index: int = 0, logprobs: tuple[TokenLogprobs, ...] = ()) -> TokensEvent:
-    return TokensEvent(index, text, ids or (7,), logprobs)
+def tokens(text: str, *ids: int, index: int = 0, logprobs: tuple[TokenLogprobs, ...] = ()) -> Tokens:
+    return Tokens(index, text, ids or (7,), logprobs)
 
 
 def finished(
     output: int, index: int = 0, reason: FinishReason = FinishReason.STOP, stop: str | None = None, message: str = ""
-) -> FinishedEvent:
-    return FinishedEvent(index, reason, Usage(output_tokens=output), TIMINGS, stop_string=stop, message=message)
+) -> Finished:
+    return Finished(index, reason, Usage(output_tokens=output), TIMINGS, stop_string=stop, message=message)
 
 
 class ScriptedFrontend:

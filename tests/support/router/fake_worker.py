@@ -27,10 +27,10 @@ PATIENCE_S = 10.0
 
 
 @dataclass
-class WorkerDouble(rpc.GpuWorkerServiceServicer):
+class FakeWorker(rpc.GpuWorkerServiceServicer):
     """Records what the router says; answers when told to, or at once while `automatic`.
 
-    An automatic worker draws 100, 101, 102, ... by output position, so that a continued sequence shows whether a token
+    An automatic worker samples 100, 101, 102, ... by output position: a continued sequence then shows whether a token
     was lost or repeated.
     """
 
@@ -167,37 +167,37 @@ class WorkerDouble(rpc.GpuWorkerServiceServicer):
     def step(
         self,
         tokens: dict[int, Sequence[int]] | None = None,
-        granted: dict[int, int] | None = None,
+        admitted: dict[int, int] | None = None,
         finished: dict[int, FinishReason] | None = None,
         **more: Any,
     ) -> None:
-        """Send one step's outputs: tokens by handle, cached tokens of those granted, reasons of those finished."""
+        """Send one step's outputs: tokens by handle, cached tokens of those admitted, reasons of those finished."""
         self._seq += 1
         tokens = tokens or {}
-        admitted = [
+        admissions = [
             pb.SequenceAdmitted(handle=handle, cached_tokens=cached, miss_reason=_miss(MissReason.NEVER_SEEN))
-            for handle, cached in (granted or {}).items()
+            for handle, cached in (admitted or {}).items()
         ]
         ended = [
             pb.SequenceFinished(handle=handle, reason=_finish(reason)) for handle, reason in (finished or {}).items()
         ]
-        drawn = [token for some in tokens.values() for token in some]
+        sampled = [token for some in tokens.values() for token in some]
         outputs = pb.StepOutputs(
             seq=self._seq,
             step=self._seq,
-            admitted=admitted,
+            admitted=admissions,
             handles=little_endian_int32(list(tokens)),
             counts=little_endian_int32([len(some) for some in tokens.values()]),
-            token_ids=little_endian_int32(drawn),
+            token_ids=little_endian_int32(sampled),
             finished=[*ended, *more.pop("ended", [])],
             **more,
         )
         self.say(pb.StreamResponse(outputs=outputs))
 
     def run(self, submit: pb.Submit) -> None:
-        """Draw all tokens of a sequence, one a step."""
+        """Sample all tokens of a sequence, one a step."""
         handle, start = submit.handle, submit.output_tokens_before
-        self.step(granted={handle: 0})
+        self.step(admitted={handle: 0})
         for position in range(start, submit.sampling.max_tokens):
             last = position == submit.sampling.max_tokens - 1
             self.step({handle: [100 + position]}, finished={handle: FinishReason.LENGTH} if last else None)
@@ -217,7 +217,7 @@ def _miss(reason: MissReason) -> types_pb2.MissReason.ValueType:
 
 
 @asynccontextmanager
-async def running(*workers: WorkerDouble) -> AsyncIterator[None]:
+async def running(*workers: FakeWorker) -> AsyncIterator[None]:
     """Start workers, and kill them at the end."""
     try:
         for worker in workers:

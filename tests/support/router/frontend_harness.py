@@ -1,4 +1,4 @@
-"""A frontend over worker doubles, with everything real between admission and the workers' sockets."""
+"""A frontend over fake workers, with everything real between admission and the workers' sockets."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import Tracer
 from prometheus_client import CollectorRegistry
 
+from common.backoff import Backoff
 from common.clock import SystemClock
 from common.decisions.ring import DecisionRing
 from common.types import BlockHash, PoolIdentity, SamplingParams
-from router.core.admission import Admission, AdmissionLimits
-from router.core.events import FinishedEvent, GenerateEvent, TokensEvent, ValidatedRequest
+from router.core.admission import AdmissionLimiter, AdmissionLimits
+from router.core.events import Finished, GenerateEvent, Tokens, ValidatedRequest
 from router.core.identity import UNKNOWN_GEOMETRY
 from router.core.routing import Router
 from router.observe.metrics import RouterMetrics
@@ -28,9 +29,9 @@ from router.requests.dispatcher import Dispatcher
 from router.requests.frontend import RouterFrontend
 from router.workers.client import Pacing, RouterIdentity
 from router.workers.pool import WorkerPool
-from tests.support.router.fake_worker import IDENTITY, PATIENCE_S, WorkerDouble
+from tests.support.router.fake_worker import IDENTITY, PATIENCE_S, FakeWorker
 
-QUICK = Pacing(first=0.01, most=0.05, hello=1.0)
+QUICK = Pacing(Backoff(first=0.01, longest=0.05, jitter=0.5), hello=1.0)
 CLOCK = SystemClock()
 
 
@@ -73,12 +74,13 @@ class FixedIndex:
 
 
 @dataclass
-class Bench:
+class Harness:
     """The frontend, and what a test looks at."""
 
     frontend: RouterFrontend
+    dispatcher: Dispatcher
     pool: WorkerPool
-    admission: Admission
+    admission: AdmissionLimiter
     index: FixedIndex
     decisions: DecisionRing
     spans: InMemorySpanExporter
@@ -118,12 +120,12 @@ class Bench:
 
 @asynccontextmanager
 async def frontend_over(
-    *workers: WorkerDouble,
+    *workers: FakeWorker,
     limits: AdmissionLimits | None = None,
     index: FixedIndex | None = None,
     patience: float = PATIENCE_S,
     eos: tuple[int, ...] = (),
-) -> AsyncIterator[Bench]:
+) -> AsyncIterator[Harness]:
     """Start workers and a frontend that is connected to all of them."""
     identity = PoolIdentity("", IDENTITY.tokenizer_fingerprint, IDENTITY.block_size, UNKNOWN_GEOMETRY)
     pool = WorkerPool(RouterIdentity("router", b"i" * 16), identity, CLOCK, QUICK)
@@ -135,15 +137,15 @@ async def frontend_over(
     provider.add_span_processor(SimpleSpanProcessor(spans))
     tracer = provider.get_tracer("test")
     recorder = Recorder(RouterMetrics(registry), decisions, tracer, CLOCK, new_id)
-    admission = Admission(limits or AdmissionLimits())
+    admission = AdmissionLimiter(limits or AdmissionLimits())
     frontend = RouterFrontend(dispatcher, admission, WordAssemblers(), recorder, eos)
-    bench = Bench(frontend, pool, admission, index, decisions, spans, registry, tracer)
+    harness = Harness(frontend, dispatcher, pool, admission, index, decisions, spans, registry, tracer)
     try:
         for worker in workers:
             await worker.start()
             pool.add(worker.address)
-        await bench.connected(len(workers))
-        yield bench
+        await harness.connected(len(workers))
+        yield harness
     finally:
         await pool.aclose()
         for worker in workers:
@@ -162,9 +164,9 @@ def request(prompt: int = 10, **fields: object) -> ValidatedRequest:
 
 
 @asynccontextmanager
-async def in_background(bench: Bench, wanted: ValidatedRequest) -> AsyncIterator[asyncio.Task[list[GenerateEvent]]]:
+async def in_background(harness: Harness, wanted: ValidatedRequest) -> AsyncIterator[asyncio.Task[list[GenerateEvent]]]:
     """Run a request beside the test; it is cancelled at the end if it still runs."""
-    task = asyncio.create_task(bench.events(wanted))
+    task = asyncio.create_task(harness.events(wanted))
     try:
         yield task
     finally:
@@ -175,22 +177,22 @@ async def in_background(bench: Bench, wanted: ValidatedRequest) -> AsyncIterator
 
 def tokens_of(events: list[GenerateEvent], index: int = 0) -> list[int]:
     """Return the tokens that a client saw of one sequence."""
-    parts = [event.token_ids for event in events if isinstance(event, TokensEvent) and event.index == index]
+    parts = [event.token_ids for event in events if isinstance(event, Tokens) and event.index == index]
     return [token for part in parts for token in part]
 
 
 def text_of(events: list[GenerateEvent], index: int = 0) -> str:
     """Return the text that a client saw of one sequence."""
-    return "".join(event.text for event in events if isinstance(event, TokensEvent) and event.index == index)
+    return "".join(event.text for event in events if isinstance(event, Tokens) and event.index == index)
 
 
-def ends_of(events: list[GenerateEvent]) -> dict[int, FinishedEvent]:
+def ends_of(events: list[GenerateEvent]) -> dict[int, Finished]:
     """Return how each sequence ended."""
-    return {event.index: event for event in events if isinstance(event, FinishedEvent)}
+    return {event.index: event for event in events if isinstance(event, Finished)}
 
 
-def nothing_left(bench: Bench) -> bool:
-    """Return whether all books are empty again."""
-    books = bench.admission
-    outstanding = sum(model.outstanding for model in bench.pool.models())
-    return (books.queued, books.running, books.tokens_in_flight, outstanding) == (0, 0, 0, 0)
+def nothing_left(harness: Harness) -> bool:
+    """Return whether no request and no load is counted any more."""
+    limiter = harness.admission
+    outstanding = sum(model.outstanding for model in harness.pool.models())
+    return (limiter.queued, limiter.running, limiter.tokens_in_flight, outstanding) == (0, 0, 0, 0)

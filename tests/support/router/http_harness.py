@@ -16,9 +16,9 @@ from common.types import KvGeometry, PoolIdentity
 from quire.inference.v1 import inference_pb2 as pb
 from router.constraints.checker import ConstraintChecker
 from router.openai.app import HttpParts, create_app
-from router.openai.server import serve_http
 from router.ports import ModelCard
 from router.requests.validate import Validator
+from router.serving.http_server import serve_http
 from router.text.assembler import CheckpointText
 from router.text.checkpoint import read_checkpoint
 from tests.support.router.fake_frontend import ScriptedFrontend

@@ -17,7 +17,7 @@ from common.types import FinishReason, KvGeometry, PoolIdentity, TokenLogprobs
 from quire.kserve.v2 import kserve_pb2 as pb
 from quire.kserve.v2 import kserve_pb2_grpc as rpc
 from router.core.events import ValidatedRequest
-from router.kserve.servicer import SERVICE, KserveServicer
+from router.kserve.servicer import KSERVE_SERVICE, KserveServicer
 from router.ports import ModelCard
 from router.requests.validate import Validator
 from router.text.assembler import CheckpointText
@@ -69,7 +69,7 @@ async def served_api() -> AsyncIterator[Api]:
     text, frontend = CheckpointText.load(DEMO, FACTS.max_model_len), ScriptedFrontend()
     identity = PoolIdentity("m", FACTS.tokenizer_fingerprint, 16, KvGeometry(4, 2, 64, 64, "float32"))
     card = ModelCard("demo", identity, FACTS.max_model_len, FACTS.vocab_size, FACTS.eos_token_ids, True)
-    server = RpcServer([SERVICE])
+    server = RpcServer([KSERVE_SERVICE])
     port = await server.start("127.0.0.1", 0)
     async with open_channel(f"127.0.0.1:{port}") as channel:
         api = Api(channel, rpc.GRPCInferenceServiceStub(channel), frontend, ManualClock(ARRIVED))

@@ -1,0 +1,175 @@
+"""Load that a placement reserves at a worker: counted at once, released whatever becomes of the request."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from common.errors import QuireError, Unavailable
+from common.types import DecisionKind
+from quire.types.v1 import types_pb2
+from router.core.routing import PlacementRequest
+from router.core.worker_model import Capacity, Load, WorkerModel
+from router.requests.dispatcher import Job
+from router.requests.reservation import LoadReservation
+from router.workers.client import WorkerClient
+from tests.support.router.fake_worker import FakeWorker
+from tests.support.router.frontend_harness import (
+    CLOCK,
+    Harness,
+    ends_of,
+    frontend_over,
+    in_background,
+    nothing_left,
+    request,
+    tokens_of,
+)
+
+
+def job(sequences: int = 1) -> Job:
+    return Job(PlacementRequest("r", prompt_tokens=10, max_len=13, max_tokens=3, sequences=sequences), (), 0, None)
+
+
+def failing_submit(monkeypatch: pytest.MonkeyPatch, error: Exception, call: int) -> None:
+    """Let one call of WorkerClient.submit raise, counted from 1."""
+    real, calls = WorkerClient.submit, [0]
+
+    def submit(self: WorkerClient, *args: Any) -> int:
+        calls[0] += 1
+        if calls[0] == call:
+            raise error
+        return real(self, *args)
+
+    monkeypatch.setattr(WorkerClient, "submit", submit)
+
+
+@pytest.mark.parametrize("call", [1, 2])
+async def test_an_unexpected_error_in_the_submit_ends_the_request_and_releases_its_load(
+    call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = FakeWorker()
+    async with frontend_over(worker) as harness:
+        failing_submit(monkeypatch, RuntimeError("submit is broken"), call)
+        with pytest.raises(RuntimeError, match="submit is broken"):
+            await harness.events(request(n=2))
+        assert nothing_left(harness)
+        assert harness.failure("request") == "internal error"
+        await worker.until(lambda: len(worker.cancels) == call - 1)
+        assert [each.reason for each in worker.cancels] == [types_pb2.FINISH_REASON_CANCELLED] * (call - 1)
+        worker.automatic = True
+        assert tokens_of(await harness.events(request())) == [100, 101, 102]
+        assert nothing_left(harness)
+
+
+@pytest.mark.parametrize("call", [1, 2])
+async def test_a_worker_that_is_lost_between_choice_and_submit_costs_no_sequence(
+    call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with frontend_over(FakeWorker(automatic=True)) as harness:
+        failing_submit(monkeypatch, Unavailable("the worker has just gone"), call)
+        events = await harness.events(request(n=2))
+        assert [tokens_of(events, index) for index in (0, 1)] == [[100, 101, 102]] * 2
+        assert sorted(ends_of(events)) == [0, 1]
+        (move,) = harness.decisions.find(kind=DecisionKind.MIGRATION)
+        assert move.reasons == ("the worker has just gone",)
+        assert nothing_left(harness)
+
+
+async def test_a_placement_is_reserved_before_it_is_returned() -> None:
+    async with frontend_over(FakeWorker(max_num_seqs=2)) as harness:
+        (model,) = harness.pool.models()
+        placement = await harness.dispatcher.place(job(sequences=2), harness.dispatcher.ticket(0))
+        # Ten tokens in blocks of four, and one of each that the second sequence may have to compute again.
+        assert (model.outstanding, model.pending_prefill_tokens, model.unheld_blocks) == (2, 11, 64 - 4)
+        for reservation in placement.reservations:
+            reservation.release()
+        assert (model.outstanding, model.pending_prefill_tokens, model.unheld_blocks) == (0, 0, 64)
+
+
+async def full(harness: Harness) -> LoadReservation:
+    """Fill the only worker (one place, so two with the overcommit); return one of its two reservations."""
+    placement = await harness.dispatcher.place(job(sequences=2), harness.dispatcher.ticket(0))
+    return placement.reservations[0]
+
+
+async def test_releasing_a_reservation_serves_the_queue() -> None:
+    async with frontend_over(FakeWorker(max_num_seqs=1)) as harness:
+        reservation = await full(harness)
+        waiting = asyncio.create_task(harness.dispatcher.place(job(), harness.dispatcher.ticket(0)))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        reservation.release()
+        assert len((await waiting).reservations) == 1
+
+
+async def test_a_placement_that_comes_together_with_a_cancellation_is_released() -> None:
+    async with frontend_over(FakeWorker(max_num_seqs=1)) as harness:
+        reservation, (model,) = await full(harness), harness.pool.models()
+        waiting = asyncio.create_task(harness.dispatcher.place(job(), harness.dispatcher.ticket(0)))
+        await asyncio.sleep(0)
+        reservation.release()
+        assert model.outstanding == 2
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert model.outstanding == 1
+
+
+async def test_a_job_that_leaves_the_head_of_the_queue_lets_the_next_one_pass() -> None:
+    async with frontend_over(FakeWorker(max_num_seqs=1)) as harness:
+        reservation = await full(harness)
+        large = asyncio.create_task(harness.dispatcher.place(job(sequences=2), harness.dispatcher.ticket(0)))
+        await asyncio.sleep(0)
+        small = asyncio.create_task(harness.dispatcher.place(job(), harness.dispatcher.ticket(0)))
+        await asyncio.sleep(0)
+        reservation.release()
+        await asyncio.sleep(0)
+        assert not small.done()
+        large.cancel()
+        assert len((await small).reservations) == 1
+
+
+def model() -> WorkerModel:
+    return WorkerModel("w0", Capacity(64, 4, 8, 256), Load(unheld_blocks=64), heartbeat_at=0.0)
+
+
+def test_a_reservation_is_released_once() -> None:
+    worker, released = model(), list[int]()
+    reservation = LoadReservation(worker, 10, 3, CLOCK, lambda: released.append(worker.outstanding))
+    reservation.prefilled()
+    reservation.prefilled()
+    assert (worker.outstanding, worker.pending_prefill_tokens, worker.unheld_blocks) == (1, 0, 61)
+    reservation.release()
+    reservation.release()
+    reservation.prefilled()
+    reservation.complete(5)
+    assert (worker.outstanding, worker.pending_prefill_tokens, worker.unheld_blocks) == (0, 0, 64)
+    assert released == [0]
+    assert worker.rates.output_tokens.value is None
+
+
+def test_a_completed_sequence_enters_the_rates_and_releases_its_load() -> None:
+    worker = model()
+    LoadReservation(worker, 10, 3, CLOCK, lambda: None).complete(5)
+    assert worker.rates.output_tokens.value == 5
+    assert worker.rates.sequence.value is not None
+    assert (worker.outstanding, worker.pending_prefill_tokens) == (0, 0)
+
+
+async def test_a_refused_job_reserves_nothing() -> None:
+    async with frontend_over(FakeWorker()) as harness:
+        (model,) = harness.pool.models()
+        large = Job(PlacementRequest("r", prompt_tokens=10, max_len=1000, max_tokens=990), (), 0, None)
+        with pytest.raises(QuireError, match="fit no worker"):
+            await harness.dispatcher.place(large, harness.dispatcher.ticket(0))
+        assert model.outstanding == 0
+
+
+async def test_requests_that_wait_get_the_places_of_those_that_end() -> None:
+    worker = FakeWorker(max_num_seqs=1, automatic=True)
+    async with frontend_over(worker) as harness, in_background(harness, request(n=2)) as first:
+        async with in_background(harness, request(n=2)) as second:
+            assert len(ends_of(await first)) == len(ends_of(await second)) == 2
+        assert nothing_left(harness)
