@@ -171,7 +171,7 @@ def test_trimmed_places_stay_trimmed() -> None:
     ("columns", "words"),
     [
         ({"pool": (1, 1)}, "in the pool although it is leased"),
-        ({"pool": (0,), "sequences": (live(1, 20, (0, 1)),)}, "in the pool although it is row"),
+        ({"pool": (0,), "sequences": (live(1, 20, (0, 1)),)}, "in the pool although it is in_use"),
         ({"pool": (8,)}, "not one of the 8"),
         ({"sequences": (live(1, 20, (0, 1)), live(1, 20, (2, 3)))}, "reserved twice"),
         ({"sequences": (live(1, 20, (0, 1)), live(2, 20, (1, 2)))}, "stands at 1 in one row and at 0 in another"),
