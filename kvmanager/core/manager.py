@@ -17,6 +17,7 @@ from common.types import PoolIdentity
 from kvmanager.core import epochs
 from kvmanager.core.config import LedgerConfig, Runway
 from kvmanager.core.ledger import Ledger
+from kvmanager.core.policies import DEFAULT_POLICIES, LedgerPolicies
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,16 @@ class Session:
 class Manager:
     """Sessions by worker id, and the epoch."""
 
-    def __init__(self, config: ManagerConfig, clock: Clock, decision_ids: Callable[[], str], epoch: int = 0) -> None:
+    def __init__(
+        self,
+        config: ManagerConfig,
+        clock: Clock,
+        decision_ids: Callable[[], str],
+        epoch: int = 0,
+        policies: LedgerPolicies = DEFAULT_POLICIES,
+    ) -> None:
         self._config = config
+        self._policies = policies
         self._clock = clock
         self._decision_ids = decision_ids
         self._sessions: dict[str, Session] = {}
@@ -73,7 +82,7 @@ class Manager:
         if rejected is not None:
             return rejected
         self.identity = self.identity or attach.identity
-        session = Session(attach, Ledger(self._ledger_config(attach), self._clock, self._decision_ids))
+        session = Session(attach, Ledger(self._ledger_config(attach), self._clock, self._decision_ids, self._policies))
         self._sessions[attach.worker_id] = session
         return session
 

@@ -101,7 +101,7 @@ class Attachments:
             return
         del self._live[worker_id]
         worker.close()
-        self.past.add(worker_id, worker.session.ledger.totals)
+        self.past.add(worker_id, worker.session.ledger.state.totals)
         self._forget_identity()
         self._departure.set()
         log.info("worker left", extra={"worker_id": worker_id})

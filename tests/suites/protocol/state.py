@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from common.lease import Attach, AttachOk, GrantBatch, Inventory, Report
 from common.types import FinishReason, SequenceId
@@ -11,8 +11,10 @@ from gpuworker.core.batch_plan import StepPlan, StepResult
 from gpuworker.core.lease_agent import LeaseAgent
 from gpuworker.core.lease_session import LeaseSession
 from kvmanager.core.manager import Manager, Session
+from kvmanager.core.policies import DEFAULT_POLICIES, LedgerPolicies
 from tests.suites.protocol.content import Device
 from tests.suites.protocol.index import Index, Publisher
+from tests.suites.protocol.ledger_copies import copy_ledger, ledger_key
 from tests.suites.protocol.scenario import Scenario
 
 WORKER = "w"
@@ -57,7 +59,7 @@ class ModelManager:
         core = shallow(self.core)
         core._sessions = {}
         for worker, session in self.core._sessions.items():
-            twin = Session(session.attach, session.ledger.clone(), session.ready)
+            twin = Session(session.attach, copy_ledger(session.ledger), session.ready)
             core._sessions[worker] = renewed[id(session)] = twin
         return ModelManager(core, self.publisher.clone(), self.alive)
 
@@ -66,12 +68,15 @@ class ModelManager:
         if not self.alive:
             return ()
         session = self.session()
-        ledger = session.ledger.state_key() if session is not None else ()
+        ledger = ledger_key(session.ledger) if session is not None else ()
         return self.core.epoch, ledger, self.publisher.state_key()
 
 
 class State:
     """What a world is at one moment; the sides of the protocol add what they do."""
+
+    policies: ClassVar[LedgerPolicies] = DEFAULT_POLICIES
+    """The policies of every ledger; a mutant puts its own here."""
 
     scenario: Scenario
     index: Index
