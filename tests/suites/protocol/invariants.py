@@ -10,6 +10,7 @@ from gpuworker.core.lease_agent import LeaseAgent
 from kvmanager.core.audit import InvariantBroken
 from kvmanager.core.ledger import Ledger
 from tests.suites.protocol import content
+from tests.suites.protocol.agent_copies import copy_agent
 
 if TYPE_CHECKING:
     from tests.suites.protocol.world import World
@@ -127,7 +128,7 @@ def _stalls_are_short(world: World) -> None:
 
 
 def _owes_report(agent: LeaseAgent) -> bool:
-    return agent.clone().take_report() is not None
+    return copy_agent(agent).take_report() is not None
 
 
 def check_quiescence(world: World) -> None:

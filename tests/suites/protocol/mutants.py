@@ -126,12 +126,13 @@ class Mutant:
 
 # ---------------------------------------------------------------- rules of the worker
 
-_reset_granted, _take, _leave_if_idle = LeaseAgent._reset_granted, StepScheduler._take, LeaseAgent._leave_if_idle
+_admit, _inventory = LeaseAgent._admit, LeaseAgent.inventory
+_take, _leave_if_idle = StepScheduler._take, LeaseAgent._leave_if_idle
 
 
-def reset_only_when_it_waits(agent: LeaseAgent, admit: Admit, copied: frozenset[BlockId], waits: bool) -> None:
-    if waits:
-        _reset_granted(agent, admit, copied, waits)
+def reset_only_when_it_waits(agent: LeaseAgent, admit: Admit, copied: frozenset[BlockId]) -> bool:
+    sequence = agent._sequences.get(admit.sequence)
+    return sequence is not None and sequence.phase is SequencePhase.WAITING and _admit(agent, admit, copied)
 
 
 def wait_for_the_filler(scheduler: StepScheduler, sequence: WorkerSequence, room: int, step: Composition) -> int:
@@ -154,8 +155,9 @@ def accept_any_manager(session: LeaseSession, _epoch: int) -> bool:
     return True
 
 
-def leave_out_draining(_agent: LeaseAgent, sequence: WorkerSequence) -> bool:
-    return not sequence.draining
+def leave_out_draining(agent: LeaseAgent) -> Inventory:
+    whole, phases = _inventory(agent), (SequencePhase.WAITING, SequencePhase.RUNNING)
+    return replace(whole, sequences=tuple(each for each in whole.sequences if each.phase in phases))
 
 
 def adopt_orphans(_blocks: BlockRows, content: Content, index: dict[BlockHash, int]) -> int | None:
@@ -171,8 +173,9 @@ def copy_what_will_be_there(blocks: BlockRows, _src: BlockId, dst: BlockId, slot
     blocks.fill[dst] = slots
 
 
-def keep_content(_agent: LeaseAgent) -> None:
+def keep_content(agent: LeaseAgent) -> None:
     """Pending report content survives into the next session."""
+    agent._report.state = SessionState.DETACHED
 
 
 def attach_without_a_target(agent: LeaseAgent, _lease_target: int) -> None:
@@ -324,7 +327,7 @@ MUTANTS = (
     Mutant(
         "1",
         "a dropped admit drops the resets of its blocks too",
-        ((LeaseAgent, "_reset_granted", reset_only_when_it_waits),),
+        ((LeaseAgent, "_admit", reset_only_when_it_waits),),
         Walks("families", faults=CALM, pace=HASTY),
         ("I3",),
     ),
@@ -359,7 +362,7 @@ MUTANTS = (
     Mutant(
         "6",
         "draining sequences are missing from the inventory",
-        ((LeaseAgent, "_in_inventory", leave_out_draining),),
+        ((LeaseAgent, "inventory", leave_out_draining),),
         Exhaustive("break_cancel"),
         ("I2", "I3", "I4"),
     ),
@@ -415,7 +418,7 @@ MUTANTS = (
     Mutant(
         "14a",
         "report content is kept across a new attach",
-        ((LeaseAgent, "_discard_content", keep_content),),
+        ((LeaseAgent, "detach", keep_content),),
         Exhaustive("break"),
         ("I2", "I4"),
     ),

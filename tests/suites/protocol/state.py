@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 from common.lease import Attach, AttachOk, GrantBatch, Inventory, Report
 from common.types import FinishReason, SequenceId
@@ -12,13 +12,13 @@ from gpuworker.core.lease_agent import LeaseAgent
 from gpuworker.core.lease_session import LeaseSession
 from kvmanager.core.manager import Manager, Session
 from kvmanager.core.policies import DEFAULT_POLICIES, LedgerPolicies
+from tests.suites.protocol.agent_copies import shallow
 from tests.suites.protocol.content import Device
 from tests.suites.protocol.index import Index, Publisher
 from tests.suites.protocol.ledger_copies import copy_ledger, ledger_key
 from tests.suites.protocol.scenario import Scenario
 
 WORKER = "w"
-T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -104,10 +104,3 @@ class State:
     def link(self) -> Link | None:
         """The worker's present stream."""
         return self.links[-1] if self.links and self.links[-1].up else None
-
-
-def shallow(thing: T) -> T:
-    """Return a copy that shares everything with its original."""
-    twin = object.__new__(type(thing))
-    twin.__dict__.update(thing.__dict__)
-    return twin
