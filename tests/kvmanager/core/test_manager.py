@@ -12,7 +12,7 @@ from common.errors import NotFound
 from common.lease import Attach, AttachOk, AttachRejected
 from common.types import KvGeometry, PoolIdentity
 from kvmanager.core.config import LedgerConfig
-from kvmanager.core.manager import Manager, ManagerConfig, Session
+from kvmanager.core.manager import Manager, ManagerConfig, WorkerRegistration
 from tests.support.kvmanager.ledgers import EMPTY, counted_ids
 
 GEOMETRY = KvGeometry(num_layers=2, num_kv_heads=1, head_dim_k=8, head_dim_v=8, dtype="float32")
@@ -34,9 +34,9 @@ def attach(worker: str = "w0", session: int = 1, **options: Any) -> Attach:
     )
 
 
-def opened(manager: Manager, request: Attach) -> Session:
+def opened(manager: Manager, request: Attach) -> WorkerRegistration:
     answer = manager.attach(request)
-    assert isinstance(answer, Session)
+    assert isinstance(answer, WorkerRegistration)
     return answer
 
 

@@ -10,7 +10,7 @@ from common.types import FinishReason, SequenceId
 from gpuworker.core.batch_plan import StepPlan, StepResult
 from gpuworker.core.lease_agent import LeaseAgent
 from gpuworker.core.lease_session import LeaseSession
-from kvmanager.core.manager import Manager, Session
+from kvmanager.core.manager import Manager, WorkerRegistration
 from kvmanager.core.policies import DEFAULT_POLICIES, LedgerPolicies
 from tests.suites.protocol.agent_copies import shallow
 from tests.suites.protocol.content import Device
@@ -32,11 +32,11 @@ class Link:
     manager: int
     up: bool = True
     deaf: bool = False
-    served: Session | None = None
+    served: WorkerRegistration | None = None
     to_manager: tuple[tuple[Attach, Inventory] | Report, ...] = ()
     to_worker: tuple[AttachOk | GrantBatch, ...] = ()
 
-    def clone(self, renewed: dict[int, Session]) -> Link:
+    def clone(self, renewed: dict[int, WorkerRegistration]) -> Link:
         """Return a copy; `renewed` has the copies of sessions by the ids of their originals."""
         served = renewed.get(id(self.served), self.served)
         return Link(self.session, self.manager, self.up, self.deaf, served, self.to_manager, self.to_worker)
@@ -50,17 +50,17 @@ class ModelManager:
     publisher: Publisher = field(default_factory=Publisher)
     alive: bool = True
 
-    def session(self) -> Session | None:
+    def session(self) -> WorkerRegistration | None:
         """Return the worker's session, if the manager has one."""
-        return self.core._sessions.get(WORKER)
+        return self.core._registrations.get(WORKER)
 
-    def clone(self, renewed: dict[int, Session]) -> ModelManager:
+    def clone(self, renewed: dict[int, WorkerRegistration]) -> ModelManager:
         """Return an independent copy; enter the copies of its sessions in `renewed`."""
         core = shallow(self.core)
-        core._sessions = {}
-        for worker, session in self.core._sessions.items():
-            twin = Session(session.attach, copy_ledger(session.ledger), session.ready)
-            core._sessions[worker] = renewed[id(session)] = twin
+        core._registrations = {}
+        for worker, session in self.core._registrations.items():
+            twin = WorkerRegistration(session.attach, copy_ledger(session.ledger), session.ready)
+            core._registrations[worker] = renewed[id(session)] = twin
         return ModelManager(core, self.publisher.clone(), self.alive)
 
     def state_key(self) -> tuple[object, ...]:

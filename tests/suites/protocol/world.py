@@ -10,7 +10,7 @@ from __future__ import annotations
 from common.errors import ProtocolViolation
 from common.lease import Attach, Inventory, Report
 from common.types import FinishReason
-from kvmanager.core.manager import Session
+from kvmanager.core.manager import WorkerRegistration
 from tests.suites.protocol.agent_copies import agent_key, copy_agent, shallow
 from tests.suites.protocol.index import Index
 from tests.suites.protocol.invariants import Violation, check
@@ -146,7 +146,7 @@ class World(WorkerSide, ManagerSide):
         twin.paths = {sequence: nodes.copy() for sequence, nodes in self.paths.items()}
         twin.request_of, twin.faults_left = self.request_of.copy(), self.faults_left.copy()
         twin.delivered, twin.ended = [tokens.copy() for tokens in self.delivered], self.ended.copy()
-        renewed: dict[int, Session] = {}
+        renewed: dict[int, WorkerRegistration] = {}
         twin.managers = [manager.clone(renewed) for manager in self.managers]
         twin.links = [link.clone(renewed) for link in self.links]
         return twin
