@@ -17,7 +17,7 @@ from kvmanager.codec import match_to_proto, pool_to_proto, table_to_proto
 from kvmanager.core.block_table import BlockTable
 from kvmanager.core.ledger import Ledger
 from kvmanager.sessions.attachments import Attachments
-from kvmanager.sessions.stream import SessionStream
+from kvmanager.sessions.handler import SessionHandler
 from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
 
 SERVICE = "quire.kvmanager.v1.KvManagerService"
@@ -38,7 +38,7 @@ class KvManagerServicer(kvmanager_pb2_grpc.KvManagerServiceServicer):
     ) -> None:
         """Serve a worker's stream; its headers tell the worker that there is somebody to attach to."""
         await context.send_initial_metadata(())
-        await SessionStream(self._attachments, request_iterator, self._observe).serve(partial(send, context))
+        await SessionHandler(self._attachments, request_iterator, self._observe).serve(partial(send, context))
 
     async def Lookup(self, request: kvmanager_pb2.LookupRequest, context: _Context) -> kvmanager_pb2.LookupResponse:
         """Return what the caches hold of a prompt now; it changes nothing, not even what is evicted next."""

@@ -112,15 +112,3 @@ class BlockRows:
             if self.holders[block] or block in taken:
                 raise ProtocolViolation(f"block {block} was granted anew while the worker still holds it")
             taken.add(block)
-
-    def clone(self) -> BlockRows:
-        """Return an independent copy."""
-        twin = BlockRows(0)
-        twin.pool, twin.fill, twin.holders = self.pool.copy(), self.fill.copy(), self.holders.copy()
-        twin.held = self.held
-        twin.content = self.content.copy()
-        return twin
-
-    def state_key(self) -> tuple[object, ...]:
-        """Return everything that decides the future, hashable; last use only orders an inventory's claims."""
-        return tuple(self.pool), tuple(self.fill), frozenset((b, c.hash) for b, c in self.content.items())

@@ -124,21 +124,19 @@ class LeaseAgent:
         self._copies.append(copy)
 
     def _admit(self, admit: Admit, copied: frozenset[BlockId]) -> bool:
-        """Empty the granted blocks, always; give the row to the sequence if it still waits."""
+        """Empty the granted blocks; give the block table to the sequence if it still waits.
+
+        The blocks of a dropped admission are emptied too: a second sharer may already be admitted on them.
+        """
         sequence = self._sequences.get(admit.sequence)
-        waits = sequence is not None and sequence.phase is SequencePhase.WAITING
-        self._reset_granted(admit, copied, waits)
-        if sequence is None or not waits:
+        self._blocks.reset_fresh(admit.block_table[admit.n_shared :], copied)
+        if sequence is None or sequence.phase is not SequencePhase.WAITING:
             return False
         sequence.start(admit.block_table, admit.cached_tokens)
         self._blocks.hold(admit.block_table)
         self._uncover_last_known(sequence, admit.n_shared)
         self._scheduler.add(sequence)
         return True
-
-    def _reset_granted(self, admit: Admit, copied: frozenset[BlockId], waits: bool) -> None:
-        """Also for an admission that is dropped (`waits` false): a second sharer may be on its way to these blocks."""
-        self._blocks.reset_fresh(admit.block_table[admit.n_shared :], copied)
 
     def _uncover_last_known(self, sequence: Sequence, n_shared: int) -> None:
         """Leave the slot of the last known token unfilled in a copied block: its logits must be computed."""
@@ -276,7 +274,7 @@ class LeaseAgent:
 
     def _leave_if_idle(self, sequence: Sequence) -> None:
         """Release the row of a draining sequence, unless a step in flight contains it."""
-        if not sequence.draining or not self._may_release(sequence):
+        if not sequence.draining or sequence.in_flight:
             return
         if sequence.block_table:
             self._blocks.let_go(sequence.block_table, self._next_step - 1)
@@ -288,9 +286,6 @@ class LeaseAgent:
         self._preempted.append(sequence.id)
         self._report.preempted(sequence.id, len(sequence.tokens))
 
-    def _may_release(self, sequence: Sequence) -> bool:
-        return sequence.in_flight == 0
-
     def _forget(self, sequence: Sequence) -> None:
         del self._sequences[sequence.id]
         self._report.finished(sequence.id, sequence.reason)
@@ -300,21 +295,17 @@ class LeaseAgent:
     def detach(self) -> None:
         """The session is lost. Steps go on with rows and pool; pending content goes, the next inventory has it all."""
         self._report.state = SessionState.DETACHED
-        self._discard_content()
-
-    def _discard_content(self) -> None:
         self._report.discard()
 
     def inventory(self) -> Inventory:
-        """Open a session: return everything held at this instant. Content is recorded from now on."""
+        """Open a session: return everything held at this instant. Content is recorded from now on.
+
+        Draining sequences are in it. Otherwise the manager would grant their blocks again while a step writes them.
+        """
         self.detach()
         self._report.state = SessionState.OPENING
-        live = [s for s in self._sequences.values() if self._in_inventory(s)]
-        return Inventory(tuple(map(_inventory_of, live)), tuple(self._blocks.pool), self._blocks.cached_blocks())
-
-    def _in_inventory(self, sequence: Sequence) -> bool:
-        """Draining rows too: else the manager grants their blocks again while a step still writes them."""
-        return True
+        sequences = tuple(map(_inventory_of, self._sequences.values()))
+        return Inventory(sequences, tuple(self._blocks.pool), self._blocks.cached_blocks())
 
     def attached(self, lease_target: int) -> None:
         """The manager has rebuilt its ledger from the inventory; reports may go."""
@@ -374,38 +365,13 @@ class LeaseAgent:
         except KeyError:
             raise NotFound(f"sequence {sequence} is not live") from None
 
-    # ------------------------------------------------------------ checks and copies
+    # ------------------------------------------------------------ checks
 
     def check_invariants(self) -> None:
         """Raise AssertionError with every rule of the bookkeeping that does not hold."""
         found = violations(self._sequences, self._blocks, self._in_flight, self.config.block_size)
         if found:
             raise AssertionError("; ".join(found))
-
-    def clone(self) -> LeaseAgent:
-        """Return an independent copy, for searches over many futures."""
-        twin = LeaseAgent.__new__(type(self))
-        twin.__dict__.update(self.__dict__)
-        twin._sequences = {key: s.clone() for key, s in self._sequences.items()}
-        twin._blocks = self._blocks.clone()
-        twin._scheduler = self._scheduler.clone(twin._blocks, twin._sequences)
-        twin._report = self._report.clone()
-        twin._in_flight = self._in_flight.copy()
-        twin._copies = self._copies.copy()
-        twin._finished, twin._preempted = self._finished.copy(), self._preempted.copy()
-        twin._forgotten = self._forgotten.copy()
-        return twin
-
-    def state_key(self) -> tuple[object, ...]:
-        """Return everything that decides the future, hashable; counters that only name things are left out."""
-        return (
-            tuple([s.state_key() for s in self._sequences.values()]),
-            self._blocks.state_key(),
-            self._report.state_key(),
-            tuple([plan.rows for plan in self._in_flight]),
-            tuple(self._copies),
-            self._lease_target,
-        )
 
 
 def _inventory_of(sequence: Sequence) -> InventorySequence:

@@ -141,28 +141,3 @@ class ReportBuilder:
             or self._trim
             or self._computed
         )
-
-    def clone(self) -> ReportBuilder:
-        """Return an independent copy."""
-        twin = ReportBuilder.__new__(type(self))
-        twin.__dict__.update(self.__dict__)
-        for name in ("_reserve", "_bind", "_seal", "_trim", "_returned", "_preempted", "_finished", "_computed"):
-            setattr(twin, name, getattr(self, name).copy())
-        return twin
-
-    def state_key(self) -> tuple[object, ...]:
-        """Return everything that decides what will be reported, hashable; times and traces left out."""
-        return (
-            self.state,
-            self.stalled,
-            self._told_stalled,
-            self._told_want,
-            self._applied,
-            tuple(self._reserve),
-            tuple(self._bind),
-            tuple(self._seal),
-            tuple(self._trim.items()),
-            tuple(self._returned),
-            tuple(self._preempted),
-            tuple(self._finished),
-        )

@@ -157,27 +157,3 @@ class Sequence:
             recomputed_tokens=self.recomputed,
             preemptions=self.preemptions,
         )
-
-    def clone(self) -> Sequence:
-        """Return an independent copy."""
-        twin = Sequence.__new__(Sequence)
-        for name in Sequence.__slots__:
-            setattr(twin, name, getattr(self, name))
-        twin.tokens = self.tokens.copy()
-        twin.block_hashes = self.block_hashes.copy()
-        twin.block_table = self.block_table.copy()
-        return twin
-
-    def state_key(self) -> tuple[object, ...]:
-        """Return everything that decides the sequence's future, hashable."""
-        return (
-            self.new.sequence,
-            self.arrival,
-            tuple(self.tokens),
-            self.phase,
-            tuple(self.block_table),
-            self.pos,
-            self.in_flight,
-            self.sampling,
-            self.trimmed,
-        )

@@ -158,12 +158,3 @@ class StepScheduler:
             slots = min(len(sequence.tokens) - 1 + runway_slots, sequence.limit - 1)
             want += max(0, ((slots + round_up) >> shift) - len(sequence.block_table))
         return want
-
-    def clone(self, blocks: BlockRows, sequences: dict[SequenceId, Sequence]) -> StepScheduler:
-        """Return a copy over cloned blocks and sequences."""
-        twin = StepScheduler.__new__(type(self))
-        twin.__dict__.update(self.__dict__)
-        twin.blocks = blocks
-        twin.decoding = [sequences[s.id] for s in self.decoding]
-        twin.prefilling = [sequences[s.id] for s in self.prefilling]
-        return twin

@@ -7,22 +7,22 @@ from collections import Counter
 from common.errors import ProtocolViolation
 from common.types import TRIMMED, SequencePhase
 from kvmanager.core.block import ROOT, BlockState
-from kvmanager.core.books import Books
+from kvmanager.core.ledger_state import LedgerState
 
 
 class InvariantBroken(ProtocolViolation):
-    """The books of a ledger disagree with each other; the message says which."""
+    """The figures of a ledger disagree with each other; the message says which."""
 
     reason = "INVARIANT_BROKEN"
 
 
-def audit(books: Books) -> None:
+def audit(state: LedgerState) -> None:
     """Check everything. Raises InvariantBroken at the first disagreement."""
-    _states(books)
-    _references(books)
-    _prefix_map(books)
-    _pending(books)
-    _sequences(books)
+    _states(state)
+    _references(state)
+    _prefix_map(state)
+    _pending(state)
+    _sequences(state)
 
 
 def _check(holds: bool, words: str) -> None:
@@ -30,9 +30,9 @@ def _check(holds: bool, words: str) -> None:
         raise InvariantBroken(words)
 
 
-def _states(books: Books) -> None:
+def _states(state: LedgerState) -> None:
     """One state a block: lists and counters agree with what each block says of itself."""
-    pool = books.block_pool
+    pool = state.block_pool
     states = Counter(block.state for block in pool.blocks)
     free, cached = list(pool.free), list(pool.cached)
     _check(
@@ -48,16 +48,17 @@ def _states(books: Books) -> None:
         all(pool.blocks[b].state is BlockState.CACHED for b in cached), "a block in the eviction order is not cached"
     )
     _check(pool.leased == states[BlockState.LEASED], "the count of leased blocks is wrong")
-    total = len(free) + len(cached) + pool.leased + pool.in_rows
-    _check(total == books.config.num_blocks, f"{total} blocks are accounted for, of {books.config.num_blocks}")
+    total = len(free) + len(cached) + pool.leased + pool.in_use
+    _check(total == state.config.num_blocks, f"{total} blocks are accounted for, of {state.config.num_blocks}")
 
 
-def _references(books: Books) -> None:
-    """References are what the rows hold; whatever no row holds has neither references nor, unless cached, a hash."""
-    refs = Counter(block for sequence in books.sequences.values() for block in sequence.block_table if block != TRIMMED)
-    for block in books.block_pool.blocks:
+def _references(state: LedgerState) -> None:
+    """References are what the block tables hold; a block in no table has no references and, unless cached, no hash."""
+    refs = Counter(block for sequence in state.sequences.values() for block in sequence.block_table if block != TRIMMED)
+    for block in state.block_pool.blocks:
         _check(
-            block.refs == refs[block.id], f"block {block.id} counts {block.refs} references, rows hold {refs[block.id]}"
+            block.refs == refs[block.id],
+            f"block {block.id} counts {block.refs} references, block tables hold {refs[block.id]}",
         )
         _check(
             (block.state is BlockState.IN_USE) == (block.refs > 0),
@@ -67,48 +68,48 @@ def _references(books: Books) -> None:
             _check(block.hash is None, f"block {block.id} is {block.state.value} and has a hash")
         if block.state is BlockState.CACHED:
             _check(block.hash is not None, f"block {block.id} is cached without a hash")
-    for sequence in books.sequences.values():
+    for sequence in state.sequences.values():
         for index, block_id in enumerate(sequence.block_table):
-            at = index if block_id == TRIMMED else books.block_pool.blocks[block_id].index
-            _check(at == index, f"block {block_id} stands at {index} in {sequence.name} and says {at}")
+            at = index if block_id == TRIMMED else state.block_pool.blocks[block_id].index
+            _check(at == index, f"block {block_id} is at index {index} of {sequence.name} and records index {at}")
 
 
-def _prefix_map(books: Books) -> None:
+def _prefix_map(state: LedgerState) -> None:
     """The map holds exactly the registered blocks and, with each hash, its parent."""
-    copies = {block: key for key, entry in books.cache.entries.items() for block in entry.blocks}
-    hashes = {block.id: block.hash for block in books.block_pool.blocks if block.hash is not None}
+    copies = {block: key for key, entry in state.cache.entries.items() for block in entry.blocks}
+    hashes = {block.id: block.hash for block in state.block_pool.blocks if block.hash is not None}
     _check(copies == hashes, "the prefix map and the blocks' hashes disagree")
-    for entry in books.cache.entries.values():
+    for entry in state.cache.entries.values():
         _check(bool(entry.blocks), "a hash is in the map without a block")
         if entry.parent != ROOT:
-            parent = books.cache.entries.get(entry.parent)
+            parent = state.cache.entries.get(entry.parent)
             _check(parent is not None, "a hash is in the map without its parent")
             _check(parent is not None and parent.depth + 1 == entry.depth, "a depth is not its parent's plus one")
 
 
-def _pending(books: Books) -> None:
-    """A pending block is in a row, not registered, and named by its own hash."""
-    said = {block.pending: block.id for block in books.block_pool.blocks if block.pending is not None}
-    _check(said == books.cache.pending, "the pending map and the blocks disagree")
-    for block_id in books.cache.pending.values():
-        block = books.block_pool.blocks[block_id]
+def _pending(state: LedgerState) -> None:
+    """A pending block is in a block table, not registered, and named by its own hash."""
+    said = {block.pending: block.id for block in state.block_pool.blocks if block.pending is not None}
+    _check(said == state.cache.pending, "the pending map and the blocks disagree")
+    for block_id in state.cache.pending.values():
+        block = state.block_pool.blocks[block_id]
         _check(
             block.state is BlockState.IN_USE and block.hash is None, f"pending block {block_id} is {block.state.value}"
         )
 
 
-def _sequences(books: Books) -> None:
+def _sequences(state: LedgerState) -> None:
     """Running totals, queue and preemptions are what the sequences say."""
-    phases = Counter(sequence.phase for sequence in books.sequences.values())
-    running = [each for each in books.sequences.values() if each.phase is SequencePhase.RUNNING]
-    _check(books.running == len(running), "the count of running sequences is wrong")
-    _check(books.rows == sum(phases.values()) - phases[SequencePhase.WAITING], "the count of rows is wrong")
-    _check(books.growth == sum(each.growth for each in running), "the blocks that may still be bound are miscounted")
-    waiting = {each.id for each in books.sequences.values() if each.phase is SequencePhase.WAITING}
-    _check(set(books.queue) == waiting and len(books.queue) == len(waiting), "the queue is not the waiting sequences")
-    draining = {each.id for each in books.sequences.values() if each.phase is SequencePhase.DRAINING_PREEMPT}
-    _check(books.preempting == draining, "the outstanding preemptions are miscounted")
-    for each in books.sequences.values():
+    phases = Counter(sequence.phase for sequence in state.sequences.values())
+    running = [each for each in state.sequences.values() if each.phase is SequencePhase.RUNNING]
+    _check(state.running == len(running), "the count of running sequences is wrong")
+    _check(state.admitted == sum(phases.values()) - phases[SequencePhase.WAITING], "the count of block tables is wrong")
+    _check(state.growth == sum(each.growth for each in running), "the blocks that may still be bound are miscounted")
+    waiting = {each.id for each in state.sequences.values() if each.phase is SequencePhase.WAITING}
+    _check(set(state.queue) == waiting and len(state.queue) == len(waiting), "the queue is not the waiting sequences")
+    draining = {each.id for each in state.sequences.values() if each.phase is SequencePhase.DRAINING_PREEMPT}
+    _check(state.preempting == draining, "the outstanding preemptions are miscounted")
+    for each in state.sequences.values():
         _check(each.growth >= 0, f"{each.name} has more blocks than its longest length needs")
         _check(
             bool(each.block_table) == (each.phase is not SequencePhase.WAITING),

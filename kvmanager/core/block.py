@@ -41,14 +41,3 @@ class Block:
         self.parent: BlockHash | None = None
         self.owner: SequenceId = NOBODY
         self.index = 0
-
-    def clone(self) -> Block:
-        """Return an independent copy."""
-        new = Block(self.id)
-        new.state, new.refs, new.hash, new.pending = self.state, self.refs, self.hash, self.pending
-        new.parent, new.owner, new.index = self.parent, self.owner, self.index
-        return new
-
-    def key(self) -> tuple[object, ...]:
-        """Return the state as a hashable value."""
-        return (self.state.value, self.refs, self.hash, self.pending, self.parent, self.owner, self.index)

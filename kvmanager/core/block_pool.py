@@ -27,7 +27,7 @@ class BlockPool:
         return len(self.free) + len(self.cached)
 
     @property
-    def in_rows(self) -> int:
+    def in_use(self) -> int:
         """Blocks that at least one row holds."""
         return len(self.blocks) - len(self.free) - len(self.cached) - self.leased
 
@@ -96,10 +96,3 @@ class BlockPool:
         if block.state is not BlockState.LEASED:
             raise ProtocolViolation(f"block {block_id} was {verb} although it is {block.state.value}, not leased")
         return block
-
-    def clone(self) -> BlockPool:
-        """Return an independent copy."""
-        new = BlockPool.__new__(type(self))
-        new.blocks = [block.clone() for block in self.blocks]
-        new.free, new.cached, new.leased = self.free.clone(), self.cached.clone(), self.leased
-        return new

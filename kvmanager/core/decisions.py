@@ -60,9 +60,3 @@ class DecisionLog:
         """Return the records since the last call."""
         records, self._records = tuple(self._records), []
         return records
-
-    def clone(self) -> DecisionLog:
-        """Return an independent copy that shares the clock and the source of ids."""
-        new = DecisionLog(self._clock, self._ids)
-        new._records = self._records.copy()
-        return new

@@ -1,6 +1,6 @@
 """The rules by which a manager takes an epoch, and by which it notices that another one has taken over.
 
-Redis follows the last two in one atomic step (`kvmanager/index/scripts.py`, ACQUIRE); a test compares both over a real
+Redis follows the last two in one atomic step (`kvmanager/index/acquire.lua`); a test compares both over a real
 server.
 """
 

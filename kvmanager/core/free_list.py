@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Self
 
 from common.types import BlockId
 
@@ -67,10 +66,3 @@ class FreeList:
         block = BlockId(self._next[self._sentinel])
         self.remove(block)
         return block
-
-    def clone(self) -> Self:
-        """Return an independent copy."""
-        new = type(self).__new__(type(self))
-        new._sentinel, new._length = self._sentinel, self._length
-        new._next, new._previous = self._next.copy(), self._previous.copy()
-        return new

@@ -1,4 +1,4 @@
-"""All workers of one pool: who may attach, under which epoch, and which session's reports count.
+"""All workers of one pool: who may attach, under which epoch, and whose reports count.
 
 Workers fence blocks by the epoch they have accepted, so a manager must not answer an attach with a lower one. Two
 services may exchange blocks only when their pool identities are equal; the first attach fixes the identity unless it
@@ -17,6 +17,7 @@ from common.types import PoolIdentity
 from kvmanager.core import epochs
 from kvmanager.core.config import LedgerConfig, Runway
 from kvmanager.core.ledger import Ledger
+from kvmanager.core.policies import DEFAULT_POLICIES, LedgerPolicies
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +32,8 @@ class ManagerConfig:
 
 
 @dataclass(slots=True)
-class Session:
-    """One worker's live session. `ready` is set once its inventory is in and its ledger rebuilt."""
+class WorkerRegistration:
+    """An attached worker and its ledger. `ready` is set once its inventory is in and its ledger rebuilt."""
 
     attach: Attach
     ledger: Ledger
@@ -40,18 +41,26 @@ class Session:
 
     @property
     def key(self) -> tuple[bytes, int]:
-        """What names the session: the worker's incarnation and its count of attaches."""
+        """What identifies the session: the worker's incarnation and its count of attaches."""
         return (self.attach.incarnation, self.attach.session)
 
 
 class Manager:
     """Sessions by worker id, and the epoch."""
 
-    def __init__(self, config: ManagerConfig, clock: Clock, decision_ids: Callable[[], str], epoch: int = 0) -> None:
+    def __init__(
+        self,
+        config: ManagerConfig,
+        clock: Clock,
+        decision_ids: Callable[[], str],
+        epoch: int = 0,
+        policies: LedgerPolicies = DEFAULT_POLICIES,
+    ) -> None:
         self._config = config
+        self._policies = policies
         self._clock = clock
         self._decision_ids = decision_ids
-        self._sessions: dict[str, Session] = {}
+        self._registrations: dict[str, WorkerRegistration] = {}
         self.identity = config.identity
         self.epoch = epoch
 
@@ -67,15 +76,16 @@ class Manager:
 
     # ------------------------------------------------------------ attach
 
-    def attach(self, attach: Attach) -> Session | AttachRejected:
-        """Open a session whose ledger waits for the inventory, or say why not."""
+    def attach(self, attach: Attach) -> WorkerRegistration | AttachRejected:
+        """Register a worker whose ledger waits for the inventory, or return why the worker is refused."""
         rejected = self._refusal(attach)
         if rejected is not None:
             return rejected
         self.identity = self.identity or attach.identity
-        session = Session(attach, Ledger(self._ledger_config(attach), self._clock, self._decision_ids))
-        self._sessions[attach.worker_id] = session
-        return session
+        ledger = Ledger(self._ledger_config(attach), self._clock, self._decision_ids, self._policies)
+        registration = WorkerRegistration(attach, ledger)
+        self._registrations[attach.worker_id] = registration
+        return registration
 
     def _refusal(self, attach: Attach) -> AttachRejected | None:
         if self.identity is not None:
@@ -84,7 +94,7 @@ class Manager:
                 return AttachRejected(str(IdentityMismatch(mismatches)), mismatches)
         if attach.num_blocks < 1 or attach.max_num_seqs < 1 or not attach.worker_id:
             return AttachRejected("an attach needs a worker id, at least one block and at least one sequence")
-        if attach.worker_id in self._sessions:
+        if attach.worker_id in self._registrations:
             return AttachRejected(f"a session of worker {attach.worker_id} is live", retry=True)
         return None
 
@@ -102,40 +112,43 @@ class Manager:
             watermark=config.watermark,
         )
 
-    def complete(self, session: Session, inventory: Inventory) -> AttachOk:
+    def complete(self, registration: WorkerRegistration, inventory: Inventory) -> AttachOk:
         """Rebuild the ledger and return the answer. Call `schedule` next: a worker with nothing to run sends nothing.
 
         Raises ProtocolViolation when the inventory contradicts itself, ValueError while a higher epoch is needed.
         """
-        if self.needs_epoch(session.attach):
-            raise ValueError(f"worker {session.attach.worker_id} has accepted epoch {session.attach.epoch_seen}")
-        session.ledger.rebuild(inventory)
-        session.ready = True
-        return AttachOk(self.epoch, session.ledger.lease_target(refill=False))
+        if self.needs_epoch(registration.attach):
+            attach = registration.attach
+            raise ValueError(
+                f"worker {attach.worker_id} has accepted epoch {attach.epoch_seen}; take a higher one than {self.epoch}"
+            )
+        registration.ledger.rebuild(inventory)
+        registration.ready = True
+        return AttachOk(self.epoch, registration.ledger.lease_target(refill=False))
 
     # ------------------------------------------------------------ sessions
 
-    def current(self, session: Session) -> bool:
-        """Return whether reports of this session count; those that were queued before a break do not."""
-        return self._sessions.get(session.attach.worker_id) is session
+    def current(self, registration: WorkerRegistration) -> bool:
+        """Return whether reports of this registration count; reports queued before a break do not."""
+        return self._registrations.get(registration.attach.worker_id) is registration
 
-    def detach(self, session: Session) -> None:
-        """Forget a session whose stream broke; one that was replaced before is left alone."""
-        if self.current(session):
-            del self._sessions[session.attach.worker_id]
+    def detach(self, registration: WorkerRegistration) -> None:
+        """Forget a registration whose stream broke, unless another one has replaced it."""
+        if self.current(registration):
+            del self._registrations[registration.attach.worker_id]
 
     def forget_identity(self) -> None:
-        """Let the next attach fix the identity anew, unless a session lives or it was configured."""
-        if not self._sessions:
+        """Let the next attach fix the identity again, unless a worker is registered or the identity was configured."""
+        if not self._registrations:
             self.identity = self._config.identity
 
     def ledger(self, worker_id: str) -> Ledger:
         """Return the ledger of an attached worker. Raises NotFound."""
-        session = self._sessions.get(worker_id)
-        if session is None or not session.ready:
+        registration = self._registrations.get(worker_id)
+        if registration is None or not registration.ready:
             raise NotFound(f"no worker {worker_id} is attached")
-        return session.ledger
+        return registration.ledger
 
     def workers(self) -> tuple[str, ...]:
         """Return the ids of the attached workers, sorted."""
-        return tuple(sorted(worker for worker, session in self._sessions.items() if session.ready))
+        return tuple(sorted(worker for worker, each in self._registrations.items() if each.ready))

@@ -1,29 +1,54 @@
-"""Who gives up its blocks when the pool is used up: the lowest priority, and of those the latest.
+"""The preemption policy: which sequence loses its blocks when the pool is used up.
 
-"Latest" is by arrival, which a sequence keeps for life: one that was preempted and started again is no later for
-that. So the senior sequence of the highest priority is never a victim, and a sequence is preempted at most once for
-each block by which it and its seniors may still grow: that bounds the work that is lost and lets every sequence end.
+The victim has the lowest priority and, among those, the latest arrival. A sequence keeps its
+arrival for life, so a preempted sequence is no later than before when it is admitted again. The most senior sequence
+is never a victim. A sequence is preempted at most once for each block by which it and its seniors may still grow.
+That bounds the lost work and lets every sequence end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from common.types import TRIMMED, Candidate
+from common.lease import Preempt
+from common.types import TRIMMED, Candidate, SequenceId, SequencePhase
 from kvmanager.core.block import Block
+from kvmanager.core.ledger_state import LedgerState
 from kvmanager.core.sequence import Sequence
 
 
+class PreemptionPolicy:
+    """Orders one preemption at a time. It has no state of its own."""
+
+    def preempt(self, state: LedgerState) -> tuple[Preempt, ...]:
+        """Order a preemption when a sequence stalls and no block is left anywhere."""
+        pool = state.block_pool
+        if not state.stalled or state.running < 2 or state.preempting or pool.leased or pool.available:
+            return ()
+        stalled = state.live_stalled()
+        if not stalled:
+            return ()
+        running = [each for each in state.sequences.values() if each.phase is SequencePhase.RUNNING]
+        victim = choose_victim(running)
+        decision = _record(state, victim, running, stalled)
+        self.order(state, victim)
+        return (Preempt(victim.id, decision),)
+
+    def order(self, state: LedgerState, victim: Sequence) -> None:
+        """Mark the victim. Its blocks are not free before the worker reports that it released them."""
+        state.halt(victim, SequencePhase.DRAINING_PREEMPT)
+
+
 def private_blocks(sequence: Sequence, blocks: list[Block]) -> int:
-    """Return how many blocks of a row no other row holds: what its preemption frees."""
+    """Return how many blocks of a block table no other sequence holds: the blocks that its preemption frees."""
     return sum(blocks[block].refs == 1 for block in sequence.block_table if block != TRIMMED)
 
 
 def tokens_lost(sequence: Sequence, blocks: list[Block], block_size: int) -> int:
-    """Return how many of its tokens must be computed again if its sealed blocks stay cached.
+    """Return how many tokens of a sequence must be computed again if its sealed blocks stay cached.
 
-    It is for the decision record. The manager hears of lengths at admission and every few steps (`Report.computed`),
-    so it may be some tokens low.
+    The number goes into the decision record. It may be some tokens low, because the worker reports lengths only at
+    admission and every few steps (`Report.computed`).
     """
     sealed = sum(block == TRIMMED or blocks[block].hash is not None for block in sequence.block_table)
     return max(0, max(sequence.num_tokens, sequence.computed) - sealed * block_size)
@@ -35,7 +60,7 @@ def seniority(sequence: Sequence) -> tuple[int, int]:
 
 
 def choose_victim(running: Iterable[Sequence]) -> Sequence:
-    """Return the least senior running sequence: in the end the pool is the most senior one's alone."""
+    """Return the least senior running sequence."""
     return max(running, key=seniority)
 
 
@@ -51,3 +76,15 @@ def candidates(running: Iterable[Sequence], blocks: list[Block]) -> tuple[Candid
         )
         found.append(Candidate(sequence.name, terms=terms))
     return tuple(found)
+
+
+def _record(state: LedgerState, victim: Sequence, running: list[Sequence], stalled: list[SequenceId]) -> str:
+    beneficiary = min((state.sequences[each] for each in stalled), key=seniority)
+    blocks = state.block_pool.blocks
+    figures = {
+        "tokens_lost": float(tokens_lost(victim, blocks, state.config.block_size)),
+        "blocks_freed": float(private_blocks(victim, blocks)),
+        "stalled": float(len(stalled)),
+        "running": float(state.running),
+    }
+    return state.decisions.preempted(victim, beneficiary, figures, candidates(running, blocks))

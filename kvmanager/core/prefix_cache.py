@@ -171,11 +171,3 @@ class PrefixCache:
         """Return the whole membership, parents first."""
         entries = sorted(((key, entry.depth) for key, entry in self.entries.items()), key=lambda each: each[1])
         return IndexSnapshot(self.number, tuple(entries))
-
-    def clone(self, blocks: list[Block]) -> PrefixCache:
-        """Return an independent copy over the copied blocks."""
-        new = type(self)(blocks, self._ghost_limit)
-        new.entries = {key: Entry(e.parent, e.depth, e.blocks.copy()) for key, e in self.entries.items()}
-        new.pending, new.ghosts = self.pending.copy(), self.ghosts.copy()
-        new.events, new.number = self.events.copy(), self.number
-        return new

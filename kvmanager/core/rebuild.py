@@ -1,107 +1,124 @@
-"""A ledger from an inventory: what a worker holds is the whole truth at the start of a session."""
+"""Builds a ledger's state from an inventory: what a worker holds is the whole truth at the start of a session."""
 
 from __future__ import annotations
 
 from common.errors import ProtocolViolation
 from common.lease import CachedBlock, Inventory, InventorySequence
-from common.types import TRIMMED, BlockId, SequencePhase
-from kvmanager.core.admission import Admission
+from common.types import TRIMMED, BlockHash, BlockId, SequencePhase
 from kvmanager.core.block import ROOT, BlockState
-from kvmanager.core.eviction import Restored
+from kvmanager.core.eviction import Restored, order_after_rebuild
+from kvmanager.core.ledger_state import LedgerState
 from kvmanager.core.sequence import Sequence
 
 
-def rebuild(books: Admission, inventory: Inventory) -> None:
-    """Replace the ledger's state. Raises ProtocolViolation when the inventory contradicts itself."""
-    books.empty()
-    rows = [_enrol(books, entry) for entry in inventory.sequences]
-    for sequence, block_table in rows:
-        _restore_row(books, sequence, block_table)
-    for block_id in inventory.pool:
-        _restore_lease(books, block_id)
-    cached = _restore_claims(books, inventory.cached_blocks)
-    for sequence, block_table in rows:
-        _restore_content(books, sequence, block_table)
-    books.restore_cached(cached)
-    # Until the first report tells more, the worker keeps the runway that it has.
-    books.lease_want = len(inventory.pool)
+class InventoryLoader:
+    """The rules by which an inventory becomes a ledger's state. It has no state of its own."""
+
+    def load(self, state: LedgerState, inventory: Inventory) -> None:
+        """Replace the ledger's state. Raises ProtocolViolation when the inventory contradicts itself."""
+        state.empty()
+        loaded = [(_register(state, entry), entry.block_table) for entry in inventory.sequences]
+        tables = [(sequence, table) for sequence, table in loaded if sequence.phase is not SequencePhase.WAITING]
+        for sequence, table in tables:
+            _restore_table(state, sequence, table)
+        for block_id in inventory.pool:
+            _restore_lease(state, block_id)
+        cached = self._restore_cached_blocks(state, inventory.cached_blocks)
+        for sequence, table in tables:
+            _restore_content(state, sequence, table)
+        for block_id in self.eviction_order(cached):
+            state.block_pool.free.remove(block_id)
+            state.block_pool.blocks[block_id].state = BlockState.CACHED
+            state.block_pool.cached.append(block_id)
+        # Until the first report says more, the worker keeps the runway that it has.
+        state.lease_want = len(inventory.pool)
+
+    def adopts(self, state: LedgerState, parent: BlockHash) -> bool:
+        """Return whether a cached block with this parent is registered.
+
+        If the parent is not registered, an ancestor may have been granted to another sequence in the meantime.
+        """
+        return state.cache.has_parent(parent)
+
+    def eviction_order(self, restored: list[Restored]) -> list[BlockId]:
+        """Return the registered blocks that no block table holds in the order of their eviction."""
+        return order_after_rebuild(restored)
+
+    def _restore_cached_blocks(self, state: LedgerState, cached_blocks: tuple[CachedBlock, ...]) -> list[Restored]:
+        """Register cached blocks whose parent is registered; return those that no block table holds."""
+        cached: list[Restored] = []
+        if not state.config.caches:
+            return cached
+        for number, entry in enumerate(cached_blocks):
+            block = state.block_pool.get(entry.block)
+            if block.state is BlockState.LEASED or block.hash is not None:
+                raise ProtocolViolation(f"cached block {entry.block} is leased, or stands twice in the inventory")
+            parent = (
+                cached_blocks[entry.parent].hash if 0 <= entry.parent < number else ROOT if entry.parent == -1 else None
+            )
+            if parent is None or not self.adopts(state, parent):
+                continue
+            state.cache.register(block, entry.hash, parent)
+            if block.state is BlockState.FREE:
+                block.index = state.cache.entries[entry.hash].depth
+                cached.append(Restored(block.id, block.index, entry.last_used))
+        return cached
 
 
-def _enrol(books: Admission, entry: InventorySequence) -> tuple[Sequence, tuple[BlockId, ...]]:
-    sequence = books.enrol(entry.reserve, entry.arrival)
+def _register(state: LedgerState, entry: InventorySequence) -> Sequence:
+    sequence = state.register(entry.reserve, entry.arrival)
     # Its length may have grown since it was submitted, and then its tokens are no longer its parent's.
     sequence.fork_of = None
     sequence.phase = entry.phase
     if entry.phase is SequencePhase.WAITING:
-        books.queue_or_refuse(sequence)
-    return sequence, entry.block_table if books.holds_row(entry.phase) else ()
+        state.queue_or_refuse(sequence)
+    return sequence
 
 
-def _restore_row(books: Admission, sequence: Sequence, block_table: tuple[BlockId, ...]) -> None:
-    if sequence.phase is SequencePhase.WAITING:
-        return
-    if len(block_table) > sequence.max_blocks:
+def _restore_table(state: LedgerState, sequence: Sequence, table: tuple[BlockId, ...]) -> None:
+    if len(table) > sequence.max_blocks:
         raise ProtocolViolation(
-            f"sequence {sequence.id} has a row of {len(block_table)} blocks, of {sequence.max_blocks} at most"
+            f"sequence {sequence.id} has a block table of {len(table)} blocks; at most {sequence.max_blocks} fit"
         )
-    for index, block_id in enumerate(block_table):
+    for index, block_id in enumerate(table):
         if block_id == TRIMMED:
             sequence.trimmed = index + 1
             continue
-        block = books.block_pool.get(block_id)
+        block = state.block_pool.get(block_id)
         if block.state is BlockState.FREE:
-            books.block_pool.free.remove(block.id)
+            state.block_pool.free.remove(block.id)
             block.state, block.index = BlockState.IN_USE, index
         elif block.index != index:
-            raise ProtocolViolation(f"block {block_id} stands at {block.index} in one row and at {index} in another")
+            raise ProtocolViolation(
+                f"block {block_id} has index {block.index} in one block table and {index} in another"
+            )
         block.refs += 1
-    sequence.block_table = list(block_table)
-    books.start(sequence, sequence.phase)
+    sequence.block_table = list(table)
+    state.start(sequence, sequence.phase)
 
 
-def _restore_lease(books: Admission, block_id: BlockId) -> None:
-    block = books.block_pool.get(block_id)
+def _restore_lease(state: LedgerState, block_id: BlockId) -> None:
+    block = state.block_pool.get(block_id)
     if block.state is not BlockState.FREE:
-        raise ProtocolViolation(f"block {block_id} is in the pool although it is {block.state.value}")
-    books.block_pool.free.remove(block.id)
+        raise ProtocolViolation(f"block {block_id} is in the lease pool although it is {block.state.value}")
+    state.block_pool.free.remove(block.id)
     block.state = BlockState.LEASED
-    books.block_pool.leased += 1
+    state.block_pool.leased += 1
 
 
-def _restore_claims(books: Admission, cached_blocks: tuple[CachedBlock, ...]) -> list[Restored]:
-    """Register claims whose parent is registered; return those that no row holds."""
-    cached: list[Restored] = []
-    if not books.config.caches:
-        return cached
-    for number, claim in enumerate(cached_blocks):
-        block = books.block_pool.get(claim.block)
-        if block.state is BlockState.LEASED or block.hash is not None:
-            raise ProtocolViolation(f"block {claim.block} is claimed although it is leased, or claimed twice")
-        parent = (
-            cached_blocks[claim.parent].hash if 0 <= claim.parent < number else ROOT if claim.parent == -1 else None
-        )
-        if parent is None or not books.adopts(parent):
-            continue
-        books.cache.register(block, claim.hash, parent)
-        if block.state is BlockState.FREE:
-            block.index = books.cache.entries[claim.hash].depth
-            cached.append(Restored(block.id, block.index, claim.last_used))
-    return cached
-
-
-def _restore_content(books: Admission, sequence: Sequence, block_table: tuple[BlockId, ...]) -> None:
-    """Say what the blocks of a row hold or will hold; hashes of sealed blocks continue the chain of the prompt."""
-    block_hashes, full = sequence.block_hashes, books.config.hits_of(sequence.num_tokens)
-    for index, block_id in enumerate(block_table):
+def _restore_content(state: LedgerState, sequence: Sequence, table: tuple[BlockId, ...]) -> None:
+    """Set what the blocks of a table hold or will hold; hashes of sealed blocks extend the prompt's block hashes."""
+    block_hashes, full = sequence.block_hashes, state.config.hits_of(sequence.num_tokens)
+    for index, block_id in enumerate(table):
         if block_id == TRIMMED:
             continue
-        block = books.block_pool.blocks[block_id]
+        block = state.block_pool.blocks[block_id]
         if block.parent is None:
-            books.describe(block, sequence, index)
+            state.describe(block, sequence, index)
         if block.hash is None:
-            if index < min(full, len(block_hashes)) and books.config.caches:
-                books.cache.expect(block, block_hashes[index])
+            if index < min(full, len(block_hashes)) and state.config.caches:
+                state.cache.expect(block, block_hashes[index])
         elif index == len(block_hashes):
             block_hashes.append(block.hash)
         elif index < len(block_hashes) and block_hashes[index] != block.hash:
-            raise ProtocolViolation(f"block {block_id} is claimed with another hash than its prompt's")
+            raise ProtocolViolation(f"block {block_id} has another hash in the inventory than in its sequence's prompt")

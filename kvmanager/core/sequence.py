@@ -1,4 +1,4 @@
-"""One live sequence as the manager knows it: lengths, place in the order, and its row of blocks."""
+"""One live sequence as the manager knows it: lengths, place in the order, and its block table."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from common.types import BlockHash, BlockId, SequenceId, SequencePhase
 
 
 class Sequence:
-    """`num_tokens` tokens exist, it may grow to `max_blocks` blocks; `block_hashes` keys full blocks and grows as they are sealed.
+    """A sequence of `num_tokens` tokens that may grow to `max_blocks` blocks.
 
-    `cacheable` is False when its owner asked that nothing of it be cached. `computed` is what the worker last said
-    for traces. `recompute` is set once it was preempted: its next admission is no new query of the prefix cache.
+    `block_hashes` has the hashes of the full blocks and grows as blocks are sealed. `cacheable` is False when the
+    client asked that nothing of the sequence be cached. `computed` is the length that the worker reported last, for
+    traces. `recompute` is set by a preemption: the next admission is then not a new query of the prefix cache.
     """
 
     __slots__ = (
@@ -65,18 +66,3 @@ class Sequence:
     def growth(self) -> int:
         """Blocks that it may still bind."""
         return self.max_blocks - len(self.block_table)
-
-    def key(self) -> tuple[object, ...]:
-        """Return what decisions depend on as a hashable value, without times and arrival."""
-        return (
-            self.id, self.num_tokens, self.max_blocks, self.priority, tuple(self.block_hashes), self.cacheable, self.fork_of,
-            self.phase.value, tuple(self.block_table), self.n_shared, self.trimmed, self.recompute,
-        )  # fmt: skip
-
-    def clone(self) -> Sequence:
-        """Return an independent copy."""
-        new = Sequence.__new__(Sequence)
-        for name in Sequence.__slots__:
-            setattr(new, name, getattr(self, name))
-        new.block_hashes, new.block_table = self.block_hashes.copy(), self.block_table.copy()
-        return new

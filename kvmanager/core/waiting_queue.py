@@ -45,12 +45,6 @@ class WaitingQueue:
             raise ValueError(f"{sequence.name} does not wait")
         del self._places[index]
 
-    def clone(self) -> WaitingQueue:
-        """Return an independent copy."""
-        new = WaitingQueue()
-        new._places = self._places.copy()
-        return new
-
 
 def _place(sequence: Sequence) -> _Place:
     return (-sequence.priority, sequence.arrival, sequence.id)

@@ -13,11 +13,11 @@ from common.errors import NotFound
 from common.lease import Attach, AttachRejected
 from common.types import PoolIdentity
 from kvmanager.core.ledger import Ledger
-from kvmanager.core.manager import Manager, Session
+from kvmanager.core.manager import Manager, WorkerRegistration
 from kvmanager.core.past_totals import PastTotals
 from kvmanager.index.writer import IndexWriter
+from kvmanager.sessions.attached_worker import AttachedWorker, DecisionSink
 from kvmanager.sessions.reserve_spans import ReserveSpans
-from kvmanager.sessions.worker_session import DecisionSink, WorkerSession
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class StreamEnds:
 
 @dataclass(slots=True)
 class _Live:
-    worker: WorkerSession
+    worker: AttachedWorker
     stream: StreamEnds
 
 
@@ -65,7 +65,7 @@ class Attachments:
     _live: dict[str, _Live] = field(default_factory=dict)
     _departure: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def open(self, attach: Attach, stream: StreamEnds) -> WorkerSession | AttachRejected:
+    async def open(self, attach: Attach, stream: StreamEnds) -> AttachedWorker | AttachRejected:
         """Open a session, or say why not. Raises StaleEpoch when another manager has taken over."""
         self._opening += 1
         try:
@@ -74,26 +74,26 @@ class Attachments:
             self._opening -= 1
             self._forget_identity()
 
-    async def _open(self, attach: Attach, stream: StreamEnds) -> WorkerSession | AttachRejected:
-        session = self._refusal(attach.identity) or await self._attach(attach)
-        if isinstance(session, AttachRejected):
+    async def _open(self, attach: Attach, stream: StreamEnds) -> AttachedWorker | AttachRejected:
+        registration = self._refusal(attach.identity) or await self._attach(attach)
+        if isinstance(registration, AttachRejected):
             self.counts.refused += 1
-            log.warning("refused worker", extra={"worker_id": attach.worker_id, "reason": session.reason})
-            return session
+            log.warning("refused worker", extra={"worker_id": attach.worker_id, "reason": registration.reason})
+            return registration
         spans = ReserveSpans(self.tracer, attach.worker_id)
-        worker = WorkerSession(self.manager, session, self.index, self.sink, spans)
+        worker = AttachedWorker(self.manager, registration, self.index, self.sink, spans)
         self._live[attach.worker_id] = _Live(worker, stream)
         self.counts.opened += 1
         return worker
 
-    async def _attach(self, attach: Attach) -> Session | AttachRejected:
+    async def _attach(self, attach: Attach) -> WorkerRegistration | AttachRejected:
         # Fixed before anything is awaited, so that of two first workers only one can decide what the pool is.
         self.manager.identity = self._expected(attach.identity)
         self.manager.adopt_epoch(await self.index.epoch_for(attach))
         self._leave_for(attach)
         return self.manager.attach(attach)
 
-    def close(self, worker: WorkerSession) -> None:
+    def close(self, worker: AttachedWorker) -> None:
         """End a session on this side; one that was closed before is left alone."""
         worker_id = worker.attach.worker_id
         live = self._live.get(worker_id)
@@ -101,7 +101,7 @@ class Attachments:
             return
         del self._live[worker_id]
         worker.close()
-        self.past.add(worker_id, worker.session.ledger.totals)
+        self.past.add(worker_id, worker.registration.ledger.state.totals)
         self._forget_identity()
         self._departure.set()
         log.info("worker left", extra={"worker_id": worker_id})

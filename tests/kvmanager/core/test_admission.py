@@ -10,6 +10,7 @@ from common.errors import ProtocolViolation
 from common.lease import Admit
 from common.types import DecisionKind, FinishReason, MissReason
 from kvmanager.core.ledger import Ledger
+from tests.suites.protocol.ledger_copies import ledger_key
 from tests.support.kvmanager.ledgers import (
     admit,
     block_table,
@@ -45,9 +46,9 @@ def test_behaviour_26_a_request_beyond_the_pool_is_refused_with_the_numbers() ->
 def test_a_refused_sequence_that_the_worker_then_finishes_changes_nothing() -> None:
     ledger = make_ledger(4)
     play(ledger, reserve=(reserve(1, prompt(65)),))
-    before = ledger.state_key()
+    before = ledger_key(ledger)
     assert finish(ledger, 1) is None
-    assert ledger.state_key() == before
+    assert ledger_key(ledger) == before
 
 
 def test_a_request_for_the_whole_pool_runs_alone() -> None:
@@ -89,7 +90,7 @@ def test_the_queue_goes_by_priority_then_arrival() -> None:
     admit(ledger, reserve(1, prompt(64)))
     for number, priority in ((2, 0), (3, 5), (4, 0), (5, 5)):
         play(ledger, reserve=(reserve(number, prompt(10, start=100 * number), priority=priority),))
-    assert list(ledger.queue) == [3, 5, 2, 4]
+    assert list(ledger.state.queue) == [3, 5, 2, 4]
     batch = finish(ledger, 1)
     assert batch is not None
     assert admitted(batch.admit) == [3, 5, 2, 4]
@@ -99,7 +100,7 @@ def test_behaviour_27_only_the_head_lacks_capacity_the_others_are_deferred() -> 
     ledger = make_ledger(4)
     admit(ledger, reserve(1, prompt(40)))
     assert admit(ledger, reserve(2, prompt(60, start=90)), reserve(3, prompt(5, start=190))) == ()
-    assert list(ledger.queue) == [2, 3]
+    assert list(ledger.state.queue) == [2, 3]
     pool = ledger.pool()
     assert (pool.waiting, pool.capacity, pool.deferred) == (2, 1, 1)
     batch = finish(ledger, 1)
@@ -147,13 +148,13 @@ def test_behaviour_28_abort_is_idempotent_in_every_state(state: Callable[[Ledger
     ledger = make_ledger(4)
     state(ledger)
     finish(ledger, 1, 2)
-    after = ledger.state_key()
+    after = ledger_key(ledger)
     finish(ledger, 2)
     play(ledger, preempted=((2, 55),), trim=((2, 1),))  # late news of one that is gone
-    assert ledger.state_key() == after
-    assert not ledger.sequences
-    assert len(ledger.queue) == 0
-    assert not ledger.cache.pending
+    assert ledger_key(ledger) == after
+    assert not ledger.state.sequences
+    assert len(ledger.state.queue) == 0
+    assert not ledger.state.cache.pending
     assert ledger.pool().free + ledger.pool().cached == 4
 
 
@@ -161,7 +162,7 @@ def test_preempted_and_then_cancelled_in_one_report_does_not_revive() -> None:
     ledger = make_ledger(4)
     admit(ledger, reserve(1, prompt(20)))
     play(ledger, preempted=((1, 20),), finished=((1, FinishReason.CANCELLED),))
-    assert not ledger.sequences
+    assert not ledger.state.sequences
     assert ledger.pool().free == 4
 
 

@@ -49,13 +49,6 @@ def test_misuse_is_the_callers_bug() -> None:
         blocks.popleft()
 
 
-def test_a_clone_is_independent() -> None:
-    blocks = FreeList(3, ids(0, 1, 2))
-    twin = blocks.clone()
-    blocks.popleft()
-    assert (list(blocks), list(twin), len(twin)) == ([1, 2], [0, 1, 2], 3)
-
-
 def test_it_orders_as_a_plain_list_does() -> None:
     pick, plain, blocks = random.Random(4), list(range(20)), FreeList(20, ids(*range(20)))
     for _ in range(2000):

@@ -63,7 +63,7 @@ def test_behaviour_16_replaying_all_events_gives_the_pools_map() -> None:
             assert ledger.reset()
         if number % 7 == 0:
             assert replica.apply(ledger.drain_index_events())
-            assert replica.depths == {key: entry.depth for key, entry in ledger.cache.entries.items()}
+            assert replica.depths == {key: entry.depth for key, entry in ledger.state.cache.entries.items()}
     assert ledger.pool().totals.evictions > 100
 
 

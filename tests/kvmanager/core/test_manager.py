@@ -12,7 +12,7 @@ from common.errors import NotFound
 from common.lease import Attach, AttachOk, AttachRejected
 from common.types import KvGeometry, PoolIdentity
 from kvmanager.core.config import LedgerConfig
-from kvmanager.core.manager import Manager, ManagerConfig, Session
+from kvmanager.core.manager import Manager, ManagerConfig, WorkerRegistration
 from tests.support.kvmanager.ledgers import EMPTY, counted_ids
 
 GEOMETRY = KvGeometry(num_layers=2, num_kv_heads=1, head_dim_k=8, head_dim_v=8, dtype="float32")
@@ -34,9 +34,9 @@ def attach(worker: str = "w0", session: int = 1, **options: Any) -> Attach:
     )
 
 
-def opened(manager: Manager, request: Attach) -> Session:
+def opened(manager: Manager, request: Attach) -> WorkerRegistration:
     answer = manager.attach(request)
-    assert isinstance(answer, Session)
+    assert isinstance(answer, WorkerRegistration)
     return answer
 
 
@@ -55,7 +55,7 @@ def test_a_worker_attaches_and_is_answered_once_its_inventory_is_in() -> None:
     assert manager.complete(session, EMPTY) == AttachOk(epoch=5, lease_target=0)
     assert manager.workers() == ("w0",)
     assert manager.ledger("w0") is session.ledger
-    assert session.ledger.config == LedgerConfig(8, 16, max_num_seqs=3)
+    assert session.ledger.state.config == LedgerConfig(8, 16, max_num_seqs=3)
 
 
 def test_the_epoch_never_falls() -> None:
@@ -156,5 +156,5 @@ def test_workers_have_ledgers_of_their_own() -> None:
     for session in sessions:
         manager.complete(session, EMPTY)
     assert manager.workers() == ("w0", "w1")
-    assert [manager.ledger(worker).config.num_blocks for worker in manager.workers()] == [6, 4]
-    assert manager.ledger("w0").config.runway == "max"
+    assert [manager.ledger(worker).state.config.num_blocks for worker in manager.workers()] == [6, 4]
+    assert manager.ledger("w0").state.config.runway == "max"

@@ -28,8 +28,8 @@ def test_behaviour_10_what_the_worker_did_not_seal_is_never_published() -> None:
     play(ledger, bind=((1, 2), (1, 3)))  # blocks for draft tokens, rejected afterwards
     finish(ledger, 1)
     assert ledger.drain_index_events() == ()
-    assert not ledger.cache.entries
-    assert not ledger.cache.pending
+    assert not ledger.state.cache.entries
+    assert not ledger.state.cache.pending
 
 
 def test_behaviour_12_trimmed_blocks_are_free_before_capacity_is_checked() -> None:
@@ -58,7 +58,7 @@ def test_trims_are_totals_so_repeating_one_changes_nothing() -> None:
     play(ledger, trim=((1, 1),))
     play(ledger, trim=((1, 1), (7, 1)))
     play(ledger, trim=((1, 2),))
-    assert list(ledger.block_pool.free) == [4, 5, 0, 1]
+    assert list(ledger.state.block_pool.free) == [4, 5, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_behaviour_14_identical_blocks_of_one_sequence_are_two_entries() -> None
     admit(ledger, reserve(1, tokens))
     seal(ledger, 1, hashes(tokens))
     assert len(set(hashes(tokens))) == 2
-    assert {key: entry.blocks for key, entry in ledger.cache.entries.items()} == dict(
+    assert {key: entry.blocks for key, entry in ledger.state.cache.entries.items()} == dict(
         zip(hashes(tokens), ([0], [1]), strict=True)
     )
 
@@ -96,7 +96,7 @@ def test_behaviour_17_released_before_its_prefill_ran_it_publishes_nothing() -> 
     finish(ledger, 1)
     assert ledger.drain_index_events() == ()
     assert ledger.lookup(hashes(prompt(40)), 40) == PrefixMatch(0, MissReason.NEVER_SEEN)
-    assert list(ledger.block_pool.free) == [3, 4, 5, 6, 7, 8, 9, 2, 1, 0]
+    assert list(ledger.state.block_pool.free) == [3, 4, 5, 6, 7, 8, 9, 2, 1, 0]
 
 
 def test_lookup_explains_each_miss() -> None:
@@ -162,8 +162,8 @@ def test_behaviour_21b_whoever_leaves_the_others_keep_the_blocks(aborted: int) -
     burst = [reserve(number, prompt(32) + prompt(5, start=100 * number)) for number in range(1, 4)]
     admit(ledger, *burst)
     finish(ledger, aborted)
-    assert [ledger.block_pool.blocks[block].refs for block in (0, 1)] == [2, 2]
-    assert set(ledger.cache.pending) == set(hashes(prompt(32)))
+    assert [ledger.state.block_pool.blocks[block].refs for block in (0, 1)] == [2, 2]
+    assert set(ledger.state.cache.pending) == set(hashes(prompt(32)))
     for number in {1, 2, 3} - {aborted}:
         seal(ledger, number, hashes(prompt(32)))
         finish(ledger, number)
@@ -174,7 +174,7 @@ def test_a_pending_block_that_was_freed_is_no_hit() -> None:
     ledger = make_ledger(10)
     admit(ledger, reserve(1, prompt(40)))
     finish(ledger, 1)
-    assert not ledger.cache.pending
+    assert not ledger.state.cache.pending
     assert admit(ledger, reserve(2, prompt(40)))[0].n_shared == 0
 
 

@@ -1,4 +1,4 @@
-"""A ledger from an inventory alone: what is believed, what is refused, and what is evicted first after it."""
+"""A ledger from an inventory alone: what is registered, what is refused, and what is evicted first after it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from common.lease import CachedBlock, Inventory, InventorySequence
 from common.types import TRIMMED, BlockHash, BlockId, SequenceId, SequencePhase
 from kvmanager.core.index_events import Cleared, Stored
 from kvmanager.core.ledger import Ledger
+from kvmanager.core.ledger_state import LedgerState
+from kvmanager.core.policies import DEFAULT_POLICIES, LedgerPolicies
+from kvmanager.core.rebuild import InventoryLoader
 from tests.support.kvmanager.fake_worker import FakeWorker
 from tests.support.kvmanager.ledgers import (
     EMPTY,
@@ -26,12 +29,12 @@ from tests.support.kvmanager.ledgers import (
     run_through,
 )
 
-CHAIN = hashes(prompt(48))
+HASHES = hashes(prompt(48))
 OTHER = hashes(prompt(48, start=700))
 RUNNING, WAITING = SequencePhase.RUNNING, SequencePhase.WAITING
 
 
-def claim(block: int, key: BlockHash, parent: int = -1, last_used: int = 0) -> CachedBlock:
+def cached(block: int, key: BlockHash, parent: int = -1, last_used: int = 0) -> CachedBlock:
     return CachedBlock(BlockId(block), key, parent, last_used)
 
 
@@ -41,15 +44,15 @@ def live(number: int, length: int, blocks: tuple[int, ...], phase: SequencePhase
     return InventorySequence(entry, phase, arrival=number, block_table=tuple(map(BlockId, blocks)))
 
 
-def rebuilt(num_blocks: int, kind: type[Ledger] = Ledger, **columns: Any) -> Ledger:
-    ledger = make_ledger(num_blocks, kind=kind)
+def rebuilt(num_blocks: int, policies: LedgerPolicies = DEFAULT_POLICIES, **columns: Any) -> Ledger:
+    ledger = make_ledger(num_blocks, policies=policies)
     ledger.rebuild(Inventory(**columns))
     ledger.check_invariants()
     return ledger
 
 
-def test_rows_pool_and_claims_are_taken_over() -> None:
-    cached_blocks = (claim(0, CHAIN[0]), claim(1, CHAIN[1], 0), claim(5, OTHER[0]))
+def test_block_tables_pool_and_cached_blocks_are_taken_over() -> None:
+    cached_blocks = (cached(0, HASHES[0]), cached(1, HASHES[1], 0), cached(5, OTHER[0]))
     ledger = rebuilt(8, sequences=(live(1, 40, (0, 1, 2)),), pool=(3, 4), cached_blocks=cached_blocks)
     pool = ledger.pool()
     assert (pool.free, pool.leased, pool.in_use, pool.cached, pool.running) == (2, 2, 3, 1, 1)
@@ -64,29 +67,29 @@ def test_what_was_there_before_is_forgotten() -> None:
     ledger.rebuild(EMPTY)
     ledger.check_invariants()
     pool = ledger.pool()
-    assert (pool.free, pool.running, pool.waiting, len(ledger.cache.entries)) == (8, 0, 0, 0)
+    assert (pool.free, pool.running, pool.waiting, len(ledger.state.cache.entries)) == (8, 0, 0, 0)
 
 
-def test_a_claim_without_a_registered_parent_is_not_believed() -> None:
-    cached_blocks = (claim(0, CHAIN[0]), claim(1, CHAIN[1], 0), claim(2, OTHER[1], -2), claim(3, OTHER[2], 2))
+def test_a_cached_block_without_a_registered_parent_is_not_registered() -> None:
+    cached_blocks = (cached(0, HASHES[0]), cached(1, HASHES[1], 0), cached(2, OTHER[1], -2), cached(3, OTHER[2], 2))
     ledger = rebuilt(5, cached_blocks=cached_blocks)
-    assert list(ledger.block_pool.cached) == [1, 0]
-    assert list(ledger.block_pool.free) == [2, 3, 4]
+    assert list(ledger.state.block_pool.cached) == [1, 0]
+    assert list(ledger.state.block_pool.free) == [2, 3, 4]
 
 
 def test_after_a_rebuild_the_deepest_are_evicted_first_then_the_longest_unused() -> None:
     cached_blocks = (
-        claim(0, CHAIN[0], last_used=9),
-        claim(1, CHAIN[1], 0, last_used=9),
-        claim(2, CHAIN[2], 1, last_used=9),
-        claim(3, OTHER[0], last_used=1),
-        claim(4, OTHER[1], 3, last_used=1),
+        cached(0, HASHES[0], last_used=9),
+        cached(1, HASHES[1], 0, last_used=9),
+        cached(2, HASHES[2], 1, last_used=9),
+        cached(3, OTHER[0], last_used=1),
+        cached(4, OTHER[1], 3, last_used=1),
     )
     ledger = rebuilt(5, cached_blocks=cached_blocks)
-    assert list(ledger.block_pool.cached) == [2, 4, 1, 3, 0]
+    assert list(ledger.state.block_pool.cached) == [2, 4, 1, 3, 0]
 
 
-def test_draining_rows_keep_their_blocks_until_their_report() -> None:
+def test_draining_sequences_keep_their_blocks_until_their_report() -> None:
     sequences = (
         live(1, 20, (0, 1), SequencePhase.DRAINING_FINISH),
         live(2, 20, (2, 3), SequencePhase.DRAINING_PREEMPT),
@@ -102,7 +105,7 @@ def test_draining_rows_keep_their_blocks_until_their_report() -> None:
 def test_waiting_sequences_queue_by_priority_and_their_old_arrival() -> None:
     sequences = tuple(live(number, 20, (), WAITING, priority=number // 3) for number in (3, 2, 1))
     ledger = rebuilt(8, sequences=sequences)
-    assert list(ledger.queue) == [3, 1, 2]
+    assert list(ledger.state.queue) == [3, 1, 2]
     batch = ledger.schedule()
     assert batch is not None
     assert [granted.sequence for granted in batch.admit] == [3, 1, 2]
@@ -119,8 +122,8 @@ def test_unsealed_blocks_of_prompts_are_pending_again_but_no_generated_ones() ->
     grown = InventorySequence(
         reserve(1, prompt(70), max_len=90, block_hashes=hashes(prompt(48))), RUNNING, 0, tuple(map(BlockId, range(5)))
     )
-    ledger = rebuilt(8, sequences=(grown,), cached_blocks=(claim(0, CHAIN[0]),))
-    assert ledger.cache.pending == {CHAIN[1]: 1, CHAIN[2]: 2}
+    ledger = rebuilt(8, sequences=(grown,), cached_blocks=(cached(0, HASHES[0]),))
+    assert ledger.state.cache.pending == {HASHES[1]: 1, HASHES[2]: 2}
 
 
 def test_generated_blocks_that_are_sealed_after_a_rebuild_are_registered() -> None:
@@ -128,7 +131,7 @@ def test_generated_blocks_that_are_sealed_after_a_rebuild_are_registered() -> No
     grown = InventorySequence(
         reserve(1, tokens, max_len=90, block_hashes=hashes(tokens)[:1]), RUNNING, 0, tuple(map(BlockId, range(5)))
     )
-    cached_blocks = (claim(0, hashes(tokens)[0]), claim(1, hashes(tokens)[1], 0))
+    cached_blocks = (cached(0, hashes(tokens)[0]), cached(1, hashes(tokens)[1], 0))
     ledger = rebuilt(8, sequences=(grown,), cached_blocks=cached_blocks)
     play(ledger, seal=((2, hashes(tokens)[2]), (3, hashes(tokens)[3])))
     assert ledger.pool().totals.ignored_seals == 0
@@ -153,7 +156,7 @@ def test_a_rebuild_tells_the_index_in_dense_numbers() -> None:
     ledger = make_ledger(8)
     run_through(ledger, 1, prompt(17))
     ledger.drain_index_events()
-    ledger.rebuild(Inventory(cached_blocks=(claim(4, OTHER[0]), claim(2, OTHER[1], 0))))
+    ledger.rebuild(Inventory(cached_blocks=(cached(4, OTHER[0]), cached(2, OTHER[1], 0))))
     assert ledger.drain_index_events() == (Cleared(2), Stored(3, OTHER[0], 0), Stored(4, OTHER[1], 1))
 
 
@@ -170,15 +173,18 @@ def test_trimmed_places_stay_trimmed() -> None:
 @pytest.mark.parametrize(
     ("columns", "words"),
     [
-        ({"pool": (1, 1)}, "in the pool although it is leased"),
-        ({"pool": (0,), "sequences": (live(1, 20, (0, 1)),)}, "in the pool although it is row"),
+        ({"pool": (1, 1)}, "in the lease pool although it is leased"),
+        ({"pool": (0,), "sequences": (live(1, 20, (0, 1)),)}, "in the lease pool although it is in_use"),
         ({"pool": (8,)}, "not one of the 8"),
         ({"sequences": (live(1, 20, (0, 1)), live(1, 20, (2, 3)))}, "reserved twice"),
-        ({"sequences": (live(1, 20, (0, 1)), live(2, 20, (1, 2)))}, "stands at 1 in one row and at 0 in another"),
-        ({"sequences": (live(1, 20, (0, 1, 2, 3, 4)),)}, "a row of 5 blocks, of 4 at most"),
-        ({"pool": (0,), "cached_blocks": (claim(0, CHAIN[0]),)}, "claimed although it is leased"),
-        ({"cached_blocks": (claim(0, CHAIN[0]), claim(0, CHAIN[1], 0))}, "claimed twice"),
-        ({"sequences": (live(1, 20, (0, 1)),), "cached_blocks": (claim(0, OTHER[0]),)}, "another hash than its prompt's"),
+        ({"sequences": (live(1, 20, (0, 1)), live(2, 20, (1, 2)))}, "index 1 in one block table and 0 in another"),
+        ({"sequences": (live(1, 20, (0, 1, 2, 3, 4)),)}, "a block table of 5 blocks; at most 4"),
+        ({"pool": (0,), "cached_blocks": (cached(0, HASHES[0]),)}, "cached block 0 is leased"),
+        ({"cached_blocks": (cached(0, HASHES[0]), cached(0, HASHES[1], 0))}, "stands twice in the inventory"),
+        (
+            {"sequences": (live(1, 20, (0, 1)),), "cached_blocks": (cached(0, OTHER[0]),)},
+            "another hash in the inventory",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -187,25 +193,22 @@ def test_an_inventory_that_contradicts_itself_is_refused(columns: dict[str, Any]
         rebuilt(8, **columns)
 
 
-class AdoptsEverything(Ledger):
-    """Believes claims whose parent is gone."""
+class AdoptsEverything(InventoryLoader):
+    """Registers cached blocks whose parent is gone."""
 
-    __slots__ = ()
-
-    def adopts(self, parent: BlockHash) -> bool:
+    def adopts(self, state: LedgerState, parent: BlockHash) -> bool:
         return True
 
 
-def test_the_audit_sees_claims_that_should_not_have_been_believed() -> None:
+def test_the_audit_finds_cached_blocks_that_should_not_have_been_registered() -> None:
+    cached_blocks = (cached(0, HASHES[0]), cached(2, OTHER[1], -2), cached(3, OTHER[2], 1))
     with pytest.raises((ProtocolViolation, KeyError)):
-        rebuilt(
-            5, kind=AdoptsEverything, cached_blocks=(claim(0, CHAIN[0]), claim(2, OTHER[1], -2), claim(3, OTHER[2], 1))
-        )
+        rebuilt(5, LedgerPolicies(loader=AdoptsEverything()), cached_blocks=cached_blocks)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_rebuilding_at_any_time_gives_the_books_that_were_there(seed: int) -> None:
-    """Rows, leases and the map survive; free and cached blocks may change places in their orders."""
+def test_rebuilding_at_any_time_gives_the_state_that_was_there(seed: int) -> None:
+    """Block tables, leases and the prefix map survive; free and cached blocks may change places in their orders."""
     pick = random.Random(seed)
     ledger, worker = make_ledger(30, 4), FakeWorker(30, 4)
     for _ in range(300):
@@ -219,12 +222,15 @@ def test_rebuilding_at_any_time_gives_the_books_that_were_there(seed: int) -> No
         worker.drop_report()
         twin.rebuild(worker.inventory())
         twin.check_invariants()
-        assert {key: set(entry.blocks) for key, entry in twin.cache.entries.items()} == {
-            key: set(entry.blocks) for key, entry in ledger.cache.entries.items()
+        assert {key: set(entry.blocks) for key, entry in twin.state.cache.entries.items()} == {
+            key: set(entry.blocks) for key, entry in ledger.state.cache.entries.items()
         }
-        assert [block.state for block in twin.block_pool.blocks] == [block.state for block in ledger.block_pool.blocks]
-        assert [(each.id, each.block_table) for each in twin.sequences.values()] == [
-            (each.id, each.block_table) for each in sorted(ledger.sequences.values(), key=lambda each: each.arrival)
+        assert [block.state for block in twin.state.block_pool.blocks] == [
+            block.state for block in ledger.state.block_pool.blocks
         ]
-        assert list(twin.queue) == list(ledger.queue)
+        assert [(each.id, each.block_table) for each in twin.state.sequences.values()] == [
+            (each.id, each.block_table)
+            for each in sorted(ledger.state.sequences.values(), key=lambda each: each.arrival)
+        ]
+        assert list(twin.state.queue) == list(ledger.state.queue)
     assert SequenceId(0) not in worker.live

@@ -11,7 +11,7 @@ import pytest
 from common.lease import Attach
 from common.wire.lease_codec import attach_to_proto
 from kvmanager.index.writer import IndexWriter
-from kvmanager.sessions.stream import SessionStream
+from kvmanager.sessions.handler import SessionHandler
 from quire.kvmanager.v1 import kvmanager_pb2
 from tests.kvmanager.conftest import Running
 from tests.support.kvmanager.fake_session import attach_of
@@ -23,7 +23,7 @@ class Handler:
     def __init__(self, manager: Running) -> None:
         self.requests: asyncio.Queue[kvmanager_pb2.SessionRequest | None] = asyncio.Queue()
         self.responses: asyncio.Queue[kvmanager_pb2.SessionResponse] = asyncio.Queue()
-        stream = SessionStream(manager.attachments, self._read(), lambda seconds: None)
+        stream = SessionHandler(manager.attachments, self._read(), lambda seconds: None)
         self.task = asyncio.create_task(stream.serve(self.responses.put))
 
     async def _read(self) -> AsyncIterator[kvmanager_pb2.SessionRequest]:

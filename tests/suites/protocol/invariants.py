@@ -10,6 +10,7 @@ from gpuworker.core.lease_agent import LeaseAgent
 from kvmanager.core.audit import InvariantBroken
 from kvmanager.core.ledger import Ledger
 from tests.suites.protocol import content
+from tests.suites.protocol.agent_copies import copy_agent
 
 if TYPE_CHECKING:
     from tests.suites.protocol.world import World
@@ -83,7 +84,7 @@ def _fill_is_true(world: World) -> None:
 def _registered_content_is_true(world: World, ledger: Ledger) -> None:
     """I4: a registered block is full, of a completed step, and holds what its hash says."""
     fill = world.agent._blocks.fill
-    for block in ledger.block_pool.blocks:
+    for block in ledger.state.block_pool.blocks:
         if block.hash is None:
             continue
         if fill[block.id] != world.scenario.block_size or world.device.block_key(block.id) != block.hash:
@@ -92,7 +93,7 @@ def _registered_content_is_true(world: World, ledger: Ledger) -> None:
 
 def _map_is_prefix_closed(ledger: Ledger, block_size: int) -> None:
     """I5, by the true parent of each hash rather than by the one that the ledger believes."""
-    entries = ledger.cache.entries
+    entries = ledger.state.cache.entries
     for key in entries:
         parent = content.parent_key(key, block_size)
         if parent is not None and parent not in entries:
@@ -110,7 +111,7 @@ def _index_is_true(world: World) -> None:
         session = manager.session()
         if not manager.alive or session is None or not session.ready or world.index.fence != manager.core.epoch:
             continue
-        if manager.publisher.settled and live != set(session.ledger.cache.entries):
+        if manager.publisher.settled and live != set(session.ledger.state.cache.entries):
             raise Violation("I6", "all is written and the index differs from the manager's map")
 
 
@@ -120,14 +121,14 @@ def _stalls_are_short(world: World) -> None:
     if link is None or link.served is None or not world.worker.open or link.to_manager or link.to_worker:
         return
     ledger = link.served.ledger
-    if not agent._report.stalled or agent._blocks.pool or not ledger.live_stalled() or _owes_report(agent):
+    if not agent._report.stalled or agent._blocks.pool or not ledger.state.live_stalled() or _owes_report(agent):
         return
-    if ledger.block_pool.available or not (ledger.preempting or ledger.running < 2):
+    if ledger.state.block_pool.available or not (ledger.state.preempting or ledger.state.running < 2):
         raise Violation("I9", "sequences stall, nothing is under way for them")
 
 
 def _owes_report(agent: LeaseAgent) -> bool:
-    return agent.clone().take_report() is not None
+    return copy_agent(agent).take_report() is not None
 
 
 def check_quiescence(world: World) -> None:
@@ -142,8 +143,14 @@ def check_quiescence(world: World) -> None:
     session = world.managers[link.manager].session() if link is not None else None
     if session is None or not session.ready:
         raise Violation("I10", "the worker has no session")
-    ledger, pool = session.ledger, session.ledger.block_pool
-    if ledger.sequences or len(ledger.queue) or ledger.preempting or ledger.cache.pending or pool.leased:
+    ledger, pool = session.ledger, session.ledger.state.block_pool
+    if (
+        ledger.state.sequences
+        or len(ledger.state.queue)
+        or ledger.state.preempting
+        or ledger.state.cache.pending
+        or pool.leased
+    ):
         raise Violation("I8", "the manager keeps sequences, a queue, pending blocks or leases")
     if pool.available != len(pool.blocks):
         raise Violation("I8", f"{pool.available} of {len(pool.blocks)} blocks are free or cached")

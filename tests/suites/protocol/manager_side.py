@@ -21,7 +21,7 @@ class ManagerSide(State):
         config = ManagerConfig(
             runway_slots=self.scenario.runway_slots, runway_reach=self.scenario.runway_reach, watermark=0.0
         )
-        manager = ModelManager(Manager(config, _CLOCK, lambda: ""))
+        manager = ModelManager(Manager(config, _CLOCK, lambda: "", policies=self.policies))
         self.managers.append(manager)
         self.take_epoch(manager, seen=0)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
-from common.lease import Admit, GrantBatch
+from common.lease import Admit, Copy, GrantBatch, Inventory
 from common.types import BlockHash, BlockId, SequenceId, SequencePhase
 from gpuworker.core.block_rows import BlockRows, Content
 from gpuworker.core.lease_agent import LeaseAgent
@@ -24,15 +24,19 @@ from gpuworker.core.outcomes import Applied
 from gpuworker.core.report_builder import SessionState
 from gpuworker.core.sequence import Sequence as WorkerSequence
 from gpuworker.core.step_scheduler import Composition, StepScheduler
-from kvmanager.core import books, epochs, fork
+from kvmanager.core import epochs, fork
 from kvmanager.core.block import Block
-from kvmanager.core.books import Books
+from kvmanager.core.block_granter import BlockGranter
 from kvmanager.core.config import LedgerConfig
 from kvmanager.core.eviction import EvictionOrder, Restored
 from kvmanager.core.free_list import FreeList
-from kvmanager.core.ledger import Ledger
+from kvmanager.core.ledger_state import LedgerState
 from kvmanager.core.manager import Manager
+from kvmanager.core.policies import LedgerPolicies
+from kvmanager.core.preemption import PreemptionPolicy
 from kvmanager.core.prefix_cache import PrefixCache
+from kvmanager.core.rebuild import InventoryLoader
+from kvmanager.core.report_applier import ReportApplier
 from kvmanager.core.sequence import Sequence as ManagerSequence
 from tests.suites.protocol.index import Index
 from tests.suites.protocol.scenario import Scenario
@@ -122,12 +126,13 @@ class Mutant:
 
 # ---------------------------------------------------------------- rules of the worker
 
-_reset_granted, _take, _leave_if_idle = LeaseAgent._reset_granted, StepScheduler._take, LeaseAgent._leave_if_idle
+_admit, _inventory = LeaseAgent._admit, LeaseAgent.inventory
+_take, _leave_if_idle = StepScheduler._take, LeaseAgent._leave_if_idle
 
 
-def reset_only_when_it_waits(agent: LeaseAgent, admit: Admit, copied: frozenset[BlockId], waits: bool) -> None:
-    if waits:
-        _reset_granted(agent, admit, copied, waits)
+def reset_only_when_it_waits(agent: LeaseAgent, admit: Admit, copied: frozenset[BlockId]) -> bool:
+    sequence = agent._sequences.get(admit.sequence)
+    return sequence is not None and sequence.phase is SequencePhase.WAITING and _admit(agent, admit, copied)
 
 
 def wait_for_the_filler(scheduler: StepScheduler, sequence: WorkerSequence, room: int, step: Composition) -> int:
@@ -150,8 +155,9 @@ def accept_any_manager(session: LeaseSession, _epoch: int) -> bool:
     return True
 
 
-def leave_out_draining(_agent: LeaseAgent, sequence: WorkerSequence) -> bool:
-    return not sequence.draining
+def leave_out_draining(agent: LeaseAgent) -> Inventory:
+    whole, phases = _inventory(agent), (SequencePhase.WAITING, SequencePhase.RUNNING)
+    return replace(whole, sequences=tuple(each for each in whole.sequences if each.phase in phases))
 
 
 def adopt_orphans(_blocks: BlockRows, content: Content, index: dict[BlockHash, int]) -> int | None:
@@ -167,8 +173,9 @@ def copy_what_will_be_there(blocks: BlockRows, _src: BlockId, dst: BlockId, slot
     blocks.fill[dst] = slots
 
 
-def keep_content(_agent: LeaseAgent) -> None:
+def keep_content(agent: LeaseAgent) -> None:
     """Pending report content survives into the next session."""
+    agent._report.state = SessionState.DETACHED
 
 
 def attach_without_a_target(agent: LeaseAgent, _lease_target: int) -> None:
@@ -185,34 +192,51 @@ def reuse_ids(world: World) -> SequenceId:
 
 # ---------------------------------------------------------------- rules of the manager
 
-_order_preemption, _rebuild, _register, _admit = (
-    Ledger.order_preemption,
-    Ledger.rebuild,
-    PrefixCache.register,
-    Ledger.admit,
-)
+_register = PrefixCache.register
 
 
-def release_on_the_order(ledger: Ledger, victim: ManagerSequence) -> None:
-    _order_preemption(ledger, victim)
-    ledger.apply_preempted([(victim.id, victim.num_tokens)])
+def obey(**policies: Any) -> Patch:
+    """Return what gives every ledger of the model these policies in place of the real ones."""
+    return (World, "policies", LedgerPolicies(**policies))
 
 
-def free_and_leave_pending(ledger: Books, block_id: BlockId) -> None:
-    ledger.block_pool.drop(ledger.block_pool.blocks[block_id])
+class ReleasesOnTheOrder(PreemptionPolicy):
+    def order(self, state: LedgerState, victim: ManagerSequence) -> None:
+        super().order(state, victim)
+        ReportApplier().requeue(state, [(victim.id, victim.num_tokens)])
 
 
-def count_every_stall(ledger: Ledger, stalled: tuple[SequenceId, ...] | None) -> None:
-    ledger.stalled = (*ledger.stalled, *(stalled or ()))
+class LeavesPending(ReportApplier):
+    def release(self, state: LedgerState, block_id: BlockId) -> None:
+        state.block_pool.drop(state.block_pool.blocks[block_id])
 
 
-def admit_when_none_ever_stalled(ledger: Ledger) -> Any:
-    return ([], []) if ledger.stalled else _admit(ledger)
+class ReleasesFirst(ReportApplier):
+    def __init__(self) -> None:
+        super().__init__()
+        reserve, bind, seal, trim, take_back, requeue, finish = self.columns
+        self.columns = (reserve, requeue, finish, bind, seal, trim, take_back)
 
 
-def assume_the_target_is_known(ledger: Ledger, inventory: Any) -> None:
-    _rebuild(ledger, inventory)
-    ledger.told = 0
+class CountsEveryStall(ReportApplier):
+    def stall(self, state: LedgerState, stalled: tuple[SequenceId, ...]) -> None:
+        state.stalled = (*state.stalled, *stalled)
+
+
+class AdmitsWhenNoneEverStalled(BlockGranter):
+    def admit(self, state: LedgerState) -> tuple[list[Copy], list[Admit]]:
+        return ([], []) if state.stalled else super().admit(state)
+
+
+class AssumesTheTargetIsKnown(InventoryLoader):
+    def load(self, state: LedgerState, inventory: Inventory) -> None:
+        super().load(state, inventory)
+        state.last_sent_target = 0
+
+
+class EvictsShallowestFirst(InventoryLoader):
+    def eviction_order(self, restored: list[Restored]) -> list[BlockId]:
+        return [each.block for each in sorted(restored, key=lambda each: (each.depth, each.last_used))]
 
 
 def one_block_a_hash(cache: PrefixCache, block: Block, key: BlockHash, parent: BlockHash) -> None:
@@ -220,10 +244,6 @@ def one_block_a_hash(cache: PrefixCache, block: Block, key: BlockHash, parent: B
         cache.forget_pending(block)
     else:
         _register(cache, block, key, parent)
-
-
-def shallowest_first(restored: list[Restored]) -> list[BlockId]:
-    return [each.block for each in sorted(restored, key=lambda each: (each.depth, each.last_used))]
 
 
 def copy_all_known(num_tokens: int, _block_size: int) -> int:
@@ -248,14 +268,15 @@ def expect_the_last_block_too(config: LedgerConfig, num_tokens: int) -> int:
 
 # ---------------------------------------------------------------- another policy that the protocol allows
 
-_make_free, _popleft = Books.make_free, FreeList.popleft
+_popleft = FreeList.popleft
 
 
-def evict_two_more(ledger: Books, count: int, beneficiary: ManagerSequence | None) -> int:
-    evicted = _make_free(ledger, count, beneficiary)
-    for _ in range(min(2, len(ledger.block_pool.cached))):
-        ledger.evict()
-    return evicted
+class EvictsTwoMore(BlockGranter):
+    def make_free(self, state: LedgerState, count: int, beneficiary: ManagerSequence | None) -> int:
+        evicted = super().make_free(state, count, beneficiary)
+        for _ in range(min(2, len(state.block_pool.cached))):
+            self.evict(state)
+        return evicted
 
 
 def grant_what_was_freed_last(free: FreeList) -> BlockId:
@@ -267,7 +288,7 @@ def grant_what_was_freed_last(free: FreeList) -> BlockId:
 
 
 EVICTING_AHEAD: tuple[Patch, ...] = (
-    (Books, "make_free", evict_two_more),
+    obey(granter=EvictsTwoMore()),
     (FreeList, "popleft", grant_what_was_freed_last),
 )
 """With today's order of free blocks no child ever outlives its parent at the worker; with this one it does."""
@@ -300,14 +321,13 @@ def no_jump(_world: World) -> int:
     return 0
 
 
-RELEASES_FIRST = ("reserve", "preempted", "finished", "bind", "seal", "trim", "returned", "stalled")
 CALM = ("cancel",)
 
 MUTANTS = (
     Mutant(
         "1",
         "a dropped admit drops the resets of its blocks too",
-        ((LeaseAgent, "_reset_granted", reset_only_when_it_waits),),
+        ((LeaseAgent, "_admit", reset_only_when_it_waits),),
         Walks("families", faults=CALM, pace=HASTY),
         ("I3",),
     ),
@@ -341,21 +361,21 @@ MUTANTS = (
     ),
     Mutant(
         "6",
-        "draining rows are missing from the inventory",
-        ((LeaseAgent, "_in_inventory", leave_out_draining),),
+        "draining sequences are missing from the inventory",
+        ((LeaseAgent, "inventory", leave_out_draining),),
         Exhaustive("break_cancel"),
         ("I2", "I3", "I4"),
     ),
     Mutant(
         "7",
-        "claims whose parent is not claimed are adopted",
+        "cached blocks whose parent is missing are adopted",
         ((BlockRows, "parent_index", adopt_orphans), *EVICTING_AHEAD),
         Walks("mixed"),
         ("I5",),
     ),
     Mutant(
         "8",
-        "a leased, unbound block keeps its claim",
+        "a leased, unbound block keeps its content",
         ((BlockRows, "lease", keep_the_claim_until_bound),),
         Walks("mixed"),
         ("I4",),
@@ -363,14 +383,14 @@ MUTANTS = (
     Mutant(
         "9",
         "a victim's blocks are granted again on the order, not on the report",
-        ((Ledger, "order_preemption", release_on_the_order),),
+        (obey(preemption=ReleasesOnTheOrder()),),
         Exhaustive("pressure"),
         ("I2", "I3", "I4"),
     ),
     Mutant(
         "10",
         "a freed block stays pending",
-        ((Books, "release", free_and_leave_pending),),
+        (obey(reports=LeavesPending()),),
         Exhaustive("cancel"),
         ("I1", "I8"),
     ),
@@ -398,7 +418,7 @@ MUTANTS = (
     Mutant(
         "14a",
         "report content is kept across a new attach",
-        ((LeaseAgent, "_discard_content", keep_content),),
+        ((LeaseAgent, "detach", keep_content),),
         Exhaustive("break"),
         ("I2", "I4"),
     ),
@@ -412,21 +432,21 @@ MUTANTS = (
     Mutant(
         "15",
         "releases are applied before the binds and seals of their report",
-        ((Ledger, "columns", RELEASES_FIRST),),
+        (obey(reports=ReleasesFirst()),),
         Exhaustive("pressure"),
         ("I2",),
     ),
     Mutant(
         "16",
         "stalls are counted and the count sticks",
-        ((Ledger, "apply_stalled", count_every_stall), (Ledger, "admit", admit_when_none_ever_stalled)),
+        (obey(reports=CountsEveryStall(), granter=AdmitsWhenNoneEverStalled()),),
         Exhaustive("pressure"),
         ("I10",),
     ),
     Mutant(
         "17",
-        "the lease target is told only when it changes, also after a rebuild",
-        ((Ledger, "rebuild", assume_the_target_is_known), (LeaseAgent, "attached", attach_without_a_target)),
+        "the lease target is sent only when it changes, also after a rebuild",
+        (obey(loader=AssumesTheTargetIsKnown()), (LeaseAgent, "attached", attach_without_a_target)),
         Exhaustive("break_stop"),
         ("I8",),
     ),
@@ -465,7 +485,7 @@ MUTANTS = (
     Mutant(
         "22",
         "after a rebuild the order of eviction is not deepest first",
-        ((books, "order_after_rebuild", shallowest_first),),
+        (obey(loader=EvictsShallowestFirst()),),
         Walks("mixed"),
         ("I5",),
     ),

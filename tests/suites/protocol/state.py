@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import ClassVar
 
 from common.lease import Attach, AttachOk, GrantBatch, Inventory, Report
 from common.types import FinishReason, SequenceId
 from gpuworker.core.batch_plan import StepPlan, StepResult
 from gpuworker.core.lease_agent import LeaseAgent
 from gpuworker.core.lease_session import LeaseSession
-from kvmanager.core.manager import Manager, Session
+from kvmanager.core.manager import Manager, WorkerRegistration
+from kvmanager.core.policies import DEFAULT_POLICIES, LedgerPolicies
+from tests.suites.protocol.agent_copies import shallow
 from tests.suites.protocol.content import Device
 from tests.suites.protocol.index import Index, Publisher
+from tests.suites.protocol.ledger_copies import copy_ledger, ledger_key
 from tests.suites.protocol.scenario import Scenario
 
 WORKER = "w"
-T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -30,11 +32,11 @@ class Link:
     manager: int
     up: bool = True
     deaf: bool = False
-    served: Session | None = None
+    served: WorkerRegistration | None = None
     to_manager: tuple[tuple[Attach, Inventory] | Report, ...] = ()
     to_worker: tuple[AttachOk | GrantBatch, ...] = ()
 
-    def clone(self, renewed: dict[int, Session]) -> Link:
+    def clone(self, renewed: dict[int, WorkerRegistration]) -> Link:
         """Return a copy; `renewed` has the copies of sessions by the ids of their originals."""
         served = renewed.get(id(self.served), self.served)
         return Link(self.session, self.manager, self.up, self.deaf, served, self.to_manager, self.to_worker)
@@ -48,17 +50,17 @@ class ModelManager:
     publisher: Publisher = field(default_factory=Publisher)
     alive: bool = True
 
-    def session(self) -> Session | None:
+    def session(self) -> WorkerRegistration | None:
         """Return the worker's session, if the manager has one."""
-        return self.core._sessions.get(WORKER)
+        return self.core._registrations.get(WORKER)
 
-    def clone(self, renewed: dict[int, Session]) -> ModelManager:
+    def clone(self, renewed: dict[int, WorkerRegistration]) -> ModelManager:
         """Return an independent copy; enter the copies of its sessions in `renewed`."""
         core = shallow(self.core)
-        core._sessions = {}
-        for worker, session in self.core._sessions.items():
-            twin = Session(session.attach, session.ledger.clone(), session.ready)
-            core._sessions[worker] = renewed[id(session)] = twin
+        core._registrations = {}
+        for worker, session in self.core._registrations.items():
+            twin = WorkerRegistration(session.attach, copy_ledger(session.ledger), session.ready)
+            core._registrations[worker] = renewed[id(session)] = twin
         return ModelManager(core, self.publisher.clone(), self.alive)
 
     def state_key(self) -> tuple[object, ...]:
@@ -66,12 +68,15 @@ class ModelManager:
         if not self.alive:
             return ()
         session = self.session()
-        ledger = session.ledger.state_key() if session is not None else ()
+        ledger = ledger_key(session.ledger) if session is not None else ()
         return self.core.epoch, ledger, self.publisher.state_key()
 
 
 class State:
     """What a world is at one moment; the sides of the protocol add what they do."""
+
+    policies: ClassVar[LedgerPolicies] = DEFAULT_POLICIES
+    """The policies of every ledger; a mutant puts its own here."""
 
     scenario: Scenario
     index: Index
@@ -99,10 +104,3 @@ class State:
     def link(self) -> Link | None:
         """The worker's present stream."""
         return self.links[-1] if self.links and self.links[-1].up else None
-
-
-def shallow(thing: T) -> T:
-    """Return a copy that shares everything with its original."""
-    twin = object.__new__(type(thing))
-    twin.__dict__.update(thing.__dict__)
-    return twin

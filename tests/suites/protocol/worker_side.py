@@ -148,16 +148,16 @@ class WorkerSide(State):
         """The worker opens a stream to a manager, which sees by that, at the latest, that the old one is gone."""
         attach, inventory = self.worker.connect()
         opened = (attach, _without_times(inventory))
-        self.digests = [*self._worth_keeping(), Link(attach.session, manager, to_manager=(opened,))]
+        self.links = [*self._worth_keeping(), Link(attach.session, manager, to_manager=(opened,))]
         return True
 
     def _worth_keeping(self) -> list[Link]:
         """Of the broken links keep the last that still has messages: older ones add nothing but states."""
-        return [link for link in self.digests if link.to_manager or link.to_worker][-1:]
+        return [link for link in self.links if link.to_manager or link.to_worker][-1:]
 
     def to_worker(self, number: int) -> bool:
         """A message reaches the worker, which takes it at the cut-off of its next step."""
-        link = self.digests[number]
+        link = self.links[number]
         message, link.to_worker = link.to_worker[0], link.to_worker[1:]
         if isinstance(message, AttachOk):
             if not self.worker.accept(link.session, message) and self.worker.is_current(link.session):

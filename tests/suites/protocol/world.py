@@ -10,12 +10,13 @@ from __future__ import annotations
 from common.errors import ProtocolViolation
 from common.lease import Attach, Inventory, Report
 from common.types import FinishReason
-from kvmanager.core.manager import Session
+from kvmanager.core.manager import WorkerRegistration
+from tests.suites.protocol.agent_copies import agent_key, copy_agent, shallow
 from tests.suites.protocol.index import Index
 from tests.suites.protocol.invariants import Violation, check
 from tests.suites.protocol.manager_side import ManagerSide
 from tests.suites.protocol.scenario import Scenario
-from tests.suites.protocol.state import Link, ModelManager, shallow
+from tests.suites.protocol.state import Link, ModelManager
 from tests.suites.protocol.worker_side import WorkerSide
 
 Event = tuple[str, int]
@@ -141,11 +142,11 @@ class World(WorkerSide, ManagerSide):
         twin.__dict__.update(self.__dict__)
         twin.index, twin.device = self.index.clone(), self.device.clone()
         twin.worker = shallow(self.worker)
-        twin.worker.agent = self.worker.agent.clone()
+        twin.worker.agent = copy_agent(self.worker.agent)
         twin.paths = {sequence: nodes.copy() for sequence, nodes in self.paths.items()}
         twin.request_of, twin.faults_left = self.request_of.copy(), self.faults_left.copy()
         twin.delivered, twin.ended = [tokens.copy() for tokens in self.delivered], self.ended.copy()
-        renewed: dict[int, Session] = {}
+        renewed: dict[int, WorkerRegistration] = {}
         twin.managers = [manager.clone(renewed) for manager in self.managers]
         twin.links = [link.clone(renewed) for link in self.links]
         return twin
@@ -153,7 +154,7 @@ class World(WorkerSide, ManagerSide):
     def state_key(self) -> tuple[object, ...]:
         """Return everything that decides the future, hashable; sessions count by which one is the present one."""
         return (
-            self.agent.state_key(),
+            agent_key(self.agent),
             (self.worker.open, self.worker.epoch_seen),
             tuple([tuple(slots) for slots in self.device.slots]),
             tuple([(s, r, self.paths[s][-1]) for s, r in self.request_of.items()]),

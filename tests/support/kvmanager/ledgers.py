@@ -12,6 +12,7 @@ from common.lease import Admit, GrantBatch, Inventory, Report, Reserve
 from common.types import BlockHash, BlockId, FinishReason, SequenceId
 from kvmanager.core.config import LedgerConfig
 from kvmanager.core.ledger import Ledger
+from kvmanager.core.policies import DEFAULT_POLICIES, LedgerPolicies
 
 ROOT = b"root of a test's chains".ljust(32, b".")
 EMPTY = Inventory()
@@ -24,11 +25,16 @@ def counted_ids(prefix: str = "d") -> Any:
 
 
 def make_ledger(
-    num_blocks: int, block_size: int = 16, clock: ManualClock | None = None, kind: type[Ledger] = Ledger, **options: Any
+    num_blocks: int,
+    block_size: int = 16,
+    clock: ManualClock | None = None,
+    policies: LedgerPolicies = DEFAULT_POLICIES,
+    **options: Any,
 ) -> Ledger:
     """Return a ledger without runway beyond what the worker asks for, so that block ids are easy to follow."""
     options.setdefault("runway_reach", options.get("runway_slots", 32))
-    return kind(LedgerConfig(num_blocks, block_size, **options), clock or ManualClock(), counted_ids())
+    config = LedgerConfig(num_blocks, block_size, **options)
+    return Ledger(config, clock or ManualClock(), counted_ids(), policies)
 
 
 def hashes(tokens: Sequence[int], block_size: int = 16, root: bytes = ROOT) -> tuple[BlockHash, ...]:
@@ -92,4 +98,4 @@ def block_table(ledger: Ledger, number: int) -> tuple[BlockId, ...]:
 
 def free_order(ledger: Ledger) -> list[int]:
     """Return blocks in the order in which they would be granted: free ones, then cached ones."""
-    return [*ledger.block_pool.free, *ledger.block_pool.cached]
+    return [*ledger.state.block_pool.free, *ledger.state.block_pool.cached]

@@ -1,7 +1,7 @@
-"""One Session stream: envelopes in, envelopes out, and nothing awaited between a report and its answer.
+"""Handles one Session stream. Nothing is awaited between a report and its answer.
 
-`serve` is the stream's only writer. A reader task applies what comes; what follows from a report besides its answer
-(index, decisions, spans) runs after the answer was handed to gRPC.
+`serve` is the stream's only writer. A reader task applies the worker's messages. The other effects of a report (index,
+decisions, spans) run after the answer was handed to gRPC.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from common.wire.lease_codec import (
     rejected_to_proto,
     report_from_proto,
 )
+from kvmanager.sessions.attached_worker import AttachedWorker, Effects
 from kvmanager.sessions.attachments import Attachments, StreamEnds
-from kvmanager.sessions.worker_session import Aftermath, WorkerSession
 from quire.kvmanager.v1 import kvmanager_pb2
 
 log = logging.getLogger(__name__)
 
 
-class SessionStream:
-    """Serves one stream until it ends. `observe` is told the seconds that each report took."""
+class SessionHandler:
+    """Serves one stream until it ends. `observe` receives the seconds that each report took."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class SessionStream:
         self._outbox: asyncio.Queue[kvmanager_pb2.SessionResponse | None] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._reader: asyncio.Task[None] | None = None
-        self._worker: WorkerSession | None = None
+        self._worker: AttachedWorker | None = None
         self._inventory = InventoryAssembler()
         self._session = self._received = self._sent = 0
         self._broken, self._over = "", False
@@ -97,7 +97,7 @@ class SessionStream:
         """Take one message; return whether the stream goes on."""
         self._received += 1
         if request.seq != self._received:
-            raise ProtocolViolation(f"message {request.seq} of the worker came where {self._received} was due")
+            raise ProtocolViolation(f"the worker sent message {request.seq}; expected message {self._received}")
         kind = request.WhichOneof("message")
         if self._worker is None:
             if kind != "attach":
@@ -105,14 +105,14 @@ class SessionStream:
             return await self._take_attach(request)
         if request.session != self._session:
             raise ProtocolViolation(f"a message of session {request.session} came in session {self._session}")
-        if not self._worker.current:  # what an old handler still has queued
+        if not self._worker.current:  # an old handler may still have messages queued
             return False
         if kind == "report":
             self._take_report(self._worker, request.report)
         elif kind == "inventory":
             self._take_inventory(self._worker, request.inventory)
         else:
-            raise ProtocolViolation(f"the worker sent {kind} where nothing of the kind was due")
+            raise ProtocolViolation(f"the worker sent {kind}; expected a report or an inventory")
         return True
 
     async def _take_attach(self, request: kvmanager_pb2.SessionRequest) -> bool:
@@ -123,30 +123,34 @@ class SessionStream:
             self._send(kvmanager_pb2.SessionResponse(attach_rejected=rejected_to_proto(opened)))
             return False
         self._worker = opened
-        if self._over:  # the stream ended meanwhile, and the cancellation got lost on the way
+        if self._over:  # the stream ended meanwhile, and the cancellation was lost
             self._attachments.close(opened)
         return not self._over
 
-    def _take_inventory(self, worker: WorkerSession, chunk: kvmanager_pb2.Inventory) -> None:
+    def _take_inventory(self, worker: AttachedWorker, chunk: kvmanager_pb2.Inventory) -> None:
         inventory = self._inventory.add(chunk)
         if inventory is None:
             return
-        ok, aftermath = worker.complete(inventory)
+        ok, effects = worker.complete(inventory)
         self._send(kvmanager_pb2.SessionResponse(attach_ok=attach_ok_to_proto(ok)))
-        figures = {"sequences": len(inventory.sequences), "claims": len(inventory.cached_blocks), "epoch": ok.epoch}
+        figures = {
+            "sequences": len(inventory.sequences),
+            "cached_blocks": len(inventory.cached_blocks),
+            "epoch": ok.epoch,
+        }
         log.info("worker attached", extra={"worker_id": worker.attach.worker_id, **figures})
-        self._answer(worker, aftermath)
+        self._answer(worker, effects)
 
-    def _take_report(self, worker: WorkerSession, message: kvmanager_pb2.Report) -> None:
+    def _take_report(self, worker: AttachedWorker, message: kvmanager_pb2.Report) -> None:
         began = time.perf_counter()
-        aftermath = worker.report(report_from_proto(message))
-        self._answer(worker, aftermath)
+        effects = worker.report(report_from_proto(message))
+        self._answer(worker, effects)
         self._observe(time.perf_counter() - began)
 
-    def _answer(self, worker: WorkerSession, aftermath: Aftermath) -> None:
-        if aftermath.batch is not None:
-            self._send(kvmanager_pb2.SessionResponse(batch=batch_to_proto(aftermath.batch)))
-        self._loop.call_soon(worker.settle, aftermath)
+    def _answer(self, worker: AttachedWorker, effects: Effects) -> None:
+        if effects.batch is not None:
+            self._send(kvmanager_pb2.SessionResponse(batch=batch_to_proto(effects.batch)))
+        self._loop.call_soon(worker.settle, effects)
 
     def _send(self, message: kvmanager_pb2.SessionResponse) -> None:
         self._sent += 1

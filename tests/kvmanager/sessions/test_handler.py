@@ -295,7 +295,7 @@ async def test_second_inventory_is_a_violation(manager: Running, connect: Connec
 async def test_contradictory_inventory_is_a_violation(manager: Running, connect: Connect) -> None:
     worker = connect(manager)
     claim = CachedBlock(BlockId(0), CHAIN[0], -1, 0)
-    with pytest.raises(aio.AioRpcError, match="claimed although it is leased"):
+    with pytest.raises(aio.AioRpcError, match="cached block 0 is leased"):
         await worker.attach(Inventory(pool=(BlockId(0),), cached_blocks=(claim,)))
 
 

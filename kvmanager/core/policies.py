@@ -1,0 +1,23 @@
+"""The decisions of a ledger that can be replaced."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvmanager.core.block_granter import BlockGranter
+from kvmanager.core.preemption import PreemptionPolicy
+from kvmanager.core.rebuild import InventoryLoader
+from kvmanager.core.report_applier import ReportApplier
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerPolicies:
+    """The policies of a ledger. None of them has state of its own, so any number of ledgers may share them."""
+
+    granter: BlockGranter = field(default_factory=BlockGranter)
+    reports: ReportApplier = field(default_factory=ReportApplier)
+    preemption: PreemptionPolicy = field(default_factory=PreemptionPolicy)
+    loader: InventoryLoader = field(default_factory=InventoryLoader)
+
+
+DEFAULT_POLICIES = LedgerPolicies()

@@ -1,0 +1,155 @@
+"""Applies a worker's report to the ledger's state, column by column in a fixed order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from operator import attrgetter
+from typing import Any
+
+from common.errors import ProtocolViolation
+from common.lease import Report, Reserve
+from common.types import TRIMMED, BlockHash, BlockId, FinishReason, SequenceId, SequencePhase
+from kvmanager.core.block import BlockState
+from kvmanager.core.ledger_state import LedgerState
+from kvmanager.core.sequence import Sequence
+
+Column = tuple[Callable[[Report], Any], Callable[[LedgerState, Any], None]]
+"""How to read a column of a report, and how to apply its entries."""
+
+
+class ReportApplier:
+    """The rules by which a report changes the ledger. It has no state of its own.
+
+    `columns` gives the order of effects. In another order, a sequence that was preempted and cancelled within one
+    report would return to the queue and wait for ever.
+    """
+
+    def __init__(self) -> None:
+        self.columns: tuple[Column, ...] = (
+            (attrgetter("reserve"), self.reserve),
+            (attrgetter("bind"), self.bind),
+            (attrgetter("seal"), self.seal),
+            (attrgetter("trim"), self.trim),
+            (attrgetter("returned"), self.take_back),
+            (attrgetter("preempted"), self.requeue),
+            (attrgetter("finished"), self.finish),
+        )
+
+    def apply(self, state: LedgerState, report: Report) -> None:
+        """Apply a report. Raises ProtocolViolation; the ledger is then void until the next rebuild."""
+        for entries_of, apply_entries in self.columns:
+            entries = entries_of(report)
+            if entries:
+                apply_entries(state, entries)
+        if report.stalled is not None:
+            self.stall(state, report.stalled)
+        state.lease_want = report.lease_want
+        for sequence_id, length in report.computed:
+            if sequence_id in state.sequences:
+                state.sequences[sequence_id].computed = length
+
+    # ------------------------------------------------------------ columns
+
+    def reserve(self, state: LedgerState, reserves: Iterable[Reserve]) -> None:
+        """Queue sequences in the order of their arrival."""
+        for reserve in reserves:
+            state.queue_or_refuse(state.register(reserve, state.next_arrival))
+
+    def bind(self, state: LedgerState, bindings: Iterable[tuple[SequenceId, BlockId]]) -> None:
+        """Append leased blocks to block tables."""
+        for sequence_id, block_id in bindings:
+            sequence = state.sequences.get(sequence_id)
+            if sequence is None or sequence.phase is SequencePhase.WAITING:
+                raise ProtocolViolation(
+                    f"block {block_id} was bound to sequence {sequence_id}, which has no block table"
+                )
+            if not sequence.growth:
+                raise ProtocolViolation(f"sequence {sequence_id} grew beyond {sequence.max_blocks} blocks")
+            state.append_block(state.block_pool.bind(block_id), sequence)
+            if sequence.phase is SequencePhase.RUNNING:
+                state.growth -= 1
+
+    def seal(self, state: LedgerState, seals: Iterable[tuple[BlockId, BlockHash]]) -> None:
+        """Register full, computed blocks whose parent is registered; count and ignore the others."""
+        for block_id, block_hash in seals:
+            block = state.block_pool.get(block_id)
+            parent = state.parent_of(block) if block.state is BlockState.IN_USE and block.hash is None else None
+            if parent is None or not state.config.caches or not state.cache.has_parent(parent):
+                state.totals.ignored_seals += 1
+                continue
+            if block.pending not in (None, block_hash):
+                raise ProtocolViolation(f"block {block_id} was sealed with another hash than its prompt's")
+            state.cache.register(block, block_hash, parent)
+            owner = state.sequences.get(block.owner)
+            if owner is not None and block.index == len(owner.block_hashes):
+                owner.block_hashes.append(block_hash)
+
+    def trim(self, state: LedgerState, trims: Iterable[tuple[SequenceId, int]]) -> None:
+        """Release leading blocks that left every layer's window; the block table keeps their places."""
+        for sequence_id, count in trims:
+            sequence = state.sequences.get(sequence_id)
+            if sequence is None:
+                continue
+            table = sequence.block_table
+            if count > len(table):
+                raise ProtocolViolation(f"{count} blocks of a block table of {len(table)} were trimmed")
+            for index in range(sequence.trimmed, count):
+                self.release(state, table[index])
+                table[index] = TRIMMED
+            sequence.trimmed = max(sequence.trimmed, count)
+
+    def take_back(self, state: LedgerState, blocks: Iterable[BlockId]) -> None:
+        """Free leased blocks that the worker returned."""
+        for block_id in blocks:
+            state.block_pool.give_back(block_id)
+
+    def requeue(self, state: LedgerState, preempted: Iterable[tuple[SequenceId, int]]) -> None:
+        """Release the block tables of preempted sequences and queue the sequences again at their old places."""
+        for sequence_id, num_tokens in preempted:
+            sequence = state.sequences.get(sequence_id)
+            if sequence is None or sequence.phase is SequencePhase.WAITING:
+                continue
+            if not 0 < num_tokens <= sequence.max_len:
+                raise ProtocolViolation(f"sequence {sequence_id} was preempted with {num_tokens} tokens")
+            self.release_table(state, sequence)
+            sequence.num_tokens = num_tokens
+            sequence.fork_of = None  # from its first own token on, its tokens are no longer its parent's
+            sequence.recompute = True
+            sequence.preemptions += 1
+            sequence.queued_at = state.clock.monotonic()
+            state.totals.preemptions += 1
+            state.queue.add(sequence)
+
+    def finish(self, state: LedgerState, finished: Iterable[tuple[SequenceId, FinishReason]]) -> None:
+        """Forget sequences and release their block tables; an unknown id was forgotten before."""
+        for sequence_id, _ in finished:
+            sequence = state.sequences.pop(sequence_id, None)
+            if sequence is None:
+                continue
+            if sequence.phase is SequencePhase.WAITING:
+                state.queue.remove(sequence)
+            else:
+                self.release_table(state, sequence)
+
+    def stall(self, state: LedgerState, stalled: tuple[SequenceId, ...]) -> None:
+        """Replace the set of stalled sequences."""
+        state.stalled = stalled
+
+    # ------------------------------------------------------------ releases
+
+    def release_table(self, state: LedgerState, sequence: Sequence) -> None:
+        """Drop every reference of a block table, tail first, so that children are evicted before their parents."""
+        state.halt(sequence, SequencePhase.WAITING)
+        state.preempting.discard(sequence.id)
+        state.admitted -= 1
+        for block in reversed(sequence.block_table):
+            if block != TRIMMED:
+                self.release(state, block)
+        sequence.block_table = []
+        sequence.trimmed = sequence.n_shared = 0
+
+    def release(self, state: LedgerState, block_id: BlockId) -> None:
+        """Drop one reference of a block table."""
+        block = state.block_pool.blocks[block_id]
+        if state.block_pool.drop(block):
+            state.cache.forget_pending(block)

@@ -1,0 +1,98 @@
+"""One attached worker: its messages change the ledger; index, decisions and spans follow after the answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from common.errors import ProtocolViolation
+from common.lease import Attach, AttachOk, GrantBatch, Inventory, Report
+from common.types import Decision
+from kvmanager.core.index_events import IndexEvent
+from kvmanager.core.manager import Manager, WorkerRegistration
+from kvmanager.index.worker_feed import WorkerFeed
+from kvmanager.index.writer import IndexWriter
+from kvmanager.sessions.reserve_spans import ReserveSpans
+
+
+class DecisionSink(Protocol):
+    """Where decision records go."""
+
+    def record(self, decision: Decision) -> None:
+        """Keep a record; must not block."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Effects:
+    """What a message of the worker caused, and the message itself."""
+
+    message: Report | Inventory
+    batch: GrantBatch | None
+    events: tuple[IndexEvent, ...]
+    decisions: tuple[Decision, ...]
+
+
+class AttachedWorker:
+    """Serves one session. Each message is answered at once; its other effects are settled later."""
+
+    def __init__(
+        self,
+        manager: Manager,
+        registration: WorkerRegistration,
+        index: IndexWriter,
+        sink: DecisionSink,
+        spans: ReserveSpans,
+    ) -> None:
+        self._manager, self.registration, self._index = manager, registration, index
+        self._sink, self._spans = sink, spans
+        self._feed: WorkerFeed | None = None
+
+    @property
+    def attach(self) -> Attach:
+        return self.registration.attach
+
+    @property
+    def current(self) -> bool:
+        """Whether messages of this session still count."""
+        return self._manager.current(self.registration)
+
+    def complete(self, inventory: Inventory) -> tuple[AttachOk, Effects]:
+        """Rebuild from the inventory and return the answer, and the first batch. Raises ProtocolViolation."""
+        if self.registration.ready:
+            raise ProtocolViolation("a session has one inventory")
+        ok = self._manager.complete(self.registration, inventory)
+        return ok, self._scheduled(inventory)
+
+    def report(self, report: Report) -> Effects:
+        """Apply a report and schedule. Raises ProtocolViolation."""
+        if not self.registration.ready:
+            raise ProtocolViolation("a report came before the inventory was complete")
+        self.registration.ledger.apply(report)
+        return self._scheduled(report)
+
+    def _scheduled(self, message: Report | Inventory) -> Effects:
+        ledger = self.registration.ledger
+        batch = ledger.schedule()
+        return Effects(message, batch, ledger.drain_index_events(), ledger.drain_decisions())
+
+    def settle(self, effects: Effects) -> None:
+        """Pass on the other effects of a message. Call it after the answer has left."""
+        for decision in effects.decisions:
+            self._sink.record(decision)
+        if isinstance(effects.message, Inventory):
+            self._spans.opened(effects.message, effects.batch, effects.decisions)
+            if self.current:
+                self._feed = self._index.open_feed(self.attach, self.registration.ledger.index_snapshot)
+        else:
+            self._spans.reported(effects.message, effects.batch, effects.decisions)
+        if self._feed is not None and effects.events:
+            self._index.push(self._feed, effects.events)
+
+    def close(self) -> None:
+        """Forget the ledger. The worker's next inventory has everything that the worker holds."""
+        self._manager.detach(self.registration)
+        self._spans.close()
+        if self._feed is not None:
+            self._index.close_feed(self._feed)
+            self._feed = None

@@ -1,0 +1,123 @@
+"""Copies and hashable keys of a worker's lease agent, for searches over many futures."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from common.types import SequenceId
+from gpuworker.core.block_rows import BlockRows
+from gpuworker.core.lease_agent import LeaseAgent
+from gpuworker.core.report_builder import ReportBuilder
+from gpuworker.core.sequence import Sequence
+from gpuworker.core.step_scheduler import StepScheduler
+
+T = TypeVar("T")
+_COLUMNS = ("_reserve", "_bind", "_seal", "_trim", "_returned", "_preempted", "_finished", "_computed")
+
+
+def shallow(thing: T) -> T:
+    """Return a copy that shares everything with its original."""
+    twin = object.__new__(type(thing))
+    twin.__dict__.update(thing.__dict__)
+    return twin
+
+
+def copy_agent(agent: LeaseAgent) -> LeaseAgent:
+    """Return an independent copy."""
+    twin = shallow(agent)
+    twin._sequences = {key: _copy_sequence(each) for key, each in agent._sequences.items()}
+    twin._blocks = _copy_blocks(agent._blocks)
+    twin._scheduler = _copy_scheduler(agent._scheduler, twin._blocks, twin._sequences)
+    twin._report = _copy_report(agent._report)
+    twin._in_flight = agent._in_flight.copy()
+    twin._copies = agent._copies.copy()
+    twin._finished, twin._preempted = agent._finished.copy(), agent._preempted.copy()
+    twin._forgotten = agent._forgotten.copy()
+    return twin
+
+
+def agent_key(agent: LeaseAgent) -> tuple[object, ...]:
+    """Return everything that decides the future, hashable; counters that only name things are left out."""
+    return (
+        tuple([_sequence_key(each) for each in agent._sequences.values()]),
+        _blocks_key(agent._blocks),
+        _report_key(agent._report),
+        tuple([plan.rows for plan in agent._in_flight]),
+        tuple(agent._copies),
+        agent._lease_target,
+    )
+
+
+# ---------------------------------------------------------------- copies
+
+
+def _copy_blocks(old: BlockRows) -> BlockRows:
+    twin = shallow(old)
+    twin.pool, twin.fill, twin.holders = old.pool.copy(), old.fill.copy(), old.holders.copy()
+    twin.content = old.content.copy()
+    return twin
+
+
+def _copy_report(old: ReportBuilder) -> ReportBuilder:
+    twin = shallow(old)
+    for name in _COLUMNS:
+        setattr(twin, name, getattr(old, name).copy())
+    return twin
+
+
+def _copy_scheduler(old: StepScheduler, blocks: BlockRows, sequences: dict[SequenceId, Sequence]) -> StepScheduler:
+    twin = shallow(old)
+    twin.blocks = blocks
+    twin.decoding = [sequences[each.id] for each in old.decoding]
+    twin.prefilling = [sequences[each.id] for each in old.prefilling]
+    return twin
+
+
+def _copy_sequence(old: Sequence) -> Sequence:
+    twin = Sequence.__new__(Sequence)
+    for name in Sequence.__slots__:
+        setattr(twin, name, getattr(old, name))
+    twin.tokens = old.tokens.copy()
+    twin.block_hashes = old.block_hashes.copy()
+    twin.block_table = old.block_table.copy()
+    return twin
+
+
+# ---------------------------------------------------------------- keys
+
+
+def _blocks_key(blocks: BlockRows) -> tuple[object, ...]:
+    """Leave out the step of last use, which only orders an inventory's cached blocks."""
+    return tuple(blocks.pool), tuple(blocks.fill), frozenset([(b, c.hash) for b, c in blocks.content.items()])
+
+
+def _report_key(report: ReportBuilder) -> tuple[object, ...]:
+    """Leave out times and traces."""
+    return (
+        report.state,
+        report.stalled,
+        report._told_stalled,
+        report._told_want,
+        report._applied,
+        tuple(report._reserve),
+        tuple(report._bind),
+        tuple(report._seal),
+        tuple(report._trim.items()),
+        tuple(report._returned),
+        tuple(report._preempted),
+        tuple(report._finished),
+    )
+
+
+def _sequence_key(sequence: Sequence) -> tuple[object, ...]:
+    return (
+        sequence.new.sequence,
+        sequence.arrival,
+        tuple(sequence.tokens),
+        sequence.phase,
+        tuple(sequence.block_table),
+        sequence.pos,
+        sequence.in_flight,
+        sequence.sampling,
+        sequence.trimmed,
+    )
