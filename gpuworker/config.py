@@ -20,7 +20,7 @@ from common.settings.options import (
     ServiceSettings,
     Settings,
 )
-from gpuworker.simulated.costs import DEFAULT_COSTS, parse_costs
+from gpuworker.core.step_costs import DEFAULT_COSTS, parse_costs
 
 
 def _costs(value: str) -> str:

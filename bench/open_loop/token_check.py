@@ -1,13 +1,13 @@
 """Checks the tokens of one stream of a simulated worker: none may be lost, come twice, out of order or from elsewhere.
 
-Which token stands at a position follows from the seed alone (`gpuworker/simulated/costs.py`), so a client knows what is due.
+Which token stands at a position follows from the seed alone (`gpuworker/simulated/tokens.py`), so a client knows what is due.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpuworker.simulated.costs import SimulatedTokens
+from gpuworker.simulated.tokens import SimulatedTokens
 
 
 class TokenCheck:

@@ -14,11 +14,12 @@ from common.checkpoint.hub import checkpoint_directory
 from common.errors import FieldViolation, InvalidConfig
 from common.types import KvGeometry
 from gpuworker.config import GpuWorkerSettings
+from gpuworker.core.step_costs import parse_costs
 from gpuworker.memory.byte_plan import GIB, Ledger, bytes_per_block
 from gpuworker.plane.checkpoint_facts import CheckpointFacts, eos_token_ids
 from gpuworker.plane.data_plane import DataPlane, Facts, pool_identity
-from gpuworker.simulated.costs import SimulatedTokens, parse_costs, readable_ids
 from gpuworker.simulated.runner import SimulatedRunner
+from gpuworker.simulated.tokens import SimulatedTokens, readable_ids
 
 ARITHMETIC: Final = "simulated"
 _KV_BYTES: Final = GIB  # that of a CPU's pool, where no option says how large it is

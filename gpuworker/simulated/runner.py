@@ -8,9 +8,10 @@ from concurrent.futures import Future
 
 from common.types import SamplingParams, SequenceId, TokenLogprobs
 from gpuworker.core.batch_plan import StepPlan, StepResult
+from gpuworker.core.step_costs import StepCosts
 from gpuworker.engine.step_rates import prefill_tokens
 from gpuworker.serial_thread import SerialThread
-from gpuworker.simulated.costs import SimulatedTokens, StepCosts
+from gpuworker.simulated.tokens import SimulatedTokens
 
 
 class SimulatedRunner:

@@ -14,8 +14,9 @@ from bench.split import Pair, figures_of, notes_of
 from common.types import SamplingParams, SequenceId
 from gpuworker.core.batch_plan import StepPlan
 from gpuworker.core.outcomes import AgentConfig
-from gpuworker.simulated.costs import SimulatedTokens, StepCosts
+from gpuworker.core.step_costs import StepCosts
 from gpuworker.simulated.runner import SimulatedRunner
+from gpuworker.simulated.tokens import SimulatedTokens
 
 TOKENS = SimulatedTokens(range(3, 1000))
 

@@ -12,9 +12,10 @@ from common.errors import InvalidConfig
 from common.types import KvGeometry, SamplingParams, SequenceId, TokenLogprobs
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.core.batch_plan import ScheduledRow, StepPlan
-from gpuworker.simulated.costs import DEFAULT_COSTS, SimulatedTokens, StepCosts, parse_costs, readable_ids
+from gpuworker.core.step_costs import DEFAULT_COSTS, StepCosts, parse_costs
 from gpuworker.simulated.plane import SimulatedPlane, assemble, simulated_tokens
 from gpuworker.simulated.runner import SimulatedRunner
+from gpuworker.simulated.tokens import SimulatedTokens, readable_ids
 
 CONFIG = {
     "vocab_size": 9,
