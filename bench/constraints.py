@@ -31,13 +31,13 @@ from bench.lib.workers import BenchWorker, random_prompts
 from bench.lib.workloads import Request
 from common.constraint_grammar import grammar_of, parser_limits
 from common.types import Constraint, ConstraintKind, SamplingParams
-from gpuworker.attention.interface import make_backend
+from gpuworker.attention.backends import make_backend
 from gpuworker.core.outcomes import AgentConfig
 from gpuworker.engine.ports import EngineRequest
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.runner.model_runner import ModelRunner, RunnerLimits
 from gpuworker.runner.native_executor import QueuedRunner, QueueExecutor
-from gpuworker.sampling.sampler import SampledRow
+from gpuworker.sampling.rows import SampledRow
 from gpuworker.structured.grammars import GrammarCompiler
 from gpuworker.structured.sequence import Constrained
 

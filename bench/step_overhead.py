@@ -23,7 +23,7 @@ from bench.lib.harness import parser, report
 from bench.lib.models import data_plane
 from bench.lib.workers import BenchWorker, random_prompts
 from common.types import SamplingParams
-from gpuworker.attention.interface import make_backend
+from gpuworker.attention.backends import make_backend
 from gpuworker.core.outcomes import AgentConfig
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.memory.token_table import TokenTable
@@ -32,7 +32,7 @@ from gpuworker.plane.assembly import ModelPlane
 from gpuworker.runner.launcher import EagerLauncher, LaidOutStep, StepLauncher
 from gpuworker.runner.model_runner import ModelRunner, RunnerLimits
 from gpuworker.runner.native_executor import QueuedRunner, QueueExecutor, StepTimes
-from gpuworker.sampling.sampler import Drawn
+from gpuworker.sampling.rows import Drawn
 
 BLOCK_SIZE, PROMPT_TOKENS, WARM_UP = 16, 64, 8
 WAYS = ("queue", "thread")

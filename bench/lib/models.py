@@ -9,7 +9,7 @@ from typing import Any
 from bench.lib.checkpoints import MAX_MODEL_LEN, MEDIUM, SMALL, checkpoint
 from bench.lib.workers import BenchWorker
 from common.types import KvGeometry
-from gpuworker.attention.interface import make_backend
+from gpuworker.attention.backends import make_backend
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.core.batch_plan import StepRunner
 from gpuworker.core.outcomes import AgentConfig

@@ -13,7 +13,8 @@ from common.errors import Unsupported
 from common.process.cores import usable_cores
 from common.settings.options import Execution
 from common.types import ANY_ARITHMETIC, KvGeometry
-from gpuworker.attention.interface import AttentionBackend, BackendFactory, BackendOptions, make_backend
+from gpuworker.attention.backends import BackendFactory, BackendOptions, make_backend
+from gpuworker.attention.interface import AttentionBackend
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.engine.ports import MaskLateness
 from gpuworker.memory.devices import default_threads, dtype_name, pick_device

@@ -20,14 +20,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpuworker.attention.interface import AttentionBackend, AttentionMetadata
+from gpuworker.attention.interface import AttentionBackend, AttentionMetadata, LayerSink
 from gpuworker.memory.devices import free_bytes
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.memory.token_table import TokenTable
-from gpuworker.models.hf.hosted import LayerSink
 from gpuworker.runner.graph_inputs import GraphInputs, graph_sizes, padded_size
 from gpuworker.runner.launcher import EagerLauncher, LaidOutStep, LauncherFactory, StepLauncher
-from gpuworker.sampling.sampler import Drawn
+from gpuworker.sampling.rows import Drawn
 from gpuworker.sampling.truncation import invert
 
 if TYPE_CHECKING:

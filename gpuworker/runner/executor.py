@@ -18,7 +18,8 @@ from common.lease import Copy
 from common.types import SequenceId, TokenLogprobs
 from gpuworker.core.batch_plan import StepResult
 from gpuworker.runner.launcher import LaidOutStep
-from gpuworker.sampling.sampler import Drawn, token_logprobs
+from gpuworker.sampling.rows import Drawn
+from gpuworker.sampling.sampler import token_logprobs
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import numpy as np
 from common.types import BlockId, SequenceId
 from gpuworker.attention.interface import Int32Array
 from gpuworker.core.batch_plan import ScheduledRow
-from gpuworker.sampling.sampler import SampledRow
+from gpuworker.sampling.rows import SampledRow
 
 
 @dataclass(slots=True)

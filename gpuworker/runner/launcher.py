@@ -10,7 +10,8 @@ from gpuworker.attention.interface import AttentionBackend
 from gpuworker.attention.step_inputs import StagedStep, StepInputs
 from gpuworker.memory.token_table import TokenTable
 from gpuworker.models.step_model import StepModel
-from gpuworker.sampling.sampler import Drawn, DrawPoint, SamplingBatch
+from gpuworker.sampling.rows import Drawn, DrawPoint
+from gpuworker.sampling.sampler import SamplingBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,8 @@ from gpuworker.runner.executor import Failures, RunnerStep, StepExecutor
 from gpuworker.runner.input_batch import Seats
 from gpuworker.runner.launcher import EagerLauncher, LaidOutStep, LauncherFactory
 from gpuworker.runner.thread_executor import ThreadExecutor
-from gpuworker.sampling.sampler import SampledRow, SamplingBatch
+from gpuworker.sampling.rows import SampledRow
+from gpuworker.sampling.sampler import SamplingBatch
 from gpuworker.structured.grammars import GrammarCompiler
 from gpuworker.structured.mask_thread import MaskKeeper
 

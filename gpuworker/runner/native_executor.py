@@ -24,7 +24,7 @@ from gpuworker.native.step_queue import StepQueue, address_of
 from gpuworker.runner.executor import Failures, RunnerStep
 from gpuworker.runner.model_runner import ModelRunner, RunnerParts
 from gpuworker.sampling.native_sampler import DrawCall, NativeDraw
-from gpuworker.sampling.sampler import Drawn
+from gpuworker.sampling.rows import Drawn
 from gpuworker.serial_thread import SerialThread
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from gpuworker.memory.kv_cache import KvCache
 from gpuworker.memory.token_table import TokenTable
 from gpuworker.runner.executor import Failures, RunnerStep
 from gpuworker.runner.launcher import StepLauncher
-from gpuworker.sampling.sampler import Drawn, RowLogprobs
+from gpuworker.sampling.rows import Drawn, RowLogprobs
 from gpuworker.serial_thread import SerialThread
 
 log = logging.getLogger(__name__)

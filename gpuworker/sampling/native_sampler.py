@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from gpuworker.native.library import best
-
-if TYPE_CHECKING:
-    from gpuworker.sampling.masks import StepMasks
-    from gpuworker.sampling.sampler import SampledRow
+from gpuworker.sampling.masks import StepMasks
+from gpuworker.sampling.rows import SampledRow
 
 ROW = np.dtype(  # quire_draw_row
     [
@@ -134,15 +131,6 @@ def native_rows(rows: Sequence[SampledRow], vocab_size: int) -> NativeRows | Non
     """Return the rows for the library; None where it was not built."""
     library = best()
     return None if library is None else NativeRows(rows, vocab_size, library)
-
-
-def open_masks(ready: npt.NDArray[np.uint32]) -> None:
-    """Let a native draw go on that waits for `ready` [1], or will."""
-    library = best()
-    if library is None:
-        ready[0] = 1
-    else:
-        library.quire_masks_open(ctypes.c_void_p(_pointer(ready)))
 
 
 def _describe_masks(masks: StepMasks) -> MaskCall:

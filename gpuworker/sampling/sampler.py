@@ -12,98 +12,28 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from common.types import SamplingParams, TokenLogprobs
+from common.types import TokenLogprobs
+from gpuworker.core.splitmix64 import GOLDEN, MIX_1, MIX_2
 from gpuworker.memory.devices import sent
+from gpuworker.sampling.masks import StepMasks
 from gpuworker.sampling.native_sampler import NativeDraw, NativeRows, native_rows
+from gpuworker.sampling.rows import (
+    Drawn,
+    DrawPoint,
+    Float64Array,
+    Int32Array,
+    Int64Array,
+    RowLogprobs,
+    SampledRow,
+)
 from gpuworker.sampling.truncation import Truncation, draw_truncated, invert
 
-if TYPE_CHECKING:
-    from gpuworker.sampling.masks import StepMasks
-
-Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
-Float64Array = npt.NDArray[np.float64]
-
-_GREEDY_BELOW = 1e-5  # a temperature this low is greedy: dividing by less overflows float32
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-
-
-@dataclass(frozen=True, slots=True)
-class SampledRow:
-    """What drawing for one sequence needs to know besides logits: its parameters, and the ids that may end it."""
-
-    params: SamplingParams
-    prompt_tokens: int
-    eos_token_ids: tuple[int, ...] = ()
-
-    @property
-    def greedy(self) -> bool:
-        """True when the most likely token is taken."""
-        return self.params.temperature < _GREEDY_BELOW
-
-    @property
-    def penalised(self) -> bool:
-        """True when logits depend on the tokens so far."""
-        p = self.params
-        return p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
-
-    @property
-    def truncated(self) -> bool:
-        """True when the draw is from a part of the vocabulary."""
-        return not self.greedy and (self.params.top_k > 0 or self.params.top_p < 1.0 or self.params.min_p > 0.0)
-
-    @property
-    def end_tokens(self) -> tuple[int, ...]:
-        """The ids that are forbidden before min_tokens."""
-        of_model = () if self.params.ignore_eos else self.eos_token_ids
-        return tuple(dict.fromkeys((*of_model, *self.params.stop_token_ids)))
-
-    @property
-    def early_ends(self) -> tuple[int, ...]:
-        """Those of the end tokens that the draw forbids at first; none under a constraint, which may want one."""
-        return self.end_tokens if self.params.min_tokens and self.params.constraint is None else ()
-
-
-@dataclass(frozen=True, slots=True)
-class RowLogprobs:
-    """Log-probabilities of the rows that asked for them; n rows, k tokens each."""
-
-    rows: Int64Array  # [n], index into the batch
-    drawn: torch.Tensor  # [n]
-    top_ids: torch.Tensor  # [n, k], best first
-    top: torch.Tensor  # [n, k]
-
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """One token a row, still on the device."""
-
-    tokens: torch.Tensor  # [S] int64
-    logprobs: RowLogprobs | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class DrawPoint:
-    """Where the rows of a batch are in one step, on the host: D of S rows draw at random, E end tokens are too early.
-
-    `masks` are of the rows with a constraint; they may still be being filled.
-
-    positions [S] are those of the tokens to draw; those before them stand in the table, at [seats[s], :positions[s]].
-    """
-
-    positions: Int64Array
-    seats: Int32Array
-    uniform: Float64Array  # [D]
-    early_rows: Int64Array  # [E]
-    early_ids: Int64Array  # [E]
-    masks: StepMasks | None = None
+_GOLDEN, _MIX_1, _MIX_2 = np.uint64(GOLDEN), np.uint64(MIX_1), np.uint64(MIX_2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +242,7 @@ def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) ->
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of splitmix64 (Steele, Lea and Flood, 2014)."""
+    """Return `gpuworker.core.splitmix64` of each word."""
     x = (x ^ (x >> np.uint64(30))) * _MIX_1
     x = (x ^ (x >> np.uint64(27))) * _MIX_2
     return x ^ (x >> np.uint64(31))

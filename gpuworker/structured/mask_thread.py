@@ -29,7 +29,7 @@ from common.types import FinishReason, SequenceId
 from gpuworker.core.stopping import Ending
 from gpuworker.engine.ports import MaskLateness
 from gpuworker.sampling.masks import StepMasks
-from gpuworker.sampling.sampler import SampledRow
+from gpuworker.sampling.rows import SampledRow
 from gpuworker.serial_thread import SerialThread
 from gpuworker.structured.grammars import GrammarCompiler
 from gpuworker.structured.sequence import Constrained

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from common.types import FinishReason
 from gpuworker.core.stopping import Ending
-from gpuworker.sampling.sampler import SampledRow
+from gpuworker.sampling.rows import SampledRow
 from gpuworker.structured.grammars import Grammar, complaint
 
 if TYPE_CHECKING:

@@ -8,29 +8,19 @@ from __future__ import annotations
 
 import inspect
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from common.errors import EngineFailure, Unsupported
-from gpuworker.attention.interface import LayerAttention
+from gpuworker.attention.interface import LayerAttention, LayerSink
 from gpuworker.memory.devices import dtype_name
 
 IMPLEMENTATION = "quire"
 # Inputs of attention functions that change what is attended and that no backend knows.
 _UNKNOWN_OPTIONS = ("position_bias", "indices", "block_indices")
-
-
-class LayerSink(Protocol):
-    """What takes the calls of a model's attention layers: a backend, or the probe of the self-test."""
-
-    def write_and_attend(
-        self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
-        """See `gpuworker.attention.interface.AttentionBackend`."""
-        ...
 
 
 _sink: ContextVar[LayerSink | None] = ContextVar("quire_layer_sink", default=None)

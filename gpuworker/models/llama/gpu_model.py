@@ -17,10 +17,9 @@ import torch
 from torch.nn.functional import embedding, linear
 from transformers import PretrainedConfig
 
-from gpuworker.attention.interface import LayerAttention
+from gpuworker.attention.interface import LayerAttention, LayerSink
 from gpuworker.kernels import torch_elementwise
 from gpuworker.kernels.rope import Rotation
-from gpuworker.models.hf.hosted import LayerSink
 from gpuworker.models.llama.gpu_weights import GpuLayer, GpuWeights
 from gpuworker.models.llama.spec import LeanSpec, lean_spec, rotary_table
 

@@ -18,7 +18,8 @@ import torch
 
 from common.errors import Unsupported
 from common.types import ANY_ARITHMETIC, SamplingParams, TokenLogprobs
-from gpuworker.attention.interface import AttentionBackend, BackendOptions, make_backend
+from gpuworker.attention.backends import BackendOptions, make_backend
+from gpuworker.attention.interface import AttentionBackend
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.models.bit_equality import refuse_unequal_bits

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from common.errors import InvalidConfig
 from common.types import KvGeometry
-from gpuworker.attention.interface import make_backend
+from gpuworker.attention.backends import make_backend
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.models import choose as lean
 from gpuworker.models.choose import LeanModel, open_lean

@@ -10,7 +10,8 @@ import torch
 
 from common.errors import EngineFailure, Unsupported
 from common.types import KvGeometry
-from gpuworker.attention.interface import LayerAttention, make_backend
+from gpuworker.attention.backends import make_backend
+from gpuworker.attention.interface import LayerAttention
 from gpuworker.attention.torch_backend import TorchAttention
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.models.hf.hosted import HostedModel

@@ -24,7 +24,8 @@ from gpuworker.runner.graph_inputs import GraphInputs, graph_sizes, padded_size
 from gpuworker.runner.launcher import EagerLauncher, LaidOutStep, StepLauncher
 from gpuworker.runner.model_runner import ModelRunner, RunnerLimits
 from gpuworker.sampling import sampler
-from gpuworker.sampling.sampler import Drawn, SampledRow, SamplingBatch
+from gpuworker.sampling.rows import Drawn, SampledRow
+from gpuworker.sampling.sampler import SamplingBatch
 from gpuworker.structured.grammars import GrammarCompiler
 from tests.support.checkpoints import EOS, VOCAB_SIZE, checkpoint, hf_greedy, tokenizer
 from tests.support.gpuworker.runner_harness import GREEDY, Driver

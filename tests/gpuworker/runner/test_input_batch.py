@@ -8,7 +8,7 @@ import pytest
 from common.types import TRIMMED, BlockId, SamplingParams, SequenceId
 from gpuworker.core.batch_plan import ScheduledRow
 from gpuworker.runner.input_batch import Seats
-from gpuworker.sampling.sampler import SampledRow
+from gpuworker.sampling.rows import SampledRow
 
 ROW = SampledRow(SamplingParams(), 1)
 A, B, C = SequenceId(1), SequenceId(2), SequenceId(3)

@@ -11,7 +11,8 @@ import torch
 from common.errors import EngineFailure
 from common.lease import Copy
 from common.types import TRIMMED, BlockId, KvGeometry, SamplingParams, SequenceId
-from gpuworker.attention.interface import AttentionBackend, LayerAttention, make_backend
+from gpuworker.attention.backends import make_backend
+from gpuworker.attention.interface import AttentionBackend, LayerAttention
 from gpuworker.core.batch_plan import ScheduledRow, StepPlan
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.native.library import best

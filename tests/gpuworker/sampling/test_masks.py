@@ -16,7 +16,8 @@ from common.types import Constraint, ConstraintKind, SamplingParams, SequenceId
 from gpuworker.native.library import best
 from gpuworker.sampling import sampler
 from gpuworker.sampling.masks import StepMasks
-from gpuworker.sampling.sampler import Drawn, DrawPoint, SampledRow, SamplingBatch, token_logprobs
+from gpuworker.sampling.rows import Drawn, DrawPoint, SampledRow
+from gpuworker.sampling.sampler import SamplingBatch, token_logprobs
 from gpuworker.structured.grammars import GrammarCompiler
 from gpuworker.structured.mask_thread import MaskKeeper
 from tests.support.checkpoints import checkpoint

@@ -14,7 +14,8 @@ import torch
 from common.types import SamplingParams
 from gpuworker.native.library import best
 from gpuworker.sampling import sampler
-from gpuworker.sampling.sampler import Drawn, SampledRow, SamplingBatch, token_logprobs, uniforms
+from gpuworker.sampling.rows import Drawn, SampledRow
+from gpuworker.sampling.sampler import SamplingBatch, token_logprobs, uniforms
 from gpuworker.sampling.truncation import Truncation, draw_truncated
 
 CPU = torch.device("cpu")

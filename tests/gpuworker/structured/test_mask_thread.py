@@ -10,7 +10,7 @@ import pytest
 
 from common.types import Constraint, ConstraintKind, FinishReason, SamplingParams, SequenceId
 from gpuworker.sampling.masks import StepMasks
-from gpuworker.sampling.sampler import SampledRow
+from gpuworker.sampling.rows import SampledRow
 from gpuworker.structured.grammars import GrammarCompiler
 from gpuworker.structured.mask_thread import MaskKeeper
 from gpuworker.structured.sequence import COMPLETE, Constrained

@@ -19,7 +19,8 @@ from gpuworker.models.llama.gpu_weights import fused_weights
 from gpuworker.runner.cuda_graphs import GraphLauncher, GraphParts, RepeatingRecorder
 from gpuworker.runner.graph_inputs import GraphInputs
 from gpuworker.runner.launcher import EagerLauncher, LaidOutStep, StepLauncher
-from gpuworker.sampling.sampler import SampledRow, SamplingBatch
+from gpuworker.sampling.rows import SampledRow
+from gpuworker.sampling.sampler import SamplingBatch
 from tests.suites.triton_interpreted.attention_cases import small
 from tests.support.gpuworker.llama_cases import BLOCK_SIZE, Case, case_tokens, make_case, steps
 

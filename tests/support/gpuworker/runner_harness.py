@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from common.types import BlockId, SamplingParams, SequenceId
-from gpuworker.attention.interface import make_backend
+from gpuworker.attention.backends import make_backend
 from gpuworker.core.batch_plan import ScheduledRow, StepPlan, StepResult
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.models.choose import open_lean

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpuworker.attention.interface import make_backend
+from gpuworker.attention.backends import make_backend
 from gpuworker.attention.native_backend import NativeAttention
 from gpuworker.attention.torch_backend import TorchAttention
 from gpuworker.checkpoints.quantised import QuantisedLinear
