@@ -29,6 +29,7 @@ from gpuworker.models.llama.gpu_model import LeanGpuModel
 from gpuworker.models.llama.gpu_weights import fused_weights, random_weights
 from gpuworker.runner.cuda_graphs import graph_launcher
 from gpuworker.runner.model_runner import ModelRunner, RunnerLimits
+from gpuworker.runner.thread_executor import thread_executor
 
 BLOCK_SIZE = 16
 _CONTEXT, _OUTPUT, _SKIPPED = 1024, 192, 32
@@ -128,7 +129,7 @@ def engine_on(model: LeanGpuModel, load: Load, budget: int = 8192) -> EngineDriv
     attention = TritonAttention(cache)
     limits = RunnerLimits(load.batch, max_len)
     launcher = graph_launcher(model, cache, attention, load.batch, max_len)
-    runner = ModelRunner(model, cache, attention, limits, (), launcher)
+    runner = ModelRunner(model, cache, attention, limits, thread_executor(launcher))
     config = AgentConfig(load.blocks, BLOCK_SIZE, budget, max_num_seqs=load.batch, prefix_caching=False)
     return EngineDriver(runner, config, geometry)
 

@@ -31,7 +31,8 @@ from gpuworker.models.llama.native_model import NativeModel
 from gpuworker.plane.assembly import ModelPlane
 from gpuworker.runner.launcher import EagerLauncher, LaidOutStep, StepLauncher
 from gpuworker.runner.model_runner import ModelRunner, RunnerLimits
-from gpuworker.runner.native_executor import QueuedRunner, QueueExecutor, StepTimes
+from gpuworker.runner.native_executor import NativeExecutor, StepTimes, native_executor
+from gpuworker.runner.thread_executor import thread_executor
 from gpuworker.sampling.rows import Drawn
 
 BLOCK_SIZE, PROMPT_TOKENS, WARM_UP = 16, 64, 8
@@ -76,15 +77,15 @@ def _runner(plane: ModelPlane, way: str, limits: RunnerLimits, blocks: int, spen
     cache = KvCache(plane.identity.kv_geometry, blocks, BLOCK_SIZE, model.device)
     attention = make_backend("auto", cache)
     if way == "queue":
-        runner = QueuedRunner(model, cache, attention, limits)
-        assert isinstance(runner.executor, QueueExecutor)
+        runner = ModelRunner(model, cache, attention, limits, native_executor)
+        assert isinstance(runner.executor, NativeExecutor)
         runner.executor.spent = spent
         return runner
 
     def launcher(tokens: TokenTable) -> StepLauncher:
         return TimedLauncher(EagerLauncher(model, attention, tokens), model, spent)
 
-    return ModelRunner(model, cache, attention, limits, (), launcher)
+    return ModelRunner(model, cache, attention, limits, thread_executor(launcher))
 
 
 def measure(plane: ModelPlane, way: str, rows: int, steps: int, sampling: SamplingParams) -> Overhead:

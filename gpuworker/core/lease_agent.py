@@ -15,11 +15,11 @@ from common.types import TRIMMED, BlockHash, BlockId, FinishReason, SequenceId, 
 from gpuworker.core.batch_plan import ScheduledRow, StepPlan, StepResult
 from gpuworker.core.block_rows import BlockRows, Content
 from gpuworker.core.invariants import violations
-from gpuworker.core.outcomes import AgentConfig, Applied, Completion, Counts, Finished
+from gpuworker.core.outcomes import AgentConfig, Applied, Completion, Counts, SequenceFinished
 from gpuworker.core.report_builder import ReportBuilder, SessionState
 from gpuworker.core.sequence import NewSequence, Sequence
 from gpuworker.core.step_scheduler import StepScheduler
-from gpuworker.core.stopping import Ending
+from gpuworker.core.stopping import FinishCause
 
 MAX_STEPS_IN_FLIGHT = 2
 
@@ -47,7 +47,7 @@ class LeaseAgent:
         self._clear_events()
 
     def _clear_events(self) -> None:
-        self._finished: list[Finished] = []
+        self._finished: list[SequenceFinished] = []
         self._preempted: list[SequenceId] = []
         self._forgotten: list[SequenceId] = []
 
@@ -85,7 +85,7 @@ class LeaseAgent:
         """End a sequence, in whatever phase it is; nothing when it is unknown or has ended already."""
         found = self._sequences.get(sequence)
         if found is not None and found.phase is not SequencePhase.DRAINING_FINISH:
-            self._end(found, Ending(reason))
+            self._end(found, FinishCause(reason))
             self._leave_if_idle(found)
 
     # ------------------------------------------------------------ what the manager grants and orders
@@ -258,14 +258,14 @@ class LeaseAgent:
 
     # ------------------------------------------------------------ how sequences leave
 
-    def _end(self, sequence: Sequence, ending: Ending) -> None:
+    def _end(self, sequence: Sequence, ending: FinishCause) -> None:
         """Say that a sequence is over and keep it out of later steps; its row stays until no step in flight has it."""
         if sequence.phase is SequencePhase.RUNNING:
             self._halt(sequence)
         sequence.phase = SequencePhase.DRAINING_FINISH
         sequence.reason = ending.reason
         usage = sequence.usage()
-        self._finished.append(Finished(sequence.id, ending.reason, ending.stop_token, usage, ending.message))
+        self._finished.append(SequenceFinished(sequence.id, ending.reason, usage, ending.stop_token, ending.message))
 
     def _halt(self, sequence: Sequence) -> None:
         """Leave a sequence out of later steps. It stalls no more, and must not seem to when it comes back."""
@@ -365,7 +365,7 @@ class LeaseAgent:
         return self._live(sequence).phase
 
     def usage(self, sequence: SequenceId) -> Usage:
-        """Return what a live sequence has cost so far. Raises NotFound; for an ended one see Finished."""
+        """Return what a live sequence has cost so far. Raises NotFound; for an ended one see SequenceFinished."""
         return self._live(sequence).usage()
 
     def _live(self, sequence: SequenceId) -> Sequence:

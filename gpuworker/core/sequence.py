@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from common.hashing import block_hash_of, next_digest
 from common.lease import Reserve
 from common.types import BlockHash, BlockId, FinishReason, SequenceId, SequencePhase, Usage
-from gpuworker.core.stopping import Ending, StopRule
+from gpuworker.core.stopping import FinishCause, StopRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class Sequence:
         self.block_table.append(block)
         self.snapshot = None
 
-    def accept(self, token: int, block_size: int) -> Ending | None:
+    def accept(self, token: int, block_size: int) -> FinishCause | None:
         """Add a drawn token; extend the chain when it fills a block; return how it ends the sequence, or None."""
         tokens = self.tokens
         tokens.append(token)

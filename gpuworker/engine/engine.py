@@ -20,8 +20,8 @@ from common.types import FinishReason, SequenceId, TokenLogprobs, Usage
 from gpuworker.core.batch_plan import StepPlan, StepResult, StepRunner
 from gpuworker.core.lease_agent import LeaseAgent
 from gpuworker.core.lease_session import LeaseSession
-from gpuworker.core.outcomes import Applied, Completion
-from gpuworker.engine.ports import Chunk, EngineLoad, EngineOutputs, EngineRequest, OutputSink, SequenceFinished
+from gpuworker.core.outcomes import Applied, Completion, SequenceFinished
+from gpuworker.engine.ports import Chunk, EngineLoad, EngineOutputs, EngineRequest, OutputSink
 from gpuworker.engine.step_rates import StepRates
 
 log = logging.getLogger(__name__)
@@ -316,8 +316,7 @@ class Engine:
     def _settle(self, completion: Completion) -> None:
         """Take over what ended or lost its blocks."""
         for end in completion.finished:
-            finished = SequenceFinished(end.sequence, end.reason, end.usage, end.stop_token, end.message)
-            self._outputs.finished.append(finished)
+            self._outputs.finished.append(end)
             self._requests.pop(end.sequence, None)
             self._traced.discard(end.sequence)
         self._outputs.preempted.extend(completion.preempted)

@@ -30,8 +30,11 @@ from gpuworker.plane.checkpoint_facts import eos_token_ids
 from gpuworker.plane.data_plane import DataPlane, Facts, pool_identity
 from gpuworker.plane.memory import MemoryOptions, plan_memory
 from gpuworker.runner.cuda_graphs import graph_launcher
+from gpuworker.runner.executor import ExecutorFactory
+from gpuworker.runner.launcher import LauncherFactory
 from gpuworker.runner.model_runner import ModelRunner, RunnerLimits
-from gpuworker.runner.native_executor import QueuedRunner
+from gpuworker.runner.native_executor import native_executor
+from gpuworker.runner.thread_executor import thread_executor
 from gpuworker.structured.grammars import GrammarCompiler
 
 _log = logging.getLogger(__name__)
@@ -87,7 +90,9 @@ def assemble(settings: GpuWorkerSettings) -> ModelPlane:
     limits = RunnerLimits(max_num_seqs, memory.max_model_len, settings.threads or 0)
     eos = eos_token_ids(directory)
     identity = pool_identity(settings, directory, geometry, arithmetic)
-    runner = _runner(model, cache, backend(cache), limits, eos, settings.cuda_graphs)
+    attention = backend(cache)
+    executor = executor_for(model, _launcher(settings, model, cache, attention, limits))
+    runner = ModelRunner(model, cache, attention, limits, executor, eos)
     runner.constrain(GrammarCompiler(directory / "tokenizer.json", model.vocab_size, eos))
     return ModelPlane(settings, identity, memory, runner, max_num_seqs, _facts(settings, model, eos), model)
 
@@ -113,21 +118,22 @@ def _open(
     return hosted, self_test(hosted, backend)
 
 
-def _runner(
+def executor_for(model: HostedModel | LeanModel, launcher: LauncherFactory | None = None) -> ExecutorFactory:
+    """Return the factory of the executor with the least work between two steps of a model."""
+    return native_executor if isinstance(model, NativeModel) else thread_executor(launcher)
+
+
+def _launcher(
+    settings: GpuWorkerSettings,
     model: HostedModel | LeanModel,
     cache: KvCache,
     attention: AttentionBackend,
     limits: RunnerLimits,
-    eos: tuple[int, ...],
-    cuda_graphs: bool,
-) -> ModelRunner:
-    """Return the runner that stands least between the steps of a model."""
-    if isinstance(model, NativeModel):
-        return QueuedRunner(model, cache, attention, limits, eos)
-    launcher = None
-    if cuda_graphs and isinstance(model, LeanGpuModel) and model.device.type == "cuda":
-        launcher = graph_launcher(model, cache, attention, limits.max_num_seqs, limits.max_model_len)
-    return ModelRunner(model, cache, attention, limits, eos, launcher)
+) -> LauncherFactory | None:
+    """Return the factory of a launcher of CUDA graphs; None where steps are launched kernel by kernel."""
+    if not settings.cuda_graphs or not isinstance(model, LeanGpuModel) or model.device.type != "cuda":
+        return None
+    return graph_launcher(model, cache, attention, limits.max_num_seqs, limits.max_model_len)
 
 
 def _fixed_arithmetic(model: HostedModel | LeanModel, geometry: KvGeometry, backend: BackendFactory) -> str:

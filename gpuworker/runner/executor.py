@@ -1,11 +1,12 @@
-"""Who runs the steps that `gpuworker/runner/model_runner.py` has laid out: the port, what passes through it, and failure.
+"""The port between the runner and what runs its steps, and how a failed step takes others with it.
 
-After a failed step all that were queued behind it fail too: they start from tokens and K/V that are not there. Steps
-belong to generations; a new one begins when every sequence of the failed one has been removed.
+After a failed step, all steps queued behind it fail too: the tokens and the K/V that they start from do not exist. Each
+step belongs to a generation. A new generation begins when every sequence of the failed one has been removed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,7 +17,11 @@ import numpy.typing as npt
 from common.errors import EngineFailure
 from common.lease import Copy
 from common.types import SequenceId, TokenLogprobs
+from gpuworker.attention.interface import AttentionBackend
 from gpuworker.core.batch_plan import StepResult
+from gpuworker.memory.kv_cache import KvCache
+from gpuworker.memory.token_table import TokenTable
+from gpuworker.models.step_model import StepModel
 from gpuworker.runner.launcher import LaidOutStep
 from gpuworker.sampling.rows import Drawn
 from gpuworker.sampling.sampler import token_logprobs
@@ -93,3 +98,18 @@ class StepExecutor(Protocol):
     def close(self) -> None:
         """Finish what was submitted."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorParts:
+    """What an executor runs steps with. `threads` compute on a CPU; the runner reads `failures`."""
+
+    model: StepModel
+    cache: KvCache
+    attention: AttentionBackend
+    tokens: TokenTable
+    failures: Failures
+    threads: int
+
+
+ExecutorFactory = Callable[[ExecutorParts], StepExecutor]

@@ -1,7 +1,7 @@
-"""Runs steps on the device: the port of `gpuworker/core/batch_plan.py` over a model, a KV cache and a sampler.
+"""Runs steps on the device: implements the port of `gpuworker/core/batch_plan.py` over a model and a KV cache.
 
-The engine's thread turns a plan into arrays while the step before it still runs; an executor runs it
-(`gpuworker/runner/thread_executor.py`, or `gpuworker/runner/native_executor.py` where a step is one native call).
+The engine's thread turns a plan into arrays while the previous step still runs. An executor then runs the step:
+`gpuworker/runner/thread_executor.py`, or `gpuworker/runner/native_executor.py` where a step is one native call.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from gpuworker.memory.devices import default_threads
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.memory.token_table import TokenTable
 from gpuworker.models.step_model import StepModel
-from gpuworker.runner.executor import Failures, RunnerStep, StepExecutor
+from gpuworker.runner.executor import ExecutorFactory, ExecutorParts, Failures, RunnerStep
 from gpuworker.runner.input_batch import Seats
-from gpuworker.runner.launcher import EagerLauncher, LaidOutStep, LauncherFactory
-from gpuworker.runner.thread_executor import ThreadExecutor
+from gpuworker.runner.launcher import LaidOutStep
 from gpuworker.sampling.rows import SampledRow
 from gpuworker.sampling.sampler import SamplingBatch
 from gpuworker.structured.grammars import GrammarCompiler
@@ -40,21 +39,10 @@ class RunnerLimits:
     threads: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class RunnerParts:
-    """What steps are run with."""
-
-    model: StepModel
-    cache: KvCache
-    attention: AttentionBackend
-    threads: int
-    launcher: LauncherFactory | None
-
-
 class ModelRunner:
-    """Implements `StepRunner`. All methods are called from the engine's thread.
+    """Implements `StepRunner`: lays out each step, and hands it to the executor that `executor` makes.
 
-    Without a `launcher` steps are launched kernel by kernel.
+    The engine's thread calls all methods.
     """
 
     def __init__(
@@ -63,8 +51,8 @@ class ModelRunner:
         cache: KvCache,
         attention: AttentionBackend,
         limits: RunnerLimits,
+        executor: ExecutorFactory,
         eos_token_ids: tuple[int, ...] = (),
-        launcher: LauncherFactory | None = None,
     ) -> None:
         self._model, self._block_size = model, cache.block_size
         self._device, self._eos = model.device, eos_token_ids
@@ -75,15 +63,8 @@ class ModelRunner:
         self.grammars: GrammarCompiler | None = None
         """What compiles constraints; None where the runner follows none."""
         self._masks: MaskKeeper | None = None
-        self.executor = self._executor_of(
-            RunnerParts(model, cache, attention, limits.threads or default_threads(), launcher)
-        )
-
-    def _executor_of(self, parts: RunnerParts) -> StepExecutor:
-        """Return what runs the steps."""
-        tokens = self._tokens
-        launcher = parts.launcher(tokens) if parts.launcher else EagerLauncher(parts.model, parts.attention, tokens)
-        return ThreadExecutor(launcher, parts.cache, tokens, self._failures, parts.threads)
+        threads = limits.threads or default_threads()
+        self.executor = executor(ExecutorParts(model, cache, attention, self._tokens, self._failures, threads))
 
     def constrain(self, grammars: GrammarCompiler) -> None:
         """Take sequences with constraints, too, which these compile; call it once, before the first sequence."""

@@ -21,8 +21,7 @@ from gpuworker.memory.token_table import TokenTable
 from gpuworker.models.llama.native_model import DescribedRun, NativeModel
 from gpuworker.native.llama import LlamaRunStruct, LlamaStruct, Refusal
 from gpuworker.native.step_queue import StepQueue, address_of
-from gpuworker.runner.executor import Failures, RunnerStep
-from gpuworker.runner.model_runner import ModelRunner, RunnerParts
+from gpuworker.runner.executor import ExecutorParts, Failures, RunnerStep
 from gpuworker.sampling.native_sampler import DrawCall, NativeDraw
 from gpuworker.sampling.rows import Drawn
 from gpuworker.serial_thread import SerialThread
@@ -72,7 +71,7 @@ class StepTimes(NamedTuple):
     forward: float
 
 
-class QueueExecutor:
+class NativeExecutor:
     """Implements `StepExecutor`. While `spent` is a list, the time of each step is appended to it."""
 
     spent: list[StepTimes] | None = None
@@ -168,12 +167,10 @@ class QueueExecutor:
 _NONE = torch.empty(0, dtype=torch.int64)
 
 
-class QueuedRunner(ModelRunner):
-    """A runner whose steps are native calls. Raises TypeError for a model or an attention that are not."""
-
-    def _executor_of(self, parts: RunnerParts) -> QueueExecutor:
-        model, attention = parts.model, parts.attention
-        if not isinstance(model, NativeModel) or not isinstance(attention, NativeAttention):
-            raise TypeError(f"{type(model).__name__} over {type(attention).__name__} is no native call")
-        model.rotate_up_to(self._tokens.width)
-        return QueueExecutor(model, attention, self._tokens, self._failures, parts.threads)
+def native_executor(parts: ExecutorParts) -> NativeExecutor:
+    """Return an executor of native calls. Raises TypeError for a model or an attention that the library cannot call."""
+    model, attention = parts.model, parts.attention
+    if not isinstance(model, NativeModel) or not isinstance(attention, NativeAttention):
+        raise TypeError(f"{type(model).__name__} over {type(attention).__name__} is no native call")
+    model.rotate_up_to(parts.tokens.width)
+    return NativeExecutor(model, attention, parts.tokens, parts.failures, parts.threads)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -19,8 +19,8 @@ import torch
 from common.errors import EngineFailure
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.memory.token_table import TokenTable
-from gpuworker.runner.executor import Failures, RunnerStep
-from gpuworker.runner.launcher import StepLauncher
+from gpuworker.runner.executor import ExecutorParts, Failures, RunnerStep
+from gpuworker.runner.launcher import EagerLauncher, LauncherFactory, StepLauncher
 from gpuworker.sampling.rows import Drawn, RowLogprobs
 from gpuworker.serial_thread import SerialThread
 
@@ -100,6 +100,17 @@ class ThreadExecutor:
         except BaseException as error:  # as above
             log.error("step %d failed", step.number, exc_info=True)
             self._failures.fail(step, error)
+
+
+def thread_executor(launcher: LauncherFactory | None = None) -> Callable[[ExecutorParts], ThreadExecutor]:
+    """Return the factory of executors over `launcher`; None launches steps kernel by kernel."""
+
+    def make(parts: ExecutorParts) -> ThreadExecutor:
+        tokens = parts.tokens
+        steps = launcher(tokens) if launcher else EagerLauncher(parts.model, parts.attention, tokens)
+        return ThreadExecutor(steps, parts.cache, tokens, parts.failures, parts.threads)
+
+    return make
 
 
 @contextmanager

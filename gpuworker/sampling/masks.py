@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from common.types import SequenceId
-from gpuworker.core.stopping import Ending
+from gpuworker.core.stopping import FinishCause
 from gpuworker.native.library import best
 
 _WORD = 32  # tokens in a word of a mask
@@ -52,7 +52,7 @@ class StepMasks:
         self.of = np.full(sampling, -1, dtype=np.int32)  # [S]
         self.of[rows] = np.arange(len(rows), dtype=np.int32)
         self.ready, self.waited = np.zeros(1, dtype=np.uint32), np.zeros(1)
-        self.ended: dict[SequenceId, Ending] = {}
+        self.ended: dict[SequenceId, FinishCause] = {}
         """Those whose output had come to its end before this step; what they draw in it is nothing."""
         self._open = threading.Event()
 

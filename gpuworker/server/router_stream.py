@@ -19,8 +19,9 @@ from common.rpc.status import to_status
 from common.telemetry import is_sampled
 from common.types import FinishReason, SequenceId, Usage
 from common.wire.enum_codec import finish_from_proto
+from gpuworker.core.outcomes import SequenceFinished
 from gpuworker.engine.engine import Engine
-from gpuworker.engine.ports import EngineOutputs, SequenceFinished
+from gpuworker.engine.ports import EngineOutputs
 from gpuworker.server.codec import SubmitLimits, constraint_of, engine_request
 from gpuworker.server.grammar_queue import GrammarDesk
 from gpuworker.server.output_buffer import OutputBuffer

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from common.errors import QuireError
 from common.process.cores import usable_cores
 from common.types import FinishReason, SequenceId
-from gpuworker.core.stopping import Ending
+from gpuworker.core.stopping import FinishCause
 from gpuworker.engine.ports import MaskLateness
 from gpuworker.sampling.masks import StepMasks
 from gpuworker.sampling.rows import SampledRow
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 _CORES_PER_THREAD, _MOST_THREADS = 4, 8
 _ALL = np.uint32(0xFFFFFFFF)
-_FAILED = Ending(FinishReason.ERROR, message="a step failed")
-_UNKNOWN = Ending(FinishReason.ERROR, message="the constraint of this sequence is not known to the runner")
+_FAILED = FinishCause(FinishReason.ERROR, message="a step failed")
+_UNKNOWN = FinishCause(FinishReason.ERROR, message="the constraint of this sequence is not known to the runner")
 
 
 class MaskKeeper:
@@ -54,7 +54,7 @@ class MaskKeeper:
         self._grammars = grammars
         self._thread = SerialThread("quire-masks")
         # Of the mask thread: every sequence between `add` and `remove`, or why it is not followed any more.
-        self._states: dict[SequenceId, Constrained | Ending] = {}
+        self._states: dict[SequenceId, Constrained | FinishCause] = {}
         self._waiting: list[StepMasks] = []  # in order of steps; two at most
         self._executor: LLExecutor | None = None
         self.lateness = MaskLateness()
@@ -173,8 +173,8 @@ class MaskKeeper:
         try:
             yield
         except QuireError as refused:  # of a constraint that nobody has checked before
-            self._states.update(dict.fromkeys(sequences, Ending(FinishReason.ERROR, message=str(refused))))
+            self._states.update(dict.fromkeys(sequences, FinishCause(FinishReason.ERROR, message=str(refused))))
         except BaseException as error:  # a panic of the library's is no Exception; draws wait for this thread
             log.error("a constraint could not be followed", exc_info=True)
-            ending = Ending(FinishReason.ERROR, message=f"the constraint could not be followed: {error!r}")
+            ending = FinishCause(FinishReason.ERROR, message=f"the constraint could not be followed: {error!r}")
             self._states.update(dict.fromkeys(sequences, ending))

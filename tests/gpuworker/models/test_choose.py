@@ -26,6 +26,7 @@ from gpuworker.models.llama.spec import LeanSpec
 from gpuworker.models.self_test import self_test
 from gpuworker.native import library as native
 from gpuworker.runner.model_runner import ModelRunner, RunnerLimits
+from gpuworker.runner.thread_executor import thread_executor
 from tests.support.checkpoints import checkpoint, hf_greedy
 from tests.support.gpuworker.llama_cases import make_case
 from tests.support.gpuworker.runner_harness import SLOTS, Driver
@@ -60,7 +61,7 @@ def test_the_family_takes_the_lean_path_with_the_same_geometry(kind: str, dtype:
 def test_greedy_output_of_a_mixed_batch_equals_generate(kind: str) -> None:
     model, geometry = opened(kind, dtype="float32")
     cache = KvCache(geometry, SLOTS // 16, 16, CPU)
-    runner = ModelRunner(model, cache, backend(cache), RunnerLimits(8, 256, threads=1))
+    runner = ModelRunner(model, cache, backend(cache), RunnerLimits(8, 256, threads=1), thread_executor())
     driver = Driver(runner)
     prompts = [[6 + (31 * n + 7 * i) % 250 for i in range(length)] for n, length in enumerate((3, 41, 70, 17))]
     streams = [driver.add(prompt, 24, chunk) for prompt, chunk in zip(prompts, (99, 7, 13, 1), strict=True)]
@@ -76,7 +77,7 @@ def test_dummy_weights_are_those_that_the_hosted_path_draws() -> None:
     outputs = []
     for model in (found[0], load_model(source, CPU)):
         cache = KvCache(found[1], SLOTS // 4, 4, CPU)
-        runner = ModelRunner(model, cache, backend(cache), RunnerLimits(1, 32, threads=1))
+        runner = ModelRunner(model, cache, backend(cache), RunnerLimits(1, 32, threads=1), thread_executor())
         driver = Driver(runner, block_size=4)
         stream = driver.add(list(range(6, 15)), 12)
         driver.run()

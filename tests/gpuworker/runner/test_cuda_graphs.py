@@ -23,6 +23,7 @@ from gpuworker.runner.cuda_graphs import GraphLauncher, GraphParts, RepeatingRec
 from gpuworker.runner.graph_inputs import GraphInputs, graph_sizes, padded_size
 from gpuworker.runner.launcher import EagerLauncher, LaidOutStep, StepLauncher
 from gpuworker.runner.model_runner import ModelRunner, RunnerLimits
+from gpuworker.runner.thread_executor import thread_executor
 from gpuworker.sampling import sampler
 from gpuworker.sampling.rows import Drawn, SampledRow
 from gpuworker.sampling.sampler import SamplingBatch
@@ -108,13 +109,13 @@ class Captured:
             self.graphs = GraphLauncher(parts, self.beneath, RepeatingRecorder())
             return self.graphs
 
-        self.runner = ModelRunner(model, cache, attention, RunnerLimits(8, MAX_LEN, 1), (), launcher)
+        self.runner = ModelRunner(model, cache, attention, RunnerLimits(8, MAX_LEN, 1), thread_executor(launcher))
 
 
 def eager_runner() -> ModelRunner:
     model = lean_llama()
     cache = cache_of(model)
-    return ModelRunner(model, cache, TorchAttention(cache), RunnerLimits(8, MAX_LEN, 1))
+    return ModelRunner(model, cache, TorchAttention(cache), RunnerLimits(8, MAX_LEN, 1), thread_executor())
 
 
 def outputs(runner: ModelRunner, samplings: list[SamplingParams]) -> list[list[int]]:

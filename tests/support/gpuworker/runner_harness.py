@@ -19,7 +19,8 @@ from gpuworker.models.hf.hosted import HostedModel
 from gpuworker.models.hf.loader import ModelSource, load_model
 from gpuworker.models.self_test import self_test
 from gpuworker.runner.model_runner import ModelRunner, RunnerLimits
-from gpuworker.runner.native_executor import QueuedRunner
+from gpuworker.runner.native_executor import native_executor
+from gpuworker.runner.thread_executor import thread_executor
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)
@@ -38,7 +39,7 @@ def runner_on(
     geometry = self_test(model, lambda cache: make_backend("auto", cache))
     cache = KvCache(geometry, SLOTS // block_size, block_size, CPU)
     limits = RunnerLimits(8, max_model_len, threads=1)
-    return ModelRunner(model, cache, make_backend("auto", cache), limits, eos)
+    return ModelRunner(model, cache, make_backend("auto", cache), limits, thread_executor(), eos)
 
 
 def queued_on(
@@ -51,7 +52,8 @@ def queued_on(
     assert opened is not None
     model, geometry = opened
     cache = KvCache(geometry, SLOTS // block_size, block_size, CPU)
-    return QueuedRunner(model, cache, make_backend("auto", cache), RunnerLimits(8, max_model_len, threads=1), eos)
+    limits = RunnerLimits(8, max_model_len, threads=1)
+    return ModelRunner(model, cache, make_backend("auto", cache), limits, native_executor, eos)
 
 
 @dataclass
