@@ -35,7 +35,7 @@ from gpuworker.attention.backends import make_backend
 from gpuworker.core.outcomes import AgentConfig
 from gpuworker.engine.ports import EngineRequest
 from gpuworker.memory.kv_cache import KvCache
-from gpuworker.models.llama.native_model import NativeModel
+from gpuworker.models.llama.cpu_model import LlamaCpuModel
 from gpuworker.runner.model_runner import ModelRunner, RunnerLimits
 from gpuworker.runner.native_executor import NativeExecutor, native_executor
 from gpuworker.sampling.rows import SampledRow
@@ -157,7 +157,7 @@ def of_engine(path: Path, vocab_size: int, size: Size) -> dict[str, float]:
     plane = data_plane(None, shape, device="cpu", **options)
     cache = KvCache(plane.identity.kv_geometry, config.num_blocks, BLOCK_SIZE, plane.model.device)
     limits = RunnerLimits(size.rows, length, size.threads or 0)
-    assert isinstance(plane.model, NativeModel), "the native library was not built"
+    assert isinstance(plane.model, LlamaCpuModel), "the native library was not built"
     runner = ModelRunner(plane.model, cache, make_backend("auto", cache), limits, native_executor, (EOS,))
     runner.constrain(GrammarCompiler(path, vocab_size, (EOS,)))
     assert isinstance(runner.executor, NativeExecutor)

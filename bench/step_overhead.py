@@ -27,7 +27,7 @@ from gpuworker.attention.backends import make_backend
 from gpuworker.core.outcomes import AgentConfig
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.memory.token_table import TokenTable
-from gpuworker.models.llama.native_model import NativeModel
+from gpuworker.models.llama.cpu_model import LlamaCpuModel
 from gpuworker.plane.assembly import ModelPlane
 from gpuworker.runner.launcher import EagerLauncher, LaidOutStep, StepLauncher
 from gpuworker.runner.model_runner import ModelRunner, RunnerLimits
@@ -46,7 +46,7 @@ DRAWS = {
 class TimedLauncher:
     """Launches kernel by kernel, and notes when."""
 
-    def __init__(self, launcher: StepLauncher, model: NativeModel, spent: list[StepTimes]) -> None:
+    def __init__(self, launcher: StepLauncher, model: LlamaCpuModel, spent: list[StepTimes]) -> None:
         self._launcher, self._model, self._spent = launcher, model, spent
         self._ended, self._forward = time.perf_counter(), 0.0
 
@@ -73,7 +73,7 @@ class Overhead:
 
 def _runner(plane: ModelPlane, way: str, limits: RunnerLimits, blocks: int, spent: list[StepTimes]) -> ModelRunner:
     model = plane.model
-    assert isinstance(model, NativeModel), "the native library was not built"
+    assert isinstance(model, LlamaCpuModel), "the native library was not built"
     cache = KvCache(plane.identity.kv_geometry, blocks, BLOCK_SIZE, model.device)
     attention = make_backend("auto", cache)
     if way == "queue":
@@ -91,7 +91,7 @@ def _runner(plane: ModelPlane, way: str, limits: RunnerLimits, blocks: int, spen
 def measure(plane: ModelPlane, way: str, rows: int, steps: int, sampling: SamplingParams) -> Overhead:
     """Run `steps` decode steps of `rows` rows."""
     length, model = PROMPT_TOKENS + steps + WARM_UP, plane.model
-    assert isinstance(model, NativeModel)
+    assert isinstance(model, LlamaCpuModel)
     config = AgentConfig(rows * (-(-length // BLOCK_SIZE) + 2), BLOCK_SIZE, 1 << 15, max_num_seqs=rows)
     spent: list[StepTimes] = []
     model.seconds = {}

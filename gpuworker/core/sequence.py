@@ -14,8 +14,9 @@ from gpuworker.core.stopping import FinishCause, StopRule
 class NewSequence:
     """A sequence as the engine submits it.
 
-    `sequence` rises from one submission to the next. `block_hashes` has the keys of the prompt's full blocks, `parent_digest` the
-    32-byte link of the last of them, or the root. `max_len` bounds prompt and output together, in tokens.
+    `sequence` rises from one submission to the next. `block_hashes` are those of the prompt's full blocks;
+    `parent_digest` is the 32-byte digest of the last of them, or the root. `max_len` bounds prompt and output together,
+    in tokens.
     """
 
     sequence: SequenceId

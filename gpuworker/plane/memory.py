@@ -18,10 +18,10 @@ from common.types import KvGeometry
 from gpuworker.attention.torch_backend import MAX_MASK
 from gpuworker.memory.byte_plan import GIB, Ledger, bytes_per_block, in_words
 from gpuworker.memory.devices import free_bytes, total_bytes
-from gpuworker.models.choose import LeanModel
-from gpuworker.models.hf.hosted import HostedModel
-from gpuworker.models.llama.gpu_model import LeanGpuModel
-from gpuworker.models.llama.native_model import NativeModel
+from gpuworker.models.choose import LlamaModel
+from gpuworker.models.hf.model import TransformersModel
+from gpuworker.models.llama.cpu_model import LlamaCpuModel
+from gpuworker.models.llama.gpu_model import LlamaGpuModel
 from gpuworker.models.self_test import CallRecorder
 from gpuworker.runner.cuda_graphs import graph_bytes
 
@@ -45,7 +45,7 @@ class MemoryOptions:
 
 
 def plan_memory(
-    model: HostedModel | LeanModel, geometry: KvGeometry, model_limit: int, options: MemoryOptions
+    model: TransformersModel | LlamaModel, geometry: KvGeometry, model_limit: int, options: MemoryOptions
 ) -> Ledger:
     """Return the ledger of a loaded model; nothing is allocated yet.
 
@@ -60,7 +60,7 @@ def plan_memory(
     sized = replace(options, max_num_seqs=seqs, max_model_len=wanted_len)
     activations = _activations(model, geometry, sized)
     graphs = 0
-    if options.cuda_graphs and isinstance(model, LeanGpuModel):
+    if options.cuda_graphs and isinstance(model, LlamaGpuModel):
         graphs = graph_bytes(model, options.block_size, seqs, wanted_len)
     table = 4 * seqs * (wanted_len + 1)
     block = bytes_per_block(geometry, options.block_size)
@@ -71,7 +71,7 @@ def plan_memory(
         device=str(device),
         total=total_bytes(device),
         free=free,
-        weights=weight_bytes(model.module) if isinstance(model, HostedModel) else model.weight_bytes,
+        weights=weight_bytes(model.module) if isinstance(model, TransformersModel) else model.weight_bytes,
         activations=activations,
         token_table=table,
         block_bytes=block,
@@ -136,14 +136,14 @@ def _refuse_too_small(ledger: Ledger, room: int, options: MemoryOptions) -> None
         raise InvalidConfig(FieldViolation("--max-model-len", what))
 
 
-def _activations(model: HostedModel | LeanModel, geometry: KvGeometry, options: MemoryOptions) -> int:
-    if isinstance(model, NativeModel):
+def _activations(model: TransformersModel | LlamaModel, geometry: KvGeometry, options: MemoryOptions) -> int:
+    if isinstance(model, LlamaCpuModel):
         seqs = options.max_num_seqs or 0
         return model.scratch_bytes(options.max_num_batched_tokens, seqs) + _LOGITS_BYTES * seqs * model.vocab_size
     return _measure_activations(model, options) if model.device.type == "cuda" else _estimate(model, geometry, options)
 
 
-def _estimate(model: HostedModel | LeanGpuModel, geometry: KvGeometry, options: MemoryOptions) -> int:
+def _estimate(model: TransformersModel | LlamaGpuModel, geometry: KvGeometry, options: MemoryOptions) -> int:
     """Return what a step needs on CPU, from shapes.
 
     Hidden states and MLP of all tokens; one layer's K/V gathered for the longest context, with its mask; logits.
@@ -162,7 +162,7 @@ def _size(config: PretrainedConfig, name: str) -> int:
     return int(getattr(config, name, 0) or 0)
 
 
-def _measure_activations(model: HostedModel | LeanGpuModel, options: MemoryOptions) -> int:
+def _measure_activations(model: TransformersModel | LlamaGpuModel, options: MemoryOptions) -> int:
     """Return the peak of a forward over a full step, in bytes, beside weights; attention runs without a cache."""
     device = model.device
     torch.cuda.reset_peak_memory_stats(device)

@@ -30,7 +30,7 @@ from gpuworker.sampling.rows import Drawn
 from gpuworker.sampling.truncation import invert
 
 if TYPE_CHECKING:
-    from gpuworker.models.llama.gpu_model import LeanGpuModel
+    from gpuworker.models.llama.gpu_model import LlamaGpuModel
 
 _log = logging.getLogger(__name__)
 Replay = Callable[[], None]
@@ -251,9 +251,9 @@ def _spread(uniform: npt.NDArray[np.float64], temperature: npt.NDArray[np.float3
 
 
 def graph_launcher(
-    model: LeanGpuModel, cache: KvCache, attention: AttentionBackend, max_num_seqs: int, max_model_len: int
+    model: LlamaGpuModel, cache: KvCache, attention: AttentionBackend, max_num_seqs: int, max_model_len: int
 ) -> LauncherFactory | None:
-    """Return what makes the launcher of a runner over a lean model: graphs up to `max_num_seqs` rows.
+    """Return what makes the launcher of a runner over a native GPU model: graphs up to `max_num_seqs` rows.
 
     `attention` is the runner's own: it plans the steps that are no graphs, too. None: it cannot plan for graphs.
     """
@@ -271,7 +271,7 @@ def graph_launcher(
     return make
 
 
-def graph_bytes(model: LeanGpuModel, block_size: int, max_num_seqs: int, max_model_len: int) -> int:
+def graph_bytes(model: LlamaGpuModel, block_size: int, max_num_seqs: int, max_model_len: int) -> int:
     """Return what graphs take on the device beside the steps that are none, in bytes: an estimate from above.
 
     Inputs (block tables twice, as they land and as they are read); logits, and a draw from them in float32 and float64;

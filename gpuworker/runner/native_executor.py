@@ -18,7 +18,7 @@ import torch
 from common.errors import EngineFailure
 from gpuworker.attention.native_backend import CacheStruct, NativeAttention, StepStruct, step_struct
 from gpuworker.memory.token_table import TokenTable
-from gpuworker.models.llama.native_model import DescribedRun, NativeModel
+from gpuworker.models.llama.cpu_model import DescribedRun, LlamaCpuModel
 from gpuworker.native.llama import LlamaRunStruct, LlamaStruct, Refusal
 from gpuworker.native.step_queue import StepQueue, address_of
 from gpuworker.runner.executor import ExecutorParts, Failures, RunnerStep
@@ -77,7 +77,7 @@ class NativeExecutor:
     spent: list[StepTimes] | None = None
 
     def __init__(
-        self, model: NativeModel, attention: NativeAttention, tokens: TokenTable, failures: Failures, threads: int
+        self, model: LlamaCpuModel, attention: NativeAttention, tokens: TokenTable, failures: Failures, threads: int
     ) -> None:
         self._model, self._attention, self._tokens, self._failures = model, attention, tokens, failures
         self._threads = threads
@@ -170,7 +170,7 @@ _NONE = torch.empty(0, dtype=torch.int64)
 def native_executor(parts: ExecutorParts) -> NativeExecutor:
     """Return an executor of native calls. Raises TypeError for a model or an attention that the library cannot call."""
     model, attention = parts.model, parts.attention
-    if not isinstance(model, NativeModel) or not isinstance(attention, NativeAttention):
+    if not isinstance(model, LlamaCpuModel) or not isinstance(attention, NativeAttention):
         raise TypeError(f"{type(model).__name__} over {type(attention).__name__} is no native call")
     model.rotate_up_to(parts.tokens.width)
     return NativeExecutor(model, attention, parts.tokens, parts.failures, parts.threads)

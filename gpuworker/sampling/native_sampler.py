@@ -1,6 +1,7 @@
-"""Draws tokens by the native library: by the rules of `gpuworker.sampling.sampler`, some rows at once on each of its threads.
+"""Samples tokens with the native library, by the rules of `gpuworker.sampling.sampler`, on several threads.
 
-Both draw the same token of the same logits, but for numbers on the border of two: their sums are rounded otherwise.
+Both samplers take the same token from the same logits, except for numbers on the border of two tokens: the two round
+their sums differently.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ class SubmitLimits:
             raise InvalidRequest(FieldViolation("prompt_token_ids", what))
         blocks = len(new.tokens) // self.block_size
         if not new.no_cache and len(new.block_hashes) != blocks:
-            what = f"{len(new.block_hashes)} hashes for {len(new.tokens)} tokens; expected {blocks}, one for each full block"
-            raise InvalidRequest(FieldViolation("chain", what))
+            what = f"{len(new.block_hashes)} hashes for {len(new.tokens)} tokens; expected {blocks}, one per full block"
+            raise InvalidRequest(FieldViolation("block_hashes", what))
 
 
 def engine_request(

@@ -1,9 +1,9 @@
-"""The lean path on a GPU: Llama, Qwen2, Qwen3 and Mistral in torch's matrix products and fused Triton kernels.
+"""The native path on a GPU: Llama, Qwen2, Qwen3 and Mistral in torch's matrix products and fused Triton kernels.
 
 A layer is four products and five kernels: norm with the residual added; qkv to queries, and keys and values in the
 cache; attention; norm again; gated SiLU. The last layer goes on with no more than the tokens that are sampled. On a
 device without Triton, and over an attention that does not fuse, the same steps are plain torch: the tests hold both to
-the hosted path.
+the transformers path.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gpuworker.attention.interface import LayerAttention, LayerSink
 from gpuworker.kernels import torch_elementwise
 from gpuworker.kernels.rope import Rotation
 from gpuworker.models.llama.gpu_weights import GpuLayer, GpuWeights
-from gpuworker.models.llama.spec import LeanSpec, lean_spec, rotary_table
+from gpuworker.models.llama.spec import LlamaSpec, llama_spec, rotary_table
 
 
 class Elementwise(Protocol):
@@ -52,8 +52,8 @@ class RotatingAttention(Protocol):
         ...
 
 
-class LeanGpuModel:
-    """Implements `gpuworker.models.step_model.StepModel`. `kv_dtype` is the type of K and V in the caches that it runs on.
+class LlamaGpuModel:
+    """Implements `gpuworker.models.step_model.StepModel`. `kv_dtype` is the type of K and V in its caches.
 
     Positions end at `max_positions`. Raises ValueError for a model that is not of the family.
     """
@@ -68,9 +68,9 @@ class LeanGpuModel:
         max_positions: int,
         elementwise: Elementwise | None = None,
     ) -> None:
-        spec = lean_spec(config)
+        spec = llama_spec(config)
         if spec is None:
-            raise ValueError(f"a {config.model_type} that is not of the lean path")
+            raise ValueError(f"a {config.model_type} that is not of the native path")
         self.config, self.spec, self.weights, self.kv_dtype = config, spec, weights, kv_dtype
         self.device, self.dtype = weights.embedding.device, weights.embedding.dtype
         table = rotary_table(config, max_positions)  # [max_positions, 2, head_dim / 2]
@@ -88,7 +88,7 @@ class LeanGpuModel:
         """Bytes of all weights, and of the angles of all positions."""
         return self.weights.num_bytes + self._table.numel() * self._table.itemsize
 
-    def only(self, layers: Sequence[int]) -> LeanGpuModel:
+    def only(self, layers: Sequence[int]) -> LlamaGpuModel:
         """Return a model of some of the layers on the same weights."""
         part = copy.copy(self)
         windows = tuple(self.spec.windows[layer] for layer in layers)
@@ -153,7 +153,7 @@ class LeanGpuModel:
         )
 
 
-def _attention_of(spec: LeanSpec) -> list[LayerAttention]:
+def _attention_of(spec: LlamaSpec) -> list[LayerAttention]:
     return [LayerAttention(n, spec.scale, window) for n, window in enumerate(spec.windows)]
 
 

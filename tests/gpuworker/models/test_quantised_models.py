@@ -87,7 +87,7 @@ def test_it_passes_the_self_test_and_says_what_it_is(tmp_path: Path, caplog: pyt
     with caplog.at_level("INFO"):
         model = load_model(ModelSource(str(tmp_path / "packed"), dtype="float32"), CPU)
     assert self_test(model, lambda cache: make_backend("auto", cache)).num_layers == 3
-    assert "21 of 30 weights of the checkpoint are in gptq; the hosted path runs them dequantised" in caplog.text
+    assert "21 of 30 weights of the checkpoint are in gptq; the transformers path runs them dequantised" in caplog.text
 
 
 def test_quantised_experts_are_merged_as_transformers_wants_them(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from gpuworker.checkpoints.weights import Checkpoint
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.memory.token_table import TokenTable
 from gpuworker.models.hf.loader import read_config
-from gpuworker.models.llama.gpu_model import LeanGpuModel
+from gpuworker.models.llama.gpu_model import LlamaGpuModel
 from gpuworker.models.llama.gpu_weights import fused_weights
-from gpuworker.models.llama.spec import lean_spec
+from gpuworker.models.llama.spec import llama_spec
 from gpuworker.runner.cuda_graphs import GraphLauncher, GraphParts, RepeatingRecorder
 from gpuworker.runner.graph_inputs import GraphInputs, graph_sizes, padded_size
 from gpuworker.runner.launcher import EagerLauncher, LaidOutStep, StepLauncher
@@ -78,16 +78,16 @@ class Counting:
         return self._beneath.launch(step)
 
 
-def lean_llama() -> LeanGpuModel:
+def llama_model() -> LlamaGpuModel:
     directory = checkpoint("llama")
     config, files = read_config(directory), Checkpoint(directory)
-    spec = lean_spec(config)
+    spec = llama_spec(config)
     assert spec is not None
     weights = fused_weights(spec, lambda name: files.tensor(name, torch.float32), torch.float32, CPU)
-    return LeanGpuModel(config, weights, "float32", MAX_LEN)
+    return LlamaGpuModel(config, weights, "float32", MAX_LEN)
 
 
-def cache_of(model: LeanGpuModel) -> KvCache:
+def cache_of(model: LlamaGpuModel) -> KvCache:
     spec = model.spec
     geometry = KvGeometry(spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.head_dim, "float32")
     return KvCache(geometry, BLOCKS, BLOCK_SIZE, CPU)
@@ -97,7 +97,7 @@ class Captured:
     """A runner whose decodes are graphs of at most four rows, and what of its steps was not."""
 
     def __init__(self) -> None:
-        model = lean_llama()
+        model = llama_model()
         cache = cache_of(model)
         attention = TorchAttention(cache)
 
@@ -113,7 +113,7 @@ class Captured:
 
 
 def eager_runner() -> ModelRunner:
-    model = lean_llama()
+    model = llama_model()
     cache = cache_of(model)
     return ModelRunner(model, cache, TorchAttention(cache), RunnerLimits(8, MAX_LEN, 1), thread_executor())
 

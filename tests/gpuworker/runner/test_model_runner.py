@@ -19,7 +19,7 @@ from gpuworker.native.library import best
 from gpuworker.runner.model_runner import ModelRunner
 from gpuworker.runner.thread_executor import ThreadExecutor
 from tests.support.checkpoints import EOS, SERVED, VOCAB_SIZE, checkpoint, hf_greedy
-from tests.support.gpuworker.runner_harness import GREEDY, Driver, hosted, queued_on, runner_on
+from tests.support.gpuworker.runner_harness import GREEDY, Driver, queued_on, runner_on, transformers_model
 
 A, B = SequenceId(1), SequenceId(2)
 LLAMA = "llama"
@@ -34,7 +34,7 @@ NewRunner = Callable[..., ModelRunner]
 
 
 def thread_runner(max_model_len: int = 256, eos: tuple[int, ...] = ()) -> ModelRunner:
-    return runner_on(hosted(checkpoint(LLAMA)), max_model_len=max_model_len, eos=eos)
+    return runner_on(transformers_model(checkpoint(LLAMA)), max_model_len=max_model_len, eos=eos)
 
 
 def queue_runner(max_model_len: int = 256, eos: tuple[int, ...] = ()) -> ModelRunner:
@@ -63,7 +63,7 @@ def prefill(sequence: SequenceId, start: int, length: int, blocks: Sequence[int]
 @pytest.mark.parametrize("block_size", [4, 16, 64, 256])
 @pytest.mark.parametrize("kind", SERVED)
 def test_greedy_output_of_a_mixed_batch_equals_generate(kind: str, block_size: int) -> None:
-    runner = runner_on(hosted(checkpoint(kind)), block_size)
+    runner = runner_on(transformers_model(checkpoint(kind)), block_size)
     driver = Driver(runner, block_size)
     chunked = zip(prompts(3, 41, 70, 17), (99, 7, 13, 1), strict=True)
     cases = [(prompt, 24 - n, chunk) for n, (prompt, chunk) in enumerate(chunked)]
@@ -89,7 +89,7 @@ def test_greedy_output_of_queued_steps_equals_generate(kind: str, block_size: in
 
 @pytest.mark.parametrize("kind", SERVED)
 def test_greedy_output_alone_equals_generate(kind: str) -> None:
-    runner = runner_on(hosted(checkpoint(kind)))
+    runner = runner_on(transformers_model(checkpoint(kind)))
     driver = Driver(runner)
     (prompt,) = prompts(37)
     stream = driver.add(prompt, 40)
@@ -117,7 +117,7 @@ def test_a_sequence_that_joins_late_changes_nobodys_tokens(llama_runner: NewRunn
 
 def test_trimmed_blocks_are_not_read() -> None:
     """Every layer of mistral slides over eight positions: a decode at 39 needs nothing before block 2."""
-    runner = runner_on(hosted(checkpoint("mistral")))
+    runner = runner_on(transformers_model(checkpoint("mistral")))
     (prompt,) = prompts(39)
     runner.add(A, prompt, GREEDY, len(prompt))
     runner.submit(StepPlan(1, (prefill(A, 0, 39, [5, 3, 8]),))).result(timeout=60)

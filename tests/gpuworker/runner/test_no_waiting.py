@@ -14,7 +14,7 @@ from gpuworker.attention.interface import AttentionMetadata, LayerAttention
 from gpuworker.attention.step_inputs import StagedStep, pack_rows
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.memory.token_table import TokenTable
-from gpuworker.models.llama.gpu_model import LeanGpuModel
+from gpuworker.models.llama.gpu_model import LlamaGpuModel
 from gpuworker.models.llama.gpu_weights import fused_weights
 from gpuworker.runner.cuda_graphs import GraphLauncher, GraphParts, RepeatingRecorder
 from gpuworker.runner.graph_inputs import GraphInputs
@@ -58,7 +58,7 @@ def launchers() -> tuple[StepLauncher, StepLauncher]:
     """Return what launches kernel by kernel and what launches graphs, on the device that holds nothing."""
     case = make_case("qwen3 with biases")
     weights = fused_weights(case.spec, lambda name: case.tensor(name).to(NOTHING), torch.float32, NOTHING)
-    model, attention = LeanGpuModel(case.config, weights, "float32", 64), NoAttention()
+    model, attention = LlamaGpuModel(case.config, weights, "float32", 64), NoAttention()
     tokens = TokenTable(4, 65, NOTHING)
     tokens.write(0, np.arange(5, dtype=np.int32))
     eager = EagerLauncher(model, attention, tokens)

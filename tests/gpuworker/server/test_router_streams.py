@@ -27,7 +27,7 @@ from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2 as types
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint, hf_greedy
 from tests.support.gpuworker.fake_engine_ports import InstantRunner, ManualRunner
-from tests.support.gpuworker.runner_harness import SLOTS, hosted, runner_on
+from tests.support.gpuworker.runner_harness import SLOTS, runner_on, transformers_model
 from tests.support.gpuworker.worker_harness import CONFIG, TRACED, RouterEnd, Served, served, submit
 
 PROMPT = list(range(20, 31))
@@ -251,7 +251,7 @@ async def test_logprobs_of_two_steps_that_ended_at_once_come_once() -> None:
 async def llama() -> AsyncIterator[tuple[Served, RouterEnd]]:
     """Serve a tiny checkpoint with its real runner, in blocks of 4, to one router."""
     config = AgentConfig(SLOTS // 4, 4, max_num_batched_tokens=48, max_num_seqs=8)
-    async with served(runner_on(hosted(checkpoint("llama")), 4), loaded=False, config=config) as worker:
+    async with served(runner_on(transformers_model(checkpoint("llama")), 4), loaded=False, config=config) as worker:
         worker.serve(SubmitLimits(256, VOCAB_SIZE, 4))
         async with worker.router() as router:
             yield worker, router

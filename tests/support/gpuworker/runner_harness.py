@@ -14,9 +14,9 @@ from common.types import BlockId, SamplingParams, SequenceId
 from gpuworker.attention.backends import make_backend
 from gpuworker.core.batch_plan import ScheduledRow, StepPlan, StepResult
 from gpuworker.memory.kv_cache import KvCache
-from gpuworker.models.choose import open_lean
-from gpuworker.models.hf.hosted import HostedModel
+from gpuworker.models.choose import open_native
 from gpuworker.models.hf.loader import ModelSource, load_model
+from gpuworker.models.hf.model import TransformersModel
 from gpuworker.models.self_test import self_test
 from gpuworker.runner.model_runner import ModelRunner, RunnerLimits
 from gpuworker.runner.native_executor import native_executor
@@ -27,13 +27,13 @@ GREEDY = SamplingParams(temperature=0.0)
 SLOTS = 2048
 
 
-def hosted(directory: Path) -> HostedModel:
+def transformers_model(directory: Path) -> TransformersModel:
     """Return a model that computes in float32."""
     return load_model(ModelSource(str(directory), dtype="float32"), CPU)
 
 
 def runner_on(
-    model: HostedModel, block_size: int = 16, max_model_len: int = 256, eos: tuple[int, ...] = ()
+    model: TransformersModel, block_size: int = 16, max_model_len: int = 256, eos: tuple[int, ...] = ()
 ) -> ModelRunner:
     """Return a runner with one thread and eight seats on a cache of 2048 slots."""
     geometry = self_test(model, lambda cache: make_backend("auto", cache))
@@ -46,8 +46,8 @@ def queued_on(
     directory: Path, block_size: int = 16, max_model_len: int = 256, eos: tuple[int, ...] = ()
 ) -> ModelRunner:
     """Return such a runner of a model on the native path, its steps queued natively."""
-    opened = open_lean(
-        ModelSource(str(directory), dtype="float32"), CPU, "lean", lambda cache: make_backend("auto", cache)
+    opened = open_native(
+        ModelSource(str(directory), dtype="float32"), CPU, "native", lambda cache: make_backend("auto", cache)
     )
     assert opened is not None
     model, geometry = opened

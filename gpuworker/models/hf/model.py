@@ -1,7 +1,7 @@
 """Runs any Hugging Face decoder on a paged KV cache by taking the place of its attention function.
 
 The model sees one packed row of tokens, [1, T], of all rows of a step, and no mask and no cache. Each of its attention
-layers calls `_hosted_attention` with queries, keys and values after rotary embedding; the step's backend takes over.
+layers calls `_paged_attention` with queries, keys and values after rotary embedding; the step's backend takes over.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _UNKNOWN_OPTIONS = ("position_bias", "indices", "block_indices")
 _sink: ContextVar[LayerSink | None] = ContextVar("quire_layer_sink", default=None)
 
 
-class HostedModel:
+class TransformersModel:
     """A Hugging Face causal language model whose attention is ours. Used by one thread at a time.
 
     `kv_dtype` is the type of K and V in the caches that it runs on, a key of `gpuworker.memory.devices.CACHE_DTYPES`.
@@ -82,7 +82,7 @@ class HostedModel:
         return logits.float()
 
 
-def _hosted_attention(
+def _paged_attention(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -124,4 +124,4 @@ def _layer_attention(layer: int, head_dim: int, options: dict[str, Any]) -> Laye
     )
 
 
-AttentionInterface.register(IMPLEMENTATION, _hosted_attention)
+AttentionInterface.register(IMPLEMENTATION, _paged_attention)

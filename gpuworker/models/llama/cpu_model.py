@@ -32,7 +32,7 @@ class DescribedRun:
     kept: tuple[torch.Tensor, ...]
 
 
-class NativeModel:
+class LlamaCpuModel:
     """Implements `gpuworker.models.step_model.StepModel` over `NativeAttention`. Used by one thread at a time.
 
     `kv_dtype` is the type of K and V in the caches that it runs on. While `seconds` is a dictionary, the time of each
@@ -73,9 +73,9 @@ class NativeModel:
         if kept > len(self._logits):
             self._logits = torch.empty(kept, self.vocab_size)
 
-    def only(self, layers: Sequence[int]) -> NativeModel:
+    def only(self, layers: Sequence[int]) -> LlamaCpuModel:
         """Return a model of some of the layers on the same weights."""
-        return NativeModel(self.config, self.packed.only(layers), self.kv_dtype)
+        return LlamaCpuModel(self.config, self.packed.only(layers), self.kv_dtype)
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, sink: AttentionBackend

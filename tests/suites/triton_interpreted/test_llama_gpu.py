@@ -1,4 +1,4 @@
-"""The lean path of the GPU with its real kernels: it computes what the hosted path does, also as padded graphs."""
+"""The native path of the GPU with its real kernels: it computes what transformers does, also as padded graphs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpuworker.attention.torch_backend import TorchAttention
 from gpuworker.attention.triton_backend import TritonAttention
 from gpuworker.kernels import triton_elementwise
 from gpuworker.memory.token_table import TokenTable
-from gpuworker.models.llama.gpu_model import LeanGpuModel
+from gpuworker.models.llama.gpu_model import LlamaGpuModel
 from gpuworker.models.llama.gpu_weights import fused_weights
 from gpuworker.runner.cuda_graphs import GraphLauncher, GraphParts, RepeatingRecorder
 from gpuworker.runner.graph_inputs import GraphInputs
@@ -28,17 +28,17 @@ CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def lean(case: Case) -> LeanGpuModel:
+def llama_model(case: Case) -> LlamaGpuModel:
     weights = fused_weights(case.spec, case.tensor, torch.float32, CPU)
-    return LeanGpuModel(case.config, weights, "float32", 64, triton_elementwise)
+    return LlamaGpuModel(case.config, weights, "float32", 64, triton_elementwise)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3, wide heads", "qwen3 with biases", "mistral, a window"])
-def test_logits_are_those_of_the_hosted_path(name: str) -> None:
+def test_logits_are_those_of_the_transformers_path(name: str) -> None:
     case = make_case(name)
     tokens = case_tokens(case.spec)
-    ours = torch.cat(list(steps(lean(case), TritonAttention(case.cache()), tokens)))
-    theirs = torch.cat(list(steps(case.hosted, TorchAttention(case.cache()), tokens)))
+    ours = torch.cat(list(steps(llama_model(case), TritonAttention(case.cache()), tokens)))
+    theirs = torch.cat(list(steps(case.transformers_model, TorchAttention(case.cache()), tokens)))
     assert ours.argmax(-1).tolist() == theirs.argmax(-1).tolist()
     torch.testing.assert_close(ours, theirs, atol=5e-5, rtol=5e-5)
 
@@ -47,7 +47,7 @@ class Decoding:
     """Three sequences in seats 0 to 2, the first two on one block to begin with, run step by step."""
 
     def __init__(self, case: Case, graphs: bool) -> None:
-        model, cache, heads = lean(case), case.cache(12), case.spec.num_heads
+        model, cache, heads = llama_model(case), case.cache(12), case.spec.num_heads
         self._vocab, self.tokens = case.spec.vocab_size, TokenTable(3, 33, CPU)
         attention = TritonAttention(cache, tuned=small(2), cascade_bytes=1)
         self.launcher: StepLauncher = EagerLauncher(model, attention, self.tokens)
