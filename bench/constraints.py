@@ -135,10 +135,10 @@ def of_masks(path: Path, vocab_size: int, tokens: int) -> dict[str, float]:
         filled = time.perf_counter()
         allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
         token = int(allowed[rng.randrange(len(allowed))])
-        drawn = time.perf_counter()
+        sampled = time.perf_counter()
         followed.consume(token)
         fills.append(filled - began)
-        consumed.append(time.perf_counter() - drawn)
+        consumed.append(time.perf_counter() - sampled)
     return {
         "tokenizer_ms": 1e3 * read,
         "compile_ms": 1e3 * statistics.median(compiled),

@@ -33,7 +33,7 @@ from gpuworker.runner.launcher import EagerLauncher, LaidOutStep, StepLauncher
 from gpuworker.runner.model_runner import ModelRunner, RunnerLimits
 from gpuworker.runner.native_executor import NativeExecutor, StepTimes, native_executor
 from gpuworker.runner.thread_executor import thread_executor
-from gpuworker.sampling.rows import Drawn
+from gpuworker.sampling.rows import SampledTokens
 
 BLOCK_SIZE, PROMPT_TOKENS, WARM_UP = 16, 64, 8
 WAYS = ("queue", "thread")
@@ -50,14 +50,14 @@ class TimedLauncher:
         self._launcher, self._model, self._spent = launcher, model, spent
         self._ended, self._forward = time.perf_counter(), 0.0
 
-    def launch(self, step: LaidOutStep) -> Drawn:
+    def launch(self, step: LaidOutStep) -> SampledTokens:
         """See `StepLauncher`."""
         began = time.perf_counter()
-        drawn = self._launcher.launch(step)
+        sampled = self._launcher.launch(step)
         ended, forward = time.perf_counter(), sum((self._model.seconds or {}).values())
         self._spent.append(StepTimes(began - self._ended, ended - began, forward - self._forward))
         self._ended, self._forward = ended, forward
-        return drawn
+        return sampled
 
 
 @dataclass(frozen=True, slots=True)

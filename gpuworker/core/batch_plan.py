@@ -52,7 +52,7 @@ class StepResult:
     """
 
     step: int
-    drawn: Mapping[SequenceId, tuple[int, ...]]
+    sampled: Mapping[SequenceId, tuple[int, ...]]
     logprobs: Mapping[SequenceId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     seconds: float = 0.0
     ended: Mapping[SequenceId, FinishCause] = field(default_factory=dict)

@@ -13,7 +13,7 @@ from common.errors import AlreadyExists, FieldViolation, InvalidRequest, NotFoun
 from common.lease import Admit, Copy, GrantBatch, Inventory, InventorySequence, Report
 from common.types import TRIMMED, BlockHash, BlockId, FinishReason, SequenceId, SequencePhase, Usage
 from gpuworker.core.batch_plan import ScheduledRow, StepPlan, StepResult
-from gpuworker.core.block_rows import BlockRows, Content
+from gpuworker.core.block_states import BlockStates, Content
 from gpuworker.core.invariants import violations
 from gpuworker.core.outcomes import AgentConfig, Applied, Completion, Counts, SequenceFinished
 from gpuworker.core.report_builder import ReportBuilder, SessionState
@@ -31,7 +31,7 @@ class LeaseAgent:
         self.config = config
         self._hashing = config.prefix_caching and not config.window
         self._block_shift = config.block_size.bit_length() - 1
-        self._blocks = BlockRows(config.num_blocks)
+        self._blocks = BlockStates(config.num_blocks)
         self._scheduler = StepScheduler(
             self._blocks, config.block_size, config.max_num_batched_tokens, config.long_prefill_cap
         )
@@ -219,17 +219,17 @@ class LeaseAgent:
         """Accept what a step drew, up to a stop; drop it when the sequence had ended. A preempted one still gets it."""
         if sequence.phase is SequencePhase.DRAINING_FINISH:
             return
-        drawn, ended = result.drawn[sequence.id], result.ended.get(sequence.id)
+        sampled, ended = result.sampled[sequence.id], result.ended.get(sequence.id)
         if ended is not None:
             self._end(sequence, ended)
             return
-        for count, token in enumerate(drawn, start=1):
+        for count, token in enumerate(sampled, start=1):
             ending = sequence.accept(token, self.config.block_size)
             if ending is not None:
-                drawn = drawn[:count]
+                sampled = sampled[:count]
                 self._end(sequence, ending)
                 break
-        tokens[sequence.id] = drawn
+        tokens[sequence.id] = sampled
 
     def _close_blocks(self, sequence: Sequence, row: ScheduledRow) -> None:
         """Seal each block whose last slot this row wrote, as the snapshot names it; none past what was accepted."""
@@ -352,7 +352,7 @@ class LeaseAgent:
             pool=len(self._blocks.pool),
             lease_target=self._lease_target,
             steps_in_flight=len(self._in_flight),
-            pending_prefill=sum(max(0, len(s.tokens) - s.pos - 1) for s in self._sequences.values()),
+            pending_prefill=sum(max(0, len(s.tokens) - s.num_computed_tokens - 1) for s in self._sequences.values()),
             unheld=self.config.num_blocks - self._blocks.held - len(self._blocks.pool),
         )
 

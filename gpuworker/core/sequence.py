@@ -35,8 +35,8 @@ class NewSequence:
 class Sequence:
     """State of a live sequence. Positions count from 0; position p holds token p.
 
-    `pos` is the next position to compute, counting steps in flight; `sampling` counts the tokens that steps in flight
-    will draw, so `len(tokens) + sampling` tokens are known when the next step starts.
+    `num_computed_tokens` is the next position to compute; it includes steps in flight. `sampling` counts the tokens
+    that steps in flight will sample, so `len(tokens) + sampling` tokens are known when the next step starts.
     """
 
     __slots__ = (
@@ -48,9 +48,9 @@ class Sequence:
         "in_flight",
         "limit",
         "new",
+        "num_computed_tokens",
         "parent_digest",
         "phase",
-        "pos",
         "preemptions",
         "prompt_tokens",
         "reason",
@@ -76,7 +76,7 @@ class Sequence:
         self.phase = SequencePhase.WAITING
         self.block_table: list[BlockId] = []
         self.snapshot: tuple[BlockId, ...] | None = None
-        self.pos = 0
+        self.num_computed_tokens = 0
         self.in_flight = 0
         self.sampling = 0
         self.trimmed = 0
@@ -101,7 +101,7 @@ class Sequence:
         self.phase = SequencePhase.RUNNING
         self.block_table = list(block_table)
         self.snapshot = block_table
-        self.pos = 0
+        self.num_computed_tokens = 0
         self.trimmed = 0
         if self.cached_tokens is None:
             self.cached_tokens = cached_tokens
@@ -109,8 +109,8 @@ class Sequence:
     def requeue(self) -> None:
         """Wait again, after a preemption, with every token that is known."""
         self.phase = SequencePhase.WAITING
-        self.recompute_below = max(self.recompute_below, self.pos)
-        self.block_table, self.snapshot, self.pos = [], None, 0
+        self.recompute_below = max(self.recompute_below, self.num_computed_tokens)
+        self.block_table, self.snapshot, self.num_computed_tokens = [], None, 0
         self.preemptions += 1
 
     def blocks(self) -> tuple[BlockId, ...]:
@@ -177,7 +177,7 @@ class Sequence:
             tuple(self.tokens),
             self.phase,
             tuple(self.block_table),
-            self.pos,
+            self.num_computed_tokens,
             self.in_flight,
             self.sampling,
             self.trimmed,

@@ -151,7 +151,7 @@ def _reader(
 ) -> Weights:
     """Return what gives a model's weights: those of the files, or those that the transformers path would draw."""
     if source.load_format == "dummy":
-        drawn = random_module(config, precision.dtype, source.seed, device).state_dict()
-        return Weights(drawn.__getitem__)
+        state = random_module(config, precision.dtype, source.seed, device).state_dict()
+        return Weights(state.__getitem__)
     checkpoint = Checkpoint(directory)
     return Weights(lambda name: checkpoint.tensor(name, precision.dtype), checkpoint.integers)

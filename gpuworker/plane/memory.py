@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 from common.errors import FieldViolation, InvalidConfig
 from common.types import KvGeometry
 from gpuworker.attention.torch_backend import MAX_MASK
-from gpuworker.memory.byte_plan import GIB, Ledger, bytes_per_block, in_words
+from gpuworker.memory.byte_plan import GIB, BytePlan, bytes_per_block, in_words
 from gpuworker.memory.devices import free_bytes, total_bytes
 from gpuworker.models.choose import LlamaModel
 from gpuworker.models.hf.model import TransformersModel
@@ -46,7 +46,7 @@ class MemoryOptions:
 
 def plan_memory(
     model: TransformersModel | LlamaModel, geometry: KvGeometry, model_limit: int, options: MemoryOptions
-) -> Ledger:
+) -> BytePlan:
     """Return the ledger of a loaded model; nothing is allocated yet.
 
     Raises InvalidConfig, with the numbers, when no block fits, or not one sequence of `max_model_len`.
@@ -67,7 +67,7 @@ def plan_memory(
     free = free_bytes(device) - (mapped_weight_bytes() if device.type == "cpu" else 0)
     room = _room(device, free, options) - activations - graphs - table
     num_blocks = _num_blocks(device, room, block, options)
-    ledger = Ledger(
+    plan = BytePlan(
         device=str(device),
         total=total_bytes(device),
         free=free,
@@ -83,8 +83,8 @@ def plan_memory(
         max_num_seqs=seqs,
         graphs=graphs,
     )
-    _refuse_too_small(ledger, room, options)
-    return ledger
+    _refuse_too_small(plan, room, options)
+    return plan
 
 
 def mapped_weight_bytes() -> int:
@@ -116,22 +116,22 @@ def _num_blocks(device: torch.device, room: int, block: int, options: MemoryOpti
     return max(0, min(_CPU_KV_BYTES, int(_CPU_KV_FRACTION * room))) // block
 
 
-def _refuse_too_small(ledger: Ledger, room: int, options: MemoryOptions) -> None:
-    block, kv = in_words(ledger.block_bytes), in_words(ledger.kv)
+def _refuse_too_small(plan: BytePlan, room: int, options: MemoryOptions) -> None:
+    block, kv = in_words(plan.block_bytes), in_words(plan.kv)
     flag = "--kv-memory" if options.kv_memory is not None else "--kv-blocks"
-    if ledger.num_blocks < 1:
+    if plan.num_blocks < 1:
         has = in_words(room if options.kv_memory is None else options.kv_memory)
         what = f"no block fits: one takes {block} and {has} may be taken; give more, or use a smaller --block-size"
         raise InvalidConfig(FieldViolation(flag, what))
-    if ledger.kv > room:
-        what = f"{ledger.num_blocks} blocks take {kv}; {in_words(room)} may be taken on {ledger.device}"
+    if plan.kv > room:
+        what = f"{plan.num_blocks} blocks take {kv}; {in_words(room)} may be taken on {plan.device}"
         raise InvalidConfig(FieldViolation(flag, what))
-    if options.max_model_len is not None and ledger.max_model_len < options.max_model_len:
-        needed = -(-options.max_model_len // ledger.block_size)
+    if options.max_model_len is not None and plan.max_model_len < options.max_model_len:
+        needed = -(-options.max_model_len // plan.block_size)
         what = (
             f"one sequence of {options.max_model_len} tokens takes {needed} blocks"
-            f" ({in_words(needed * ledger.block_bytes)}); the KV cache has {ledger.num_blocks} ({kv}), enough for"
-            f" {ledger.num_blocks * ledger.block_size} tokens"
+            f" ({in_words(needed * plan.block_bytes)}); the KV cache has {plan.num_blocks} ({kv}), enough for"
+            f" {plan.num_blocks * plan.block_size} tokens"
         )
         raise InvalidConfig(FieldViolation("--max-model-len", what))
 

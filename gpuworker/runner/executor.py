@@ -23,7 +23,7 @@ from gpuworker.memory.kv_cache import KvCache
 from gpuworker.memory.token_table import TokenTable
 from gpuworker.models.step_model import StepModel
 from gpuworker.runner.launcher import LaidOutStep
-from gpuworker.sampling.rows import Drawn
+from gpuworker.sampling.rows import SampledTokens
 from gpuworker.sampling.sampler import token_logprobs
 
 
@@ -38,18 +38,18 @@ class RunnerStep:
     sequences: tuple[SequenceId, ...]  # [S]
     result: Future[StepResult]
 
-    def tell(self, drawn: Drawn, seconds: float) -> None:
+    def tell(self, sampled: SampledTokens, seconds: float) -> None:
         """Give the engine what was drawn, by sequence; the tensors are on the host."""
         logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]] = {
-            self.sequences[row]: (found,) for row, found in token_logprobs(drawn, self.work.sampling).items()
+            self.sequences[row]: (found,) for row, found in token_logprobs(sampled, self.work.sampling).items()
         }
         # zip makes the tuples of one token each.
-        found, masks = drawn.tokens.tolist(), self.work.point.masks
+        found, masks = sampled.tokens.tolist(), self.work.point.masks
         tokens = dict(zip(self.sequences, zip(found, strict=True), strict=True))
         if masks is None:
             self.result.set_result(StepResult(self.number, tokens, logprobs, seconds))
             return
-        masks.drew(found)
+        masks.sampled(found)
         self.result.set_result(StepResult(self.number, tokens, logprobs, seconds, masks.ended))
 
 
@@ -87,8 +87,8 @@ class Failures:
 class StepExecutor(Protocol):
     """Runs steps in order. Called from the engine's thread; it never waits for a step."""
 
-    def write(self, seat: int, tokens: npt.NDArray[np.int32], generation: int) -> None:
-        """Write the first tokens of a seat; no unfinished step has it."""
+    def write(self, batch_index: int, tokens: npt.NDArray[np.int32], generation: int) -> None:
+        """Write the first tokens at a batch index; no unfinished step contains it."""
         ...
 
     def submit(self, step: RunnerStep) -> None:

@@ -1,4 +1,4 @@
-"""Which tokens the constrained rows of one step may draw: filled by the mask thread, read by who draws."""
+"""The tokens that the constrained rows of a step may sample: the mask thread writes them, the sampler reads them."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _WORD = 32  # tokens in a word of a mask
 class MaskListener(Protocol):
     """Learns the outcome of each step that has masks, before the engine does."""
 
-    def drew(self, masks: StepMasks, tokens: Sequence[int]) -> None:
+    def sampled(self, masks: GrammarBitmask, tokens: Sequence[int]) -> None:
         """Take in what the C constrained rows of a step have drawn."""
         ...
 
-    def failed(self, masks: StepMasks) -> None:
+    def failed(self, masks: GrammarBitmask) -> None:
         """Take note that a step drew nothing."""
         ...
 
 
-class StepMasks:
+class GrammarBitmask:
     """The masks of C of the S rows of a step that sample; `rows` [C] says which, `positions` [C] of which tokens.
 
     Memory is that of the native library's quire_masks. `bits` [C, ceil(vocab / 32)]: bit i of word w allows token
@@ -74,9 +74,9 @@ class StepMasks:
 
     # ------------------------------------------------------------ who tells what a step drew
 
-    def drew(self, tokens: Sequence[int]) -> None:
+    def sampled(self, tokens: Sequence[int]) -> None:
         """Hand on what the S rows have drawn, before the engine hears of it."""
-        self._listener.drew(self, [tokens[row] for row in self.rows])
+        self._listener.sampled(self, [tokens[row] for row in self.rows])
 
     def failed(self) -> None:
         """Say that the step drew nothing, before the engine hears of it."""

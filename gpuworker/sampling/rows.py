@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from common.types import SamplingParams
-from gpuworker.sampling.masks import StepMasks
+from gpuworker.sampling.masks import GrammarBitmask
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -59,13 +59,13 @@ class RowLogprobs:
     """Log-probabilities of the rows that asked for them; n rows, k tokens each."""
 
     rows: Int64Array  # [n], index into the batch
-    drawn: torch.Tensor  # [n]
+    sampled: torch.Tensor  # [n]
     top_ids: torch.Tensor  # [n, k], best first
     top: torch.Tensor  # [n, k]
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class SampledTokens:
     """One token a row, still on the device."""
 
     tokens: torch.Tensor  # [S] int64
@@ -73,17 +73,18 @@ class Drawn:
 
 
 @dataclass(frozen=True, slots=True)
-class DrawPoint:
+class SamplePoint:
     """Where the rows of a batch are in one step, on the host: D of S rows draw at random, E end tokens are too early.
 
     `masks` are of the rows with a constraint; they may still be being filled.
 
-    positions [S] are those of the tokens to draw; those before them stand in the table, at [seats[s], :positions[s]].
+    `positions` [S] are those of the tokens to sample. The tokens before them are in the token table, at
+    [batch_index[s], :positions[s]].
     """
 
     positions: Int64Array
-    seats: Int32Array
+    batch_index: Int32Array
     uniform: Float64Array  # [D]
     early_rows: Int64Array  # [E]
     early_ids: Int64Array  # [E]
-    masks: StepMasks | None = None
+    masks: GrammarBitmask | None = None

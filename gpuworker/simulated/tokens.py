@@ -23,11 +23,11 @@ _MOST_IDS: Final = 1021
 
 
 class SimulatedTokens:
-    """The cycle of tokens that simulated sequences draw; `drawn` has each of them as the draw of one sequence."""
+    """The cycle of tokens that simulated sequences draw; `sampled` has each of them as the draw of one sequence."""
 
     def __init__(self, ids: Sequence[int]) -> None:
-        self.drawn = tuple((token,) for token in ids)
-        self.count = len(self.drawn)
+        self.sampled = tuple((token,) for token in ids)
+        self.count = len(self.sampled)
         self._ids = tuple(ids)
         self._places = {token: place for place, token in enumerate(ids)}
 

@@ -66,7 +66,7 @@ def test_a_simulated_step_takes_its_time() -> None:
     result = runner.submit(StepPlan(step=3, rows=(), copies=())).result(10.0)
     runner.remove(SequenceId(1))
     runner.close()
-    assert (result.step, result.drawn) == (3, {})
+    assert (result.step, result.sampled) == (3, {})
     assert result.seconds >= 0.02
 
 

@@ -15,7 +15,7 @@ from gpuworker.attention.interface import AttentionBackend
 from gpuworker.attention.native_backend import NativeAttention
 from gpuworker.memory.devices import dtype_name
 from gpuworker.models.llama.pack import PackedModel
-from gpuworker.models.llama.spec import rotary_table
+from gpuworker.models.llama.spec import rope_table
 from gpuworker.native import library as native
 from gpuworker.native.llama import PHASES, LlamaRunStruct, Refusal
 
@@ -44,7 +44,7 @@ class LlamaCpuModel:
         self.device, self.dtype = torch.device("cpu"), packed.dtype
         self.seconds: dict[str, float] | None = None
         self._scratch, self._logits = torch.empty(0, dtype=torch.uint8), torch.empty(0, packed.spec.vocab_size)
-        self.rotate_up_to(_FIRST_POSITIONS)
+        self.extend_rope(_FIRST_POSITIONS)
 
     @property
     def vocab_size(self) -> int:
@@ -114,13 +114,13 @@ class LlamaCpuModel:
         forward, struct = self.packed.library.quire_llama_forward, self.packed.struct
         refused = forward(struct, plan, run)
         if refused == Refusal.POSITION:
-            self.rotate_up_to(max(int(positions.max()) + 1, 2 * struct.num_positions))
+            self.extend_rope(max(int(positions.max()) + 1, 2 * struct.num_positions))
             refused = forward(struct, plan, run)
         if refused:
             raise EngineFailure(f"the step has a {Refusal(refused).name.lower()} that the model does not know")
 
-    def rotate_up_to(self, positions: int) -> None:
+    def extend_rope(self, positions: int) -> None:
         """Make the table of rotations for so many positions, but not more than the model has; no step runs."""
         length = min(positions, int(self.config.max_position_embeddings))
-        self._rotary = rotary_table(self.config, length)
-        self.packed.struct.rotary, self.packed.struct.num_positions = self._rotary.data_ptr(), length
+        self._rope_table = rope_table(self.config, length)
+        self.packed.struct.rotary, self.packed.struct.num_positions = self._rope_table.data_ptr(), length

@@ -19,9 +19,9 @@ from transformers import PretrainedConfig
 
 from gpuworker.attention.interface import LayerAttention, LayerSink
 from gpuworker.kernels import torch_elementwise
-from gpuworker.kernels.rope import Rotation
+from gpuworker.kernels.rope import Rope
 from gpuworker.models.llama.gpu_weights import GpuLayer, GpuWeights
-from gpuworker.models.llama.spec import LlamaSpec, llama_spec, rotary_table
+from gpuworker.models.llama.spec import LlamaSpec, llama_spec, rope_table
 
 
 class Elementwise(Protocol):
@@ -44,7 +44,7 @@ class Elementwise(Protocol):
 class RotatingAttention(Protocol):
     """An attention backend that also takes the product of the qkv matrix as it is."""
 
-    def rotate_write_and_attend(self, layer: LayerAttention, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    def rope_write_and_attend(self, layer: LayerAttention, qkv: torch.Tensor, rope: Rope) -> torch.Tensor:
         """Norm and turn queries and keys, write K and V, attend: `write_and_attend` on what qkv [T, -1] holds.
 
         qkv has, for each token, its query heads, its key heads, its value heads. Returns [T, num_heads, head_dim].
@@ -73,7 +73,7 @@ class LlamaGpuModel:
             raise ValueError(f"a {config.model_type} that is not of the native path")
         self.config, self.spec, self.weights, self.kv_dtype = config, spec, weights, kv_dtype
         self.device, self.dtype = weights.embedding.device, weights.embedding.dtype
-        table = rotary_table(config, max_positions)  # [max_positions, 2, head_dim / 2]
+        table = rope_table(config, max_positions)  # [max_positions, 2, head_dim / 2]
         self._table = table.to(self.device).flatten(1)
         self._fused = elementwise or elementwise_on(self.device)
         self._attention = _attention_of(spec)
@@ -143,13 +143,13 @@ class LlamaGpuModel:
     ) -> torch.Tensor:
         """Return [T, num_heads, head_dim] for hidden [T, hidden]."""
         qkv = linear(hidden, layer.qkv, layer.qkv_bias)
-        rotation = Rotation(self._table, positions, layer.query_norm, layer.key_norm, self.spec.norm_eps)
+        rope = Rope(self._table, positions, layer.query_norm, layer.key_norm, self.spec.norm_eps)
         if isinstance(sink, RotatingAttention):
-            return sink.rotate_write_and_attend(attention, qkv, rotation)
+            return sink.rope_write_and_attend(attention, qkv, rope)
         heads = (self.spec.num_heads, self.spec.num_kv_heads, self.spec.num_kv_heads)
         query, key, value = qkv.unflatten(1, (-1, self.spec.head_dim)).split(heads, dim=1)
         return sink.write_and_attend(
-            attention, rotation.turned(query, layer.query_norm), rotation.turned(key, layer.key_norm), value
+            attention, rope.apply_rope(query, layer.query_norm), rope.apply_rope(key, layer.key_norm), value
         )
 
 

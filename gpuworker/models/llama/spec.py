@@ -84,7 +84,7 @@ def llama_spec(config: PretrainedConfig) -> LlamaSpec | None:
     )
 
 
-def rotary_table(config: PretrainedConfig, length: int) -> torch.Tensor:
+def rope_table(config: PretrainedConfig, length: int) -> torch.Tensor:
     """Return float32 [length, 2, head_dim / 2]: cosines, then sines, of positions 0 .. length - 1.
 
     transformers' own module makes it, so that every static scaling is right, attention factors included. The rotation

@@ -1,4 +1,4 @@
-"""The byte ledger: exact numbers, and refusals that name them."""
+"""The byte plan: exact numbers, and refusals that name them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from common.errors import InvalidConfig
 from common.types import KvGeometry
 from gpuworker.checkpoints.stored_tensors import StoredTensors
-from gpuworker.memory.byte_plan import GIB, Ledger, in_words
+from gpuworker.memory.byte_plan import GIB, BytePlan, in_words
 from gpuworker.models.hf.model import TransformersModel
 from gpuworker.plane import memory
 from gpuworker.plane.memory import MemoryOptions, mapped_weight_bytes, plan_memory, weight_bytes
@@ -31,13 +31,13 @@ def model(monkeypatch: pytest.MonkeyPatch) -> TransformersModel:
     return transformers_model(checkpoint("llama"))
 
 
-def plan(model: TransformersModel, **options: Any) -> Ledger:
+def plan(model: TransformersModel, **options: Any) -> BytePlan:
     return plan_memory(model, GEOMETRY, 1024, MemoryOptions(**options))
 
 
 def test_blocks_may_be_given_by_number(model: TransformersModel) -> None:
-    ledger = plan(model, kv_blocks=70)
-    assert (ledger.num_blocks, ledger.kv) == (70, 70 * BLOCK)
+    byte_plan = plan(model, kv_blocks=70)
+    assert (byte_plan.num_blocks, byte_plan.kv) == (70, 70 * BLOCK)
 
 
 def test_blocks_may_be_given_by_bytes(model: TransformersModel) -> None:
@@ -45,9 +45,9 @@ def test_blocks_may_be_given_by_bytes(model: TransformersModel) -> None:
 
 
 def test_a_quarter_of_what_is_free_is_taken_on_cpu(model: TransformersModel) -> None:
-    ledger = plan(model)
-    room = 2 * GIB - ledger.activations - ledger.token_table
-    assert ledger.num_blocks == room // 4 // BLOCK
+    byte_plan = plan(model)
+    room = 2 * GIB - byte_plan.activations - byte_plan.token_table
+    assert byte_plan.num_blocks == room // 4 // BLOCK
 
 
 def test_a_gib_at_most_is_taken_on_cpu(model: TransformersModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,8 +64,8 @@ def test_the_context_shrinks_to_the_pool_when_none_was_asked_for(model: Transfor
 
 
 def test_sequences_fit_in_whole_blocks(model: TransformersModel) -> None:
-    ledger = plan(model, kv_blocks=70)
-    assert (ledger.sequences_of(1024), ledger.sequences_of(17), ledger.sequences_of(16)) == (1, 35, 70)
+    byte_plan = plan(model, kv_blocks=70)
+    assert (byte_plan.sequences_of(1024), byte_plan.sequences_of(17), byte_plan.sequences_of(16)) == (1, 35, 70)
 
 
 def test_the_token_table_counts(model: TransformersModel) -> None:
@@ -120,8 +120,8 @@ def test_mapped_weights_are_taken_off_what_is_free(model: TransformersModel, mon
 
 def test_a_narrower_cache_has_more_blocks(model: TransformersModel) -> None:
     geometry = replace(GEOMETRY, dtype="int8")
-    ledger = plan_memory(model, geometry, 1024, MemoryOptions(kv_memory=70 * BLOCK))
-    assert (ledger.block_bytes, ledger.num_blocks) == (3 * 2 * (16 + 16 + 8) * 16, 224)
+    byte_plan = plan_memory(model, geometry, 1024, MemoryOptions(kv_memory=70 * BLOCK))
+    assert (byte_plan.block_bytes, byte_plan.num_blocks) == (3 * 2 * (16 + 16 + 8) * 16, 224)
 
 
 def test_the_ledger_reads_as_a_table(model: TransformersModel) -> None:

@@ -25,7 +25,7 @@ from gpuworker.runner.launcher import EagerLauncher, LaidOutStep, StepLauncher
 from gpuworker.runner.model_runner import ModelRunner, RunnerLimits
 from gpuworker.runner.thread_executor import thread_executor
 from gpuworker.sampling import sampler
-from gpuworker.sampling.rows import Drawn, SampledRow
+from gpuworker.sampling.rows import SampledRow, SampledTokens
 from gpuworker.sampling.sampler import SamplingBatch
 from gpuworker.structured.grammars import GrammarCompiler
 from tests.support.checkpoints import EOS, VOCAB_SIZE, checkpoint, hf_greedy, tokenizer
@@ -73,7 +73,7 @@ class Counting:
         self._beneath = beneath
         self.steps = 0
 
-    def launch(self, step: LaidOutStep) -> Drawn:
+    def launch(self, step: LaidOutStep) -> SampledTokens:
         self.steps += 1
         return self._beneath.launch(step)
 
@@ -142,11 +142,13 @@ def test_a_step_runs_at_the_next_larger_size() -> None:
 # ---------------------------------------------------------------- inputs
 
 
-def staged(start: list[int], length: list[int], seats: list[int], samples: list[bool] | None = None) -> StagedStep:
+def staged(
+    start: list[int], length: list[int], batch_index: list[int], samples: list[bool] | None = None
+) -> StagedStep:
     table = np.arange(3 * len(start), dtype=np.int32).reshape(-1, 3) + 40
     rows = pack_rows(np.array(start, dtype=np.int32), np.array(length, dtype=np.int32), table, 4)
     drawing = np.array(samples if samples is not None else [True] * len(start))
-    return StagedStep(rows, np.array(seats, dtype=np.int32), drawing, table_width=100)
+    return StagedStep(rows, np.array(batch_index, dtype=np.int32), drawing, table_width=100)
 
 
 def small_inputs() -> GraphInputs:
@@ -264,14 +266,14 @@ def test_padding_draws_beside_the_table() -> None:
     outputs(captured.runner, [GREEDY] * 3)
     table = captured.tokens.tensor
     written = [len(PROMPTS[n]) + 12 + n for n in range(3)]
-    assert [int(table[seat].count_nonzero()) for seat in range(3)] == written
+    assert [int(table[batch_index].count_nonzero()) for batch_index in range(3)] == written
     assert int(table[3:].count_nonzero()) == 0
 
 
 def laid_out(step: StagedStep) -> LaidOutStep:
     count = int(step.samples.sum())
     batch = SamplingBatch([SampledRow(GREEDY, 1)] * count, VOCAB_SIZE, CPU)
-    return LaidOutStep(step, None, batch.at(np.zeros(count, dtype=np.int64), step.seats[step.samples]), batch)
+    return LaidOutStep(step, None, batch.at(np.zeros(count, dtype=np.int64), step.batch_index[step.samples]), batch)
 
 
 def test_only_decodes_that_all_sample_are_graphs() -> None:

@@ -72,16 +72,16 @@ def step(samplings: list[SamplingParams], length: list[int]) -> LaidOutStep:
     rows = pack_rows(
         np.array([5, 9, 2], dtype=np.int32), np.array(length, dtype=np.int32), np.zeros((3, 4), dtype=np.int32), 16
     )
-    seats = np.arange(3, dtype=np.int32)
+    batch_index = np.arange(3, dtype=np.int32)
     batch = SamplingBatch([SampledRow(params, 4, (2,)) for params in samplings], VOCAB, NOTHING)
-    staged = StagedStep(rows, seats, np.ones(3, dtype=bool), 65)
-    return LaidOutStep(staged, None, batch.at(rows.context_len.astype(np.int64), seats), batch)
+    staged = StagedStep(rows, batch_index, np.ones(3, dtype=bool), 65)
+    return LaidOutStep(staged, None, batch.at(rows.context_len.astype(np.int64), batch_index), batch)
 
 
 def check(launcher: StepLauncher, work: LaidOutStep) -> None:
     with torch.inference_mode():
-        drawn = launcher.launch(work)
-    assert (drawn.tokens.shape, drawn.tokens.device) == ((3,), NOTHING)
+        sampled = launcher.launch(work)
+    assert (sampled.tokens.shape, sampled.tokens.device) == ((3,), NOTHING)
 
 
 @pytest.mark.parametrize("kind", SAMPLINGS)

@@ -16,9 +16,9 @@ from common.types import Constraint, ConstraintKind, FinishReason, SamplingParam
 from gpuworker.native import library as native
 from gpuworker.runner.model_runner import ModelRunner
 from gpuworker.sampling import sampler
-from gpuworker.sampling.masks import StepMasks
+from gpuworker.sampling.masks import GrammarBitmask
 from gpuworker.structured.grammars import GrammarCompiler
-from gpuworker.structured.mask_thread import MaskKeeper
+from gpuworker.structured.mask_thread import GrammarMaskThread
 from tests.gpuworker.engine.test_equality import driver
 from tests.support.checkpoints import EOS, VOCAB_SIZE, tokenizer
 from tests.support.gpuworker.engine_harness import PATIENCE, EngineDriver, Result
@@ -75,7 +75,7 @@ def run(engine: EngineDriver, *which: int) -> list[Result]:
     return [engine.results[sequence] for sequence in started]
 
 
-def keeper_of(engine: EngineDriver) -> MaskKeeper:
+def mask_thread_of(engine: EngineDriver) -> GrammarMaskThread:
     assert isinstance(engine.runner, ModelRunner)
     assert engine.runner._masks is not None
     return engine.runner._masks
@@ -149,7 +149,7 @@ def test_what_max_tokens_cuts_is_a_beginning_that_the_grammar_allows(path: Model
         engine.submit(prompts()[0], 6, SAMPLINGS[0], eos=[EOS])
         (result,) = engine.finish()
         assert result.reason is FinishReason.LENGTH
-        compiler = keeper_of(engine)._grammars
+        compiler = mask_thread_of(engine)._grammars
         assert compiler.compile(REGEX).matcher().validate_tokens(result.tokens) == len(result.tokens) == 6
 
 
@@ -205,10 +205,10 @@ def test_cancelled_sequences_hold_up_nobody_and_leave_nothing(path: ModelImpl) -
             assert engine.results[cancelled].reason is FinishReason.CANCELLED
             assert [engine.results[sequence].tokens for sequence in started] == alone
         engine.assert_all_free()
-        keeper, forgotten = keeper_of(engine), threading.Event()
-        keeper._thread.put(forgotten.set)
+        mask_thread, forgotten = mask_thread_of(engine), threading.Event()
+        mask_thread._thread.put(forgotten.set)
         assert forgotten.wait(PATIENCE)
-        assert (keeper._states, keeper._waiting) == ({}, [])
+        assert (mask_thread._states, mask_thread._waiting) == ({}, [])
 
 
 def test_an_engine_stops_amid_constrained_sequences(path: ModelImpl) -> None:
@@ -237,13 +237,13 @@ def fail_a_draw(engine: EngineDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every step from the third one with masks on fail when it tells what it drew: as if it had drawn nothing."""
     told = iter(range(1000))
 
-    def broken(masks: StepMasks, tokens: list[int]) -> None:
+    def broken(masks: GrammarBitmask, tokens: list[int]) -> None:
         if next(told) >= 2:
             raise RuntimeError("the device is gone")
         right(masks, tokens)
 
-    right = StepMasks.drew
-    monkeypatch.setattr(StepMasks, "drew", broken)
+    right = GrammarBitmask.sampled
+    monkeypatch.setattr(GrammarBitmask, "sampled", broken)
 
 
 def test_a_native_step_that_fails_opens_the_masks_of_the_next_one() -> None:
@@ -263,15 +263,15 @@ def test_a_late_mask_is_waited_for(path: ModelImpl, late: int, monkeypatch: pyte
     with driver("llama", path, 16) as engine:
         alone = run(engine, 0)[0].tokens
         entered, go_on = threading.Event(), threading.Event()
-        count, right = iter(range(1, 1000)), MaskKeeper._fill
+        count, right = iter(range(1, 1000)), GrammarMaskThread._fill
 
-        def slow(keeper: MaskKeeper, masks: StepMasks) -> None:
+        def slow(mask_thread: GrammarMaskThread, masks: GrammarBitmask) -> None:
             if next(count) == late:
                 entered.set()
                 assert go_on.wait(PATIENCE)
-            right(keeper, masks)
+            right(mask_thread, masks)
 
-        monkeypatch.setattr(MaskKeeper, "_fill", slow)
+        monkeypatch.setattr(GrammarMaskThread, "_fill", slow)
         sequence = engine.submit(prompts()[0], COUNT, SAMPLINGS[0], eos=[EOS])
         assert entered.wait(PATIENCE)
         while engine.engine.load().step_age_seconds < 0.05:
@@ -286,8 +286,8 @@ def test_unconstrained_steps_know_nothing_of_masks(path: ModelImpl, monkeypatch:
     def unexpected(*_: object) -> None:
         raise AssertionError("nobody has a constraint")
 
-    for name in ("masks", "add", "remove", "drew"):
-        monkeypatch.setattr(MaskKeeper, name, unexpected)
+    for name in ("masks", "add", "remove", "sampled"):
+        monkeypatch.setattr(GrammarMaskThread, name, unexpected)
     monkeypatch.setattr(GrammarCompiler, "compile", unexpected)
     with driver("llama", path, 16) as engine:
         assert len(run(engine, 5)[0].tokens) == COUNT

@@ -17,7 +17,7 @@ from unittest import mock
 
 from common.lease import Admit, GrantBatch
 from common.types import BlockHash, BlockId, SequenceId, SequencePhase
-from gpuworker.core.block_rows import BlockRows, Content
+from gpuworker.core.block_states import BlockStates, Content
 from gpuworker.core.lease_agent import LeaseAgent
 from gpuworker.core.lease_session import LeaseSession
 from gpuworker.core.outcomes import Applied
@@ -132,7 +132,7 @@ def reset_only_when_it_waits(agent: LeaseAgent, admit: Admit, copied: frozenset[
 
 def wait_for_the_filler(scheduler: StepScheduler, sequence: WorkerSequence, room: int, step: Composition) -> int:
     """What an admission counted as shared is left to the sequence that was to fill it."""
-    return 0 if sequence.pos < (sequence.cached_tokens or 0) else _take(scheduler, sequence, room, step)
+    return 0 if sequence.num_computed_tokens < (sequence.cached_tokens or 0) else _take(scheduler, sequence, room, step)
 
 
 def report_the_release_at_once(agent: LeaseAgent, sequence: WorkerSequence) -> None:
@@ -154,15 +154,15 @@ def leave_out_draining(_agent: LeaseAgent, sequence: WorkerSequence) -> bool:
     return not sequence.draining
 
 
-def adopt_orphans(_blocks: BlockRows, content: Content, index: dict[BlockHash, int]) -> int | None:
+def adopt_orphans(_blocks: BlockStates, content: Content, index: dict[BlockHash, int]) -> int | None:
     return -1 if content.parent is None else index.get(content.parent, -1)
 
 
-def keep_the_claim_until_bound(blocks: BlockRows, block: BlockId) -> None:
+def keep_the_claim_until_bound(blocks: BlockStates, block: BlockId) -> None:
     blocks.pool.append(block)
 
 
-def copy_what_will_be_there(blocks: BlockRows, _src: BlockId, dst: BlockId, slots: int) -> None:
+def copy_what_will_be_there(blocks: BlockStates, _src: BlockId, dst: BlockId, slots: int) -> None:
     blocks.drop_claim(dst)
     blocks.fill[dst] = slots
 
@@ -349,14 +349,14 @@ MUTANTS = (
     Mutant(
         "7",
         "claims whose parent is not claimed are adopted",
-        ((BlockRows, "parent_index", adopt_orphans), *EVICTING_AHEAD),
+        ((BlockStates, "parent_index", adopt_orphans), *EVICTING_AHEAD),
         Walks("mixed"),
         ("I5",),
     ),
     Mutant(
         "8",
         "a leased, unbound block keeps its claim",
-        ((BlockRows, "lease", keep_the_claim_until_bound),),
+        ((BlockStates, "lease", keep_the_claim_until_bound),),
         Walks("mixed"),
         ("I4",),
     ),
@@ -384,7 +384,7 @@ MUTANTS = (
     Mutant(
         "12",
         "a copy counts slots that its source has not filled yet",
-        ((BlockRows, "copy", copy_what_will_be_there),),
+        ((BlockStates, "copy", copy_what_will_be_there),),
         Exhaustive("fork"),
         ("I3",),
     ),

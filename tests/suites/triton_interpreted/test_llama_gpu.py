@@ -44,7 +44,7 @@ def test_logits_are_those_of_the_transformers_path(name: str) -> None:
 
 
 class Decoding:
-    """Three sequences in seats 0 to 2, the first two on one block to begin with, run step by step."""
+    """Three sequences at batch indices 0 to 2, the first two on one block to begin with, run step by step."""
 
     def __init__(self, case: Case, graphs: bool) -> None:
         model, cache, heads = llama_model(case), case.cache(12), case.spec.num_heads
@@ -57,29 +57,29 @@ class Decoding:
             inputs = GraphInputs(4, cache, 32, self.tokens.spare)
             parts = GraphParts(model, attention, plan, self.tokens, inputs, (4,))
             self.launcher = self.graphs = GraphLauncher(parts, self.launcher, RepeatingRecorder())
-        for seat in range(3):
-            self.tokens.write(seat, [5 + seat * (seat // 2), 9, 70, 31, 12 - seat])
+        for batch_index in range(3):
+            self.tokens.write(batch_index, [5 + batch_index * (batch_index // 2), 9, 70, 31, 12 - batch_index])
 
     def step(self, start: list[int], length: list[int]) -> None:
         table = np.array([[0, 1, 2, 3], [0, 4, 5, 6], [7, 8, 9, 10]], dtype=np.int32)
         rows = pack_rows(np.array(start, dtype=np.int32), np.array(length, dtype=np.int32), table, BLOCK_SIZE)
-        seats = np.arange(3, dtype=np.int32)
+        batch_index = np.arange(3, dtype=np.int32)
         batch = SamplingBatch([SampledRow(GREEDY, 4)] * 3, self._vocab, CPU)
-        staged = StagedStep(rows, seats, np.ones(3, dtype=bool), self.tokens.width)
-        point = batch.at(rows.context_len.astype(np.int64), seats)
+        staged = StagedStep(rows, batch_index, np.ones(3, dtype=bool), self.tokens.width)
+        point = batch.at(rows.context_len.astype(np.int64), batch_index)
         self.launcher.launch(LaidOutStep(staged, staged.on(CPU), point, batch))
 
 
 def test_padded_decodes_draw_what_kernels_draw_one_by_one() -> None:
-    drawn = []
+    sampled = []
     for graphs in (False, True):
         decoding = Decoding(make_case("llama"), graphs)
         decoding.step([0, 0, 0], [5, 5, 2])
         for n in range(4):
             decoding.step([5 + n, 5 + n, 2 + n], [1, 1, 1])
-        drawn.append(decoding.tokens.tensor.tolist())
-    assert drawn[0] == drawn[1]
-    assert len({tuple(row[5:10]) for row in drawn[0]}) == 3
+        sampled.append(decoding.tokens.tensor.tolist())
+    assert sampled[0] == sampled[1]
+    assert len({tuple(row[5:10]) for row in sampled[0]}) == 3
 
 
 def test_each_way_to_plan_has_a_graph() -> None:

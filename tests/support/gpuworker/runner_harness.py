@@ -35,7 +35,7 @@ def transformers_model(directory: Path) -> TransformersModel:
 def runner_on(
     model: TransformersModel, block_size: int = 16, max_model_len: int = 256, eos: tuple[int, ...] = ()
 ) -> ModelRunner:
-    """Return a runner with one thread and eight seats on a cache of 2048 slots."""
+    """Return a runner with one thread and eight batch indices on a cache of 2048 slots."""
     geometry = self_test(model, lambda cache: make_backend("auto", cache))
     cache = KvCache(geometry, SLOTS // block_size, block_size, CPU)
     limits = RunnerLimits(8, max_model_len, threads=1)
@@ -123,5 +123,5 @@ class Driver:
 
     def take(self, result: StepResult) -> None:
         """Append what a step drew."""
-        for sequence, tokens in result.drawn.items():
+        for sequence, tokens in result.sampled.items():
             self._streams[sequence].output.extend(tokens)

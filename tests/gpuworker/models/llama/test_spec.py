@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from gpuworker.models.llama.spec import LlamaSpec, llama_spec, rotary_table, why_not_llama
+from gpuworker.models.llama.spec import LlamaSpec, llama_spec, rope_table, why_not_llama
 from tests.support.checkpoints import config_of
 
 SHAPE: dict[str, Any] = {
@@ -85,13 +85,13 @@ def test_the_table_turns_a_head_as_transformers_does(rope: dict[str, Any]) -> No
     config = LlamaConfig(**SHAPE, rope_parameters=THETA | rope)
     head = torch.randn(1, 1, 64, 8, generator=torch.Generator().manual_seed(0))
     expected, _ = apply_rotary_pos_emb(head, head, *LlamaRotaryEmbedding(config)(head, torch.arange(64)[None]))
-    cosine, sine = rotary_table(config, 64).unbind(1)
+    cosine, sine = rope_table(config, 64).unbind(1)
     first, second = head[0, 0].chunk(2, dim=-1)
-    turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
-    torch.testing.assert_close(turned, expected[0, 0])
+    apply_rope = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+    torch.testing.assert_close(apply_rope, expected[0, 0])
 
 
 def test_the_attention_factor_of_yarn_is_in_the_table() -> None:
     rope = THETA | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-    table = rotary_table(LlamaConfig(**SHAPE, rope_parameters=rope), 2)
+    table = rope_table(LlamaConfig(**SHAPE, rope_parameters=rope), 2)
     assert table[0, 0, 0].item() == pytest.approx(1.1386294)  # 0.1 ln 4 + 1

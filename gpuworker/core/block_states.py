@@ -24,7 +24,7 @@ class Content(NamedTuple):
     last_used: int
 
 
-class BlockRows:
+class BlockStates:
     """Pool, fill, holders and content claims of all blocks; the rows themselves belong to the sequences."""
 
     def __init__(self, num_blocks: int) -> None:
@@ -113,9 +113,9 @@ class BlockRows:
                 raise ProtocolViolation(f"block {block} was granted anew while the worker still holds it")
             taken.add(block)
 
-    def clone(self) -> BlockRows:
+    def clone(self) -> BlockStates:
         """Return an independent copy."""
-        twin = BlockRows(0)
+        twin = BlockStates(0)
         twin.pool, twin.fill, twin.holders = self.pool.copy(), self.fill.copy(), self.holders.copy()
         twin.held = self.held
         twin.content = self.content.copy()
