@@ -31,13 +31,14 @@ from bench.lib.workers import BenchWorker, random_prompts
 from bench.lib.workloads import Request
 from common.constraint_grammar import grammar_of, parser_limits
 from common.types import Constraint, ConstraintKind, SamplingParams
-from gpuworker.attention.interface import make_backend
+from gpuworker.attention.backends import make_backend
 from gpuworker.core.outcomes import AgentConfig
 from gpuworker.engine.ports import EngineRequest
 from gpuworker.memory.kv_cache import KvCache
+from gpuworker.models.llama.cpu_model import LlamaCpuModel
 from gpuworker.runner.model_runner import ModelRunner, RunnerLimits
-from gpuworker.runner.native_executor import QueuedRunner, QueueExecutor
-from gpuworker.sampling.sampler import SampledRow
+from gpuworker.runner.native_executor import NativeExecutor, native_executor
+from gpuworker.sampling.rows import SampledRow
 from gpuworker.structured.grammars import GrammarCompiler
 from gpuworker.structured.sequence import Constrained
 
@@ -134,10 +135,10 @@ def of_masks(path: Path, vocab_size: int, tokens: int) -> dict[str, float]:
         filled = time.perf_counter()
         allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
         token = int(allowed[rng.randrange(len(allowed))])
-        drawn = time.perf_counter()
+        sampled = time.perf_counter()
         followed.consume(token)
         fills.append(filled - began)
-        consumed.append(time.perf_counter() - drawn)
+        consumed.append(time.perf_counter() - sampled)
     return {
         "tokenizer_ms": 1e3 * read,
         "compile_ms": 1e3 * statistics.median(compiled),
@@ -156,10 +157,10 @@ def of_engine(path: Path, vocab_size: int, size: Size) -> dict[str, float]:
     plane = data_plane(None, shape, device="cpu", **options)
     cache = KvCache(plane.identity.kv_geometry, config.num_blocks, BLOCK_SIZE, plane.model.device)
     limits = RunnerLimits(size.rows, length, size.threads or 0)
-    runner: ModelRunner = type(plane.runner)(plane.model, cache, make_backend("auto", cache), limits, (EOS,))
+    assert isinstance(plane.model, LlamaCpuModel), "the native library was not built"
+    runner = ModelRunner(plane.model, cache, make_backend("auto", cache), limits, native_executor, (EOS,))
     runner.constrain(GrammarCompiler(path, vocab_size, (EOS,)))
-    assert isinstance(runner, QueuedRunner), "the native library was not built"
-    assert isinstance(runner.executor, QueueExecutor)
+    assert isinstance(runner.executor, NativeExecutor)
     worker = MixedWorker(runner, config, None)
     worker.sampling, worker.rows = FREE, size.rows
     rounds: dict[int, list[Round]] = {share: [] for share in SHARES}

@@ -1,7 +1,7 @@
 """The engine alone: the four workloads on one engine in this process, over a ledger inside; no gRPC, no Redis.
 
     python -m bench.engine --workload W1 --scale 0.5 --dtype bfloat16
-    python -m bench.engine --check                     tokens of the lean and the hosted path, which must be equal
+    python -m bench.engine --check                     tokens of the native and the transformers path, which must be equal
 
 Throughput, time to first token and gaps between tokens; and where an engine's time goes: in the model's forward, in the
 rest of a step (laying out, sampling, reading back), and between steps. Without --model a random one of 128 million
@@ -25,7 +25,7 @@ from bench.lib.workers import BenchWorker, Run
 from bench.lib.workloads import make, warm_up
 from common.types import SamplingParams, SequenceId
 from gpuworker.core.batch_plan import StepPlan, StepResult, StepRunner
-from gpuworker.models.llama.native_model import NativeModel
+from gpuworker.models.llama.cpu_model import LlamaCpuModel
 from gpuworker.native.llama import PHASES
 from gpuworker.plane.assembly import ModelPlane
 
@@ -41,7 +41,7 @@ class TimedRunner:
     """
 
     def __init__(self, runner: StepRunner, model: Any) -> None:
-        self._runner, self._native = runner, model if isinstance(model, NativeModel) else None
+        self._runner, self._native = runner, model if isinstance(model, LlamaCpuModel) else None
         self.steps, self.in_steps, self._in_forward = 0, 0.0, 0.0
         forward: Callable[..., Any] = model.forward
 
@@ -119,7 +119,7 @@ SHARE_NOTES = {
 def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Return each workload's figures, medians over its repeats."""
     found = {}
-    worker, runner = engine(_plane(args, "hosted" if args.hosted else "auto"))
+    worker, runner = engine(_plane(args, "transformers" if args.transformers else "auto"))
     with worker:
         worker.drive(warm_up())
         for name in args.workload:
@@ -134,16 +134,18 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 
 def check(args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Return, for each workload, the share of tokens on which the lean and the hosted path agree in float32."""
+    """Return, for each workload, the share of tokens on which the native and the transformers path agree in float32."""
     found = {}
     args.dtype = "float32"
     with ExitStack() as stack:
-        lean, hosted = (stack.enter_context(engine(_plane(args, path))[0]) for path in ("lean", "hosted"))
+        native, transformers = (
+            stack.enter_context(engine(_plane(args, path))[0]) for path in ("native", "transformers")
+        )
         for name in args.workload:
             workload = make(name, args.seed, args.scale)
             expected, got = (
                 {rid: record.tokens for rid, record in worker.drive(workload, salt=name).records.items()}
-                for worker in (hosted, lean)
+                for worker in (transformers, native)
             )
             found[name] = {"agreement": agreement(expected, got), "tokens": sum(map(len, expected.values()))}
             progress(f"{name}: {found[name]['agreement']:.4f} of the tokens agree", end=True)
@@ -151,14 +153,14 @@ def check(args: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 
 CHECK_NOTES = {
-    "agreement": "share of equal tokens, lean against hosted path, float32",
+    "agreement": "share of equal tokens, native against transformers path, float32",
     "tokens": "tokens compared",
 }
 
 
-def _plane(args: argparse.Namespace, execution: str) -> ModelPlane:
+def _plane(args: argparse.Namespace, model_impl: str) -> ModelPlane:
     caching = args.prefix_caching == "on"
-    options = worker_options(args) | {"dtype": args.dtype, "prefix_caching": caching, "execution": execution}
+    options = worker_options(args) | {"dtype": args.dtype, "prefix_caching": caching, "model_impl": model_impl}
     return data_plane(args.model, **options)
 
 
@@ -168,8 +170,10 @@ def main() -> None:
     add_model_flags(flags)
     add_engine_flags(flags)
     add_workload_flags(flags)
-    flags.add_argument("--hosted", action="store_true", help="the hosted path, which serves any model")
-    flags.add_argument("--check", action="store_true", help="compare tokens of the lean and the hosted path instead")
+    flags.add_argument("--transformers", action="store_true", help="the transformers path, which serves any model")
+    flags.add_argument(
+        "--check", action="store_true", help="compare tokens of the native and the transformers path instead"
+    )
     args = flags.parse_args()
     args.scale = args.scale or (CHECK_SCALE if args.check else 1.0)
     found = check(args) if args.check else measure(args)

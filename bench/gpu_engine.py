@@ -25,10 +25,11 @@ from gpuworker.core.outcomes import AgentConfig
 from gpuworker.memory.byte_plan import bytes_per_block
 from gpuworker.memory.devices import dtype_name
 from gpuworker.memory.kv_cache import KvCache
-from gpuworker.models.llama.gpu_model import LeanGpuModel
+from gpuworker.models.llama.gpu_model import LlamaGpuModel
 from gpuworker.models.llama.gpu_weights import fused_weights, random_weights
 from gpuworker.runner.cuda_graphs import graph_launcher
 from gpuworker.runner.model_runner import ModelRunner, RunnerLimits
+from gpuworker.runner.thread_executor import thread_executor
 
 BLOCK_SIZE = 16
 _CONTEXT, _OUTPUT, _SKIPPED = 1024, 192, 32
@@ -91,7 +92,7 @@ def check(device: torch.device, rows: int = 5, prompt: int = 70, output: int = 4
     module.generation_config.eos_token_id = None
     tensors = module.state_dict()
     weights = fused_weights(spec, tensors.__getitem__, torch.float32, device)
-    model = LeanGpuModel(config, weights, "float32", prompt + output)
+    model = LlamaGpuModel(config, weights, "float32", prompt + output)
     with torch.inference_mode():
         ids = torch.tensor(prompts, device=device)
         made = module.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=output, do_sample=False)
@@ -120,7 +121,7 @@ def _noticing_waits(device: torch.device) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def engine_on(model: LeanGpuModel, load: Load, budget: int = 8192) -> EngineDriver:
+def engine_on(model: LlamaGpuModel, load: Load, budget: int = 8192) -> EngineDriver:
     """Return an engine over a cache that holds the load."""
     spec, max_len = model.spec, load.prompt + load.output
     geometry = KvGeometry(spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.head_dim, model.kv_dtype)
@@ -128,7 +129,7 @@ def engine_on(model: LeanGpuModel, load: Load, budget: int = 8192) -> EngineDriv
     attention = TritonAttention(cache)
     limits = RunnerLimits(load.batch, max_len)
     launcher = graph_launcher(model, cache, attention, load.batch, max_len)
-    runner = ModelRunner(model, cache, attention, limits, (), launcher)
+    runner = ModelRunner(model, cache, attention, limits, thread_executor(launcher))
     config = AgentConfig(load.blocks, BLOCK_SIZE, budget, max_num_seqs=load.batch, prefix_caching=False)
     return EngineDriver(runner, config, geometry)
 
@@ -137,7 +138,7 @@ def measured(name: str, copied: float, device: torch.device, batches: tuple[int,
     """Yield tokens a second of one model at each batch, over what its bytes allow, and over the peer's."""
     spec, config = spec_of(MODELS[name]), config_of(MODELS[name])
     weights = random_weights(spec, torch.bfloat16, device)
-    model = LeanGpuModel(config, weights, dtype_name(torch.bfloat16), 2 * _CONTEXT)
+    model = LlamaGpuModel(config, weights, dtype_name(torch.bfloat16), 2 * _CONTEXT)
     ours = {}
     for batch in batches:
         load = Load(batch)
@@ -154,7 +155,7 @@ def measured(name: str, copied: float, device: torch.device, batches: tuple[int,
         _empty()
 
 
-def _rate(model: LeanGpuModel, load: Load) -> float:
+def _rate(model: LlamaGpuModel, load: Load) -> float:
     with engine_on(model, load) as engine:
         for seed in range(2):  # the first to warm up
             prompts = random_prompts(load.batch, load.prompt, model.vocab_size, seed)
@@ -174,7 +175,7 @@ def _over_peer(name: str, load: Load, ours: float, device: torch.device) -> Figu
     return Figure(figure, ours / theirs, f"tokens a second over {peer} ({theirs:.0f})", 1.0)
 
 
-def step_bytes(model: LeanGpuModel, load: Load) -> int:
+def step_bytes(model: LlamaGpuModel, load: Load) -> int:
     """Return what a step of decodes must read: all weights but an embedding of its own, and the K/V of all rows."""
     spec, weights = model.spec, model.weights
     embedding = 0 if spec.tied else weights.embedding.numel() * weights.embedding.itemsize

@@ -11,7 +11,7 @@ import torch
 
 from bench.gpu.measure import Figure, checked, copy_bandwidth, graph_seconds, parser, report, rotation, the_device
 from bench.gpu.models import MODELS, spec_of
-from gpuworker.models.llama.spec import LeanSpec
+from gpuworker.models.llama.spec import LlamaSpec
 
 _BATCHES = (1, 8, 32, 128)
 
@@ -29,7 +29,7 @@ def main() -> None:
     report("gpu_linear", device, figures)
 
 
-def shapes(spec: LeanSpec) -> dict[str, tuple[int, int]]:
+def shapes(spec: LlamaSpec) -> dict[str, tuple[int, int]]:
     """Return the matrices of a layer, and the last one, as [out, in]."""
     width = spec.num_heads * spec.head_dim
     return {
@@ -48,7 +48,7 @@ def check(device: torch.device) -> None:
     checked("torch.mm in bf16", float((torch.mm(x, weight.t()).double() - exact).norm() / exact.norm()), 1e-2)
 
 
-def products(model: str, spec: LeanSpec, batch: int, copied: float, device: torch.device) -> Iterator[Figure]:
+def products(model: str, spec: LlamaSpec, batch: int, copied: float, device: torch.device) -> Iterator[Figure]:
     """Yield the bandwidth of each product over a copy's, and of all products of a step together."""
     seconds, read = 0.0, 0
     for name, (rows, columns) in shapes(spec).items():

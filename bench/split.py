@@ -22,8 +22,9 @@ from bench.lib.workers import BenchWorker, Run, manager_process, random_prompts
 from common.types import KvGeometry
 from gpuworker.core.batch_plan import StepRunner
 from gpuworker.core.outcomes import AgentConfig
-from gpuworker.simulated.costs import SimulatedTokens, StepCosts
+from gpuworker.core.step_costs import StepCosts
 from gpuworker.simulated.runner import SimulatedRunner
+from gpuworker.simulated.tokens import SimulatedTokens
 
 BLOCK_SIZE = 16
 BLOCKS = 4096

@@ -22,16 +22,17 @@ from bench.lib.harness import parser, report
 from bench.lib.models import data_plane
 from bench.lib.workers import BenchWorker, random_prompts
 from common.types import SamplingParams
-from gpuworker.attention.interface import make_backend
+from gpuworker.attention.backends import make_backend
 from gpuworker.core.outcomes import AgentConfig
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.memory.token_table import TokenTable
-from gpuworker.models.llama.native_model import NativeModel
+from gpuworker.models.llama.cpu_model import LlamaCpuModel
 from gpuworker.plane.assembly import ModelPlane
 from gpuworker.runner.launcher import EagerLauncher, LaidOutStep, StepLauncher
 from gpuworker.runner.model_runner import ModelRunner, RunnerLimits
-from gpuworker.runner.native_executor import QueuedRunner, QueueExecutor, StepTimes
-from gpuworker.sampling.sampler import Drawn
+from gpuworker.runner.native_executor import NativeExecutor, StepTimes, native_executor
+from gpuworker.runner.thread_executor import thread_executor
+from gpuworker.sampling.rows import SampledTokens
 
 BLOCK_SIZE, PROMPT_TOKENS, WARM_UP = 16, 64, 8
 WAYS = ("queue", "thread")
@@ -44,18 +45,18 @@ DRAWS = {
 class TimedLauncher:
     """Launches kernel by kernel, and notes when."""
 
-    def __init__(self, launcher: StepLauncher, model: NativeModel, spent: list[StepTimes]) -> None:
+    def __init__(self, launcher: StepLauncher, model: LlamaCpuModel, spent: list[StepTimes]) -> None:
         self._launcher, self._model, self._spent = launcher, model, spent
         self._ended, self._forward = time.perf_counter(), 0.0
 
-    def launch(self, step: LaidOutStep) -> Drawn:
+    def launch(self, step: LaidOutStep) -> SampledTokens:
         """See `StepLauncher`."""
         began = time.perf_counter()
-        drawn = self._launcher.launch(step)
+        sampled = self._launcher.launch(step)
         ended, forward = time.perf_counter(), sum((self._model.seconds or {}).values())
         self._spent.append(StepTimes(began - self._ended, ended - began, forward - self._forward))
         self._ended, self._forward = ended, forward
-        return drawn
+        return sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,25 +72,25 @@ class Overhead:
 
 def _runner(plane: ModelPlane, way: str, limits: RunnerLimits, blocks: int, spent: list[StepTimes]) -> ModelRunner:
     model = plane.model
-    assert isinstance(model, NativeModel), "the native library was not built"
+    assert isinstance(model, LlamaCpuModel), "the native library was not built"
     cache = KvCache(plane.identity.kv_geometry, blocks, BLOCK_SIZE, model.device)
     attention = make_backend("auto", cache)
     if way == "queue":
-        runner = QueuedRunner(model, cache, attention, limits)
-        assert isinstance(runner.executor, QueueExecutor)
+        runner = ModelRunner(model, cache, attention, limits, native_executor)
+        assert isinstance(runner.executor, NativeExecutor)
         runner.executor.spent = spent
         return runner
 
     def launcher(tokens: TokenTable) -> StepLauncher:
         return TimedLauncher(EagerLauncher(model, attention, tokens), model, spent)
 
-    return ModelRunner(model, cache, attention, limits, (), launcher)
+    return ModelRunner(model, cache, attention, limits, thread_executor(launcher))
 
 
 def measure(plane: ModelPlane, way: str, rows: int, steps: int, sampling: SamplingParams) -> Overhead:
     """Run `steps` decode steps of `rows` rows."""
     length, model = PROMPT_TOKENS + steps + WARM_UP, plane.model
-    assert isinstance(model, NativeModel)
+    assert isinstance(model, LlamaCpuModel)
     config = AgentConfig(rows * (-(-length // BLOCK_SIZE) + 2), BLOCK_SIZE, 1 << 15, max_num_seqs=rows)
     spent: list[StepTimes] = []
     model.seconds = {}

@@ -12,15 +12,15 @@ from common.settings.options import (
     Bytes,
     Count,
     DType,
-    Execution,
     KvCacheDType,
     LoadFormat,
+    ModelImpl,
     Port,
     Quantization,
     ServiceSettings,
     Settings,
 )
-from gpuworker.simulated.costs import DEFAULT_COSTS, parse_costs
+from gpuworker.core.step_costs import DEFAULT_COSTS, parse_costs
 
 
 def _costs(value: str) -> str:
@@ -47,18 +47,18 @@ class EngineSettings(Settings):
         "none",
         description="how linear layers hold their weights: int8 and int4 quantise weights alone, w8a8 activations too; "
         "auto: int8, w8a8 or neither by the shape of each layer, timed at start and said in the log; none: as the "
-        "checkpoint has them, in integers too. Other than none only on the lean path of a CPU",
+        "checkpoint has them, in integers too. Other than none only on the native path of a CPU",
     )
     deterministic: bool = Field(
         False,
         description="compute the same tokens, to the bit of their logits, whatever else runs, however prompts are cut, "
         "on every worker of the pool; refused where that cannot be kept: it needs the native CPU path",
     )
-    execution: Execution = Field(
+    model_impl: ModelImpl = Field(
         "auto",
-        description="lean: our own forward of the Llama family, native on a CPU, fused kernels on CUDA; hosted: the "
-        "model as transformers has it, on our attention; auto: lean where the model and the device allow it, and the "
-        "log says why not",
+        description="native: Quire's own forward of the Llama family, in C++ on a CPU, in fused kernels on CUDA; "
+        "transformers: the forward of the transformers library with Quire's attention; auto: native where the model "
+        "and the device allow it, and the log says why not",
     )
     simulate: StepCostWords | None = Field(
         None,
@@ -69,7 +69,7 @@ class EngineSettings(Settings):
     )
     cuda_graphs: bool = Field(
         True,
-        description="CUDA only: capture decode steps of lean models at start, some seconds, and run them as graphs",
+        description="CUDA only: capture decode steps of native models at start, some seconds, and run them as graphs",
     )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     seed: int = Field(0, description="seed of dummy weights")

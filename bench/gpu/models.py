@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
-from gpuworker.models.llama.spec import LeanSpec, lean_spec
+from gpuworker.models.llama.spec import LlamaSpec, llama_spec
 
 MAX_POSITIONS = 8192
 _LLAMA_8B: dict[str, Any] = {
@@ -54,8 +54,8 @@ def config_of(model: Shape) -> PretrainedConfig:
     return kind(**shape, **ids, max_position_embeddings=MAX_POSITIONS)
 
 
-def spec_of(model: Shape) -> LeanSpec:
-    """Return what the lean path knows of it."""
-    spec = lean_spec(config_of(model))
+def spec_of(model: Shape) -> LlamaSpec:
+    """Return what the native path knows of it."""
+    spec = llama_spec(config_of(model))
     assert spec is not None
     return spec

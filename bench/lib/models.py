@@ -9,13 +9,13 @@ from typing import Any
 from bench.lib.checkpoints import MAX_MODEL_LEN, MEDIUM, SMALL, checkpoint
 from bench.lib.workers import BenchWorker
 from common.types import KvGeometry
-from gpuworker.attention.interface import make_backend
+from gpuworker.attention.backends import make_backend
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.core.batch_plan import StepRunner
 from gpuworker.core.outcomes import AgentConfig
 from gpuworker.memory.kv_cache import KvCache
-from gpuworker.plane.assembly import ModelPlane, assemble
-from gpuworker.runner.model_runner import RunnerLimits
+from gpuworker.plane.assembly import ModelPlane, assemble, executor_for
+from gpuworker.runner.model_runner import ModelRunner, RunnerLimits
 
 
 def data_plane(model: str | None, shape: Mapping[str, object] = MEDIUM, **options: Any) -> ModelPlane:
@@ -49,6 +49,6 @@ def plane_worker(plane: ModelPlane, block_size: int) -> BenchWorker:
     slots = plane.memory.num_blocks * plane.memory.block_size
     cache = KvCache(geometry, slots // block_size, block_size, device)
     limits = RunnerLimits(plane.max_num_seqs, plane.memory.max_model_len, plane.settings.threads or 0)
-    runner = type(plane.runner)(plane.model, cache, make_backend("auto", cache), limits)
+    runner = ModelRunner(plane.model, cache, make_backend("auto", cache), limits, executor_for(plane.model))
     config = replace(plane.agent_config(), num_blocks=slots // block_size, block_size=block_size)
     return BenchWorker(runner, config, None, geometry)

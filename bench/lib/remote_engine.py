@@ -26,10 +26,11 @@ from common.types import FinishReason, KvGeometry, PoolIdentity, SequenceId
 from gpuworker.core.batch_plan import StepRunner
 from gpuworker.core.lease_agent import LeaseAgent
 from gpuworker.core.outcomes import AgentConfig
+from gpuworker.core.step_costs import StepCosts
 from gpuworker.engine.engine import Engine
 from gpuworker.engine.ports import EngineLoad, EngineRequest, OutputSink
-from gpuworker.simulated.costs import SimulatedTokens, StepCosts
 from gpuworker.simulated.runner import SimulatedRunner
+from gpuworker.simulated.tokens import SimulatedTokens
 
 BLOCK_SIZE, BLOCKS = 16, 4096
 _LENGTH = struct.Struct("<I")

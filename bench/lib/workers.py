@@ -32,12 +32,12 @@ from common.rpc.health import wait_until_serving
 from common.types import FinishReason, KvGeometry, PoolIdentity, SamplingParams, SequenceId
 from gpuworker.core.batch_plan import StepRunner
 from gpuworker.core.lease_agent import LeaseAgent
-from gpuworker.core.outcomes import AgentConfig
+from gpuworker.core.outcomes import AgentConfig, SequenceFinished
 from gpuworker.core.sequence import NewSequence
 from gpuworker.core.stopping import StopRule
 from gpuworker.engine.engine import Engine
 from gpuworker.engine.lease_client import LeaseClient
-from gpuworker.engine.ports import EngineOutputs, EngineRequest, SequenceFinished
+from gpuworker.engine.ports import EngineOutputs, EngineRequest
 from gpuworker.server.output_buffer import OutputBuffer
 
 _START_SECONDS = 30.0

@@ -21,8 +21,8 @@ from bench.open_loop.plan import Plan, Seen, Trace
 from bench.open_loop.token_check import TokenCheck
 from common.process.garbage import collect_rarely
 from common.rpc import event_loop
-from gpuworker.simulated.costs import SimulatedTokens
 from gpuworker.simulated.plane import simulated_tokens
+from gpuworker.simulated.tokens import SimulatedTokens
 
 _FIRST_ID = 8  # after what checkpoints use for padding, ends and roles
 

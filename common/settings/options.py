@@ -70,7 +70,7 @@ KvCacheDType = Annotated[str, AfterValidator(_one_of("auto", "float32", "bfloat1
 Quantization = Annotated[str, AfterValidator(_one_of("none", "int8", "int4", "w8a8", "auto"))]
 LogFormat = Literal["json", "text", "bare"]
 LoadFormat = Literal["auto", "dummy"]
-Execution = Literal["auto", "lean", "hosted"]
+ModelImpl = Literal["auto", "native", "transformers"]
 Choice = _one_of
 
 

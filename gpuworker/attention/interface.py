@@ -1,4 +1,4 @@
-"""The one interface of attention and cache write, which every backend implements (torch, Triton, C++).
+"""The interface of attention and cache write that every backend implements (torch, Triton, C++).
 
 A backend is bound to a KV cache. For each step it is told once what the step computes (`begin`: the place to plan
 work that all layers share), then called once per layer: it writes K and V of all tokens of the step into their slots
@@ -7,16 +7,12 @@ and only then attends, so that a row may read what another row of the same step 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
-
-from common.errors import FieldViolation, InvalidConfig, Unsupported
-from gpuworker.memory.kv_cache import KvCache
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -72,12 +68,8 @@ class DeviceTables:
     slot_mapping: torch.Tensor
 
 
-class AttentionBackend(Protocol):
-    """Attention over one KV cache. Used by one thread; steps and layers come in order."""
-
-    def begin(self, step: AttentionMetadata) -> None:
-        """Plan what all layers of the step share; called before its first layer."""
-        ...
+class LayerSink(Protocol):
+    """What takes the calls of a model's attention layers: a backend, or the recorder of the self-test."""
 
     def write_and_attend(
         self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -90,87 +82,9 @@ class AttentionBackend(Protocol):
         ...
 
 
-BackendFactory = Callable[[KvCache], AttentionBackend]
+class AttentionBackend(LayerSink, Protocol):
+    """Attention over one KV cache. One thread uses it; steps and layers come in order."""
 
-
-@dataclass(frozen=True, slots=True)
-class BackendOptions:
-    """How a backend is to compute.
-
-    `deterministic`: what a query gets is the same to the bit whatever else is in the step, however its sequence was cut
-    into steps, and however many threads run.
-    """
-
-    deterministic: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class BackendChoice:
-    """How to make a backend, the types of device it runs on (none named: all), and whether it can be deterministic.
-
-    `runs` tells, for a cache on such a device, whether it can work on it here.
-    """
-
-    make: Callable[[KvCache, BackendOptions], AttentionBackend]
-    device_types: tuple[str, ...] = ()
-    deterministic: bool = False
-    runs: Callable[[KvCache], bool] = lambda _: True
-
-
-def _torch_backend(cache: KvCache, options: BackendOptions) -> AttentionBackend:
-    from gpuworker.attention.torch_backend import TorchAttention
-
-    return TorchAttention(cache)
-
-
-def _triton_backend(cache: KvCache, options: BackendOptions) -> AttentionBackend:
-    from gpuworker.attention.triton_backend import TritonAttention
-
-    return TritonAttention(cache)
-
-
-def _native_backend(cache: KvCache, options: BackendOptions) -> AttentionBackend:
-    from gpuworker.attention.native_backend import NativeAttention
-
-    return NativeAttention(cache, options.deterministic)
-
-
-def _native_runs(cache: KvCache) -> bool:
-    from gpuworker.attention.native_backend import runs
-
-    return runs(cache)
-
-
-_ANY_BITS = BackendOptions()
-# On each type of device a backend that names it is faster than one that runs anywhere.
-BACKENDS: dict[str, BackendChoice] = {
-    "torch": BackendChoice(_torch_backend),
-    "triton": BackendChoice(_triton_backend, ("cuda",)),
-    "native": BackendChoice(_native_backend, ("cpu",), deterministic=True, runs=_native_runs),
-}
-
-
-def backends_on(device_type: str) -> list[str]:
-    """Return the names of the backends that run on this type of device, the fastest first."""
-    able = [name for name, choice in BACKENDS.items() if device_type in choice.device_types or not choice.device_types]
-    return sorted(able, key=lambda name: not BACKENDS[name].device_types)
-
-
-def make_backend(name: str, cache: KvCache, options: BackendOptions = _ANY_BITS) -> AttentionBackend:
-    """Return the backend called `name` on `cache`; "auto" is the fastest that runs on this cache here.
-
-    Raises InvalidConfig for a name that is unknown or that does not run here, Unsupported when what is left cannot be
-    deterministic and must.
-    """
-    able = [each for each in backends_on(cache.keys.device.type) if BACKENDS[each].runs(cache)]
-    if name not in ("auto", *able):
-        raise InvalidConfig(FieldViolation("--attention", f"{name!r}; expected auto, {', '.join(able)}"))
-    allowed = able if name == "auto" else [name]
-    fit = [each for each in allowed if BACKENDS[each].deterministic or not options.deterministic]
-    if not fit:
-        kind = cache.keys.device.type
-        raise Unsupported(
-            f"--deterministic cannot be kept: no attention for {kind} here computes the same bits in every batch"
-            f" (tried {', '.join(allowed)}); on a CPU the native kernels do, which need a C++ compiler at install"
-        )
-    return BACKENDS[fit[0]].make(cache, options)
+    def begin(self, step: AttentionMetadata) -> None:
+        """Plan what all layers of the step share. The caller does this before the first layer."""
+        ...

@@ -56,7 +56,7 @@ class StagedStep:
     """A step's arrays on the host, ready to go to the device. `samples` [R] marks the rows that draw."""
 
     rows: PackedRows
-    seats: Int32Array  # [R]
+    batch_index: Int32Array  # [R]
     samples: npt.NDArray[np.bool_]  # [R]
     table_width: int
 
@@ -69,7 +69,7 @@ class StagedStep:
     def on(self, device: torch.device) -> StepInputs:
         """Move it to the device: on CPU nothing moves, elsewhere it is queued behind what runs."""
         rows = self.rows
-        first = self.seats.astype(np.int64) * self.table_width  # of each row's seat in the token table
+        first = self.batch_index.astype(np.int64) * self.table_width  # of each row in the token table
         take = first[rows.row_of_token] + rows.positions
         put = (first + rows.context_len)[self.samples]
         if device.type == "cpu":

@@ -1,10 +1,10 @@
 """The kernels of paged attention in Triton: one that attends, for decodes and prefills alike, and one that merges.
 
-A program of the first computes one item of the step's work list (gpuworker/attention/work_list.py) for one K/V head. The
-query heads that share the K/V head are rows of one tile beside each other, so that K and V are read once for all of
-them. The softmax is computed on the way (online), in powers of two: exp(x) = 2^(x log2 e), with the factor folded into
-the scale. Quantised K and V are never scaled back as tiles: a slot's K scale multiplies its column of scores, its V
-scale its column of weights.
+A program of the first computes one item of the work list (gpuworker/attention/work_list.py) for one K/V head. The query
+heads that share the K/V head are adjacent rows of one tile, so that K and V are read once for all of them. The softmax
+is computed on the way (online), in powers of two: exp(x) = 2^(x log2 e), with the factor folded into the scale.
+Quantised K and V are never scaled back as tiles: a slot's K scale multiplies its column of scores, its V scale its
+column of weights.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 

@@ -16,7 +16,7 @@ from gpuworker.attention.triton_attend import LOG2_E, attend_kernel, merge_kerne
 from gpuworker.attention.triton_plan import DevicePlan, Launches, PlanBuffers, Room
 from gpuworker.attention.triton_tuning import Chip, Heads, KernelShape, Tuning, chip_of, tuning
 from gpuworker.attention.work_list import WorkList, work_list
-from gpuworker.kernels.rope import Rotation
+from gpuworker.kernels.rope import Rope
 from gpuworker.kernels.triton_cache import bytes_of, scales_of, write_kv
 from gpuworker.kernels.triton_rope import QkNorm, rope_and_write
 from gpuworker.memory.byte_plan import bytes_per_block
@@ -99,7 +99,7 @@ class TritonAttention:
         write_kv(self._cache, layer.layer, self._step.device.slot_mapping, key, value)
         return self.attend(layer, query)
 
-    def rotate_write_and_attend(self, layer: LayerAttention, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    def rope_write_and_attend(self, layer: LayerAttention, qkv: torch.Tensor, rope: Rope) -> torch.Tensor:
         """Norm and turn queries and keys, write K and V, and attend: what `write_and_attend` does, from one product.
 
         qkv [T, -1] has, for each token, its query heads, its key heads, its value heads.
@@ -107,9 +107,9 @@ class TritonAttention:
         assert self._step is not None
         slots = self._step.device.slot_mapping
         norm = None
-        if rotation.query_norm is not None and rotation.key_norm is not None:
-            norm = QkNorm(rotation.query_norm, rotation.key_norm, rotation.eps)
-        query = rope_and_write(self._cache, layer.layer, qkv, rotation.table, rotation.positions, slots, norm)
+        if rope.query_norm is not None and rope.key_norm is not None:
+            norm = QkNorm(rope.query_norm, rope.key_norm, rope.eps)
+        query = rope_and_write(self._cache, layer.layer, qkv, rope.table, rope.positions, slots, norm)
         return self.attend(layer, query)
 
     def attend(self, layer: LayerAttention, query: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from common.lease import Copy
 from common.types import BlockId, SamplingParams, SequenceId, TokenLogprobs
-from gpuworker.core.stopping import Ending
+from gpuworker.core.stopping import FinishCause
 
 
 class ScheduledRow(NamedTuple):
@@ -52,10 +52,10 @@ class StepResult:
     """
 
     step: int
-    drawn: Mapping[SequenceId, tuple[int, ...]]
+    sampled: Mapping[SequenceId, tuple[int, ...]]
     logprobs: Mapping[SequenceId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     seconds: float = 0.0
-    ended: Mapping[SequenceId, Ending] = field(default_factory=dict)
+    ended: Mapping[SequenceId, FinishCause] = field(default_factory=dict)
 
 
 class StepRunner(Protocol):

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping
 
 from common.types import TRIMMED, SequenceId, SequencePhase
 from gpuworker.core.batch_plan import StepPlan
-from gpuworker.core.block_rows import BlockRows
+from gpuworker.core.block_states import BlockStates
 from gpuworker.core.sequence import Sequence
 
 
 def violations(
-    sequences: Mapping[SequenceId, Sequence], blocks: BlockRows, in_flight: Iterable[StepPlan], block_size: int
+    sequences: Mapping[SequenceId, Sequence], blocks: BlockStates, in_flight: Iterable[StepPlan], block_size: int
 ) -> list[str]:
     """Return every rule that does not hold, in words; empty when all is well."""
     return [
@@ -23,7 +23,7 @@ def violations(
     ]
 
 
-def _holders(sequences: Mapping[SequenceId, Sequence], blocks: BlockRows) -> list[str]:
+def _holders(sequences: Mapping[SequenceId, Sequence], blocks: BlockStates) -> list[str]:
     held = Counter(block for s in sequences.values() for block in s.block_table if block != TRIMMED)
     found = [f"block {block} is in the pool and in a row" for block in blocks.pool if held[block]]
     if len(set(blocks.pool)) != len(blocks.pool):
@@ -34,13 +34,13 @@ def _holders(sequences: Mapping[SequenceId, Sequence], blocks: BlockRows) -> lis
     return found
 
 
-def _claims(blocks: BlockRows, block_size: int) -> list[str]:
+def _claims(blocks: BlockStates, block_size: int) -> list[str]:
     found = [f"block {block} is claimed while in the pool" for block in blocks.pool if block in blocks.content]
     found += [f"block {block} is claimed and not full" for block in blocks.content if blocks.fill[block] != block_size]
     return found
 
 
-def _progress(sequence: Sequence, blocks: BlockRows) -> list[str]:
+def _progress(sequence: Sequence, blocks: BlockStates) -> list[str]:
     name, found = f"sequence {sequence.id}", []
     if sequence.phase is SequencePhase.WAITING:
         if sequence.block_table or sequence.in_flight or sequence.sampling:
@@ -48,8 +48,8 @@ def _progress(sequence: Sequence, blocks: BlockRows) -> list[str]:
         return found
     if sequence.snapshot is not None and list(sequence.snapshot) != sequence.block_table:
         found.append(f"{name} has a stale snapshot of its row")
-    if sequence.pos > len(sequence.tokens) + sequence.sampling:
-        found.append(f"{name} computes position {sequence.pos} of unknown tokens")
+    if sequence.num_computed_tokens > len(sequence.tokens) + sequence.sampling:
+        found.append(f"{name} computes position {sequence.num_computed_tokens} of unknown tokens")
     if not sequence.in_flight and sequence.sampling:
         found.append(f"{name} awaits a token from no step")
     return found

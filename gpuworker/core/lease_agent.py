@@ -13,13 +13,13 @@ from common.errors import AlreadyExists, FieldViolation, InvalidRequest, NotFoun
 from common.lease import Admit, Copy, GrantBatch, Inventory, InventorySequence, Report
 from common.types import TRIMMED, BlockHash, BlockId, FinishReason, SequenceId, SequencePhase, Usage
 from gpuworker.core.batch_plan import ScheduledRow, StepPlan, StepResult
-from gpuworker.core.block_rows import BlockRows, Content
+from gpuworker.core.block_states import BlockStates, Content
 from gpuworker.core.invariants import violations
-from gpuworker.core.outcomes import AgentConfig, Applied, Completion, Counts, Finished
+from gpuworker.core.outcomes import AgentConfig, Applied, Completion, Counts, SequenceFinished
 from gpuworker.core.report_builder import ReportBuilder, SessionState
 from gpuworker.core.sequence import NewSequence, Sequence
 from gpuworker.core.step_scheduler import StepScheduler
-from gpuworker.core.stopping import Ending
+from gpuworker.core.stopping import FinishCause
 
 MAX_STEPS_IN_FLIGHT = 2
 
@@ -31,7 +31,7 @@ class LeaseAgent:
         self.config = config
         self._hashing = config.prefix_caching and not config.window
         self._block_shift = config.block_size.bit_length() - 1
-        self._blocks = BlockRows(config.num_blocks)
+        self._blocks = BlockStates(config.num_blocks)
         self._scheduler = StepScheduler(
             self._blocks, config.block_size, config.max_num_batched_tokens, config.long_prefill_cap
         )
@@ -47,7 +47,7 @@ class LeaseAgent:
         self._clear_events()
 
     def _clear_events(self) -> None:
-        self._finished: list[Finished] = []
+        self._finished: list[SequenceFinished] = []
         self._preempted: list[SequenceId] = []
         self._forgotten: list[SequenceId] = []
 
@@ -85,7 +85,7 @@ class LeaseAgent:
         """End a sequence, in whatever phase it is; nothing when it is unknown or has ended already."""
         found = self._sequences.get(sequence)
         if found is not None and found.phase is not SequencePhase.DRAINING_FINISH:
-            self._end(found, Ending(reason))
+            self._end(found, FinishCause(reason))
             self._leave_if_idle(found)
 
     # ------------------------------------------------------------ what the manager grants and orders
@@ -217,17 +217,17 @@ class LeaseAgent:
         """Accept what a step drew, up to a stop; drop it when the sequence had ended. A preempted one still gets it."""
         if sequence.phase is SequencePhase.DRAINING_FINISH:
             return
-        drawn, ended = result.drawn[sequence.id], result.ended.get(sequence.id)
+        sampled, ended = result.sampled[sequence.id], result.ended.get(sequence.id)
         if ended is not None:
             self._end(sequence, ended)
             return
-        for count, token in enumerate(drawn, start=1):
+        for count, token in enumerate(sampled, start=1):
             ending = sequence.accept(token, self.config.block_size)
             if ending is not None:
-                drawn = drawn[:count]
+                sampled = sampled[:count]
                 self._end(sequence, ending)
                 break
-        tokens[sequence.id] = drawn
+        tokens[sequence.id] = sampled
 
     def _close_blocks(self, sequence: Sequence, row: ScheduledRow) -> None:
         """Seal each block whose last slot this row wrote, as the snapshot names it; none past what was accepted."""
@@ -256,14 +256,14 @@ class LeaseAgent:
 
     # ------------------------------------------------------------ how sequences leave
 
-    def _end(self, sequence: Sequence, ending: Ending) -> None:
+    def _end(self, sequence: Sequence, ending: FinishCause) -> None:
         """Say that a sequence is over and keep it out of later steps; its row stays until no step in flight has it."""
         if sequence.phase is SequencePhase.RUNNING:
             self._halt(sequence)
         sequence.phase = SequencePhase.DRAINING_FINISH
         sequence.reason = ending.reason
         usage = sequence.usage()
-        self._finished.append(Finished(sequence.id, ending.reason, ending.stop_token, usage, ending.message))
+        self._finished.append(SequenceFinished(sequence.id, ending.reason, usage, ending.stop_token, ending.message))
 
     def _halt(self, sequence: Sequence) -> None:
         """Leave a sequence out of later steps. It stalls no more, and must not seem to when it comes back."""
@@ -343,7 +343,7 @@ class LeaseAgent:
             pool=len(self._blocks.pool),
             lease_target=self._lease_target,
             steps_in_flight=len(self._in_flight),
-            pending_prefill=sum(max(0, len(s.tokens) - s.pos - 1) for s in self._sequences.values()),
+            pending_prefill=sum(max(0, len(s.tokens) - s.num_computed_tokens - 1) for s in self._sequences.values()),
             unheld=self.config.num_blocks - self._blocks.held - len(self._blocks.pool),
         )
 
@@ -356,7 +356,7 @@ class LeaseAgent:
         return self._live(sequence).phase
 
     def usage(self, sequence: SequenceId) -> Usage:
-        """Return what a live sequence has cost so far. Raises NotFound; for an ended one see Finished."""
+        """Return what a live sequence has cost so far. Raises NotFound; for an ended one see SequenceFinished."""
         return self._live(sequence).usage()
 
     def _live(self, sequence: SequenceId) -> Sequence:

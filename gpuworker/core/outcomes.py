@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from common.lease import Admit, Preempt
 from common.types import FinishReason, SequenceId, Usage
@@ -27,13 +26,17 @@ class AgentConfig:
     max_num_seqs: int = 256
 
 
-class Finished(NamedTuple):
-    """A sequence that ended, with what it cost; its row may still be held by a step in flight."""
+@dataclass(frozen=True, slots=True)
+class SequenceFinished:
+    """The end of a sequence: why, what it cost, the token that stopped it if one did, and a message for an error.
+
+    A step in flight may still contain the sequence.
+    """
 
     sequence: SequenceId
     reason: FinishReason
-    stop_token: int | None
     usage: Usage
+    stop_token: int | None = None
     message: str = ""
 
 
@@ -56,7 +59,7 @@ class Completion:
     """
 
     tokens: dict[SequenceId, tuple[int, ...]]
-    finished: tuple[Finished, ...] = ()
+    finished: tuple[SequenceFinished, ...] = ()
     preempted: tuple[SequenceId, ...] = ()
     forgotten: tuple[SequenceId, ...] = ()
     computed: int = 0

@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from common.hashing import block_hash_of, next_digest
 from common.lease import Reserve
 from common.types import BlockHash, BlockId, FinishReason, SequenceId, SequencePhase, Usage
-from gpuworker.core.stopping import Ending, StopRule
+from gpuworker.core.stopping import FinishCause, StopRule
 
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
     """A sequence as the engine submits it.
 
-    `sequence` rises from one submission to the next. `block_hashes` has the keys of the prompt's full blocks, `parent_digest` the
-    32-byte link of the last of them, or the root. `max_len` bounds prompt and output together, in tokens.
+    `sequence` rises from one submission to the next. `block_hashes` are those of the prompt's full blocks;
+    `parent_digest` is the 32-byte digest of the last of them, or the root. `max_len` bounds prompt and output together,
+    in tokens.
     """
 
     sequence: SequenceId
@@ -34,8 +35,8 @@ class NewSequence:
 class Sequence:
     """State of a live sequence. Positions count from 0; position p holds token p.
 
-    `pos` is the next position to compute, counting steps in flight; `sampling` counts the tokens that steps in flight
-    will draw, so `len(tokens) + sampling` tokens are known when the next step starts.
+    `num_computed_tokens` is the next position to compute; it includes steps in flight. `sampling` counts the tokens
+    that steps in flight will sample, so `len(tokens) + sampling` tokens are known when the next step starts.
     """
 
     __slots__ = (
@@ -47,9 +48,9 @@ class Sequence:
         "in_flight",
         "limit",
         "new",
+        "num_computed_tokens",
         "parent_digest",
         "phase",
-        "pos",
         "preemptions",
         "prompt_tokens",
         "reason",
@@ -75,7 +76,7 @@ class Sequence:
         self.phase = SequencePhase.WAITING
         self.block_table: list[BlockId] = []
         self.snapshot: tuple[BlockId, ...] | None = None
-        self.pos = 0
+        self.num_computed_tokens = 0
         self.in_flight = 0
         self.sampling = 0
         self.trimmed = 0
@@ -100,7 +101,7 @@ class Sequence:
         self.phase = SequencePhase.RUNNING
         self.block_table = list(block_table)
         self.snapshot = block_table
-        self.pos = 0
+        self.num_computed_tokens = 0
         self.trimmed = 0
         if self.cached_tokens is None:
             self.cached_tokens = cached_tokens
@@ -108,8 +109,8 @@ class Sequence:
     def requeue(self) -> None:
         """Wait again, after a preemption, with every token that is known."""
         self.phase = SequencePhase.WAITING
-        self.recompute_below = max(self.recompute_below, self.pos)
-        self.block_table, self.snapshot, self.pos = [], None, 0
+        self.recompute_below = max(self.recompute_below, self.num_computed_tokens)
+        self.block_table, self.snapshot, self.num_computed_tokens = [], None, 0
         self.preemptions += 1
 
     def blocks(self) -> tuple[BlockId, ...]:
@@ -123,7 +124,7 @@ class Sequence:
         self.block_table.append(block)
         self.snapshot = None
 
-    def accept(self, token: int, block_size: int) -> Ending | None:
+    def accept(self, token: int, block_size: int) -> FinishCause | None:
         """Add a drawn token; extend the chain when it fills a block; return how it ends the sequence, or None."""
         tokens = self.tokens
         tokens.append(token)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from common.types import BlockId, SequenceId
 from gpuworker.core.batch_plan import ScheduledRow
-from gpuworker.core.block_rows import BlockRows
+from gpuworker.core.block_states import BlockStates
 from gpuworker.core.sequence import Sequence
 
 
@@ -36,7 +36,7 @@ def _seniority(sequence: Sequence) -> tuple[int, int]:
 class StepScheduler:
     """The running sequences in seniority order: higher priority first, then earlier arrival."""
 
-    def __init__(self, blocks: BlockRows, block_size: int, budget: int, long_prefill_cap: int) -> None:
+    def __init__(self, blocks: BlockStates, block_size: int, budget: int, long_prefill_cap: int) -> None:
         self.blocks = blocks
         self.block_size = block_size
         self.shift = block_size.bit_length() - 1
@@ -73,12 +73,12 @@ class StepScheduler:
             if not left:
                 step.deferred += 1
                 continue
-            start = sequence.pos
+            start = sequence.num_computed_tokens
             index = start >> shift
             if index == len(sequence.block_table) and not self._bind(sequence, step):
                 continue
             fill[sequence.block_table[index]] += 1
-            sequence.pos = start + 1
+            sequence.num_computed_tokens = start + 1
             sequence.sampling += 1
             sequence.in_flight += 1
             blocks = sequence.snapshot or sequence.blocks()
@@ -94,12 +94,12 @@ class StepScheduler:
             if not left:
                 step.deferred += 1
                 continue
-            start = sequence.pos
+            start = sequence.num_computed_tokens
             length = self._take(sequence, min(left, cap) if cap else left, step)
             if not length:
                 continue
             left -= length
-            samples = sequence.pos == len(sequence.tokens)
+            samples = sequence.num_computed_tokens == len(sequence.tokens)
             sequence.in_flight += 1
             step.rows.append(ScheduledRow(sequence.id, start, length, sequence.blocks(), samples))
             if samples:
@@ -113,27 +113,27 @@ class StepScheduler:
         """Move past positions that any row has filled; the last known token is left for the sequence itself."""
         last, size, fill = len(sequence.tokens) - 1, self.block_size, self.blocks.fill
         block_table = sequence.block_table
-        while sequence.pos < last:
-            index = sequence.pos >> self.shift
+        while sequence.num_computed_tokens < last:
+            index = sequence.num_computed_tokens >> self.shift
             filled = index * size + fill[block_table[index]] if index < len(block_table) else 0
-            if filled <= sequence.pos:
+            if filled <= sequence.num_computed_tokens:
                 return
-            sequence.pos = min(filled, last)
+            sequence.num_computed_tokens = min(filled, last)
 
     def _take(self, sequence: Sequence, room: int, step: Composition) -> int:
-        """Write up to `room` unfilled positions in a row from `pos` on; return how many."""
-        start, end = sequence.pos, min(sequence.pos + room, len(sequence.tokens))
+        """Write up to `room` unfilled positions in a row from `num_computed_tokens` on; return how many."""
+        start, end = sequence.num_computed_tokens, min(sequence.num_computed_tokens + room, len(sequence.tokens))
         fill, row, size = self.blocks.fill, sequence.block_table, self.block_size
-        while sequence.pos < end:
-            index, offset = sequence.pos >> self.shift, sequence.pos & (size - 1)
+        while sequence.num_computed_tokens < end:
+            index, offset = sequence.num_computed_tokens >> self.shift, sequence.num_computed_tokens & (size - 1)
             if index == len(row) and not self._bind(sequence, step):
                 break
             if fill[row[index]] > offset:
                 break  # another row filled it: a slot is written once, the next step goes on behind it
-            length = min(size - offset, end - sequence.pos)
+            length = min(size - offset, end - sequence.num_computed_tokens)
             fill[row[index]] += length
-            sequence.pos += length
-        return sequence.pos - start
+            sequence.num_computed_tokens += length
+        return sequence.num_computed_tokens - start
 
     def _bind(self, sequence: Sequence, step: Composition) -> bool:
         block = self.blocks.bind()
@@ -152,7 +152,7 @@ class StepScheduler:
         """
         want, shift, round_up = 0, self.shift, self.block_size - 1
         for sequence in self.decoding:
-            slots = min(sequence.pos + runway_slots, sequence.limit - 1)
+            slots = min(sequence.num_computed_tokens + runway_slots, sequence.limit - 1)
             want += max(0, ((slots + round_up) >> shift) - len(sequence.block_table))
         for sequence in self.prefilling:
             slots = min(len(sequence.tokens) - 1 + runway_slots, sequence.limit - 1)

@@ -8,15 +8,15 @@ from common.types import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
-    """Why a sequence ended, with the token that stopped it (None when something else did), and words for an error."""
+class FinishCause:
+    """Why a sequence ends: the part of `SequenceFinished` that a stop rule or a constraint decides."""
 
     reason: FinishReason
     stop_token: int | None = None
     message: str = ""
 
 
-LENGTH = Ending(FinishReason.LENGTH)
+LENGTH = FinishCause(FinishReason.LENGTH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,8 @@ class StopRule:
         """Return the length in tokens, prompt and output, at which the sequence ends whatever it draws."""
         return min(max_len, prompt_tokens + self.max_tokens)
 
-    def ending(self, token: int, output_tokens: int, length: int, limit: int) -> Ending | None:
+    def ending(self, token: int, output_tokens: int, length: int, limit: int) -> FinishCause | None:
         """Return how `token` ends the sequence, or None. Both counts include it."""
         if token in self.stopping and output_tokens >= self.min_tokens:
-            return Ending(FinishReason.STOP, token)
+            return FinishCause(FinishReason.STOP, token)
         return LENGTH if length >= limit else None

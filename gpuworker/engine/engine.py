@@ -20,8 +20,8 @@ from common.types import FinishReason, SequenceId, TokenLogprobs, Usage
 from gpuworker.core.batch_plan import StepPlan, StepResult, StepRunner
 from gpuworker.core.lease_agent import LeaseAgent
 from gpuworker.core.lease_session import LeaseSession
-from gpuworker.core.outcomes import Applied, Completion
-from gpuworker.engine.ports import Chunk, EngineLoad, EngineOutputs, EngineRequest, OutputSink, SequenceFinished
+from gpuworker.core.outcomes import Applied, Completion, SequenceFinished
+from gpuworker.engine.ports import Chunk, EngineLoad, EngineOutputs, EngineRequest, OutputSink
 from gpuworker.engine.step_rates import StepRates
 
 log = logging.getLogger(__name__)
@@ -94,10 +94,10 @@ class Engine:
         self._runner, self._channel, self._sink, self._clock = runner, channel, sink, clock
         self._requests: dict[SequenceId, EngineRequest] = {}
         self._traced: set[SequenceId] = set()  # those of the requests that are
-        self._seated: set[SequenceId] = set()  # those that the runner holds state of
+        self._in_runner: set[SequenceId] = set()  # those that the runner holds state of
         self._flights: deque[_Flight] = deque()
         self._commands: deque[EngineRequest | tuple[SequenceId, FinishReason]] = deque()
-        self._steps, self._drawn, self._scheduled, self._rates = 0, 0, 0, StepRates()
+        self._steps, self._sampled, self._scheduled, self._rates = 0, 0, 0, StepRates()
         self._outputs, self._load, self._load_taken = _Gathered(), EngineLoad(), 0.0
         self._wake, self._stopping = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -257,7 +257,7 @@ class Engine:
             request = self._requests[admit.sequence]
             tokens = self._agent.known_tokens(admit.sequence)
             self._runner.add(admit.sequence, tokens, request.sampling, request.prompt_tokens)
-            self._seated.add(admit.sequence)
+            self._in_runner.add(admit.sequence)
             self._outputs.admitted.append(admit)
         self._settle(self._agent.departures())
 
@@ -295,7 +295,7 @@ class Engine:
         self._trace_rows(flight)
         completion = self._agent.complete(result)
         self._outputs.tokens.extend(completion.tokens.items())
-        self._drawn += sum(map(len, completion.tokens.values()))
+        self._sampled += sum(map(len, completion.tokens.values()))
         self._scheduled += completion.computed
         for sequence, logprobs in result.logprobs.items():
             if sequence in completion.tokens:
@@ -316,14 +316,13 @@ class Engine:
     def _settle(self, completion: Completion) -> None:
         """Take over what ended or lost its blocks."""
         for end in completion.finished:
-            finished = SequenceFinished(end.sequence, end.reason, end.usage, end.stop_token, end.message)
-            self._outputs.finished.append(finished)
+            self._outputs.finished.append(end)
             self._requests.pop(end.sequence, None)
             self._traced.discard(end.sequence)
         self._outputs.preempted.extend(completion.preempted)
         for sequence in completion.forgotten:
             self._runner.remove(sequence)
-            self._seated.discard(sequence)
+            self._in_runner.discard(sequence)
 
     def _fail(self, failure: EngineFailure) -> None:
         """A step failed: the KV content is unknown. End every sequence, and begin again as a new incarnation."""
@@ -333,11 +332,11 @@ class Engine:
         self._flights.clear()
         for sequence in self._requests:
             self._finish_with_error(sequence, str(failure), self._agent.usage(sequence))
-        for sequence in self._seated:  # also those that ended while a step in flight still had them
+        for sequence in self._in_runner:  # also those that ended while a step in flight still had them
             self._runner.remove(sequence)
         self._requests.clear()
         self._traced.clear()
-        self._seated.clear()
+        self._in_runner.clear()
         lease = self._lease
         attach = replace(self._new_attach(), session=lease.session, epoch_seen=lease.epoch_seen)
         self._lease = LeaseSession(self._new_agent(), attach)
@@ -359,7 +358,7 @@ class Engine:
             decode_step_seconds=self._rates.decode_step,
             prefill_seconds_per_token=self._rates.prefill_token,
             steps=self._steps,
-            tokens_drawn=self._drawn,
+            tokens_drawn=self._sampled,
             tokens_scheduled=self._scheduled,
             manager_attached=self._lease.open,
             decode_times=self._rates.decode_times,

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from common.lease import Admit
-from common.types import FinishReason, SamplingParams, SequenceId, TokenLogprobs, Usage
+from common.types import SamplingParams, SequenceId, TokenLogprobs
+from gpuworker.core.outcomes import SequenceFinished
 from gpuworker.core.sequence import NewSequence
 from gpuworker.engine.step_rates import NO_STEPS, StepTimes
 
@@ -20,17 +21,6 @@ class EngineRequest:
     sampling: SamplingParams
     prompt_tokens: int
     traced: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceFinished:
-    """The end of a sequence: why, the stop token if one ended it, what it cost, and words for an error."""
-
-    sequence: SequenceId
-    reason: FinishReason
-    usage: Usage
-    stop_token: int | None = None
-    message: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from gpuworker.kernels.torch_elementwise import rms_norm, turned
+from gpuworker.kernels.torch_elementwise import apply_rope, rms_norm
 
 
 @dataclass(frozen=True, slots=True)
-class Rotation:
+class Rope:
     """The angles of a step's tokens, and the norms of one layer that come before them.
 
     table [max_positions, head_dim] float32 holds, for each position, head_dim / 2 cosines and then as many sines;
@@ -23,8 +23,8 @@ class Rotation:
     key_norm: torch.Tensor | None = None
     eps: float = 0.0
 
-    def turned(self, heads: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+    def apply_rope(self, heads: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
         """Return queries or keys [T, n, head_dim], normed head by head where there is a norm, then turned."""
         if norm is not None:
             heads = rms_norm(heads, norm, self.eps)
-        return turned(heads, self.table, self.positions)
+        return apply_rope(heads, self.table, self.positions)

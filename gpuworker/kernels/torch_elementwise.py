@@ -28,7 +28,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return (silu(gate) * up).to(gate_up.dtype)
 
 
-def turned(heads: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def apply_rope(heads: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Return heads [T, n, d] turned by the angles of their positions [T]; x_i turns with x_{i + d/2}.
 
     table [max_len, d] float32 holds, for each position, d/2 cosines and then d/2 sines.

@@ -1,7 +1,8 @@
 """Writing K and V into the paged cache with Triton, quantised where the cache is, and what its callers share.
 
 A quantised slot of a head holds value / scale with scale = largest magnitude / largest of the type, as
-`gpuworker.memory.devices` says. What is written is finite whatever came in: 0 * inf is not 0 where a slot is masked later.
+`gpuworker.memory.devices` says. Written values are always finite, because a slot that is masked later is still
+multiplied by 0, and 0 * inf is not 0.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 

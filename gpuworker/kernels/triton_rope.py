@@ -97,7 +97,7 @@ def rope_warps(group: int, head_dim: int) -> int:
 
 
 @triton.jit
-def _turned(first, second, cos, sin):
+def _apply_rope(first, second, cos, sin):
     """Turn the halves of heads by the angles of their position."""
     return first * cos - second * sin, second * cos + first * sin
 
@@ -153,7 +153,7 @@ def rope_and_write_kernel(
         inverse = 1.0 / tl.sqrt(tl.sum(first * first + second * second, axis=1) / HEAD_DIM + eps)
         first *= inverse[:, None] * tl.load(query_weight + half, mask=inside, other=0.0).to(tl.float32)[None, :]
         second *= inverse[:, None] * tl.load(query_weight + half + HALF, mask=inside, other=0.0).to(tl.float32)[None, :]
-    first, second = _turned(first, second, cos[None, :], sin[None, :])
+    first, second = _apply_rope(first, second, cos[None, :], sin[None, :])
     into = query + token * (KV_HEADS * GROUP * HEAD_DIM) + at
     tl.store(into, first.to(query.dtype.element_ty), mask=taken)
     tl.store(into + HALF, second.to(query.dtype.element_ty), mask=taken)

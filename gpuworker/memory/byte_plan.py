@@ -25,7 +25,7 @@ def bytes_per_block(geometry: KvGeometry, block_size: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Ledger:
+class BytePlan:
     """Bytes on one device, and what fits in the blocks."""
 
     device: str

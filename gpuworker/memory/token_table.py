@@ -1,4 +1,4 @@
-"""The tokens of every seated sequence, on the device: a step takes from it what the step before has drawn."""
+"""The tokens of every sequence in the batch, on the device. A step reads here what the previous step sampled."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from gpuworker.memory.devices import sent
 
 
 class TokenTable:
-    """One row a seat, `width` tokens long; places are named by seat * width + position. Used by the runner's thread.
+    """One row of `width` tokens for each batch index; a place is batch_index * width + position.
 
     On a CPU the work is numpy's: on so few numbers its calls are shorter than torch's, and they keep the GIL, which
     another thread would not give back before it is done.
     """
 
-    def __init__(self, seats: int, width: int, device: torch.device) -> None:
+    def __init__(self, max_num_seqs: int, width: int, device: torch.device) -> None:
         self.width = width
-        self.spare = seats * width  # a place of no sequence, for what rows that pad a step draw
-        self.flat = torch.zeros(seats * width + 1, dtype=torch.int32, device=device)
-        self.tensor = self.flat[:-1].view(seats, width)  # for who reads whole rows
+        self.spare = max_num_seqs * width  # a place of no sequence, for what rows that pad a step draw
+        self.flat = torch.zeros(max_num_seqs * width + 1, dtype=torch.int32, device=device)
+        self.tensor = self.flat[:-1].view(max_num_seqs, width)  # for who reads whole rows
         self._array: npt.NDArray[np.int32] | None = self.flat.numpy() if device.type == "cpu" else None
 
-    def write(self, seat: int, tokens: Sequence[int] | npt.NDArray[np.int32]) -> None:
-        """Set the first tokens of a seat."""
+    def write(self, batch_index: int, tokens: Sequence[int] | npt.NDArray[np.int32]) -> None:
+        """Set the first tokens of a row."""
         known = torch.from_numpy(np.asarray(tokens, dtype=np.int32))
-        self.tensor[seat, : len(known)].copy_(sent(known, self.flat.device))
+        self.tensor[batch_index, : len(known)].copy_(sent(known, self.flat.device))
 
     def take(self, places: torch.Tensor) -> torch.Tensor:
         """Return the tokens at places [T] int64 as [T] int64."""

@@ -1,4 +1,4 @@
-"""The start-up self-test: does the model, hosted on a paged cache, compute what it computes by itself?
+"""The start-up self-test: does the model on a paged cache compute what it computes by itself?
 
 A model whose attention never reaches us, or reaches us without something that it depends on, runs without any
 exception and writes nonsense. So before anything is served, two sequences of sixteen random tokens are run three ways:
@@ -22,7 +22,7 @@ from gpuworker.attention.step_inputs import attention_arrays, attention_metadata
 from gpuworker.attention.torch_backend import attend_packed
 from gpuworker.memory.devices import CACHE_DTYPES, QUANTISED_DTYPES, dtype_name
 from gpuworker.memory.kv_cache import KvCache
-from gpuworker.models.hf.hosted import HostedModel
+from gpuworker.models.hf.model import TransformersModel
 from gpuworker.models.step_model import StepModel
 
 _TOKENS = 16
@@ -91,7 +91,7 @@ def as_kept(numbers: torch.Tensor, kv_dtype: str) -> torch.Tensor:
 
 
 def self_test(
-    model: HostedModel,
+    model: TransformersModel,
     backend: Callable[[KvCache], AttentionBackend],
     other: StepModel | None = None,
     *,
@@ -100,7 +100,7 @@ def self_test(
     """Run the test and return the shape of a token's K/V as the layers really make it.
 
     With an `other` model it is that one, of the same weights, that runs on the cache and is held to `model`; `rough`:
-    it rounds more than its type says. Raises Unsupported, saying why, when the model cannot be hosted.
+    it rounds more than its type says. Raises Unsupported, saying why, when the model cannot be served.
     """
     try:
         return _run(model, backend, other or model, rough)
@@ -109,7 +109,7 @@ def self_test(
 
 
 def _run(
-    model: HostedModel, backend: Callable[[KvCache], AttentionBackend], on_cache: StepModel, rough: bool
+    model: TransformersModel, backend: Callable[[KvCache], AttentionBackend], on_cache: StepModel, rough: bool
 ) -> KvGeometry:
     generator = torch.Generator().manual_seed(0)
     kind = model.config.model_type
@@ -129,7 +129,7 @@ def _run(
     return geometry
 
 
-def _rounded_logits(model: HostedModel, tokens: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+def _rounded_logits(model: TransformersModel, tokens: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     """Return logits [2, T, vocab] on K and V rounded to the cache's type; refuse a type that the model cannot bear."""
     everything, attention = torch.arange(_TOKENS, device=model.device), RoundedAttention(model.kv_dtype)
     rounded = torch.stack([model.forward(row, everything, everything, attention) for row in tokens])
@@ -138,7 +138,7 @@ def _rounded_logits(model: HostedModel, tokens: torch.Tensor, reference: torch.T
     return rounded
 
 
-def _geometry(model: HostedModel, recorder: CallRecorder) -> KvGeometry:
+def _geometry(model: TransformersModel, recorder: CallRecorder) -> KvGeometry:
     kind, layers = model.config.model_type, int(model.config.num_hidden_layers)
     called = [layer.layer for layer in recorder.layers]
     if sorted(called) != list(range(layers)):
@@ -155,7 +155,7 @@ def _geometry(model: HostedModel, recorder: CallRecorder) -> KvGeometry:
     return KvGeometry(layers, *recorder.shapes[0], dtype=model.kv_dtype, window=widest)
 
 
-def _check_windows(model: HostedModel, recorder: CallRecorder) -> None:
+def _check_windows(model: TransformersModel, recorder: CallRecorder) -> None:
     kinds = getattr(model.config, "layer_types", None) or ()
     for layer in recorder.layers:
         if layer.layer < len(kinds) and kinds[layer.layer] == "sliding_attention" and layer.window is None:
@@ -179,7 +179,7 @@ def _run_chunked(
     return torch.cat(ours), torch.cat(theirs)
 
 
-def _limit(model: HostedModel, kv_dtype: str = "float32") -> Limit:
+def _limit(model: TransformersModel, kv_dtype: str = "float32") -> Limit:
     """Return the limit on a cache of this type; kernels may round queries to it too."""
     return _EXACT if model.dtype == torch.float32 and kv_dtype == "float32" else _ROUGH
 

@@ -1,4 +1,4 @@
-"""The port through which the runner computes logits, whichever way a model is hosted."""
+"""The port through which the runner computes logits, whichever code runs the model."""
 
 from __future__ import annotations
 

@@ -11,26 +11,30 @@ import torch
 from common.checkpoint.hub import checkpoint_directory
 from common.errors import Unsupported
 from common.process.cores import usable_cores
-from common.settings.options import Execution
+from common.settings.options import ModelImpl
 from common.types import ANY_ARITHMETIC, KvGeometry
-from gpuworker.attention.interface import AttentionBackend, BackendFactory, BackendOptions, make_backend
+from gpuworker.attention.backends import BackendFactory, BackendOptions, make_backend
+from gpuworker.attention.interface import AttentionBackend
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.engine.ports import MaskLateness
 from gpuworker.memory.devices import default_threads, dtype_name, pick_device
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.models.bit_equality import refuse_unequal_bits
-from gpuworker.models.choose import LeanModel, open_lean
-from gpuworker.models.hf.hosted import HostedModel
+from gpuworker.models.choose import LlamaModel, open_native
 from gpuworker.models.hf.loader import ModelSource, context_limit, load_model
-from gpuworker.models.llama.gpu_model import LeanGpuModel
-from gpuworker.models.llama.native_model import NativeModel
+from gpuworker.models.hf.model import TransformersModel
+from gpuworker.models.llama.cpu_model import LlamaCpuModel
+from gpuworker.models.llama.gpu_model import LlamaGpuModel
 from gpuworker.models.self_test import self_test
 from gpuworker.plane.checkpoint_facts import eos_token_ids
 from gpuworker.plane.data_plane import DataPlane, Facts, pool_identity
 from gpuworker.plane.memory import MemoryOptions, plan_memory
 from gpuworker.runner.cuda_graphs import graph_launcher
+from gpuworker.runner.executor import ExecutorFactory
+from gpuworker.runner.launcher import LauncherFactory
 from gpuworker.runner.model_runner import ModelRunner, RunnerLimits
-from gpuworker.runner.native_executor import QueuedRunner
+from gpuworker.runner.native_executor import native_executor
+from gpuworker.runner.thread_executor import thread_executor
 from gpuworker.structured.grammars import GrammarCompiler
 
 _log = logging.getLogger(__name__)
@@ -42,7 +46,7 @@ _MAX_NUM_SEQS_ELSEWHERE = 64
 class ModelPlane(DataPlane):
     """A data plane that runs a model."""
 
-    model: HostedModel | LeanModel
+    model: TransformersModel | LlamaModel
     runner: ModelRunner
 
     @property
@@ -59,7 +63,7 @@ def assemble(settings: GpuWorkerSettings) -> ModelPlane:
     """Load the model, test it, size the KV cache and allocate it.
 
     Raises InvalidConfig when options do not fit the checkpoint or the memory, Unsupported for a model that cannot be
-    hosted.
+    served.
     """
     device = pick_device(settings.device)
     if device.type == "cuda" and device.index is not None:
@@ -76,22 +80,24 @@ def assemble(settings: GpuWorkerSettings) -> ModelPlane:
     )
     options = BackendOptions(deterministic=settings.deterministic)
     backend = partial(make_backend, "auto", options=options)
-    model, geometry = _open(source, device, settings.execution, backend)
+    model, geometry = _open(source, device, settings.model_impl, backend)
     arithmetic = _fixed_arithmetic(model, geometry, backend) if settings.deterministic else ANY_ARITHMETIC
     max_num_seqs = settings.max_num_seqs or _MAX_NUM_SEQS.get(device.type, _MAX_NUM_SEQS_ELSEWHERE)
     memory = plan_memory(model, geometry, context_limit(model.config), _memory_options(settings, max_num_seqs))
-    if isinstance(model, NativeModel):
+    if isinstance(model, LlamaCpuModel):
         model.reserve(settings.max_num_batched_tokens, max_num_seqs)
     cache = KvCache(geometry, memory.num_blocks, settings.block_size, device)
     limits = RunnerLimits(max_num_seqs, memory.max_model_len, settings.threads or 0)
     eos = eos_token_ids(directory)
     identity = pool_identity(settings, directory, geometry, arithmetic)
-    runner = _runner(model, cache, backend(cache), limits, eos, settings.cuda_graphs)
+    attention = backend(cache)
+    executor = executor_for(model, _launcher(settings, model, cache, attention, limits))
+    runner = ModelRunner(model, cache, attention, limits, executor, eos)
     runner.constrain(GrammarCompiler(directory / "tokenizer.json", model.vocab_size, eos))
     return ModelPlane(settings, identity, memory, runner, max_num_seqs, _facts(settings, model, eos), model)
 
 
-def _facts(settings: GpuWorkerSettings, model: HostedModel | LeanModel, eos: tuple[int, ...]) -> Facts:
+def _facts(settings: GpuWorkerSettings, model: TransformersModel | LlamaModel, eos: tuple[int, ...]) -> Facts:
     device = model.device
     words = str(device)
     if device.type == "cpu":
@@ -102,34 +108,35 @@ def _facts(settings: GpuWorkerSettings, model: HostedModel | LeanModel, eos: tup
 
 
 def _open(
-    source: ModelSource, device: torch.device, execution: Execution, backend: BackendFactory
-) -> tuple[HostedModel | LeanModel, KvGeometry]:
+    source: ModelSource, device: torch.device, model_impl: ModelImpl, backend: BackendFactory
+) -> tuple[TransformersModel | LlamaModel, KvGeometry]:
     """Return the model, tested, on the path that it can take, and the shape of its K/V."""
-    lean = open_lean(source, device, execution, backend)
-    if lean is not None:
-        return lean
-    hosted = load_model(source, device)
-    return hosted, self_test(hosted, backend)
+    native = open_native(source, device, model_impl, backend)
+    if native is not None:
+        return native
+    model = load_model(source, device)
+    return model, self_test(model, backend)
 
 
-def _runner(
-    model: HostedModel | LeanModel,
+def executor_for(model: TransformersModel | LlamaModel, launcher: LauncherFactory | None = None) -> ExecutorFactory:
+    """Return the factory of the executor with the least work between two steps of a model."""
+    return native_executor if isinstance(model, LlamaCpuModel) else thread_executor(launcher)
+
+
+def _launcher(
+    settings: GpuWorkerSettings,
+    model: TransformersModel | LlamaModel,
     cache: KvCache,
     attention: AttentionBackend,
     limits: RunnerLimits,
-    eos: tuple[int, ...],
-    cuda_graphs: bool,
-) -> ModelRunner:
-    """Return the runner that stands least between the steps of a model."""
-    if isinstance(model, NativeModel):
-        return QueuedRunner(model, cache, attention, limits, eos)
-    launcher = None
-    if cuda_graphs and isinstance(model, LeanGpuModel) and model.device.type == "cuda":
-        launcher = graph_launcher(model, cache, attention, limits.max_num_seqs, limits.max_model_len)
-    return ModelRunner(model, cache, attention, limits, eos, launcher)
+) -> LauncherFactory | None:
+    """Return the factory of a launcher of CUDA graphs; None where steps are launched kernel by kernel."""
+    if not settings.cuda_graphs or not isinstance(model, LlamaGpuModel) or model.device.type != "cuda":
+        return None
+    return graph_launcher(model, cache, attention, limits.max_num_seqs, limits.max_model_len)
 
 
-def _fixed_arithmetic(model: HostedModel | LeanModel, geometry: KvGeometry, backend: BackendFactory) -> str:
+def _fixed_arithmetic(model: TransformersModel | LlamaModel, geometry: KvGeometry, backend: BackendFactory) -> str:
     """Return what decides the bits of the model's logits. Raises Unsupported where other things in a step do."""
     if model.arithmetic is None:
         raise Unsupported(

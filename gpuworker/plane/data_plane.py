@@ -17,7 +17,7 @@ from gpuworker.config import GpuWorkerSettings
 from gpuworker.core.batch_plan import StepRunner
 from gpuworker.core.outcomes import AgentConfig
 from gpuworker.engine.ports import MaskLateness
-from gpuworker.memory.byte_plan import Ledger
+from gpuworker.memory.byte_plan import BytePlan
 from gpuworker.structured.grammars import GrammarCompiler
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 
@@ -47,7 +47,7 @@ class DataPlane:
 
     settings: GpuWorkerSettings
     identity: PoolIdentity
-    memory: Ledger
+    memory: BytePlan
     runner: StepRunner
     max_num_seqs: int
     facts: Facts

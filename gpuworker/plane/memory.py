@@ -16,12 +16,12 @@ from transformers import PretrainedConfig
 from common.errors import FieldViolation, InvalidConfig
 from common.types import KvGeometry
 from gpuworker.attention.torch_backend import MAX_MASK
-from gpuworker.memory.byte_plan import GIB, Ledger, bytes_per_block, in_words
+from gpuworker.memory.byte_plan import GIB, BytePlan, bytes_per_block, in_words
 from gpuworker.memory.devices import free_bytes, total_bytes
-from gpuworker.models.choose import LeanModel
-from gpuworker.models.hf.hosted import HostedModel
-from gpuworker.models.llama.gpu_model import LeanGpuModel
-from gpuworker.models.llama.native_model import NativeModel
+from gpuworker.models.choose import LlamaModel
+from gpuworker.models.hf.model import TransformersModel
+from gpuworker.models.llama.cpu_model import LlamaCpuModel
+from gpuworker.models.llama.gpu_model import LlamaGpuModel
 from gpuworker.models.self_test import CallRecorder
 from gpuworker.runner.cuda_graphs import graph_bytes
 
@@ -45,8 +45,8 @@ class MemoryOptions:
 
 
 def plan_memory(
-    model: HostedModel | LeanModel, geometry: KvGeometry, model_limit: int, options: MemoryOptions
-) -> Ledger:
+    model: TransformersModel | LlamaModel, geometry: KvGeometry, model_limit: int, options: MemoryOptions
+) -> BytePlan:
     """Return the ledger of a loaded model; nothing is allocated yet.
 
     Raises InvalidConfig, with the numbers, when no block fits, or not one sequence of `max_model_len`.
@@ -60,18 +60,18 @@ def plan_memory(
     sized = replace(options, max_num_seqs=seqs, max_model_len=wanted_len)
     activations = _activations(model, geometry, sized)
     graphs = 0
-    if options.cuda_graphs and isinstance(model, LeanGpuModel):
+    if options.cuda_graphs and isinstance(model, LlamaGpuModel):
         graphs = graph_bytes(model, options.block_size, seqs, wanted_len)
     table = 4 * seqs * (wanted_len + 1)
     block = bytes_per_block(geometry, options.block_size)
     free = free_bytes(device) - (mapped_weight_bytes() if device.type == "cpu" else 0)
     room = _room(device, free, options) - activations - graphs - table
     num_blocks = _num_blocks(device, room, block, options)
-    ledger = Ledger(
+    plan = BytePlan(
         device=str(device),
         total=total_bytes(device),
         free=free,
-        weights=weight_bytes(model.module) if isinstance(model, HostedModel) else model.weight_bytes,
+        weights=weight_bytes(model.module) if isinstance(model, TransformersModel) else model.weight_bytes,
         activations=activations,
         token_table=table,
         block_bytes=block,
@@ -83,8 +83,8 @@ def plan_memory(
         max_num_seqs=seqs,
         graphs=graphs,
     )
-    _refuse_too_small(ledger, room, options)
-    return ledger
+    _refuse_too_small(plan, room, options)
+    return plan
 
 
 def mapped_weight_bytes() -> int:
@@ -116,34 +116,34 @@ def _num_blocks(device: torch.device, room: int, block: int, options: MemoryOpti
     return max(0, min(_CPU_KV_BYTES, int(_CPU_KV_FRACTION * room))) // block
 
 
-def _refuse_too_small(ledger: Ledger, room: int, options: MemoryOptions) -> None:
-    block, kv = in_words(ledger.block_bytes), in_words(ledger.kv)
+def _refuse_too_small(plan: BytePlan, room: int, options: MemoryOptions) -> None:
+    block, kv = in_words(plan.block_bytes), in_words(plan.kv)
     flag = "--kv-memory" if options.kv_memory is not None else "--kv-blocks"
-    if ledger.num_blocks < 1:
+    if plan.num_blocks < 1:
         has = in_words(room if options.kv_memory is None else options.kv_memory)
         what = f"no block fits: one takes {block} and {has} may be taken; give more, or use a smaller --block-size"
         raise InvalidConfig(FieldViolation(flag, what))
-    if ledger.kv > room:
-        what = f"{ledger.num_blocks} blocks take {kv}; {in_words(room)} may be taken on {ledger.device}"
+    if plan.kv > room:
+        what = f"{plan.num_blocks} blocks take {kv}; {in_words(room)} may be taken on {plan.device}"
         raise InvalidConfig(FieldViolation(flag, what))
-    if options.max_model_len is not None and ledger.max_model_len < options.max_model_len:
-        needed = -(-options.max_model_len // ledger.block_size)
+    if options.max_model_len is not None and plan.max_model_len < options.max_model_len:
+        needed = -(-options.max_model_len // plan.block_size)
         what = (
             f"one sequence of {options.max_model_len} tokens takes {needed} blocks"
-            f" ({in_words(needed * ledger.block_bytes)}); the KV cache has {ledger.num_blocks} ({kv}), enough for"
-            f" {ledger.num_blocks * ledger.block_size} tokens"
+            f" ({in_words(needed * plan.block_bytes)}); the KV cache has {plan.num_blocks} ({kv}), enough for"
+            f" {plan.num_blocks * plan.block_size} tokens"
         )
         raise InvalidConfig(FieldViolation("--max-model-len", what))
 
 
-def _activations(model: HostedModel | LeanModel, geometry: KvGeometry, options: MemoryOptions) -> int:
-    if isinstance(model, NativeModel):
+def _activations(model: TransformersModel | LlamaModel, geometry: KvGeometry, options: MemoryOptions) -> int:
+    if isinstance(model, LlamaCpuModel):
         seqs = options.max_num_seqs or 0
         return model.scratch_bytes(options.max_num_batched_tokens, seqs) + _LOGITS_BYTES * seqs * model.vocab_size
     return _measure_activations(model, options) if model.device.type == "cuda" else _estimate(model, geometry, options)
 
 
-def _estimate(model: HostedModel | LeanGpuModel, geometry: KvGeometry, options: MemoryOptions) -> int:
+def _estimate(model: TransformersModel | LlamaGpuModel, geometry: KvGeometry, options: MemoryOptions) -> int:
     """Return what a step needs on CPU, from shapes.
 
     Hidden states and MLP of all tokens; one layer's K/V gathered for the longest context, with its mask; logits.
@@ -162,7 +162,7 @@ def _size(config: PretrainedConfig, name: str) -> int:
     return int(getattr(config, name, 0) or 0)
 
 
-def _measure_activations(model: HostedModel | LeanGpuModel, options: MemoryOptions) -> int:
+def _measure_activations(model: TransformersModel | LlamaGpuModel, options: MemoryOptions) -> int:
     """Return the peak of a forward over a full step, in bytes, beside weights; attention runs without a cache."""
     device = model.device
     torch.cuda.reset_peak_memory_stats(device)

@@ -20,18 +20,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpuworker.attention.interface import AttentionBackend, AttentionMetadata
+from gpuworker.attention.interface import AttentionBackend, AttentionMetadata, LayerSink
 from gpuworker.memory.devices import free_bytes
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.memory.token_table import TokenTable
-from gpuworker.models.hf.hosted import LayerSink
 from gpuworker.runner.graph_inputs import GraphInputs, graph_sizes, padded_size
 from gpuworker.runner.launcher import EagerLauncher, LaidOutStep, LauncherFactory, StepLauncher
-from gpuworker.sampling.sampler import Drawn
+from gpuworker.sampling.rows import SampledTokens
 from gpuworker.sampling.truncation import invert
 
 if TYPE_CHECKING:
-    from gpuworker.models.llama.gpu_model import LeanGpuModel
+    from gpuworker.models.llama.gpu_model import LlamaGpuModel
 
 _log = logging.getLogger(__name__)
 Replay = Callable[[], None]
@@ -153,10 +152,10 @@ class GraphLauncher:
         self._parts, self._beneath = parts, beneath
         model, most = parts.model, parts.sizes[-1]
         self._logits = torch.zeros((most, model.vocab_size), dtype=model.dtype, device=model.device)
-        self._drawn = torch.zeros(most, dtype=torch.int64, device=model.device)
+        self._sampled = torch.zeros(most, dtype=torch.int64, device=model.device)
         self._forward: dict[tuple[int, Hashable], Replay] = {}
         self._greedy: dict[int, Replay] = {}
-        self._drawing: dict[int, Replay] = {}
+        self._random: dict[int, Replay] = {}
         began, free = time.perf_counter(), free_bytes(model.device)
         self._rehearse()
         # The largest first: the memory that it takes is enough for all others.
@@ -169,30 +168,30 @@ class GraphLauncher:
     @property
     def count(self) -> int:
         """How many graphs there are."""
-        return len(self._forward) + len(self._greedy) + len(self._drawing)
+        return len(self._forward) + len(self._greedy) + len(self._random)
 
-    def launch(self, step: LaidOutStep) -> Drawn:
+    def launch(self, step: LaidOutStep) -> SampledTokens:
         """See `StepLauncher`."""
         size = self.size_of(step)
         if size is None:
             return self._beneath.launch(step)
-        count, sampling, inputs = len(step.staged.seats), step.sampling, self._parts.inputs
+        count, sampling, inputs = len(step.staged.batch_index), step.sampling, self._parts.inputs
         temperature = None if sampling.plain else sampling.temperatures
         uniform = None if temperature is None else _spread(step.point.uniform, temperature)
         planned = self._parts.plan(inputs.fill(size, step.staged, uniform, temperature))
         # A plan that no rehearsal came to is launched kernel by kernel, on the same padded inputs.
         self._forward.get((size, planned), lambda: self._to_logits(size))()
         if sampling.plain or temperature is not None:
-            (self._greedy if temperature is None else self._drawing)[size]()
-            return Drawn(self._drawn[:count])
-        drawn = sampling.sample(self._logits[:count].float(), step.point, self._parts.tokens.tensor)
-        self._parts.tokens.put(inputs.rows(count).put.long(), drawn.tokens)
-        return drawn
+            (self._greedy if temperature is None else self._random)[size]()
+            return SampledTokens(self._sampled[:count])
+        sampled = sampling.sample(self._logits[:count].float(), step.point, self._parts.tokens.tensor)
+        self._parts.tokens.put(inputs.rows(count).put.long(), sampled.tokens)
+        return sampled
 
     def size_of(self, step: LaidOutStep) -> int | None:
         """Return the size of the graph that a step runs as; None for one that must be launched kernel by kernel."""
         staged = step.staged
-        rows = len(staged.seats)
+        rows = len(staged.batch_index)
         decodes = len(staged.rows.positions) == rows and bool(staged.samples.all())
         return padded_size(rows, self._parts.sizes) if decodes else None
 
@@ -216,8 +215,8 @@ class GraphLauncher:
             planned = self._parts.plan(step)
             if (size, planned) not in self._forward:
                 self._forward[size, planned] = recorder.record(lambda: self._to_logits(size), run=nth == 0)
-        self._greedy[size] = recorder.record(lambda: self._draw_greedily(size), run=True)
-        self._drawing[size] = recorder.record(lambda: self._draw_at_random(size), run=True)
+        self._greedy[size] = recorder.record(lambda: self._sample_greedy(size), run=True)
+        self._random[size] = recorder.record(lambda: self._sample_random(size), run=True)
 
     # ------------------------------------------------------------ what is captured
 
@@ -226,22 +225,22 @@ class GraphLauncher:
         token_ids = parts.tokens.flat.index_select(0, rows.take)
         parts.model.logits(token_ids, rows.positions, None, parts.attention, self._logits[:size])
 
-    def _draw_greedily(self, size: int) -> None:
-        torch.argmax(self._logits[:size], dim=-1, out=self._drawn[:size])
+    def _sample_greedy(self, size: int) -> None:
+        torch.argmax(self._logits[:size], dim=-1, out=self._sampled[:size])
         self._put(size)
 
-    def _draw_at_random(self, size: int) -> None:
+    def _sample_random(self, size: int) -> None:
         """Draw as `SamplingBatch` does for a temperature alone; padding and greedy rows take the most likely token."""
         rows, logits = self._parts.inputs.rows(size), self._logits[:size]
         at_random = rows.temperature > 0
         scaled = logits.float() / torch.where(at_random, rows.temperature, 1.0)[:, None]
-        drawn = torch.where(at_random, invert(scaled, None, rows.uniform), logits.argmax(dim=-1))
-        self._drawn[:size].copy_(drawn)
+        sampled = torch.where(at_random, invert(scaled, None, rows.uniform), logits.argmax(dim=-1))
+        self._sampled[:size].copy_(sampled)
         self._put(size)
 
     def _put(self, size: int) -> None:
         places = self._parts.inputs.rows(size).put
-        self._parts.tokens.flat.index_copy_(0, places.long(), self._drawn[:size].int())
+        self._parts.tokens.flat.index_copy_(0, places.long(), self._sampled[:size].int())
 
 
 def _spread(uniform: npt.NDArray[np.float64], temperature: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
@@ -252,9 +251,9 @@ def _spread(uniform: npt.NDArray[np.float64], temperature: npt.NDArray[np.float3
 
 
 def graph_launcher(
-    model: LeanGpuModel, cache: KvCache, attention: AttentionBackend, max_num_seqs: int, max_model_len: int
+    model: LlamaGpuModel, cache: KvCache, attention: AttentionBackend, max_num_seqs: int, max_model_len: int
 ) -> LauncherFactory | None:
-    """Return what makes the launcher of a runner over a lean model: graphs up to `max_num_seqs` rows.
+    """Return what makes the launcher of a runner over a native GPU model: graphs up to `max_num_seqs` rows.
 
     `attention` is the runner's own: it plans the steps that are no graphs, too. None: it cannot plan for graphs.
     """
@@ -272,7 +271,7 @@ def graph_launcher(
     return make
 
 
-def graph_bytes(model: LeanGpuModel, block_size: int, max_num_seqs: int, max_model_len: int) -> int:
+def graph_bytes(model: LlamaGpuModel, block_size: int, max_num_seqs: int, max_model_len: int) -> int:
     """Return what graphs take on the device beside the steps that are none, in bytes: an estimate from above.
 
     Inputs (block tables twice, as they land and as they are read); logits, and a draw from them in float32 and float64;

@@ -1,11 +1,12 @@
-"""Who runs the steps that `gpuworker/runner/model_runner.py` has laid out: the port, what passes through it, and failure.
+"""The port between the runner and what runs its steps, and how a failed step takes others with it.
 
-After a failed step all that were queued behind it fail too: they start from tokens and K/V that are not there. Steps
-belong to generations; a new one begins when every sequence of the failed one has been removed.
+After a failed step, all steps queued behind it fail too: the tokens and the K/V that they start from do not exist. Each
+step belongs to a generation. A new generation begins when every sequence of the failed one has been removed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,9 +17,14 @@ import numpy.typing as npt
 from common.errors import EngineFailure
 from common.lease import Copy
 from common.types import SequenceId, TokenLogprobs
+from gpuworker.attention.interface import AttentionBackend
 from gpuworker.core.batch_plan import StepResult
+from gpuworker.memory.kv_cache import KvCache
+from gpuworker.memory.token_table import TokenTable
+from gpuworker.models.step_model import StepModel
 from gpuworker.runner.launcher import LaidOutStep
-from gpuworker.sampling.sampler import Drawn, token_logprobs
+from gpuworker.sampling.rows import SampledTokens
+from gpuworker.sampling.sampler import token_logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +38,18 @@ class RunnerStep:
     sequences: tuple[SequenceId, ...]  # [S]
     result: Future[StepResult]
 
-    def tell(self, drawn: Drawn, seconds: float) -> None:
+    def tell(self, sampled: SampledTokens, seconds: float) -> None:
         """Give the engine what was drawn, by sequence; the tensors are on the host."""
         logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]] = {
-            self.sequences[row]: (found,) for row, found in token_logprobs(drawn, self.work.sampling).items()
+            self.sequences[row]: (found,) for row, found in token_logprobs(sampled, self.work.sampling).items()
         }
         # zip makes the tuples of one token each.
-        found, masks = drawn.tokens.tolist(), self.work.point.masks
+        found, masks = sampled.tokens.tolist(), self.work.point.masks
         tokens = dict(zip(self.sequences, zip(found, strict=True), strict=True))
         if masks is None:
             self.result.set_result(StepResult(self.number, tokens, logprobs, seconds))
             return
-        masks.drew(found)
+        masks.sampled(found)
         self.result.set_result(StepResult(self.number, tokens, logprobs, seconds, masks.ended))
 
 
@@ -81,8 +87,8 @@ class Failures:
 class StepExecutor(Protocol):
     """Runs steps in order. Called from the engine's thread; it never waits for a step."""
 
-    def write(self, seat: int, tokens: npt.NDArray[np.int32], generation: int) -> None:
-        """Write the first tokens of a seat; no unfinished step has it."""
+    def write(self, batch_index: int, tokens: npt.NDArray[np.int32], generation: int) -> None:
+        """Write the first tokens at a batch index; no unfinished step contains it."""
         ...
 
     def submit(self, step: RunnerStep) -> None:
@@ -92,3 +98,18 @@ class StepExecutor(Protocol):
     def close(self) -> None:
         """Finish what was submitted."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorParts:
+    """What an executor runs steps with. `threads` compute on a CPU; the runner reads `failures`."""
+
+    model: StepModel
+    cache: KvCache
+    attention: AttentionBackend
+    tokens: TokenTable
+    failures: Failures
+    threads: int
+
+
+ExecutorFactory = Callable[[ExecutorParts], StepExecutor]

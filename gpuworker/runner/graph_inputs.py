@@ -113,7 +113,7 @@ class GraphInputs:
 
         uniform and temperature [R] are of rows that draw at random. The transfer is queued behind what runs.
         """
-        rows, first = staged.rows, staged.seats.astype(np.int64) * staged.table_width
+        rows, first = staged.rows, staged.batch_index.astype(np.int64) * staged.table_width
         fields: dict[str, npt.NDArray[np.generic] | None] = {
             "uniform": uniform,
             "temperature": temperature,

@@ -1,4 +1,4 @@
-"""Where the runner keeps its sequences: each has a seat, one row of the token table and of the block tables.
+"""The sequences that the runner holds: each has a batch index, its row of the token table and of the block tables.
 
 The block tables lie on the host and are kept from step to step, because a row seldom gains more than one block.
 """
@@ -13,68 +13,68 @@ import numpy as np
 from common.types import BlockId, SequenceId
 from gpuworker.attention.interface import Int32Array
 from gpuworker.core.batch_plan import ScheduledRow
-from gpuworker.sampling.sampler import SampledRow
+from gpuworker.sampling.rows import SampledRow
 
 
 @dataclass(slots=True)
-class Seat:
-    """One seated sequence; `blocks` is the row as it stands in the block table."""
+class BatchEntry:
+    """One sequence of the batch; `blocks` are those that its row of the block table holds."""
 
     index: int
-    sampled: SampledRow
+    row: SampledRow
     blocks: tuple[BlockId, ...] = ()
 
 
-class Seats:
-    """Gives seats, and keeps the block tables of those who sit. Used by the engine's thread only."""
+class InputBatch:
+    """Assigns batch indices to sequences, and keeps their block tables. Only the engine's thread uses it."""
 
-    def __init__(self, count: int, max_blocks: int) -> None:
-        self._free = list(range(count))[::-1]
-        self._taken: dict[SequenceId, Seat] = {}
-        self._table = np.zeros((count, max_blocks), dtype=np.int32)
+    def __init__(self, max_num_seqs: int, max_blocks: int) -> None:
+        self._free = list(range(max_num_seqs))[::-1]
+        self._entries: dict[SequenceId, BatchEntry] = {}
+        self._table = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
 
     def __len__(self) -> int:
-        return len(self._taken)
+        return len(self._entries)
 
-    def __getitem__(self, sequence: SequenceId) -> Seat:
-        return self._taken[sequence]
+    def __getitem__(self, sequence: SequenceId) -> BatchEntry:
+        return self._entries[sequence]
 
-    def take(self, sequence: SequenceId, sampled: SampledRow) -> Seat:
-        """Seat a sequence. Raises ValueError when it has a seat already or none is free: the caller's mistake."""
-        if sequence in self._taken or not self._free:
-            why = "is seated already" if sequence in self._taken else f"finds all {len(self._taken)} seats taken"
+    def add(self, sequence: SequenceId, row: SampledRow) -> BatchEntry:
+        """Give a sequence a free index. Raises ValueError when the sequence has one already, or when none is free."""
+        if sequence in self._entries or not self._free:
+            why = "is in the batch already" if sequence in self._entries else f"finds {len(self._entries)} others in it"
             raise ValueError(f"sequence {sequence} {why}")
-        seat = self._taken[sequence] = Seat(self._free.pop(), sampled)
-        return seat
+        entry = self._entries[sequence] = BatchEntry(self._free.pop(), row)
+        return entry
 
-    def leave(self, sequence: SequenceId) -> SampledRow | None:
-        """Free the seat of a sequence, and return how it was sampled; None for one without a seat."""
-        seat = self._taken.pop(sequence, None)
-        if seat is None:
+    def remove(self, sequence: SequenceId) -> SampledRow | None:
+        """Free the index of a sequence, and return its sampling parameters; None for an unknown sequence."""
+        entry = self._entries.pop(sequence, None)
+        if entry is None:
             return None
-        self._free.append(seat.index)
-        return seat.sampled
+        self._free.append(entry.index)
+        return entry.row
 
-    def of_rows(self, rows: Sequence[ScheduledRow]) -> Int32Array:
-        """Return the seats [R] of the rows of a step, after writing their blocks into the table."""
-        taken, index = self._taken, []
+    def indices_of(self, rows: Sequence[ScheduledRow]) -> Int32Array:
+        """Return the batch indices [R] of the rows of a step, after writing their blocks into the table."""
+        entries, indices = self._entries, []
         for row in rows:
-            seat = taken[row.sequence]
-            index.append(seat.index)
-            if row.blocks is not seat.blocks:
-                self._update(seat, row.blocks)
-        return np.array(index, dtype=np.int32)
+            entry = entries[row.sequence]
+            indices.append(entry.index)
+            if row.blocks is not entry.blocks:
+                self._update(entry, row.blocks)
+        return np.array(indices, dtype=np.int32)
 
-    def block_table(self, seats: Int32Array, width: int) -> Int32Array:
-        """Return a copy [R, width] of the block tables of seats [R]; trimmed blocks are 0."""
-        return self._table[seats, :width]
+    def block_table(self, batch_index: Int32Array, width: int) -> Int32Array:
+        """Return a copy [R, width] of the block tables at `batch_index` [R]; trimmed blocks are 0."""
+        return self._table[batch_index, :width]
 
-    def _update(self, seat: Seat, blocks: tuple[BlockId, ...]) -> None:
-        """Write what changed: mostly a row is the old one with blocks added."""
-        known = len(seat.blocks)
-        same = known <= len(blocks) and blocks[:known] == seat.blocks
+    def _update(self, entry: BatchEntry, blocks: tuple[BlockId, ...]) -> None:
+        """Write only the new blocks where `blocks` extends the old table, which is the usual case."""
+        known = len(entry.blocks)
+        same = known <= len(blocks) and blocks[:known] == entry.blocks
         changed = np.array(blocks[known:] if same else blocks, dtype=np.int32)
         begin = known if same else 0
         end = min(len(blocks), self._table.shape[1])
-        self._table[seat.index, begin:end] = np.maximum(changed[: end - begin], 0)
-        seat.blocks = blocks
+        self._table[entry.index, begin:end] = np.maximum(changed[: end - begin], 0)
+        entry.blocks = blocks

@@ -10,7 +10,8 @@ from gpuworker.attention.interface import AttentionBackend
 from gpuworker.attention.step_inputs import StagedStep, StepInputs
 from gpuworker.memory.token_table import TokenTable
 from gpuworker.models.step_model import StepModel
-from gpuworker.sampling.sampler import Drawn, DrawPoint, SamplingBatch
+from gpuworker.sampling.rows import SampledTokens, SamplePoint
+from gpuworker.sampling.sampler import SamplingBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,14 +20,14 @@ class LaidOutStep:
 
     staged: StagedStep
     inputs: StepInputs | None
-    point: DrawPoint
+    point: SamplePoint
     sampling: SamplingBatch
 
 
 class StepLauncher(Protocol):
     """Computes steps in order, each over the K/V and the tokens of those before it. Used by the runner's thread."""
 
-    def launch(self, step: LaidOutStep) -> Drawn:
+    def launch(self, step: LaidOutStep) -> SampledTokens:
         """Run the model over all rows, draw, and put what was drawn into the token table.
 
         On CUDA it only launches, and never waits: tensors of the result are valid until the next launch.
@@ -43,12 +44,12 @@ class EagerLauncher:
     def __init__(self, model: StepModel, attention: AttentionBackend, tokens: TokenTable) -> None:
         self._model, self._attention, self._tokens = model, attention, tokens
 
-    def launch(self, step: LaidOutStep) -> Drawn:
+    def launch(self, step: LaidOutStep) -> SampledTokens:
         """See `StepLauncher`."""
         inputs = step.inputs or step.staged.on(self._model.device)
         self._attention.begin(inputs.metadata)
         token_ids = self._tokens.take(inputs.take)
         logits = self._model.forward(token_ids, inputs.positions, inputs.keep, self._attention)
-        drawn = step.sampling.sample(logits, step.point, self._tokens.tensor)
-        self._tokens.put(inputs.put, drawn.tokens)
-        return drawn
+        sampled = step.sampling.sample(logits, step.point, self._tokens.tensor)
+        self._tokens.put(inputs.put, sampled.tokens)
+        return sampled

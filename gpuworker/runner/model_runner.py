@@ -1,7 +1,7 @@
-"""Runs steps on the device: the port of `gpuworker/core/batch_plan.py` over a model, a KV cache and a sampler.
+"""Runs steps on the device: implements the port of `gpuworker/core/batch_plan.py` over a model and a KV cache.
 
-The engine's thread turns a plan into arrays while the step before it still runs; an executor runs it
-(`gpuworker/runner/thread_executor.py`, or `gpuworker/runner/native_executor.py` where a step is one native call).
+The engine's thread turns a plan into arrays while the previous step still runs. An executor then runs the step:
+`gpuworker/runner/thread_executor.py`, or `gpuworker/runner/native_executor.py` where a step is one native call.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from gpuworker.memory.devices import default_threads
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.memory.token_table import TokenTable
 from gpuworker.models.step_model import StepModel
-from gpuworker.runner.executor import Failures, RunnerStep, StepExecutor
-from gpuworker.runner.input_batch import Seats
-from gpuworker.runner.launcher import EagerLauncher, LaidOutStep, LauncherFactory
-from gpuworker.runner.thread_executor import ThreadExecutor
-from gpuworker.sampling.sampler import SampledRow, SamplingBatch
+from gpuworker.runner.executor import ExecutorFactory, ExecutorParts, Failures, RunnerStep
+from gpuworker.runner.input_batch import InputBatch
+from gpuworker.runner.launcher import LaidOutStep
+from gpuworker.sampling.rows import SampledRow
+from gpuworker.sampling.sampler import SamplingBatch
 from gpuworker.structured.grammars import GrammarCompiler
-from gpuworker.structured.mask_thread import MaskKeeper
+from gpuworker.structured.mask_thread import GrammarMaskThread
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,21 +39,10 @@ class RunnerLimits:
     threads: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class RunnerParts:
-    """What steps are run with."""
-
-    model: StepModel
-    cache: KvCache
-    attention: AttentionBackend
-    threads: int
-    launcher: LauncherFactory | None
-
-
 class ModelRunner:
-    """Implements `StepRunner`. All methods are called from the engine's thread.
+    """Implements `StepRunner`: lays out each step, and hands it to the executor that `executor` makes.
 
-    Without a `launcher` steps are launched kernel by kernel.
+    The engine's thread calls all methods.
     """
 
     def __init__(
@@ -62,31 +51,24 @@ class ModelRunner:
         cache: KvCache,
         attention: AttentionBackend,
         limits: RunnerLimits,
+        executor: ExecutorFactory,
         eos_token_ids: tuple[int, ...] = (),
-        launcher: LauncherFactory | None = None,
     ) -> None:
         self._model, self._block_size = model, cache.block_size
         self._device, self._eos = model.device, eos_token_ids
-        self._seats = Seats(limits.max_num_seqs, -(-limits.max_model_len // cache.block_size))
+        self._batch = InputBatch(limits.max_num_seqs, -(-limits.max_model_len // cache.block_size))
         self._tokens = TokenTable(limits.max_num_seqs, limits.max_model_len + 1, self._device)
         self._sampling: tuple[tuple[SequenceId, ...], SamplingBatch] | None = None
         self._generation, self._failures = 1, Failures()
         self.grammars: GrammarCompiler | None = None
         """What compiles constraints; None where the runner follows none."""
-        self._masks: MaskKeeper | None = None
-        self.executor = self._executor_of(
-            RunnerParts(model, cache, attention, limits.threads or default_threads(), launcher)
-        )
-
-    def _executor_of(self, parts: RunnerParts) -> StepExecutor:
-        """Return what runs the steps."""
-        tokens = self._tokens
-        launcher = parts.launcher(tokens) if parts.launcher else EagerLauncher(parts.model, parts.attention, tokens)
-        return ThreadExecutor(launcher, parts.cache, tokens, self._failures, parts.threads)
+        self._masks: GrammarMaskThread | None = None
+        threads = limits.threads or default_threads()
+        self.executor = executor(ExecutorParts(model, cache, attention, self._tokens, self._failures, threads))
 
     def constrain(self, grammars: GrammarCompiler) -> None:
         """Take sequences with constraints, too, which these compile; call it once, before the first sequence."""
-        self.grammars, self._masks = grammars, MaskKeeper(grammars)
+        self.grammars, self._masks = grammars, GrammarMaskThread(grammars)
 
     @property
     def mask_lateness(self) -> MaskLateness:
@@ -96,8 +78,8 @@ class ModelRunner:
     # ------------------------------------------------------------ the port
 
     def add(self, sequence: SequenceId, tokens: Sequence[int], sampling: SamplingParams, prompt_tokens: int) -> None:
-        """See `StepRunner`. Raises ValueError when no seat is free, the tokens do not fit, or there is a constraint and
-        nothing to follow it with: the caller's mistake.
+        """See `StepRunner`. Raises ValueError for three mistakes of the caller: no batch index is free, the tokens
+        do not fit, or the sequence has a constraint and the runner has no grammars.
         """
         if len(tokens) >= self._tokens.width:
             raise ValueError(f"sequence {sequence} has {len(tokens)} tokens; {self._tokens.width - 1} fit")
@@ -108,15 +90,15 @@ class ModelRunner:
                     f"sequence {sequence} has a constraint, and the runner has no grammars: see `constrain`"
                 )
             self._masks.add(sequence, row, tokens[prompt_tokens:])
-        self.executor.write(self._seats.take(sequence, row).index, np.array(tokens, dtype=np.int32), self._generation)
+        self.executor.write(self._batch.add(sequence, row).index, np.array(tokens, dtype=np.int32), self._generation)
 
     def remove(self, sequence: SequenceId) -> None:
         """See `StepRunner`; an unknown sequence is ignored."""
-        left = self._seats.leave(sequence)
+        left = self._batch.remove(sequence)
         if self._masks is not None and left is not None and left.params.constraint is not None:
             self._masks.remove(sequence)
         self._sampling = None
-        if not self._seats and self._failures.failed(self._generation):
+        if not self._batch and self._failures.failed(self._generation):
             self._generation += 1
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
@@ -139,10 +121,10 @@ class ModelRunner:
         start = np.array([row.start for row in rows], dtype=np.int32)
         length = np.array([row.length for row in rows], dtype=np.int32)
         samples = np.array([row.samples for row in rows], dtype=bool)
-        seats = self._seats.of_rows(rows)
+        batch_index = self._batch.indices_of(rows)
         width = -(-int((start + length).max(initial=1)) // self._block_size)
-        packed = pack_rows(start, length, self._seats.block_table(seats, width), self._block_size)
-        staged = StagedStep(packed, seats, samples, self._tokens.width)
+        packed = pack_rows(start, length, self._batch.block_table(batch_index, width), self._block_size)
+        staged = StagedStep(packed, batch_index, samples, self._tokens.width)
         sequences = tuple([row.sequence for row in rows if row.samples])
         sampling = self._sampling_batch(sequences)
         if on_cpu:
@@ -151,14 +133,14 @@ class ModelRunner:
         if len(sampling.constrained):
             assert self._masks is not None, "`add` takes no constraint without it"
             masks = self._masks.masks(sequences, sampling.constrained, positions)
-        point = sampling.at(positions, seats[samples], masks)
+        point = sampling.at(positions, batch_index[samples], masks)
         work = LaidOutStep(staged, staged.on(self._device) if on_cpu else None, point, sampling)
         return RunnerStep(plan.step, self._generation, plan.copies, work, sequences, _begun())
 
     def _sampling_batch(self, sequences: tuple[SequenceId, ...]) -> SamplingBatch:
         """Return the batch of the last step where the same sequences sample again."""
         if self._sampling is None or self._sampling[0] != sequences:
-            rows = [self._seats[sequence].sampled for sequence in sequences]
+            rows = [self._batch[sequence].row for sequence in sequences]
             self._sampling = (sequences, SamplingBatch(rows, self._model.vocab_size, self._device))
         return self._sampling[1]
 

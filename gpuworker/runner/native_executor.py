@@ -18,13 +18,12 @@ import torch
 from common.errors import EngineFailure
 from gpuworker.attention.native_backend import CacheStruct, NativeAttention, StepStruct, step_struct
 from gpuworker.memory.token_table import TokenTable
-from gpuworker.models.llama.native_model import DescribedRun, NativeModel
+from gpuworker.models.llama.cpu_model import DescribedRun, LlamaCpuModel
 from gpuworker.native.llama import LlamaRunStruct, LlamaStruct, Refusal
 from gpuworker.native.step_queue import StepQueue, address_of
-from gpuworker.runner.executor import Failures, RunnerStep
-from gpuworker.runner.model_runner import ModelRunner, RunnerParts
-from gpuworker.sampling.native_sampler import DrawCall, NativeDraw
-from gpuworker.sampling.sampler import Drawn
+from gpuworker.runner.executor import ExecutorParts, Failures, RunnerStep
+from gpuworker.sampling.native_sampler import NativeSample, SampleCall
+from gpuworker.sampling.rows import SampledTokens
 from gpuworker.serial_thread import SerialThread
 
 log = logging.getLogger(__name__)
@@ -48,7 +47,7 @@ class WholeStep(ctypes.Structure):
         ("take", _Take),
         ("step", StepStruct),
         ("run", LlamaRunStruct),
-        ("draw", DrawCall),
+        ("sample", SampleCall),
         *((name, _int32) for name in ("num_copies", "threads", "deterministic", "reserved")),
     )
 
@@ -61,7 +60,7 @@ class _Described:
     copies: npt.NDArray[np.int32]  # [C, 2]
     token_ids: torch.Tensor | None = None
     run: DescribedRun | None = None
-    draw: NativeDraw | None = None
+    sample: NativeSample | None = None
 
 
 class StepTimes(NamedTuple):
@@ -72,13 +71,13 @@ class StepTimes(NamedTuple):
     forward: float
 
 
-class QueueExecutor:
+class NativeExecutor:
     """Implements `StepExecutor`. While `spent` is a list, the time of each step is appended to it."""
 
     spent: list[StepTimes] | None = None
 
     def __init__(
-        self, model: NativeModel, attention: NativeAttention, tokens: TokenTable, failures: Failures, threads: int
+        self, model: LlamaCpuModel, attention: NativeAttention, tokens: TokenTable, failures: Failures, threads: int
     ) -> None:
         self._model, self._attention, self._tokens, self._failures = model, attention, tokens, failures
         self._threads = threads
@@ -86,9 +85,9 @@ class QueueExecutor:
         self._call, self._queue = address_of(library.quire_run_step), StepQueue(library)
         self._collector = SerialThread("quire-collector")
 
-    def write(self, seat: int, tokens: npt.NDArray[np.int32], generation: int) -> None:
-        """See `StepExecutor`: at once, as no unfinished step has the seat."""
-        self._tokens.write(seat, tokens)
+    def write(self, batch_index: int, tokens: npt.NDArray[np.int32], generation: int) -> None:
+        """See `StepExecutor`: at once, because no unfinished step contains the sequence."""
+        self._tokens.write(batch_index, tokens)
 
     def submit(self, step: RunnerStep) -> None:
         """See `StepExecutor`."""
@@ -116,7 +115,7 @@ class QueueExecutor:
             deterministic=self._attention.deterministic,
         )
         inputs, work = step.work.inputs, step.work
-        if inputs is None or not len(work.staged.seats):
+        if inputs is None or not len(work.staged.batch_index):
             return _Described(whole, copies)
         token_ids = torch.empty(len(inputs.take), dtype=torch.int64)
         run = self._model.describe(token_ids, inputs.positions, inputs.keep)
@@ -127,9 +126,9 @@ class QueueExecutor:
             native = work.sampling.native
             assert native is not None, "a batch on a CPU with the native library has been prepared for it"
             point, table = work.point, self._tokens.tensor
-            draw = NativeDraw(native, point.positions, point.seats, table, self._threads, point.masks)
-            draw.point_at(run.logits)
-            whole.draw, described.draw = draw.call, draw
+            sample = NativeSample(native, point.positions, point.batch_index, table, self._threads, point.masks)
+            sample.point_at(run.logits)
+            whole.sample, described.sample = sample.call, sample
         return described
 
     # ------------------------------------------------------------ the collector's thread
@@ -155,11 +154,11 @@ class QueueExecutor:
             self._tell(step, described, times.took)
 
     def _tell(self, step: RunnerStep, described: _Described, took: float) -> None:
-        draw = described.draw
+        sample = described.sample
         try:
             if described.run is not None:
                 self._model.add_up(described.run)
-            step.tell(Drawn(_NONE) if draw is None else step.work.sampling.drawn(draw), took)
+            step.tell(SampledTokens(_NONE) if sample is None else step.work.sampling.sampled(sample), took)
         except BaseException as error:  # whatever it is, who waits for the step must hear of it
             log.error("step %d failed", step.number, exc_info=True)
             self._failures.fail(step, error)
@@ -168,12 +167,10 @@ class QueueExecutor:
 _NONE = torch.empty(0, dtype=torch.int64)
 
 
-class QueuedRunner(ModelRunner):
-    """A runner whose steps are native calls. Raises TypeError for a model or an attention that are not."""
-
-    def _executor_of(self, parts: RunnerParts) -> QueueExecutor:
-        model, attention = parts.model, parts.attention
-        if not isinstance(model, NativeModel) or not isinstance(attention, NativeAttention):
-            raise TypeError(f"{type(model).__name__} over {type(attention).__name__} is no native call")
-        model.rotate_up_to(self._tokens.width)
-        return QueueExecutor(model, attention, self._tokens, self._failures, parts.threads)
+def native_executor(parts: ExecutorParts) -> NativeExecutor:
+    """Return an executor of native calls. Raises TypeError for a model or an attention that the library cannot call."""
+    model, attention = parts.model, parts.attention
+    if not isinstance(model, LlamaCpuModel) or not isinstance(attention, NativeAttention):
+        raise TypeError(f"{type(model).__name__} over {type(attention).__name__} is no native call")
+    model.extend_rope(parts.tokens.width)
+    return NativeExecutor(model, attention, parts.tokens, parts.failures, parts.threads)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -19,9 +19,9 @@ import torch
 from common.errors import EngineFailure
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.memory.token_table import TokenTable
-from gpuworker.runner.executor import Failures, RunnerStep
-from gpuworker.runner.launcher import StepLauncher
-from gpuworker.sampling.sampler import Drawn, RowLogprobs
+from gpuworker.runner.executor import ExecutorParts, Failures, RunnerStep
+from gpuworker.runner.launcher import EagerLauncher, LauncherFactory, StepLauncher
+from gpuworker.sampling.rows import RowLogprobs, SampledTokens
 from gpuworker.serial_thread import SerialThread
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class _Launched:
     """A step whose kernels are launched; what it drew is, or will be after `event`, on the host."""
 
     step: RunnerStep
-    drawn: Drawn
+    sampled: SampledTokens
     begun: float
     event: torch.cuda.Event | None = None
 
@@ -47,9 +47,9 @@ class ThreadExecutor:
         self._thread = SerialThread("quire-runner", lambda: _computing(threads, tokens.flat.device))
         self._collector = SerialThread("quire-collector")
 
-    def write(self, seat: int, tokens: npt.NDArray[np.int32], generation: int) -> None:
+    def write(self, batch_index: int, tokens: npt.NDArray[np.int32], generation: int) -> None:
         """See `StepExecutor`."""
-        self._thread.put(lambda: self._write(seat, tokens, generation))
+        self._thread.put(lambda: self._write(batch_index, tokens, generation))
 
     def submit(self, step: RunnerStep) -> None:
         """See `StepExecutor`."""
@@ -60,9 +60,9 @@ class ThreadExecutor:
         self._thread.close()
         self._collector.close()
 
-    def _write(self, seat: int, tokens: npt.NDArray[np.int32], generation: int) -> None:
+    def _write(self, batch_index: int, tokens: npt.NDArray[np.int32], generation: int) -> None:
         try:
-            self._tokens.write(seat, tokens)
+            self._tokens.write(batch_index, tokens)
         except RuntimeError as error:  # of the device: the steps behind it start from tokens that are not there
             self._failures.note(generation, error)
 
@@ -70,8 +70,8 @@ class ThreadExecutor:
         """Run a step, and say what it drew at once or have the collector say it."""
         try:
             launched = self._launch(step)
-            if launched.event is None and launched.drawn.logprobs is None:
-                step.tell(launched.drawn, time.perf_counter() - launched.begun)
+            if launched.event is None and launched.sampled.logprobs is None:
+                step.tell(launched.sampled, time.perf_counter() - launched.begun)
             else:
                 self._collector.put(lambda: self._collect(launched))
         except EngineFailure as failure:
@@ -86,8 +86,8 @@ class ThreadExecutor:
         begun = time.perf_counter()
         if step.copies:
             self._cache.copy_blocks(step.copies)
-        if not len(step.work.staged.seats):
-            return _Launched(step, Drawn(torch.empty(0, dtype=torch.int64)), begun)
+        if not len(step.work.staged.batch_index):
+            return _Launched(step, SampledTokens(torch.empty(0, dtype=torch.int64)), begun)
         return _to_host(step, self._launcher.launch(step.work), begun)
 
     def _collect(self, launched: _Launched) -> None:
@@ -96,10 +96,21 @@ class ThreadExecutor:
         try:
             if launched.event is not None:
                 launched.event.synchronize()
-            step.tell(launched.drawn, time.perf_counter() - launched.begun)
+            step.tell(launched.sampled, time.perf_counter() - launched.begun)
         except BaseException as error:  # as above
             log.error("step %d failed", step.number, exc_info=True)
             self._failures.fail(step, error)
+
+
+def thread_executor(launcher: LauncherFactory | None = None) -> Callable[[ExecutorParts], ThreadExecutor]:
+    """Return the factory of executors over `launcher`; None launches steps kernel by kernel."""
+
+    def make(parts: ExecutorParts) -> ThreadExecutor:
+        tokens = parts.tokens
+        steps = launcher(tokens) if launcher else EagerLauncher(parts.model, parts.attention, tokens)
+        return ThreadExecutor(steps, parts.cache, tokens, parts.failures, parts.threads)
+
+    return make
 
 
 @contextmanager
@@ -112,14 +123,14 @@ def _computing(threads: int, device: torch.device) -> Iterator[None]:
         yield
 
 
-def _to_host(step: RunnerStep, drawn: Drawn, begun: float) -> _Launched:
+def _to_host(step: RunnerStep, sampled: SampledTokens, begun: float) -> _Launched:
     """Start moving what was drawn to the host, behind the kernels that draw it."""
-    if drawn.tokens.device.type == "cpu":
-        return _Launched(step, drawn, begun)
-    found = drawn.logprobs
-    moved = Drawn(
-        _pinned(drawn.tokens),
-        found and RowLogprobs(found.rows, _pinned(found.drawn), _pinned(found.top_ids), _pinned(found.top)),
+    if sampled.tokens.device.type == "cpu":
+        return _Launched(step, sampled, begun)
+    found = sampled.logprobs
+    moved = SampledTokens(
+        _pinned(sampled.tokens),
+        found and RowLogprobs(found.rows, _pinned(found.sampled), _pinned(found.top_ids), _pinned(found.top)),
     )
     event = torch.cuda.Event()
     event.record()

@@ -1,23 +1,21 @@
-"""Draws tokens by the native library: by the rules of `gpuworker.sampling.sampler`, some rows at once on each of its threads.
+"""Samples tokens with the native library, by the rules of `gpuworker.sampling.sampler`, on several threads.
 
-Both draw the same token of the same logits, but for numbers on the border of two: their sums are rounded otherwise.
+Both samplers take the same token from the same logits, except for numbers on the border of two tokens: the two round
+their sums differently.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from gpuworker.native.library import best
-
-if TYPE_CHECKING:
-    from gpuworker.sampling.masks import StepMasks
-    from gpuworker.sampling.sampler import SampledRow
+from gpuworker.sampling.masks import GrammarBitmask
+from gpuworker.sampling.rows import SampledRow
 
 ROW = np.dtype(  # quire_draw_row
     [
@@ -37,7 +35,7 @@ class MaskCall(ctypes.Structure):
     _fields_ = (*((name, ctypes.c_void_p) for name in ("bits", "of", "ready", "waited")), ("words", ctypes.c_int64))
 
 
-class DrawCall(ctypes.Structure):
+class SampleCall(ctypes.Structure):
     """quire_draw."""
 
     _fields_ = (
@@ -80,27 +78,27 @@ def _describe(row: SampledRow, into: np.void) -> None:
     into["ends_from"] = row.prompt_tokens + p.min_tokens
 
 
-class NativeDraw:
+class NativeSample:
     """One draw of the rows: what it reads and where it puts what it draws. All memory stays while this object does."""
 
     def __init__(
         self,
         rows: NativeRows,
         positions: npt.NDArray[np.int64],
-        seats: npt.NDArray[np.int32],
+        batch_index: npt.NDArray[np.int32],
         table: torch.Tensor,
         threads: int,
-        masks: StepMasks | None = None,
+        masks: GrammarBitmask | None = None,
     ) -> None:
         count, top_count = rows.count, rows.top_count
         self.tokens = np.empty(count, dtype=np.int64)
         self.logprobs = np.empty(count, dtype=np.float32)
         self.top_ids = np.zeros((count, top_count), dtype=np.int32)
         self.top = np.zeros((count, top_count), dtype=np.float32)
-        first = seats.astype(np.int64) * table.shape[1]
+        first = batch_index.astype(np.int64) * table.shape[1]
         self._kept = (rows, positions, first, table, masks)
         self._run = rows.library.quire_draw_tokens
-        self.call = DrawCall(
+        self.call = SampleCall(
             rows=_pointer(rows.rows),
             bias_ids=_pointer(rows.bias_ids),
             bias_values=_pointer(rows.bias_values),
@@ -136,16 +134,7 @@ def native_rows(rows: Sequence[SampledRow], vocab_size: int) -> NativeRows | Non
     return None if library is None else NativeRows(rows, vocab_size, library)
 
 
-def open_masks(ready: npt.NDArray[np.uint32]) -> None:
-    """Let a native draw go on that waits for `ready` [1], or will."""
-    library = best()
-    if library is None:
-        ready[0] = 1
-    else:
-        library.quire_masks_open(ctypes.c_void_p(_pointer(ready)))
-
-
-def _describe_masks(masks: StepMasks) -> MaskCall:
+def _describe_masks(masks: GrammarBitmask) -> MaskCall:
     addresses = (each.ctypes.data for each in (masks.bits, masks.of, masks.ready, masks.waited))
     return MaskCall(*addresses, masks.bits.shape[1])
 

@@ -12,98 +12,28 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from common.types import SamplingParams, TokenLogprobs
+from common.types import TokenLogprobs
+from gpuworker.core.splitmix64 import GOLDEN, MIX_1, MIX_2
 from gpuworker.memory.devices import sent
-from gpuworker.sampling.native_sampler import NativeDraw, NativeRows, native_rows
-from gpuworker.sampling.truncation import Truncation, draw_truncated, invert
+from gpuworker.sampling.masks import GrammarBitmask
+from gpuworker.sampling.native_sampler import NativeRows, NativeSample, native_rows
+from gpuworker.sampling.rows import (
+    Float64Array,
+    Int32Array,
+    Int64Array,
+    RowLogprobs,
+    SampledRow,
+    SampledTokens,
+    SamplePoint,
+)
+from gpuworker.sampling.truncation import Truncation, invert, sample_truncated
 
-if TYPE_CHECKING:
-    from gpuworker.sampling.masks import StepMasks
-
-Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
-Float64Array = npt.NDArray[np.float64]
-
-_GREEDY_BELOW = 1e-5  # a temperature this low is greedy: dividing by less overflows float32
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-
-
-@dataclass(frozen=True, slots=True)
-class SampledRow:
-    """What drawing for one sequence needs to know besides logits: its parameters, and the ids that may end it."""
-
-    params: SamplingParams
-    prompt_tokens: int
-    eos_token_ids: tuple[int, ...] = ()
-
-    @property
-    def greedy(self) -> bool:
-        """True when the most likely token is taken."""
-        return self.params.temperature < _GREEDY_BELOW
-
-    @property
-    def penalised(self) -> bool:
-        """True when logits depend on the tokens so far."""
-        p = self.params
-        return p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
-
-    @property
-    def truncated(self) -> bool:
-        """True when the draw is from a part of the vocabulary."""
-        return not self.greedy and (self.params.top_k > 0 or self.params.top_p < 1.0 or self.params.min_p > 0.0)
-
-    @property
-    def end_tokens(self) -> tuple[int, ...]:
-        """The ids that are forbidden before min_tokens."""
-        of_model = () if self.params.ignore_eos else self.eos_token_ids
-        return tuple(dict.fromkeys((*of_model, *self.params.stop_token_ids)))
-
-    @property
-    def early_ends(self) -> tuple[int, ...]:
-        """Those of the end tokens that the draw forbids at first; none under a constraint, which may want one."""
-        return self.end_tokens if self.params.min_tokens and self.params.constraint is None else ()
-
-
-@dataclass(frozen=True, slots=True)
-class RowLogprobs:
-    """Log-probabilities of the rows that asked for them; n rows, k tokens each."""
-
-    rows: Int64Array  # [n], index into the batch
-    drawn: torch.Tensor  # [n]
-    top_ids: torch.Tensor  # [n, k], best first
-    top: torch.Tensor  # [n, k]
-
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """One token a row, still on the device."""
-
-    tokens: torch.Tensor  # [S] int64
-    logprobs: RowLogprobs | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class DrawPoint:
-    """Where the rows of a batch are in one step, on the host: D of S rows draw at random, E end tokens are too early.
-
-    `masks` are of the rows with a constraint; they may still be being filled.
-
-    positions [S] are those of the tokens to draw; those before them stand in the table, at [seats[s], :positions[s]].
-    """
-
-    positions: Int64Array
-    seats: Int32Array
-    uniform: Float64Array  # [D]
-    early_rows: Int64Array  # [E]
-    early_ids: Int64Array  # [E]
-    masks: StepMasks | None = None
+_GOLDEN, _MIX_1, _MIX_2 = np.uint64(GOLDEN), np.uint64(MIX_1), np.uint64(MIX_2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +59,7 @@ class SamplingBatch:
         self._seeds = np.array([row.params.seed & 0xFFFFFFFFFFFFFFFF for row in rows], dtype=np.uint64)
         self._penalised = _where([row.penalised for row in rows])
         self._asking = _where([row.params.logprobs is not None for row in rows])
-        self._drawing = _where([not row.greedy for row in rows])
+        self._random = _where([not row.greedy for row in rows])
         self._truncated = _where([row.truncated for row in rows if not row.greedy])
         self._bias = self._entries([row.params.logit_bias for row in rows])
         until = [row.prompt_tokens + row.params.min_tokens if row.params.min_tokens else 0 for row in rows]
@@ -139,7 +69,7 @@ class SamplingBatch:
         self.constrained = _where([row.params.constraint is not None for row in rows])
         """The rows with a constraint: `at` wants masks where there are any."""
         adjusted = len(self._penalised), len(self.constrained), self._bias[0].size, self._ends[0].size
-        self.plain = not (len(self._asking) or len(self._drawing) or any(adjusted))
+        self.plain = not (len(self._asking) or len(self._random) or any(adjusted))
         self._prepared = False
         self.native: NativeRows | None = None
         """The rows for the native library, once prepared, where that draws."""
@@ -149,12 +79,12 @@ class SamplingBatch:
             wanted = [0.0 if row.greedy else row.params.temperature for row in rows]
             self.temperatures = np.array(wanted, dtype=np.float32)
 
-    def at(self, positions: Int64Array, seats: Int32Array, masks: StepMasks | None = None) -> DrawPoint:
-        """Return what the rows need to draw the tokens at `positions` [S]; their known tokens are at `seats` [S]."""
+    def at(self, positions: Int64Array, batch_index: Int32Array, masks: GrammarBitmask | None = None) -> SamplePoint:
+        """Return what the rows need to sample the tokens at `positions` [S], after those at `batch_index` [S]."""
         rows, ids, until = self._ends
         early = positions[rows] < until
-        uniform = uniforms(self._seeds[self._drawing], positions[self._drawing])
-        return DrawPoint(positions, seats, uniform, rows[early], ids[early], masks)
+        uniform = uniforms(self._seeds[self._random], positions[self._random])
+        return SamplePoint(positions, batch_index, uniform, rows[early], ids[early], masks)
 
     def prepare(self) -> None:
         """Lay out the parameters on the device."""
@@ -165,44 +95,47 @@ class SamplingBatch:
             self.native = native_rows(self.rows, self._vocab_size)
         if self.native is not None or self.plain:
             return
-        drawing, cut = [self.rows[row].params for row in self._drawing], self._truncated
+        random_rows, cut = [self.rows[row].params for row in self._random], self._truncated
         self._penalties = self._penalties_of([self.rows[row] for row in self._penalised])
         self._biases = [self._tensor(each) for each in self._bias]
-        self._drawing_at, self._truncated_at = self._tensor(self._drawing), self._tensor(cut)
+        self._random_at, self._truncated_at = self._tensor(self._random), self._tensor(cut)
         self._asking_at, self._constrained_at = self._tensor(self._asking), self._tensor(self.constrained)
-        self._temperature = self._column([p.temperature for p in drawing])
-        self._bounds = Truncation.of([drawing[row] for row in cut], self._device) if len(cut) else None
+        self._temperature = self._column([p.temperature for p in random_rows])
+        self._bounds = Truncation.of([random_rows[row] for row in cut], self._device) if len(cut) else None
 
-    def sample(self, logits: torch.Tensor, point: DrawPoint, table: torch.Tensor) -> Drawn:
-        """Draw for every row; logits [S, vocab] float32 are overwritten, table [seats, width] has the known tokens."""
+    def sample(self, logits: torch.Tensor, point: SamplePoint, table: torch.Tensor) -> SampledTokens:
+        """Sample a token for every row; overwrites logits [S, vocab] float32.
+
+        `table` [max_num_seqs, width] has the known tokens.
+        """
         self.prepare()
         if self.native is not None:
             threads = torch.get_num_threads()
-            draw = NativeDraw(self.native, point.positions, point.seats, table, threads, point.masks)
-            draw.run(logits)
-            return self.drawn(draw)
+            native = NativeSample(self.native, point.positions, point.batch_index, table, threads, point.masks)
+            native.run(logits)
+            return self.sampled(native)
         if self.plain:
-            return Drawn(_first_best(logits))
+            return SampledTokens(_first_best(logits))
         self._adjust(logits, point, table)
         tokens = _first_best(logits)
-        if len(self._drawing):
-            whole = len(self._drawing) == len(self.rows)
-            drawn = self._draw(logits if whole else logits[self._drawing_at], self._tensor(point.uniform))
-            tokens = drawn if whole else tokens.index_copy_(0, self._drawing_at, drawn)
-        return Drawn(tokens, self._logprobs(logits, tokens) if len(self._asking) else None)
+        if len(self._random):
+            whole = len(self._random) == len(self.rows)
+            sampled = self._sample_random(logits if whole else logits[self._random_at], self._tensor(point.uniform))
+            tokens = sampled if whole else tokens.index_copy_(0, self._random_at, sampled)
+        return SampledTokens(tokens, self._logprobs(logits, tokens) if len(self._asking) else None)
 
-    def drawn(self, draw: NativeDraw) -> Drawn:
+    def sampled(self, native: NativeSample) -> SampledTokens:
         """Return what the native library has drawn."""
         at = self._asking
-        arrays = draw.logprobs[at], draw.top_ids[at], draw.top[at]
+        arrays = native.logprobs[at], native.top_ids[at], native.top[at]
         found = RowLogprobs(at, *map(torch.from_numpy, arrays)) if len(at) else None
-        return Drawn(torch.from_numpy(draw.tokens), found)
+        return SampledTokens(torch.from_numpy(native.tokens), found)
 
-    def _adjust(self, logits: torch.Tensor, point: DrawPoint, table: torch.Tensor) -> None:
+    def _adjust(self, logits: torch.Tensor, point: SamplePoint, table: torch.Tensor) -> None:
         """Apply everything that comes before log-probabilities, in place."""
         if self._penalties is not None:
             at, known = self._penalties.at, point.positions[self._penalised]
-            tokens = table[self._tensor(point.seats[self._penalised]).long(), : int(known.max())].long()
+            tokens = table[self._tensor(point.batch_index[self._penalised]).long(), : int(known.max())].long()
             logits[at] = _penalise(logits[at], self._penalties, tokens, self._tensor(known)[:, None])
         rows, ids, values = self._biases
         if len(rows):
@@ -212,7 +145,7 @@ class SamplingBatch:
         if point.early_rows.size:
             logits[self._tensor(point.early_rows), self._tensor(point.early_ids)] = float("-inf")
 
-    def _forbid(self, logits: torch.Tensor, masks: StepMasks) -> None:
+    def _forbid(self, logits: torch.Tensor, masks: GrammarBitmask) -> None:
         """Wait for the masks, and leave nothing to what they do not allow: one transfer of a bit for each logit."""
         masks.wait()
         allowed = self._tensor(masks.bits.view(np.int32))  # [C, words]
@@ -221,23 +154,23 @@ class SamplingBatch:
         at = self._constrained_at
         logits[at] = logits[at].masked_fill_(bits == 0, float("-inf"))
 
-    def _draw(self, logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    def _sample_random(self, logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
         """Return one token for each of n drawing rows; logits [n, vocab], uniform [n] float64."""
         scaled = logits / self._temperature
         if self._bounds is None:
             return invert(scaled, None, uniform)
         if len(self._truncated) == len(scaled):
-            return draw_truncated(scaled, self._bounds, uniform)
+            return sample_truncated(scaled, self._bounds, uniform)
         at = self._truncated_at
-        cut = draw_truncated(scaled[at], self._bounds, uniform[at])
+        cut = sample_truncated(scaled[at], self._bounds, uniform[at])
         return invert(scaled, None, uniform).index_copy_(0, at, cut)
 
     def _logprobs(self, logits: torch.Tensor, tokens: torch.Tensor) -> RowLogprobs:
         logprobs = logits[self._asking_at].log_softmax(dim=-1)
         count = max(self.rows[row].params.logprobs or 0 for row in self._asking)
         top, top_ids = _best(logprobs, min(count, self._vocab_size))
-        drawn = logprobs.gather(1, tokens[self._asking_at][:, None])[:, 0]
-        return RowLogprobs(self._asking, drawn, top_ids, top)
+        sampled = logprobs.gather(1, tokens[self._asking_at][:, None])[:, 0]
+        return RowLogprobs(self._asking, sampled, top_ids, top)
 
     def _penalties_of(self, rows: Sequence[SampledRow]) -> _Penalties | None:
         if not rows:
@@ -312,18 +245,18 @@ def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) ->
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of splitmix64 (Steele, Lea and Flood, 2014)."""
+    """Return `gpuworker.core.splitmix64` of each word."""
     x = (x ^ (x >> np.uint64(30))) * _MIX_1
     x = (x ^ (x >> np.uint64(27))) * _MIX_2
     return x ^ (x >> np.uint64(31))
 
 
-def token_logprobs(drawn: Drawn, batch: SamplingBatch) -> dict[int, TokenLogprobs]:
+def token_logprobs(sampled: SampledTokens, batch: SamplingBatch) -> dict[int, TokenLogprobs]:
     """Return what each row that asked for log-probabilities gets, by its index in the batch."""
-    found = drawn.logprobs
+    found = sampled.logprobs
     if found is None:
         return {}
-    tokens, own = drawn.tokens.tolist(), found.drawn.tolist()
+    tokens, own = sampled.tokens.tolist(), found.sampled.tolist()
     ids, values = found.top_ids.tolist(), found.top.tolist()
     result = {}
     for n, row in enumerate(found.rows.tolist()):

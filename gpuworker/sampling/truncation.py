@@ -55,7 +55,7 @@ class Truncation:
         return Truncation(*bounds, self.widest, self.of_whole, self.unbounded)
 
 
-def draw_truncated(
+def sample_truncated(
     scaled: torch.Tensor, bounds: Truncation, uniform: torch.Tensor, sort_first: int = _SORTED_FIRST
 ) -> torch.Tensor:
     """Return one token a row, drawn from a part of the vocabulary; scaled [n, vocab] is logits over temperature.
@@ -77,7 +77,7 @@ def draw_truncated(
     beyond = ((counts >= width) | (best[:, -1] == last[:, 0])).nonzero()[:, 0]
     if len(beyond):
         wider = _WIDEN * width if _WIDEN * width < vocab // 4 else vocab
-        tokens[beyond] = draw_truncated(scaled[beyond], bounds.rows(beyond), uniform[beyond], wider)
+        tokens[beyond] = sample_truncated(scaled[beyond], bounds.rows(beyond), uniform[beyond], wider)
     return tokens
 
 

@@ -9,26 +9,20 @@ from common.types import Constraint, ConstraintKind, SamplingParams, SequenceId
 from common.wire.packing import unpack_hashes, unpack_u32
 from common.wire.sampling_codec import sampling_from_proto
 from gpuworker.core.sequence import NewSequence
+from gpuworker.core.splitmix64 import GOLDEN, WORD, splitmix64
 from gpuworker.core.stopping import StopRule
 from gpuworker.engine.ports import EngineLoad, EngineRequest
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 
 LINK_BYTES = 32
-_MASK = (1 << 64) - 1
 
 
 def fold_seed(seed: int, index: int) -> int:
     """Return the seed of sequence `index` of a request: the request's own for 0, else splitmix64 of both.
 
-    Draws depend on (seed, position) only; sequences of one request must not draw alike. Constants: Steele, Lea and
-    Flood (2014).
+    A sampled token depends on (seed, position) only, so the sequences of one request need different seeds.
     """
-    if index == 0:
-        return seed & _MASK
-    z = (seed + index * 0x9E3779B97F4A7C15) & _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-    return z ^ (z >> 31)
+    return splitmix64(seed + index * GOLDEN) if index else seed & WORD
 
 
 def sampling_params(message: pb.Submit) -> SamplingParams:
@@ -58,8 +52,8 @@ class SubmitLimits:
             raise InvalidRequest(FieldViolation("prompt_token_ids", what))
         blocks = len(new.tokens) // self.block_size
         if not new.no_cache and len(new.block_hashes) != blocks:
-            what = f"{len(new.block_hashes)} hashes for {len(new.tokens)} tokens; expected {blocks}, one for each full block"
-            raise InvalidRequest(FieldViolation("chain", what))
+            what = f"{len(new.block_hashes)} hashes for {len(new.tokens)} tokens; expected {blocks}, one per full block"
+            raise InvalidRequest(FieldViolation("block_hashes", what))
 
 
 def engine_request(

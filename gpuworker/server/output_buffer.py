@@ -13,7 +13,7 @@ from common.lease import Admit
 from common.types import TokenLogprobs
 from common.wire.enum_codec import finish_to_proto, miss_to_proto
 from common.wire.output_codec import logprobs_to_proto, usage_to_proto
-from gpuworker.engine.ports import SequenceFinished
+from gpuworker.core.outcomes import SequenceFinished
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2 as types
 

@@ -19,10 +19,11 @@ from common.rpc.status import to_status
 from common.telemetry import is_sampled
 from common.types import FinishReason, SequenceId, Usage
 from common.wire.enum_codec import finish_from_proto
+from gpuworker.core.outcomes import SequenceFinished
 from gpuworker.engine.engine import Engine
-from gpuworker.engine.ports import EngineOutputs, SequenceFinished
+from gpuworker.engine.ports import EngineOutputs
 from gpuworker.server.codec import SubmitLimits, constraint_of, engine_request
-from gpuworker.server.grammar_queue import GrammarDesk
+from gpuworker.server.grammar_compile_queue import GrammarCompileQueue
 from gpuworker.server.output_buffer import OutputBuffer
 from gpuworker.server.spans import SequenceSpans
 from gpuworker.structured.grammars import Grammar, GrammarCompiler
@@ -58,7 +59,7 @@ class RouterStream:
     ) -> None:
         self._engine, self._next_sequence, self._own, self._limits = engine, next_sequence, own, limits
         self._tracer = tracer
-        self._desk = GrammarDesk(grammars, self._compiled) if grammars is not None else None
+        self._compile_queue = GrammarCompileQueue(grammars, self._compiled) if grammars is not None else None
         self._live: dict[SequenceId, _Live] = {}
         self._by_handle: dict[int, SequenceId] = {}
         self._outputs = OutputBuffer()
@@ -75,7 +76,7 @@ class RouterStream:
     @property
     def compiling(self) -> int:
         """How many wait for their constraints to be compiled; they are not among the sequences yet."""
-        return 0 if self._desk is None else len(self._desk)
+        return 0 if self._compile_queue is None else len(self._compile_queue)
 
     # ------------------------------------------------------------ from the router
 
@@ -84,12 +85,12 @@ class RouterStream:
         constraint, now = constraint_of(message), time.monotonic()
         if constraint is None:
             self._start(message, now, None)
-        elif self._desk is None:
+        elif self._compile_queue is None:
             self._refuse(message, Unsupported("a worker that simulates its steps follows no constraints; leave it out"))
-        elif message.handle in self._desk:
+        elif message.handle in self._compile_queue:
             self._refuse(message, _taken(message))
         else:
-            self._desk.put(message, constraint, now)
+            self._compile_queue.put(message, constraint, now)
 
     def _compiled(self, message: pb.Submit, came: float, grammar: Grammar | QuireError) -> None:
         if isinstance(grammar, QuireError):
@@ -142,7 +143,7 @@ class RouterStream:
         reason = finish_from_proto(message.reason, unknown=FinishReason.CANCELLED)
         if sequence is not None:
             self._engine.cancel(sequence, reason)
-        elif self._desk is not None and (waited := self._desk.withdraw(message.handle)) is not None:
+        elif self._compile_queue is not None and (waited := self._compile_queue.withdraw(message.handle)) is not None:
             usage = Usage(prompt_tokens=len(waited.prompt_token_ids) // 4)
             self._outputs.finished(message.handle, SequenceFinished(self._next_sequence(), reason, usage))
             self.ready.set()
@@ -151,8 +152,8 @@ class RouterStream:
         """The router is gone, or the worker goes: cancel what is left; its router hears of the stream's end alone."""
         self.closed = True
         self.ready.set()
-        if self._desk is not None:
-            self._desk.clear()
+        if self._compile_queue is not None:
+            self._compile_queue.clear()
         for sequence in list(self._live):
             self._engine.cancel(sequence, FinishReason.CANCELLED)
 

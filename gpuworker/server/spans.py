@@ -11,7 +11,8 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
 from common.lease import Admit
 from common.telemetry import context_from, traceparent_of
 from common.types import FinishReason
-from gpuworker.engine.ports import Chunk, SequenceFinished
+from gpuworker.core.outcomes import SequenceFinished
+from gpuworker.engine.ports import Chunk
 
 _FAILED = {FinishReason.CANCELLED: "cancelled", FinishReason.DEADLINE: "deadline exceeded", FinishReason.ERROR: "error"}
 

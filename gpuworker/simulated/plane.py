@@ -14,11 +14,12 @@ from common.checkpoint.hub import checkpoint_directory
 from common.errors import FieldViolation, InvalidConfig
 from common.types import KvGeometry
 from gpuworker.config import GpuWorkerSettings
-from gpuworker.memory.byte_plan import GIB, Ledger, bytes_per_block
+from gpuworker.core.step_costs import parse_costs
+from gpuworker.memory.byte_plan import GIB, BytePlan, bytes_per_block
 from gpuworker.plane.checkpoint_facts import CheckpointFacts, eos_token_ids
 from gpuworker.plane.data_plane import DataPlane, Facts, pool_identity
-from gpuworker.simulated.costs import SimulatedTokens, parse_costs, readable_ids
 from gpuworker.simulated.runner import SimulatedRunner
+from gpuworker.simulated.tokens import SimulatedTokens, readable_ids
 
 ARITHMETIC: Final = "simulated"
 _KV_BYTES: Final = GIB  # that of a CPU's pool, where no option says how large it is
@@ -46,8 +47,8 @@ def assemble(settings: GpuWorkerSettings) -> SimulatedPlane:
     identity = pool_identity(settings, directory, geometry, ARITHMETIC)
     runner = SimulatedRunner(parse_costs(settings.simulate), simulated_tokens(directory))
     facts = Facts(checkpoint.vocab_size, eos, geometry.dtype, "none", "without a device", "simulated steps")
-    ledger = _ledger(settings, geometry, checkpoint.context, max_num_seqs)
-    return SimulatedPlane(settings, identity, ledger, runner, max_num_seqs, facts)
+    plan = _byte_plan(settings, geometry, checkpoint.context, max_num_seqs)
+    return SimulatedPlane(settings, identity, plan, runner, max_num_seqs, facts)
 
 
 def simulated_tokens(directory: Path) -> SimulatedTokens:
@@ -55,7 +56,7 @@ def simulated_tokens(directory: Path) -> SimulatedTokens:
     return SimulatedTokens(readable_ids(directory, CheckpointFacts(directory).vocab_size, eos_token_ids(directory)))
 
 
-def _ledger(settings: GpuWorkerSettings, geometry: KvGeometry, context: int, max_num_seqs: int) -> Ledger:
+def _byte_plan(settings: GpuWorkerSettings, geometry: KvGeometry, context: int, max_num_seqs: int) -> BytePlan:
     """Return a ledger of as many blocks as the options ask for, or as fit in 1 GiB; they take nothing."""
     size = settings.block_size
     num_blocks = settings.kv_blocks or (settings.kv_memory or _KV_BYTES) // bytes_per_block(geometry, size)
@@ -63,7 +64,7 @@ def _ledger(settings: GpuWorkerSettings, geometry: KvGeometry, context: int, max
     if num_blocks * size < (settings.max_model_len or 1):
         what = f"{num_blocks} blocks of {size} slots do not hold one sequence; give more with --kv-blocks"
         raise InvalidConfig(FieldViolation("--max-model-len", what))
-    return Ledger(
+    return BytePlan(
         device="none",
         total=0,
         free=0,

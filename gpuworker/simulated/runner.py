@@ -8,9 +8,10 @@ from concurrent.futures import Future
 
 from common.types import SamplingParams, SequenceId, TokenLogprobs
 from gpuworker.core.batch_plan import StepPlan, StepResult
+from gpuworker.core.step_costs import StepCosts
 from gpuworker.engine.step_rates import prefill_tokens
 from gpuworker.serial_thread import SerialThread
-from gpuworker.simulated.costs import SimulatedTokens, StepCosts
+from gpuworker.simulated.tokens import SimulatedTokens
 
 
 class SimulatedRunner:
@@ -43,9 +44,11 @@ class SimulatedRunner:
         """See `StepRunner`."""
         future: Future[StepResult] = Future()
         future.set_running_or_notify_cancel()
-        drawn = self._draw(plan)
-        logprobs = {each: (_sure(drawn[each][0]),) for each in self._telling & drawn.keys()} if self._telling else {}
-        result = StepResult(plan.step, drawn, logprobs, self._costs.of(len(drawn), prefill_tokens(plan)))
+        sampled = self._sample(plan)
+        logprobs = (
+            {each: (_sure(sampled[each][0]),) for each in self._telling & sampled.keys()} if self._telling else {}
+        )
+        result = StepResult(plan.step, sampled, logprobs, self._costs.of(len(sampled), prefill_tokens(plan)))
         submitted = time.perf_counter()
         self._thread.put(lambda: self._run(result, submitted, future))
         return future
@@ -54,10 +57,10 @@ class SimulatedRunner:
         """See `StepRunner`."""
         self._thread.close()
 
-    def _draw(self, plan: StepPlan) -> dict[SequenceId, tuple[int, ...]]:
-        phases, drawn, count = self._phases, self._tokens.drawn, self._tokens.count
+    def _sample(self, plan: StepPlan) -> dict[SequenceId, tuple[int, ...]]:
+        phases, sampled, count = self._phases, self._tokens.sampled, self._tokens.count
         return {
-            sequence: drawn[(phases[sequence] + start + length) % count]
+            sequence: sampled[(phases[sequence] + start + length) % count]
             for sequence, start, length, _, samples in plan.rows
             if samples
         }

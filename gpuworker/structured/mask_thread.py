@@ -1,16 +1,17 @@
-"""Follows the constrained sequences of a runner and fills the masks of its steps, on a thread of its own.
+"""The grammar mask thread: follows the constrained sequences of a runner and fills the masks of its steps.
 
-While a step is computed, the tokens of the one before it become known, are taken in here, and the masks of the running
-step are filled; only its draw waits for them, and only if they are late. Nothing else about a step is different.
+While a step is computed, the tokens of the previous step become known. The thread takes them in and fills the masks of
+the running step. Only sampling waits for the masks, and only if they are late.
 
-Why no draw waits for ever. Masks open when each of their rows is settled: the tokens before its position are taken in,
-or its sequence is not followed any more. Those tokens came with `add`, which the thread gets before the step, or were
-drawn by steps before it. Steps run in order, and every step with masks ends in `drew` or `failed`, which its executor
-says before anybody hears of its outcome: the one takes its tokens in, the other gives its sequences up. So when a step
-draws, those before it have ended, and its rows are settled, or will be as soon as the thread has come to it. Whether a
-sequence was cancelled or has ended changes nothing: it is followed until `remove`, which comes when no unfinished step
-has it. The thread waits for nothing but its queue; what llguidance does is bounded by its limits, and an error of any
-kind ends the sequence, not the thread. When a runner is closed, its executor ends first, while this thread still runs.
+Why sampling never waits forever. The masks of a step open when each of their rows is settled: either the thread has
+taken in all tokens before the row's position, or it no longer follows the sequence. Those tokens came with `add`, which
+precedes the step in the thread's queue, or earlier steps sampled them. Steps run in order. The executor ends every step
+with masks in `sampled` or `failed`, before it reports the outcome: `sampled` takes the tokens in, `failed` gives the
+sequences up. So when a step samples, all earlier steps have ended, and its rows are settled or will be once the thread
+reaches them. Cancelled and finished sequences change nothing: the thread follows a sequence until `remove`, which comes
+when no unfinished step contains it. The thread waits for nothing but its queue. The limits of llguidance bound its
+work, and an error of any kind ends the sequence, not the thread. When a runner is closed, its executor ends first,
+while this thread still runs.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ import numpy.typing as npt
 from common.errors import QuireError
 from common.process.cores import usable_cores
 from common.types import FinishReason, SequenceId
-from gpuworker.core.stopping import Ending
+from gpuworker.core.stopping import FinishCause
 from gpuworker.engine.ports import MaskLateness
-from gpuworker.sampling.masks import StepMasks
-from gpuworker.sampling.sampler import SampledRow
+from gpuworker.sampling.masks import GrammarBitmask
+from gpuworker.sampling.rows import SampledRow
 from gpuworker.serial_thread import SerialThread
 from gpuworker.structured.grammars import GrammarCompiler
 from gpuworker.structured.sequence import Constrained
@@ -40,22 +41,22 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 _CORES_PER_THREAD, _MOST_THREADS = 4, 8
 _ALL = np.uint32(0xFFFFFFFF)
-_FAILED = Ending(FinishReason.ERROR, message="a step failed")
-_UNKNOWN = Ending(FinishReason.ERROR, message="the constraint of this sequence is not known to the runner")
+_FAILED = FinishCause(FinishReason.ERROR, message="a step failed")
+_UNKNOWN = FinishCause(FinishReason.ERROR, message="the constraint of this sequence is not known to the runner")
 
 
-class MaskKeeper:
-    """The mask thread. `add`, `remove` and `masks` are for the engine's thread, `drew` and `failed` for who runs steps.
+class GrammarMaskThread:
+    """The engine's thread calls `add`, `remove` and `masks`; the executor calls `sampled` and `failed`.
 
-    `lateness` may be read by any thread.
+    Any thread may read `lateness`.
     """
 
     def __init__(self, grammars: GrammarCompiler) -> None:
         self._grammars = grammars
         self._thread = SerialThread("quire-masks")
         # Of the mask thread: every sequence between `add` and `remove`, or why it is not followed any more.
-        self._states: dict[SequenceId, Constrained | Ending] = {}
-        self._waiting: list[StepMasks] = []  # in order of steps; two at most
+        self._states: dict[SequenceId, Constrained | FinishCause] = {}
+        self._waiting: list[GrammarBitmask] = []  # in order of steps; two at most
         self._executor: LLExecutor | None = None
         self.lateness = MaskLateness()
 
@@ -71,13 +72,13 @@ class MaskKeeper:
 
     def masks(
         self, sequences: Sequence[SequenceId], rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
-    ) -> StepMasks:
+    ) -> GrammarBitmask:
         """Return the masks of a step that will be submitted: for C rows of the S sequences that sample in it.
 
         `rows` [C] are those with a constraint, `positions` [S] of the tokens that are to be drawn.
         """
         constrained, vocab_size = [sequences[row] for row in rows], self._grammars.vocab_size
-        masks = StepMasks(self, constrained, rows, positions[rows], len(sequences), vocab_size)
+        masks = GrammarBitmask(self, constrained, rows, positions[rows], len(sequences), vocab_size)
         self._thread.put(lambda: self._begin(masks))
         return masks
 
@@ -87,11 +88,11 @@ class MaskKeeper:
 
     # ------------------------------------------------------------ who runs steps
 
-    def drew(self, masks: StepMasks, tokens: Sequence[int]) -> None:
+    def sampled(self, masks: GrammarBitmask, tokens: Sequence[int]) -> None:
         """Take in what the C rows of a step have drawn."""
         self._thread.put(lambda: self._take_in(masks, tokens))
 
-    def failed(self, masks: StepMasks) -> None:
+    def failed(self, masks: GrammarBitmask) -> None:
         """Follow the sequences of a step no more: it failed, and they end with it."""
         self._thread.put(lambda: self._lose(masks))
 
@@ -105,11 +106,11 @@ class MaskKeeper:
     def _remove(self, sequence: SequenceId) -> None:
         self._states.pop(sequence, None)
 
-    def _begin(self, masks: StepMasks) -> None:
+    def _begin(self, masks: GrammarBitmask) -> None:
         self._waiting.append(masks)
         self._open_what_is_settled()
 
-    def _take_in(self, masks: StepMasks, tokens: Sequence[int]) -> None:
+    def _take_in(self, masks: GrammarBitmask, tokens: Sequence[int]) -> None:
         waited = float(masks.waited[0])
         steps, late, seconds = self.lateness
         self.lateness = MaskLateness(steps + 1, late + (waited > 0), seconds + waited)
@@ -120,7 +121,7 @@ class MaskKeeper:
                     state.consume(token)
         self._open_what_is_settled()
 
-    def _lose(self, masks: StepMasks) -> None:
+    def _lose(self, masks: GrammarBitmask) -> None:
         self._states.update({sequence: _FAILED for sequence in masks.sequences if sequence in self._states})
         self._open_what_is_settled()
 
@@ -137,7 +138,7 @@ class MaskKeeper:
         state = self._states.get(sequence)
         return not isinstance(state, Constrained) or state.position >= position
 
-    def _fill(self, masks: StepMasks) -> None:
+    def _fill(self, masks: GrammarBitmask) -> None:
         """Fill the rows of all whose outputs go on."""
         states = [(self._states.get(each), row) for row, each in enumerate(masks.sequences)]
         going_on = [(each, row) for each, row in states if isinstance(each, Constrained) and each.ending is None]
@@ -151,8 +152,8 @@ class MaskKeeper:
         for each, row in going_on:
             each.settle(masks.bits[row])
 
-    def _tell_ends(self, masks: StepMasks) -> None:
-        """Let those draw anything of which nothing is wanted any more."""
+    def _tell_ends(self, masks: GrammarBitmask) -> None:
+        """Allow every token for finished sequences; their samples are discarded."""
         for row, sequence in enumerate(masks.sequences):
             state = self._states.get(sequence, _UNKNOWN)
             ending = state.ending if isinstance(state, Constrained) else state
@@ -173,8 +174,8 @@ class MaskKeeper:
         try:
             yield
         except QuireError as refused:  # of a constraint that nobody has checked before
-            self._states.update(dict.fromkeys(sequences, Ending(FinishReason.ERROR, message=str(refused))))
+            self._states.update(dict.fromkeys(sequences, FinishCause(FinishReason.ERROR, message=str(refused))))
         except BaseException as error:  # a panic of the library's is no Exception; draws wait for this thread
             log.error("a constraint could not be followed", exc_info=True)
-            ending = Ending(FinishReason.ERROR, message=f"the constraint could not be followed: {error!r}")
+            ending = FinishCause(FinishReason.ERROR, message=f"the constraint could not be followed: {error!r}")
             self._states.update(dict.fromkeys(sequences, ending))

@@ -9,14 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from common.types import FinishReason
-from gpuworker.core.stopping import Ending
-from gpuworker.sampling.sampler import SampledRow
+from gpuworker.core.stopping import FinishCause
+from gpuworker.sampling.rows import SampledRow
 from gpuworker.structured.grammars import Grammar, complaint
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-COMPLETE = Ending(FinishReason.STOP)
+COMPLETE = FinishCause(FinishReason.STOP)
 _Bits = npt.NDArray[np.uint32]
 
 
@@ -30,7 +30,7 @@ class Constrained:
 
     def __init__(self, grammar: Grammar, row: SampledRow, output: Sequence[int]) -> None:
         self.matcher: LLMatcher = grammar.matcher()
-        self.ending: Ending | None = None
+        self.ending: FinishCause | None = None
         self.position = self._begins_at = row.prompt_tokens
         self._grammar, self._ends_from = grammar, row.prompt_tokens + row.params.min_tokens
         self._stops = row.params.stop_token_ids
@@ -61,14 +61,14 @@ class Constrained:
         elif self._grammar.ends_by_token:
             _allow(bits, ends)
 
-    def _failed(self) -> Ending:
+    def _failed(self) -> FinishCause:
         why = complaint(self.matcher)
         self._grammar.worn |= why.startswith("lexer error")
         return self._broken(why)
 
-    def _broken(self, why: str) -> Ending:
+    def _broken(self, why: str) -> FinishCause:
         where = f"after {self.position - self._begins_at} tokens"
-        return Ending(FinishReason.ERROR, message=f"the constraint cannot be followed {where}: {why}")
+        return FinishCause(FinishReason.ERROR, message=f"the constraint cannot be followed {where}: {why}")
 
 
 def _forbid(bits: _Bits, tokens: Sequence[int]) -> list[int]:

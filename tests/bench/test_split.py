@@ -14,8 +14,9 @@ from common.process.python import module_command
 from common.types import SamplingParams, SequenceId
 from gpuworker.core.batch_plan import StepPlan
 from gpuworker.core.outcomes import AgentConfig
-from gpuworker.simulated.costs import SimulatedTokens, StepCosts
+from gpuworker.core.step_costs import StepCosts
 from gpuworker.simulated.runner import SimulatedRunner
+from gpuworker.simulated.tokens import SimulatedTokens
 
 TOKENS = SimulatedTokens(range(3, 1000))
 
@@ -65,7 +66,7 @@ def test_a_simulated_step_takes_its_time() -> None:
     result = runner.submit(StepPlan(step=3, rows=(), copies=())).result(10.0)
     runner.remove(SequenceId(1))
     runner.close()
-    assert (result.step, result.drawn) == (3, {})
+    assert (result.step, result.sampled) == (3, {})
     assert result.seconds >= 0.02
 
 

@@ -18,7 +18,7 @@ from common.settings.options import LoadFormat
 from gpuworker.checkpoints.progress import telling_progress
 from gpuworker.checkpoints.weights import Checkpoint
 from gpuworker.memory.devices import dtype_name
-from gpuworker.models.hf.hosted import HostedModel
+from gpuworker.models.hf.model import TransformersModel
 from gpuworker.models.hf.precision import Precision, resolve_precision
 from gpuworker.models.hf.prepacked import prepack
 
@@ -44,7 +44,7 @@ class ModelSource:
     quantization: str = "none"
 
 
-def load_model(source: ModelSource, device: torch.device) -> HostedModel:
+def load_model(source: ModelSource, device: torch.device) -> TransformersModel:
     """Return the model on the device, ready for its self-test.
 
     Raises InvalidConfig when the checkpoint cannot be read, Unsupported when its kind cannot run on a paged cache.
@@ -65,7 +65,7 @@ def load_model(source: ModelSource, device: torch.device) -> HostedModel:
                 module = _stored_model(directory, config, precision.dtype, device)
     except (OSError, ValueError, RuntimeError) as error:
         raise InvalidConfig(FieldViolation("--model", f"cannot load {directory}: {error}")) from error
-    model = HostedModel(module, precision.kv_dtype)
+    model = TransformersModel(module, precision.kv_dtype)
     prepack(model)
     return model
 
@@ -77,13 +77,15 @@ def precision_of(source: ModelSource, config: PretrainedConfig) -> Precision:
 
 
 def _refuse_quantization(precision: Precision, config: PretrainedConfig) -> None:
-    """Raise InvalidConfig when linears are to be quantised: a hosted model's are torch's own."""
+    """Raise InvalidConfig when linears are to be quantised: a transformers model's are torch's own."""
     if precision.quantization == "auto":
-        _log.info("%s runs hosted: its linear layers stay in %s", config.model_type, dtype_name(precision.dtype))
+        _log.info(
+            "%s runs on transformers: its linear layers stay in %s", config.model_type, dtype_name(precision.dtype)
+        )
     elif precision.quantization != "none":
         what = (
-            f"{precision.quantization} was asked for, and {config.model_type} runs hosted, in its linear layers' own"
-            " type; only models on the native CPU path are quantised at start. Use none or auto"
+            f"{precision.quantization} was asked for, and {config.model_type} runs on transformers, in the type of its"
+            " linear layers; only models on the native CPU path are quantised at start. Use none or auto"
         )
         raise InvalidConfig(FieldViolation("--quantization", what))
 
@@ -149,7 +151,7 @@ def _stored_model(
     checkpoint = Checkpoint(directory)
     if checkpoint.packed:
         what = f"{checkpoint.packed} of {len(list(checkpoint))} weights of the checkpoint are in {checkpoint.format}"
-        _log.info("%s; the hosted path runs them dequantised, in %s", what, dtype_name(dtype))
+        _log.info("%s; the transformers path runs them dequantised, in %s", what, dtype_name(dtype))
     weights = {name: _Unread(checkpoint, name, dtype) for name in checkpoint}
     module: torch.nn.Module = make_module(config, weights, dtype)
     return cast("PreTrainedModel", module.to(device))

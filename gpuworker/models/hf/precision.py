@@ -16,9 +16,10 @@ QUANTIZATIONS = ("none", "int8", "int4", "w8a8", "auto")
 class Precision:
     """What a model is loaded for.
 
-    `dtype` is that of activations and of every weight that is not quantised; `kv_dtype` a key of
-    `gpuworker.memory.devices.CACHE_DTYPES`; `quantization` one of `QUANTIZATIONS`: how linears hold their weights ("int8" and
-    "int4": weights alone; "w8a8": activations too; "auto": by shape, where it gains; "none": in `dtype`).
+    `dtype` is the type of activations and of every weight that is not quantised. `kv_dtype` is a key of
+    `gpuworker.memory.devices.CACHE_DTYPES`. `quantization` is one of `QUANTIZATIONS` and says how linears hold their
+    weights ("int8" and "int4": weights alone; "w8a8": activations too; "auto": by shape, where it gains; "none": in
+    `dtype`).
     """
 
     dtype: torch.dtype

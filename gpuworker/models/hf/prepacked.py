@@ -1,4 +1,4 @@
-"""Linear layers of a hosted model on CPU, with weights laid out once as oneDNN wants them, instead of at every call.
+"""Linear layers of a transformers model on CPU: oneDNN's layout of the weights is made once, not at every call.
 
 The operations are torch's own and private (torch.compile uses them): where they are missing, or do not take the type,
 the layers stay as they are. Only a plain nn.Linear is replaced, and only one whose weight nobody but itself reads:
@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from gpuworker.memory.devices import dtype_name, free_bytes
-from gpuworker.models.hf.hosted import HostedModel
+from gpuworker.models.hf.model import TransformersModel
 
 # How many tokens a call is laid out for; other numbers run as well, as fast as measured for 1 to 256.
 _TOKENS: Final = 32
@@ -63,7 +63,7 @@ class Prepacking:
         return what + (copied if self.copied_bytes else "")
 
 
-def prepack(model: HostedModel) -> Prepacking:
+def prepack(model: TransformersModel) -> Prepacking:
     """Replace the linear layers of a model that can be, on CPU, and say so in the log."""
     done = Prepacking()
     if model.device.type != "cpu":
@@ -116,7 +116,7 @@ def _places(module: nn.Module) -> list[_Place]:
     return [place for place in found if times[id(place.layer)] == 1]
 
 
-def _seen_alone(model: HostedModel, layers: list[nn.Linear]) -> set[int]:
+def _seen_alone(model: TransformersModel, layers: list[nn.Linear]) -> set[int]:
     """Return the ids of the layers that a forward of the model calls, and whose weight nothing else reads."""
     called: set[int] = set()
     read: set[int] = set()

@@ -1,9 +1,9 @@
-"""The lean path on a GPU: Llama, Qwen2, Qwen3 and Mistral in torch's matrix products and fused Triton kernels.
+"""The native path on a GPU: Llama, Qwen2, Qwen3 and Mistral in torch's matrix products and fused Triton kernels.
 
 A layer is four products and five kernels: norm with the residual added; qkv to queries, and keys and values in the
 cache; attention; norm again; gated SiLU. The last layer goes on with no more than the tokens that are sampled. On a
 device without Triton, and over an attention that does not fuse, the same steps are plain torch: the tests hold both to
-the hosted path.
+the transformers path.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ import torch
 from torch.nn.functional import embedding, linear
 from transformers import PretrainedConfig
 
-from gpuworker.attention.interface import LayerAttention
+from gpuworker.attention.interface import LayerAttention, LayerSink
 from gpuworker.kernels import torch_elementwise
-from gpuworker.kernels.rope import Rotation
-from gpuworker.models.hf.hosted import LayerSink
+from gpuworker.kernels.rope import Rope
 from gpuworker.models.llama.gpu_weights import GpuLayer, GpuWeights
-from gpuworker.models.llama.spec import LeanSpec, lean_spec, rotary_table
+from gpuworker.models.llama.spec import LlamaSpec, llama_spec, rope_table
 
 
 class Elementwise(Protocol):
@@ -45,7 +44,7 @@ class Elementwise(Protocol):
 class RotatingAttention(Protocol):
     """An attention backend that also takes the product of the qkv matrix as it is."""
 
-    def rotate_write_and_attend(self, layer: LayerAttention, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    def rope_write_and_attend(self, layer: LayerAttention, qkv: torch.Tensor, rope: Rope) -> torch.Tensor:
         """Norm and turn queries and keys, write K and V, attend: `write_and_attend` on what qkv [T, -1] holds.
 
         qkv has, for each token, its query heads, its key heads, its value heads. Returns [T, num_heads, head_dim].
@@ -53,8 +52,8 @@ class RotatingAttention(Protocol):
         ...
 
 
-class LeanGpuModel:
-    """Implements `gpuworker.models.step_model.StepModel`. `kv_dtype` is the type of K and V in the caches that it runs on.
+class LlamaGpuModel:
+    """Implements `gpuworker.models.step_model.StepModel`. `kv_dtype` is the type of K and V in its caches.
 
     Positions end at `max_positions`. Raises ValueError for a model that is not of the family.
     """
@@ -69,12 +68,12 @@ class LeanGpuModel:
         max_positions: int,
         elementwise: Elementwise | None = None,
     ) -> None:
-        spec = lean_spec(config)
+        spec = llama_spec(config)
         if spec is None:
-            raise ValueError(f"a {config.model_type} that is not of the lean path")
+            raise ValueError(f"a {config.model_type} that is not of the native path")
         self.config, self.spec, self.weights, self.kv_dtype = config, spec, weights, kv_dtype
         self.device, self.dtype = weights.embedding.device, weights.embedding.dtype
-        table = rotary_table(config, max_positions)  # [max_positions, 2, head_dim / 2]
+        table = rope_table(config, max_positions)  # [max_positions, 2, head_dim / 2]
         self._table = table.to(self.device).flatten(1)
         self._fused = elementwise or elementwise_on(self.device)
         self._attention = _attention_of(spec)
@@ -89,7 +88,7 @@ class LeanGpuModel:
         """Bytes of all weights, and of the angles of all positions."""
         return self.weights.num_bytes + self._table.numel() * self._table.itemsize
 
-    def only(self, layers: Sequence[int]) -> LeanGpuModel:
+    def only(self, layers: Sequence[int]) -> LlamaGpuModel:
         """Return a model of some of the layers on the same weights."""
         part = copy.copy(self)
         windows = tuple(self.spec.windows[layer] for layer in layers)
@@ -144,17 +143,17 @@ class LeanGpuModel:
     ) -> torch.Tensor:
         """Return [T, num_heads, head_dim] for hidden [T, hidden]."""
         qkv = linear(hidden, layer.qkv, layer.qkv_bias)
-        rotation = Rotation(self._table, positions, layer.query_norm, layer.key_norm, self.spec.norm_eps)
+        rope = Rope(self._table, positions, layer.query_norm, layer.key_norm, self.spec.norm_eps)
         if isinstance(sink, RotatingAttention):
-            return sink.rotate_write_and_attend(attention, qkv, rotation)
+            return sink.rope_write_and_attend(attention, qkv, rope)
         heads = (self.spec.num_heads, self.spec.num_kv_heads, self.spec.num_kv_heads)
         query, key, value = qkv.unflatten(1, (-1, self.spec.head_dim)).split(heads, dim=1)
         return sink.write_and_attend(
-            attention, rotation.turned(query, layer.query_norm), rotation.turned(key, layer.key_norm), value
+            attention, rope.apply_rope(query, layer.query_norm), rope.apply_rope(key, layer.key_norm), value
         )
 
 
-def _attention_of(spec: LeanSpec) -> list[LayerAttention]:
+def _attention_of(spec: LlamaSpec) -> list[LayerAttention]:
     return [LayerAttention(n, spec.scale, window) for n, window in enumerate(spec.windows)]
 
 

@@ -1,4 +1,4 @@
-"""The weights of a model of the Llama family as the lean path on a GPU wants them: what is multiplied alike is one.
+"""The weights of a model of the Llama family as the native path on a GPU takes them: what is multiplied alike is one.
 
 q, k and v of a layer are one matrix, gate and up another: one product of twice the width instead of two, and fewer
 launches. Matrices stay [out, in] as checkpoints have them, which cuBLAS reads as well either way.
@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from gpuworker.models.llama.spec import LeanSpec
+from gpuworker.models.llama.spec import LlamaSpec
 from gpuworker.models.llama.weights import (
     EMBEDDING,
     FINAL_NORM,
@@ -65,7 +65,7 @@ class GpuWeights:
         return sum(tensor.numel() * tensor.itemsize for tensor in self.tensors())
 
 
-def fused_weights(spec: LeanSpec, tensor_of: TensorOf, dtype: torch.dtype, device: torch.device) -> GpuWeights:
+def fused_weights(spec: LlamaSpec, tensor_of: TensorOf, dtype: torch.dtype, device: torch.device) -> GpuWeights:
     """Return the weights of a checkpoint, fused, in `dtype` on `device`. Raises KeyError where one is missing."""
 
     def joined(*names: str) -> torch.Tensor:
@@ -104,7 +104,7 @@ def _joined(parts: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.dev
     return whole
 
 
-def random_weights(spec: LeanSpec, dtype: torch.dtype, device: torch.device, seed: int = 0) -> GpuWeights:
+def random_weights(spec: LlamaSpec, dtype: torch.dtype, device: torch.device, seed: int = 0) -> GpuWeights:
     """Return weights of a model's shape, made on the device: normal numbers, but ones in norms and zeros in biases.
 
     The deviation of a matrix is 1 / sqrt(in), so that activations stay of one size through any number of layers.

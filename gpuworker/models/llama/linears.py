@@ -1,8 +1,9 @@
 """How each linear of a native model holds its weights: as the checkpoint stores them, or quantised at start.
 
-Integers that a checkpoint stores stay integers where the native library can multiply them; linears that run as one must
-agree on their groups, else all of them are dequantised. What is asked for (`gpuworker.models.hf.precision`) is done to the
-rest. The last linear is never held in four bits: it decides between tokens, and is a small part of a model.
+Integers of a checkpoint stay integers where the native library can multiply them. Linears that run as one must agree on
+their groups; otherwise all of them are dequantised. All other linears follow the `quantization` option
+(`gpuworker.models.hf.precision`). The last linear is never held in four bits: it decides between tokens, and is a small
+part of a model.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import torch
 from transformers.utils.logging import tqdm
 
 from gpuworker.models.llama.linears import LinearReader, in_words
-from gpuworker.models.llama.spec import LeanSpec
+from gpuworker.models.llama.spec import LlamaSpec
 from gpuworker.models.llama.weights import (
     EMBEDDING,
     FINAL_NORM,
@@ -33,7 +33,7 @@ _TYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # quire
 class PackedModel:
     """Packed weights, and the structures that describe them to the native forward; `struct` is the model's."""
 
-    def __init__(self, library: ctypes.CDLL, spec: LeanSpec, dtype: torch.dtype) -> None:
+    def __init__(self, library: ctypes.CDLL, spec: LlamaSpec, dtype: torch.dtype) -> None:
         """Describe everything but the weights, which `pack_model` fills in."""
         self.library, self.spec, self.dtype = bind(library), spec, dtype
         self.layers: ctypes.Array[LlamaLayerStruct] = (LlamaLayerStruct * spec.num_layers)()
@@ -86,7 +86,7 @@ class PackedModel:
         return part
 
 
-def pack_model(library: ctypes.CDLL, spec: LeanSpec, reader: LinearReader) -> PackedModel:
+def pack_model(library: ctypes.CDLL, spec: LlamaSpec, reader: LinearReader) -> PackedModel:
     """Return the packed weights of a model, whose linears are held as the reader says.
 
     Raises KeyError where a tensor is missing, ValueError where one has another shape than the configuration says.

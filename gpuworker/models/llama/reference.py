@@ -1,7 +1,7 @@
-"""What the lean path is held to at start: the model as transformers runs it, but of a few of its layers.
+"""What the native path is held to at start: the model as transformers runs it, but of a few of its layers.
 
 Layers differ in nothing but their window, so the first two and one for each other window tell as much as all. They are
-made of the weights that the lean model multiplies by: on pages of the files, or dequantised where it holds integers.
+made of the weights that the native model multiplies by: on pages of the files, or dequantised where it holds integers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from gpuworker.models.hf.loader import make_module
-from gpuworker.models.llama.spec import LeanSpec
+from gpuworker.models.llama.spec import LlamaSpec
 from gpuworker.models.llama.weights import (
     EMBEDDING,
     FINAL_NORM,
@@ -28,14 +28,14 @@ WeightsOf = Callable[[FusedLinear], Sequence[torch.Tensor]]
 """Gives the weights of a linear's parts as they are multiplied."""
 
 
-def tested_layers(spec: LeanSpec) -> tuple[int, ...]:
+def tested_layers(spec: LlamaSpec) -> tuple[int, ...]:
     """Return the layers that the test runs: the first two, and the first of each window."""
     first_of_window = {spec.windows.index(window) for window in spec.windows}
     return tuple(sorted({*range(min(2, spec.num_layers)), *first_of_window}))
 
 
 def reference_part(
-    config: PretrainedConfig, spec: LeanSpec, tensor_of: TensorOf, weights_of: WeightsOf, dtype: torch.dtype
+    config: PretrainedConfig, spec: LlamaSpec, tensor_of: TensorOf, weights_of: WeightsOf, dtype: torch.dtype
 ) -> PreTrainedModel:
     """Return the model of `tested_layers`, on the CPU. Its last linear stands by itself: it may be held otherwise.
 

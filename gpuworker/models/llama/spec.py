@@ -1,7 +1,7 @@
-"""What the lean path has to know of a model of the Llama family: its sizes and options, read from its configuration.
+"""What the native path has to know of a model of the Llama family: its sizes and options, read from its configuration.
 
 Llama, Qwen2, Qwen3 and Mistral are one network with a few switches. A configuration that says anything else is not
-described, and its model runs hosted: better slower than wrong.
+described, and its model runs on transformers: slower, but right.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ACTIVATIONS = ("silu", "swish")
 
 
 @dataclass(frozen=True, slots=True)
-class LeanSpec:
+class LlamaSpec:
     """A model of the family. Every layer is alike but for `windows`: the positions that a query sees, None for all.
 
     `scale` multiplies attention scores. `qkv_bias` and `o_bias` are of the attention's linears, `mlp_bias` of all three
@@ -45,8 +45,8 @@ class LeanSpec:
     tied: bool
 
 
-def why_not_lean(config: PretrainedConfig) -> str | None:
-    """Return why the lean path cannot run a model, in words; None when it can."""
+def why_not_llama(config: PretrainedConfig) -> str | None:
+    """Return why the native path cannot run a model, in words; None when it can."""
     kind = config.model_type
     if kind not in FAMILY:
         return f"{kind} is not of the Llama family ({', '.join(FAMILY)})"
@@ -59,13 +59,13 @@ def why_not_lean(config: PretrainedConfig) -> str | None:
     return _why_not_rope(config)
 
 
-def lean_spec(config: PretrainedConfig) -> LeanSpec | None:
-    """Return the description of a model of the family; None when `why_not_lean` has a reason."""
-    if why_not_lean(config) is not None:
+def llama_spec(config: PretrainedConfig) -> LlamaSpec | None:
+    """Return the description of a model of the family; None when `why_not_llama` has a reason."""
+    if why_not_llama(config) is not None:
         return None
     kind, bias = config.model_type, bool(getattr(config, "attention_bias", False))
     head_dim = _head_dim(config)
-    return LeanSpec(
+    return LlamaSpec(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
@@ -84,7 +84,7 @@ def lean_spec(config: PretrainedConfig) -> LeanSpec | None:
     )
 
 
-def rotary_table(config: PretrainedConfig, length: int) -> torch.Tensor:
+def rope_table(config: PretrainedConfig, length: int) -> torch.Tensor:
     """Return float32 [length, 2, head_dim / 2]: cosines, then sines, of positions 0 .. length - 1.
 
     transformers' own module makes it, so that every static scaling is right, attention factors included. The rotation

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gpuworker.models.llama.spec import LeanSpec
+from gpuworker.models.llama.spec import LlamaSpec
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
@@ -75,7 +75,7 @@ class LayerTensors:
         return (self.attention_norm, self.mlp_norm, self.query_norm, self.key_norm)
 
 
-def layer_tensors(spec: LeanSpec, layer: int) -> LayerTensors:
+def layer_tensors(spec: LlamaSpec, layer: int) -> LayerTensors:
     """Return what a layer consists of."""
     attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
     hidden, inner, dim = spec.hidden_size, spec.intermediate_size, spec.head_dim
@@ -93,13 +93,13 @@ def layer_tensors(spec: LeanSpec, layer: int) -> LayerTensors:
     )
 
 
-def head_tensors(spec: LeanSpec) -> FusedLinear:
+def head_tensors(spec: LlamaSpec) -> FusedLinear:
     """Return the last linear; in a tied model its weight is the embedding."""
     name = EMBEDDING if spec.tied else HEAD
     return FusedLinear("head", (name.removesuffix(".weight"),), (spec.vocab_size,), spec.hidden_size)
 
 
-def tensor_names(spec: LeanSpec) -> Iterator[str]:
+def tensor_names(spec: LlamaSpec) -> Iterator[str]:
     """Yield the names of all tensors that a model consists of."""
     yield from {EMBEDDING, FINAL_NORM, *head_tensors(spec).weights}
     for layer in range(spec.num_layers):

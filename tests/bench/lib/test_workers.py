@@ -10,8 +10,9 @@ from bench.lib.workers import BenchWorker, random_prompts
 from common.errors import EngineFailure
 from gpuworker.core.batch_plan import StepPlan, StepResult
 from gpuworker.core.outcomes import AgentConfig
-from gpuworker.simulated.costs import SimulatedTokens, StepCosts
+from gpuworker.core.step_costs import StepCosts
 from gpuworker.simulated.runner import SimulatedRunner
+from gpuworker.simulated.tokens import SimulatedTokens
 
 NO_COSTS, TOKENS = StepCosts(), SimulatedTokens(range(3, 1000))
 CONFIG = AgentConfig(num_blocks=32, block_size=4, max_num_seqs=4)

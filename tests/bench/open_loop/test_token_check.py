@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.open_loop.token_check import TokenCheck
-from gpuworker.simulated.costs import SimulatedTokens
+from gpuworker.simulated.tokens import SimulatedTokens
 
 TOKENS = SimulatedTokens([100 + place for place in range(50)])
 SEED, POSITION = 9, 64

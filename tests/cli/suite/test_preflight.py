@@ -19,7 +19,7 @@ from cli.suite.stack import free_ports
 from common.errors import InvalidConfig
 from common.settings.config import installed_settings, load
 from gpuworker.config import GpuWorkerSettings
-from gpuworker.simulated.costs import DEFAULT_COSTS
+from gpuworker.core.step_costs import DEFAULT_COSTS
 from kvmanager.config import KvManagerSettings
 from router.config import RouterSettings
 from tests.support.checkpoints import config_of

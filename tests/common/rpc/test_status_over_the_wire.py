@@ -33,7 +33,7 @@ CASES: list[tuple[errors.QuireError, grpc.StatusCode]] = [
     (errors.Unavailable("draining", 0.5), grpc.StatusCode.UNAVAILABLE),
     (errors.DeadlineExceeded("needs 9 s, has 1 s"), grpc.StatusCode.DEADLINE_EXCEEDED),
     (errors.Cancelled("stopped by the operator"), grpc.StatusCode.CANCELLED),
-    (errors.Unsupported("falcon: its attention cannot be hosted"), grpc.StatusCode.UNIMPLEMENTED),
+    (errors.Unsupported("falcon: its attention cannot be served"), grpc.StatusCode.UNIMPLEMENTED),
     (errors.IdentityMismatch((MISMATCH,)), grpc.StatusCode.FAILED_PRECONDITION),
     (errors.StaleEpoch("epoch 3 < 4"), grpc.StatusCode.FAILED_PRECONDITION),
     (errors.ProtocolViolation("seq 5 after 3"), grpc.StatusCode.INTERNAL),

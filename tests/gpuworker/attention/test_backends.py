@@ -8,7 +8,8 @@ import torch
 
 from common.errors import InvalidConfig
 from gpuworker.attention import torch_backend as torch_attention
-from gpuworker.attention.interface import LayerAttention, backends_on, make_backend
+from gpuworker.attention.backends import backends_on, make_backend
+from gpuworker.attention.interface import LayerAttention
 from gpuworker.attention.torch_backend import TorchAttention
 from gpuworker.native import library as native
 from tests.support.gpuworker.attention_reference import Case, in_type, random_step, reference

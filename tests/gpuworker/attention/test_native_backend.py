@@ -13,7 +13,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from common.types import KvGeometry
-from gpuworker.attention.interface import LayerAttention, make_backend
+from gpuworker.attention.backends import make_backend
+from gpuworker.attention.interface import LayerAttention
 from gpuworker.attention.native_backend import NativeAttention
 from gpuworker.attention.step_inputs import attention_arrays, attention_metadata, pack_rows, to_device
 from gpuworker.attention.torch_backend import TorchAttention

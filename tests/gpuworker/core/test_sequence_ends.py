@@ -10,7 +10,7 @@ from common.errors import AlreadyExists, InvalidRequest
 from common.lease import GrantBatch
 from common.types import FinishReason, SequenceId, SequencePhase
 from gpuworker.core.batch_plan import StepResult
-from gpuworker.core.stopping import Ending, StopRule
+from gpuworker.core.stopping import FinishCause, StopRule
 from tests.support.gpuworker.agent_harness import EOS, Driver, keys
 
 ONE = SequenceId(0)
@@ -28,14 +28,14 @@ def running(**config: int) -> Driver:
 @pytest.mark.parametrize(
     ("token", "output", "length", "expected"),
     [
-        (7, 1, 5, Ending(FinishReason.STOP, 7)),
-        (8, 1, 5, Ending(FinishReason.STOP, 8)),
+        (7, 1, 5, FinishCause(FinishReason.STOP, 7)),
+        (8, 1, 5, FinishCause(FinishReason.STOP, 8)),
         (9, 1, 5, None),
-        (9, 6, 10, Ending(FinishReason.LENGTH)),
-        (7, 6, 10, Ending(FinishReason.STOP, 7)),
+        (9, 6, 10, FinishCause(FinishReason.LENGTH)),
+        (7, 6, 10, FinishCause(FinishReason.STOP, 7)),
     ],
 )
-def test_stop_tokens_and_limits(token: int, output: int, length: int, expected: Ending | None) -> None:
+def test_stop_tokens_and_limits(token: int, output: int, length: int, expected: FinishCause | None) -> None:
     rule = StopRule(max_tokens=6, eos_ids=frozenset({7}), stop_token_ids=frozenset({8}))
     assert rule.ending(token, output, length, limit=10) == expected
 
@@ -43,7 +43,7 @@ def test_stop_tokens_and_limits(token: int, output: int, length: int, expected: 
 def test_ignore_eos_leaves_the_requests_own_stop_tokens() -> None:
     rule = StopRule(max_tokens=6, eos_ids=frozenset({7}), stop_token_ids=frozenset({8}), ignore_eos=True)
     assert rule.ending(7, 1, 5, limit=10) is None
-    assert rule.ending(8, 1, 5, limit=10) == Ending(FinishReason.STOP, 8)
+    assert rule.ending(8, 1, 5, limit=10) == FinishCause(FinishReason.STOP, 8)
 
 
 def test_a_stop_token_counts_from_min_tokens_on() -> None:
@@ -246,7 +246,7 @@ def test_sequence_ids_rise() -> None:
         worker.submit(3, range(4))
 
 
-COMPLETE = Ending(FinishReason.STOP)
+COMPLETE = FinishCause(FinishReason.STOP)
 
 
 def test_what_a_step_drew_behind_the_end_is_nothing() -> None:
@@ -264,7 +264,7 @@ def test_what_a_step_drew_behind_the_end_is_nothing() -> None:
 def test_an_end_with_an_error_says_its_words() -> None:
     worker = running()
     plan = worker.plan()
-    ending = Ending(FinishReason.ERROR, message="it cannot be followed")
+    ending = FinishCause(FinishReason.ERROR, message="it cannot be followed")
     (end,) = worker.agent.complete(StepResult(plan.step, {ONE: (51,)}, ended={ONE: ending})).finished
     assert (end.reason, end.message) == (FinishReason.ERROR, "it cannot be followed")
 

@@ -18,11 +18,12 @@ import torch
 
 from common.errors import Unsupported
 from common.types import ANY_ARITHMETIC, SamplingParams, TokenLogprobs
-from gpuworker.attention.interface import AttentionBackend, BackendOptions, make_backend
+from gpuworker.attention.backends import BackendOptions, make_backend
+from gpuworker.attention.interface import AttentionBackend
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.models.bit_equality import refuse_unequal_bits
-from gpuworker.models.llama.native_model import NativeModel
+from gpuworker.models.llama.cpu_model import LlamaCpuModel
 from gpuworker.native.library import best
 from gpuworker.plane.assembly import ModelPlane, assemble
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint
@@ -140,16 +141,16 @@ def test_the_arithmetic_is_part_of_the_pools_identity() -> None:
     assert promised.identity.arithmetic != other.identity.arithmetic
 
 
-@pytest.mark.parametrize("options", [{"execution": "hosted"}, {"kind": "gpt2"}])
-def test_a_hosted_model_cannot_keep_it(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{"model_impl": "transformers"}, {"kind": "gpt2"}])
+def test_a_transformers_model_cannot_keep_it(options: dict[str, Any]) -> None:
     with pytest.raises(Unsupported, match="not run by the native CPU path"):
         plane(**options)
 
 
-class Leaning(NativeModel):
+class Leaning(LlamaCpuModel):
     """A model whose logits lean on how many tokens a step has, by one bit."""
 
-    def __init__(self, model: NativeModel) -> None:
+    def __init__(self, model: LlamaCpuModel) -> None:
         self.__dict__.update(model.__dict__)
 
     def forward(
@@ -165,10 +166,10 @@ def _backend(cache: KvCache) -> AttentionBackend:
 
 @pytest.mark.parametrize(("spoil", "refused"), [(lambda model: model, False), (Leaning, True)])
 def test_a_model_that_breaks_the_promise_is_found_at_start(
-    spoil: Callable[[NativeModel], NativeModel], refused: bool
+    spoil: Callable[[LlamaCpuModel], LlamaCpuModel], refused: bool
 ) -> None:
     worker = plane(deterministic=False)
-    assert isinstance(worker.model, NativeModel)
+    assert isinstance(worker.model, LlamaCpuModel)
     model, geometry = spoil(worker.model), worker.identity.kv_geometry
     expected: AbstractContextManager[object] = nullcontext()
     if refused:

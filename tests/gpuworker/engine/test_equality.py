@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from common.settings.options import Execution
+from common.settings.options import ModelImpl
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.native import library as native
 from gpuworker.plane.assembly import assemble
@@ -18,18 +18,18 @@ from tests.support.gpuworker.engine_harness import EngineDriver
 COUNT = 12
 SLOTS = 2048
 CASES = [
-    *((kind, "hosted") for kind in ("llama", "qwen3", "mistral", "gemma2", "gpt2")),
-    *((kind, "lean") for kind in ("llama", "qwen3", "mistral") if native.best() is not None),
+    *((kind, "transformers") for kind in ("llama", "qwen3", "mistral", "gemma2", "gpt2")),
+    *((kind, "native") for kind in ("llama", "qwen3", "mistral") if native.best() is not None),
 ]
 
 
 def driver(
-    kind: str, execution: Execution, block_size: int, prefix_caching: bool = True, num_blocks: int = 0
+    kind: str, model_impl: ModelImpl, block_size: int, prefix_caching: bool = True, num_blocks: int = 0
 ) -> EngineDriver:
     """Return an engine on a tiny checkpoint; the small budget makes prefills go in chunks beside decodes."""
     settings = GpuWorkerSettings(
         model=str(checkpoint(kind)),
-        execution=execution,
+        model_impl=model_impl,
         dtype="float32",
         block_size=block_size,
         kv_blocks=num_blocks or SLOTS // block_size,
@@ -60,23 +60,23 @@ def prompts() -> list[list[int]]:
     return [*([rng.randrange(6, 264) for _ in range(n)] for n in lengths), *(shared + tail for tail in tails)]
 
 
-@pytest.mark.parametrize(("kind", "execution"), CASES)
+@pytest.mark.parametrize(("kind", "model_impl"), CASES)
 @pytest.mark.parametrize("block_size", [4, 16, 64, 256])
 @pytest.mark.parametrize("prefix_caching", [True, False], ids=["cached", "uncached"])
-def test_tokens_equal_transformers(kind: str, execution: Execution, block_size: int, prefix_caching: bool) -> None:
+def test_tokens_equal_transformers(kind: str, model_impl: ModelImpl, block_size: int, prefix_caching: bool) -> None:
     wanted = [hf_greedy(checkpoint(kind), prompt, COUNT) for prompt in prompts()]
-    with driver(kind, execution, block_size, prefix_caching) as engine:
+    with driver(kind, model_impl, block_size, prefix_caching) as engine:
         assert engine.run(prompts()[:1], COUNT) == wanted[:1]
         assert engine.run(prompts(), COUNT) == wanted
         assert engine.run(prompts(), COUNT) == wanted
         engine.assert_all_free()
 
 
-@pytest.mark.parametrize(("kind", "execution"), [case for case in CASES if case[0] == "llama"])
-def test_preempted_sequences_keep_their_tokens(kind: str, execution: Execution) -> None:
+@pytest.mark.parametrize(("kind", "model_impl"), [case for case in CASES if case[0] == "llama"])
+def test_preempted_sequences_keep_their_tokens(kind: str, model_impl: ModelImpl) -> None:
     asked = [[*prompts()[1][:9], 20 + index] for index in range(6)]
     wanted = [hf_greedy(checkpoint(kind), prompt, 40) for prompt in asked]
-    with driver(kind, execution, 4, num_blocks=40) as engine:
+    with driver(kind, model_impl, 4, num_blocks=40) as engine:
         assert engine.run(asked, 40) == wanted
         assert sum(result.preemptions for result in engine.results.values()) > 0
         engine.assert_all_free()

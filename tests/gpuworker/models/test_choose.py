@@ -15,17 +15,18 @@ from safetensors.torch import load_file, save_file
 
 from common.errors import InvalidConfig
 from common.types import KvGeometry
-from gpuworker.attention.interface import make_backend
+from gpuworker.attention.backends import make_backend
 from gpuworker.memory.kv_cache import KvCache
-from gpuworker.models import choose as lean
-from gpuworker.models.choose import LeanModel, open_lean
+from gpuworker.models import choose
+from gpuworker.models.choose import LlamaModel, open_native
 from gpuworker.models.hf.loader import ModelSource, load_model
-from gpuworker.models.llama import pack as lean_pack
-from gpuworker.models.llama import reference as lean_reference
-from gpuworker.models.llama.spec import LeanSpec
+from gpuworker.models.llama import pack as llama_pack
+from gpuworker.models.llama import reference as llama_reference
+from gpuworker.models.llama.spec import LlamaSpec
 from gpuworker.models.self_test import self_test
 from gpuworker.native import library as native
 from gpuworker.runner.model_runner import ModelRunner, RunnerLimits
+from gpuworker.runner.thread_executor import thread_executor
 from tests.support.checkpoints import checkpoint, hf_greedy
 from tests.support.gpuworker.llama_cases import make_case
 from tests.support.gpuworker.runner_harness import SLOTS, Driver
@@ -33,7 +34,7 @@ from tests.support.gpuworker.runner_harness import SLOTS, Driver
 pytestmark = pytest.mark.skipif(native.best() is None, reason="the native library was not built")
 CPU = torch.device("cpu")
 FAMILY = ("llama", "qwen3", "mistral")
-Opened = tuple[LeanModel, KvGeometry]
+Opened = tuple[LlamaModel, KvGeometry]
 
 
 def backend(cache: KvCache) -> Any:
@@ -41,7 +42,7 @@ def backend(cache: KvCache) -> Any:
 
 
 def opened(kind: str, **options: Any) -> Opened:
-    found = open_lean(ModelSource(str(checkpoint(kind)), **options), CPU, "lean", backend)
+    found = open_native(ModelSource(str(checkpoint(kind)), **options), CPU, "native", backend)
     assert found is not None
     return found
 
@@ -49,9 +50,9 @@ def opened(kind: str, **options: Any) -> Opened:
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", FAMILY)
-def test_the_family_takes_the_lean_path_with_the_same_geometry(kind: str, dtype: str, kv_cache_dtype: str) -> None:
+def test_the_family_takes_the_native_path_with_the_same_geometry(kind: str, dtype: str, kv_cache_dtype: str) -> None:
     source = ModelSource(str(checkpoint(kind)), dtype=dtype, kv_cache_dtype=kv_cache_dtype)
-    found = open_lean(source, CPU, "auto", backend)
+    found = open_native(source, CPU, "auto", backend)
     assert found is not None
     assert found[1] == self_test(load_model(source, CPU), backend)
 
@@ -60,7 +61,7 @@ def test_the_family_takes_the_lean_path_with_the_same_geometry(kind: str, dtype:
 def test_greedy_output_of_a_mixed_batch_equals_generate(kind: str) -> None:
     model, geometry = opened(kind, dtype="float32")
     cache = KvCache(geometry, SLOTS // 16, 16, CPU)
-    runner = ModelRunner(model, cache, backend(cache), RunnerLimits(8, 256, threads=1))
+    runner = ModelRunner(model, cache, backend(cache), RunnerLimits(8, 256, threads=1), thread_executor())
     driver = Driver(runner)
     prompts = [[6 + (31 * n + 7 * i) % 250 for i in range(length)] for n, length in enumerate((3, 41, 70, 17))]
     streams = [driver.add(prompt, 24, chunk) for prompt, chunk in zip(prompts, (99, 7, 13, 1), strict=True)]
@@ -69,14 +70,14 @@ def test_greedy_output_of_a_mixed_batch_equals_generate(kind: str) -> None:
     assert [stream.output for stream in streams] == [hf_greedy(checkpoint(kind), prompt, 24) for prompt in prompts]
 
 
-def test_dummy_weights_are_those_that_the_hosted_path_draws() -> None:
+def test_dummy_weights_are_those_that_the_transformers_path_draws() -> None:
     source = ModelSource(str(checkpoint("llama")), "float32", "dummy", seed=3)
-    found = open_lean(source, CPU, "lean", backend)
+    found = open_native(source, CPU, "native", backend)
     assert found is not None
     outputs = []
     for model in (found[0], load_model(source, CPU)):
         cache = KvCache(found[1], SLOTS // 4, 4, CPU)
-        runner = ModelRunner(model, cache, backend(cache), RunnerLimits(1, 32, threads=1))
+        runner = ModelRunner(model, cache, backend(cache), RunnerLimits(1, 32, threads=1), thread_executor())
         driver = Driver(runner, block_size=4)
         stream = driver.add(list(range(6, 15)), 12)
         driver.run()
@@ -89,45 +90,45 @@ def test_dummy_weights_are_those_that_the_hosted_path_draws() -> None:
 
 
 def reason_for(caplog: pytest.LogCaptureFixture, source: ModelSource) -> str:
-    """Return the log line of a model that goes hosted of itself, which must be why it cannot be forced."""
-    with caplog.at_level(logging.INFO, logger=lean.__name__):
-        assert open_lean(source, CPU, "auto", backend) is None
+    """Return the log line of a model that "auto" runs on transformers. "native" fails for the same reason."""
+    with caplog.at_level(logging.INFO, logger=choose.__name__):
+        assert open_native(source, CPU, "auto", backend) is None
     line = caplog.records[-1].getMessage()
-    with pytest.raises(InvalidConfig, match=r"--execution: lean, but the model cannot take that path") as refused:
-        open_lean(source, CPU, "lean", backend)
-    assert str(refused.value).endswith(line.partition("runs hosted: ")[2])
+    with pytest.raises(InvalidConfig, match=r"--model-impl: native, but the model cannot take that path") as refused:
+        open_native(source, CPU, "native", backend)
+    assert str(refused.value).endswith(line.partition("runs on transformers: ")[2])
     return line
 
 
 @pytest.mark.parametrize(
     ("kind", "options", "reason"),
     [
-        ("gemma2", {}, "gemma2 runs hosted: gemma2 is not of the Llama family"),
+        ("gemma2", {}, "gemma2 runs on transformers: gemma2 is not of the Llama family"),
         (
             "llama",
             {"dtype": "float16"},
-            "llama runs hosted: the native path computes in float32 or bfloat16, not in float16",
+            "llama runs on transformers: the native path computes in float32 or bfloat16, not in float16",
         ),
-        ("llama", {"kv_cache_dtype": "fp8"}, "llama runs hosted: native attention has no cache of fp8"),
+        ("llama", {"kv_cache_dtype": "fp8"}, "llama runs on transformers: native attention has no cache of fp8"),
     ],
 )
-def test_a_model_that_cannot_take_it_runs_hosted(
+def test_a_model_that_cannot_take_it_runs_on_transformers(
     kind: str, options: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert reason in reason_for(caplog, ModelSource(str(checkpoint(kind)), **options))
 
 
-def test_without_the_library_every_model_runs_hosted(
+def test_without_the_library_every_model_runs_on_transformers(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native, "best", lambda: None)
     assert "the native library is not there" in reason_for(caplog, ModelSource(str(checkpoint("llama"))))
 
 
-def test_the_hosted_path_can_be_asked_for(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger=lean.__name__):
-        assert open_lean(ModelSource(str(checkpoint("llama"))), CPU, "hosted", backend) is None
-    assert "llama runs hosted: that was asked for" in caplog.text
+def test_the_transformers_path_can_be_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger=choose.__name__):
+        assert open_native(ModelSource(str(checkpoint("llama"))), CPU, "transformers", backend) is None
+    assert "llama runs on transformers: that was asked for" in caplog.text
 
 
 Tensors = dict[str, torch.Tensor]
@@ -145,7 +146,7 @@ def with_short_norm(tensors: Tensors) -> None:
     ("change", "reason"),
     [(without_norm, "'model.norm.weight'"), (with_short_norm, r"model.norm.weight is (5,)")],
 )
-def test_a_checkpoint_of_other_tensors_is_left_to_the_hosted_path(
+def test_a_checkpoint_of_other_tensors_is_left_to_the_transformers_path(
     change: Callable[[Tensors], None], reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     shutil.copytree(checkpoint("llama"), tmp_path, dirs_exist_ok=True)
@@ -158,15 +159,15 @@ def test_a_checkpoint_of_other_tensors_is_left_to_the_hosted_path(
 # ---------------------------------------------------------------- the start-up test
 
 
-def wrong_eps(packed: lean_pack.PackedModel) -> None:
+def wrong_eps(packed: llama_pack.PackedModel) -> None:
     packed.struct.norm_eps = 0.5
 
 
-def wrong_window(packed: lean_pack.PackedModel) -> None:
+def wrong_window(packed: llama_pack.PackedModel) -> None:
     packed.layers[1].window = 3
 
 
-def wrong_order(packed: lean_pack.PackedModel) -> None:
+def wrong_order(packed: llama_pack.PackedModel) -> None:
     first, second = packed.layers[0].down.memory, packed.layers[1].down.memory
     packed.layers[0].down.memory, packed.layers[1].down.memory = second, first
 
@@ -174,14 +175,14 @@ def wrong_order(packed: lean_pack.PackedModel) -> None:
 @pytest.mark.parametrize("mistake", [wrong_eps, wrong_window, wrong_order])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_forward_that_computes_something_else_is_not_used(
-    mistake: Callable[[lean_pack.PackedModel], None],
+    mistake: Callable[[llama_pack.PackedModel], None],
     dtype: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    right = lean_pack.pack_model
+    right = llama_pack.pack_model
 
-    def pack(*args: Any) -> lean_pack.PackedModel:
+    def pack(*args: Any) -> llama_pack.PackedModel:
         packed = right(*args)
         mistake(packed)
         return packed
@@ -191,10 +192,10 @@ def test_a_forward_that_computes_something_else_is_not_used(
     assert "its logits differ from its own eager attention" in found
 
 
-def windows(*each: int | None) -> LeanSpec:
+def windows(*each: int | None) -> LlamaSpec:
     spec = make_case("llama").spec
     changes = {"num_layers": len(each), "windows": each}
-    return LeanSpec(**({name: getattr(spec, name) for name in LeanSpec.__slots__} | changes))
+    return LlamaSpec(**({name: getattr(spec, name) for name in LlamaSpec.__slots__} | changes))
 
 
 @pytest.mark.parametrize(
@@ -206,8 +207,8 @@ def windows(*each: int | None) -> LeanSpec:
         (windows(8, 8, None, 4), (0, 1, 2, 3)),
     ],
 )
-def test_the_test_runs_a_layer_of_each_window(spec: LeanSpec, layers: tuple[int, ...]) -> None:
-    assert lean_reference.tested_layers(spec) == layers
+def test_the_test_runs_a_layer_of_each_window(spec: LlamaSpec, layers: tuple[int, ...]) -> None:
+    assert llama_reference.tested_layers(spec) == layers
 
 
 def test_the_model_says_what_decides_its_bits() -> None:
@@ -218,9 +219,9 @@ def test_the_model_says_what_decides_its_bits() -> None:
 
 def test_a_model_whose_kinds_of_layers_differ_is_tested_on_each(tmp_path: Path) -> None:
     case = make_case("qwen2, a window above")
-    case.hosted.module.save_pretrained(tmp_path)
+    case.transformers_model.module.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["layer_types"] == ["full_attention", "sliding_attention", "sliding_attention"]
-    found = open_lean(ModelSource(str(tmp_path)), CPU, "lean", backend)
+    found = open_native(ModelSource(str(tmp_path)), CPU, "native", backend)
     assert found is not None
     assert found[1].window == 0

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from common.errors import InvalidConfig, Unsupported
-from gpuworker.attention.interface import make_backend
+from gpuworker.attention.backends import make_backend
 from gpuworker.models.hf.loader import ModelSource, load_model
 from gpuworker.models.self_test import self_test
 from tests.gpuworker.checkpoints.test_quantised import AWQ, GPTQ, compressed
@@ -87,7 +87,7 @@ def test_it_passes_the_self_test_and_says_what_it_is(tmp_path: Path, caplog: pyt
     with caplog.at_level("INFO"):
         model = load_model(ModelSource(str(tmp_path / "packed"), dtype="float32"), CPU)
     assert self_test(model, lambda cache: make_backend("auto", cache)).num_layers == 3
-    assert "21 of 30 weights of the checkpoint are in gptq; the hosted path runs them dequantised" in caplog.text
+    assert "21 of 30 weights of the checkpoint are in gptq; the transformers path runs them dequantised" in caplog.text
 
 
 def test_quantised_experts_are_merged_as_transformers_wants_them(tmp_path: Path) -> None:

@@ -10,14 +10,15 @@ import torch
 
 from common.errors import EngineFailure, Unsupported
 from common.types import KvGeometry
-from gpuworker.attention.interface import LayerAttention, make_backend
+from gpuworker.attention.backends import make_backend
+from gpuworker.attention.interface import LayerAttention
 from gpuworker.attention.torch_backend import TorchAttention
 from gpuworker.memory.kv_cache import KvCache
-from gpuworker.models.hf.hosted import HostedModel
 from gpuworker.models.hf.loader import ModelSource, load_model
+from gpuworker.models.hf.model import TransformersModel
 from gpuworker.models.self_test import CallRecorder, Limit, as_kept, self_test
 from tests.support.checkpoints import REFUSED, SERVED, WINDOW, checkpoint
-from tests.support.gpuworker.runner_harness import hosted
+from tests.support.gpuworker.runner_harness import transformers_model
 
 CPU = torch.device("cpu")
 SHAPES = {
@@ -31,13 +32,13 @@ SHAPES = {
 }
 
 
-def run(model: HostedModel) -> KvGeometry:
+def run(model: TransformersModel) -> KvGeometry:
     return self_test(model, lambda cache: make_backend("auto", cache))
 
 
 @pytest.mark.parametrize("kind", SERVED)
 def test_a_model_that_runs_right_gives_its_shape(kind: str) -> None:
-    assert run(hosted(checkpoint(kind))) == SHAPES[kind]
+    assert run(transformers_model(checkpoint(kind))) == SHAPES[kind]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -50,10 +51,10 @@ def test_sixteen_bits_are_close_enough(kind: str, dtype: str) -> None:
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_model_whose_attention_never_reaches_the_cache_is_refused(kind: str) -> None:
     with pytest.raises(Unsupported, match=f"{kind} cannot be served: 0 of its 2 layers"):
-        run(hosted(checkpoint(kind)))
+        run(transformers_model(checkpoint(kind)))
 
 
-def on_cache(kind: str, kv_dtype: str) -> HostedModel:
+def on_cache(kind: str, kv_dtype: str) -> TransformersModel:
     return load_model(ModelSource(str(checkpoint(kind)), dtype="float32", kv_cache_dtype=kv_dtype), CPU)
 
 
@@ -131,7 +132,7 @@ class ForgetsLayer(Careless):
 )
 def test_a_backend_that_attends_wrongly_is_refused(kind: str, backend: type[Careless]) -> None:
     with pytest.raises(Unsupported, match="through the paged cache, its logits differ"):
-        self_test(hosted(checkpoint(kind)), backend)
+        self_test(transformers_model(checkpoint(kind)), backend)
 
 
 @pytest.mark.parametrize(
@@ -145,14 +146,14 @@ def test_it_is_refused_in_sixteen_bits_too(kind: str, backend: type[Careless], d
 
 
 def test_a_layer_that_slides_without_saying_its_window_is_refused() -> None:
-    model = hosted(checkpoint("llama"))
+    model = transformers_model(checkpoint("llama"))
     model.config.layer_types = ["full_attention", "sliding_attention", "full_attention"]
     with pytest.raises(Unsupported, match="layer 1 slides, but does not say its window"):
         run(model)
 
 
 def test_what_a_model_raises_is_the_reason_of_its_refusal() -> None:
-    model = hosted(checkpoint("llama"))
+    model = transformers_model(checkpoint("llama"))
     first_layer: Any = model.module.get_submodule("model.layers.0.self_attn")
     first_layer.layer_idx = 7
     with pytest.raises(Unsupported, match="llama"):
@@ -163,13 +164,13 @@ def test_what_a_model_raises_is_the_reason_of_its_refusal() -> None:
 
 
 def test_attention_outside_of_a_step_is_an_error() -> None:
-    model = hosted(checkpoint("llama"))
+    model = transformers_model(checkpoint("llama"))
     with pytest.raises(EngineFailure, match="outside of a step"):
         model.module(torch.zeros((1, 3), dtype=torch.int64), use_cache=False)
 
 
 def test_it_leaves_the_model_on_our_attention() -> None:
-    model, recorder, first = hosted(checkpoint("llama")), CallRecorder(), torch.zeros(1, dtype=torch.int64)
+    model, recorder, first = transformers_model(checkpoint("llama")), CallRecorder(), torch.zeros(1, dtype=torch.int64)
     run(model)
     model.forward(first, first, first, recorder)
     assert [layer.layer for layer in recorder.layers] == [0, 1, 2]

@@ -48,5 +48,5 @@ def test_workers_whose_caches_differ_in_type_share_no_index() -> None:
 
 def test_a_quantization_that_the_model_cannot_have_ends_the_start() -> None:
     with pytest.raises(InvalidConfig, match="--quantization: int4 was asked for"):
-        # A hosted model: Gemma has no native path.
+        # A model on transformers: Gemma has no native path.
         assemble(GpuWorkerSettings(model=str(checkpoint("gemma2")), quantization="int4", threads=1))

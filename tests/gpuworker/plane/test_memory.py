@@ -1,4 +1,4 @@
-"""The byte ledger: exact numbers, and refusals that name them."""
+"""The byte plan: exact numbers, and refusals that name them."""
 
 from __future__ import annotations
 
@@ -13,62 +13,62 @@ from safetensors.torch import save_file
 from common.errors import InvalidConfig
 from common.types import KvGeometry
 from gpuworker.checkpoints.stored_tensors import StoredTensors
-from gpuworker.memory.byte_plan import GIB, Ledger, in_words
-from gpuworker.models.hf.hosted import HostedModel
+from gpuworker.memory.byte_plan import GIB, BytePlan, in_words
+from gpuworker.models.hf.model import TransformersModel
 from gpuworker.plane import memory
 from gpuworker.plane.memory import MemoryOptions, mapped_weight_bytes, plan_memory, weight_bytes
 from tests.support.checkpoints import checkpoint
-from tests.support.gpuworker.runner_harness import hosted
+from tests.support.gpuworker.runner_harness import transformers_model
 
 GEOMETRY = KvGeometry(num_layers=3, num_kv_heads=2, head_dim_k=16, head_dim_v=16, dtype="float32")
 BLOCK = 3 * 2 * (16 + 16) * 4 * 16  # bytes of a block of 16 slots
 
 
 @pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch) -> HostedModel:
+def model(monkeypatch: pytest.MonkeyPatch) -> TransformersModel:
     monkeypatch.setattr(memory, "free_bytes", lambda _: 2 * GIB)
     monkeypatch.setattr(memory, "mapped_weight_bytes", lambda: 0)
-    return hosted(checkpoint("llama"))
+    return transformers_model(checkpoint("llama"))
 
 
-def plan(model: HostedModel, **options: Any) -> Ledger:
+def plan(model: TransformersModel, **options: Any) -> BytePlan:
     return plan_memory(model, GEOMETRY, 1024, MemoryOptions(**options))
 
 
-def test_blocks_may_be_given_by_number(model: HostedModel) -> None:
-    ledger = plan(model, kv_blocks=70)
-    assert (ledger.num_blocks, ledger.kv) == (70, 70 * BLOCK)
+def test_blocks_may_be_given_by_number(model: TransformersModel) -> None:
+    byte_plan = plan(model, kv_blocks=70)
+    assert (byte_plan.num_blocks, byte_plan.kv) == (70, 70 * BLOCK)
 
 
-def test_blocks_may_be_given_by_bytes(model: HostedModel) -> None:
+def test_blocks_may_be_given_by_bytes(model: TransformersModel) -> None:
     assert plan(model, kv_memory=70 * BLOCK + BLOCK - 1).num_blocks == 70
 
 
-def test_a_quarter_of_what_is_free_is_taken_on_cpu(model: HostedModel) -> None:
-    ledger = plan(model)
-    room = 2 * GIB - ledger.activations - ledger.token_table
-    assert ledger.num_blocks == room // 4 // BLOCK
+def test_a_quarter_of_what_is_free_is_taken_on_cpu(model: TransformersModel) -> None:
+    byte_plan = plan(model)
+    room = 2 * GIB - byte_plan.activations - byte_plan.token_table
+    assert byte_plan.num_blocks == room // 4 // BLOCK
 
 
-def test_a_gib_at_most_is_taken_on_cpu(model: HostedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gib_at_most_is_taken_on_cpu(model: TransformersModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_bytes", lambda _: 100 * GIB)
     assert plan(model).num_blocks == GIB // BLOCK
 
 
-def test_the_context_is_the_models_where_it_fits(model: HostedModel) -> None:
+def test_the_context_is_the_models_where_it_fits(model: TransformersModel) -> None:
     assert plan(model, kv_blocks=64).max_model_len == 1024
 
 
-def test_the_context_shrinks_to_the_pool_when_none_was_asked_for(model: HostedModel) -> None:
+def test_the_context_shrinks_to_the_pool_when_none_was_asked_for(model: TransformersModel) -> None:
     assert plan(model, kv_blocks=10).max_model_len == 160
 
 
-def test_sequences_fit_in_whole_blocks(model: HostedModel) -> None:
-    ledger = plan(model, kv_blocks=70)
-    assert (ledger.sequences_of(1024), ledger.sequences_of(17), ledger.sequences_of(16)) == (1, 35, 70)
+def test_sequences_fit_in_whole_blocks(model: TransformersModel) -> None:
+    byte_plan = plan(model, kv_blocks=70)
+    assert (byte_plan.sequences_of(1024), byte_plan.sequences_of(17), byte_plan.sequences_of(16)) == (1, 35, 70)
 
 
-def test_the_token_table_counts(model: HostedModel) -> None:
+def test_the_token_table_counts(model: TransformersModel) -> None:
     assert plan(model, kv_blocks=70, max_num_seqs=8).token_table == 8 * 1025 * 4
 
 
@@ -84,12 +84,14 @@ def test_the_token_table_counts(model: HostedModel) -> None:
         ({"max_model_len": 2000}, r"--max-model-len: 2000 tokens were asked for; the model's positions end at 1024"),
     ],
 )
-def test_what_cannot_fit_is_refused_with_the_numbers(model: HostedModel, options: dict[str, int], words: str) -> None:
+def test_what_cannot_fit_is_refused_with_the_numbers(
+    model: TransformersModel, options: dict[str, int], words: str
+) -> None:
     with pytest.raises(InvalidConfig, match=words):
         plan(model, **options)
 
 
-def test_a_device_without_room_is_refused(model: HostedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_without_room_is_refused(model: TransformersModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_bytes", lambda _: 0)
     with pytest.raises(InvalidConfig, match="no block fits"):
         plan(model)
@@ -110,19 +112,19 @@ def test_weights_on_pages_of_their_files_are_not_free(tmp_path: Path) -> None:
     assert 8 << 20 <= mapped_weight_bytes() - before <= (8 << 20) + (1 << 14)
 
 
-def test_mapped_weights_are_taken_off_what_is_free(model: HostedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mapped_weights_are_taken_off_what_is_free(model: TransformersModel, monkeypatch: pytest.MonkeyPatch) -> None:
     free = plan(model).free
     monkeypatch.setattr(memory, "mapped_weight_bytes", lambda: GIB)
     assert plan(model).free == free - GIB
 
 
-def test_a_narrower_cache_has_more_blocks(model: HostedModel) -> None:
+def test_a_narrower_cache_has_more_blocks(model: TransformersModel) -> None:
     geometry = replace(GEOMETRY, dtype="int8")
-    ledger = plan_memory(model, geometry, 1024, MemoryOptions(kv_memory=70 * BLOCK))
-    assert (ledger.block_bytes, ledger.num_blocks) == (3 * 2 * (16 + 16 + 8) * 16, 224)
+    byte_plan = plan_memory(model, geometry, 1024, MemoryOptions(kv_memory=70 * BLOCK))
+    assert (byte_plan.block_bytes, byte_plan.num_blocks) == (3 * 2 * (16 + 16 + 8) * 16, 224)
 
 
-def test_the_ledger_reads_as_a_table(model: HostedModel) -> None:
+def test_the_ledger_reads_as_a_table(model: TransformersModel) -> None:
     lines = plan(model, kv_blocks=2000, max_num_seqs=8).lines()
     assert lines[4] == "  KV cache       23.4 MiB  2000 blocks of 16 slots in float32, 12.0 KiB each"
     assert lines[6] == "longest context: 1024 tokens (the model's limit)"

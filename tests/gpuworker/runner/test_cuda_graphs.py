@@ -16,15 +16,17 @@ from gpuworker.checkpoints.weights import Checkpoint
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.memory.token_table import TokenTable
 from gpuworker.models.hf.loader import read_config
-from gpuworker.models.llama.gpu_model import LeanGpuModel
+from gpuworker.models.llama.gpu_model import LlamaGpuModel
 from gpuworker.models.llama.gpu_weights import fused_weights
-from gpuworker.models.llama.spec import lean_spec
+from gpuworker.models.llama.spec import llama_spec
 from gpuworker.runner.cuda_graphs import GraphLauncher, GraphParts, RepeatingRecorder
 from gpuworker.runner.graph_inputs import GraphInputs, graph_sizes, padded_size
 from gpuworker.runner.launcher import EagerLauncher, LaidOutStep, StepLauncher
 from gpuworker.runner.model_runner import ModelRunner, RunnerLimits
+from gpuworker.runner.thread_executor import thread_executor
 from gpuworker.sampling import sampler
-from gpuworker.sampling.sampler import Drawn, SampledRow, SamplingBatch
+from gpuworker.sampling.rows import SampledRow, SampledTokens
+from gpuworker.sampling.sampler import SamplingBatch
 from gpuworker.structured.grammars import GrammarCompiler
 from tests.support.checkpoints import EOS, VOCAB_SIZE, checkpoint, hf_greedy, tokenizer
 from tests.support.gpuworker.runner_harness import GREEDY, Driver
@@ -71,21 +73,21 @@ class Counting:
         self._beneath = beneath
         self.steps = 0
 
-    def launch(self, step: LaidOutStep) -> Drawn:
+    def launch(self, step: LaidOutStep) -> SampledTokens:
         self.steps += 1
         return self._beneath.launch(step)
 
 
-def lean_llama() -> LeanGpuModel:
+def llama_model() -> LlamaGpuModel:
     directory = checkpoint("llama")
     config, files = read_config(directory), Checkpoint(directory)
-    spec = lean_spec(config)
+    spec = llama_spec(config)
     assert spec is not None
     weights = fused_weights(spec, lambda name: files.tensor(name, torch.float32), torch.float32, CPU)
-    return LeanGpuModel(config, weights, "float32", MAX_LEN)
+    return LlamaGpuModel(config, weights, "float32", MAX_LEN)
 
 
-def cache_of(model: LeanGpuModel) -> KvCache:
+def cache_of(model: LlamaGpuModel) -> KvCache:
     spec = model.spec
     geometry = KvGeometry(spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.head_dim, "float32")
     return KvCache(geometry, BLOCKS, BLOCK_SIZE, CPU)
@@ -95,7 +97,7 @@ class Captured:
     """A runner whose decodes are graphs of at most four rows, and what of its steps was not."""
 
     def __init__(self) -> None:
-        model = lean_llama()
+        model = llama_model()
         cache = cache_of(model)
         attention = TorchAttention(cache)
 
@@ -107,13 +109,13 @@ class Captured:
             self.graphs = GraphLauncher(parts, self.beneath, RepeatingRecorder())
             return self.graphs
 
-        self.runner = ModelRunner(model, cache, attention, RunnerLimits(8, MAX_LEN, 1), (), launcher)
+        self.runner = ModelRunner(model, cache, attention, RunnerLimits(8, MAX_LEN, 1), thread_executor(launcher))
 
 
 def eager_runner() -> ModelRunner:
-    model = lean_llama()
+    model = llama_model()
     cache = cache_of(model)
-    return ModelRunner(model, cache, TorchAttention(cache), RunnerLimits(8, MAX_LEN, 1))
+    return ModelRunner(model, cache, TorchAttention(cache), RunnerLimits(8, MAX_LEN, 1), thread_executor())
 
 
 def outputs(runner: ModelRunner, samplings: list[SamplingParams]) -> list[list[int]]:
@@ -140,11 +142,13 @@ def test_a_step_runs_at_the_next_larger_size() -> None:
 # ---------------------------------------------------------------- inputs
 
 
-def staged(start: list[int], length: list[int], seats: list[int], samples: list[bool] | None = None) -> StagedStep:
+def staged(
+    start: list[int], length: list[int], batch_index: list[int], samples: list[bool] | None = None
+) -> StagedStep:
     table = np.arange(3 * len(start), dtype=np.int32).reshape(-1, 3) + 40
     rows = pack_rows(np.array(start, dtype=np.int32), np.array(length, dtype=np.int32), table, 4)
     drawing = np.array(samples if samples is not None else [True] * len(start))
-    return StagedStep(rows, np.array(seats, dtype=np.int32), drawing, table_width=100)
+    return StagedStep(rows, np.array(batch_index, dtype=np.int32), drawing, table_width=100)
 
 
 def small_inputs() -> GraphInputs:
@@ -262,14 +266,14 @@ def test_padding_draws_beside_the_table() -> None:
     outputs(captured.runner, [GREEDY] * 3)
     table = captured.tokens.tensor
     written = [len(PROMPTS[n]) + 12 + n for n in range(3)]
-    assert [int(table[seat].count_nonzero()) for seat in range(3)] == written
+    assert [int(table[batch_index].count_nonzero()) for batch_index in range(3)] == written
     assert int(table[3:].count_nonzero()) == 0
 
 
 def laid_out(step: StagedStep) -> LaidOutStep:
     count = int(step.samples.sum())
     batch = SamplingBatch([SampledRow(GREEDY, 1)] * count, VOCAB_SIZE, CPU)
-    return LaidOutStep(step, None, batch.at(np.zeros(count, dtype=np.int64), step.seats[step.samples]), batch)
+    return LaidOutStep(step, None, batch.at(np.zeros(count, dtype=np.int64), step.batch_index[step.samples]), batch)
 
 
 def test_only_decodes_that_all_sample_are_graphs() -> None:

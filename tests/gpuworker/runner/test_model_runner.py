@@ -11,14 +11,15 @@ import torch
 from common.errors import EngineFailure
 from common.lease import Copy
 from common.types import TRIMMED, BlockId, KvGeometry, SamplingParams, SequenceId
-from gpuworker.attention.interface import AttentionBackend, LayerAttention, make_backend
+from gpuworker.attention.backends import make_backend
+from gpuworker.attention.interface import AttentionBackend, LayerAttention
 from gpuworker.core.batch_plan import ScheduledRow, StepPlan
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.native.library import best
 from gpuworker.runner.model_runner import ModelRunner
 from gpuworker.runner.thread_executor import ThreadExecutor
 from tests.support.checkpoints import EOS, SERVED, VOCAB_SIZE, checkpoint, hf_greedy
-from tests.support.gpuworker.runner_harness import GREEDY, Driver, hosted, queued_on, runner_on
+from tests.support.gpuworker.runner_harness import GREEDY, Driver, queued_on, runner_on, transformers_model
 
 A, B = SequenceId(1), SequenceId(2)
 LLAMA = "llama"
@@ -33,7 +34,7 @@ NewRunner = Callable[..., ModelRunner]
 
 
 def thread_runner(max_model_len: int = 256, eos: tuple[int, ...] = ()) -> ModelRunner:
-    return runner_on(hosted(checkpoint(LLAMA)), max_model_len=max_model_len, eos=eos)
+    return runner_on(transformers_model(checkpoint(LLAMA)), max_model_len=max_model_len, eos=eos)
 
 
 def queue_runner(max_model_len: int = 256, eos: tuple[int, ...] = ()) -> ModelRunner:
@@ -62,7 +63,7 @@ def prefill(sequence: SequenceId, start: int, length: int, blocks: Sequence[int]
 @pytest.mark.parametrize("block_size", [4, 16, 64, 256])
 @pytest.mark.parametrize("kind", SERVED)
 def test_greedy_output_of_a_mixed_batch_equals_generate(kind: str, block_size: int) -> None:
-    runner = runner_on(hosted(checkpoint(kind)), block_size)
+    runner = runner_on(transformers_model(checkpoint(kind)), block_size)
     driver = Driver(runner, block_size)
     chunked = zip(prompts(3, 41, 70, 17), (99, 7, 13, 1), strict=True)
     cases = [(prompt, 24 - n, chunk) for n, (prompt, chunk) in enumerate(chunked)]
@@ -88,7 +89,7 @@ def test_greedy_output_of_queued_steps_equals_generate(kind: str, block_size: in
 
 @pytest.mark.parametrize("kind", SERVED)
 def test_greedy_output_alone_equals_generate(kind: str) -> None:
-    runner = runner_on(hosted(checkpoint(kind)))
+    runner = runner_on(transformers_model(checkpoint(kind)))
     driver = Driver(runner)
     (prompt,) = prompts(37)
     stream = driver.add(prompt, 40)
@@ -116,13 +117,13 @@ def test_a_sequence_that_joins_late_changes_nobodys_tokens(llama_runner: NewRunn
 
 def test_trimmed_blocks_are_not_read() -> None:
     """Every layer of mistral slides over eight positions: a decode at 39 needs nothing before block 2."""
-    runner = runner_on(hosted(checkpoint("mistral")))
+    runner = runner_on(transformers_model(checkpoint("mistral")))
     (prompt,) = prompts(39)
     runner.add(A, prompt, GREEDY, len(prompt))
     runner.submit(StepPlan(1, (prefill(A, 0, 39, [5, 3, 8]),))).result(timeout=60)
     result = runner.submit(StepPlan(2, (decode(A, 39, [TRIMMED, TRIMMED, 8]),))).result(timeout=60)
     runner.close()
-    assert result.drawn == {A: (hf_greedy(checkpoint("mistral"), prompt, 2)[1],)}
+    assert result.sampled == {A: (hf_greedy(checkpoint("mistral"), prompt, 2)[1],)}
 
 
 # ---------------------------------------------------------------- the rest of the port
@@ -135,7 +136,7 @@ def test_a_step_that_samples_nothing_draws_nothing(llama_runner: NewRunner) -> N
     row = ScheduledRow(A, 0, 4, (BlockId(0),), samples=False)
     result = runner.submit(StepPlan(7, (row,))).result(timeout=60)
     runner.close()
-    assert (result.step, result.drawn, result.logprobs) == (7, {}, {})
+    assert (result.step, result.sampled, result.logprobs) == (7, {}, {})
 
 
 def test_a_step_may_consist_of_copies_alone(llama_runner: NewRunner) -> None:
@@ -146,7 +147,7 @@ def test_a_step_may_consist_of_copies_alone(llama_runner: NewRunner) -> None:
     runner.submit(StepPlan(2, (), (Copy(BlockId(0), BlockId(4), 8),))).result(timeout=60)
     again = runner.submit(StepPlan(3, (decode(A, 8, [4]),))).result(timeout=60)
     runner.close()
-    assert again.drawn == first.drawn
+    assert again.sampled == first.sampled
 
 
 def test_copies_come_before_the_rows_of_their_step(llama_runner: NewRunner) -> None:
@@ -156,7 +157,7 @@ def test_copies_come_before_the_rows_of_their_step(llama_runner: NewRunner) -> N
     first = runner.submit(StepPlan(1, (prefill(A, 0, 9, [0]),))).result(timeout=60)
     runner.add(B, prompt, GREEDY, len(prompt))
     plan = StepPlan(2, (decode(B, 8, [4]),), (Copy(BlockId(0), BlockId(4), 8),))
-    assert runner.submit(plan).result(timeout=60).drawn == {B: first.drawn[A]}
+    assert runner.submit(plan).result(timeout=60).sampled == {B: first.sampled[A]}
     runner.close()
 
 
@@ -171,7 +172,7 @@ def test_a_sequence_that_comes_back_brings_its_tokens(llama_runner: NewRunner) -
     runner.add(A, [*prompt, *expected[:5]], GREEDY, len(prompt))
     result = runner.submit(StepPlan(2, (prefill(A, 0, 26, [7, 9]),))).result(timeout=60)
     runner.close()
-    assert result.drawn == {A: (expected[5],)}
+    assert result.sampled == {A: (expected[5],)}
 
 
 def sampled(seed: int) -> SamplingParams:
@@ -200,7 +201,7 @@ def test_log_probabilities_come_with_the_tokens_that_asked(llama_runner: NewRunn
     runner.close()
     ((found,),) = result.logprobs.values()
     assert list(result.logprobs) == [B]
-    assert (found.token_id,) == result.drawn[B]
+    assert (found.token_id,) == result.sampled[B]
     assert found.top[0] == (found.token_id, found.logprob)
     assert len(found.top) == 3
 
@@ -210,9 +211,9 @@ def test_the_models_own_end_is_forbidden_before_min_tokens(llama_runner: NewRunn
     (prompt,) = prompts(11)
     wants_end = ((EOS, 100.0),)
     runner.add(A, prompt, SamplingParams(temperature=0.0, logit_bias=wants_end, min_tokens=2), len(prompt))
-    drawn = [runner.submit(StepPlan(1, (prefill(A, 0, 11, [0]),)))]
-    drawn += [runner.submit(StepPlan(2 + n, (decode(A, 11 + n, [0]),))) for n in range(2)]
-    tokens = [future.result(timeout=60).drawn[A][0] for future in drawn]
+    sampled = [runner.submit(StepPlan(1, (prefill(A, 0, 11, [0]),)))]
+    sampled += [runner.submit(StepPlan(2 + n, (decode(A, 11 + n, [0]),))) for n in range(2)]
+    tokens = [future.result(timeout=60).sampled[A][0] for future in sampled]
     runner.close()
     assert [token == EOS for token in tokens] == [False, False, True]
 
@@ -292,7 +293,7 @@ def test_a_queued_step_that_fails_fails_those_behind_it_until_its_sequences_are_
         with pytest.raises(EngineFailure, match="before this one"):
             future.result(timeout=60)
     runner.remove(A)
-    tokens = [runner.submit(plan).result(timeout=60).drawn[A][0] for plan in two_steps(runner)]
+    tokens = [runner.submit(plan).result(timeout=60).sampled[A][0] for plan in two_steps(runner)]
     runner.close()
     assert tokens == hf_greedy(checkpoint(LLAMA), prompts(9)[0], 2)
 
@@ -305,7 +306,7 @@ def test_the_runner_goes_on_once_every_sequence_of_the_failure_is_removed(broken
     assert all(isinstance(future.exception(timeout=60), EngineFailure) for future in futures)
     broken.clear()
     runner.remove(A)
-    tokens = [runner.submit(plan).result(timeout=60).drawn[A][0] for plan in two_steps(runner)]
+    tokens = [runner.submit(plan).result(timeout=60).sampled[A][0] for plan in two_steps(runner)]
     runner.close()
     assert tokens == hf_greedy(checkpoint(LLAMA), prompts(9)[0], 2)
 

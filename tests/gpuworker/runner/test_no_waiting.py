@@ -14,12 +14,13 @@ from gpuworker.attention.interface import AttentionMetadata, LayerAttention
 from gpuworker.attention.step_inputs import StagedStep, pack_rows
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.memory.token_table import TokenTable
-from gpuworker.models.llama.gpu_model import LeanGpuModel
+from gpuworker.models.llama.gpu_model import LlamaGpuModel
 from gpuworker.models.llama.gpu_weights import fused_weights
 from gpuworker.runner.cuda_graphs import GraphLauncher, GraphParts, RepeatingRecorder
 from gpuworker.runner.graph_inputs import GraphInputs
 from gpuworker.runner.launcher import EagerLauncher, LaidOutStep, StepLauncher
-from gpuworker.sampling.sampler import SampledRow, SamplingBatch
+from gpuworker.sampling.rows import SampledRow
+from gpuworker.sampling.sampler import SamplingBatch
 from tests.support.gpuworker.llama_cases import make_case
 
 NOTHING = torch.device("meta")
@@ -57,7 +58,7 @@ def launchers() -> tuple[StepLauncher, StepLauncher]:
     """Return what launches kernel by kernel and what launches graphs, on the device that holds nothing."""
     case = make_case("qwen3 with biases")
     weights = fused_weights(case.spec, lambda name: case.tensor(name).to(NOTHING), torch.float32, NOTHING)
-    model, attention = LeanGpuModel(case.config, weights, "float32", 64), NoAttention()
+    model, attention = LlamaGpuModel(case.config, weights, "float32", 64), NoAttention()
     tokens = TokenTable(4, 65, NOTHING)
     tokens.write(0, np.arange(5, dtype=np.int32))
     eager = EagerLauncher(model, attention, tokens)
@@ -71,16 +72,16 @@ def step(samplings: list[SamplingParams], length: list[int]) -> LaidOutStep:
     rows = pack_rows(
         np.array([5, 9, 2], dtype=np.int32), np.array(length, dtype=np.int32), np.zeros((3, 4), dtype=np.int32), 16
     )
-    seats = np.arange(3, dtype=np.int32)
+    batch_index = np.arange(3, dtype=np.int32)
     batch = SamplingBatch([SampledRow(params, 4, (2,)) for params in samplings], VOCAB, NOTHING)
-    staged = StagedStep(rows, seats, np.ones(3, dtype=bool), 65)
-    return LaidOutStep(staged, None, batch.at(rows.context_len.astype(np.int64), seats), batch)
+    staged = StagedStep(rows, batch_index, np.ones(3, dtype=bool), 65)
+    return LaidOutStep(staged, None, batch.at(rows.context_len.astype(np.int64), batch_index), batch)
 
 
 def check(launcher: StepLauncher, work: LaidOutStep) -> None:
     with torch.inference_mode():
-        drawn = launcher.launch(work)
-    assert (drawn.tokens.shape, drawn.tokens.device) == ((3,), NOTHING)
+        sampled = launcher.launch(work)
+    assert (sampled.tokens.shape, sampled.tokens.device) == ((3,), NOTHING)
 
 
 @pytest.mark.parametrize("kind", SAMPLINGS)

@@ -15,10 +15,11 @@ import torch
 from common.types import Constraint, ConstraintKind, SamplingParams, SequenceId
 from gpuworker.native.library import best
 from gpuworker.sampling import sampler
-from gpuworker.sampling.masks import StepMasks
-from gpuworker.sampling.sampler import Drawn, DrawPoint, SampledRow, SamplingBatch, token_logprobs
+from gpuworker.sampling.masks import GrammarBitmask
+from gpuworker.sampling.rows import SampledRow, SampledTokens, SamplePoint
+from gpuworker.sampling.sampler import SamplingBatch, token_logprobs
 from gpuworker.structured.grammars import GrammarCompiler
-from gpuworker.structured.mask_thread import MaskKeeper
+from gpuworker.structured.mask_thread import GrammarMaskThread
 from tests.support.checkpoints import checkpoint
 
 CPU = torch.device("cpu")
@@ -53,25 +54,27 @@ def some_allowed(rows: int, seed: int) -> npt.NDArray[np.bool_]:
     return allowed
 
 
-def masks_of(allowed: npt.NDArray[np.bool_], rows: Sequence[int], of: int) -> StepMasks:
+def masks_of(allowed: npt.NDArray[np.bool_], rows: Sequence[int], of: int) -> GrammarBitmask:
     """Return masks of these rows among so many, not yet open."""
-    keeper = MaskKeeper(GrammarCompiler(checkpoint("llama") / "tokenizer.json", VOCAB, ()))
-    keeper.close()
+    mask_thread = GrammarMaskThread(GrammarCompiler(checkpoint("llama") / "tokenizer.json", VOCAB, ()))
+    mask_thread.close()
     sequences = [SequenceId(row) for row in rows]
-    masks = StepMasks(keeper, sequences, np.array(rows), np.zeros(len(rows), dtype=np.int64), of, VOCAB)
+    masks = GrammarBitmask(mask_thread, sequences, np.array(rows), np.zeros(len(rows), dtype=np.int64), of, VOCAB)
     padded = np.zeros((len(rows), 32 * masks.bits.shape[1]), dtype=bool)
     padded[:, :VOCAB] = allowed
     masks.bits[:] = np.packbits(padded, axis=1, bitorder="little").view(np.uint32)
     return masks
 
 
-def batch(params: Sequence[SamplingParams], masks: StepMasks | None) -> tuple[SamplingBatch, DrawPoint]:
+def batch(params: Sequence[SamplingParams], masks: GrammarBitmask | None) -> tuple[SamplingBatch, SamplePoint]:
     made = SamplingBatch([SampledRow(each, 2) for each in params], VOCAB, CPU)
     count = len(params)
     return made, made.at(np.full(count, 4), np.arange(count, dtype=np.int32), masks)
 
 
-def draw(logits: torch.Tensor, params: Sequence[SamplingParams], masks: StepMasks | None = None) -> Drawn:
+def sample(
+    logits: torch.Tensor, params: Sequence[SamplingParams], masks: GrammarBitmask | None = None
+) -> SampledTokens:
     made, point = batch(params, masks)
     return made.sample(logits.clone(), point, torch.tensor([[3, 9, 9, 11, 0, 0]] * len(params), dtype=torch.int32))
 
@@ -88,10 +91,10 @@ def test_a_mask_leaves_what_minus_infinity_leaves(seed: int) -> None:
     masks = masks_of(allowed, rows, len(PARAMS))
     masks.open()
     params = [constrained(each) if row in rows else each for row, each in enumerate(PARAMS)]
-    found = draw(logits, params, masks)
+    found = sample(logits, params, masks)
     less = logits.clone()
     less[rows] = less[rows].masked_fill(torch.from_numpy(~allowed), -math.inf)
-    expected = draw(less, PARAMS)
+    expected = sample(less, PARAMS)
     assert found.tokens.tolist() == expected.tokens.tolist()
     assert all(allowed[n, found.tokens[row]] for n, row in enumerate(rows))
 
@@ -103,7 +106,7 @@ def test_all_greedy_rows_obey_their_masks_too() -> None:
     allowed[0, [7, 149]] = True
     masks = masks_of(allowed, [1], 2)
     masks.open()
-    assert draw(logits, [PARAMS[0], constrained(PARAMS[0])], masks).tokens.tolist() == [40, 7]
+    assert sample(logits, [PARAMS[0], constrained(PARAMS[0])], masks).tokens.tolist() == [40, 7]
 
 
 def test_log_probabilities_are_those_of_what_is_allowed_and_tell_of_nothing_else() -> None:
@@ -114,8 +117,8 @@ def test_log_probabilities_are_those_of_what_is_allowed_and_tell_of_nothing_else
     masks.open()
     asked = constrained(SamplingParams(temperature=0.0, logprobs=5))
     made, point = batch([asked], masks)
-    drawn = made.sample(logits, point, torch.zeros((1, 6), dtype=torch.int32))
-    (found,) = token_logprobs(drawn, made).values()
+    sampled = made.sample(logits, point, torch.zeros((1, 6), dtype=torch.int32))
+    (found,) = token_logprobs(sampled, made).values()
     assert found.token_id == 20
     assert found.logprob == pytest.approx(math.log(1 / 3))
     assert [token for token, _ in found.top] == [20, 100, 149]
@@ -128,7 +131,7 @@ def test_end_tokens_before_min_tokens_are_left_to_the_mask() -> None:
     masks = masks_of(allowed, [0], 1)
     masks.open()
     early = constrained(SamplingParams(temperature=0.0, min_tokens=50, stop_token_ids=(100,)))
-    assert draw(torch.zeros((1, VOCAB)), [early], masks).tokens.tolist() == [100]
+    assert sample(torch.zeros((1, VOCAB)), [early], masks).tokens.tolist() == [100]
 
 
 def test_the_draw_waits_for_masks_that_are_late() -> None:
@@ -137,7 +140,7 @@ def test_the_draw_waits_for_masks_that_are_late() -> None:
     logits = torch.randn((1, VOCAB), generator=torch.Generator().manual_seed(1))
     found: list[int] = []
     drawing = threading.Thread(
-        target=lambda: found.extend(draw(logits, [constrained(PARAMS[0])], masks).tokens.tolist())
+        target=lambda: found.extend(sample(logits, [constrained(PARAMS[0])], masks).tokens.tolist())
     )
     drawing.start()
     drawing.join(0.2)
@@ -152,5 +155,5 @@ def test_the_draw_waits_for_masks_that_are_late() -> None:
 def test_masks_that_are_ready_cost_no_waiting() -> None:
     masks = masks_of(some_allowed(1, 4), [0], 1)
     masks.open()
-    draw(torch.zeros((1, VOCAB)), [constrained(PARAMS[0])], masks)
+    sample(torch.zeros((1, VOCAB)), [constrained(PARAMS[0])], masks)
     assert masks.waited[0] == 0.0

@@ -14,8 +14,9 @@ import torch
 from common.types import SamplingParams
 from gpuworker.native.library import best
 from gpuworker.sampling import sampler
-from gpuworker.sampling.sampler import Drawn, SampledRow, SamplingBatch, token_logprobs, uniforms
-from gpuworker.sampling.truncation import Truncation, draw_truncated
+from gpuworker.sampling.rows import SampledRow, SampledTokens
+from gpuworker.sampling.sampler import SamplingBatch, token_logprobs, uniforms
+from gpuworker.sampling.truncation import Truncation, sample_truncated
 
 CPU = torch.device("cpu")
 VOCAB = 50
@@ -42,10 +43,10 @@ def batch_of(params: Sequence[SamplingParams], vocab: int = VOCAB, eos: tuple[in
     return SamplingBatch([SampledRow(each, len(PROMPT), eos) for each in params], vocab, CPU)
 
 
-def draw(
+def sample(
     logits: torch.Tensor, params: Sequence[SamplingParams], eos: tuple[int, ...] = (), positions: Sequence[int] = ()
-) -> Drawn:
-    """Draw after PROMPT and OUTPUT for every row; its seat is its index."""
+) -> SampledTokens:
+    """Draw after PROMPT and OUTPUT for every row; its batch index is its row."""
     num_tokens = PROMPT + OUTPUT
     table = torch.tensor([[*num_tokens, 0, 0]] * len(params), dtype=torch.int32)
     at = np.array(positions or [len(num_tokens)] * len(params), dtype=np.int64)
@@ -125,16 +126,16 @@ CASES = {
 def test_draws_equal_the_naive_reference(name: str) -> None:
     params = [replace(CASES[name], seed=seed) for seed in range(200)]
     logits = random_logits(1)
-    drawn = draw(logits.expand(200, -1), params).tokens.tolist()
+    sampled = sample(logits.expand(200, -1), params).tokens.tolist()
     exact = logits[0].double().numpy()
-    assert drawn == [expected_token(exact, each, len(PROMPT + OUTPUT)) for each in params]
+    assert sampled == [expected_token(exact, each, len(PROMPT + OUTPUT)) for each in params]
 
 
 def test_a_mixed_batch_draws_what_each_row_draws_alone() -> None:
     params = [replace(each, seed=n) for n, each in enumerate(CASES.values())] + [GREEDY]
     logits = random_logits(len(params))
-    together = draw(logits, params).tokens.tolist()
-    alone = [draw(logits[n : n + 1], [each]).tokens.item() for n, each in enumerate(params)]
+    together = sample(logits, params).tokens.tolist()
+    alone = [sample(logits[n : n + 1], [each]).tokens.item() for n, each in enumerate(params)]
     assert together == alone
 
 
@@ -142,9 +143,9 @@ def test_the_draws_have_the_distribution() -> None:
     """Chi-square over 20,000 seeds, eight cells: the 99.9 % quantile for seven degrees of freedom is 24.3."""
     logits = torch.tensor([[1.0, 0.0, -1.0, 2.0, 0.5, 0.5, -2.0, 1.5]])
     count = 20_000
-    drawn = draw(logits.expand(count, -1), [SamplingParams(seed=seed) for seed in range(count)]).tokens
+    sampled = sample(logits.expand(count, -1), [SamplingParams(seed=seed) for seed in range(count)]).tokens
     expected = logits[0].double().softmax(dim=0) * count
-    observed = torch.bincount(drawn, minlength=8)
+    observed = torch.bincount(sampled, minlength=8)
     assert float(((observed - expected) ** 2 / expected).sum()) < 24.3
 
 
@@ -186,7 +187,7 @@ def reachable(logits: torch.Tensor, params: SamplingParams) -> set[int]:
     """Return the tokens that some of 4,096 evenly spread numbers draw."""
     count = 4096
     uniform = torch.arange(count, dtype=torch.float64) / count
-    return set(draw_truncated(logits.expand(count, -1), Truncation.of([params] * count, CPU), uniform).tolist())
+    return set(sample_truncated(logits.expand(count, -1), Truncation.of([params] * count, CPU), uniform).tolist())
 
 
 def test_exactly_top_k_tokens_are_kept_when_logits_tie() -> None:
@@ -207,12 +208,12 @@ def test_more_tokens_than_are_sorted_first_may_be_kept(params: SamplingParams) -
     scaled = (0.01 * random_logits(2, 1000)).repeat(500, 1)
     uniform = (torch.arange(500, dtype=torch.float64) / 500).repeat_interleave(2)
     narrow = SamplingParams(top_k=3)
-    drawn = draw_truncated(scaled, Truncation.of([params, narrow] * 500, CPU), uniform).view(500, 2)
+    sampled = sample_truncated(scaled, Truncation.of([params, narrow] * 500, CPU), uniform).view(500, 2)
     for row, each in enumerate((params, narrow)):
         cumulative = np.cumsum(plain_probabilities(scaled[row].double().numpy(), each))
         expected = np.searchsorted(cumulative, np.arange(500) / 500, side="right")
         # A number that falls on the border of two tokens may go either way.
-        assert (drawn[:, row].numpy() == expected).mean() > 0.99
+        assert (sampled[:, row].numpy() == expected).mean() > 0.99
 
 
 # ---------------------------------------------------------------- both ways, and the rest of the batch
@@ -238,9 +239,9 @@ def rounded_logits(rows: int) -> torch.Tensor:
 def test_both_ways_draw_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     params = [replace(MANY_CASES[name], seed=seed) for seed in range(200)]
     logits = rounded_logits(200)
-    native = draw(logits, params)
+    native = sample(logits, params)
     monkeypatch.setattr(sampler, "native_rows", lambda rows, vocab_size: None)
-    by_torch = draw(logits, params)
+    by_torch = sample(logits, params)
     # A number that falls on the border of two tokens may go either way.
     assert (native.tokens == by_torch.tokens).float().mean() >= 0.99
     if native.logprobs is not None:
@@ -259,10 +260,10 @@ def test_a_row_gets_the_same_bits_wherever_it_stands_in_whichever_batch(threads:
         others = [replace(SamplingParams(top_k=LARGE, logprobs=20), seed=n) for n in range(60)]  # enough for a team
         logits = rounded_logits(len(asked) + len(others))
         params = [*asked, *others]
-        together = token_logprobs(draw(logits, params), batch_of(params))
-        backwards = token_logprobs(draw(logits.flip(0), params[::-1]), batch_of(params[::-1]))
+        together = token_logprobs(sample(logits, params), batch_of(params))
+        backwards = token_logprobs(sample(logits.flip(0), params[::-1]), batch_of(params[::-1]))
         for n, each in enumerate(asked):
-            alone = token_logprobs(draw(logits[n : n + 1], [each]), batch_of([each]))[0]
+            alone = token_logprobs(sample(logits[n : n + 1], [each]), batch_of([each]))[0]
             assert alone == together[n] == backwards[len(params) - 1 - n]
     finally:
         torch.set_num_threads(before)
@@ -271,7 +272,7 @@ def test_a_row_gets_the_same_bits_wherever_it_stands_in_whichever_batch(threads:
 def test_of_equal_log_probabilities_the_lowest_ids_come_first() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, 3.0, 2.0, 2.0]])
     params = replace(GREEDY, logprobs=4)
-    (found,) = token_logprobs(draw(logits, [params]), batch_of([params])).values()
+    (found,) = token_logprobs(sample(logits, [params]), batch_of([params])).values()
     assert [token for token, _ in found.top] == [1, 3, 2, 4]
 
 
@@ -279,7 +280,7 @@ def test_of_equal_log_probabilities_the_lowest_ids_come_first() -> None:
 
 
 def test_greedy_takes_the_first_of_the_best() -> None:
-    assert draw(torch.tensor([[0.0, 3.0, 3.0], [1.0, 0.0, 0.0]]), [GREEDY, GREEDY]).tokens.tolist() == [1, 0]
+    assert sample(torch.tensor([[0.0, 3.0, 3.0], [1.0, 0.0, 0.0]]), [GREEDY, GREEDY]).tokens.tolist() == [1, 0]
 
 
 def test_a_batch_of_greedy_rows_is_plain() -> None:
@@ -291,25 +292,25 @@ def test_ends_are_forbidden_before_min_tokens() -> None:
     params = replace(GREEDY, min_tokens=len(OUTPUT) + 1, stop_token_ids=(2,))
     logits = torch.tensor([[0.0, 9.0, 8.0, 7.0]])
     now, later = len(PROMPT + OUTPUT), len(PROMPT + OUTPUT) + 1
-    assert draw(logits, [params], eos=(1,), positions=[now]).tokens.tolist() == [3]
-    assert draw(logits, [params], eos=(1,), positions=[later]).tokens.tolist() == [1]
+    assert sample(logits, [params], eos=(1,), positions=[now]).tokens.tolist() == [3]
+    assert sample(logits, [params], eos=(1,), positions=[later]).tokens.tolist() == [1]
 
 
 def test_an_end_of_sequence_that_is_ignored_may_come_before_min_tokens() -> None:
     params = replace(GREEDY, min_tokens=99, ignore_eos=True)
-    assert draw(torch.tensor([[0.0, 9.0]]), [params], eos=(1,)).tokens.tolist() == [1]
+    assert sample(torch.tensor([[0.0, 9.0]]), [params], eos=(1,)).tokens.tolist() == [1]
 
 
 def test_logprobs_are_taken_after_penalties_and_before_temperature() -> None:
     params = SamplingParams(temperature=0.4, top_k=2, repetition_penalty=1.5, logit_bias=((8, 1.0),), logprobs=3)
     logits = random_logits(2)
-    drawn = draw(logits, [GREEDY, params])
-    found = token_logprobs(drawn, batch_of([GREEDY, params]))
+    sampled = sample(logits, [GREEDY, params])
+    found = token_logprobs(sampled, batch_of([GREEDY, params]))
     values = adjusted(logits[1].double().numpy(), params)
     values -= math.log(np.exp(values).sum())
     best = np.argsort(-values)[:3]
     assert list(found) == [1]
-    assert found[1].token_id == drawn.tokens[1]
+    assert found[1].token_id == sampled.tokens[1]
     assert found[1].logprob == pytest.approx(values[found[1].token_id], abs=1e-5)
     assert [token for token, _ in found[1].top] == best.tolist()
     assert [value for _, value in found[1].top] == pytest.approx(values[best].tolist(), abs=1e-5)
@@ -317,15 +318,15 @@ def test_logprobs_are_taken_after_penalties_and_before_temperature() -> None:
 
 def test_each_row_gets_as_many_logprobs_as_it_asked_for() -> None:
     params = [replace(GREEDY, logprobs=0), replace(GREEDY, logprobs=4)]
-    found = token_logprobs(draw(random_logits(2), params), batch_of(params))
+    found = token_logprobs(sample(random_logits(2), params), batch_of(params))
     assert [len(found[row].top) for row in (0, 1)] == [0, 4]
 
 
 def test_logits_that_are_no_numbers_still_give_a_token_of_the_vocabulary() -> None:
     logits = torch.full((2, VOCAB), float("nan"))
-    assert all(0 <= token < VOCAB for token in draw(logits, [SamplingParams(), GREEDY]).tokens.tolist())
+    assert all(0 <= token < VOCAB for token in sample(logits, [SamplingParams(), GREEDY]).tokens.tolist())
 
 
 def test_ids_beyond_the_vocabulary_have_no_effect() -> None:
     params = replace(GREEDY, logit_bias=((VOCAB + 5, 9.0),), stop_token_ids=(VOCAB,), min_tokens=99)
-    assert draw(random_logits(1), [params]).tokens.tolist() == [int(random_logits(1).argmax())]
+    assert sample(random_logits(1), [params]).tokens.tolist() == [int(random_logits(1).argmax())]

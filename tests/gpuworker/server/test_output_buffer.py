@@ -9,7 +9,7 @@ import pytest
 from common.lease import Admit
 from common.types import BlockId, FinishReason, MissReason, SequenceId, TokenLogprobs, Usage
 from common.wire.packing import unpack_u32
-from gpuworker.engine.ports import SequenceFinished
+from gpuworker.core.outcomes import SequenceFinished
 from gpuworker.server.output_buffer import OutputBuffer
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2 as types

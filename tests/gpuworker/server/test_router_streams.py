@@ -27,7 +27,7 @@ from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2 as types
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint, hf_greedy
 from tests.support.gpuworker.fake_engine_ports import InstantRunner, ManualRunner
-from tests.support.gpuworker.runner_harness import SLOTS, hosted, runner_on
+from tests.support.gpuworker.runner_harness import SLOTS, runner_on, transformers_model
 from tests.support.gpuworker.worker_harness import CONFIG, TRACED, RouterEnd, Served, served, submit
 
 PROMPT = list(range(20, 31))
@@ -151,7 +151,7 @@ async def test_a_closed_stream_frees_the_blocks_of_all_its_sequences_waiting_one
     runner = ManualRunner()
     async with served(runner) as worker:
         async with worker.router() as router:
-            await router.send(*(submit(handle, PROMPT, 9) for handle in range(1, 7)))  # four seats
+            await router.send(*(submit(handle, PROMPT, 9) for handle in range(1, 7)))  # four run at once
             await worker.until(lambda: worker.servicer.live_sequences == 6)
             await worker.until(lambda: len(runner.num_tokens) > 0)
         await worker.step_until(runner, lambda: not (worker.servicer.live_sequences or runner.num_tokens))
@@ -239,7 +239,7 @@ async def test_logprobs_of_two_steps_that_ended_at_once_come_once() -> None:
         both = (TokenLogprobs(7, -0.5, ()), TokenLogprobs(8, -0.25, ()))
         tokens = ((sequence, (7,)), (sequence, (8,)))
         worker.servicer.deliver(EngineOutputs(2, tokens=tokens, logprobs={sequence: both}))
-        await router.until_drawn(5)
+        await router.until_sampled(5)
         assert router.tokens[5] == [one.token_id for one in router.logprobs[5]] == [7, 8]
         await worker.step_until(runner, lambda: worker.servicer.live_sequences == 0)
 
@@ -251,7 +251,7 @@ async def test_logprobs_of_two_steps_that_ended_at_once_come_once() -> None:
 async def llama() -> AsyncIterator[tuple[Served, RouterEnd]]:
     """Serve a tiny checkpoint with its real runner, in blocks of 4, to one router."""
     config = AgentConfig(SLOTS // 4, 4, max_num_batched_tokens=48, max_num_seqs=8)
-    async with served(runner_on(hosted(checkpoint("llama")), 4), loaded=False, config=config) as worker:
+    async with served(runner_on(transformers_model(checkpoint("llama")), 4), loaded=False, config=config) as worker:
         worker.serve(SubmitLimits(256, VOCAB_SIZE, 4))
         async with worker.router() as router:
             yield worker, router
@@ -286,7 +286,7 @@ async def test_a_fork_shares_the_blocks_of_its_parent_and_draws_what_the_prompt_
     async with llama() as (worker, router):
         plans = recorded(worker)
         await router.send(submit(1, PROMPT, 100))
-        await router.until_drawn(1)
+        await router.until_sampled(1)
         await router.send(submit(2, PROMPT, 100, index=1, fork_of=1))
         await router.until_finished(1, 2)
         await asyncio.to_thread(worker.driver.assert_all_free)

@@ -13,7 +13,8 @@ from opentelemetry.trace import SpanKind, StatusCode
 from common.lease import Admit
 from common.telemetry import span_context_of
 from common.types import BlockId, FinishReason, MissReason, SequenceId, Usage
-from gpuworker.engine.ports import Chunk, SequenceFinished
+from gpuworker.core.outcomes import SequenceFinished
+from gpuworker.engine.ports import Chunk
 from gpuworker.server.spans import SequenceSpans
 
 SEQUENCE = SequenceId(3)

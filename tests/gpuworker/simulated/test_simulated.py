@@ -12,9 +12,10 @@ from common.errors import InvalidConfig
 from common.types import KvGeometry, SamplingParams, SequenceId, TokenLogprobs
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.core.batch_plan import ScheduledRow, StepPlan
-from gpuworker.simulated.costs import DEFAULT_COSTS, SimulatedTokens, StepCosts, parse_costs, readable_ids
+from gpuworker.core.step_costs import DEFAULT_COSTS, StepCosts, parse_costs
 from gpuworker.simulated.plane import SimulatedPlane, assemble, simulated_tokens
 from gpuworker.simulated.runner import SimulatedRunner
+from gpuworker.simulated.tokens import SimulatedTokens, readable_ids
 
 CONFIG = {
     "vocab_size": 9,
@@ -73,8 +74,10 @@ def test_a_token_follows_from_seed_and_position_alone() -> None:
     runner = SimulatedRunner(StepCosts(), tokens)
     for sequence, seed in ((1, 1), (2, 2**63), (9, 1)):
         runner.add(SequenceId(sequence), [7] * 4, SamplingParams(seed=seed), 4)
-    first = runner.submit(StepPlan(1, (row(1, 0, 4, True), row(2, 0, 4, True)))).result(5.0).drawn
-    second = runner.submit(StepPlan(2, (row(1, 4, 1, True), row(2, 4, 1, True), row(9, 0, 5, True)))).result(5.0).drawn
+    first = runner.submit(StepPlan(1, (row(1, 0, 4, True), row(2, 0, 4, True)))).result(5.0).sampled
+    second = (
+        runner.submit(StepPlan(2, (row(1, 4, 1, True), row(2, 4, 1, True), row(9, 0, 5, True)))).result(5.0).sampled
+    )
     assert first == {1: expected[1][:1], 2: expected[2**63][:1]}
     assert second == {1: expected[1][1:2], 2: expected[2**63][1:2], 9: expected[1][1:2]}
     runner.close()
@@ -83,7 +86,7 @@ def test_a_token_follows_from_seed_and_position_alone() -> None:
 def test_a_chunk_of_a_prompt_draws_nothing() -> None:
     runner = SimulatedRunner(StepCosts(), SimulatedTokens([3]))
     runner.add(SequenceId(1), [7] * 9, SamplingParams(), 9)
-    assert runner.submit(StepPlan(1, (row(1, 0, 4, False),))).result(5.0).drawn == {}
+    assert runner.submit(StepPlan(1, (row(1, 0, 4, False),))).result(5.0).sampled == {}
     runner.close()
 
 

@@ -1,4 +1,4 @@
-"""Constrained sequences through the whole engine, on the native and the hosted path: equality, ends, and no waiting."""
+"""Constrained sequences through the whole engine, on both paths of a model: equality, ends, and no waiting."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common.settings.options import Execution
+from common.settings.options import ModelImpl
 from common.types import Constraint, ConstraintKind, FinishReason, SamplingParams, SequenceId
 from gpuworker.native import library as native
 from gpuworker.runner.model_runner import ModelRunner
 from gpuworker.sampling import sampler
-from gpuworker.sampling.masks import StepMasks
+from gpuworker.sampling.masks import GrammarBitmask
 from gpuworker.structured.grammars import GrammarCompiler
-from gpuworker.structured.mask_thread import MaskKeeper
+from gpuworker.structured.mask_thread import GrammarMaskThread
 from tests.gpuworker.engine.test_equality import driver
 from tests.support.checkpoints import EOS, VOCAB_SIZE, tokenizer
 from tests.support.gpuworker.engine_harness import PATIENCE, EngineDriver, Result
 
-PATHS: list[Execution] = ["hosted", *(["lean"] if native.best() is not None else [])]  # type: ignore[list-item]
+PATHS: list[ModelImpl] = ["transformers", *(["native"] if native.best() is not None else [])]  # type: ignore[list-item]
 REGEX = Constraint(ConstraintKind.REGEX, "[a-f]{3}(-[0-9]{4}){3,4}")
 GRAMMAR = Constraint(
     ConstraintKind.GRAMMAR, 'start: term (("+" | "*") term){4,6}\nterm: /[0-9]{1,3}/ | "(" term "-" term ")"'
@@ -48,7 +48,7 @@ def threads() -> Iterator[None]:
 
 
 @pytest.fixture(params=PATHS)
-def path(request: pytest.FixtureRequest) -> Execution:
+def path(request: pytest.FixtureRequest) -> ModelImpl:
     return request.param  # type: ignore[no-any-return]
 
 
@@ -75,7 +75,7 @@ def run(engine: EngineDriver, *which: int) -> list[Result]:
     return [engine.results[sequence] for sequence in started]
 
 
-def keeper_of(engine: EngineDriver) -> MaskKeeper:
+def mask_thread_of(engine: EngineDriver) -> GrammarMaskThread:
     assert isinstance(engine.runner, ModelRunner)
     assert engine.runner._masks is not None
     return engine.runner._masks
@@ -101,14 +101,14 @@ def test_outputs_depend_on_neither_path_nor_neighbours_nor_preemption() -> None:
 
 
 def test_draws_by_torch_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    with driver("llama", "hosted", 16) as engine:
+    with driver("llama", "transformers", 16) as engine:
         native_draws = [each.tokens for each in run(engine, *range(len(SAMPLINGS)))]
     monkeypatch.setattr(sampler, "native_rows", lambda rows, vocab_size: None)
-    with driver("llama", "hosted", 16) as engine:
+    with driver("llama", "transformers", 16) as engine:
         assert [each.tokens for each in run(engine, *range(len(SAMPLINGS)))] == native_draws
 
 
-def test_outputs_match_and_end_with_a_stop(path: Execution) -> None:
+def test_outputs_match_and_end_with_a_stop(path: ModelImpl) -> None:
     with driver("llama", path, 16) as engine:
         results = run(engine, *range(len(SAMPLINGS)))
     assert [each.reason for each in results] == [FinishReason.STOP] * 5 + [FinishReason.LENGTH]
@@ -117,7 +117,7 @@ def test_outputs_match_and_end_with_a_stop(path: Execution) -> None:
     assert [each.usage.output_tokens for each in results] == [len(each.tokens) for each in results]
 
 
-def test_a_sequence_that_moves_goes_on_where_it_was(path: Execution) -> None:
+def test_a_sequence_that_moves_goes_on_where_it_was(path: ModelImpl) -> None:
     with driver("llama", path, 4) as engine:
         whole = run(engine, 4)[0].tokens
         num_tokens = len(whole) // 2
@@ -128,7 +128,7 @@ def test_a_sequence_that_moves_goes_on_where_it_was(path: Execution) -> None:
     assert engine.results[moved].tokens == whole[num_tokens:]
 
 
-def test_sequences_of_one_request_have_matchers_of_their_own(path: Execution) -> None:
+def test_sequences_of_one_request_have_matchers_of_their_own(path: ModelImpl) -> None:
     with driver("llama", path, 4) as engine:
         first = engine.submit(prompts()[0], COUNT, replace(SAMPLINGS[3], seed=1), eos=[EOS])
         others = [
@@ -144,16 +144,16 @@ def test_sequences_of_one_request_have_matchers_of_their_own(path: Execution) ->
 # ---------------------------------------------------------------- ends
 
 
-def test_what_max_tokens_cuts_is_a_beginning_that_the_grammar_allows(path: Execution) -> None:
+def test_what_max_tokens_cuts_is_a_beginning_that_the_grammar_allows(path: ModelImpl) -> None:
     with driver("llama", path, 16) as engine:
         engine.submit(prompts()[0], 6, SAMPLINGS[0], eos=[EOS])
         (result,) = engine.finish()
         assert result.reason is FinishReason.LENGTH
-        compiler = keeper_of(engine)._grammars
+        compiler = mask_thread_of(engine)._grammars
         assert compiler.compile(REGEX).matcher().validate_tokens(result.tokens) == len(result.tokens) == 6
 
 
-def test_the_models_own_end_is_drawn_where_more_could_follow(path: Execution) -> None:
+def test_the_models_own_end_is_drawn_where_more_could_follow(path: ModelImpl) -> None:
     """It ends the sequence as without a constraint; and where nothing can follow, nothing need be drawn."""
     wants_end = ((EOS, 50.0),)
     some = Constraint(ConstraintKind.REGEX, "ab{2,}")
@@ -168,7 +168,7 @@ def test_the_models_own_end_is_drawn_where_more_could_follow(path: Execution) ->
     assert {each.reason for each in results} == {FinishReason.STOP}
 
 
-def test_a_constraint_that_cannot_be_followed_ends_its_own_sequence(path: Execution) -> None:
+def test_a_constraint_that_cannot_be_followed_ends_its_own_sequence(path: ModelImpl) -> None:
     broken = SamplingParams(temperature=0.0, constraint=Constraint(ConstraintKind.REGEX, "a(b"))
     with driver("llama", path, 16) as engine:
         alone = run(engine, 2)[0].tokens
@@ -180,7 +180,7 @@ def test_a_constraint_that_cannot_be_followed_ends_its_own_sequence(path: Execut
         engine.assert_all_free()
 
 
-def test_a_runner_that_follows_no_constraints_takes_none(path: Execution) -> None:
+def test_a_runner_that_follows_no_constraints_takes_none(path: ModelImpl) -> None:
     engine = driver("llama", path, 16)
     assert isinstance(engine.runner, ModelRunner)
     engine.runner._masks = None
@@ -192,7 +192,7 @@ def test_a_runner_that_follows_no_constraints_takes_none(path: Execution) -> Non
 # ---------------------------------------------------------------- nothing hangs
 
 
-def test_cancelled_sequences_hold_up_nobody_and_leave_nothing(path: Execution) -> None:
+def test_cancelled_sequences_hold_up_nobody_and_leave_nothing(path: ModelImpl) -> None:
     with driver("llama", path, 4) as engine:
         alone = [each.tokens for each in (run(engine, 0)[0], run(engine, 2)[0])]
         for at in (1, 3, 8):
@@ -205,13 +205,13 @@ def test_cancelled_sequences_hold_up_nobody_and_leave_nothing(path: Execution) -
             assert engine.results[cancelled].reason is FinishReason.CANCELLED
             assert [engine.results[sequence].tokens for sequence in started] == alone
         engine.assert_all_free()
-        keeper, forgotten = keeper_of(engine), threading.Event()
-        keeper._thread.put(forgotten.set)
+        mask_thread, forgotten = mask_thread_of(engine), threading.Event()
+        mask_thread._thread.put(forgotten.set)
         assert forgotten.wait(PATIENCE)
-        assert (keeper._states, keeper._waiting) == ({}, [])
+        assert (mask_thread._states, mask_thread._waiting) == ({}, [])
 
 
-def test_an_engine_stops_amid_constrained_sequences(path: Execution) -> None:
+def test_an_engine_stops_amid_constrained_sequences(path: ModelImpl) -> None:
     with driver("llama", path, 4) as engine:
         sequences = [engine.submit(prompts()[n], COUNT, SAMPLINGS[n], eos=[EOS]) for n in range(5)]
         while not engine.results[sequences[0]].tokens:
@@ -220,7 +220,7 @@ def test_an_engine_stops_amid_constrained_sequences(path: Execution) -> None:
             engine.engine.cancel(sequence, FinishReason.CANCELLED)
 
 
-def test_a_failed_step_opens_the_masks_of_the_next_one(path: Execution, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_step_opens_the_masks_of_the_next_one(path: ModelImpl, monkeypatch: pytest.MonkeyPatch) -> None:
     """A decode fails while the next one, queued behind it, waits for masks that its token should have brought."""
     with driver("llama", path, 4) as engine:
         alone = run(engine, 2)[0].tokens
@@ -237,19 +237,19 @@ def fail_a_draw(engine: EngineDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every step from the third one with masks on fail when it tells what it drew: as if it had drawn nothing."""
     told = iter(range(1000))
 
-    def broken(masks: StepMasks, tokens: list[int]) -> None:
+    def broken(masks: GrammarBitmask, tokens: list[int]) -> None:
         if next(told) >= 2:
             raise RuntimeError("the device is gone")
         right(masks, tokens)
 
-    right = StepMasks.drew
-    monkeypatch.setattr(StepMasks, "drew", broken)
+    right = GrammarBitmask.sampled
+    monkeypatch.setattr(GrammarBitmask, "sampled", broken)
 
 
 def test_a_native_step_that_fails_opens_the_masks_of_the_next_one() -> None:
     if native.best() is None:
         pytest.skip("the native library was not built")
-    with driver("llama", "lean", 4) as engine:
+    with driver("llama", "native", 4) as engine:
         alone = run(engine, 2)[0].tokens
         engine.submit([VOCAB_SIZE + 5] * 9, COUNT, SAMPLINGS[0], eos=[EOS])
         (failed,) = [each for each in engine.finish() if each.reason is FinishReason.ERROR]
@@ -259,19 +259,19 @@ def test_a_native_step_that_fails_opens_the_masks_of_the_next_one() -> None:
 
 
 @pytest.mark.parametrize("late", [1, 4])
-def test_a_late_mask_is_waited_for(path: Execution, late: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_mask_is_waited_for(path: ModelImpl, late: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with driver("llama", path, 16) as engine:
         alone = run(engine, 0)[0].tokens
         entered, go_on = threading.Event(), threading.Event()
-        count, right = iter(range(1, 1000)), MaskKeeper._fill
+        count, right = iter(range(1, 1000)), GrammarMaskThread._fill
 
-        def slow(keeper: MaskKeeper, masks: StepMasks) -> None:
+        def slow(mask_thread: GrammarMaskThread, masks: GrammarBitmask) -> None:
             if next(count) == late:
                 entered.set()
                 assert go_on.wait(PATIENCE)
-            right(keeper, masks)
+            right(mask_thread, masks)
 
-        monkeypatch.setattr(MaskKeeper, "_fill", slow)
+        monkeypatch.setattr(GrammarMaskThread, "_fill", slow)
         sequence = engine.submit(prompts()[0], COUNT, SAMPLINGS[0], eos=[EOS])
         assert entered.wait(PATIENCE)
         while engine.engine.load().step_age_seconds < 0.05:
@@ -282,12 +282,12 @@ def test_a_late_mask_is_waited_for(path: Execution, late: int, monkeypatch: pyte
     assert engine.results[sequence].tokens == alone
 
 
-def test_unconstrained_steps_know_nothing_of_masks(path: Execution, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unconstrained_steps_know_nothing_of_masks(path: ModelImpl, monkeypatch: pytest.MonkeyPatch) -> None:
     def unexpected(*_: object) -> None:
         raise AssertionError("nobody has a constraint")
 
-    for name in ("masks", "add", "remove", "drew"):
-        monkeypatch.setattr(MaskKeeper, name, unexpected)
+    for name in ("masks", "add", "remove", "sampled"):
+        monkeypatch.setattr(GrammarMaskThread, name, unexpected)
     monkeypatch.setattr(GrammarCompiler, "compile", unexpected)
     with driver("llama", path, 16) as engine:
         assert len(run(engine, 5)[0].tokens) == COUNT

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from cli.demo_model import CHECKPOINT
 from common.errors import InvalidRequest, Unsupported
 from common.types import Constraint, ConstraintKind, FinishReason, SamplingParams
-from gpuworker.sampling.sampler import SampledRow
+from gpuworker.sampling.rows import SampledRow
 from gpuworker.structured.grammars import GrammarCompiler
 from gpuworker.structured.sequence import COMPLETE, Constrained
 

@@ -18,7 +18,7 @@ from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2 as types
 from tests.support.checkpoints import EOS, VOCAB_SIZE, checkpoint, tokenizer
 from tests.support.gpuworker.fake_engine_ports import InstantRunner, ManualRunner
-from tests.support.gpuworker.runner_harness import SLOTS, hosted, runner_on
+from tests.support.gpuworker.runner_harness import SLOTS, runner_on, transformers_model
 from tests.support.gpuworker.worker_harness import LIMITS, RouterEnd, Served, served, submit
 
 PROMPT = list(range(20, 31))
@@ -67,7 +67,7 @@ async def refusal(router: RouterEnd, handle: int) -> status_pb2.Status:
 
 
 async def test_a_constraint_is_followed_from_the_submit_on() -> None:
-    runner = runner_on(hosted(checkpoint("llama")))
+    runner = runner_on(transformers_model(checkpoint("llama")))
     grammars = GrammarCompiler(tokenizer_json(), VOCAB_SIZE, (EOS,))
     runner.constrain(grammars)
     config = AgentConfig(num_blocks=SLOTS // 16, block_size=4, max_num_seqs=8)

@@ -24,8 +24,8 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)
 async def suite(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Suite]:
     """One worker; router and manager log everything, as JSON."""
     debug = ("--log-level", "debug")
-    # Hosted: on the native path 900 tokens take less than the longest deadline below.
-    flags = ("--kv-blocks", "256", "--dtype", "float32", "--execution", "hosted")
+    # By transformers: on the native path 900 tokens take less than the longest deadline below.
+    flags = ("--kv-blocks", "256", "--dtype", "float32", "--model-impl", "transformers")
     options = StackOptions(
         model=CHECKPOINT, worker_flags=flags, router_flags=debug, manager_flags=debug, log_format="json"
     )

@@ -17,7 +17,7 @@ from unittest import mock
 
 from common.lease import Admit, Copy, GrantBatch, Inventory
 from common.types import BlockHash, BlockId, SequenceId, SequencePhase
-from gpuworker.core.block_rows import BlockRows, Content
+from gpuworker.core.block_states import BlockStates, Content
 from gpuworker.core.lease_agent import LeaseAgent
 from gpuworker.core.lease_session import LeaseSession
 from gpuworker.core.outcomes import Applied
@@ -137,7 +137,7 @@ def reset_only_when_it_waits(agent: LeaseAgent, admit: Admit, copied: frozenset[
 
 def wait_for_the_filler(scheduler: StepScheduler, sequence: WorkerSequence, room: int, step: Composition) -> int:
     """What an admission counted as shared is left to the sequence that was to fill it."""
-    return 0 if sequence.pos < (sequence.cached_tokens or 0) else _take(scheduler, sequence, room, step)
+    return 0 if sequence.num_computed_tokens < (sequence.cached_tokens or 0) else _take(scheduler, sequence, room, step)
 
 
 def report_the_release_at_once(agent: LeaseAgent, sequence: WorkerSequence) -> None:
@@ -160,15 +160,15 @@ def leave_out_draining(agent: LeaseAgent) -> Inventory:
     return replace(whole, sequences=tuple(each for each in whole.sequences if each.phase in phases))
 
 
-def adopt_orphans(_blocks: BlockRows, content: Content, index: dict[BlockHash, int]) -> int | None:
+def adopt_orphans(_blocks: BlockStates, content: Content, index: dict[BlockHash, int]) -> int | None:
     return -1 if content.parent is None else index.get(content.parent, -1)
 
 
-def keep_the_claim_until_bound(blocks: BlockRows, block: BlockId) -> None:
+def keep_the_claim_until_bound(blocks: BlockStates, block: BlockId) -> None:
     blocks.pool.append(block)
 
 
-def copy_what_will_be_there(blocks: BlockRows, _src: BlockId, dst: BlockId, slots: int) -> None:
+def copy_what_will_be_there(blocks: BlockStates, _src: BlockId, dst: BlockId, slots: int) -> None:
     blocks.drop_claim(dst)
     blocks.fill[dst] = slots
 
@@ -369,14 +369,14 @@ MUTANTS = (
     Mutant(
         "7",
         "cached blocks whose parent is missing are adopted",
-        ((BlockRows, "parent_index", adopt_orphans), *EVICTING_AHEAD),
+        ((BlockStates, "parent_index", adopt_orphans), *EVICTING_AHEAD),
         Walks("mixed"),
         ("I5",),
     ),
     Mutant(
         "8",
         "a leased, unbound block keeps its content",
-        ((BlockRows, "lease", keep_the_claim_until_bound),),
+        ((BlockStates, "lease", keep_the_claim_until_bound),),
         Walks("mixed"),
         ("I4",),
     ),
@@ -404,7 +404,7 @@ MUTANTS = (
     Mutant(
         "12",
         "a copy counts slots that its source has not filled yet",
-        ((BlockRows, "copy", copy_what_will_be_there),),
+        ((BlockStates, "copy", copy_what_will_be_there),),
         Exhaustive("fork"),
         ("I3",),
     ),

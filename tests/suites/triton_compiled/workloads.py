@@ -58,7 +58,7 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class LeanLayer:
+class LlamaLayer:
     """What stands between the matrix products of a Llama-like layer."""
 
     num_heads: int
@@ -105,9 +105,9 @@ WORKLOADS: dict[str, Workload] = {
     "wide heads": Attention(8, 1, 512, 512),
     "one kv head": Attention(71, 1, 64, 64),
     "float32": Attention(32, 8, 64, 64, "float32", torch.float32),
-    "lean llama 8b": LeanLayer(32, 8, 128, 4096),
-    "lean qwen3 0.6b": LeanLayer(16, 8, 128, 1024, qk_norm=True),
-    "lean qwen2 0.5b, fp8": LeanLayer(14, 2, 64, 896, "fp8"),
+    "llama 8b": LlamaLayer(32, 8, 128, 4096),
+    "qwen3 0.6b": LlamaLayer(16, 8, 128, 1024, qk_norm=True),
+    "qwen2 0.5b, fp8": LlamaLayer(14, 2, 64, 896, "fp8"),
 }
 
 Results = dict[tuple[int, str], "Future[list[Compiled]]"]

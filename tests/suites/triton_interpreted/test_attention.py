@@ -111,8 +111,8 @@ def test_queries_of_any_strides() -> None:
     attention = TritonAttention(step.cache, tuned=small(2))
     attention.begin(step.metadata)
     wide = [torch.cat((t, t), dim=-1)[..., : t.shape[-1]] for t in (step.query, step.key)]
-    turned = step.value.permute(2, 0, 1).contiguous().permute(1, 2, 0)
-    out = attention.write_and_attend(PLAIN, wide[0], wide[1], turned)
+    apply_rope = step.value.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    out = attention.write_and_attend(PLAIN, wide[0], wide[1], apply_rope)
     np.testing.assert_allclose(out.numpy(), reference(step, PLAIN), atol=2e-5)
 
 

@@ -108,7 +108,7 @@ POSITIONS = torch.tensor([0, 0, 17, 5])
 INVERSE_FREQUENCY = 100.0 ** -(torch.arange(DIM // 2) / (DIM // 2))
 
 
-def turned(x: torch.Tensor, norm_weight: torch.Tensor | None) -> torch.Tensor:
+def apply_rope(x: torch.Tensor, norm_weight: torch.Tensor | None) -> torch.Tensor:
     """Norm and turn heads [T, n, DIM] in float64."""
     x = x.double()
     if norm_weight is not None:
@@ -130,13 +130,13 @@ def test_qkv_is_split_normed_turned_and_written(dtype: str, heads: int, normed: 
     found = rope_and_write(cache, LAYER, qkv, table, POSITIONS, SLOTS, norm)
     query, key, value = qkv.view(TOKENS, -1, DIM).split((heads, KV_HEADS, KV_HEADS), dim=1)
     error = 2e-3 if compute == torch.float16 else 5e-6
-    expected = turned(query, norm.query_weight if norm else None)
+    expected = apply_rope(query, norm.query_weight if norm else None)
     assert found.dtype == compute
     torch.testing.assert_close(found.double(), expected, atol=error, rtol=error)
     kept = SLOTS >= 0
     for pool, given in zip(
         held(cache, SLOTS[kept]),
-        (turned(key, norm.key_weight if norm else None)[kept], value[kept].double()),
+        (apply_rope(key, norm.key_weight if norm else None)[kept], value[kept].double()),
         strict=True,
     ):
         bound = ERROR[dtype] * given.abs().amax(dim=-1, keepdim=True) + error

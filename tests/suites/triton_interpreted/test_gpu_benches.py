@@ -15,9 +15,9 @@ from bench.gpu import measure as gpu_measure
 from bench.gpu.cases import Heads, Rows
 from bench.gpu.engine_harness import Stream, decode_rate
 from bench.gpu.models import TINY, config_of
-from gpuworker.models.llama.gpu_model import LeanGpuModel
+from gpuworker.models.llama.gpu_model import LlamaGpuModel
 from gpuworker.models.llama.gpu_weights import random_weights
-from gpuworker.models.llama.spec import lean_spec
+from gpuworker.models.llama.spec import llama_spec
 from gpuworker.runner.cuda_graphs import RepeatingRecorder
 
 CPU = torch.device("cpu")
@@ -116,10 +116,10 @@ def test_the_rate_counts_tokens_while_all_decode() -> None:
 
 def test_a_step_reads_weights_and_contexts_once() -> None:
     config = config_of((TINY[0], TINY[1] | {"num_hidden_layers": 1, "tie_word_embeddings": False}))
-    spec = lean_spec(config)
+    spec = llama_spec(config)
     assert spec is not None
     weights = random_weights(spec, torch.bfloat16, CPU)
-    model = LeanGpuModel(config, weights, "bfloat16", 8)
+    model = LlamaGpuModel(config, weights, "bfloat16", 8)
     load = gpu_engine.Load(4, 100, 20, 0)
     assert load.prompt == 90
     embedding = spec.vocab_size * spec.hidden_size * 2

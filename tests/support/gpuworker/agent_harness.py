@@ -77,8 +77,8 @@ class Driver:
 
     def complete(self, plan: StepPlan, token: int = 50) -> Completion:
         """Complete a step in which every sampling row drew `token`."""
-        drawn: dict[SequenceId, tuple[int, ...]] = {row.sequence: (token,) for row in plan.rows if row.samples}
-        completion = self.agent.complete(StepResult(plan.step, drawn))
+        sampled: dict[SequenceId, tuple[int, ...]] = {row.sequence: (token,) for row in plan.rows if row.samples}
+        completion = self.agent.complete(StepResult(plan.step, sampled))
         self.agent.check_invariants()
         return completion
 

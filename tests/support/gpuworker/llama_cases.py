@@ -1,4 +1,4 @@
-"""Tiny models of the Llama family with every switch that the lean path knows, and steps to run them through."""
+"""Tiny models of the Llama family with every switch that the native path knows, and steps to run them through."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from common.types import KvGeometry
 from gpuworker.attention.interface import AttentionBackend
 from gpuworker.attention.step_inputs import attention_arrays, attention_metadata, pack_rows, to_device
 from gpuworker.memory.kv_cache import KvCache
-from gpuworker.models.hf.hosted import HostedModel
-from gpuworker.models.llama.spec import LeanSpec, lean_spec
+from gpuworker.models.hf.model import TransformersModel
+from gpuworker.models.llama.spec import LlamaSpec, llama_spec
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 96,
@@ -58,15 +58,15 @@ _STEPS = (((0, 9), (0, 6)), ((9, 1), (6, 9)), ((10, 1), (15, 1)))
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model as Hugging Face runs it, hosted on a paged cache, and what the lean path reads from it."""
+    """A model as transformers runs it on a paged cache, and what the native path reads from it."""
 
-    hosted: HostedModel
+    transformers_model: TransformersModel
     config: PretrainedConfig
-    spec: LeanSpec
+    spec: LlamaSpec
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a weight by its name in Hugging Face format."""
-        tensors: dict[str, torch.Tensor] = self.hosted.module.state_dict()
+        tensors: dict[str, torch.Tensor] = self.transformers_model.module.state_dict()
         return tensors[name]
 
     def cache(self, num_blocks: int = _BLOCK_TABLE.size) -> KvCache:
@@ -87,9 +87,9 @@ def make_case(name: str) -> Case:
             for tensor in module.parameters():
                 if tensor.dim() == 1:
                     tensor.add_(0.3 * torch.randn(tensor.shape))
-    spec = lean_spec(config)
+    spec = llama_spec(config)
     assert spec is not None
-    return Case(HostedModel(module), config, spec)
+    return Case(TransformersModel(module), config, spec)
 
 
 def steps(model: Any, attention: AttentionBackend, tokens: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -104,6 +104,6 @@ def steps(model: Any, attention: AttentionBackend, tokens: torch.Tensor) -> Iter
         yield model.forward(tokens[row.long(), position.long()], position.long(), keep, attention)
 
 
-def case_tokens(spec: LeanSpec) -> torch.Tensor:
+def case_tokens(spec: LlamaSpec) -> torch.Tensor:
     """Return two sequences of sixteen random tokens."""
     return torch.randint(spec.vocab_size, (2, 16), generator=torch.Generator().manual_seed(3))

@@ -11,47 +11,49 @@ from pathlib import Path
 import torch
 
 from common.types import BlockId, SamplingParams, SequenceId
-from gpuworker.attention.interface import make_backend
+from gpuworker.attention.backends import make_backend
 from gpuworker.core.batch_plan import ScheduledRow, StepPlan, StepResult
 from gpuworker.memory.kv_cache import KvCache
-from gpuworker.models.choose import open_lean
-from gpuworker.models.hf.hosted import HostedModel
+from gpuworker.models.choose import open_native
 from gpuworker.models.hf.loader import ModelSource, load_model
+from gpuworker.models.hf.model import TransformersModel
 from gpuworker.models.self_test import self_test
 from gpuworker.runner.model_runner import ModelRunner, RunnerLimits
-from gpuworker.runner.native_executor import QueuedRunner
+from gpuworker.runner.native_executor import native_executor
+from gpuworker.runner.thread_executor import thread_executor
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)
 SLOTS = 2048
 
 
-def hosted(directory: Path) -> HostedModel:
+def transformers_model(directory: Path) -> TransformersModel:
     """Return a model that computes in float32."""
     return load_model(ModelSource(str(directory), dtype="float32"), CPU)
 
 
 def runner_on(
-    model: HostedModel, block_size: int = 16, max_model_len: int = 256, eos: tuple[int, ...] = ()
+    model: TransformersModel, block_size: int = 16, max_model_len: int = 256, eos: tuple[int, ...] = ()
 ) -> ModelRunner:
-    """Return a runner with one thread and eight seats on a cache of 2048 slots."""
+    """Return a runner with one thread and eight batch indices on a cache of 2048 slots."""
     geometry = self_test(model, lambda cache: make_backend("auto", cache))
     cache = KvCache(geometry, SLOTS // block_size, block_size, CPU)
     limits = RunnerLimits(8, max_model_len, threads=1)
-    return ModelRunner(model, cache, make_backend("auto", cache), limits, eos)
+    return ModelRunner(model, cache, make_backend("auto", cache), limits, thread_executor(), eos)
 
 
 def queued_on(
     directory: Path, block_size: int = 16, max_model_len: int = 256, eos: tuple[int, ...] = ()
 ) -> ModelRunner:
     """Return such a runner of a model on the native path, its steps queued natively."""
-    opened = open_lean(
-        ModelSource(str(directory), dtype="float32"), CPU, "lean", lambda cache: make_backend("auto", cache)
+    opened = open_native(
+        ModelSource(str(directory), dtype="float32"), CPU, "native", lambda cache: make_backend("auto", cache)
     )
     assert opened is not None
     model, geometry = opened
     cache = KvCache(geometry, SLOTS // block_size, block_size, CPU)
-    return QueuedRunner(model, cache, make_backend("auto", cache), RunnerLimits(8, max_model_len, threads=1), eos)
+    limits = RunnerLimits(8, max_model_len, threads=1)
+    return ModelRunner(model, cache, make_backend("auto", cache), limits, native_executor, eos)
 
 
 @dataclass
@@ -121,5 +123,5 @@ class Driver:
 
     def take(self, result: StepResult) -> None:
         """Append what a step drew."""
-        for sequence, tokens in result.drawn.items():
+        for sequence, tokens in result.sampled.items():
             self._streams[sequence].output.extend(tokens)

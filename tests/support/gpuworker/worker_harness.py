@@ -72,9 +72,9 @@ class RouterEnd:
         return response
 
     def _take(self, outputs: pb.StepOutputs) -> None:
-        counts, drawn = iter(unpack_u32(outputs.counts)), iter(unpack_u32(outputs.token_ids))
+        counts, sampled = iter(unpack_u32(outputs.counts)), iter(unpack_u32(outputs.token_ids))
         for handle in unpack_u32(outputs.handles):
-            self.tokens.setdefault(handle, []).extend(next(drawn) for _ in range(next(counts)))
+            self.tokens.setdefault(handle, []).extend(next(sampled) for _ in range(next(counts)))
         for handle, one in zip(unpack_u32(outputs.logprob_handles), outputs.logprobs, strict=True):
             self.logprobs.setdefault(handle, []).append(one)
         self.admitted.update({admit.handle: admit for admit in outputs.admitted})
@@ -87,7 +87,7 @@ class RouterEnd:
                 return response
         raise AssertionError(f"the stream ended before any {kind}")
 
-    async def until_drawn(self, *handles: int) -> None:
+    async def until_sampled(self, *handles: int) -> None:
         """Read until each of these has a token."""
         while not self.tokens.keys() >= set(handles):
             await self._read_on()

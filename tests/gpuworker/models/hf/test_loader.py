@@ -12,24 +12,24 @@ from transformers import LlamaConfig, T5Config
 
 from common.checkpoint.hub import checkpoint_directory
 from common.errors import InvalidConfig, Unsupported
-from gpuworker.models.hf.hosted import HostedModel
 from gpuworker.models.hf.loader import (
     ModelSource,
     context_limit,
     load_model,
     refuse_unsupported,
 )
+from gpuworker.models.hf.model import TransformersModel
 from gpuworker.plane.checkpoint_facts import eos_token_ids
 from tests.support.checkpoints import checkpoint, config_of
 
 CPU = torch.device("cpu")
 
 
-def load(**options: Any) -> HostedModel:
+def load(**options: Any) -> TransformersModel:
     return load_model(ModelSource(str(checkpoint("llama")), **options), CPU)
 
 
-def weights(model: HostedModel) -> torch.Tensor:
+def weights(model: TransformersModel) -> torch.Tensor:
     return torch.cat([parameter.flatten() for parameter in model.module.parameters()])
 
 
@@ -47,15 +47,17 @@ def test_the_cache_has_a_type_of_its_own(asked: str, kept: str) -> None:
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4", "w8a8"])
-def test_a_hosted_model_is_not_quantised_at_start(quantization: str) -> None:
-    with pytest.raises(InvalidConfig, match=f"--quantization: {quantization} was asked for, and llama runs hosted"):
+def test_a_transformers_model_is_not_quantised_at_start(quantization: str) -> None:
+    with pytest.raises(
+        InvalidConfig, match=f"--quantization: {quantization} was asked for, and llama runs on transformers"
+    ):
         load(quantization=quantization)
 
 
-def test_auto_says_that_a_hosted_model_stays_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_says_that_a_transformers_model_stays_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         load(quantization="auto")
-    assert "llama runs hosted: its linear layers stay in float32" in caplog.text
+    assert "llama runs on transformers: its linear layers stay in float32" in caplog.text
 
 
 def test_random_weights_depend_on_the_seed_alone() -> None:

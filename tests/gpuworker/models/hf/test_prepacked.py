@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from gpuworker.models.hf import prepacked
-from gpuworker.models.hf.hosted import HostedModel
+from gpuworker.models.hf.model import TransformersModel
 from gpuworker.models.hf.prepacked import PrepackedLinear, prepack, why_not
 from gpuworker.plane.memory import weight_bytes
 from tests.support.checkpoints import SERVED, checkpoint
@@ -21,9 +21,9 @@ needs_packing = pytest.mark.skipif(bool(why_not(torch.float32)), reason="this to
 needs_bfloat16 = pytest.mark.skipif(bool(why_not(torch.bfloat16)), reason="this CPU has no bfloat16 in oneDNN")
 
 
-def plain(kind: str, dtype: torch.dtype = torch.float32, **options: Any) -> HostedModel:
+def plain(kind: str, dtype: torch.dtype = torch.float32, **options: Any) -> TransformersModel:
     module = AutoModelForCausalLM.from_pretrained(checkpoint(kind), dtype=dtype, attn_implementation="eager", **options)
-    return HostedModel(module)
+    return TransformersModel(module)
 
 
 @needs_packing

@@ -1,4 +1,4 @@
-"""The lean path of the GPU, here in plain torch on the CPU: it computes what the hosted path does, switch by switch."""
+"""The native path of the GPU, in plain torch on the CPU: it computes what transformers does, option by option."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from common.types import KvGeometry
 from gpuworker.attention.torch_backend import TorchAttention
 from gpuworker.kernels import torch_elementwise
 from gpuworker.memory.byte_plan import GIB
-from gpuworker.models.choose import Weights, load_on_gpu, why_hosted
+from gpuworker.models.choose import Weights, load_on_gpu, why_not_native
 from gpuworker.models.hf.loader import ModelSource
 from gpuworker.models.hf.precision import Precision
-from gpuworker.models.llama.gpu_model import LeanGpuModel
+from gpuworker.models.llama.gpu_model import LlamaGpuModel
 from gpuworker.models.llama.gpu_weights import fused_weights, random_weights
 from gpuworker.models.self_test import CallRecorder, self_test
 from gpuworker.plane import memory
@@ -26,17 +26,17 @@ from tests.support.gpuworker.llama_cases import CASES, Case, case_tokens, make_c
 CPU = torch.device("cpu")
 
 
-def lean(case: Case) -> LeanGpuModel:
+def llama_model(case: Case) -> LlamaGpuModel:
     weights = fused_weights(case.spec, case.tensor, torch.float32, CPU)
-    return LeanGpuModel(case.config, weights, "float32", 64)
+    return LlamaGpuModel(case.config, weights, "float32", 64)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_logits_are_those_of_the_hosted_path(name: str) -> None:
+def test_logits_are_those_of_the_transformers_path(name: str) -> None:
     case = make_case(name)
     tokens = case_tokens(case.spec)
-    ours = torch.cat(list(steps(lean(case), TorchAttention(case.cache()), tokens)))
-    theirs = torch.cat(list(steps(case.hosted, TorchAttention(case.cache()), tokens)))
+    ours = torch.cat(list(steps(llama_model(case), TorchAttention(case.cache()), tokens)))
+    theirs = torch.cat(list(steps(case.transformers_model, TorchAttention(case.cache()), tokens)))
     assert ours.argmax(-1).tolist() == theirs.argmax(-1).tolist()
     torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5)
 
@@ -57,14 +57,14 @@ class CountingElementwise:
 
 def test_the_last_layer_goes_on_with_sampled_tokens_only() -> None:
     case, counting, position = make_case("llama"), CountingElementwise(), torch.arange(12)
-    model = LeanGpuModel(case.config, random_weights(case.spec, torch.float32, CPU), "float32", 64, counting)
+    model = LlamaGpuModel(case.config, random_weights(case.spec, torch.float32, CPU), "float32", 64, counting)
     model.forward(position, position, torch.tensor([11]), CallRecorder())
     assert counting.rows == [12, 12, 1]
 
 
 def test_logits_of_all_tokens_are_those_of_keeping_all() -> None:
     case = make_case("qwen3, wide heads")
-    model, position = lean(case), torch.arange(12)
+    model, position = llama_model(case), torch.arange(12)
     everything = model.logits(position, position, None, CallRecorder())
     torch.testing.assert_close(everything, model.forward(position, position, position, CallRecorder()))
 
@@ -73,7 +73,7 @@ def test_tied_weights_are_held_once() -> None:
     case = make_case("llama, tied, scaled")
     weights = fused_weights(case.spec, case.tensor, torch.float32, CPU)
     assert weights.head is weights.embedding
-    assert weights.num_bytes == 4 * sum(parameter.numel() for parameter in case.hosted.module.parameters())
+    assert weights.num_bytes == 4 * sum(parameter.numel() for parameter in case.transformers_model.module.parameters())
 
 
 def test_a_missing_tensor_is_named() -> None:
@@ -95,30 +95,30 @@ def test_random_weights_have_the_shapes_of_a_checkpoint(name: str) -> None:
 def test_the_start_up_test_passes_on_the_layers_that_it_runs(name: str) -> None:
     case = make_case(name)
     model, _ = load_on_gpu(case.config, case.spec, Weights(case.tensor), Precision(torch.float32, "float32"), CPU)
-    geometry = self_test(case.hosted, TorchAttention, model.only(range(3)))
+    geometry = self_test(case.transformers_model, TorchAttention, model.only(range(3)))
     assert (geometry.num_layers, geometry.num_kv_heads) == (3, case.spec.num_kv_heads)
     assert model.only([2]).spec.windows == (case.spec.windows[2],)
 
 
 def test_the_start_up_test_refuses_weights_that_are_not_the_models() -> None:
     case = make_case("llama")
-    wrong = LeanGpuModel(case.config, random_weights(case.spec, torch.float32, CPU), "float32", 64)
+    wrong = LlamaGpuModel(case.config, random_weights(case.spec, torch.float32, CPU), "float32", 64)
     with pytest.raises(Unsupported, match="run through the paged cache"):
-        self_test(case.hosted, TorchAttention, wrong)
+        self_test(case.transformers_model, TorchAttention, wrong)
 
 
-def test_what_cannot_take_the_lean_path_on_cuda_is_said_before_weights_are_read() -> None:
+def test_what_cannot_take_the_native_path_on_cuda_is_said_before_weights_are_read() -> None:
     source, cuda = ModelSource("", dtype="float16"), torch.device("cuda")
-    assert why_hosted(make_case("llama").config, source, cuda) is None
-    int4 = why_hosted(make_case("llama").config, replace(source, quantization="int4"), cuda)
+    assert why_not_native(make_case("llama").config, source, cuda) is None
+    int4 = why_not_native(make_case("llama").config, replace(source, quantization="int4"), cuda)
     assert int4 == "on CUDA linears are not quantised at start, to int4 or else"
-    other = why_hosted(GPT2Config(), source, cuda)
+    other = why_not_native(GPT2Config(), source, cuda)
     assert other == "gpt2 is not of the Llama family (llama, mistral, qwen2, qwen3)"
 
 
 def test_the_ledger_keeps_room_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_bytes", lambda _: GIB)
-    model, geometry = lean(make_case("llama")), KvGeometry(3, 2, 8, 8, "float32")
+    model, geometry = llama_model(make_case("llama")), KvGeometry(3, 2, 8, 8, "float32")
     options = MemoryOptions(max_num_seqs=4, kv_blocks=10)
     without = plan_memory(model, geometry, 64, options)
     ledger = plan_memory(model, geometry, 64, replace(options, cuda_graphs=True))

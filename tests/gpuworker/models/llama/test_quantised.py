@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from gpuworker.attention.interface import make_backend
+from gpuworker.attention.backends import make_backend
 from gpuworker.attention.native_backend import NativeAttention
 from gpuworker.attention.torch_backend import TorchAttention
 from gpuworker.checkpoints.quantised import QuantisedLinear
 from gpuworker.models.bit_equality import refuse_unequal_bits
-from gpuworker.models.choose import open_lean
-from gpuworker.models.hf.hosted import HostedModel
+from gpuworker.models.choose import open_native
 from gpuworker.models.hf.loader import ModelSource
-from gpuworker.models.llama import reference as lean_reference
+from gpuworker.models.hf.model import TransformersModel
+from gpuworker.models.llama import reference as llama_reference
+from gpuworker.models.llama.cpu_model import LlamaCpuModel
 from gpuworker.models.llama.linears import LinearReader
-from gpuworker.models.llama.native_model import NativeModel
 from gpuworker.models.llama.pack import pack_model
 from gpuworker.models.llama.weights import FusedLinear
 from gpuworker.native import library as native
@@ -40,19 +40,19 @@ def reader(case: Case, quantization: str, dtype: torch.dtype = torch.float32) ->
     return LinearReader(case.tensor, lambda _: None, dtype, quantization)
 
 
-def lean(case: Case, read: LinearReader, level: str = levels_here()[-1]) -> NativeModel:
-    return NativeModel(case.config, pack_model(load(level), case.spec, read), "float32")
+def llama_model(case: Case, read: LinearReader, level: str = levels_here()[-1]) -> LlamaCpuModel:
+    return LlamaCpuModel(case.config, pack_model(load(level), case.spec, read), "float32")
 
 
-def error(case: Case, model: NativeModel, read: LinearReader, level: str = levels_here()[-1]) -> float:
+def error(case: Case, model: LlamaCpuModel, read: LinearReader, level: str = levels_here()[-1]) -> float:
     """Return the worst relative error of logits against transformers on the dequantised weights."""
-    part = lean_reference.reference_part(case.config, case.spec, case.tensor, read.dequantised, torch.float32)
-    reference = HostedModel(part)
+    part = llama_reference.reference_part(case.config, case.spec, case.tensor, read.dequantised, torch.float32)
+    reference = TransformersModel(part)
     tokens = case_tokens(case.spec)
     ours, theirs = (
         torch.cat([logits.clone() for logits in steps(runs, attention, tokens)])
         for runs, attention in (
-            (model.only(lean_reference.tested_layers(case.spec)), NativeAttention(case.cache(), library=load(level))),
+            (model.only(llama_reference.tested_layers(case.spec)), NativeAttention(case.cache(), library=load(level))),
             (reference, TorchAttention(case.cache())),
         )
     )
@@ -65,14 +65,14 @@ def error(case: Case, model: NativeModel, read: LinearReader, level: str = level
 def test_weights_alone_compute_what_they_stand_for(name: str, quantization: str, level: str) -> None:
     case = make_case(name)
     read = reader(case, quantization)
-    assert error(case, lean(case, read, level), read, level) < 2e-5
+    assert error(case, llama_model(case, read, level), read, level) < 2e-5
 
 
 @pytest.mark.parametrize("level", levels_here())
 def test_activations_of_eight_bits_lose_little(level: str) -> None:
     case = make_case("llama with biases")
     read = reader(case, "w8a8")
-    found = error(case, lean(case, read, level), read, level)
+    found = error(case, llama_model(case, read, level), read, level)
     assert 1e-4 < found < 0.1
 
 
@@ -81,11 +81,11 @@ def test_activations_of_eight_bits_lose_little(level: str) -> None:
 def test_no_bit_depends_on_the_rest_of_the_step(quantization: str, dtype: torch.dtype) -> None:
     case = make_case("qwen2, a window above")
     case.config.max_position_embeddings = 128
-    model = lean(case, reader(case, quantization, dtype))
+    model = llama_model(case, reader(case, quantization, dtype))
     refuse_unequal_bits(model, case.cache().geometry, lambda cache: NativeAttention(cache, deterministic=True))
 
 
-def kinds(model: NativeModel) -> dict[str, Kind]:
+def kinds(model: LlamaCpuModel) -> dict[str, Kind]:
     """Return the kinds of the first layer's linears and of the last linear, by role."""
     struct, layer = model.packed.struct, model.packed.layers[0]
     roles = ("qkv", "output", "gate_up", "down")
@@ -93,7 +93,7 @@ def kinds(model: NativeModel) -> dict[str, Kind]:
 
 
 def test_four_bits_are_for_whole_groups_of_inputs_and_not_for_the_last_linear() -> None:
-    assert kinds(lean(make_case("llama"), reader(make_case("llama"), "int4"))) == {
+    assert kinds(llama_model(make_case("llama"), reader(make_case("llama"), "int4"))) == {
         "qkv": Kind.I4_F32,
         "output": Kind.I4_F32,
         "gate_up": Kind.I4_F32,
@@ -104,22 +104,22 @@ def test_four_bits_are_for_whole_groups_of_inputs_and_not_for_the_last_linear() 
 
 def test_a_model_says_how_its_linears_are_held() -> None:
     case = make_case("llama")
-    model = lean(case, reader(case, "int4", torch.bfloat16))
+    model = llama_model(case, reader(case, "int4", torch.bfloat16))
     assert model.packed.kinds_in_words == (
         "linears in qkv I4_BF16, output I4_BF16, gate_up I4_BF16, down I8_BF16, head I8_BF16"
     )
-    assert lean(case, reader(case, "w8a8")).packed.kinds_in_words == "linears in W8A8"
+    assert llama_model(case, reader(case, "w8a8")).packed.kinds_in_words == "linears in W8A8"
 
 
 def test_integers_take_less_memory() -> None:
     case = make_case("llama")
-    sizes = [lean(case, reader(case, each, torch.bfloat16)).weight_bytes for each in ("none", "int8", "int4")]
+    sizes = [llama_model(case, reader(case, each, torch.bfloat16)).weight_bytes for each in ("none", "int8", "int4")]
     assert sizes == sorted(sizes, reverse=True)
 
 
 def test_the_embedding_of_a_tied_model_is_not_quantised() -> None:
     case = make_case("llama, tied, scaled")
-    model = lean(case, reader(case, "int8"))
+    model = llama_model(case, reader(case, "int8"))
     assert model.packed.struct.embedding == case.tensor("model.embed_tokens.weight").data_ptr()
 
 
@@ -212,7 +212,7 @@ def test_a_quantised_checkpoint_runs_in_its_integers(
     packers.rewrite(checkpoint("llama"), tmp_path / "packed", pack, quantisation)
     source = ModelSource(str(tmp_path / "packed"), dtype)
     with caplog.at_level(logging.INFO):
-        found = open_lean(source, CPU, "lean", lambda cache: make_backend("auto", cache))
+        found = open_native(source, CPU, "native", lambda cache: make_backend("auto", cache))
     assert found is not None
     name = "F32" if dtype == "float32" else "BF16"
     assert f"linears in {words.replace('{}', name)}" in caplog.text
@@ -225,6 +225,6 @@ def test_a_model_quantised_at_start_passes_its_test(
 ) -> None:
     source = ModelSource(str(checkpoint("llama")), dtype, quantization=quantization)
     with caplog.at_level(logging.INFO):
-        found = open_lean(source, CPU, "lean", lambda cache: make_backend("auto", cache))
+        found = open_native(source, CPU, "native", lambda cache: make_backend("auto", cache))
     assert found is not None
     assert ("linear 264 x 64: " in caplog.text) == (quantization == "auto")  # the choice for the last linear

@@ -1,4 +1,4 @@
-"""What the lean path reads from a configuration, what it refuses, and the table of rotations."""
+"""What the native path reads from a configuration, what it refuses, and the table of rotations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from gpuworker.models.llama.spec import LeanSpec, lean_spec, rotary_table, why_not_lean
+from gpuworker.models.llama.spec import LlamaSpec, llama_spec, rope_table, why_not_llama
 from tests.support.checkpoints import config_of
 
 SHAPE: dict[str, Any] = {
@@ -22,7 +22,7 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
-PLAIN = LeanSpec(3, 32, 48, 4, 2, 8, 96, 1e-6, 8**-0.5, (None, None, None), False, False, False, False, False)
+PLAIN = LlamaSpec(3, 32, 48, 4, 2, 8, 96, 1e-6, 8**-0.5, (None, None, None), False, False, False, False, False)
 THETA = {"rope_theta": 1e4}
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
@@ -49,9 +49,9 @@ LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_fr
     ],
     ids=lambda each: each.model_type if isinstance(each, PretrainedConfig) else "",
 )
-def test_a_configuration_is_read(config: PretrainedConfig, spec: LeanSpec) -> None:
-    assert why_not_lean(config) is None
-    assert lean_spec(config) == spec
+def test_a_configuration_is_read(config: PretrainedConfig, spec: LlamaSpec) -> None:
+    assert why_not_llama(config) is None
+    assert llama_spec(config) == spec
 
 
 @pytest.mark.parametrize(
@@ -64,11 +64,11 @@ def test_a_configuration_is_read(config: PretrainedConfig, spec: LeanSpec) -> No
         (MistralConfig(**(SHAPE | {"layer_types": ["full_attention"] * 3})), "names the kinds of its layers"),
     ],
 )
-def test_what_the_lean_path_does_not_know_is_refused(config: PretrainedConfig, reason: str) -> None:
-    found = why_not_lean(config)
+def test_what_the_native_path_does_not_know_is_refused(config: PretrainedConfig, reason: str) -> None:
+    found = why_not_llama(config)
     assert found is not None
     assert reason in found
-    assert lean_spec(config) is None
+    assert llama_spec(config) is None
 
 
 @pytest.mark.parametrize(
@@ -85,13 +85,13 @@ def test_the_table_turns_a_head_as_transformers_does(rope: dict[str, Any]) -> No
     config = LlamaConfig(**SHAPE, rope_parameters=THETA | rope)
     head = torch.randn(1, 1, 64, 8, generator=torch.Generator().manual_seed(0))
     expected, _ = apply_rotary_pos_emb(head, head, *LlamaRotaryEmbedding(config)(head, torch.arange(64)[None]))
-    cosine, sine = rotary_table(config, 64).unbind(1)
+    cosine, sine = rope_table(config, 64).unbind(1)
     first, second = head[0, 0].chunk(2, dim=-1)
-    turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
-    torch.testing.assert_close(turned, expected[0, 0])
+    apply_rope = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+    torch.testing.assert_close(apply_rope, expected[0, 0])
 
 
 def test_the_attention_factor_of_yarn_is_in_the_table() -> None:
     rope = THETA | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-    table = rotary_table(LlamaConfig(**SHAPE, rope_parameters=rope), 2)
+    table = rope_table(LlamaConfig(**SHAPE, rope_parameters=rope), 2)
     assert table[0, 0, 0].item() == pytest.approx(1.1386294)  # 0.1 ln 4 + 1

@@ -15,7 +15,7 @@ from gpuworker.attention.interface import AttentionBackend
 from gpuworker.attention.native_backend import NativeAttention
 from gpuworker.memory.devices import dtype_name
 from gpuworker.models.llama.pack import PackedModel
-from gpuworker.models.llama.spec import rotary_table
+from gpuworker.models.llama.spec import rope_table
 from gpuworker.native import library as native
 from gpuworker.native.llama import PHASES, LlamaRunStruct, Refusal
 
@@ -32,7 +32,7 @@ class DescribedRun:
     kept: tuple[torch.Tensor, ...]
 
 
-class NativeModel:
+class LlamaCpuModel:
     """Implements `gpuworker.models.step_model.StepModel` over `NativeAttention`. Used by one thread at a time.
 
     `kv_dtype` is the type of K and V in the caches that it runs on. While `seconds` is a dictionary, the time of each
@@ -44,7 +44,7 @@ class NativeModel:
         self.device, self.dtype = torch.device("cpu"), packed.dtype
         self.seconds: dict[str, float] | None = None
         self._scratch, self._logits = torch.empty(0, dtype=torch.uint8), torch.empty(0, packed.spec.vocab_size)
-        self.rotate_up_to(_FIRST_POSITIONS)
+        self.extend_rope(_FIRST_POSITIONS)
 
     @property
     def vocab_size(self) -> int:
@@ -73,9 +73,9 @@ class NativeModel:
         if kept > len(self._logits):
             self._logits = torch.empty(kept, self.vocab_size)
 
-    def only(self, layers: Sequence[int]) -> NativeModel:
+    def only(self, layers: Sequence[int]) -> LlamaCpuModel:
         """Return a model of some of the layers on the same weights."""
-        return NativeModel(self.config, self.packed.only(layers), self.kv_dtype)
+        return LlamaCpuModel(self.config, self.packed.only(layers), self.kv_dtype)
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, sink: AttentionBackend
@@ -114,13 +114,13 @@ class NativeModel:
         forward, struct = self.packed.library.quire_llama_forward, self.packed.struct
         refused = forward(struct, plan, run)
         if refused == Refusal.POSITION:
-            self.rotate_up_to(max(int(positions.max()) + 1, 2 * struct.num_positions))
+            self.extend_rope(max(int(positions.max()) + 1, 2 * struct.num_positions))
             refused = forward(struct, plan, run)
         if refused:
             raise EngineFailure(f"the step has a {Refusal(refused).name.lower()} that the model does not know")
 
-    def rotate_up_to(self, positions: int) -> None:
+    def extend_rope(self, positions: int) -> None:
         """Make the table of rotations for so many positions, but not more than the model has; no step runs."""
         length = min(positions, int(self.config.max_position_embeddings))
-        self._rotary = rotary_table(self.config, length)
-        self.packed.struct.rotary, self.packed.struct.num_positions = self._rotary.data_ptr(), length
+        self._rope_table = rope_table(self.config, length)
+        self.packed.struct.rotary, self.packed.struct.num_positions = self._rope_table.data_ptr(), length

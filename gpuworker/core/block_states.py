@@ -24,7 +24,7 @@ class Content(NamedTuple):
     last_used: int
 
 
-class BlockRows:
+class BlockStates:
     """Pool, fill, holders and content claims of all blocks; the rows themselves belong to the sequences."""
 
     def __init__(self, num_blocks: int) -> None:

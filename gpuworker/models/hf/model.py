@@ -1,21 +1,21 @@
 """Runs any Hugging Face decoder on a paged KV cache by taking the place of its attention function.
 
 The model sees one packed row of tokens, [1, T], of all rows of a step, and no mask and no cache. Each of its attention
-layers calls `_hosted_attention` with queries, keys and values after rotary embedding; the step's backend takes over.
+layers calls `_paged_attention` with queries, keys and values after rotary embedding; the step's backend takes over.
 """
 
 from __future__ import annotations
 
 import inspect
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from common.errors import EngineFailure, Unsupported
-from gpuworker.attention.interface import LayerAttention
+from gpuworker.attention.interface import LayerAttention, LayerSink
 from gpuworker.memory.devices import dtype_name
 
 IMPLEMENTATION = "quire"
@@ -23,20 +23,10 @@ IMPLEMENTATION = "quire"
 _UNKNOWN_OPTIONS = ("position_bias", "indices", "block_indices")
 
 
-class LayerSink(Protocol):
-    """What takes the calls of a model's attention layers: a backend, or the probe of the self-test."""
-
-    def write_and_attend(
-        self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
-        """See `gpuworker.attention.interface.AttentionBackend`."""
-        ...
-
-
 _sink: ContextVar[LayerSink | None] = ContextVar("quire_layer_sink", default=None)
 
 
-class HostedModel:
+class TransformersModel:
     """A Hugging Face causal language model whose attention is ours. Used by one thread at a time.
 
     `kv_dtype` is the type of K and V in the caches that it runs on, a key of `gpuworker.memory.devices.CACHE_DTYPES`.
@@ -92,7 +82,7 @@ class HostedModel:
         return logits.float()
 
 
-def _hosted_attention(
+def _paged_attention(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -134,4 +124,4 @@ def _layer_attention(layer: int, head_dim: int, options: dict[str, Any]) -> Laye
     )
 
 
-AttentionInterface.register(IMPLEMENTATION, _hosted_attention)
+AttentionInterface.register(IMPLEMENTATION, _paged_attention)

@@ -1,6 +1,5 @@
-"""What a simulated worker computes: how long a step takes, and which token stands at a position. Standard library only.
+"""The tokens of a simulated worker: which token stands at a position. Standard library only.
 
-    seconds of a step = base + decode · (rows that draw a token) + prefill · (positions beyond one for each such row)
     token(seed, position) = ids[(mix(seed) + position) mod len(ids)]
 
 `ids` are tokens of the vocabulary that are written in plain ASCII letters or digits, so that they can be read, none of
@@ -13,58 +12,28 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
-DEFAULT_COSTS: Final = "base=5ms,decode=20us,prefill=50us"
-_UNITS_PER_SECOND: Final = {"us": 1e6, "ms": 1e3, "s": 1.0}
-_TERM: Final = re.compile(r"(\w+)=(\d+(?:\.\d+)?)(us|ms|s)")
-_PLAIN: Final = re.compile(
-    "[\u0120\u2581]?[A-Za-z0-9]+"
-)  # with the mark that byte-level BPE or Unigram has for a space
+from gpuworker.core.splitmix64 import GOLDEN, splitmix64
+
+# With the mark that byte-level BPE or Unigram has for a space.
+_PLAIN: Final = re.compile("[\u0120\u2581]?[A-Za-z0-9]+")
 _MOST_IDS: Final = 1021
-_WORD: Final = (1 << 64) - 1
-
-
-@dataclass(frozen=True, slots=True)
-class StepCosts:
-    """The cost model of a step, in seconds."""
-
-    base: float = 0.0
-    decode: float = 0.0
-    prefill: float = 0.0
-
-    def of(self, decodes: int, prefilled: int) -> float:
-        """Return the seconds of a step with this many rows that draw, and positions beyond those."""
-        return self.base + self.decode * decodes + self.prefill * prefilled
-
-
-def parse_costs(text: str) -> StepCosts:
-    """Return the costs in words such as DEFAULT_COSTS; what is left out costs nothing. Raises ValueError otherwise."""
-    terms = [_TERM.fullmatch(term.strip()) for term in text.split(",")]
-    known = {each.name for each in fields(StepCosts)}
-    found = {term[1]: float(term[2]) / _UNITS_PER_SECOND[term[3]] for term in terms if term is not None}
-    if None in terms or not found.keys() <= known or len(found) < len(terms):
-        raise ValueError(f"expected terms of {DEFAULT_COSTS}, each at most once, in us, ms or s")
-    return StepCosts(**found)
 
 
 class SimulatedTokens:
-    """The cycle of tokens that simulated sequences draw; `drawn` has each of them as the draw of one sequence."""
+    """The cycle of tokens that simulated sequences draw; `sampled` has each of them as the draw of one sequence."""
 
     def __init__(self, ids: Sequence[int]) -> None:
-        self.drawn = tuple((token,) for token in ids)
-        self.count = len(self.drawn)
+        self.sampled = tuple((token,) for token in ids)
+        self.count = len(self.sampled)
         self._ids = tuple(ids)
         self._places = {token: place for place, token in enumerate(ids)}
 
     def phase(self, seed: int) -> int:
-        """Return where in the cycle a seed begins (splitmix64: Steele, Lea and Flood 2014)."""
-        z = (seed + 0x9E3779B97F4A7C15) & _WORD
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _WORD
-        return (z ^ (z >> 31)) % self.count
+        """Return where in the cycle a seed begins."""
+        return splitmix64(seed + GOLDEN) % self.count
 
     def run(self, place: int, count: int) -> tuple[int, ...]:
         """Return the tokens from a place of the cycle on."""

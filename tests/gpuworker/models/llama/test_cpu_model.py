@@ -1,4 +1,4 @@
-"""The native forward on CPUs, on every level of vector instructions: it computes what the hosted path does."""
+"""The native forward on CPUs, on every level of vector instructions: it computes what the transformers path does."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from gpuworker.attention.step_inputs import attention_arrays, attention_metadata
 from gpuworker.attention.torch_backend import TorchAttention
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.models.bit_equality import refuse_unequal_bits
-from gpuworker.models.hf.hosted import HostedModel
+from gpuworker.models.hf.model import TransformersModel
 from gpuworker.models.llama import native_model
+from gpuworker.models.llama.cpu_model import LlamaCpuModel
 from gpuworker.models.llama.linears import LinearReader
-from gpuworker.models.llama.native_model import NativeModel
 from gpuworker.models.llama.pack import pack_model
 from gpuworker.models.llama.weights import TensorOf, tensor_names
 from gpuworker.native import library as native
@@ -40,8 +40,8 @@ def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
     return load(request.param)
 
 
-def lean(case: Case, library: ctypes.CDLL, dtype: torch.dtype = torch.float32) -> NativeModel:
-    return NativeModel(case.config, pack_model(library, case.spec, reading(case.tensor, dtype)), "float32")
+def llama_model(case: Case, library: ctypes.CDLL, dtype: torch.dtype = torch.float32) -> LlamaCpuModel:
+    return LlamaCpuModel(case.config, pack_model(library, case.spec, reading(case.tensor, dtype)), "float32")
 
 
 def reading(tensor_of: TensorOf, dtype: torch.dtype = torch.float32) -> LinearReader:
@@ -64,32 +64,32 @@ def relative(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
     return error
 
 
-def in_type(case: Case, dtype: torch.dtype) -> HostedModel:
-    """Return the hosted model with its weights in a type; what turns heads stays in float32, as in a checkpoint's."""
-    for weight in case.hosted.module.parameters():
+def in_type(case: Case, dtype: torch.dtype) -> TransformersModel:
+    """Return the transformers model with its weights in a type; the rope table stays in float32."""
+    for weight in case.transformers_model.module.parameters():
         weight.data = weight.data.to(dtype)
-    return HostedModel(case.hosted.module)
+    return TransformersModel(case.transformers_model.module)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_logits_are_those_of_the_hosted_path(name: str, library: ctypes.CDLL) -> None:
+def test_logits_are_those_of_the_transformers_path(name: str, library: ctypes.CDLL) -> None:
     case = make_case(name)
     tokens = case_tokens(case.spec)
-    ours = logits_of(lean(case, library), NativeAttention(case.cache(), library=library), tokens)
-    theirs = logits_of(case.hosted, TorchAttention(case.cache()), tokens)
+    ours = logits_of(llama_model(case, library), NativeAttention(case.cache(), library=library), tokens)
+    theirs = logits_of(case.transformers_model, TorchAttention(case.cache()), tokens)
     assert ours.argmax(-1).tolist() == theirs.argmax(-1).tolist()
     assert relative(ours, theirs).max() < 2e-5
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bfloat16_is_about_as_close_to_float32_as_the_hosted_path(name: str, library: ctypes.CDLL) -> None:
+def test_bfloat16_is_about_as_close_to_float32_as_the_transformers_path(name: str, library: ctypes.CDLL) -> None:
     case = make_case(name)
     tokens = case_tokens(case.spec)
-    exact = logits_of(case.hosted, TorchAttention(case.cache()), tokens)
+    exact = logits_of(case.transformers_model, TorchAttention(case.cache()), tokens)
     attention = NativeAttention(cache_of(case, "bfloat16"), library=library)
-    ours = relative(logits_of(lean(case, library, torch.bfloat16), attention, tokens), exact)
-    hosted = in_type(case, torch.bfloat16)
-    theirs = relative(logits_of(hosted, TorchAttention(cache_of(case, "bfloat16")), tokens), exact)
+    ours = relative(logits_of(llama_model(case, library, torch.bfloat16), attention, tokens), exact)
+    transformers_model = in_type(case, torch.bfloat16)
+    theirs = relative(logits_of(transformers_model, TorchAttention(cache_of(case, "bfloat16")), tokens), exact)
     assert ours.median() < 2 * theirs.median()
     assert ours.max() < 0.25
 
@@ -102,8 +102,8 @@ def test_sizes_need_not_suit_vectors(
     monkeypatch.setitem(CASES, "odd", ("LlamaConfig", odd | {"intermediate_size": 47, "vocab_size": 101}))
     case = make_case("odd")
     tokens = case_tokens(case.spec)
-    ours = logits_of(lean(case, library, dtype), NativeAttention(case.cache(), library=library), tokens)
-    theirs = logits_of(case.hosted, TorchAttention(case.cache()), tokens)
+    ours = logits_of(llama_model(case, library, dtype), NativeAttention(case.cache(), library=library), tokens)
+    theirs = logits_of(case.transformers_model, TorchAttention(case.cache()), tokens)
     assert relative(ours, theirs).max() < limit
 
 
@@ -111,9 +111,9 @@ def test_sizes_need_not_suit_vectors(
 def test_the_type_of_the_cache_is_its_own(kv_dtype: str, library: ctypes.CDLL) -> None:
     case = make_case("qwen3, wide heads")
     tokens = case_tokens(case.spec)
-    ours = logits_of(lean(case, library), NativeAttention(cache_of(case, kv_dtype), library=library), tokens)
-    theirs = logits_of(case.hosted, NativeAttention(cache_of(case, kv_dtype), library=library), tokens)
-    exact = logits_of(case.hosted, TorchAttention(case.cache()), tokens)
+    ours = logits_of(llama_model(case, library), NativeAttention(cache_of(case, kv_dtype), library=library), tokens)
+    theirs = logits_of(case.transformers_model, NativeAttention(cache_of(case, kv_dtype), library=library), tokens)
+    exact = logits_of(case.transformers_model, TorchAttention(case.cache()), tokens)
     assert relative(ours, theirs).max() < 0.3 * relative(theirs, exact).max()
 
 
@@ -121,13 +121,13 @@ def test_the_type_of_the_cache_is_its_own(kv_dtype: str, library: ctypes.CDLL) -
 @pytest.mark.parametrize("name", EVERY_SWITCH)
 def test_no_bit_depends_on_the_rest_of_the_step(name: str, dtype: torch.dtype, library: ctypes.CDLL) -> None:
     case = make_case(name)
-    model = lean(case, library, dtype)
+    model = llama_model(case, library, dtype)
     case.config.max_position_embeddings = 128
     geometry = case.cache().geometry
     refuse_unequal_bits(model, geometry, lambda cache: NativeAttention(cache, deterministic=True, library=library))
 
 
-def run_row(model: NativeModel, attention: NativeAttention, start: int, tokens: torch.Tensor, keep: list[int]) -> Any:
+def run_row(model: LlamaCpuModel, attention: NativeAttention, start: int, tokens: torch.Tensor, keep: list[int]) -> Any:
     """Run one row on the first blocks of a cache; return the logits of the tokens to keep."""
     table = np.arange(16, dtype=np.int32)[None]
     first, length = np.array([[start], [len(tokens)]], dtype=np.int32)
@@ -144,18 +144,18 @@ def case() -> Case:
 
 
 @pytest.fixture
-def model(case: Case) -> NativeModel:
+def model(case: Case) -> LlamaCpuModel:
     """Return the plain model on the best level."""
-    return lean(case, load(levels_here()[-1]))
+    return llama_model(case, load(levels_here()[-1]))
 
 
-def test_what_is_kept_does_not_change_it(case: Case, model: NativeModel) -> None:
+def test_what_is_kept_does_not_change_it(case: Case, model: LlamaCpuModel) -> None:
     tokens, attention = case_tokens(case.spec)[0], NativeAttention(case.cache(16))
     every = run_row(model, attention, 0, tokens, list(range(16)))
     assert torch.equal(run_row(model, attention, 0, tokens, [3, 15]), every[[3, 15]])
 
 
-def test_a_step_that_keeps_nothing_writes_the_cache(case: Case, model: NativeModel) -> None:
+def test_a_step_that_keeps_nothing_writes_the_cache(case: Case, model: LlamaCpuModel) -> None:
     tokens = case_tokens(case.spec)[0]
     whole, chunked = NativeAttention(case.cache(16)), NativeAttention(case.cache(16))
     expected = run_row(model, whole, 0, tokens, [15])
@@ -165,35 +165,35 @@ def test_a_step_that_keeps_nothing_writes_the_cache(case: Case, model: NativeMod
 
 def test_positions_beyond_the_first_table_are_known(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, library = case_tokens(case.spec)[0], load(levels_here()[-1])
-    expected = run_row(lean(case, library), NativeAttention(case.cache(16)), 0, tokens, [15])
+    expected = run_row(llama_model(case, library), NativeAttention(case.cache(16)), 0, tokens, [15])
     monkeypatch.setattr(native_model, "_FIRST_POSITIONS", 5)
-    assert torch.equal(run_row(lean(case, library), NativeAttention(case.cache(16)), 0, tokens, [15]), expected)
+    assert torch.equal(run_row(llama_model(case, library), NativeAttention(case.cache(16)), 0, tokens, [15]), expected)
 
 
 @pytest.mark.parametrize("token", [-1, 96])
-def test_a_token_outside_of_the_vocabulary_fails_the_step(case: Case, model: NativeModel, token: int) -> None:
+def test_a_token_outside_of_the_vocabulary_fails_the_step(case: Case, model: LlamaCpuModel, token: int) -> None:
     attention = NativeAttention(case.cache(16))
     with pytest.raises(EngineFailure, match="the step has a token that the model does not know"):
         run_row(model, attention, 0, torch.tensor([5, token]), [1])
 
 
-def test_another_attention_is_an_error(case: Case, model: NativeModel) -> None:
+def test_another_attention_is_an_error(case: Case, model: LlamaCpuModel) -> None:
     zero = torch.zeros(1, dtype=torch.int64)
     with pytest.raises(EngineFailure, match="not by TorchAttention"):
         model.forward(zero, zero, zero, TorchAttention(case.cache()))
 
 
-def test_some_of_the_layers_are_a_model_on_the_same_weights(case: Case, model: NativeModel) -> None:
+def test_some_of_the_layers_are_a_model_on_the_same_weights(case: Case, model: LlamaCpuModel) -> None:
     tokens = case_tokens(case.spec)[0]
     part = model.only([2, 0])
-    layers = case.hosted.module.get_submodule("model.layers")
-    case.hosted.module.get_submodule("model").layers = torch.nn.ModuleList([layers[2], layers[0]])  # type: ignore[index]
+    layers = case.transformers_model.module.get_submodule("model.layers")
+    case.transformers_model.module.get_submodule("model").layers = torch.nn.ModuleList([layers[2], layers[0]])  # type: ignore[index]
     layers[2].self_attn.layer_idx, layers[0].self_attn.layer_idx = 0, 1  # type: ignore[index]
-    expected = case.hosted.reference_logits(tokens[None])[0, [15]]
+    expected = case.transformers_model.reference_logits(tokens[None])[0, [15]]
     assert relative(run_row(part, NativeAttention(case.cache(16)), 0, tokens, [15]), expected).max() < 1e-5
 
 
-def test_the_time_of_each_phase_is_added_up_when_asked(case: Case, model: NativeModel) -> None:
+def test_the_time_of_each_phase_is_added_up_when_asked(case: Case, model: LlamaCpuModel) -> None:
     tokens, attention = case_tokens(case.spec)[0], NativeAttention(case.cache(16))
     model.seconds = {}
     run_row(model, attention, 0, tokens, [15])
@@ -210,7 +210,7 @@ def changed(case: Case, name: str, change: Callable[[torch.Tensor], torch.Tensor
 @pytest.mark.parametrize("name", CASES)
 def test_every_tensor_of_a_model_is_read(name: str) -> None:
     case = make_case(name)
-    stored = set(case.hosted.module.state_dict()) - ({"lm_head.weight"} if case.spec.tied else set())
+    stored = set(case.transformers_model.module.state_dict()) - ({"lm_head.weight"} if case.spec.tied else set())
     assert set(tensor_names(case.spec)) == stored
 
 
@@ -224,13 +224,15 @@ def test_a_tensor_of_another_shape_is_refused(case: Case) -> None:
 def test_weights_of_another_type_are_converted(case: Case, dtype: torch.dtype) -> None:
     library, tokens = load(levels_here()[-1]), case_tokens(case.spec)[0]
     in_type(case, dtype)
-    ours = lean(case, library)
+    ours = llama_model(case, library)
     expected = in_type(case, torch.float32).reference_logits(tokens[None])[0, [15]]
     assert relative(run_row(ours, NativeAttention(case.cache(16)), 0, tokens, [15]), expected).max() < 1e-5
 
 
 def test_a_tied_model_holds_its_embedding_once() -> None:
     case = make_case("llama, tied, scaled")
-    packed = lean(case, load(levels_here()[-1])).packed
+    packed = llama_model(case, load(levels_here()[-1])).packed
     assert packed.struct.embedding is None
-    assert packed.num_bytes < 1.2 * 4 * sum(parameter.numel() for parameter in case.hosted.module.parameters())
+    assert packed.num_bytes < 1.2 * 4 * sum(
+        parameter.numel() for parameter in case.transformers_model.module.parameters()
+    )

@@ -13,7 +13,7 @@ from quire.gpuworker.v1 import gpuworker_pb2 as pb
 Compiled = Callable[[pb.Submit, float, "Grammar | QuireError"], None]
 
 
-class GrammarDesk:
+class GrammarCompileQueue:
     """Lives on the I/O loop. `compiled` is called with each submit, when it came, and its grammar or the refusal.
 
     Submits with one constraint come out in the order in which they went in: a fork behind the sequence it forks.

@@ -1,4 +1,4 @@
-"""The lean path of the GPU with its real kernels: it computes what the hosted path does, also as padded graphs."""
+"""The native path of the GPU with its real kernels: it computes what transformers does, also as padded graphs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from gpuworker.attention.torch_backend import TorchAttention
 from gpuworker.attention.triton_backend import TritonAttention
 from gpuworker.kernels import triton_elementwise
 from gpuworker.memory.token_table import TokenTable
-from gpuworker.models.llama.gpu_model import LeanGpuModel
+from gpuworker.models.llama.gpu_model import LlamaGpuModel
 from gpuworker.models.llama.gpu_weights import fused_weights
 from gpuworker.runner.cuda_graphs import GraphLauncher, GraphParts, RepeatingRecorder
 from gpuworker.runner.graph_inputs import GraphInputs
 from gpuworker.runner.launcher import EagerLauncher, LaidOutStep, StepLauncher
-from gpuworker.sampling.sampler import SampledRow, SamplingBatch
+from gpuworker.sampling.rows import SampledRow
+from gpuworker.sampling.sampler import SamplingBatch
 from tests.suites.triton_interpreted.attention_cases import small
 from tests.support.gpuworker.llama_cases import BLOCK_SIZE, Case, case_tokens, make_case, steps
 
@@ -27,26 +28,26 @@ CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def lean(case: Case) -> LeanGpuModel:
+def llama_model(case: Case) -> LlamaGpuModel:
     weights = fused_weights(case.spec, case.tensor, torch.float32, CPU)
-    return LeanGpuModel(case.config, weights, "float32", 64, triton_elementwise)
+    return LlamaGpuModel(case.config, weights, "float32", 64, triton_elementwise)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3, wide heads", "qwen3 with biases", "mistral, a window"])
-def test_logits_are_those_of_the_hosted_path(name: str) -> None:
+def test_logits_are_those_of_the_transformers_path(name: str) -> None:
     case = make_case(name)
     tokens = case_tokens(case.spec)
-    ours = torch.cat(list(steps(lean(case), TritonAttention(case.cache()), tokens)))
-    theirs = torch.cat(list(steps(case.hosted, TorchAttention(case.cache()), tokens)))
+    ours = torch.cat(list(steps(llama_model(case), TritonAttention(case.cache()), tokens)))
+    theirs = torch.cat(list(steps(case.transformers_model, TorchAttention(case.cache()), tokens)))
     assert ours.argmax(-1).tolist() == theirs.argmax(-1).tolist()
     torch.testing.assert_close(ours, theirs, atol=5e-5, rtol=5e-5)
 
 
 class Decoding:
-    """Three sequences in seats 0 to 2, the first two on one block to begin with, run step by step."""
+    """Three sequences at batch indices 0 to 2, the first two on one block to begin with, run step by step."""
 
     def __init__(self, case: Case, graphs: bool) -> None:
-        model, cache, heads = lean(case), case.cache(12), case.spec.num_heads
+        model, cache, heads = llama_model(case), case.cache(12), case.spec.num_heads
         self._vocab, self.tokens = case.spec.vocab_size, TokenTable(3, 33, CPU)
         attention = TritonAttention(cache, tuned=small(2), cascade_bytes=1)
         self.launcher: StepLauncher = EagerLauncher(model, attention, self.tokens)
@@ -56,29 +57,29 @@ class Decoding:
             inputs = GraphInputs(4, cache, 32, self.tokens.spare)
             parts = GraphParts(model, attention, plan, self.tokens, inputs, (4,))
             self.launcher = self.graphs = GraphLauncher(parts, self.launcher, RepeatingRecorder())
-        for seat in range(3):
-            self.tokens.write(seat, [5 + seat * (seat // 2), 9, 70, 31, 12 - seat])
+        for batch_index in range(3):
+            self.tokens.write(batch_index, [5 + batch_index * (batch_index // 2), 9, 70, 31, 12 - batch_index])
 
     def step(self, start: list[int], length: list[int]) -> None:
         table = np.array([[0, 1, 2, 3], [0, 4, 5, 6], [7, 8, 9, 10]], dtype=np.int32)
         rows = pack_rows(np.array(start, dtype=np.int32), np.array(length, dtype=np.int32), table, BLOCK_SIZE)
-        seats = np.arange(3, dtype=np.int32)
+        batch_index = np.arange(3, dtype=np.int32)
         batch = SamplingBatch([SampledRow(GREEDY, 4)] * 3, self._vocab, CPU)
-        staged = StagedStep(rows, seats, np.ones(3, dtype=bool), self.tokens.width)
-        point = batch.at(rows.context_len.astype(np.int64), seats)
+        staged = StagedStep(rows, batch_index, np.ones(3, dtype=bool), self.tokens.width)
+        point = batch.at(rows.context_len.astype(np.int64), batch_index)
         self.launcher.launch(LaidOutStep(staged, staged.on(CPU), point, batch))
 
 
 def test_padded_decodes_draw_what_kernels_draw_one_by_one() -> None:
-    drawn = []
+    sampled = []
     for graphs in (False, True):
         decoding = Decoding(make_case("llama"), graphs)
         decoding.step([0, 0, 0], [5, 5, 2])
         for n in range(4):
             decoding.step([5 + n, 5 + n, 2 + n], [1, 1, 1])
-        drawn.append(decoding.tokens.tensor.tolist())
-    assert drawn[0] == drawn[1]
-    assert len({tuple(row[5:10]) for row in drawn[0]}) == 3
+        sampled.append(decoding.tokens.tensor.tolist())
+    assert sampled[0] == sampled[1]
+    assert len({tuple(row[5:10]) for row in sampled[0]}) == 3
 
 
 def test_each_way_to_plan_has_a_graph() -> None:

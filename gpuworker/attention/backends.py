@@ -1,0 +1,88 @@
+"""The attention backends by name, and the choice of one for a KV cache.
+
+A backend's module is imported when the backend is made: Triton is absent on hosts without CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from common.errors import FieldViolation, InvalidConfig, Unsupported
+from gpuworker.attention.interface import AttentionBackend
+from gpuworker.attention.native_backend import NativeAttention
+from gpuworker.attention.native_backend import runs as native_runs
+from gpuworker.attention.torch_backend import TorchAttention
+from gpuworker.memory.kv_cache import KvCache
+
+BackendFactory = Callable[[KvCache], AttentionBackend]
+
+
+@dataclass(frozen=True, slots=True)
+class BackendOptions:
+    """How a backend computes.
+
+    `deterministic`: the result of a query is the same to the bit, whatever else the step contains, however its sequence
+    was cut into steps, and however many threads run.
+    """
+
+    deterministic: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BackendChoice:
+    """How to make a backend, the types of device it runs on (empty: all), and whether it can be deterministic.
+
+    `runs` says whether the backend supports a given cache on such a device.
+    """
+
+    make: Callable[[KvCache, BackendOptions], AttentionBackend]
+    device_types: tuple[str, ...] = ()
+    deterministic: bool = False
+    runs: Callable[[KvCache], bool] = lambda _: True
+
+
+def _triton_backend(cache: KvCache, options: BackendOptions) -> AttentionBackend:
+    from gpuworker.attention.triton_backend import TritonAttention
+
+    return TritonAttention(cache)
+
+
+_ANY_BITS = BackendOptions()
+# A backend that names a type of device is faster there than one that runs anywhere.
+BACKENDS: dict[str, BackendChoice] = {
+    "torch": BackendChoice(lambda cache, _: TorchAttention(cache)),
+    "triton": BackendChoice(_triton_backend, ("cuda",)),
+    "native": BackendChoice(
+        lambda cache, options: NativeAttention(cache, options.deterministic),
+        ("cpu",),
+        deterministic=True,
+        runs=native_runs,
+    ),
+}
+
+
+def backends_on(device_type: str) -> list[str]:
+    """Return the names of the backends that run on this type of device, the fastest first."""
+    able = [name for name, choice in BACKENDS.items() if device_type in choice.device_types or not choice.device_types]
+    return sorted(able, key=lambda name: not BACKENDS[name].device_types)
+
+
+def make_backend(name: str, cache: KvCache, options: BackendOptions = _ANY_BITS) -> AttentionBackend:
+    """Return the backend called `name` on `cache`; "auto" is the fastest that runs on this cache here.
+
+    Raises InvalidConfig for a name that is unknown or that does not run here, Unsupported when what is left cannot be
+    deterministic and must.
+    """
+    able = [each for each in backends_on(cache.keys.device.type) if BACKENDS[each].runs(cache)]
+    if name not in ("auto", *able):
+        raise InvalidConfig(FieldViolation("--attention", f"{name!r}; expected auto, {', '.join(able)}"))
+    allowed = able if name == "auto" else [name]
+    fit = [each for each in allowed if BACKENDS[each].deterministic or not options.deterministic]
+    if not fit:
+        kind = cache.keys.device.type
+        raise Unsupported(
+            f"--deterministic cannot be kept: no attention for {kind} here computes the same bits in every batch"
+            f" (tried {', '.join(allowed)}); on a CPU the native kernels do, which need a C++ compiler at install"
+        )
+    return BACKENDS[fit[0]].make(cache, options)

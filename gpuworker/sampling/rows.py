@@ -1,0 +1,90 @@
+"""The rows of a step that sample a token: their parameters, where they stand in a step, and what they sampled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from common.types import SamplingParams
+from gpuworker.sampling.masks import GrammarBitmask
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+Float64Array = npt.NDArray[np.float64]
+
+_GREEDY_BELOW = 1e-5  # a temperature this low is greedy: dividing by less overflows float32
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRow:
+    """What drawing for one sequence needs to know besides logits: its parameters, and the ids that may end it."""
+
+    params: SamplingParams
+    prompt_tokens: int
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def greedy(self) -> bool:
+        """True when the most likely token is taken."""
+        return self.params.temperature < _GREEDY_BELOW
+
+    @property
+    def penalised(self) -> bool:
+        """True when logits depend on the tokens so far."""
+        p = self.params
+        return p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
+
+    @property
+    def truncated(self) -> bool:
+        """True when the draw is from a part of the vocabulary."""
+        return not self.greedy and (self.params.top_k > 0 or self.params.top_p < 1.0 or self.params.min_p > 0.0)
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """The ids that are forbidden before min_tokens."""
+        of_model = () if self.params.ignore_eos else self.eos_token_ids
+        return tuple(dict.fromkeys((*of_model, *self.params.stop_token_ids)))
+
+    @property
+    def early_ends(self) -> tuple[int, ...]:
+        """Those of the end tokens that the draw forbids at first; none under a constraint, which may want one."""
+        return self.end_tokens if self.params.min_tokens and self.params.constraint is None else ()
+
+
+@dataclass(frozen=True, slots=True)
+class RowLogprobs:
+    """Log-probabilities of the rows that asked for them; n rows, k tokens each."""
+
+    rows: Int64Array  # [n], index into the batch
+    sampled: torch.Tensor  # [n]
+    top_ids: torch.Tensor  # [n, k], best first
+    top: torch.Tensor  # [n, k]
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """One token a row, still on the device."""
+
+    tokens: torch.Tensor  # [S] int64
+    logprobs: RowLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SamplePoint:
+    """Where the rows of a batch are in one step, on the host: D of S rows draw at random, E end tokens are too early.
+
+    `masks` are of the rows with a constraint; they may still be being filled.
+
+    `positions` [S] are those of the tokens to sample. The tokens before them are in the token table, at
+    [batch_index[s], :positions[s]].
+    """
+
+    positions: Int64Array
+    batch_index: Int32Array
+    uniform: Float64Array  # [D]
+    early_rows: Int64Array  # [E]
+    early_ids: Int64Array  # [E]
+    masks: GrammarBitmask | None = None
