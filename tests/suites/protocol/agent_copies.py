@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 from common.types import SequenceId
-from gpuworker.core.block_rows import BlockRows
+from gpuworker.core.block_states import BlockStates
 from gpuworker.core.lease_agent import LeaseAgent
 from gpuworker.core.report_builder import ReportBuilder
 from gpuworker.core.sequence import Sequence
@@ -51,7 +51,7 @@ def agent_key(agent: LeaseAgent) -> tuple[object, ...]:
 # ---------------------------------------------------------------- copies
 
 
-def _copy_blocks(old: BlockRows) -> BlockRows:
+def _copy_blocks(old: BlockStates) -> BlockStates:
     twin = shallow(old)
     twin.pool, twin.fill, twin.holders = old.pool.copy(), old.fill.copy(), old.holders.copy()
     twin.content = old.content.copy()
@@ -65,7 +65,7 @@ def _copy_report(old: ReportBuilder) -> ReportBuilder:
     return twin
 
 
-def _copy_scheduler(old: StepScheduler, blocks: BlockRows, sequences: dict[SequenceId, Sequence]) -> StepScheduler:
+def _copy_scheduler(old: StepScheduler, blocks: BlockStates, sequences: dict[SequenceId, Sequence]) -> StepScheduler:
     twin = shallow(old)
     twin.blocks = blocks
     twin.decoding = [sequences[each.id] for each in old.decoding]
@@ -86,7 +86,7 @@ def _copy_sequence(old: Sequence) -> Sequence:
 # ---------------------------------------------------------------- keys
 
 
-def _blocks_key(blocks: BlockRows) -> tuple[object, ...]:
+def _blocks_key(blocks: BlockStates) -> tuple[object, ...]:
     """Leave out the step of last use, which only orders an inventory's cached blocks."""
     return tuple(blocks.pool), tuple(blocks.fill), frozenset([(b, c.hash) for b, c in blocks.content.items()])
 
@@ -116,7 +116,7 @@ def _sequence_key(sequence: Sequence) -> tuple[object, ...]:
         tuple(sequence.tokens),
         sequence.phase,
         tuple(sequence.block_table),
-        sequence.pos,
+        sequence.num_computed_tokens,
         sequence.in_flight,
         sequence.sampling,
         sequence.trimmed,
