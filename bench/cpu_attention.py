@@ -1,7 +1,7 @@
 """Native attention on this CPU, one layer at a time, against reading K and V alone and against torch's attention.
 
 The floor of a decode is a plain loop of vector loads on the same threads over as many bytes as the layer's K and V.
-Ours and the floor take turns, each call on the next of many layers; both use memory far larger than the last-level cache.
+Ours and the floor take turns, each call on the next of many layers; both use memory larger than the last-level cache.
 The figure is the first quartile of calls: other load on the machine slows most calls, and the quickest calls hit a
 cache. Blocks lie in random order. Times are of the call as the engine makes it: cache write and attention.
 """

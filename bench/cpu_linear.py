@@ -2,8 +2,8 @@
 
 Shapes are those of a 128M model (hidden 768) and, with --model 8b, of an 8B one. Calls rotate over enough copies of the
 weights that no cache keeps them. Three contenders take turns with output of the same type: ours, oneDNN with a
-prepacked weight, and torch's F.linear; for integer kinds the others use the float weight. The floor is the bytes of the packed
-weight over the read rate of the same threads, measured in the same run.
+prepacked weight, and torch's F.linear; for integer kinds the others use the float weight. The floor is the bytes of the
+packed weight over the read rate of the same threads, measured in the same run.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,6 +46,16 @@ def curl(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60.0, check=False)
 
 
+def documents(text: str) -> list[dict[str, Any]]:
+    """Return the JSON documents that follow each other in a text."""
+    found: list[dict[str, Any]] = []
+    while text := text.lstrip():
+        document, end = json.JSONDecoder().raw_decode(text)
+        found.append(document)
+        text = text[end:]
+    return found
+
+
 @pytest.mark.parametrize("process", SERVICES)
 def test_it_lists_the_services_of_each_process(served: Served, process: str) -> None:
     listed = curl("--list-services", address(served, process))
@@ -63,9 +74,10 @@ def test_it_streams_an_answer(served: Served) -> None:
     method = "quire.inference.v1.InferenceService/Generate"
     done = curl(f"{address(served, ROUTER)}/{method}", "-d", json.dumps(request))
     assert done.returncode == 0, done.stderr
-    keys = ("admitted", "tokens", "finished")
-    events = [key for line in done.stdout.splitlines() for key in keys if line == f'  "{key}": {{']
-    assert events == ["admitted", "tokens", "tokens", "tokens", "finished"]
+    events = documents(done.stdout)
+    kinds = [kind for event in events for kind in event]
+    assert (kinds[0], kinds[-1], set(kinds[1:-1])) == ("admitted", "finished", {"tokens"})
+    assert sum(len(event["tokens"]["tokenIds"]) for event in events[1:-1]) == 3
 
 
 def test_a_refusal_names_every_wrong_field(served: Served) -> None:
