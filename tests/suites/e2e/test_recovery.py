@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from contextlib import suppress
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -65,11 +67,36 @@ async def test_redis_killed_and_back_fails_no_request(tmp_path: Path) -> None:
     assert [o.tokens for o in first] == [o.tokens for o in second] == [o.tokens for o in third]
 
 
+async def until_all_wait(suite: Suite, count: int) -> None:
+    """Return when the only worker has `count` sequences, none of which has blocks."""
+    async with asyncio.timeout(PATIENCE):
+        while True:
+            status = await suite.inference.GetStatus(inference_pb2.GetStatusRequest(), timeout=PATIENCE)
+            (worker,) = status.workers
+            if (worker.running_sequences, worker.waiting_sequences) == (0, count):
+                return
+            await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def manager_stopped(suite: Suite) -> AsyncIterator[None]:
+    """Stop the KV manager: the worker accepts sequences, and starts none before the manager grants blocks again."""
+    kill(suite, "kvmanager", signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        kill(suite, "kvmanager", signal.SIGCONT)
+
+
 async def test_preemption_changes_no_token(tmp_path: Path) -> None:
+    """All sequences start together, however fast the machine is; the pool holds a part of them at full length."""
     options = StackOptions(model=CHECKPOINT, workers=1, worker_flags=("--kv-blocks", "160", "--dtype", "float32"))
     asked = 2 * prompts(12, seed=3)
     async with running_suite(tmp_path, options) as suite:
-        outcomes = await asyncio.gather(*(suite.generate(greedy(prompt, 120)) for prompt in asked))
+        async with manager_stopped(suite):
+            tasks = [asyncio.create_task(suite.generate(greedy(prompt, 120))) for prompt in asked]
+            await until_all_wait(suite, len(asked))
+        outcomes = await asyncio.gather(*tasks)
         await suite.until_all_free(workers=1)
         (pool,) = await suite.pools()
     assert pool.preemptions > 0
