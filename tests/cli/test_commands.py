@@ -174,9 +174,9 @@ def test_ctrl_c_lets_streams_of_several_seconds_finish_and_leaves_nothing_behind
     assert sum(streams.tokens) < 8 * LONG
     streams.ended()
     assert (streams.tokens, streams.failures) == ([LONG] * 8, 0)
-    assert up.process.wait(timeout=30.0) == 0
+    assert up.process.wait(timeout=READY_SECONDS) == 0
     up.until("quire     stopped")
-    _, alive = psutil.wait_procs(below, timeout=5.0)
+    _, alive = psutil.wait_procs(below, timeout=READY_SECONDS)
     assert not alive
 
 
@@ -191,10 +191,10 @@ def test_embedded_managers_serve_and_a_second_ctrl_c_kills(tmp_path: Path) -> No
         up.process.send_signal(signal.SIGINT)
         up.until("quire     stopping: running requests have 60 s to finish")
         up.process.send_signal(signal.SIGINT)
-        assert up.process.wait(timeout=5.0) == 130
+        assert up.process.wait(timeout=READY_SECONDS) == 130
         streams.ended()
         assert streams.failures == 8
-        _, alive = psutil.wait_procs(below, timeout=5.0)
+        _, alive = psutil.wait_procs(below, timeout=READY_SECONDS)
         assert not alive
     finally:
         up.close()
@@ -228,7 +228,7 @@ def test_bad_options_are_all_reported_before_anything_starts() -> None:
 
 
 def test_the_demonstration_shows_a_cache_hit_and_a_trace() -> None:
-    shown = quire("demo", timeout=100.0)
+    shown = quire("demo", timeout=300.0)
     assert shown.returncode == 0, shown.stderr
     first, second = re.findall(r"^ +(?:first|second) +\d+ +(\d+) +[\d.]+ ms +worker-\d", shown.stdout, re.MULTILINE)
     assert int(first) == 0

@@ -14,11 +14,11 @@ import psutil
 from cli.suite.stack import free_ports
 from tests.support.checkpoints import checkpoint
 
-READY_SECONDS = 60.0
+READY_SECONDS = 180.0
 
 
 def quire(
-    *words: str, timeout: float = 60.0, environ: Mapping[str, str] | None = None
+    *words: str, timeout: float = 240.0, environ: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
     command = [sys.executable, "-m", "cli.main", *words]

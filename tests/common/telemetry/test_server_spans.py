@@ -38,7 +38,7 @@ class Collected(SpanExporter):
         return SpanExportResult.SUCCESS
 
     async def next(self) -> ReadableSpan:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60.0):
             return await self.ended.get()
 
 

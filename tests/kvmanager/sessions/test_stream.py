@@ -43,7 +43,7 @@ def attach_message(worker: RawWorker) -> kvmanager_pb2.Attach:
 
 
 async def until_left(running: Running) -> None:
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(60.0):
         await running.attachments.left()
 
 

@@ -13,7 +13,7 @@ from tests.suites.clients.served import ROOT, Served
 
 def quire_call(*words: str, address: str) -> str:
     command = [sys.executable, "-m", "cli.main", "call", *words, "--address", address]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60.0, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240.0, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -16,7 +16,7 @@ from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
 
 IDENTITY = PoolIdentity("model" * 6, "tokenizer" * 3, 16, KvGeometry(2, 2, 8, 8, "float32"))
 EMPTY = Inventory()
-TIMEOUT_S = 10.0
+TIMEOUT_S = 120.0
 
 
 def attach_of(worker_id: str = "w0", **changes: Any) -> Attach:
