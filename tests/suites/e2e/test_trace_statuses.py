@@ -15,6 +15,7 @@ from cli.demo_model import CHECKPOINT
 from cli.suite.stack import StackOptions
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 from quire.inference.v1 import inference_pb2 as pb
+from tests.support.deadlines import TooSlow, with_enough_time
 from tests.support.suite import PATIENCE, Suite, greedy, running_suite
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 async def suite(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Suite]:
     """One worker; router and manager log everything, as JSON."""
     debug = ("--log-level", "debug")
-    # Hosted: on the native path 900 tokens take less than the longest deadline below.
+    # Hosted: 3,800 tokens take this slow path longer than any deadline below on any machine.
     flags = ("--kv-blocks", "256", "--dtype", "float32", "--execution", "hosted")
     options = StackOptions(
         model=CHECKPOINT, worker_flags=flags, router_flags=debug, manager_flags=debug, log_format="json"
@@ -57,17 +58,23 @@ async def statuses(suite: Suite, trace_id: str, wanted: Collection[str]) -> dict
 
 
 # What gRPC sends of 1.005 s is 1.01: then the router hears of the client's end before its own timer.
-@pytest.mark.parametrize("seconds", [0.3, 0.31, 0.32, 1.005])
-async def test_an_expired_request_is_expired_in_every_span(suite: Suite, seconds: float) -> None:
-    trace_id, request = traced(max_tokens=900)
-    with pytest.raises(grpc.aio.AioRpcError) as late:
-        await suite.generate(request, timeout=seconds)
-    assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert await statuses(suite, trace_id, {"request", "stream", "sequence"}) == {
-        "request": ("error", "deadline exceeded"),
-        "stream": ("error", "deadline exceeded"),
-        "sequence": ("error", "deadline exceeded"),
-    }
+@pytest.mark.parametrize("first", [0.3, 0.31, 0.32, 1.005])
+async def test_an_expired_request_is_expired_in_every_span(suite: Suite, first: float) -> None:
+    async def attempt(seconds: float) -> None:
+        trace_id, request = traced(max_tokens=3800)
+        begun = asyncio.Event()
+        with pytest.raises(grpc.aio.AioRpcError) as late:
+            await suite.generate(request, timeout=seconds, first_token=begun)
+        assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        if not begun.is_set():
+            raise TooSlow
+        assert await statuses(suite, trace_id, {"request", "stream", "sequence"}) == {
+            "request": ("error", "deadline exceeded"),
+            "stream": ("error", "deadline exceeded"),
+            "sequence": ("error", "deadline exceeded"),
+        }
+
+    await with_enough_time(attempt, first)
 
 
 async def test_a_cancelled_request_is_cancelled_in_every_span(suite: Suite) -> None:
