@@ -30,7 +30,7 @@ _NEEDS = {
         gpuworker/attention gpuworker/checkpoints gpuworker/memory gpuworker/models gpuworker/native gpuworker/plane
         gpuworker/runner gpuworker/sampling gpuworker/structured gpuworker/engine/test_determinism.py
         gpuworker/engine/test_equality.py gpuworker/server/test_router_streams.py gpuworker/test_process.py
-        router/text/test_tokenizer.py
+        router/text/test_tokenizer.py structure/test_light_imports.py
     """,
     "processes": """
         bench/comparison/test_peer_process.py bench/lib/test_suite.py bench/test_load.py bench/test_peers.py
@@ -38,7 +38,8 @@ _NEEDS = {
         router/test_privacy.py router/test_process.py
         suites/clients suites/deployment/operate suites/e2e
     """,
-    "searches": "suites/protocol",
+    "searches": "kvmanager/core/test_soak.py suites/protocol",
+    "plots": "bench/comparison/test_plots.py bench/open_loop/test_plot.py",
     "clients": """
         suites/clients/test_examples.py suites/clients/test_open_inference.py suites/clients/test_tritonclient.py
     """,
