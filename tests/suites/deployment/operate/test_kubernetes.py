@@ -36,7 +36,7 @@ SETTINGS: dict[str, type[ServiceSettings]] = {
 }
 # The oldest that has all that is used here, and the newest whose schemas there are.
 KUBERNETES = ("1.30", "1.37")
-# What a service may need after its drain_timeout (common.rpc.server, cli.stack).
+# What a service may need after its drain_timeout (common.rpc.server, cli.suite.stack).
 LAST_WORDS_S = 5
 
 each_variant = pytest.mark.parametrize("name", VARIANTS)

@@ -28,7 +28,7 @@ import socket
 try: socket.create_connection(('192.0.2.1', 80), timeout=2); print('connected')
 except OSError as error: print(type(error).__name__)
 """
-LIMITS = "from common.cores import usable_cores; import os; print(usable_cores(), os.getuid())"
+LIMITS = "from common.process.cores import usable_cores; import os; print(usable_cores(), os.getuid())"
 
 
 def test_the_images_are_built(stack: Stack, transcript: Transcript) -> None:
