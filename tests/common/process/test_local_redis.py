@@ -50,7 +50,10 @@ def test_a_port_that_is_taken_is_reported_with_what_the_server_said() -> None:
 
 
 def test_it_dies_with_a_parent_that_is_killed() -> None:
-    script = "import sys, common.process.local_redis as m; s = m.LocalRedis(); s.start(); print(s.pid, flush=True); sys.stdin.read()"
+    script = (
+        "import sys; from common.process.local_redis import LocalRedis; server = LocalRedis(); server.start(); "
+        "print(server.pid, flush=True); sys.stdin.read()"
+    )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", script], **pipes) as parent:  # type: ignore[call-overload]
         pidfd = os.pidfd_open(int(parent.stdout.readline()))
