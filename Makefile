@@ -30,7 +30,7 @@ install: $(STAMP) ## Make the environment in .venv (once; again when pyproject.t
 # pip's chatter becomes a line for every 20 packages; its errors, and its other warnings, come through.
 define PIP_FILTER
 /^WARNING: Location .* is ignored/ { next }
-/^Collecting |^Requirement already satisfied/ { if (++found % 20 == 0) { print "    " found " packages found"; fflush() } next }
+/^(Collecting|Processing|Requirement already satisfied)/ { if (++found % 20 == 0) { print "    " found " packages found"; fflush() } next }
 /^ *Downloading .*\([0-9.]+ GB\)|^ *Downloading .*\([0-9][0-9]+\.[0-9] MB\)/ { sub(/^ */, "    "); print; fflush(); next }
 /^Installing collected packages/ { print "    installing " NF - 3 " packages"; fflush(); next }
 /^ *(Downloading|Using cached|Created wheel|Stored in|Attempting uninstall|Found existing|Uninstalling|Successfully|Preparing|Building|Getting|Installing|Checking|Obtaining|Looking) ?/ { next }
@@ -107,7 +107,7 @@ search: $(STAMP) ## Search the lease protocol's model at length (7 minutes), and
 
 # Just below what is measured: a change that leaves parts of a core untested fails.
 coverage: $(STAMP) ## Measure how much of the pure cores their own tests run, and fail below the floor
-	$(PYTEST) -q -m "not long" --cov=router.core --cov=kvmanager.core --cov=gpuworker.core --cov-branch --cov-report=term-missing:skip-covered \
+	$(PYTEST) -q -m "not searches" --cov=router.core --cov=kvmanager.core --cov=gpuworker.core --cov-branch --cov-report=term-missing:skip-covered \
 		--cov-fail-under=$(COVERAGE_FLOOR) tests/router/core tests/kvmanager/core tests/gpuworker/core
 
 check: $(STAMP) lint types coverage ## All that must be clean: ruff, mypy, coverage of the cores, import contracts, buf, drift of generated code
