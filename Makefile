@@ -3,30 +3,58 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+# PACKAGES: what constraints.txt pins is installed. STAMP: the CPU kernels are built too.
+PACKAGES := $(VENV)/.packages
 STAMP  := $(VENV)/.installed
 CLIENTS := .clients
 NATIVE := $(wildcard gpuworker/native/*.cpp gpuworker/native/*.h gpuworker/native/build.py)
 MODEL  ?= cli/demo_model/checkpoint
 TESTS  ?= tests
-JOBS   ?= 0
+# Processes that run tests: one for each core that this shell may use, eight at most.
+JOBS   ?= $(shell $(PYTHON) -c 'import os; print(min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()))')
 BENCH  ?= split
+COVERAGE_FLOOR := 95
+# Tests that share a started suite run in one process (tests/conftest.py groups them).
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 # More OpenMP threads than cores makes every tensor operation crawl; the tests run several processes at once.
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install clients demo demo-svg up test search check fmt lint types protos protos-baseline pins bench bench-gpu clean
+.PHONY: help install clients demo demo-svg up test-fast test test-rest test-all test-docker search coverage check fmt lint types protos protos-baseline pins bench bench-gpu clean
 
 help: ## List what make can do
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## Make the environment in .venv (once; again when pyproject.toml or constraints.txt change)
 
-$(STAMP): pyproject.toml protos/pyproject.toml constraints.txt hatch_build.py $(NATIVE)
+# pip's chatter becomes a line for every 20 packages; its errors, and its other warnings, come through.
+define PIP_FILTER
+/^WARNING: Location .* is ignored/ { next }
+/^(Collecting|Processing|Requirement already satisfied)/ { if (++found % 20 == 0) { print "    " found " packages found"; fflush() } next }
+/^ *Downloading .*\([0-9.]+ GB\)|^ *Downloading .*\([0-9][0-9]+\.[0-9] MB\)/ { sub(/^ */, "    "); print; fflush(); next }
+/^Installing collected packages/ { print "    installing " NF - 3 " packages"; fflush(); next }
+/^ *(Downloading|Using cached|Created wheel|Stored in|Attempting uninstall|Found existing|Uninstalling|Successfully|Preparing|Building|Getting|Installing|Checking|Obtaining|Looking) ?/ { next }
+/^ *━|^ *$$/ { next }
+{ print; fflush() }
+endef
+export PIP_FILTER
+
+$(PACKAGES): pyproject.toml protos/pyproject.toml constraints.txt hatch_build.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Quire needs Python 3.11 or newer; set PYTHON=...")'
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "Installing what constraints.txt pins into $(VENV); a minute or two the first time."
-	@$(BIN)/python -m pip install --disable-pip-version-check $$(test -t 1 || echo --quiet) -c constraints.txt -e ./protos -e '.[router,kvmanager,gpuworker,cli,local,bench,dev]'
+	@test -x $(BIN)/python || { echo "1/3 creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "2/3 installing pinned packages (a minute or two)"
+	@{ HATCH_BUILD_NO_HOOKS=1 $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt \
+		-e ./protos -e '.[router,kvmanager,gpuworker,cli,local,bench,dev]' 2>&1 || touch $@.failed; } | awk "$$PIP_FILTER"
+	@! rm $@.failed 2>/dev/null
 	@touch $@
+
+# Without a compiler there is no stamp: each `make` tries again, which takes no time.
+$(STAMP): $(PACKAGES) $(NATIVE)
+	@echo "3/3 building CPU kernels"
+	@if said=$$($(BIN)/python gpuworker/native/build.py 2>&1 >/dev/null); then touch $@; \
+	elif echo "$$said" | grep -q "no C++ compiler"; then \
+		echo "    no C++ compiler: slower torch kernels run on the CPU; install one (Debian: apt-get install g++), then run make again"; \
+	else echo "$$said"; exit 1; fi
 
 clients: $(CLIENTS)/.installed ## Install the clients that the tests call with: .clients, and what the examples in Node and C++ need
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
@@ -51,19 +79,41 @@ demo-svg: $(STAMP) ## Run the demonstration and draw its output into docs/demo.s
 up: $(STAMP) ## Run the whole suite in the foreground (MODEL=DIR to serve another checkpoint)
 	$(BIN)/quire up --model $(MODEL)
 
-test: $(STAMP) ## Run the tests (TESTS=PATH for some of them, JOBS=N in that many processes)
-	$(BIN)/python -m pytest -n $(JOBS) $(TESTS)
-	@if [ "$(TESTS)" = tests ]; then \
-		TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/suites/triton_interpreted && $(BIN)/python -m pytest tests/suites/triton_compiled; fi
+test-fast: $(STAMP) ## Run the tests that need neither torch nor a started service: the cores and the units (under a minute)
+	$(PYTEST) --fast tests
+
+test: $(STAMP) ## Run the tests that need nothing else installed (TESTS=PATH for some of them, JOBS=N in that many processes)
+	$(PYTEST) $(if $(filter tests,$(TESTS)),-m "not clients and not long") $(TESTS)
+
+# Triton's interpreter and its compiler need a process each.
+test-rest: $(STAMP) ## Run what `make test` leaves out: clients that Quire did not write, long searches, Triton's kernels
+	@failed=0; set -x; \
+	$(PYTEST) -m "clients or long" tests || failed=1; \
+	TRITON_INTERPRET=1 $(PYTEST) tests/suites/triton_interpreted || failed=1; \
+	$(BIN)/python -m pytest tests/suites/triton_compiled || failed=1; \
+	exit $$failed
+
+test-all: $(STAMP) ## Run every test: test, test-rest, a real Prometheus if it is installed, and search (half an hour)
+	@failed=0; set -x; \
+	$(MAKE) test || failed=1; \
+	$(MAKE) test-rest || failed=1; \
+	$(BIN)/python -m pytest -m prometheus tests/suites/deployment/operate || failed=1; \
+	$(MAKE) search || failed=1; \
+	exit $$failed
 
 test-docker: $(STAMP) ## Build the images, run the stack on this host's Docker engine under load, scale it, break it (minutes)
 	$(BIN)/python -m pytest -n 0 -x -s --timeout 1800 tests/suites/deployment/docker/engine
 
 search: $(STAMP) ## Search the lease protocol's model at length (7 minutes), and print which mutant each search kills
-	$(BIN)/python -m pytest -m exhaustive tests/suites/protocol
+	$(PYTEST) -m exhaustive tests/suites/protocol
 	$(BIN)/python -m tests.suites.protocol.mutants
 
-check: $(STAMP) lint types ## All that must be clean: ruff, mypy, import contracts, buf, drift of generated code
+# Just below what is measured: a change that leaves parts of a core untested fails.
+coverage: $(STAMP) ## Measure how much of the pure cores their own tests run, and fail below the floor
+	$(PYTEST) -q -m "not searches" --cov=router.core --cov=kvmanager.core --cov=gpuworker.core --cov-branch --cov-report=term-missing:skip-covered \
+		--cov-fail-under=$(COVERAGE_FLOOR) tests/router/core tests/kvmanager/core tests/gpuworker/core
+
+check: $(STAMP) lint types coverage ## All that must be clean: ruff, mypy, coverage of the cores, import contracts, buf, drift of generated code
 	$(BIN)/lint-imports
 	$(BIN)/buf lint
 	$(BIN)/buf breaking --against protos/baseline.binpb
@@ -89,7 +139,7 @@ protos-baseline: $(STAMP) ## Make today's .proto files the ones that later ones 
 
 pins: $(STAMP) ## Write what is installed now into constraints.txt
 	@{ sed -n '/^#/p' constraints.txt; $(BIN)/python -m pip freeze --exclude-editable | sed 's/+[a-z0-9.]*$$//'; } > constraints.new
-	@mv constraints.new constraints.txt && touch $(STAMP)
+	@mv constraints.new constraints.txt && touch $(PACKAGES) $(STAMP)
 
 bench: $(STAMP) ## Measure (BENCH=split|waste|prefix|engine|serve|load|constraints|peers|phases|cpu_attention|..., ARGS=...)
 	$(BIN)/python -m bench.$(BENCH) $(ARGS)
@@ -99,5 +149,5 @@ bench-gpu: ## Measure kernels and engine on a GPU: needs torch, triton and trans
 		$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) -m bench.gpu_$$name || exit $$?; done
 
 clean: ## Remove the environment, caches and run-time files
-	rm -rf $(VENV) $(CLIENTS) .quire .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) $(CLIENTS) .quire .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,9 +1,11 @@
-"""Fixtures for every test: a real Redis, and an environment without the options of whoever runs the tests."""
+"""What every test shares: a real Redis, an environment without the caller's options, and what each folder needs."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 import redis
@@ -16,6 +18,85 @@ if "QUIRE_ALL_CLIENTS" in os.environ:
     os.environ["PYTEST_ALL_CLIENTS"] = os.environ["QUIRE_ALL_CLIENTS"]
 for _name in [name for name in os.environ if name == "REDIS_URL" or name.startswith(("QUIRE_", "OTEL_"))]:
     del os.environ[_name]
+
+_HERE = Path(__file__).parent
+
+# What the tests of these folders and files need. `--fast` does not even import them.
+_NEEDS = {
+    "torch": """
+        bench/gpu bench/test_constraints.py bench/test_cpu_attention.py bench/test_engine.py bench/test_phases.py
+        bench/test_prefix.py bench/test_split.py
+        cli/demo_model cli/suite/test_preflight.py cli/test_commands.py
+        gpuworker/attention gpuworker/checkpoints gpuworker/memory gpuworker/models gpuworker/native gpuworker/plane
+        gpuworker/runner gpuworker/sampling gpuworker/structured gpuworker/engine/test_determinism.py
+        gpuworker/engine/test_equality.py gpuworker/server/test_router_streams.py gpuworker/test_process.py
+        router/text/test_tokenizer.py structure/test_light_imports.py
+    """,
+    "processes": """
+        bench/comparison/test_peer_process.py bench/lib/test_suite.py bench/test_load.py bench/test_peers.py
+        bench/test_split.py cli/test_commands.py gpuworker/test_process.py kvmanager/test_process.py
+        router/test_privacy.py router/test_process.py
+        suites/clients suites/deployment/operate suites/e2e
+    """,
+    "searches": "kvmanager/core/test_soak.py suites/protocol",
+    "plots": "bench/comparison/test_plots.py bench/open_loop/test_plot.py",
+    "clients": """
+        suites/clients/test_examples.py suites/clients/test_open_inference.py suites/clients/test_tritonclient.py
+    """,
+}
+# Tests of these share what is slow to start, such as a suite: one process runs all of a folder, or all of a file.
+_SHARED_BY_FOLDER = "suites/clients suites/deployment/operate"
+_SHARED_BY_FILE = """
+    bench/test_engine.py cli/demo_model cli/test_commands.py router/kserve router/openai
+    suites/e2e/test_chaos.py suites/e2e/test_openai.py suites/e2e/test_privacy.py suites/e2e/test_routers.py
+    suites/e2e/test_several_sequences.py suites/e2e/test_streams.py suites/e2e/test_trace_statuses.py
+"""
+_ONLY_WHEN_NAMED = ("exhaustive", "prometheus")
+
+
+def _within(path: Path, names: str) -> bool:
+    return any(path.is_relative_to(_HERE / name) for name in names.split())
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--fast", action="store_true", help="leave out, unread, what needs torch, started services or a minute"
+    )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if config.getoption("fast") and any(_within(collection_path, names) for names in _NEEDS.values()):
+        return True
+    return None
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        for need, names in _NEEDS.items():
+            if _within(item.path, names):
+                item.add_marker(need)
+        if group := _group(item.path):
+            item.add_marker(pytest.mark.xdist_group(group))
+    unwanted = [name for name in _ONLY_WHEN_NAMED if name not in config.option.markexpr]
+    if config.getoption("fast"):
+        unwanted.append("long")
+    left_out = [item for item in items if any(item.get_closest_marker(name) for name in unwanted)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
+def _group(path: Path) -> str | None:
+    """Return the name under which pytest-xdist keeps the tests of a file together; None where each may go anywhere."""
+    if _within(path, _SHARED_BY_FILE):
+        return str(path.relative_to(_HERE))
+    return next((name for name in _SHARED_BY_FOLDER.split() if _within(path, name)), None)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if session.config.getoption("fast") and "torch" in sys.modules:
+        raise pytest.UsageError("a test imports torch: name it in tests/conftest.py, or import torch in a function")
 
 
 @pytest.fixture(scope="session")

@@ -53,7 +53,6 @@ def test_nothing_is_pinned_by_default() -> None:
     assert flags().parse_args([]).pin == ""
 
 
-@pytest.mark.timeout(90)
 def test_two_seconds_of_load_are_counted_and_checked(tmp_path: Path) -> None:
     words = ["--rates", "10", "--seconds", "1.5", "--warm", "0.5", "--output-tokens", "20", "--clients", "1", "--json"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'protos'}"}
@@ -61,7 +60,7 @@ def test_two_seconds_of_load_are_counted_and_checked(tmp_path: Path) -> None:
         module_command("bench.load", *words, "--results", str(tmp_path / "load.jsonl")),
         capture_output=True,
         text=True,
-        timeout=80.0,
+        timeout=300.0,
         check=True,
         cwd=ROOT,
         env=environment,

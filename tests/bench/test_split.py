@@ -70,14 +70,13 @@ def test_a_simulated_step_takes_its_time() -> None:
     assert result.seconds >= 0.02
 
 
-@pytest.mark.timeout(60)
 def test_a_real_pair_runs_through() -> None:
     flags = ["--json", "--only", "sim", "--pairs", "1", "--sequences", "8", "--output-tokens", "8"]
     done = subprocess.run(
         module_command("bench.split", *flags),
         capture_output=True,
         text=True,
-        timeout=50.0,
+        timeout=300.0,
         check=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )

@@ -91,9 +91,12 @@ class LongStreams:
 
 
 def test_status_shows_the_worker(up: Up, tmp_path: Path) -> None:
-    shown = quire("status", "--address", up.address, cwd=hostile_folder(tmp_path / "hostile"))
-    assert shown.returncode == 0, shown.stderr
-    assert re.search(r"worker-0\s+127\.0\.0\.1:\d+\s+connected\s+attached\s+0\s+0\s+512\s+512", shown.stdout)
+    idle = r"worker-0\s+127\.0\.0\.1:\d+\s+connected\s+attached\s+0\s+0\s+512\s+512"
+    folder = hostile_folder(tmp_path / "hostile")
+    deadline = time.monotonic() + READY_SECONDS  # the blocks of the test before come free
+    while not re.search(idle, (shown := quire("status", "--address", up.address, cwd=folder)).stdout):
+        assert shown.returncode == 0, shown.stderr
+        assert time.monotonic() < deadline, shown.stdout
 
 
 def test_commands_find_the_router_by_the_environment(up: Up) -> None:
@@ -165,12 +168,16 @@ def test_errors_are_one_line_and_say_what_to_do(up: Up) -> None:
 def test_giving_up_says_after_how_long_and_how_far_it_came(up: Up) -> None:
     streams = LongStreams(up.address, 6)  # they keep the worker busy
     streams.begun()
-    words = ("ab", "--raw", "--max-tokens", str(LONG), "--seed", "3", "--timeout", "0.5", "--address", up.address)
-    shown = quire("generate", *words)
+    words = ("ab", "--raw", "--max-tokens", str(LONG), "--seed", "3", "--address", up.address)
+    for timeout in ("0.5", "2", "8"):  # a slow machine admits the request later
+        shown = quire("generate", *words, "--timeout", timeout)
+        if "quire trace" in shown.stderr:
+            break
     streams.ended()
     assert shown.returncode == 1
     assert re.fullmatch(
-        r"quire: gave up after --timeout 0\.5 s with \d+ output tokens; quire trace [0-9a-f]{32}\n", shown.stderr
+        rf"quire: gave up after --timeout {timeout} s with \d+ output tokens; quire trace [0-9a-f]{{32}}\n",
+        shown.stderr,
     )
 
 
@@ -191,20 +198,27 @@ def test_a_killed_worker_is_started_again(up: Up) -> None:
         assert time.monotonic() < deadline, "".join(up.lines)
 
 
-def test_ctrl_c_lets_streams_of_several_seconds_finish_and_leaves_nothing_behind(up: Up) -> None:
-    below = up.children()
-    assert len(below) >= 4
-    streams = LongStreams(up.address, 8)
-    streams.begun()
-    up.process.send_signal(signal.SIGINT)
-    up.until("quire     stopping: running requests have 30 s to finish")
-    assert sum(streams.tokens) < 8 * LONG
-    streams.ended()
-    assert (streams.tokens, streams.failures) == ([LONG] * 8, 0)
-    assert up.process.wait(timeout=30.0) == 0
-    up.until("quire     stopped")
-    _, alive = psutil.wait_procs(below, timeout=5.0)
-    assert not alive
+def test_ctrl_c_lets_running_streams_finish_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    up = Up(tmp_path, "--drain-timeout", "300", "--max-model-len", "1024")
+    try:
+        up.until("quire     ready")
+        below = up.children()
+        assert len(below) >= 4
+        streams = LongStreams(up.address, 8)
+        streams.begun()
+        up.child("gpuworker.main").suspend()  # so that no stream ends before the suite stops
+        up.process.send_signal(signal.SIGINT)
+        up.until("quire     stopping: running requests have 300 s to finish")
+        up.child("gpuworker.main").resume()
+        assert sum(streams.tokens) < 8 * LONG
+        streams.ended()
+        assert (streams.tokens, streams.failures) == ([LONG] * 8, 0)
+        assert up.process.wait(timeout=READY_SECONDS) == 0
+        up.until("quire     stopped")
+        _, alive = psutil.wait_procs(below, timeout=READY_SECONDS)
+        assert not alive
+    finally:
+        up.close()
 
 
 def test_embedded_managers_serve_and_a_second_ctrl_c_kills(tmp_path: Path) -> None:
@@ -215,13 +229,14 @@ def test_embedded_managers_serve_and_a_second_ctrl_c_kills(tmp_path: Path) -> No
         assert not any("kvmanager.main" in each.cmdline() for each in below)
         streams = LongStreams(up.address, 8)
         streams.begun()
+        up.child("gpuworker.main").suspend()  # so that no stream ends before the second Ctrl-C
         up.process.send_signal(signal.SIGINT)
         up.until("quire     stopping: running requests have 60 s to finish")
         up.process.send_signal(signal.SIGINT)
-        assert up.process.wait(timeout=5.0) == 130
+        assert up.process.wait(timeout=READY_SECONDS) == 130
         streams.ended()
         assert streams.failures == 8
-        _, alive = psutil.wait_procs(below, timeout=5.0)
+        _, alive = psutil.wait_procs(below, timeout=READY_SECONDS)
         assert not alive
     finally:
         up.close()
@@ -264,7 +279,7 @@ def test_the_drawing_has_the_output_and_loads_nothing_from_elsewhere() -> None:
 
 
 def test_the_demonstration_shows_a_cache_hit_and_a_trace(tmp_path: Path) -> None:
-    shown = quire("demo", timeout=100.0, cwd=hostile_folder(tmp_path / "hostile"))
+    shown = quire("demo", timeout=300.0, cwd=hostile_folder(tmp_path / "hostile"))
     assert shown.returncode == 0, shown.stderr
     first, second = re.findall(r"^ +(?:first|second) +\d+ +(\d+) +[\d.]+ ms +worker-\d", shown.stdout, re.MULTILINE)
     assert int(first) == 0

@@ -12,21 +12,17 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import pytest
-
 from common.process import die_with_parent
 from tests.support.checkpoints import checkpoint
 
 ROOT = Path(__file__).parents[2]
-PATIENCE = 60.0
+PATIENCE = 120.0
 # What each process does before it becomes a worker.
 AS_IT_IS = ""
 LOADS_FOR_EVER = (
     "import time, gpuworker.main as m; m.assemble = lambda _: (print('loading', flush=True), time.sleep(600))"
 )
 ATTACH_FAILS = "e.EmbeddedChannel.attach = lambda *_: {}['a bug']"
-
-pytestmark = pytest.mark.timeout(120)
 
 
 @asynccontextmanager

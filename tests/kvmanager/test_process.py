@@ -42,7 +42,7 @@ class ManagerChild:
 
     async def ended(self) -> tuple[int, str]:
         """Return exit status and what it said on stderr."""
-        async with asyncio.timeout(20.0):
+        async with asyncio.timeout(60.0):
             _, said = await self.process.communicate()
         assert self.process.returncode is not None
         return self.process.returncode, said.decode()
@@ -67,7 +67,7 @@ async def launch(tmp_path: Path) -> AsyncIterator[Launch]:
             stderr=asyncio.subprocess.PIPE,
         )
         assert process.stdout is not None
-        async with asyncio.timeout(30.0):
+        async with asyncio.timeout(60.0):
             ready = (await process.stdout.readline()).decode()
         child = ManagerChild(process, ready)
         children.append(child)

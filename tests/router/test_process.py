@@ -59,7 +59,7 @@ async def router(*flags: str) -> AsyncIterator[asyncio.subprocess.Process]:
 async def address_in(stream: asyncio.StreamReader | None, word: str) -> str:
     """Return the HOST:PORT after a word that the process prints."""
     assert stream is not None
-    async with asyncio.timeout(30.0):
+    async with asyncio.timeout(60.0):
         while line := (await stream.readline()).decode():
             if word in line:
                 return line.partition(word)[2].split(",")[0].strip()
@@ -180,6 +180,6 @@ def metrics_of(own_port: int) -> str:
 )
 async def test_bad_options_are_all_told_and_nothing_starts(flags: tuple[str, ...], said: str) -> None:
     async with router(*flags) as process:
-        _, err = await asyncio.wait_for(process.communicate(), 30.0)
+        _, err = await asyncio.wait_for(process.communicate(), 60.0)
         assert process.returncode == 2
         assert said in err.decode()

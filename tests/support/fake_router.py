@@ -19,7 +19,7 @@ from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
 from quire.types.v1 import types_pb2 as types
 
-PATIENCE_S = 10.0
+PATIENCE_S = 120.0
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 # What a call does next: send an event, end with an error (a bare code has no details), or wait.
 Step = pb.GenerateResponse | QuireError | grpc.StatusCode | asyncio.Event

@@ -12,7 +12,7 @@ from cli.demo_model.prompts import questions, system_text
 from quire.inference.v1 import inference_pb2 as pb
 from quire.kvmanager.v1 import kvmanager_pb2
 from tests.support.reference import chat_tokens
-from tests.support.suite import Outcome, Suite, greedy
+from tests.support.suite import PATIENCE, Outcome, Suite, greedy
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:
@@ -48,9 +48,9 @@ def kill(suite: Suite, name: str, number: signal.Signals = signal.SIGKILL) -> No
 
 async def epoch(suite: Suite) -> int:
     """Return the manager's epoch, which a manager has from the first worker on that attaches."""
-    async with asyncio.timeout(30.0):
+    async with asyncio.timeout(PATIENCE):
         while True:
-            answer = await suite.manager.GetPool(kvmanager_pb2.GetPoolRequest(), timeout=10.0, wait_for_ready=True)
+            answer = await suite.manager.GetPool(kvmanager_pb2.GetPoolRequest(), timeout=PATIENCE, wait_for_ready=True)
             if answer.epoch:
                 return int(answer.epoch)
             await asyncio.sleep(0.02)

@@ -14,11 +14,11 @@ from cli.suite.stack import free_ports
 from common.process.python import module_command
 from tests.support.checkpoints import checkpoint
 
-READY_SECONDS = 60.0
+READY_SECONDS = 180.0
 
 
 def quire(
-    *words: str, timeout: float = 60.0, environ: Mapping[str, str] | None = None, cwd: Path | None = None
+    *words: str, timeout: float = 240.0, environ: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
     command = module_command("cli.main", *words)

@@ -44,7 +44,7 @@ def options(tmp_path: Path) -> PeerOptions:
 
 async def until(holds: Callable[[], bool]) -> None:
     """Wait for what another process does; fail when it has not after a while."""
-    async with asyncio.timeout(15.0):
+    async with asyncio.timeout(60.0):
         while not holds():  # noqa: ASYNC110 - processes of the system set no event
             await asyncio.sleep(0.01)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-import pytest
-
 from bench.lib.checkpoints import SMALL, checkpoint
 from bench.lib.suite import served_suite
 from bench.lib.workloads import make
@@ -19,7 +17,6 @@ def test_options_become_flags_of_the_suite() -> None:
     assert suite_flags(options) == ["--no-prefix-caching", "--block-size", "16", "--deterministic"]
 
 
-@pytest.mark.timeout(120)
 async def test_a_workload_goes_through_all_processes() -> None:
     args = argparse.Namespace(block_size=16, threads=1, trace_sample_ratio=0.0)
     workload = make("W3", scale=0.01)

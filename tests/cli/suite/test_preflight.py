@@ -155,7 +155,7 @@ def test_a_service_whose_port_was_taken_in_between_says_that_and_no_more(taken: 
     manager = programs(suite_options((), base))["kvmanager"]
     command = [*manager.command, *manager.flags, "--port", str(taken), "--redis-url", ""]
     env = os.environ | manager.environment
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60.0, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=240.0, check=False)
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
         "1 bad option; nothing was started.",
@@ -191,7 +191,7 @@ def resolve(model: str, tmp_path: Path, **environ: str) -> subprocess.CompletedP
     words = [word for flag, port in zip(flags, ports, strict=True) for word in (flag, str(port))]
     env = {**os.environ, "HF_HOME": str(tmp_path), **environ}
     command = [sys.executable, "-c", script, "--model", model, *words]
-    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=60.0, check=False)
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=240.0, check=False)
 
 
 def test_a_hub_name_is_resolved_once_and_keeps_its_name(folder: Path, tmp_path: Path) -> None:

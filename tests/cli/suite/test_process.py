@@ -10,7 +10,7 @@ import pytest
 from cli.suite.process import Child
 from cli.suite.programs import Program
 
-SECONDS = 20.0
+SECONDS = 120.0
 IGNORES_SIGTERM = (
     "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('here', flush=True); signal.pause()"
 )

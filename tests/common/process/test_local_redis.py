@@ -16,7 +16,7 @@ from common.errors import Unavailable
 from common.process import local_redis
 from common.process.local_redis import LocalRedis, find_server, redis_at
 
-DEADLINE_S = 10
+DEADLINE_S = 120.0
 
 
 def ends(pidfd: int) -> bool:

@@ -11,7 +11,7 @@ from transformers.utils.logging import set_tqdm_hook, tqdm
 
 from gpuworker.checkpoints.progress import telling_progress
 
-SECONDS = 20.0
+SECONDS = 120.0
 
 
 class Line:

@@ -35,7 +35,7 @@ from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
 
 IDENTITY = PoolIdentity("m", "t", 16, KvGeometry(1, 1, 8, 8, "float32"))
 EMPTY = Inventory()
-TIMEOUT_S = 10.0
+TIMEOUT_S = 120.0
 _T = TypeVar("_T")
 
 

@@ -16,7 +16,7 @@ from gpuworker.sampling.native_sampler import ROW
 
 pytestmark = pytest.mark.skipif(best() is None, reason="the native library was not built")
 CALL = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)
-PATIENCE = 10.0
+PATIENCE = 120.0
 
 
 def queue() -> StepQueue:

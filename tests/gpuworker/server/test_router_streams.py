@@ -32,8 +32,6 @@ from tests.support.gpuworker.worker_harness import CONFIG, TRACED, RouterEnd, Se
 
 PROMPT = list(range(20, 31))
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def detail(error: aio.AioRpcError, kind: type[Message]) -> Message:
     """Return the detail of a kind that a status carries."""

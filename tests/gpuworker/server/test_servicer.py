@@ -19,8 +19,6 @@ from quire.types.v1 import types_pb2 as types
 from tests.support.gpuworker.fake_engine_ports import InstantRunner, ManualRunner, ScriptedChannel
 from tests.support.gpuworker.worker_harness import PATIENCE, TRACED, RouterEnd, served, submit
 
-pytestmark = pytest.mark.timeout(60)
-
 
 async def test_a_sequence_is_admitted_drawn_and_finished() -> None:
     async with served(InstantRunner()) as worker, worker.router() as router:

@@ -36,8 +36,6 @@ SCHEMA = Constraint(
 )
 COUNT = 60
 
-pytestmark = pytest.mark.timeout(100)
-
 
 @pytest.fixture(autouse=True)
 def threads() -> Iterator[None]:

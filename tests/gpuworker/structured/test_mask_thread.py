@@ -18,7 +18,7 @@ from tests.support.checkpoints import EOS, VOCAB_SIZE, checkpoint, tokenizer
 
 A, B = SequenceId(1), SequenceId(2)
 PROMPT = 5
-PATIENCE = 10.0
+PATIENCE = 120.0
 AB, ABC = (Constraint(ConstraintKind.REGEX, text) for text in ("ab", "(ab)+c"))
 a, b, c = (tokenizer().encode(letter)[0] for letter in "abc")
 

@@ -112,7 +112,7 @@ class Rig:
         return Removed(self.number, H[index], index)
 
     async def settled(self) -> None:
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(60.0):
             await self.publisher.settled()
 
     def published(self, feed: WorkerFeed) -> set[BlockHash]:
@@ -120,7 +120,7 @@ class Rig:
 
     async def next_call(self, wanted: Callable[[object], bool]) -> None:
         """Return once the store was called as wanted."""
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(60.0):
             while not any(map(wanted, self.store.calls)):
                 self.store.called.clear()
                 await self.store.called.wait()
@@ -244,7 +244,7 @@ async def test_newer_manager_ends_the_task(rig: Rig) -> None:
     rig.store.script = [StaleEpoch("replaced")]
     rig.open()
     with pytest.raises(StaleEpoch, match="replaced"):
-        await asyncio.wait_for(rig.task, 10.0)
+        await asyncio.wait_for(rig.task, 60.0)
 
 
 async def test_leases_are_renewed_and_a_worker_that_stays_away_is_retired(rig: Rig) -> None:
@@ -277,5 +277,5 @@ async def test_stop_does_not_depend_on_a_cancellation_that_arrives(rig: Rig) -> 
     await rig.next_call(lambda call: isinstance(call, IndexCall))
     rig.publisher.stop()
     rig.task.cancel()
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(60.0):
         await asyncio.wait([rig.task])

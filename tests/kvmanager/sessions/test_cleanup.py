@@ -42,7 +42,7 @@ class Handler:
 
 
 async def ended(task: asyncio.Task[None]) -> None:
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(60.0):
         await asyncio.wait([task])
 
 
@@ -58,7 +58,7 @@ async def test_worker_that_hangs_up_is_gone_although_its_handler_is_cancelled_me
     handler.task.cancel()
     await ended(handler.task)
     assert manager.attachments.manager.workers() == ()
-    await asyncio.wait_for(manager.attachments.left(), 10.0)
+    await asyncio.wait_for(manager.attachments.left(), 60.0)
 
 
 async def test_handler_that_is_cancelled_twice_leaves_no_session(manager: Running) -> None:
@@ -68,7 +68,7 @@ async def test_handler_that_is_cancelled_twice_leaves_no_session(manager: Runnin
     await asyncio.sleep(0)
     handler.task.cancel()
     await ended(handler.task)
-    await asyncio.wait_for(manager.attachments.left(), 10.0)
+    await asyncio.wait_for(manager.attachments.left(), 60.0)
 
 
 async def test_cancellation_that_is_lost_while_the_epoch_is_taken_leaves_no_session(
@@ -86,9 +86,9 @@ async def test_cancellation_that_is_lost_while_the_epoch_is_taken_leaves_no_sess
     monkeypatch.setattr(IndexWriter, "epoch_for", epoch_for)
     handler = Handler(manager)
     handler.say_attach()
-    await asyncio.wait_for(asked.wait(), 10.0)
+    await asyncio.wait_for(asked.wait(), 60.0)
     handler.task.cancel()
     await ended(handler.task)
-    await asyncio.wait_for(lost.wait(), 10.0)
-    await asyncio.wait_for(manager.attachments.left(), 10.0)
+    await asyncio.wait_for(lost.wait(), 60.0)
+    await asyncio.wait_for(manager.attachments.left(), 60.0)
     assert manager.attachments.counts.opened == 1

@@ -21,7 +21,7 @@ from router.text.checkpoint import read_checkpoint
 from tests.support.router.tokenizers import word_piece
 
 JSON, REGEX, GRAMMAR = ConstraintKind.JSON_SCHEMA, ConstraintKind.REGEX, ConstraintKind.GRAMMAR
-DEADLINE_S = 10.0
+DEADLINE_S = 120.0
 
 
 @pytest_asyncio.fixture

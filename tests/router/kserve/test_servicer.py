@@ -124,7 +124,7 @@ async def test_a_whole_answer(api: Api) -> None:
     assert response.parameters["trace_id"].string_param == TRACE_ID
     (served,) = api.frontend.requests
     assert (served.sampling.seed, served.arrived) == (5, ARRIVED)
-    assert served.deadline == pytest.approx(ARRIVED + PATIENCE_S, abs=1)
+    assert served.deadline == pytest.approx(ARRIVED + PATIENCE_S, abs=PATIENCE_S / 2)
     assert served.request_id is None  # ids of this protocol need not be unique
 
 
@@ -202,8 +202,8 @@ async def test_a_deadline_that_cut_the_answer_short_is_the_status(api: Api) -> N
 
 
 async def test_of_two_deadlines_the_earlier_one_counts(api: Api) -> None:
-    await api.infer(infer(input_ids=[1], parameters={"timeout": 60_000_000}))
-    assert api.frontend.requests[0].deadline == pytest.approx(ARRIVED + PATIENCE_S, abs=1)
+    await api.infer(infer(input_ids=[1], parameters={"timeout": 600_000_000}))
+    assert api.frontend.requests[0].deadline == pytest.approx(ARRIVED + PATIENCE_S, abs=PATIENCE_S / 2)
 
 
 async def test_a_cancelled_call_closes_its_events(api: Api) -> None:

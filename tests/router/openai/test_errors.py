@@ -14,6 +14,7 @@ from openai import AsyncOpenAI, OpenAI
 from common.errors import Overloaded, QuotaViolation, Unavailable
 from router.openai.app import MAX_BODY_BYTES
 from router.openai.schema import ErrorBody
+from tests.support.deadlines import TooSlow, with_enough_time
 from tests.support.router.fake_frontend import admitted, finished, tokens
 from tests.support.router.http_harness import DEADLINE_S, FACTS, HI, Api
 
@@ -164,11 +165,16 @@ async def test_the_client_does_not_repeat_what_cannot_succeed(api: Api) -> None:
 
 
 async def test_the_clients_own_timeout_ends_the_request(api: Api) -> None:
-    never = asyncio.Event()
-    api.frontend.script = lambda request: [admitted(request), tokens("a"), never]
-    with pytest.raises(openai.APITimeoutError):
-        await api.client.completions.create(model="demo", prompt="a", timeout=0.2)
-    await asyncio.wait_for(api.frontend.closed.wait(), DEADLINE_S)
+    async def attempt(seconds: float) -> None:
+        never = asyncio.Event()
+        api.frontend.script = lambda request: [admitted(request), tokens("a"), never]
+        with pytest.raises(openai.APITimeoutError):
+            await api.client.completions.create(model="demo", prompt="a", timeout=seconds)
+        if not api.frontend.reached.is_set():
+            raise TooSlow
+        await asyncio.wait_for(api.frontend.closed.wait(), DEADLINE_S)
+
+    await with_enough_time(attempt, 0.2)
 
 
 async def test_a_task_cancelled_in_mid_stream_ends_the_request(api: Api) -> None:

@@ -11,7 +11,7 @@ import grpc
 from open_inference.grpc import protocol as pb
 from open_inference.grpc.service import GRPCInferenceServiceStub
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 def answers(told: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 from tests.suites.clients.served import ROOT, missing
 
 PYTHON = ROOT / ".clients" / "bin" / "python"
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 
 
 def need_clients() -> None:

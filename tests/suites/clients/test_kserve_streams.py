@@ -6,7 +6,6 @@ import asyncio
 import random
 
 import grpc
-import pytest
 
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 from quire.kserve.v2 import kserve_pb2 as pb
@@ -14,8 +13,6 @@ from quire.kserve.v2 import kserve_pb2_grpc as rpc
 from tests.suites.clients.served import Served
 from tests.support.router.kserve_messages import infer, is_final, outputs_of
 from tests.support.suite import PATIENCE
-
-pytestmark = pytest.mark.timeout(120)
 
 
 def wanted(served: Served, name: str, max_tokens: int, sequences: int = 1) -> pb.ModelInferRequest:

@@ -18,7 +18,7 @@ import tritonclient.grpc.aio as triton_aio
 from tritonclient.grpc import model_config_pb2, service_pb2
 from tritonclient.utils import InferenceServerException
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 GREEDY: dict[str, Any] = {"temperature": "0", "ignore_eos": True}
 EXTRAS = ("finish_reason", "num_input_tokens", "num_output_tokens", "output_ids")
 

@@ -30,15 +30,15 @@ from quire.kvmanager.v1 import kvmanager_pb2
 from tests.suites.e2e.conftest import WORKERS
 from tests.support.kvmanager.fake_session import RawWorker, attach_of
 from tests.support.load import all_started, epoch, kill, prompts
-from tests.support.reference import chat_tokens, greedy_tokens
+from tests.support.reference import assert_greedy, chat_tokens
 from tests.support.suite import PATIENCE, Outcome, Suite, greedy
 
 STREAMS, COUNT = 16, 96
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-async def eventually(holds: Callable[[], Awaitable[bool]], seconds: float = 10.0) -> None:
+async def eventually(holds: Callable[[], Awaitable[bool]], seconds: float = PATIENCE) -> None:
     """Return once it holds; for what only other processes bring about."""
     async with asyncio.timeout(seconds):
         while not await holds():  # noqa: ASYNC110
@@ -47,12 +47,12 @@ async def eventually(holds: Callable[[], Awaitable[bool]], seconds: float = 10.0
 
 async def identity_of(suite: Suite) -> PoolIdentity:
     """Return the identity of the suite's pool."""
-    return identity_from_proto((await suite.inference.GetModel(pb.GetModelRequest(), timeout=5.0)).identity)
+    return identity_from_proto((await suite.inference.GetModel(pb.GetModelRequest(), timeout=PATIENCE)).identity)
 
 
 def assert_reference(asked: Sequence[list[int]], outcomes: Sequence[Outcome], count: int = COUNT) -> None:
     """Compare every stream with what transformers draws."""
-    assert [outcome.tokens for outcome in outcomes] == [greedy_tokens(prompt, count) for prompt in asked]
+    assert_greedy(asked, [outcome.tokens for outcome in outcomes], count)
 
 
 async def until_connected(suite: Suite) -> None:
@@ -60,7 +60,7 @@ async def until_connected(suite: Suite) -> None:
 
     async def all_connected() -> bool:
         try:
-            status = await suite.inference.GetStatus(pb.GetStatusRequest(), timeout=10.0, wait_for_ready=True)
+            status = await suite.inference.GetStatus(pb.GetStatusRequest(), timeout=PATIENCE, wait_for_ready=True)
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.UNAVAILABLE:
                 raise
@@ -128,7 +128,7 @@ class Index:
         """Return the same from the manager's own map."""
         keys = list(map(block_hash_of, block_digests(self._root, tokens, self._identity.block_size)))
         request = kvmanager_pb2.LookupRequest(block_hashes=pack_hashes(keys), num_tokens=len(tokens) + 1)
-        matches = (await self._suite.manager.Lookup(request, timeout=5.0)).matches
+        matches = (await self._suite.manager.Lookup(request, timeout=PATIENCE)).matches
         return {match.worker_id: match.hit_blocks for match in matches}
 
     async def number(self, key: str) -> int:
@@ -187,7 +187,7 @@ async def test_a_second_manager_takes_over_and_is_replaced_in_turn(suite: Suite,
         async with open_channel(f"127.0.0.1:{port}") as channel:
             intruder = attach_of("intruder", identity=await identity_of(suite), address="127.0.0.1:9")
             await RawWorker(channel, intruder).attached()
-            async with asyncio.timeout(30.0):
+            async with asyncio.timeout(PATIENCE):
                 _, said = await second.communicate()
     finally:
         if second.returncode is None:
@@ -209,7 +209,11 @@ async def test_a_killed_router_leaves_nothing_running_and_its_successor_serves(s
     asked = prompts(STREAMS, seed=41)
     await until_connected(suite)
     tasks = await all_started(suite, asked, 2000)
-    assert sum(pool.running for pool in await suite.pools()) == STREAMS
+
+    async def all_run() -> bool:
+        return sum(pool.running for pool in await suite.pools()) == STREAMS
+
+    await eventually(all_run)
     kill(suite, "router")
     broken = await asyncio.gather(*tasks, return_exceptions=True)
     assert {error.code() for error in broken if isinstance(error, grpc.aio.AioRpcError)} == {
@@ -233,7 +237,7 @@ async def test_streams_leave_a_worker_that_is_stopped_and_it_is_used_again_when_
     try:
         outcomes = await asyncio.gather(*tasks)
         assert stopped in {outcome.admitted.worker_id for outcome in outcomes if outcome.admitted}
-        status = await suite.inference.GetStatus(pb.GetStatusRequest(), timeout=5.0)
+        status = await suite.inference.GetStatus(pb.GetStatusRequest(), timeout=PATIENCE)
         assert [worker.state for worker in status.workers if worker.worker_id == stopped] != ["connected"]
     finally:
         os.kill(pid, signal.SIGCONT)

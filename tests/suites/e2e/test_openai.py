@@ -23,7 +23,7 @@ from tests.suites.e2e.conftest import WORKERS
 from tests.support.reference import tokenizer
 from tests.support.suite import PATIENCE, Suite, chat
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 MODEL = "checkpoint"
 MESSAGES: list[ChatCompletionMessageParam] = [
@@ -109,9 +109,9 @@ async def test_the_trace_names_the_kind_of_the_constraint_and_not_its_text(suite
     assert outcome.admitted is not None
     stub = decision_pb2_grpc.DecisionServiceStub(suite.channel)
     query = decision_pb2.GetTraceRequest(trace_id=outcome.admitted.trace_id)
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(PATIENCE):
         while True:
-            spans = (await stub.GetTrace(query, timeout=5.0)).spans
+            spans = (await stub.GetTrace(query, timeout=PATIENCE)).spans
             if {"request", "decode"} <= {span.name for span in spans}:
                 break
             await asyncio.sleep(0.05)

@@ -16,13 +16,13 @@ from cli.demo_model import CHECKPOINT
 from cli.demo_model.prompts import questions, system_text
 from cli.suite.stack import StackOptions
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc
-from tests.support.suite import Outcome, Suite, chat, running_suite
+from tests.support.suite import PATIENCE, Outcome, Suite, chat, running_suite
 
 PROCESSES = {"kvmanager", "worker-0", "router"}
 SPANS = {"request", "queue", "route", "stream", "sequence", "reserve", "decode", "kvmanager.reserve"}
 SECRET = "Zebedeeson"
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -49,7 +49,7 @@ def traceparent(sampled: bool) -> tuple[str, str]:
 async def spans_of(suite: Suite, trace_id: str, wanted: set[str]) -> list[decision_pb2.Span]:
     """Return the spans of a trace once these have come."""
     stub = decision_pb2_grpc.DecisionServiceStub(suite.channel)
-    async with asyncio.timeout(15.0):
+    async with asyncio.timeout(PATIENCE):
         while True:
             spans = await spans_now(stub, trace_id)
             if wanted <= {span.name for span in spans}:
@@ -60,7 +60,7 @@ async def spans_of(suite: Suite, trace_id: str, wanted: set[str]) -> list[decisi
 async def spans_now(stub: decision_pb2_grpc.DecisionServiceStub, trace_id: str) -> list[decision_pb2.Span]:
     """Return the spans of a trace that have come so far."""
     try:
-        return list((await stub.GetTrace(decision_pb2.GetTraceRequest(trace_id=trace_id), timeout=5.0)).spans)
+        return list((await stub.GetTrace(decision_pb2.GetTraceRequest(trace_id=trace_id), timeout=PATIENCE)).spans)
     except grpc.aio.AioRpcError as error:
         if error.code() is not grpc.StatusCode.NOT_FOUND:
             raise
@@ -90,7 +90,7 @@ async def test_neither_prompt_nor_output_is_in_lines_spans_or_decisions(suite: S
     assert len(outcome.text.split()) > 3
     spans = await spans_of(suite, trace_id, SPANS)
     stub = decision_pb2_grpc.DecisionServiceStub(suite.channel)
-    decisions = await stub.ListDecisions(decision_pb2.ListDecisionsRequest(), timeout=5.0)
+    decisions = await stub.ListDecisions(decision_pb2.ListDecisionsRequest(), timeout=PATIENCE)
     assert decisions.decisions
     words = [word for word in outcome.text.split() if len(word) > 4]
     fact = questions(1)[0].answer
@@ -117,7 +117,7 @@ async def test_a_refused_request_is_not_quoted_either(suite: Suite) -> None:
     await ask(suite, parent)
     spans = await spans_of(suite, after, SPANS)
     stub = decision_pb2_grpc.DecisionServiceStub(suite.channel)
-    decisions = await stub.ListDecisions(decision_pb2.ListDecisionsRequest(), timeout=5.0)
+    decisions = await stub.ListDecisions(decision_pb2.ListDecisionsRequest(), timeout=PATIENCE)
     assert_said_nowhere(suite, [*await spans_now(stub, trace_id), *spans, decisions], SECRET)
 
 
@@ -147,5 +147,5 @@ async def test_a_request_that_is_not_sampled_leaves_no_spans(suite: Suite) -> No
         decision_pb2.GetTraceRequest(request_id=outcome.admitted.request_id),
     ):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.GetTrace(query, timeout=5.0)
+            await stub.GetTrace(query, timeout=PATIENCE)
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND

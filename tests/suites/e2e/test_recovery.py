@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import re
-from contextlib import suppress
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
-import pytest
 import redis
 from redis.asyncio import Redis
 
@@ -15,13 +16,11 @@ from cli.demo_model import CHECKPOINT
 from cli.suite.stack import StackOptions
 from quire.inference.v1 import inference_pb2
 from tests.support.load import all_started, epoch, kill, prompts, started
-from tests.support.reference import greedy_tokens
+from tests.support.reference import assert_greedy
 from tests.support.suite import PATIENCE, Suite, greedy, running_suite
 
 COUNT = 96
 FLAGS = ("--kv-blocks", "2048", "--dtype", "float32")
-
-pytestmark = pytest.mark.timeout(300)
 
 
 async def until_redis_is_back(suite: Suite) -> None:
@@ -48,8 +47,7 @@ async def test_a_killed_manager_breaks_none_of_64_streams(tmp_path: Path) -> Non
         again = await suite.generate(greedy(asked[1], 8))
         assert again.admitted is not None
         assert again.admitted.cached_tokens > 0, "what was sealed before the crash is still cached after it"
-    wanted = [greedy_tokens(prompt, COUNT) for prompt in asked]
-    assert [outcome.tokens for outcome in outcomes] == wanted
+    assert_greedy(asked, [outcome.tokens for outcome in outcomes], COUNT)
 
 
 async def test_redis_killed_and_back_fails_no_request(tmp_path: Path) -> None:
@@ -65,16 +63,41 @@ async def test_redis_killed_and_back_fails_no_request(tmp_path: Path) -> None:
     assert [o.tokens for o in first] == [o.tokens for o in second] == [o.tokens for o in third]
 
 
+async def until_all_wait(suite: Suite, count: int) -> None:
+    """Return when the only worker has `count` sequences, none of which has blocks."""
+    async with asyncio.timeout(PATIENCE):
+        while True:
+            status = await suite.inference.GetStatus(inference_pb2.GetStatusRequest(), timeout=PATIENCE)
+            (worker,) = status.workers
+            if (worker.running_sequences, worker.waiting_sequences) == (0, count):
+                return
+            await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def manager_stopped(suite: Suite) -> AsyncIterator[None]:
+    """Stop the KV manager: the worker accepts sequences, and starts none before the manager grants blocks again."""
+    kill(suite, "kvmanager", signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        kill(suite, "kvmanager", signal.SIGCONT)
+
+
 async def test_preemption_changes_no_token(tmp_path: Path) -> None:
+    """All sequences start together, however fast the machine is; the pool holds a part of them at full length."""
     options = StackOptions(model=CHECKPOINT, workers=1, worker_flags=("--kv-blocks", "160", "--dtype", "float32"))
     asked = 2 * prompts(12, seed=3)
     async with running_suite(tmp_path, options) as suite:
-        outcomes = await asyncio.gather(*(suite.generate(greedy(prompt, 120)) for prompt in asked))
+        async with manager_stopped(suite):
+            tasks = [asyncio.create_task(suite.generate(greedy(prompt, 120))) for prompt in asked]
+            await until_all_wait(suite, len(asked))
+        outcomes = await asyncio.gather(*tasks)
         await suite.until_all_free(workers=1)
         (pool,) = await suite.pools()
     assert pool.preemptions > 0
     assert sum(outcome.finished.usage.preemptions for outcome in outcomes if outcome.finished) == pool.preemptions
-    assert [outcome.tokens for outcome in outcomes] == [greedy_tokens(prompt, 120) for prompt in asked]
+    assert_greedy(asked, [outcome.tokens for outcome in outcomes], 120)
 
 
 async def test_streams_outlive_a_killed_worker_and_its_successor_is_used(tmp_path: Path) -> None:
@@ -89,13 +112,13 @@ async def test_streams_outlive_a_killed_worker_and_its_successor_is_used(tmp_pat
         await suite.until_all_free(workers=2)  # the second is the successor, attached anew
         async with asyncio.timeout(PATIENCE):
             while True:
-                status = await suite.inference.GetStatus(inference_pb2.GetStatusRequest(), timeout=5.0)
+                status = await suite.inference.GetStatus(inference_pb2.GetStatusRequest(), timeout=PATIENCE)
                 if sum(worker.state == "connected" for worker in status.workers) == 2:
                     break
                 await asyncio.sleep(0.05)
         later = await asyncio.gather(*(suite.generate(greedy(prompt, 8)) for prompt in prompts(16, seed=6)))
         assert {outcome.admitted.worker_id for outcome in later if outcome.admitted} == {"worker-0", "worker-1"}
-    assert [outcome.tokens for outcome in outcomes] == [greedy_tokens(prompt, COUNT) for prompt in asked]
+    assert_greedy(asked, [outcome.tokens for outcome in outcomes], COUNT)
 
 
 async def test_a_worker_that_joins_is_found_through_redis(tmp_path: Path) -> None:

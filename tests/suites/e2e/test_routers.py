@@ -16,12 +16,12 @@ from common.rpc.server import open_channel
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 from quire.inference.v1 import inference_pb2 as pb
 from tests.support.load import kill, prompts
-from tests.support.reference import greedy_tokens
+from tests.support.reference import assert_greedy
 from tests.support.suite import PATIENCE, Outcome, Suite, greedy, running_suite, stream
 
 ROUTERS, WORKERS, CHANNELS, COUNT = 3, 2, 2, 768
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -84,7 +84,7 @@ async def test_every_router_serves_and_any_of_them_knows_what_all_decided(suite:
         streams = [stream(channel, greedy(each, 16)) for (_, channel), each in zip(shares, asked, strict=True)]
         outcomes = await asyncio.gather(*streams)
         assert [router_of(outcome) for outcome in outcomes] == [owner for owner, _ in shares]
-        assert [outcome.tokens for outcome in outcomes] == [greedy_tokens(prompt, 16) for prompt in asked]
+        assert_greedy(asked, [outcome.tokens for outcome in outcomes], 16)
         decisions = decision_pb2_grpc.DecisionServiceStub(shares[0][1])
         for outcome in outcomes:
             assert outcome.admitted is not None
@@ -112,13 +112,13 @@ async def test_streams_of_the_others_outlive_a_killed_router(suite: Suite) -> No
             again = await stream(channel, greedy(asked[0], 16))
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         assert status.running_requests == ROUTERS * CHANNELS
-        assert again.tokens == greedy_tokens(asked[0], 16)
+        assert_greedy(asked[:1], [again.tokens], 16)
         for (owner, _), prompt, outcome in zip(shares, asked, outcomes, strict=True):
             if owner == victim:
                 assert isinstance(outcome, grpc.aio.AioRpcError)
                 assert outcome.code() is grpc.StatusCode.UNAVAILABLE
             else:
                 assert isinstance(outcome, Outcome)
-                assert outcome.tokens == greedy_tokens(prompt, COUNT)
+                assert_greedy([prompt], [outcome.tokens], COUNT)
         assert sum(owner == victim for owner, _ in shares) == CHANNELS
     await suite.until_all_free(WORKERS)

@@ -24,7 +24,7 @@ from tests.support.load import kill
 from tests.support.reference import chat_tokens
 from tests.support.suite import PATIENCE, Suite, running_suite
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 BLOCK = 16
 FLAGS = ("--kv-blocks", "1024", "--dtype", "float32", "--deterministic")
@@ -89,7 +89,7 @@ async def until_all_run(call: Any, n: int) -> None:
 
 async def rows(suite: Suite) -> list[list[int]]:
     """Return the blocks of every sequence that runs, as the KV manager has them."""
-    answer = await suite.manager.GetBlockTable(kvmanager_pb2.GetBlockTableRequest(), timeout=5.0)
+    answer = await suite.manager.GetBlockTable(kvmanager_pb2.GetBlockTableRequest(), timeout=PATIENCE)
     return [list(table.block_ids) for table in answer.tables]
 
 
@@ -98,7 +98,7 @@ async def prefill_chunks(suite: Suite, trace_id: str, sequences: int) -> list[tu
     stub = decision_pb2_grpc.DecisionServiceStub(suite.channel)
     async with asyncio.timeout(PATIENCE):
         while True:
-            trace = await stub.GetTrace(decision_pb2.GetTraceRequest(trace_id=trace_id), timeout=5.0)
+            trace = await stub.GetTrace(decision_pb2.GetTraceRequest(trace_id=trace_id), timeout=PATIENCE)
             if sum(span.name == "decode" for span in trace.spans) == sequences:
                 break
             await asyncio.sleep(0.05)

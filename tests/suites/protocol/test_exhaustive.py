@@ -34,6 +34,7 @@ def test_no_state_of_a_small_world_violates_an_invariant(name: str) -> None:
     assert found.complete, "the world has grown: it is no longer searched to its end"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", WIDE)
 def test_no_early_state_of_a_wider_world_violates_an_invariant(name: str) -> None:
     found = exhaust(TINY[name], 2 * FIRST)

@@ -23,7 +23,7 @@ from gpuworker.engine.engine import Engine
 from gpuworker.engine.ports import EngineOutputs, EngineRequest, OutputSink
 
 GREEDY = SamplingParams(temperature=0.0)
-PATIENCE = 60.0
+PATIENCE = 120.0
 
 
 @dataclass
@@ -152,7 +152,7 @@ class EngineDriver:
         """Wait until the ledger holds neither rows nor leases nor a queue; fail with its counts if that never comes."""
         assert isinstance(self.channel, EmbeddedChannel)
         assert self.channel.ledger is not None
-        ledger, deadline = self.channel.ledger, time.monotonic() + 10.0
+        ledger, deadline = self.channel.ledger, time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
             pool = ledger.pool()
             if pool.in_use == pool.leased == pool.running == pool.waiting == 0:

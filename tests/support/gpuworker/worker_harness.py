@@ -30,7 +30,7 @@ from tests.support.gpuworker.fake_engine_ports import ManualRunner
 
 CONFIG = AgentConfig(num_blocks=16, block_size=4, max_num_batched_tokens=16, max_num_seqs=4)
 LIMITS = SubmitLimits(max_model_len=64, vocab_size=100, block_size=CONFIG.block_size)
-PATIENCE = 8.0
+PATIENCE = 120.0
 TRACED = f"00-{1:032x}-{1:016x}-01"
 
 

@@ -16,7 +16,7 @@ from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
 
 IDENTITY = PoolIdentity("model" * 6, "tokenizer" * 3, 16, KvGeometry(2, 2, 8, 8, "float32"))
 EMPTY = Inventory()
-TIMEOUT_S = 10.0
+TIMEOUT_S = 120.0
 
 
 def attach_of(worker_id: str = "w0", **changes: Any) -> Attach:
@@ -47,10 +47,18 @@ class RawWorker:
 
     async def attach(self, inventory: Inventory = EMPTY) -> kvmanager_pb2.SessionResponse:
         """Offer a session and return the answer."""
-        await self.send(kvmanager_pb2.SessionRequest(attach=attach_to_proto(self.worker)))
+        await self._offer()
         for chunk in inventory_chunks(inventory):
             await self.send(kvmanager_pb2.SessionRequest(inventory=chunk))
         return await self.receive()
+
+    async def refused(self) -> kvmanager_pb2.SessionResponse:
+        """Offer a session that is refused, and return the answer: the stream may end before an inventory."""
+        await self._offer()
+        return await self.receive()
+
+    async def _offer(self) -> None:
+        await self.send(kvmanager_pb2.SessionRequest(attach=attach_to_proto(self.worker)))
 
     async def attached(self, inventory: Inventory = EMPTY) -> GrantBatch:
         """Attach, and return the first batch, which tells the lease target."""

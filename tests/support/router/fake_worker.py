@@ -23,7 +23,7 @@ from quire.gpuworker.v1 import gpuworker_pb2_grpc as rpc
 from quire.types.v1 import types_pb2
 
 IDENTITY = PoolIdentity("m" * 32, "t" * 32, 4, KvGeometry(2, 1, 8, 8, "float32"))
-PATIENCE_S = 10.0
+PATIENCE_S = 120.0
 
 
 @dataclass

@@ -26,7 +26,7 @@ from tests.support.router.fake_frontend import ScriptedFrontend, Step, admitted,
 
 DEMO = Path(__file__).parents[3] / "cli" / "demo_model" / "checkpoint"
 FACTS = read_checkpoint(DEMO)
-PATIENCE_S = 10.0
+PATIENCE_S = 120.0
 ARRIVED = 3.0
 
 

@@ -16,19 +16,6 @@ from tests.support.load import prompts
 from tests.support.suite import Suite, greedy, running_suite
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "prometheus: a real Prometheus over a running suite; not run by default")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if "prometheus" in config.option.markexpr:
-        return
-    long = [item for item in items if item.get_closest_marker("prometheus")]
-    if long:
-        config.hook.pytest_deselected(items=long)
-        items[:] = [item for item in items if item not in long]
-
-
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def tee() -> AsyncIterator[Tee]:
     """What the suite takes for its collector."""

@@ -25,7 +25,7 @@ Manifest = dict[str, Any]
 def built(folder: Path) -> str:
     """Return what `kubectl kustomize` makes of a folder; fail with its words when it refuses."""
     command = [str(KUBECTL), "kustomize", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240.0, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

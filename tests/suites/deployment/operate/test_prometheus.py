@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
     pytest.mark.skipif(PROGRAM is None, reason="prometheus is not installed (a package of Debian)"),
 ]
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 LOAD_S = 12.0
 
 
