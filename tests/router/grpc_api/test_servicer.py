@@ -30,9 +30,9 @@ from router.ports import ModelCard
 from router.requests.validate import Validator
 from router.text.assembler import CheckpointText
 from router.text.checkpoint import read_checkpoint
+from tests.support.deadlines import TooSlow, with_enough_time
 from tests.support.router.fake_worker import IDENTITY, PATIENCE_S, FakeWorker
 from tests.support.router.frontend_harness import Harness, frontend_over
-from tests.support.deadlines import TooSlow, with_enough_time
 
 CHECKPOINT = Path(__file__).resolve().parents[3] / "cli" / "demo_model" / "checkpoint"
 

@@ -14,8 +14,8 @@ from common.errors import (
 from common.types import FinishReason
 from quire.types.v1 import types_pb2
 from router.core.events import Admitted, Finished, Tokens
-from tests.support.router.fake_worker import FakeWorker
 from tests.support.deadlines import TooSlow, with_enough_time
+from tests.support.router.fake_worker import FakeWorker
 from tests.support.router.frontend_harness import (
     CLOCK,
     ends_of,

@@ -17,8 +17,8 @@ import pytest
 from common.types import FinishReason
 from quire.client import AsyncClient, Client, Completion, DeadlineExceeded, InterruptedByDeadline, InvalidRequest
 from tests.suites.clients.served import ROOT, Served, missing
-from tests.support.hostile import hostile_folder
 from tests.support.deadlines import TooSlow, with_enough_time
+from tests.support.hostile import hostile_folder
 from tests.support.suite import greedy
 
 PROMPT = [11, 12, 13, 14]
