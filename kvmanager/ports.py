@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from common.errors import QuireError
-from kvmanager.index.net_changes import IndexCall
+from common.types import BlockHash
 
 
 class IndexUnavailable(QuireError):
@@ -20,6 +20,14 @@ class FenceLost(QuireError):
     """The index knows no manager, or only an older one: it was wiped. Take a new epoch, publish everything again."""
 
     reason = "FENCE_LOST"
+
+
+@dataclass(frozen=True, slots=True)
+class IndexCall:
+    """What one call does to the index, in this order."""
+
+    removes: tuple[BlockHash, ...] = ()
+    adds: tuple[BlockHash, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

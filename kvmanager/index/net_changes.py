@@ -11,20 +11,13 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from common.types import BlockHash
+from kvmanager.ports import IndexCall
 
 
 class _Kind(Enum):
     ADDED = auto()
     KEPT = auto()
     REMOVED = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class IndexCall:
-    """What one call does to the index, in this order."""
-
-    removes: tuple[BlockHash, ...] = ()
-    adds: tuple[BlockHash, ...] = ()
 
 
 @dataclass(slots=True)
