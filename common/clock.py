@@ -25,7 +25,7 @@ class SystemClock:
 
 
 class ManualClock:
-    """A clock that moves only when told to; for tests and the executable model."""
+    """A clock that moves only by calls; for tests and the executable model."""
 
     def __init__(self, start: float = 0.0) -> None:
         self.now = start

@@ -4,7 +4,7 @@
     root = SHA-256(version || model || tokenizer || block size || cache domain || tagged extra keys)
 
 Every part of the root is length-prefixed and tagged, so that a cache domain "foo" never collides with an adapter "foo".
-A key (`BlockHash`) is the first 16 bytes of H_k; the chain itself is carried on with the full 32 bytes.
+A block hash (`BlockHash`) is the first 16 bytes of H_k; the digest of the next block uses the full 32 bytes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def next_digest(parent: bytes, block_tokens: Sequence[int]) -> bytes:
 
 
 def block_hash_of(digest: bytes) -> BlockHash:
-    """Return the 16-byte key of a 32-byte link."""
+    """Return the 16-byte block hash of a 32-byte digest."""
     return BlockHash(digest[:KEY_BYTES])
 
 

@@ -1,7 +1,7 @@
 """The lease protocol as data: what a GPU worker (W) and a KV manager (M) say to each other, and the port between them.
 
-W touches only blocks in its rows or its lease pool; M grants again only what a report freed. Every loss of the stream
-is a resync: W sends an inventory, M rebuilds its ledger from that alone. These classes mirror the messages in
+W touches only blocks in its block tables or its lease pool; M grants only what a report freed. Every loss of the
+stream is a resync: W sends an inventory, M rebuilds its ledger from that alone. These classes mirror the messages in
 `protos/quire/kvmanager/v1`; both cores, the embedded mode and the executable model use them directly.
 """
 
@@ -20,7 +20,7 @@ from common.types import BlockHash, BlockId, FinishReason, MissReason, PoolIdent
 class Attach:
     """First message of a session. `incarnation` is 16 bytes: start time in ns, then random; `session` counts attaches.
 
-    `max_num_seqs` bounds the sequences that hold rows at once (running and draining): M admits no more.
+    `max_num_seqs` bounds the sequences that hold block tables at once (running and draining): M admits no more.
     """
 
     worker_id: str
@@ -36,10 +36,10 @@ class Attach:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Queue a sequence for blocks. `num_tokens` tokens exist; it may grow to `max_len`; `block_hashes` keys its full blocks.
+    """Queue a sequence for blocks. It has `num_tokens` tokens and may grow to `max_len`.
 
-    An empty `block_hashes` although a full block is known means that the sequence is not to be cached. `fork_of` names a
-    sequence with the same known tokens at submission, whose partial last block may be copied.
+    `block_hashes` has the hashes of its full blocks. If it is empty although a full block exists, the sequence is not
+    cached. `fork_of` names a sequence with the same tokens at submission, whose partial last block may be copied.
     """
 
     sequence: SequenceId
@@ -54,7 +54,7 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class InventorySequence:
-    """One live sequence at the instant of an attach. `block_table` is empty if WAITING; `reserve.num_tokens` is its length now."""
+    """One live sequence at an attach. `block_table` is empty if WAITING; `reserve.num_tokens` is the length now."""
 
     reserve: Reserve
     phase: SequencePhase
@@ -64,7 +64,7 @@ class InventorySequence:
 
 @dataclass(frozen=True, slots=True)
 class CachedBlock:
-    """A block with the K/V of a completed, sealed block. `parent` indexes the inventory's claims; -1 starts a chain."""
+    """A block with valid, sealed content. `parent` indexes the inventory's cached blocks; -1: none."""
 
     block: BlockId
     hash: BlockHash
@@ -74,7 +74,7 @@ class CachedBlock:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """Everything W holds, taken between two steps after the old session was dropped. Claims stand parents first."""
+    """Everything W holds, taken between two steps after the old session ended. `cached_blocks` has parents first."""
 
     sequences: tuple[InventorySequence, ...] = ()
     pool: tuple[BlockId, ...] = ()
@@ -87,8 +87,8 @@ class Report:
 
     `seal` lists parents first. `trim` gives (sequence, leading blocks trimmed in all). `stalled` is the complete set of
     sequences that found no block, None when unchanged. `lease_want` is a level: blocks that running sequences will bind
-    within the runway. `computed` says now and then how far sequences have come, for the record of what a preemption
-    loses. A sequence has at most one `preempted` followed by one `finished`.
+    within the runway. `computed` gives the computed lengths every few steps, for the record of what a
+    preemption loses. A sequence has at most one `preempted` followed by one `finished`.
     """
 
     step: int = 0
@@ -117,7 +117,7 @@ class AttachOk:
 
 @dataclass(frozen=True, slots=True)
 class AttachRejected:
-    """The manager refuses the worker; `retry` tells whether trying again later can help."""
+    """The manager refuses the worker; `retry` says whether a later attempt can succeed."""
 
     reason: str
     mismatches: tuple[Mismatch, ...] = ()
@@ -135,7 +135,9 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Give a waiting sequence its row. block_table[:n_shared] keep fill and hash, the rest is reset; a copy's dst is in it."""
+    """Give a waiting sequence its block table. block_table[:n_shared] keep fill and hash; the worker resets the rest,
+    except the destination of a copy.
+    """
 
     sequence: SequenceId
     block_table: tuple[BlockId, ...]
@@ -203,7 +205,8 @@ LeaseEvent = Connected | Attached | Granted | Detached
 class LeaseChannel(Protocol):
     """How the engine reaches its KV manager. Called from the engine's thread only; no method blocks.
 
-    `gpuworker/engine/lease_client.py` implements it over gRPC, `cli/suite/embedded.py` over a manager core in the same process.
+    `gpuworker/engine/lease_client.py` implements it over gRPC, `cli/suite/embedded.py` over a
+    manager core in the same process.
     """
 
     def poll(self) -> list[LeaseEvent]:

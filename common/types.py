@@ -44,10 +44,10 @@ SequenceId = NewType("SequenceId", int)
 """u32, rising, never reused within one incarnation of a worker."""
 
 BlockHash = NewType("BlockHash", bytes)
-"""16 bytes: the key of a full block's content and of everything before it (`common.hashing`)."""
+"""16 bytes: the hash of a full block's content and of everything before it (`common.hashing`)."""
 
 TRIMMED = BlockId(-1)
-"""Stands in a row where a block has left every layer's attention window."""
+"""Stands in a block table where a block has left every layer's attention window."""
 
 
 class SequencePhase(StrEnum):

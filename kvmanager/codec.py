@@ -1,4 +1,4 @@
-"""What operators ask for, as messages."""
+"""The answers to operator calls as messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def table_to_proto(table: BlockTable) -> kvmanager_pb2.BlockTable:
 
 
 def match_to_proto(worker_id: str, match: PrefixMatch) -> kvmanager_pb2.PrefixMatch:
-    """Return the message of what a worker's cache holds of a prompt."""
+    """Return the message of a prompt's cached prefix on a worker."""
     return kvmanager_pb2.PrefixMatch(
         worker_id=worker_id,
         hit_blocks=match.hit_blocks,

@@ -1,4 +1,4 @@
-"""What Prometheus is told, under names in vLLM's manner. Figures are read from the ledgers when somebody asks."""
+"""The manager's Prometheus metrics, named as in vLLM. Each scrape reads the figures from the ledgers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STATES: Final = ("free", "leased", "in_use", "cached", "pinned")
 _TOTALS: Final = {
     "num_preemptions": "Sequences whose blocks were taken back.",
     "kv_evictions": "Cached blocks that were forgotten for others.",
-    "admissions": "Sequences that were given a row.",
+    "admissions": "Sequences that were admitted.",
     "rejections": "Sequences that no pool of this size can hold.",
     "prefix_cache_queries": "Tokens of prompts that were looked up, in full blocks, once a request.",
     "prefix_cache_hits": "Tokens of prompts that were found, in full blocks, once a request.",
@@ -96,8 +96,10 @@ def _counter(name: str, text: str, value: float) -> Metric:
 
 def _pool_gauges(pools: dict[str, PoolCounts]) -> Iterator[Metric]:
     blocks = GaugeMetricFamily("quire:kv_blocks", "Blocks by what they are used for.", labels=("worker", "state"))
-    usage = GaugeMetricFamily("quire:kv_cache_usage_perc", "Share of blocks in rows or leased.", labels=("worker",))
-    running = GaugeMetricFamily("quire:num_requests_running", "Sequences that hold a row.", labels=("worker",))
+    usage = GaugeMetricFamily(
+        "quire:kv_cache_usage_perc", "Share of blocks in block tables or leased.", labels=("worker",)
+    )
+    running = GaugeMetricFamily("quire:num_requests_running", "Sequences that hold a block table.", labels=("worker",))
     waiting = GaugeMetricFamily("quire:num_requests_waiting", "Sequences that wait.", labels=("worker", "reason"))
     for worker, pool in pools.items():
         for state in _STATES:

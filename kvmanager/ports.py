@@ -1,4 +1,4 @@
-"""What the parts around the manager's core need of each other; `main` alone names the classes behind them."""
+"""The interfaces between the manager's parts. Only `main` names the classes that implement them."""
 
 from __future__ import annotations
 
@@ -7,24 +7,32 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from common.errors import QuireError
-from kvmanager.index.net_changes import IndexCall
+from common.types import BlockHash
 
 
 class IndexUnavailable(QuireError):
-    """The index cannot be reached now, or refused a command; what was sent may or may not have been done."""
+    """The index cannot be reached or refused a command. A command that was sent may or may not have taken effect."""
 
     reason = "INDEX_UNAVAILABLE"
 
 
 class FenceLost(QuireError):
-    """The index knows no manager, or only an older one: it was wiped. Take a new epoch, publish everything again."""
+    """The index was wiped: its fence is missing or older. Take a new epoch and publish everything again."""
 
     reason = "FENCE_LOST"
 
 
 @dataclass(frozen=True, slots=True)
+class IndexCall:
+    """The changes of one call to the index, in this order."""
+
+    removes: tuple[BlockHash, ...] = ()
+    adds: tuple[BlockHash, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerEntry:
-    """How a worker stands in the index. `generation` is u32, drawn at each rebuild or clear."""
+    """A worker's entry in the index. `generation` is u32, drawn at each rebuild or clear."""
 
     worker_id: str
     incarnation: str
@@ -39,8 +47,9 @@ class IndexStore(Protocol):
     """
 
     async def acquire(self, least: int, held: int) -> int:
-        """Take and return an epoch of `least` or more, above all before it. Raises StaleEpoch if one above `held` > 0
-        rules. The rule is `core.epochs.acquired`.
+        """Take and return an epoch of at least `least`, above all earlier ones, as `core.epochs.acquired` says.
+
+        Raises StaleEpoch when the fence is above `held` and `held` is not 0.
         """
         ...
 

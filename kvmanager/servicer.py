@@ -27,7 +27,7 @@ _Context = aio.ServicerContext[Any, Any]
 
 
 class KvManagerServicer(kvmanager_pb2_grpc.KvManagerServiceServicer):
-    """`observe` is told the seconds that each report took."""
+    """`observe` receives the seconds that each report took."""
 
     def __init__(self, attachments: Attachments, observe: Callable[[float], None]) -> None:
         self._attachments, self._observe = attachments, observe
@@ -36,13 +36,13 @@ class KvManagerServicer(kvmanager_pb2_grpc.KvManagerServiceServicer):
     async def Session(  # type: ignore[override]
         self, request_iterator: AsyncIterator[kvmanager_pb2.SessionRequest], context: _Context
     ) -> None:
-        """Serve a worker's stream; its headers tell the worker that there is somebody to attach to."""
+        """Serve a worker's stream. The headers go first, so that the worker knows that a manager answers."""
         await context.send_initial_metadata(())
         await SessionHandler(self._attachments, request_iterator, self._observe).serve(partial(send, context))
 
     async def Lookup(self, request: kvmanager_pb2.LookupRequest, context: _Context) -> kvmanager_pb2.LookupResponse:
-        """Return what the caches hold of a prompt now; it changes nothing, not even what is evicted next."""
-        block_hashes = _chain(request.block_hashes)
+        """Return the cached prefix of a prompt on each worker. It changes nothing, not even the order of eviction."""
+        block_hashes = _block_hashes(request.block_hashes)
         ledgers = self._attachments.ledgers(request.worker_id)
         matches = [
             match_to_proto(worker_id, ledger.lookup(block_hashes, request.num_tokens)) for worker_id, ledger in ledgers
@@ -52,14 +52,14 @@ class KvManagerServicer(kvmanager_pb2_grpc.KvManagerServiceServicer):
     async def GetBlockTable(
         self, request: kvmanager_pb2.GetBlockTableRequest, context: _Context
     ) -> kvmanager_pb2.GetBlockTableResponse:
-        """Return rows of blocks: of one sequence, of all sequences of a request, or of everything on a worker."""
+        """Return the block table of one sequence, of all sequences of a request, or of all sequences of a worker."""
         found = [
             table_to_proto(table)
             for _, ledger in self._attachments.ledgers(request.worker_id)
             for table in _tables(ledger, request)
         ]
         if not found and request.WhichOneof("id"):
-            raise NotFound("no live sequence of that id")
+            raise NotFound("no live sequence has this id; give the id of a sequence or request that runs or waits")
         return kvmanager_pb2.GetBlockTableResponse(tables=found)
 
     async def GetPool(self, request: kvmanager_pb2.GetPoolRequest, context: _Context) -> kvmanager_pb2.GetPoolResponse:
@@ -69,7 +69,7 @@ class KvManagerServicer(kvmanager_pb2_grpc.KvManagerServiceServicer):
         return kvmanager_pb2.GetPoolResponse(epoch=self._attachments.index.epoch, pools=pools)
 
 
-def _chain(packed: bytes) -> tuple[BlockHash, ...]:
+def _block_hashes(packed: bytes) -> tuple[BlockHash, ...]:
     if len(packed) % KEY_BYTES:
         what = f"is {len(packed)} bytes long; expected {KEY_BYTES} for each full block of the prompt"
         raise InvalidRequest(FieldViolation("block_hashes", what))

@@ -1,6 +1,6 @@
 """The log line of a decision record: the same facts as its span event and its RPC, with the id of its trace.
 
-What costs somebody something is info, what happens to every request is debug. Standard library only.
+A decision at the cost of a request is info; a decision that every request has is debug. Standard library only.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def new_registry() -> CollectorRegistry:
 def exposed(registry: CollectorRegistry, accept: str) -> tuple[str, bytes]:
     """Return content type and body for a scraper that accepts these types; OpenMetrics, with exemplars, if it may be.
 
-    Every scraper is told the same names. prometheus_client's own choice writes `quire_` for `quire:` in OpenMetrics
+    Every scraper gets the same names. prometheus_client's own choice writes `quire_` for `quire:` in OpenMetrics
     unless the scraper asks for UTF-8 names, which those before Prometheus 3 do not.
     """
     if "application/openmetrics-text" in accept:

@@ -12,7 +12,7 @@ def is_expiry(timeout: float, left: float) -> bool:
     """Return whether a cancellation `left` seconds before the deadline means that the deadline is up.
 
     `timeout` is how many seconds there were at the RPC's start. Clients end an RPC at their deadline by themselves, and
-    the server may hear of that before its own timer: gRPC rounds the timeout that it sends up to about three digits
+    the server may learn of that before its own timer: gRPC rounds the timeout that it sends up to about three digits
     (10.01 s becomes 10.1 s).
     """
     rounding = 10.0 ** (math.floor(math.log10(timeout)) - 2) if timeout > 0.0 else 0.0

@@ -100,7 +100,7 @@ def _wrap(handler: grpc.RpcMethodHandler[Any, Any], around: Around, method: str)
 def _around_behaviour(behaviour: Callable[..., Any], around: Around, method: str) -> Callable[..., Any]:
     """Return `behaviour` with `around` around it, as a coroutine in either case.
 
-    A coroutine is told of a cancellation while a response is being sent, so what the handler holds (a request's place,
+    A coroutine receives a cancellation while a response is being sent, so what the handler holds (a request's place,
     its blocks) is given back at once. A generator would be dropped there, and closed by its finaliser.
     """
 

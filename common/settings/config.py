@@ -218,7 +218,7 @@ def _metavar(key: str, info: FieldInfo) -> str:
 def _read_flags(
     reading: Reading, argv: Sequence[str], prog: str | None
 ) -> tuple[dict[str, tuple[str, Any]], str | None]:
-    """Return the flags as key -> (origin, value) and the value of --config; note flags that nobody knows."""
+    """Return the flags as key -> (origin, value) and the value of --config; note unknown flags."""
     parser = build_parser(reading.settings, prog)
     try:
         parsed, rest = parser.parse_known_args(list(argv))
@@ -274,7 +274,7 @@ def _first(environ: Mapping[str, str], key: str, *names: str) -> dict[str, tuple
 
 
 def _read_file(reading: Reading, path: Path) -> None:
-    """Take the top level of a TOML file, then the table of this service; note every key that nobody knows."""
+    """Take the top level of a TOML file, then the table of this service; note every unknown key."""
     try:
         content = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError) as error:

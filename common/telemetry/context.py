@@ -16,7 +16,7 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 def traceparent_of(context: Context | None = None) -> str:
     """Return the traceparent of the span in `context` (default: the current one); "" where there is none.
 
-    A span that is not sampled has one too, with the flag off, so that nobody further along starts a trace of its own.
+    A span that is not sampled has one too, with the flag off, so that later services start no trace of their own.
     """
     carrier: dict[str, str] = {}
     _PROPAGATOR.inject(carrier, context)
@@ -34,6 +34,6 @@ def span_context_of(traceparent: str) -> SpanContext:
 
 
 def is_sampled(traceparent: str) -> bool:
-    """Return whether anyone keeps what is recorded under `traceparent`; cheap enough for every step."""
+    """Return whether `traceparent` has the flag "sampled". It costs far less than a parse, so every step may ask."""
     # The last of 55 characters is a hexadecimal digit of the flags; the odd ones have the bit.
     return len(traceparent) == 55 and traceparent[-1] in "13579bdf"

@@ -1,4 +1,4 @@
-"""Sets tracing up for one process, and takes it down without hanging when nobody receives the spans.
+"""Sets tracing up for one process, and takes it down without hanging when no collector receives the spans.
 
 Spans go to the first of: OTEL_EXPORTER_OTLP_ENDPOINT, an exporter object (the router's own ring), `--trace-endpoint`
 (the router, for the other services), nowhere. Nothing global is set: what makes spans is given its tracer.
@@ -89,7 +89,7 @@ def _processor(
 
 
 class Delivery(SpanExporter):
-    """Passes spans on, tells once when that stops or starts working, and gives up early when the process closes."""
+    """Passes spans on, logs once when that fails or works again, and gives up early when the process closes."""
 
     def __init__(self, exporter: SpanExporter, endpoint: str) -> None:
         self._exporter, self._endpoint = exporter, endpoint

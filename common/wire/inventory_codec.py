@@ -1,6 +1,6 @@
 """An inventory to and from the chunks that carry it: a worker's whole ledger may not fit one message.
 
-Entries keep their order over chunk borders, so that a claim's parent index counts through the whole inventory.
+Entries keep their order over chunk borders, so that a cached block's parent index refers to the whole inventory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The messages of the lease protocol to and from their protos; the inventory has a file of its own (`inventory_wire`).
+"""The messages of the lease protocol to and from their protos; the inventory has a file of its own (`inventory_codec`).
 
 Used on both ends. Whatever a peer may send that means nothing raises ProtocolViolation, never anything else.
 """

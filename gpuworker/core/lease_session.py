@@ -56,7 +56,7 @@ class LeaseSession:
             self.agent.detach()
 
     def leave(self) -> None:
-        """Give up the current session from this side: an answer to it that is under way is nobody's."""
+        """Give up the current session from this side: a reply in flight for it is ignored."""
         self.session += 1
         self.open = False
         self.agent.detach()

@@ -1,4 +1,4 @@
-"""The ledger's invariants, counted from scratch: a broken one is a bug here or at the worker, and ends the session."""
+"""The ledger's invariants, counted from scratch. A broken one is a bug of the manager or the worker."""
 
 from __future__ import annotations
 

@@ -7,13 +7,13 @@ from enum import Enum
 from common.types import BlockHash, BlockId, SequenceId
 
 ROOT = BlockHash(b"")
-"""Stands for the parent of a chain's first block."""
+"""The parent hash of a first block."""
 
 NOBODY = SequenceId(-1)
 
 
 class BlockState(Enum):
-    """Every block is in exactly one state; ROW is shown apart as registered (it has a hash) or not."""
+    """Every block is in exactly one state. A block IN_USE is registered if it has a hash."""
 
     FREE = "free"
     LEASED = "leased"
@@ -22,12 +22,12 @@ class BlockState(Enum):
 
 
 class Block:
-    """State, references and content claim of one block.
+    """State, references and content of one block.
 
-    `hash` is set while the block is registered in the prefix cache, `pending` while it is the one that others may
-    share before it is sealed. `index` is its place in every row that holds it. `parent` is the hash of the block
-    before it where the chain of the prompt tells; else None, and the chain of `owner`, its only holder, tells once
-    that block is sealed.
+    `hash` is set while the block is registered in the prefix cache. `pending` is the hash that the block will have,
+    while others may share it before it is sealed. `index` is its place in every block table that holds it. `parent` is
+    the hash of the block before it, if the prompt's block hashes contain it. Otherwise `parent` is None, and `owner`,
+    the only holder, gets that hash when the block before is sealed.
     """
 
     __slots__ = ("hash", "id", "index", "owner", "parent", "pending", "refs", "state")

@@ -1,4 +1,4 @@
-"""The blocks of one worker and their four states. It checks each transition and knows nothing of hashes' meaning."""
+"""The blocks of one worker and their four states. Each transition is checked; hashes have no meaning here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvmanager.core.free_list import FreeList
 
 
 class BlockPool:
-    """FREE + LEASED + ROW + CACHED = all blocks, after each method."""
+    """FREE + LEASED + IN_USE + CACHED = all blocks, after each method."""
 
     __slots__ = ("blocks", "cached", "free", "leased")
 
@@ -28,7 +28,7 @@ class BlockPool:
 
     @property
     def in_use(self) -> int:
-        """Blocks that at least one row holds."""
+        """Blocks that at least one block table holds."""
         return len(self.blocks) - len(self.free) - len(self.cached) - self.leased
 
     def get(self, block: BlockId) -> Block:
@@ -38,7 +38,7 @@ class BlockPool:
         return self.blocks[block]
 
     def take(self) -> Block:
-        """Take the first free block into a row, with one reference. Raises IndexError when none is free."""
+        """Take the first free block into a block table, with one reference. Raises IndexError when none is free."""
         block = self.blocks[self.free.popleft()]
         block.state, block.refs = BlockState.IN_USE, 1
         return block
@@ -51,7 +51,7 @@ class BlockPool:
         return block.id
 
     def bind(self, block_id: BlockId) -> Block:
-        """Move a leased block into a row, with one reference. Raises ProtocolViolation when it is not leased."""
+        """Move a leased block into a block table, with one reference. Raises ProtocolViolation if it is not leased."""
         block = self._leased(block_id, "bound")
         block.state, block.refs = BlockState.IN_USE, 1
         self.leased -= 1
@@ -65,7 +65,7 @@ class BlockPool:
         self.free.append(block.id)
 
     def hold(self, block: Block) -> None:
-        """Add a reference to a block of a row or of the cache."""
+        """Add a reference to a block in use or in the cache."""
         if block.state is BlockState.CACHED:
             self.cached.remove(block.id)
             block.state = BlockState.IN_USE

@@ -1,4 +1,4 @@
-"""A frozen view of one sequence's blocks, for operators and tests."""
+"""A frozen view of one sequence's block table, for operators and tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one worker's ledger is told at attach: the size of the pool and the policy of the runway."""
+"""The configuration of one worker's ledger: the size of the pool and the runway policy."""
 
 from __future__ import annotations
 

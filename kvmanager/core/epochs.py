@@ -7,18 +7,18 @@ server.
 from __future__ import annotations
 
 
-def must_rise(own: int, seen: int, told: bool = True) -> bool:
+def must_rise(own: int, seen: int, answered: bool = True) -> bool:
     """Return whether `own` (0: none yet) may not be the answer to a worker that has accepted the epoch `seen`.
 
-    An epoch equal to ours that we have not `told` any worker was a predecessor's.
+    If no worker was `answered` with the own epoch, a worker that has seen that number has it from a predecessor.
     """
-    return not own or seen > own or (seen == own and not told)
+    return not own or seen > own or (seen == own and not answered)
 
 
 def next_epoch(own: int = 0, seen: int = 0, stored: int = 0, counter: int = 0) -> int:
     """Return 1 + the highest of the own epoch, what a worker has seen, the state file and the counter in Redis.
 
-    Redis alone does not do: it may have been wiped, and every worker would refuse its small numbers for ever.
+    The counter in Redis alone is not enough: after a wipe, every worker would refuse its small numbers for ever.
     """
     return 1 + max(own, seen, stored, counter)
 
@@ -34,5 +34,5 @@ def acquired(least: int, counter: int | None, fence: int | None, jump: int) -> i
 
 
 def is_replaced(held: int, fence: int | None) -> bool:
-    """Return whether a manager that wrote the fence `held` (0: none) finds that of another one in its place."""
+    """Return whether a manager that wrote the fence `held` (0: none) finds a higher one in its place."""
     return held > 0 and fence is not None and fence > held

@@ -1,8 +1,8 @@
-"""Which cached block is forgotten next: one LRU order of released blocks.
+"""The order of eviction: one LRU list of released blocks.
 
-A released row is appended tail first, so a child always stands before a copy of its parent, and plain LRU forgets
-leaves first without a tree or a search. After a rebuild the order of release is unknown; depth, deepest first, keeps
-the rule.
+A released block table is appended tail first, so a child always stands before a copy of its parent. Plain LRU therefore
+evicts leaves first, without a tree or a search. After a rebuild the order of release is unknown; the order by depth,
+deepest first, keeps the rule.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class EvictionOrder(FreeList):
 
 
 class Restored(NamedTuple):
-    """A cached block of an inventory: its depth in its chain (0 is the first block) and the step that last used it."""
+    """A cached block of an inventory: its depth (0 is the first block) and the step that last used it."""
 
     block: BlockId
     depth: int

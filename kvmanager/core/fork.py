@@ -1,7 +1,7 @@
 """Copy-on-write for sequences of one prompt: full blocks are shared, the partial last block is copied, never shared.
 
-A fork computes its last known token by itself, for its logits. So a copy covers known - 1 slots: one that held the
-last token too would leave nothing to compute, and the fork would wait for ever.
+A fork computes its last known token itself, for the logits. A copy therefore covers num_tokens - 1 slots. If the copy
+held the last token too, nothing would be left to compute, and the fork would wait for ever.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from kvmanager.core.sequence import Sequence
 
 
 def shared_full_blocks(parent: Sequence, limit: int) -> list[BlockId]:
-    """Return up to `limit` leading blocks of the parent's row; the caller knows that its tokens fill them."""
+    """Return up to `limit` leading blocks of the parent's block table. The caller checks that they are full."""
     shared = parent.block_table[:limit]
     return shared[: shared.index(TRIMMED)] if TRIMMED in shared else shared
 

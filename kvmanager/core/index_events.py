@@ -1,4 +1,4 @@
-"""Changes of the prefix cache's membership for the index outside: numbered densely, with snapshots to repair gaps."""
+"""Changes of the prefix cache's membership for the index: numbered densely, with snapshots to repair gaps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from common.types import BlockHash
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The first copy of a hash came. `depth` is its place in its chain, 0 for the first block."""
+    """The first copy of a hash was registered. `depth` is 0 for the first block of a prompt."""
 
     number: int
     hash: BlockHash
@@ -18,7 +18,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """The last copy of a hash went."""
+    """The last copy of a hash was evicted."""
 
     number: int
     hash: BlockHash
@@ -27,7 +27,7 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """Nothing is cached any more."""
+    """All cached content was forgotten."""
 
     number: int
 

@@ -2,7 +2,7 @@
 
 Workers fence blocks by the epoch they have accepted, so a manager must not answer an attach with a lower one. Two
 services may exchange blocks only when their pool identities are equal; the first attach fixes the identity unless it
-was configured, until nobody is attached any more.
+was configured. It is forgotten when no worker is attached.
 """
 
 from __future__ import annotations

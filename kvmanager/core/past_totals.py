@@ -1,10 +1,10 @@
-"""What ledgers that are gone have counted: a counter must not fall when its worker attaches again, or never does."""
+"""Totals of ledgers that are gone: a counter must not fall when its worker attaches again or never returns."""
 
 from __future__ import annotations
 
 from kvmanager.core.counts import Totals
 
-# An id that stands for all workers whose own account was given up.
+# The id of the sum over all workers that have no account of their own.
 DEPARTED = "departed"
 
 
@@ -24,7 +24,7 @@ def added(first: Totals, second: Totals) -> Totals:
 class PastTotals:
     """Accounts by worker id, of the `most` workers that left last; those of the others are one sum, `DEPARTED`.
 
-    Where an orchestrator names workers anew at each start, ids would pile up for ever.
+    Where an orchestrator gives workers new names at each start, the number of ids would grow without bound.
     """
 
     def __init__(self, most: int = 256) -> None:

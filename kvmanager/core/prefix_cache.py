@@ -1,8 +1,8 @@
-"""The prefix cache of one worker: which blocks hold the content of which hash, and which are about to.
+"""The prefix cache of one worker: which blocks hold the content of a hash, and which blocks will hold it.
 
-The map is hash -> copies. Every sealed block is registered, also when its hash has a copy: with one block per hash
-the first copy could be evicted under a sequence that holds a private twin and then seals the child. Outside, a hash
-is a member while it has a copy: an event says when the first one comes and when the last one goes.
+The map is hash -> copies. Every sealed block is registered, even if its hash has a copy. With one block per hash, the
+first copy could be evicted while a sequence holds a private twin, and that sequence would then seal a child without a
+registered parent. For the index, a hash is a member while it has a copy: events report the first and the last copy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class PrefixMatch:
 
 
 class Entry:
-    """A registered hash: the blocks that hold it, its parent's hash (ROOT for a chain's first) and its depth."""
+    """A registered hash: the blocks that hold it, its parent's hash (ROOT for a first block) and its depth."""
 
     __slots__ = ("blocks", "depth", "parent")
 
@@ -52,11 +52,11 @@ class PrefixCache:
 
     # ------------------------------------------------------------ look-up
 
-    def find(self, key: BlockHash) -> BlockId | None:
-        """Return a block with this content, one that a row holds if there is one, or the block that will have it."""
-        entry = self.entries.get(key)
+    def find(self, block_hash: BlockHash) -> BlockId | None:
+        """Return a block with this content, preferably one in use, or the block that will have the content."""
+        entry = self.entries.get(block_hash)
         if entry is None:
-            return self.pending.get(key)
+            return self.pending.get(block_hash)
         if len(entry.blocks) > 1:
             for block in entry.blocks:
                 if self._blocks[block].refs:
@@ -64,10 +64,10 @@ class PrefixCache:
         return entry.blocks[0]
 
     def longest(self, block_hashes: Items[BlockHash], limit: int) -> list[BlockId]:
-        """Return the blocks of the longest prefix of chain[:limit] that is registered or pending."""
+        """Return the blocks of the longest prefix of block_hashes[:limit] that is registered or pending."""
         hits = []
-        for key in block_hashes[:limit]:
-            block = self.find(key)
+        for block_hash in block_hashes[:limit]:
+            block = self.find(block_hash)
             if block is None:
                 break
             hits.append(block)
@@ -93,19 +93,19 @@ class PrefixCache:
 
     # ------------------------------------------------------------ membership
 
-    def register(self, block: Block, key: BlockHash, parent: BlockHash) -> None:
+    def register(self, block: Block, block_hash: BlockHash, parent: BlockHash) -> None:
         """Add a copy; `parent` is registered, or ROOT."""
         self.forget_pending(block)
-        block.hash = key
-        entry = self.entries.get(key)
+        block.hash = block_hash
+        entry = self.entries.get(block_hash)
         if entry is not None:
             entry.blocks.append(block.id)
             return
         depth = self.entries[parent].depth + 1 if parent else 0
-        self.entries[key] = Entry(parent, depth, [block.id])
-        self.ghosts.pop(key, None)
+        self.entries[block_hash] = Entry(parent, depth, [block.id])
+        self.ghosts.pop(block_hash, None)
         self.number += 1
-        self.events.append(Stored(self.number, key, depth))
+        self.events.append(Stored(self.number, block_hash, depth))
 
     def has_parent(self, parent: BlockHash) -> bool:
         """Return whether a child of `parent` may be registered."""
@@ -114,21 +114,21 @@ class PrefixCache:
     def evict(self, block: Block) -> int:
         """Drop a copy and return its depth; when it was the last, the hash becomes a ghost."""
         assert block.hash is not None
-        key, block.hash = block.hash, None
-        entry = self.entries[key]
+        block_hash, block.hash = block.hash, None
+        entry = self.entries[block_hash]
         entry.blocks.remove(block.id)
         if entry.blocks:
             return entry.depth
-        del self.entries[key]
+        del self.entries[block_hash]
         self.number += 1
-        self.events.append(Removed(self.number, key, entry.depth))
-        self.ghosts[key] = None
+        self.events.append(Removed(self.number, block_hash, entry.depth))
+        self.ghosts[block_hash] = None
         if len(self.ghosts) > self._ghost_limit:
             self.ghosts.popitem(last=False)
         return entry.depth
 
     def clear(self) -> None:
-        """Forget everything, ghosts included; one event says so. The caller frees the blocks."""
+        """Forget everything, ghosts included, with one event. The caller frees the blocks."""
         for entry in self.entries.values():
             for block in entry.blocks:
                 self._blocks[block].hash = None
@@ -138,7 +138,7 @@ class PrefixCache:
         self.events.append(Cleared(self.number))
 
     def rebase(self, blocks: list[Block]) -> None:
-        """Start again over fresh blocks; a membership that was there is cleared, event numbers and ghosts go on."""
+        """Start again with new blocks. The membership is cleared; event numbers and ghosts are kept."""
         self._blocks = blocks
         self.pending.clear()
         if self.entries:
@@ -148,19 +148,19 @@ class PrefixCache:
 
     # ------------------------------------------------------------ pending
 
-    def expect(self, block: Block, key: BlockHash) -> None:
-        """Let others share a block that will hold `key`; the first such block wins."""
-        if key not in self.pending:
-            self.pending[key] = block.id
-            block.pending = key
+    def expect(self, block: Block, block_hash: BlockHash) -> None:
+        """Let others share a block that will hold `block_hash`; the first such block wins."""
+        if block_hash not in self.pending:
+            self.pending[block_hash] = block.id
+            block.pending = block_hash
 
     def forget_pending(self, block: Block) -> None:
-        """End the sharing of a block before it is sealed: it was sealed, or it was freed."""
+        """Stop the sharing of an unsealed block, because it was sealed or freed."""
         if block.pending is not None:
             del self.pending[block.pending]
             block.pending = None
 
-    # ------------------------------------------------------------ outside
+    # ------------------------------------------------------------ the index
 
     def drain_events(self) -> tuple[IndexEvent, ...]:
         """Return the events since the last call, in the order of the changes."""
@@ -169,5 +169,7 @@ class PrefixCache:
 
     def snapshot(self) -> IndexSnapshot:
         """Return the whole membership, parents first."""
-        entries = sorted(((key, entry.depth) for key, entry in self.entries.items()), key=lambda each: each[1])
+        entries = sorted(
+            ((block_hash, entry.depth) for block_hash, entry in self.entries.items()), key=lambda each: each[1]
+        )
         return IndexSnapshot(self.number, tuple(entries))

@@ -1,8 +1,8 @@
-"""How many blocks the worker holds ahead of need. Policy only: safety does not depend on it.
+"""The runway policy: how many blocks the worker leases ahead of need. Safety does not depend on it.
 
 The worker says how many blocks its running sequences will bind within the next `runway_slots` slots. That many are
 leased, from free blocks and then by evicting; up to `runway_reach` slots more come from free blocks alone, and only
-while nobody waits for blocks.
+while no sequence waits for blocks.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def runway_terms(config: LedgerConfig, lease_want: int, stalled: int, growth: in
     return RunwayTerms(want, min(growth, want + further))
 
 
-def next_target(terms: RunwayTerms, told: int | None, refill: bool, pressed: bool) -> int:
-    """Return the lease target. One that the worker knows stays while it is within bounds, to spare messages.
+def next_target(terms: RunwayTerms, last_sent: int | None, refill: bool, pressed: bool) -> int:
+    """Return the lease target. The last sent target stays while it is within bounds, which saves messages.
 
-    With `pressed` (a sequence waits for blocks) nothing beyond `want` is kept; a `refill` is worth the reach.
+    With `pressed` (a sequence waits for blocks), nothing beyond `want` is kept. A `refill` goes up to the reach.
     """
     reach = terms.want if pressed else terms.reach
-    if told is not None and not refill and terms.want <= told <= reach:
-        return told
+    if last_sent is not None and not refill and terms.want <= last_sent <= reach:
+        return last_sent
     return reach

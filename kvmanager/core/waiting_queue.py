@@ -1,6 +1,6 @@
 """Sequences that wait for blocks: the highest priority first, then by arrival.
 
-Nobody is passed over: the head waits until it fits, and within a priority a sequence waits only for those before it.
+No sequence is passed over: the head waits until it fits. Within a priority, a sequence waits only for earlier ones.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _Place = tuple[int, int, SequenceId]
 
 
 class WaitingQueue:
-    """A sorted list. Arrival is kept for life, so a preempted sequence comes back to its own place."""
+    """A sorted list. A sequence keeps its arrival for life, so a preempted sequence returns to its old place."""
 
     __slots__ = ("_places",)
 

@@ -26,7 +26,7 @@ class EpochKeeper:
     def __init__(self, file: EpochFile, store: IndexStore | None, floor: int = 0) -> None:
         self._file, self._store, self._floor = file, store, floor
         self._lock = asyncio.Lock()
-        self._answered = False  # a worker was told this epoch by this process
+        self._answered = False  # this process has answered a worker with this epoch
         self._fence = 0  # the last epoch that this process wrote as the fence
         self.epoch = 0
 
@@ -63,7 +63,7 @@ class EpochKeeper:
             except IndexUnavailable as error:
                 if need_index:
                     raise
-                log.warning("no fence in the index yet, Redis cannot be reached: %s", error)
+                log.warning("no fence in the index yet; Redis cannot be reached: %s", error)
         self._remember(epoch)
         self.epoch, self._answered = epoch, False
         log.info("took epoch %d", epoch)

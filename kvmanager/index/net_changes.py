@@ -1,4 +1,4 @@
-"""The net effect of many membership events on the prefix index, in an order whose every prefix leaves chains whole.
+"""The net effect of many membership events on the prefix index, in an order that keeps the index prefix-closed.
 
 Kinds of a pending change: ADDED when the index did not have the hash before, KEPT when it may (a removal must be sent
 then), REMOVED. An addition that is removed again before it was sent leaves nothing.
@@ -11,20 +11,13 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from common.types import BlockHash
+from kvmanager.ports import IndexCall
 
 
 class _Kind(Enum):
     ADDED = auto()
     KEPT = auto()
     REMOVED = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class IndexCall:
-    """What one call does to the index, in this order."""
-
-    removes: tuple[BlockHash, ...] = ()
-    adds: tuple[BlockHash, ...] = ()
 
 
 @dataclass(slots=True)
@@ -36,41 +29,48 @@ class NetChanges:
     def __len__(self) -> int:
         return len(self._pending)
 
-    def store(self, key: BlockHash, depth: int) -> None:
+    def store(self, block_hash: BlockHash, depth: int) -> None:
         """Note that a hash has become a member."""
-        before = self._pending.get(key)
-        self._pending[key] = (_Kind.ADDED if before is None else _Kind.KEPT, depth)
+        before = self._pending.get(block_hash)
+        self._pending[block_hash] = (_Kind.ADDED if before is None else _Kind.KEPT, depth)
 
-    def remove(self, key: BlockHash, depth: int) -> None:
-        """Note that a hash is no member any more."""
-        before = self._pending.pop(key, None)
+    def remove(self, block_hash: BlockHash, depth: int) -> None:
+        """Note that a hash is no longer a member."""
+        before = self._pending.pop(block_hash, None)
         if before is None or before[0] is not _Kind.ADDED:
-            self._pending[key] = (_Kind.REMOVED, depth)
+            self._pending[block_hash] = (_Kind.REMOVED, depth)
 
     def refresh(self, entries: Iterable[tuple[BlockHash, int]]) -> None:
         """Note all members (hash, depth), to be written again."""
-        for key, depth in entries:
-            self._pending[key] = (_Kind.KEPT, depth)
+        for block_hash, depth in entries:
+            self._pending[block_hash] = (_Kind.KEPT, depth)
 
     def calls(self, limit: int) -> Iterator[IndexCall]:
         """Yield calls of at most `limit` hashes: removes deepest first, then adds shallowest first."""
-        removes = sorted((-depth, key) for key, (kind, depth) in self._pending.items() if kind is _Kind.REMOVED)
-        adds = sorted((depth, key) for key, (kind, depth) in self._pending.items() if kind is not _Kind.REMOVED)
+        removes = sorted(
+            (-depth, block_hash) for block_hash, (kind, depth) in self._pending.items() if kind is _Kind.REMOVED
+        )
+        adds = sorted(
+            (depth, block_hash) for block_hash, (kind, depth) in self._pending.items() if kind is not _Kind.REMOVED
+        )
         for at in range(0, len(removes) + len(adds), limit):
             begin, end = max(0, at - len(removes)), max(0, at + limit - len(removes))
-            yield IndexCall(tuple(key for _, key in removes[at : at + limit]), tuple(key for _, key in adds[begin:end]))
+            yield IndexCall(
+                tuple(block_hash for _, block_hash in removes[at : at + limit]),
+                tuple(block_hash for _, block_hash in adds[begin:end]),
+            )
 
     def sent(self, call: IndexCall) -> None:
         """Forget what a call has written."""
-        for key in (*call.removes, *call.adds):
-            del self._pending[key]
+        for block_hash in (*call.removes, *call.adds):
+            del self._pending[block_hash]
 
     def merged_under(self, newer: NetChanges) -> NetChanges:
-        """Return these changes, whose fate at the index is unknown, followed by newer ones."""
+        """Return these changes, which the index may or may not have, followed by newer ones."""
         merged = dict(self._pending)
-        for key, (kind, depth) in merged.items():
+        for block_hash, (kind, depth) in merged.items():
             if kind is _Kind.ADDED:
-                merged[key] = (_Kind.KEPT, depth)
-        for key, (kind, depth) in newer._pending.items():
-            merged[key] = (_Kind.KEPT if kind is _Kind.ADDED and key in merged else kind, depth)
+                merged[block_hash] = (_Kind.KEPT, depth)
+        for block_hash, (kind, depth) in newer._pending.items():
+            merged[block_hash] = (_Kind.KEPT if kind is _Kind.ADDED and block_hash in merged else kind, depth)
         return NetChanges(merged)

@@ -1,7 +1,7 @@
-"""Writes the changes of every worker's prefix cache behind, off the reply path, and keeps leases alive.
+"""Writes the changes of every worker's prefix cache to Redis, off the reply path, and keeps leases alive.
 
-One task does all writing, so that changes reach the index in the order in which they happened. While Redis is away the
-changes wait, bounded; when it is back, or was wiped, what it lacks is published again.
+One task writes, so that changes reach the index in the order in which they happened. While Redis is unreachable, the
+changes wait, up to a bound. When Redis is back, or was wiped, everything that it lacks is published again.
 """
 
 from __future__ import annotations

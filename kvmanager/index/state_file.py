@@ -1,4 +1,4 @@
-"""The one number that a manager must not forget: the highest epoch it has held."""
+"""The highest epoch that a manager has held, on disk: the manager must not forget it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from common.errors import FieldViolation, InvalidConfig
 
 
 class EpochFile:
-    """Keeps an epoch on disk. A write is complete or has not happened; it outlives the machine."""
+    """Keeps an epoch on disk. A write is atomic and survives a crash of the machine."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / "epoch"

@@ -16,8 +16,7 @@ from redis.exceptions import RedisError
 from common import index_format
 from common.errors import StaleEpoch
 from kvmanager.index import scripts as index_scripts
-from kvmanager.index.net_changes import IndexCall
-from kvmanager.ports import FenceLost, IndexUnavailable, WorkerEntry
+from kvmanager.ports import FenceLost, IndexCall, IndexUnavailable, WorkerEntry
 
 _Argument = str | bytes | int
 

@@ -1,4 +1,4 @@
-"""What the index lacks of one attached worker: pending changes, or the whole membership."""
+"""The changes of one attached worker that the index lacks: single ones, or the whole membership."""
 
 from __future__ import annotations
 
@@ -80,17 +80,17 @@ class WorkerFeed:
         self.changes.refresh(snapshot.entries)
 
     def refresh(self) -> None:
-        """Make every member a pending change, so that its entry lives on. Events that are on their way still count."""
+        """Make every member a pending change, so that its entry lives on. Events still in flight are applied too."""
         self.changes.refresh(self._snapshot().entries)
 
     def take(self) -> NetChanges:
-        """Return the pending changes and start anew; `put_back` what could not be sent."""
+        """Return the pending changes and start again; `put_back` those that could not be sent."""
         changes, self.changes = self.changes, NetChanges()
         self._taken = len(changes)
         return changes
 
     def put_back(self, unsent: NetChanges) -> None:
-        """Return what of the changes taken was not sent, or whose fate is unknown, under those that came since."""
+        """Put changes back that were not sent, or that the index may lack, under those that came since."""
         self._taken = 0
         if len(unsent) and not self.republish:
             self.changes = unsent.merged_under(self.changes)

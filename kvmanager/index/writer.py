@@ -1,6 +1,7 @@
 """The manager's side of the prefix index of its pool, whose keys name the pool's identity.
 
-So it begins with the first worker, and begins anew when, after all have left, the next one has another identity.
+Publishing therefore starts with the first worker. It starts again when all workers have left and the next one has
+another identity.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class _Namespace:
             await self.store.close()
 
     async def leave(self) -> None:
-        """Stop publishing, because no worker of this namespace is left, and have their entries count no more."""
+        """Stop publishing after the last worker of this namespace has left, and make its entries dead."""
         if self.task is not None and self.publisher is not None:
             self.publisher.stop()
             await self.task
@@ -83,7 +84,7 @@ class IndexWriter:
     async def epoch_for(self, attach: Attach) -> int:
         """Return the epoch for the answer to an Attach. Raises StaleEpoch.
 
-        An identity with another namespace begins that one: call it so only when no worker of the old one is attached.
+        An identity with another namespace starts that namespace. No worker of the old one may be attached then.
         """
         namespace = self._namespace
         if namespace is None or namespace.name != attach.identity.namespace:
@@ -105,7 +106,7 @@ class IndexWriter:
         return self.publisher.open(worker, snapshot)
 
     def push(self, feed: WorkerFeed, events: tuple[IndexEvent, ...]) -> None:
-        """Have changes of a worker written soon."""
+        """Queue a worker's changes for the index."""
         feed.push(events)
         if self.publisher is not None:
             self.publisher.wake()
@@ -152,11 +153,11 @@ class IndexWriter:
         try:
             await publisher.run()
         except StaleEpoch as error:
-            if publisher is self.publisher:  # another manager may well serve a namespace that this one has left
+            if publisher is self.publisher:  # another manager may serve a namespace that this one has left
                 self._stale(error)
 
     def _stale(self, error: StaleEpoch) -> None:
-        """Another manager has taken over; whoever attaches and the publisher both notice, in either order."""
+        """Call `on_stale` once; an attach and the publisher can both find that another manager has taken over."""
         on_stale, self._on_stale = self._on_stale, None
         if on_stale is not None:
             on_stale(error)

@@ -1,1 +1,1 @@
-"""Streams of workers: attach, reports in, grants out."""
+"""Sessions with workers: attach, reports, grants."""

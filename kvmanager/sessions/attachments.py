@@ -1,4 +1,4 @@
-"""Who is attached: admits workers of the pool's identity, one session each, and serves what is asked about them."""
+"""The attached workers: each has the pool's identity and one session."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SessionCounts:
 
 @dataclass(frozen=True, slots=True)
 class StreamEnds:
-    """What a session may ask of the stream that carries it: to break, or to tell the worker to leave by itself."""
+    """How a session ends its stream: at once, or by a request to the worker to leave."""
 
     end: Callable[[str], None]
     drain: Callable[[], None]
@@ -47,7 +47,7 @@ class _Live:
 
 @dataclass(slots=True)
 class Attachments:
-    """Sessions by worker id, around the core's own account of them.
+    """Attached workers by id, around the core's registrations.
 
     `configured` holds the parts of the identity that were configured; the first worker to attach fixes the rest, until
     the last one has left.
@@ -66,7 +66,7 @@ class Attachments:
     _departure: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def open(self, attach: Attach, stream: StreamEnds) -> AttachedWorker | AttachRejected:
-        """Open a session, or say why not. Raises StaleEpoch when another manager has taken over."""
+        """Open a session, or return the refusal. Raises StaleEpoch when another manager has taken over."""
         self._opening += 1
         try:
             return await self._open(attach, stream)
@@ -94,7 +94,7 @@ class Attachments:
         return self.manager.attach(attach)
 
     def close(self, worker: AttachedWorker) -> None:
-        """End a session on this side; one that was closed before is left alone."""
+        """End a session on this side. Nothing happens if it was closed before."""
         worker_id = worker.attach.worker_id
         live = self._live.get(worker_id)
         if live is None or live.worker is not worker:
@@ -107,13 +107,13 @@ class Attachments:
         log.info("worker left", extra={"worker_id": worker_id})
 
     def drain(self) -> None:
-        """Take no new session, and ask every worker to leave and come back later."""
+        """Refuse new sessions, and ask every worker to leave and attach again later."""
         self.draining = True
         for live in tuple(self._live.values()):
             live.stream.drain()
 
     async def left(self) -> None:
-        """Return once nobody is attached."""
+        """Return once no worker is attached."""
         while self._live:
             self._departure.clear()
             await self._departure.wait()
@@ -133,20 +133,20 @@ class Attachments:
         return self.manager.identity or replace(theirs, **self.configured)  # type: ignore[arg-type]
 
     def _forget_identity(self) -> None:
-        """When nobody is attached or about to be, the next worker may be of another kind."""
+        """Forget the identity when no worker is attached or attaching; the next worker may have another one."""
         if not self._live and not self._opening:
             self.manager.forget_identity()
 
     def _refusal(self, theirs: PoolIdentity) -> AttachRejected | None:
         if self.draining:
-            return AttachRejected("the manager is going away", retry=True)
+            return AttachRejected("the manager is shutting down; attach again later", retry=True)
         mismatches = self._expected(theirs).differences(theirs)
         if mismatches:
             return AttachRejected("; ".join(map(str, mismatches)), mismatches)
         return None
 
     def _leave_for(self, attach: Attach) -> None:
-        """Give up a session whose worker has opened a later one: it holds one at a time, so the old one is broken."""
+        """Close a session whose worker has opened a later one: a worker has one at a time, so the old one is broken."""
         live = self._live.get(attach.worker_id)
         if live is None:
             return

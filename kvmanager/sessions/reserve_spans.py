@@ -1,4 +1,4 @@
-"""Spans of one session's waits for blocks; nothing is kept of requests that are not sampled.
+"""Spans of one session's waits for blocks. Requests that are not sampled leave nothing.
 
 `kvmanager.reserve` lasts from a sequence's arrival in the queue (or its return to it by preemption) to its admission.
 `kvmanager.preempt`, in the trace of the request that needed the blocks, lasts from the order to the victim's report;
@@ -70,7 +70,7 @@ class ReserveSpans:
         )
 
     def _given_up(self, sequence: SequenceId) -> None:
-        """The victim has released its row: it waits again, and says for whom."""
+        """The victim has released its block table and waits again; its new span links to the beneficiary."""
         span, decision = self._preempting.pop(sequence, (None, None))
         if span is not None:
             span.end()

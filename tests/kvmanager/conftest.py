@@ -39,7 +39,7 @@ Start = Callable[..., Awaitable[Running]]
 
 @pytest.fixture
 async def start_manager(tmp_path: Path) -> AsyncIterator[Start]:
-    """Return what starts a manager without Redis unless told otherwise; all are stopped at the end."""
+    """Return what starts a manager without Redis unless asked otherwise; all are stopped at the end."""
     started: list[Running] = []
 
     async def start(**options: Any) -> Running:

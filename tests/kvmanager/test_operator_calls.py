@@ -19,17 +19,17 @@ from quire.types.v1 import types_pb2
 from tests.kvmanager.conftest import ChannelTo, Connect, Running
 from tests.support.kvmanager.fake_session import RawWorker
 
-CHAIN = tuple(BlockHash(bytes([index]) * 16) for index in range(1, 5))
-PACKED = b"".join(CHAIN)
+HASHES = tuple(BlockHash(bytes([index]) * 16) for index in range(1, 5))
+PACKED = b"".join(HASHES)
 
 
 async def worker_with_one_sequence(manager: Running, connect: Connect, worker_id: str = "w0") -> RawWorker:
     """Return a worker that runs one sequence of 40 tokens, with two sealed blocks, and has one block leased."""
     worker = connect(manager, worker_id)
     await worker.attached()
-    reserve = Reserve(SequenceId(7), 40, 64, block_hashes=CHAIN[:2], request_id="request-7")
+    reserve = Reserve(SequenceId(7), 40, 64, block_hashes=HASHES[:2], request_id="request-7")
     await worker.exchange(Report(reserve=(reserve,)))
-    seals = ((BlockId(0), CHAIN[0]), (BlockId(1), CHAIN[1]))
+    seals = ((BlockId(0), HASHES[0]), (BlockId(1), HASHES[1]))
     await worker.exchange(Report(step=1, seal=seals, lease_want=1))
     return worker
 
@@ -163,7 +163,7 @@ async def test_metrics_count_prefix_queries_reports_and_sessions(manager: Runnin
 
 async def test_prefix_hits_count_tokens_as_they_do_in_vllm(manager: Running, connect: Connect) -> None:
     worker = await worker_with_one_sequence(manager, connect)
-    again = Reserve(SequenceId(8), 40, 48, block_hashes=CHAIN[:2], request_id="request-8")
+    again = Reserve(SequenceId(8), 40, 48, block_hashes=HASHES[:2], request_id="request-8")
     await worker.exchange(Report(reserve=(again,), lease_want=1))
     text = await scraped(manager)
     assert values(text, "quire:prefix_cache_queries_total") == {'{worker="w0"}': 2 * 32.0}

@@ -5,7 +5,7 @@
 QuireError
 ├── InvalidRequest          a request or option is wrong; carries every field violation at once      INVALID_ARGUMENT
 │   └── InvalidConfig       a flag, environment variable or TOML key is wrong (never on the wire)
-├── NotFound                a request, sequence, model or trace id that nobody knows                 NOT_FOUND
+├── NotFound                a request, sequence, model or trace id that is unknown                   NOT_FOUND
 ├── AlreadyExists           a request id that is in use                                              ALREADY_EXISTS
 ├── Overloaded              a quota is used up; carries which one, and when to try again             RESOURCE_EXHAUSTED
 ├── Unavailable             a service that is needed is down or draining; carries when to try again  UNAVAILABLE
@@ -84,7 +84,7 @@ class InvalidConfig(InvalidRequest):
 
 
 class NotFound(QuireError):
-    """Something was named that nobody here knows."""
+    """A name or an id is unknown here."""
 
     reason = "NOT_FOUND"
 

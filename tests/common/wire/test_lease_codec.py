@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from common import lease
 from common.errors import Mismatch, ProtocolViolation
 from common.types import TRIMMED, BlockHash, BlockId, FinishReason, PoolIdentity, SequenceId, SequencePhase
-from common.wire import lease_codec as lease_wire
+from common.wire import lease_codec
 from common.wire.identity_codec import identity_from_proto, identity_to_proto
 from common.wire.inventory_codec import InventoryAssembler, inventory_chunks
 from quire.kvmanager.v1 import kvmanager_pb2
@@ -25,28 +25,28 @@ def test_identity_survives_the_wire(identity: PoolIdentity) -> None:
 
 @given(strategies.attaches)
 def test_attach_survives_the_wire(attach: lease.Attach) -> None:
-    packed = lease_wire.attach_to_proto(attach).SerializeToString()
-    assert lease_wire.attach_from_proto(kvmanager_pb2.Attach.FromString(packed), attach.session) == attach
+    packed = lease_codec.attach_to_proto(attach).SerializeToString()
+    assert lease_codec.attach_from_proto(kvmanager_pb2.Attach.FromString(packed), attach.session) == attach
 
 
 @given(strategies.reports)
 def test_report_survives_the_wire(report: lease.Report) -> None:
-    packed = lease_wire.report_to_proto(report).SerializeToString()
-    assert lease_wire.report_from_proto(kvmanager_pb2.Report.FromString(packed)) == report
+    packed = lease_codec.report_to_proto(report).SerializeToString()
+    assert lease_codec.report_from_proto(kvmanager_pb2.Report.FromString(packed)) == report
 
 
 @given(strategies.batches)
 def test_batch_survives_the_wire(batch: lease.GrantBatch) -> None:
-    packed = lease_wire.batch_to_proto(batch).SerializeToString()
-    assert lease_wire.batch_from_proto(kvmanager_pb2.GrantBatch.FromString(packed)) == batch
+    packed = lease_codec.batch_to_proto(batch).SerializeToString()
+    assert lease_codec.batch_from_proto(kvmanager_pb2.GrantBatch.FromString(packed)) == batch
 
 
 @given(st.builds(lease.AttachOk, strategies.u64, strategies.u32), strategies.rejections)
 def test_answers_to_an_attach_survive_the_wire(ok: lease.AttachOk, rejected: lease.AttachRejected) -> None:
-    packed = lease_wire.attach_ok_to_proto(ok).SerializeToString()
-    assert lease_wire.attach_ok_from_proto(kvmanager_pb2.AttachOk.FromString(packed)) == ok
-    packed = lease_wire.rejected_to_proto(rejected).SerializeToString()
-    received = lease_wire.rejected_from_proto(kvmanager_pb2.AttachRejected.FromString(packed))
+    packed = lease_codec.attach_ok_to_proto(ok).SerializeToString()
+    assert lease_codec.attach_ok_from_proto(kvmanager_pb2.AttachOk.FromString(packed)) == ok
+    packed = lease_codec.rejected_to_proto(rejected).SerializeToString()
+    received = lease_codec.rejected_from_proto(kvmanager_pb2.AttachRejected.FromString(packed))
     swapped = tuple(Mismatch(each.field, each.theirs, each.ours, each.flag) for each in rejected.mismatches)
     assert received == lease.AttachRejected(rejected.reason, swapped, rejected.retry)
 
@@ -88,18 +88,19 @@ def test_a_report_of_a_step_is_as_small_as_promised() -> None:
         seal=tuple((BlockId(number), BlockHash(bytes([number]) * 16)) for number in range(4)),
         lease_want=128,
     )
-    assert lease_wire.report_to_proto(report).ByteSize() <= 150
+    assert lease_codec.report_to_proto(report).ByteSize() <= 150
 
 
 def test_trimmed_blocks_and_the_highest_sequence_id_keep_their_value() -> None:
     admit = lease.Admit(SequenceId(2**32 - 1), (TRIMMED, BlockId(7)), 1)
-    assert lease_wire.batch_from_proto(lease_wire.batch_to_proto(lease.GrantBatch(0, admit=(admit,)))).admit == (admit,)
+    message = lease_codec.batch_to_proto(lease.GrantBatch(0, admit=(admit,)))
+    assert lease_codec.batch_from_proto(message).admit == (admit,)
 
 
 def test_no_stalled_set_differs_from_an_empty_one() -> None:
     for stalled in (None, ()):
         assert (
-            lease_wire.report_from_proto(lease_wire.report_to_proto(lease.Report(stalled=stalled))).stalled == stalled
+            lease_codec.report_from_proto(lease_codec.report_to_proto(lease.Report(stalled=stalled))).stalled == stalled
         )
 
 
@@ -121,7 +122,7 @@ def test_no_stalled_set_differs_from_an_empty_one() -> None:
 )
 def test_malformed_report_is_a_protocol_violation(report: kvmanager_pb2.Report) -> None:
     with pytest.raises(ProtocolViolation):
-        lease_wire.report_from_proto(report)
+        lease_codec.report_from_proto(report)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +136,7 @@ def test_malformed_report_is_a_protocol_violation(report: kvmanager_pb2.Report) 
 )
 def test_malformed_batch_is_a_protocol_violation(batch: kvmanager_pb2.GrantBatch) -> None:
     with pytest.raises(ProtocolViolation):
-        lease_wire.batch_from_proto(batch)
+        lease_codec.batch_from_proto(batch)
 
 
 @pytest.mark.parametrize(
@@ -157,18 +158,18 @@ def test_attach_without_a_needed_field_is_a_protocol_violation(field: str) -> No
     message.identity.block_size = 16
     message.ClearField(field)  # type: ignore[arg-type]
     with pytest.raises(ProtocolViolation):
-        lease_wire.attach_from_proto(message, 1)
+        lease_codec.attach_from_proto(message, 1)
 
 
 def test_each_side_sees_its_own_value_as_ours() -> None:
     rejected = lease.AttachRejected("identity", (Mismatch("block_size", "16", "32", "--block-size"),))
-    message = lease_wire.rejected_to_proto(rejected)
+    message = lease_codec.rejected_to_proto(rejected)
     assert (message.differences[0].manager, message.differences[0].worker) == ("16", "32")
-    received = lease_wire.rejected_from_proto(message)
+    received = lease_codec.rejected_from_proto(message)
     assert str(received.mismatches[0]) == "block_size: here 32, there 16 (change it with --block-size)"
 
 
 @given(st.sampled_from(FinishReason))
 def test_every_finish_reason_has_a_proto(reason: FinishReason) -> None:
     report = lease.Report(finished=((SequenceId(1), reason),))
-    assert lease_wire.report_from_proto(lease_wire.report_to_proto(report)) == report
+    assert lease_codec.report_from_proto(lease_codec.report_to_proto(report)) == report

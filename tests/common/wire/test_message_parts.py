@@ -23,7 +23,7 @@ from common.types import (
     TokenLogprobs,
     Usage,
 )
-from common.wire import enum_codec as enum_wire
+from common.wire import enum_codec
 from common.wire.output_codec import logprobs_from_proto, logprobs_to_proto, usage_from_proto, usage_to_proto
 from common.wire.sampling_codec import sampling_from_proto, sampling_to_proto
 from quire.kvmanager.v1 import kvmanager_pb2
@@ -103,16 +103,16 @@ def test_enums_have_the_same_names_on_the_wire(ours: type[StrEnum], numbers: Any
 
 def test_enums_survive_the_wire() -> None:
     for finish in FinishReason:
-        assert enum_wire.finish_from_proto(enum_wire.finish_to_proto(finish)) is finish
+        assert enum_codec.finish_from_proto(enum_codec.finish_to_proto(finish)) is finish
     for miss in MissReason:
-        assert enum_wire.miss_from_proto(enum_wire.miss_to_proto(miss)) is miss
+        assert enum_codec.miss_from_proto(enum_codec.miss_to_proto(miss)) is miss
     for phase in SequencePhase:
-        assert enum_wire.phase_from_proto(enum_wire.phase_to_proto(phase)) is phase
+        assert enum_codec.phase_from_proto(enum_codec.phase_to_proto(phase)) is phase
 
 
 @pytest.mark.parametrize(
     "read",
-    [enum_wire.finish_from_proto, enum_wire.miss_from_proto, enum_wire.phase_from_proto],
+    [enum_codec.finish_from_proto, enum_codec.miss_from_proto, enum_codec.phase_from_proto],
     ids=["finish", "miss", "phase"],
 )
 @pytest.mark.parametrize("number", [0, 99], ids=["unspecified", "of another version"])
@@ -122,5 +122,5 @@ def test_a_number_that_means_nothing_is_a_violation(read: Any, number: int) -> N
 
 
 def test_a_reader_may_say_what_an_unknown_number_stands_for() -> None:
-    assert enum_wire.finish_from_proto(99, FinishReason.ERROR) is FinishReason.ERROR
-    assert enum_wire.miss_from_proto(99, MissReason.NEVER_SEEN) is MissReason.NEVER_SEEN
+    assert enum_codec.finish_from_proto(99, FinishReason.ERROR) is FinishReason.ERROR
+    assert enum_codec.miss_from_proto(99, MissReason.NEVER_SEEN) is MissReason.NEVER_SEEN

@@ -22,7 +22,7 @@ def test_the_next_epoch_is_one_more_than_the_highest_of_all(numbers: dict[str, i
 
 
 @pytest.mark.parametrize(
-    ("own", "seen", "told", "rises"),
+    ("own", "seen", "answered", "rises"),
     [
         (0, 0, False, True),
         (3, 2, False, False),
@@ -32,8 +32,8 @@ def test_the_next_epoch_is_one_more_than_the_highest_of_all(numbers: dict[str, i
     ],
     ids=["none yet", "lower", "equal, from us", "equal, from a predecessor", "higher"],
 )
-def test_a_worker_is_answered_only_with_an_epoch_that_it_takes(own: int, seen: int, told: bool, rises: bool) -> None:
-    assert must_rise(own, seen, told) is rises
+def test_a_worker_gets_only_an_epoch_that_it_accepts(own: int, seen: int, answered: bool, rises: bool) -> None:
+    assert must_rise(own, seen, answered) is rises
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Behaviours 15 and 16: what the index outside is told, and how it repairs a gap."""
+"""Behaviours 15 and 16: the events for the index, and how the index repairs a gap."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many blocks the worker is leased ahead of need, and how it is told."""
+"""How many blocks the worker leases ahead of need, and which target the manager sends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_terms(want: int, stalled: int, growth: int, running: int, terms: Runway
 
 
 @pytest.mark.parametrize(
-    ("told", "refill", "pressed", "target"),
+    ("last_sent", "refill", "pressed", "target"),
     [
         (None, False, False, 16),
         (10, False, False, 10),
@@ -35,8 +35,8 @@ def test_terms(want: int, stalled: int, growth: int, running: int, terms: Runway
         (4, True, True, 4),
     ],
 )
-def test_a_target_within_bounds_is_left_alone(told: int | None, refill: bool, pressed: bool, target: int) -> None:
-    assert next_target(RunwayTerms(4, 16), told, refill, pressed) == target
+def test_a_target_within_bounds_is_left_alone(last_sent: int | None, refill: bool, pressed: bool, target: int) -> None:
+    assert next_target(RunwayTerms(4, 16), last_sent, refill, pressed) == target
 
 
 def test_the_want_is_leased_also_by_evicting() -> None:

@@ -87,6 +87,7 @@ def assert_quiet(ledger: Ledger) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_behaviour_21_soak_of_100_000_operations_over_100_blocks() -> None:
     life = Life(100, 4, seed=21)
     for number in range(100_000):

@@ -184,7 +184,7 @@ async def test_queue_that_overflows_falls_back_to_publishing_all(
     await assert_index_equals_map(manager, own_redis.url)
 
 
-async def test_manager_that_was_replaced_is_told_so_and_writes_no_more(
+async def test_manager_that_was_replaced_learns_it_and_stops_writing(
     start_manager: Start, channel_to: ChannelTo, redis_url: str
 ) -> None:
     old = await start_manager(redis_url=redis_url)

@@ -58,9 +58,7 @@ async def test_epoch_is_above_what_any_worker_has_seen(keeper: Keeper, tmp_path:
     assert await epochs.for_attach(9) == 10
 
 
-async def test_worker_that_has_seen_an_epoch_that_we_told_nobody_saw_a_predecessors(
-    keeper: Keeper, tmp_path: Path
-) -> None:
+async def test_worker_that_has_seen_an_unanswered_epoch_saw_a_predecessors(keeper: Keeper, tmp_path: Path) -> None:
     EpochFile(tmp_path).write(4)
     assert await keeper(tmp_path).for_attach(5) == 6
 
@@ -112,7 +110,7 @@ def full_disk(descriptor: int) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-async def test_epoch_taken_after_a_wipe_was_told_to_nobody(keeper: Keeper, tmp_path: Path, redis_url: str) -> None:
+async def test_epoch_taken_after_a_wipe_is_unanswered(keeper: Keeper, tmp_path: Path, redis_url: str) -> None:
     epochs = keeper(tmp_path, redis_url)
     await epochs.for_attach(0)
     assert await epochs.renew_fence() == 2

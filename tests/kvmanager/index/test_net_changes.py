@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.types import BlockHash
-from kvmanager.index.net_changes import IndexCall, NetChanges
+from kvmanager.index.net_changes import NetChanges
+from kvmanager.ports import IndexCall
 
 
 def key(number: int) -> BlockHash:

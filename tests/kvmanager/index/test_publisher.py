@@ -16,11 +16,10 @@ from common.index_format import DiscoveredWorker
 from common.types import BlockHash
 from kvmanager.core.index_events import Cleared, IndexSnapshot, Removed, Stored
 from kvmanager.index.epoch import EpochKeeper
-from kvmanager.index.net_changes import IndexCall
 from kvmanager.index.publisher import PrefixPublisher, PublisherTimes
 from kvmanager.index.state_file import EpochFile
 from kvmanager.index.worker_feed import WorkerFeed
-from kvmanager.ports import FenceLost, IndexUnavailable, WorkerEntry
+from kvmanager.ports import FenceLost, IndexCall, IndexUnavailable, WorkerEntry
 from tests.support.kvmanager.fake_session import IDENTITY
 
 H = [BlockHash(bytes([number]) * 16) for number in range(8)]

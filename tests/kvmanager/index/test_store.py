@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from importlib.resources import files
 from typing import cast
 
 import pytest
@@ -12,9 +14,9 @@ from redis.asyncio import Redis
 from common import index_format
 from common.errors import StaleEpoch
 from common.types import BlockHash
-from kvmanager.index.net_changes import IndexCall
+from kvmanager.index import scripts
 from kvmanager.index.store import RedisIndexStore, open_redis
-from kvmanager.ports import FenceLost, IndexUnavailable, WorkerEntry
+from kvmanager.ports import FenceLost, IndexCall, IndexUnavailable, WorkerEntry
 from tests.support.kvmanager.index_reader import index_members
 
 NAMESPACE = "{quire:m:t:16}"
@@ -199,3 +201,13 @@ async def test_redis_that_is_not_there_is_named_unavailable() -> None:
     store = RedisIndexStore(open_redis("redis://127.0.0.1:1/0"), NAMESPACE, 60.0, 5.0, lambda: 0)
     with pytest.raises(IndexUnavailable):
         await store.acquire(0, 0)
+
+
+async def test_every_script_loads_in_redis_and_is_part_of_the_package(redis_url: str) -> None:
+    """Redis compiles a script when it is loaded; a script that is missing from the package fails before that."""
+    names = sorted(each.name for each in files("kvmanager.index").iterdir() if each.name.endswith(".lua"))
+    assert names == ["acquire.lua", "fenced.lua", "register.lua", "renew.lua", "retire.lua", "update.lua"]
+    async with open_redis(redis_url) as redis:
+        for source in (scripts.ACQUIRE, scripts.REGISTER, scripts.UPDATE, scripts.RENEW, scripts.RETIRE):
+            digest = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
+            assert await redis.script_load(source) == digest

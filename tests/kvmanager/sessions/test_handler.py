@@ -19,10 +19,10 @@ from tests.kvmanager.conftest import Connect, Running, Start
 from tests.support.kvmanager.fake_session import IDENTITY, RawWorker
 
 S0, S1 = SequenceId(0), SequenceId(1)
-CHAIN = tuple(BlockHash(bytes([index]) * 16) for index in range(1, 5))
+HASHES = tuple(BlockHash(bytes([index]) * 16) for index in range(1, 5))
 
 
-def reserve(sequence: SequenceId, num_tokens: int = 40, block_hashes: tuple[BlockHash, ...] = CHAIN[:2]) -> Reserve:
+def reserve(sequence: SequenceId, num_tokens: int = 40, block_hashes: tuple[BlockHash, ...] = HASHES[:2]) -> Reserve:
     return Reserve(sequence, num_tokens, 64, block_hashes=block_hashes, request_id=f"r{sequence}")
 
 
@@ -69,7 +69,7 @@ async def test_sealed_blocks_are_shared_with_the_next_sequence(manager: Running,
     worker = connect(manager)
     await worker.attached()
     await worker.exchange(Report(reserve=(reserve(S0),)))
-    await worker.report(Report(step=1, seal=((BlockId(0), CHAIN[0]), (BlockId(1), CHAIN[1]))))
+    await worker.report(Report(step=1, seal=((BlockId(0), HASHES[0]), (BlockId(1), HASHES[1]))))
     (admit,) = (await worker.exchange(Report(reserve=(reserve(S1),)))).admit
     assert (admit.block_table[:2], admit.n_shared, admit.cached_tokens) == ((0, 1), 2, 32)
     assert admit.miss_reason is MissReason.FULL_HIT
@@ -86,9 +86,9 @@ async def test_envelopes_count_and_acknowledge(manager: Running, connect: Connec
 async def test_inventory_rebuilds_rows_pool_and_cache(manager: Running, connect: Connect) -> None:
     running = InventorySequence(reserve(S0), SequencePhase.RUNNING, 0, (BlockId(5), BlockId(6), BlockId(7)))
     cached_blocks = (
-        CachedBlock(BlockId(5), CHAIN[0], -1, 3),
-        CachedBlock(BlockId(6), CHAIN[1], 0, 3),
-        CachedBlock(BlockId(1), CHAIN[2], 1, 2),
+        CachedBlock(BlockId(5), HASHES[0], -1, 3),
+        CachedBlock(BlockId(6), HASHES[1], 0, 3),
+        CachedBlock(BlockId(1), HASHES[2], 1, 2),
     )
     worker = connect(manager)
     await worker.attached(Inventory((running,), (BlockId(4),), cached_blocks))
@@ -294,9 +294,9 @@ async def test_second_inventory_is_a_violation(manager: Running, connect: Connec
 
 async def test_contradictory_inventory_is_a_violation(manager: Running, connect: Connect) -> None:
     worker = connect(manager)
-    claim = CachedBlock(BlockId(0), CHAIN[0], -1, 0)
+    cached = CachedBlock(BlockId(0), HASHES[0], -1, 0)
     with pytest.raises(aio.AioRpcError, match="cached block 0 is leased"):
-        await worker.attach(Inventory(pool=(BlockId(0),), cached_blocks=(claim,)))
+        await worker.attach(Inventory(pool=(BlockId(0),), cached_blocks=(cached,)))
 
 
 async def test_sequence_larger_than_the_pool_is_cancelled_at_once(manager: Running, connect: Connect) -> None:
@@ -332,5 +332,5 @@ async def test_workers_do_not_share_ledgers(manager: Running, connect: Connect) 
     first, second = connect(manager, "w0"), connect(manager, "w1")
     await first.attached()
     await second.attached()
-    rows = [(await worker.exchange(Report(reserve=(reserve(S0),)))).admit[0].block_table for worker in (first, second)]
-    assert rows == [(0, 1, 2), (0, 1, 2)]
+    answers = [await worker.exchange(Report(reserve=(reserve(S0),))) for worker in (first, second)]
+    assert [answer.admit[0].block_table for answer in answers] == [(0, 1, 2), (0, 1, 2)]

@@ -16,7 +16,7 @@ from kvmanager.sessions.reserve_spans import ReserveSpans
 from tests.support.kvmanager.ledgers import make_ledger
 
 S0, S1, S2 = map(SequenceId, range(3))
-CHAIN = tuple(BlockHash(bytes([index]) * 16) for index in range(1, 9))
+HASHES = tuple(BlockHash(bytes([index]) * 16) for index in range(1, 9))
 
 
 def traceparent(number: int, sampled: bool = True) -> str:
@@ -111,9 +111,9 @@ def test_span_lasts_until_the_blocks_come() -> None:
 
 def test_evictions_done_for_a_request_stand_before_its_grant() -> None:
     traced = Traced(2)
-    cached = Reserve(S0, 32, 32, block_hashes=CHAIN[:2])
+    cached = Reserve(S0, 32, 32, block_hashes=HASHES[:2])
     traced.report(reserve=(cached,))
-    traced.report(seal=((BlockId(0), CHAIN[0]), (BlockId(1), CHAIN[1])))
+    traced.report(seal=((BlockId(0), HASHES[0]), (BlockId(1), HASHES[1])))
     traced.report(finished=((S0, FinishReason.STOP),))
     traced.report(reserve=(reserve(S1),))
     (span,) = traced.ended

@@ -74,7 +74,7 @@ def key(node: int, block_size: int) -> BlockHash:
 
 
 def parent_key(of: BlockHash, block_size: int) -> BlockHash | None:
-    """Return the key of the block before the one that `of` stands for; None when that is the first of its chain."""
+    """Return the key of the block before the one that `of` stands for; None for a first block."""
     before = ancestor(_nodes_of_keys[of], block_size)
     return None if before == NOTHING else key(before, block_size)
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from common.types import BlockHash
 from kvmanager.core import epochs
 from kvmanager.core.index_events import Cleared, IndexEvent, IndexSnapshot, Removed, Stored
-from kvmanager.index.net_changes import IndexCall, NetChanges
+from kvmanager.index.net_changes import NetChanges
+from kvmanager.ports import IndexCall
 
 ABSENT = -1
 CALL_LIMIT = 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.types import BlockHash
-from kvmanager.index.net_changes import IndexCall
+from kvmanager.ports import IndexCall
 from tests.suites.protocol.index import Index
 from tests.suites.protocol.mutants import MUTANTS, Exhaustive, Mutant, Walks
 

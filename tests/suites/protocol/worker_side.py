@@ -176,4 +176,4 @@ class WorkerSide(State):
 
 
 def _without_times(inventory: Inventory) -> Inventory:
-    return replace(inventory, cached_blocks=tuple(replace(claim, last_used=0) for claim in inventory.cached_blocks))
+    return replace(inventory, cached_blocks=tuple(replace(each, last_used=0) for each in inventory.cached_blocks))

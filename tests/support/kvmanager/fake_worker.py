@@ -270,7 +270,7 @@ class FakeWorker:
         cached_blocks = []
         for block in index:
             key, parent = self.hash[block]
-            # -2: its parent is held nowhere any more, so nobody may believe the claim.
+            # -2: no block holds its parent any more, so the manager must not register it.
             cached_blocks.append(
                 CachedBlock(block, key, -1 if parent is None else first.get(parent, -2), self.used[block])
             )

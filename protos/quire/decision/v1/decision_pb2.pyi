@@ -82,7 +82,7 @@ class DecisionRecord(_message.Message):
     chosen: _builtins.str
     """What was chosen, in words: a worker, a block count, "refused"."""
     victim: _builtins.str
-    """Who lost, and who gained by it (request ids)."""
+    """The request that lost blocks, and the request that gained them."""
     beneficiary: _builtins.str
     trace_id: _builtins.str
     """The trace in which the record is an event; empty if it was not sampled."""
@@ -176,11 +176,11 @@ class Candidate(_message.Message):
     """Why it was filtered out."""
     @_builtins.property
     def terms(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """What the cost is the sum of."""
+        """The terms whose sum is the cost."""
 
     @_builtins.property
     def figures(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """What the terms were worked out from, each in a unit of its own: hit_blocks."""
+        """The inputs of the terms, each in its own unit, such as hit_blocks."""
 
     def __init__(
         self,
@@ -347,7 +347,7 @@ class Span(_message.Message):
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___SpanEvent]: ...
     @_builtins.property
     def links(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Trace and span ids ("trace:span") of linked spans: who took the blocks of a preempted request."""
+        """Trace and span ids ("trace:span") of linked spans: for example the request that took the blocks of a preempted one."""
 
     def __init__(
         self,

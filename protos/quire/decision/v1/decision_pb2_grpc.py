@@ -26,8 +26,7 @@ if _version_not_supported:
 
 
 class DecisionServiceStub:
-    """Served by those who decide, router and KV manager, each for the records that it made; the router also serves traces of
-    the whole suite.
+    """The router and the KV manager each serve the records that they made. The router also serves traces of the whole suite.
     """
 
     def __init__(self, channel):
@@ -49,8 +48,7 @@ class DecisionServiceStub:
 
 
 class DecisionServiceServicer:
-    """Served by those who decide, router and KV manager, each for the records that it made; the router also serves traces of
-    the whole suite.
+    """The router and the KV manager each serve the records that they made. The router also serves traces of the whole suite.
     """
 
     def ListDecisions(self, request, context):
@@ -89,8 +87,7 @@ def add_DecisionServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DecisionService:
-    """Served by those who decide, router and KV manager, each for the records that it made; the router also serves traces of
-    the whole suite.
+    """The router and the KV manager each serve the records that they made. The router also serves traces of the whole suite.
     """
 
     @staticmethod

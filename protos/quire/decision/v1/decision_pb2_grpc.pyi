@@ -13,9 +13,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class DecisionServiceStub:
-    """Served by those who decide, router and KV manager, each for the records that it made; the router also serves traces of
-    the whole suite.
-    """
+    """The router and the KV manager each serve the records that they made. The router also serves traces of the whole suite."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListDecisions: _aio.UnaryUnaryMultiCallable[_decision_pb2.ListDecisionsRequest, _decision_pb2.ListDecisionsResponse]
@@ -24,9 +22,7 @@ class DecisionServiceStub:
     """All spans known of one trace, by trace id or by request id. NOT_FOUND when the ring has none; served by the router."""
 
 class DecisionServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Served by those who decide, router and KV manager, each for the records that it made; the router also serves traces of
-    the whole suite.
-    """
+    """The router and the KV manager each serve the records that they made. The router also serves traces of the whole suite."""
 
     @_abc_1.abstractmethod
     def ListDecisions(

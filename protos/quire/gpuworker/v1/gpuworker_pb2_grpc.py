@@ -50,7 +50,7 @@ class GpuWorkerServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Stream(self, request_iterator, context):
-        """One stream a router. Sequences are named by a handle that the router allots, rising, never reused within a stream.
+        """One stream per router. The router gives each sequence a handle: handles rise and are not reused within a stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

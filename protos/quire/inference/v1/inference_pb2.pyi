@@ -42,14 +42,14 @@ class GenerateRequest(_message.Message):
     grammar: _builtins.str
     """A context-free grammar in Lark's notation, with the rule `start`."""
     priority: _builtins.int
-    """Higher is served first and preempted last. -100 to 100, default 0."""
+    """A higher priority is served first and preempted last. -100 to 100, default 0."""
     traceparent: _builtins.str
     """W3C trace context; the gRPC metadata key `traceparent` is accepted too."""
     @_builtins.property
     def prompt(self) -> Global___Prompt: ...
     @_builtins.property
     def resume(self) -> Global___Resume:
-        """Continue a stream that broke, from the tokens that the client has. Answered with UNIMPLEMENTED as yet."""
+        """Continue a stream that broke, from the tokens that the client has. Not implemented: the router answers UNIMPLEMENTED."""
 
     @_builtins.property
     def sampling(self) -> _types_pb2.SamplingParams: ...
@@ -701,10 +701,10 @@ class WorkerStatus(_message.Message):
     """Blocks that neither a sequence nor the worker's lease pool holds: free ones, and cached ones that may be evicted."""
     manager_attached: _builtins.bool
     prefill_tokens_per_second: _builtins.float
-    """Learnt rates."""
+    """Rates learnt from completed steps."""
     decode_step_seconds: _builtins.float
     reason: _builtins.str
-    """Why it is not used, if it is not."""
+    """Why the router does not use the worker; empty if it does."""
     heartbeat_age: _builtins.float
     """Age of the last heartbeat in seconds."""
     def __init__(

@@ -177,7 +177,7 @@ Global___Attach: _TypeAlias = Attach  # noqa: Y015
 
 @_typing.final
 class Inventory(_message.Message):
-    """Sent in chunks of at most 256 KiB; the manager rebuilds its ledger when the last one is in."""
+    """Sent in chunks of at most 256 KiB; the manager rebuilds its ledger after the last chunk."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -331,7 +331,7 @@ class Report(_message.Message):
     finished_sequences: _builtins.bytes
     lease_want: _builtins.int
     computed_sequences: _builtins.bytes
-    """Tokens of sequences whose K/V is computed; sent now and then. Told in preemption records as what a victim loses."""
+    """Tokens of sequences whose K/V is computed; sent every few steps. Preemption records use them."""
     computed_lengths: _builtins.bytes
     @_builtins.property
     def reserve(self) -> _containers.RepeatedCompositeFieldContainer[Global___Reserve]: ...
@@ -422,10 +422,10 @@ class AttachRejected(_message.Message):
     RETRY_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     retry: _builtins.bool
-    """Whether trying again can help."""
+    """Whether a later attempt can succeed."""
     @_builtins.property
     def differences(self) -> _containers.RepeatedCompositeFieldContainer[Global___IdentityDifference]:
-        """What differs, when that is the reason."""
+        """The parts of the identity that differ, if that is the reason."""
 
     def __init__(
         self,
@@ -558,7 +558,7 @@ Global___Admit: _TypeAlias = Admit  # noqa: Y015
 
 @_typing.final
 class Drain(_message.Message):
-    """The manager is going away: detach, run on, and attach again when it is back."""
+    """The manager shuts down. The worker detaches, keeps running, and attaches again when a manager is back."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -60,14 +60,14 @@ class KvManagerServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Session(self, request_iterator, context):
-        """One stream a worker: reports one way, grants the other. See ARCHITECTURE.md and common/lease.py.
+        """One stream per worker: the worker sends reports, the manager sends grants. See ARCHITECTURE.md and common/lease.py.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Lookup(self, request, context):
-        """Longest cached prefix on each attached worker, from the manager's own map.
+        """Longest cached prefix of a prompt on each attached worker, from the manager's prefix map.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

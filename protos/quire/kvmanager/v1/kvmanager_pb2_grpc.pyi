@@ -15,9 +15,9 @@ GRPC_VERSION: str
 class KvManagerServiceStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     Session: _aio.StreamStreamMultiCallable[_kvmanager_pb2.SessionRequest, _kvmanager_pb2.SessionResponse]
-    """One stream a worker: reports one way, grants the other. See ARCHITECTURE.md and common/lease.py."""
+    """One stream per worker: the worker sends reports, the manager sends grants. See ARCHITECTURE.md and common/lease.py."""
     Lookup: _aio.UnaryUnaryMultiCallable[_kvmanager_pb2.LookupRequest, _kvmanager_pb2.LookupResponse]
-    """Longest cached prefix on each attached worker, from the manager's own map."""
+    """Longest cached prefix of a prompt on each attached worker, from the manager's prefix map."""
     GetBlockTable: _aio.UnaryUnaryMultiCallable[_kvmanager_pb2.GetBlockTableRequest, _kvmanager_pb2.GetBlockTableResponse]
     GetPool: _aio.UnaryUnaryMultiCallable[_kvmanager_pb2.GetPoolRequest, _kvmanager_pb2.GetPoolResponse]
 
@@ -28,7 +28,7 @@ class KvManagerServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _abc.AsyncIterator[_kvmanager_pb2.SessionRequest],
         context: _aio.ServicerContext[_abc.AsyncIterator[_kvmanager_pb2.SessionRequest], _abc.AsyncIterator[_kvmanager_pb2.SessionResponse]],
     ) -> _abc.AsyncIterator[_kvmanager_pb2.SessionResponse]:
-        """One stream a worker: reports one way, grants the other. See ARCHITECTURE.md and common/lease.py."""
+        """One stream per worker: the worker sends reports, the manager sends grants. See ARCHITECTURE.md and common/lease.py."""
 
     @_abc_1.abstractmethod
     def Lookup(
@@ -36,7 +36,7 @@ class KvManagerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kvmanager_pb2.LookupRequest,
         context: _aio.ServicerContext[_kvmanager_pb2.LookupRequest, _abc.Awaitable[_kvmanager_pb2.LookupResponse]],
     ) -> _abc.Awaitable[_kvmanager_pb2.LookupResponse]:
-        """Longest cached prefix on each attached worker, from the manager's own map."""
+        """Longest cached prefix of a prompt on each attached worker, from the manager's prefix map."""
 
     @_abc_1.abstractmethod
     def GetBlockTable(

@@ -108,7 +108,7 @@ class PoolIdentity(_message.Message):
     hash_version: _builtins.str
     """Version of the block-hash format; see common/hashing.py."""
     arithmetic: _builtins.str
-    """What decides the bits of a token's logits, where the workers of a pool promise equal bits; else "any"."""
+    """What determines the bits of a token's logits, if the workers of a pool promise equal bits; else "any"."""
     @_builtins.property
     def kv_geometry(self) -> Global___KvGeometry: ...
     def __init__(
@@ -169,7 +169,7 @@ Global___KvGeometry: _TypeAlias = KvGeometry  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
-    """How tokens are drawn. Every scalar is optional: unset takes the checkpoint's generation_config, then Quire's default."""
+    """How tokens are sampled. Every scalar is optional: unset takes the checkpoint's generation_config, then Quire's default."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -229,12 +229,12 @@ class SamplingParams(_message.Message):
     frequency_penalty: _builtins.float
     """Subtracted from a token per occurrence in the output. [-2, 2], default 0."""
     seed: _builtins.int
-    """Draws depend only on (seed, index, position). Unset: the router draws one and returns it in Admitted."""
+    """Samples depend only on (seed, index, position). Unset: the router chooses a seed and returns it in Admitted."""
     ignore_eos: _builtins.bool
     logprobs: _builtins.int
     """Return the log-probability of each output token and of this many most likely ones. 0-20."""
     n: _builtins.int
-    """Sequences to draw from the prompt; outputs carry their index. Default 1."""
+    """Sequences to sample from the prompt; outputs carry their index. Default 1."""
     include_stop: _builtins.bool
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
