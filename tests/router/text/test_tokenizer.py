@@ -264,7 +264,7 @@ def test_a_template_that_is_not_jinja_stops_the_start() -> None:
 def test_neither_torch_nor_transformers_is_imported(tmp_path: Path) -> None:
     shutil.copytree(DEMO, tmp_path / "checkpoint")
     code = (
-        "import sys; from pathlib import Path; from router.text import CheckpointText;"
+        "import sys; from pathlib import Path; from router.text.assembler import CheckpointText;"
         "assert CheckpointText.load(Path(sys.argv[1]), 64).has_chat_template;"
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
