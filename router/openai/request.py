@@ -38,7 +38,7 @@ def completion_order(body: CompletionRequest, headers: Mapping[str, str]) -> Ord
         what = f"has {len(body.prompts)} prompts; expected a text, token ids, or a list of 1 to {MAX_PROMPTS} of either"
         raise InvalidRequest(FieldViolation("prompt", what))
     if body.best_of is not None and body.best_of != (1 if body.n is None else body.n):
-        raise Unsupported(f"best_of: is {body.best_of}; only as many as n are drawn, so leave it out")
+        raise Unsupported(f"best_of: is {body.best_of}; only as many as n are sampled, so leave it out")
     if body.echo and body.logprobs is not None:
         raise Unsupported("echo: not offered together with logprobs, as a prompt has none; leave out one of them")
     sampling = _sampling(body, max_tokens=body.max_tokens, logprobs=body.logprobs)

@@ -59,7 +59,7 @@ class TopLogprob(_Exact):
 
 
 class TokenLogprob(TopLogprob):
-    """The token that was drawn, and the likeliest at its position, best first."""
+    """The sampled token, and the likeliest at its position, best first."""
 
     top_logprobs: list[TopLogprob]
 
