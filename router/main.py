@@ -1,4 +1,4 @@
-"""The router's process: builds everything, serves, drains. The only place of this service that names classes."""
+"""The router's process: builds the parts, serves, drains. The only module of this service that names their classes."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ log = logging.getLogger(__name__)
 
 INFERENCE: Final = "quire.inference.v1.InferenceService"
 DECISIONS: Final = "quire.decision.v1.DecisionService"
-# A stream of many requests, each of which may bring a trace of its own.
+# A stream of many requests; each may carry a trace of its own.
 _UNTRACED: Final = (f"/{KSERVE_SERVICE}/ModelStreamInfer",)
 _DISCOVERY_TIMEOUT_S: Final = 1.0
 _LAST_WORDS_S: Final = 0.5
 
 
 class RouterProcess:
-    """One router from its first port to its last stream."""
+    """One router, from opening its ports to closing its last stream."""
 
     def __init__(self, settings: RouterSettings) -> None:
         self.settings, self._clock = settings, SystemClock()
@@ -108,7 +108,7 @@ class RouterProcess:
         return self.settings.own_port is not None
 
     def _redis_clients(self) -> tuple[Redis, Redis] | None:
-        """Return one client for lookups, which must be quick or not at all, and one for discovery."""
+        """Return one client for lookups, with a short timeout, and one for discovery."""
         url = self.settings.redis_url
         return (connect(url, LOOKUP_SECONDS), connect(url, _DISCOVERY_TIMEOUT_S)) if url else None
 
@@ -152,7 +152,7 @@ class RouterProcess:
         return self.readiness.ready and not self.frontend.draining
 
     async def start(self) -> str:
-        """Listen, and look for workers; return where. Raises InvalidConfig when a port is taken."""
+        """Listen and look for workers; return the addresses. Raises InvalidConfig when a port is taken."""
         settings = self.settings
         port = await self._server.start(settings.host, settings.port, settings.own_port)
         parts = HttpParts(
@@ -178,15 +178,15 @@ class RouterProcess:
         return f"{settings.host}:{port}, HTTP on {settings.host}:{self._http.port}{alone}"
 
     async def stop(self) -> None:
-        """Take nothing new, let running requests finish for `drain_timeout`, then stop."""
+        """Refuse new requests, let running ones finish for `drain_timeout`, then stop."""
         self.frontend.draining = True
         await self._server.health.drain()
         grace = self.settings.drain_timeout
-        # What comes from now on is for the siblings; without any it is told that this router drains.
+        # New requests go to the siblings; without siblings they are refused because this router drains.
         closing = asyncio.create_task(self._close(grace)) if self._shares else None
         if not await self.frontend.drain(grace):
             log.warning("stopping although some requests have not finished")
-        # Statuses are on their way; whoever merely watches the health is not waited for.
+        # Time for the last statuses to leave; health watchers are not waited for.
         await self._close(_LAST_WORDS_S)
         if closing is not None:
             await closing
@@ -204,13 +204,13 @@ class RouterProcess:
         await self._telemetry.aclose()
 
     async def _close(self, grace: float) -> None:
-        """Listen no more; running calls have `grace` seconds."""
+        """Stop listening; running calls have `grace` seconds."""
         http = self._http.stop() if self._http is not None else asyncio.sleep(0)
         await asyncio.gather(self._server.stop(grace), http)
 
 
 def _identity(settings: RouterSettings, checkpoint: Checkpoint) -> PoolIdentity:
-    """Return what is known of the pool before a worker tells the rest."""
+    """Return the parts of the pool's identity that the checkpoint and the settings give."""
     model = "" if settings.load_format == "dummy" else model_fingerprint(settings.model)
     return PoolIdentity(
         model, checkpoint.tokenizer_fingerprint, settings.block_size, UNKNOWN_GEOMETRY, arithmetic=UNKNOWN_ARITHMETIC

@@ -1,4 +1,4 @@
-"""The router's ports: what its parts need of each other, as Protocols; `main` alone names the classes behind them."""
+"""The router's ports: Protocols between its parts. Only `main` names the classes that implement them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from router.core.events import GenerateEvent, ValidatedRequest
 
 @dataclass(frozen=True, slots=True)
 class CallContext:
-    """What a call brings besides its message. Times are readings of Clock.monotonic (seconds)."""
+    """The context of a call. Times are readings of Clock.monotonic, in seconds."""
 
     arrived: float
     deadline: float | None = None
@@ -23,7 +23,7 @@ class CallContext:
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """What is served; `identity` has the parts that no worker has told yet empty or zero."""
+    """The served model. Parts of `identity` that no worker has reported yet are empty or zero."""
 
     name: str
     identity: PoolIdentity
@@ -34,7 +34,7 @@ class ModelCard:
 
 
 class Frontend(Protocol):
-    """Serves validated requests; gRPC and HTTP share one, and so one admission."""
+    """Serves validated requests. All client APIs share one frontend, and so its admission limits."""
 
     def generate(self, request: ValidatedRequest) -> AsyncGenerator[GenerateEvent, None]:
         """Admit, route and stream one request; closing the generator (`aclosing`) cancels it at the worker.
@@ -47,7 +47,7 @@ class Frontend(Protocol):
 
 
 class RequestValidator(Protocol):
-    """Turns a request of the wire into one that the frontend can serve."""
+    """Turns a client's message into a request that the frontend can serve."""
 
     async def validate(self, request: inference_pb2.GenerateRequest, call: CallContext) -> ValidatedRequest:
         """Tokenise (off the event loop), fill in defaults, check every field.
@@ -63,10 +63,10 @@ class RequestValidator(Protocol):
 
 
 class ConstraintCheck(Protocol):
-    """Knows which constraints can be enforced."""
+    """Checks whether constraints can be enforced."""
 
     async def check(self, constraint: Constraint) -> None:
-        """Raise InvalidRequest that says what is wrong with it, Unsupported if none can be enforced here."""
+        """Raise InvalidRequest for a wrong constraint, Unsupported if none can be enforced here."""
         ...
 
 
@@ -85,13 +85,13 @@ class TextCodec(Protocol):
         ...
 
     def token_bytes(self, token_id: int) -> bytes | None:
-        """Return what one token stands for, special ones too; None where the tokenizer tells text alone."""
+        """Return the bytes of a token, special ones included; None where the tokenizer has text alone."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What a push completed: text to send, and the stop string that ended the output, if one did.
+    """The text that a push completed, and the stop string that ended the output, if any.
 
     `taken` counts the pushed tokens that belong to the output: all, unless a stop string ended it earlier.
     """
@@ -102,7 +102,7 @@ class TextDelta:
 
 
 class TextAssembler(Protocol):
-    """Makes text of one sequence's output tokens, in order."""
+    """Turns one sequence's output tokens into text, in order."""
 
     def push(self, token_ids: Sequence[int]) -> TextDelta:
         """Take the next output tokens. After a `stop_string` was returned nothing may be pushed."""
@@ -114,7 +114,7 @@ class TextAssembler(Protocol):
 
 
 class TextAssemblers(Protocol):
-    """Makes assemblers. The frontend keeps a stop *token* back from them unless `sampling.include_stop` is set."""
+    """Makes assemblers. The frontend does not pass a stop token to them unless `sampling.include_stop` is set."""
 
     def assembler(self, sampling: SamplingParams) -> TextAssembler:
         """Return the assembler of one new sequence."""
@@ -122,20 +122,20 @@ class TextAssemblers(Protocol):
 
 
 class PrefixIndex(Protocol):
-    """Which worker holds how much of a prefix, as the index in Redis tells."""
+    """The prefix index: how many leading blocks each worker has cached."""
 
     @property
     def connected(self) -> bool:
-        """Whether the last question got an answer."""
+        """Whether the last lookup was answered."""
         ...
 
-    async def lookup(self, chain: Sequence[BlockHash]) -> Mapping[str, int] | None:
-        """Return hit blocks by worker id; None when the index is away or empty. Never raises, never waits long."""
+    async def lookup(self, block_hashes: Sequence[BlockHash]) -> Mapping[str, int] | None:
+        """Return hit blocks by worker id; None without an answer or for an empty index. Never raises or waits long."""
         ...
 
 
 class DecisionSink(Protocol):
-    """Where decision records go: the ring, the log and the span of the request."""
+    """Keeps decision records."""
 
     def record(self, decision: Decision) -> None:
         """Keep a record; must not block."""

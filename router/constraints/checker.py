@@ -1,8 +1,8 @@
-"""Checks the constraints of requests before anything is queued: they are compiled, and their first mask is computed.
+"""Checks constraints before a request is queued: compiles them and computes their first mask.
 
-A hostile constraint can take all time and memory there is, or the whole stack. So this is done in a child process
-(`router/constraints/examiner.py`), where a crash costs one verdict; sizes are bounded; and verdicts are kept: clients
-send one schema over and over.
+A hostile constraint can use up processor time, memory or the stack. A child process (`router/constraints/examiner.py`)
+therefore does the work, so that a crash costs one verdict. Sizes are bounded. Verdicts are cached, because clients send
+the same schema many times.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _RETRY_S = 1.0
 
 
 class ConstraintChecker:
-    """Says whether constraints can be enforced, with the tokenizer.json of a checkpoint; for one event loop."""
+    """Tells whether constraints can be enforced with the tokenizer.json of a checkpoint; for one event loop."""
 
     def __init__(self, tokenizer_json: Path, eos_token_ids: tuple[int, ...] = ()) -> None:
-        """The child starts, and reads the tokenizer, at the first constraint: not everyone needs it."""
+        """The child process starts, and reads the tokenizer, at the first constraint."""
         self._path, self._eos = tokenizer_json, eos_token_ids
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="constraints")
         self._child: subprocess.Popen[str] | None = None
-        # By digest; what is wrong with it, or nothing.
+        # By digest: what is wrong with the constraint, or nothing.
         self._verdicts: OrderedDict[bytes, asyncio.Future[str]] = OrderedDict()
 
     @classmethod
@@ -52,13 +52,13 @@ class ConstraintChecker:
     def close(self) -> None:
         """End the child and the thread."""
         if self._child is not None:
-            self._child.kill()  # the thread that waits for it goes on
+            self._child.kill()  # wakes the thread that waits for it
         self._thread.shutdown(cancel_futures=True)
         if self._child is not None:
             _end(self._child)
 
     def _verdict(self, constraint: Constraint) -> asyncio.Future[str]:
-        """Return the verdict or the work on it, one for all that ask for the same at once."""
+        """Return the verdict, done or under way; concurrent checks of one constraint share it."""
         digest = hashlib.sha256(f"{constraint.kind.value} {constraint.text}".encode()).digest()
         verdict = self._verdicts.get(digest)
         if verdict is None:
@@ -71,14 +71,14 @@ class ConstraintChecker:
         return verdict
 
     def _refuse_if_busy(self) -> None:
-        """Raise Overloaded when so many wait that another one would only wait too long."""
+        """Raise Overloaded when too many constraints wait."""
         waiting = sum(not verdict.done() for verdict in self._verdicts.values())
         if waiting >= MAX_WAITING:
             what = f"{waiting} of {MAX_WAITING} constraints wait to be examined"
             raise Overloaded(QuotaViolation("router.constraints.checker", what), _RETRY_S)
 
     def _examine(self, constraint: Constraint) -> str:
-        """Ask the child, on the thread; a child that dies of a question has answered it."""
+        """Ask the child process, on the thread; a child that dies refuses the constraint."""
         child = self._child = self._living_child()
         assert child.stdin is not None
         assert child.stdout is not None
@@ -89,7 +89,7 @@ class ConstraintChecker:
         except BrokenPipeError:
             answer = ""
         if not answer:
-            if (status := child.wait()) > 0:  # it ended itself; a signal ends it for what a constraint costs
+            if (status := child.wait()) > 0:  # its own exit; a constraint that costs too much ends it by a signal
                 raise Unsupported(f"constraints cannot be examined here: llguidance failed with status {status}")
             return "is too complex to be followed; make it smaller"
         unsupported, wrong = json.loads(answer)
@@ -104,14 +104,14 @@ class ConstraintChecker:
             _end(self._child)
         command = module_command("router.constraints.examiner", str(self._path.resolve()), *map(str, self._eos))
         pipe = subprocess.PIPE
-        # Without its words: what llguidance says when it breaks may quote the constraint.
+        # Discarded: the error output of llguidance may quote the constraint.
         stderr = subprocess.DEVNULL
         return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stderr, text=True)
 
 
 def _end(child: subprocess.Popen[str]) -> None:
     child.kill()
-    with suppress(BrokenPipeError), child:  # closes the pipes, one with a question that was not read perhaps, and waits
+    with suppress(BrokenPipeError), child:  # closes the pipes, perhaps with an unread question, and waits
         pass
 
 

@@ -1,8 +1,8 @@
-"""The child process in which a router examines constraints, one a line; run by `router/constraints/checker.py`.
+"""The child process that examines constraints, one a line, for `router/constraints/checker.py`.
 
-`python -m router.constraints.examiner TOKENIZER_JSON [EOS_ID ...]` reads lines `[kind, text]` in JSON and answers each
-with `[unsupported, wrong]`, which are sentences or empty. A constraint that takes too much processor time ends the
-process, as one does that overflows its stack: neither can be caught, for it happens within llguidance.
+`python -m router.constraints.examiner TOKENIZER_JSON [EOS_ID ...]` reads lines `[kind, text]` in JSON. It answers
+each with `[unsupported, wrong]`, which are sentences or empty. A constraint that takes too much processor time or
+overflows the stack ends the process: neither can be caught inside llguidance.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from llguidance import LLMatcher, LLTokenizer
 from common.constraint_grammar import grammar_of, parser_limits
 from common.types import Constraint, ConstraintKind
 
-# Of the processor, so that a busy machine refuses nothing else. Memory grows by some 100 MB in each (measured).
+# Processor time, so that a busy machine refuses no more than an idle one. Memory grows by about 100 MB a second
+# (measured).
 _MOST_SECONDS = 3.0
 _MAX_WORDS = 400
-# What llguidance says, and what a client can do about it. The first that is found is told.
+# Error texts of llguidance, and what a client can do about them. The first match counts.
 _PLAINER = (
     (r"Unimplemented keys: \[(.*)\]", r"uses keywords that cannot be enforced: \1; leave them out"),
     (r"oneOf constraints are not supported", "uses oneOf whose options may overlap; use anyOf, or make them differ"),
@@ -61,7 +62,7 @@ def _wrong(tokenizer: LLTokenizer, constraint: Constraint) -> str:
 
 
 def _words(kind: ConstraintKind, message: str) -> str:
-    """Return in a sentence what is wrong; llguidance's own words where nothing plainer is known."""
+    """Return what is wrong as a sentence: one of _PLAINER, else the first line of llguidance's own text."""
     for pattern, words in _PLAINER:
         if found := re.search(pattern, message, re.MULTILINE):
             return found.expand(words)[:_MAX_WORDS]

@@ -1,4 +1,4 @@
-"""Whether a request may enter at all: bounded queue, tokens in flight, an id used once, a deadline that can be met."""
+"""Whether a request may enter: bounded queue, bounded tokens in flight, a unique id, a deadline that can be met."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class AdmissionLimits:
 
 
 class TenantPolicy(Protocol):
-    """Hook for quotas of tenants, asked before anything is counted."""
+    """Quotas of tenants, checked before a request is counted."""
 
     def check(self, tenant: str, tokens: int, tokens_in_flight: int) -> QuotaViolation | None:
         """Return the quota that the tenant would overrun with `tokens` more, or None."""
@@ -76,7 +76,7 @@ class AdmissionLimiter:
         self.tokens_in_flight += tokens
 
     def start(self, request_id: str, now: float) -> None:
-        """A worker has the request: it leaves the queue."""
+        """Move a request from the queue to the running ones."""
         inside = self._inside[request_id]
         if inside.queued:
             inside.queued = False
@@ -86,14 +86,14 @@ class AdmissionLimiter:
             self._last_start = now
 
     def requeue(self, request_id: str) -> None:
-        """The request lost its worker and waits again; it keeps its place even when the queue is full."""
+        """Count a request that lost its worker as queued again, even when the queue is full."""
         inside = self._inside[request_id]
         if not inside.queued:
             inside.queued = True
             self.queued += 1
 
     def leave(self, request_id: str) -> None:
-        """The request is over."""
+        """Stop counting a request that is over."""
         inside = self._inside.pop(request_id)
         self.queued -= inside.queued
         self.tokens_in_flight -= inside.tokens
@@ -104,7 +104,7 @@ class AdmissionLimiter:
             del self._by_tenant[inside.tenant]
 
     def retry_after(self, now: float) -> float:
-        """Return seconds until a place is likely: the mean gap between starts, or the running one if it is longer."""
+        """Return seconds until a place is likely: the mean gap between starts, or the current gap if it is longer."""
         if self._gap.value is None or self._last_start is None:
             return 1.0
         return min(max(self._gap.value, now - self._last_start, _MIN_RETRY_S), _MAX_RETRY_S)

@@ -1,4 +1,4 @@
-"""The contract between the router's edges: what a request is once validated, and the events that answer it.
+"""A validated request, and the events that answer it: the contract between the client APIs and the frontend.
 
 A request yields one Admitted, then Tokens as the workers sample them, then one Finished for each of its `sampling.n`
 sequences. Sequences are interleaved and carry their index. The names are those of the messages in inference.proto. A
@@ -32,7 +32,7 @@ class ValidatedRequest:
     cache_domain: str = ""
     salt: str = ""
     traceparent: str = ""
-    # Nobody sees an event before the last one has come: tokens need not be passed on one by one.
+    # The client gets one answer at the end: tokens need not be passed on one by one.
     whole: bool = False
 
     @property

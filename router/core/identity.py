@@ -1,4 +1,4 @@
-"""What the router knows of the pool it serves: some parts from its own checkpoint, the rest from the first worker."""
+"""The identity of the pool: some parts come from the router's own checkpoint, the rest from the first worker."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ UNKNOWN_ARITHMETIC = ""
 
 
 def differences(ours: PoolIdentity, theirs: PoolIdentity) -> tuple[Mismatch, ...]:
-    """Return every part that both know and in which they differ."""
+    """Return the parts that are known on both sides and differ."""
     return adopt(ours, theirs).differences(theirs)
 
 

@@ -1,7 +1,7 @@
 """The router's own memory of where it sent which prefix.
 
-For a few seconds what was routed counts as a hit there, although its blocks are not computed or published yet: a burst
-of like prompts then goes to one place. For some minutes it stands in for the index while that cannot be asked.
+For a few seconds a routed prefix counts as a hit at its worker, although its blocks are not computed or published yet:
+a burst of similar prompts then goes to one worker. For some minutes the memory replaces an index that does not answer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FRESH_SECONDS = 0.5
 
 
 class OptimisticIndex:
-    """Which worker was sent which chain, and when; above `max_blocks` blocks the least recently routed leave first."""
+    """When each block was sent to each worker; above `max_blocks` blocks the least recently routed are dropped."""
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
         self._max_blocks = max_blocks
@@ -29,7 +29,7 @@ class OptimisticIndex:
         return len(self._sent)
 
     def remember(self, worker_id: str, block_hashes: Sequence[BlockHash], now: float) -> None:
-        """Note that the prompt of `block_hashes` went to a worker. Deepest blocks enter first, and so leave first."""
+        """Note that a prompt went to a worker. The last blocks of the prompt enter first, and so are dropped first."""
         block_hashes = block_hashes[: self._max_blocks]
         if block_hashes and now - self._sent.get(block_hashes[-1], {}).get(worker_id, float("-inf")) < _FRESH_SECONDS:
             return
@@ -40,7 +40,7 @@ class OptimisticIndex:
             self._sent.popitem(last=False)
 
     def forget(self, worker_id: str) -> None:
-        """A worker lost its cache: nothing that was sent there counts any more."""
+        """Drop everything about a worker that lost its cache."""
         for block, times in list(self._sent.items()):
             times.pop(worker_id, None)
             if not times:
@@ -51,7 +51,7 @@ class OptimisticIndex:
     ) -> dict[str, int]:
         """Return blocks of `block_hashes` sent to each of the workers within `max_age` seconds.
 
-        A parent is remembered whenever its child is, so each worker's depth is found by bisection.
+        A remembered block implies that its parent is remembered, so bisection finds the number of leading blocks.
         """
         oldest = now - max_age
         hits = {}

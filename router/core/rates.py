@@ -1,4 +1,4 @@
-"""Rates that the router learns of a worker: exponential averages, and a step's time as a line over its batch."""
+"""Rates that the router learns of a worker: exponential averages, and step time as a line over batch size."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _HALF_LIFE_S = 10.0
 
 @dataclass(slots=True)
 class Average:
-    """An exponential average: its memory halves in `half_life` seconds, and each sample weighs a tenth at least."""
+    """An exponential average. Weights halve in `half_life` seconds; a new sample weighs 0.1 or more."""
 
     half_life: float = _HALF_LIFE_S
     value: float | None = None
     updated: float = 0.0
 
     def add(self, sample: float, now: float) -> None:
-        """Take in a sample of the moment `now` (seconds)."""
+        """Add a sample taken at `now` (seconds)."""
         if self.value is None:
             self.value = sample
         else:
@@ -34,10 +34,10 @@ class Average:
 class StepLine:
     """Seconds of a decode step = base + slope x running sequences, by exponentially weighted least squares.
 
-    A sample's weight halves in ten seconds, so that a worker which comes back to work soon shows what it is now. Until
-    batch sizes have varied, the slope is the one at which a full batch takes twice the time of an empty one, as where
-    K/V and weights cost as much to read. It never falls below half of that: every sequence costs something, and a line
-    that noise has made flat would send all requests to one worker.
+    A sample's weight halves in ten seconds, so that the line soon fits a worker that works again. Until batch sizes
+    have varied, a full batch is assumed to take twice the time of an empty one, as if K/V and weights cost the same to
+    read. The slope never falls below half of that: every sequence costs something, and a line that noise made flat
+    would send all requests to one worker.
     """
 
     full_batch: int
@@ -49,7 +49,7 @@ class StepLine:
     _xy: float = 0.0
 
     def add(self, running: int, seconds: float, now: float) -> None:
-        """Take in a step of `running` sequences, of the moment `now` (seconds)."""
+        """Add a step of `running` sequences that ended at `now` (seconds)."""
         keep = 0.5 ** ((now - self._updated) / _HALF_LIFE_S)
         self._updated = now
         self._weight = keep * self._weight + 1.0
@@ -72,7 +72,7 @@ class StepLine:
 
 @dataclass(slots=True)
 class Rates:
-    """What one worker has shown: seconds a prompt token, a decode step, a whole sequence; output tokens a sequence."""
+    """Rates of one worker: seconds a prompt token, a decode step, a whole sequence; output tokens a sequence."""
 
     step: StepLine
     prefill_token: Average = field(default_factory=Average)
@@ -80,6 +80,6 @@ class Rates:
     output_tokens: Average = field(default_factory=Average)
 
     def finished(self, seconds: float, output_tokens: int, now: float) -> None:
-        """Take in a sequence that ran to its end."""
+        """Add a sequence that ran to its end."""
         self.sequence.add(seconds, now)
         self.output_tokens.add(output_tokens, now)

@@ -3,11 +3,11 @@
     cost(w) = queue_delay(w) + prefill(prompt - hit(w)) + decode_pressure(w)
 
     queue_delay      prompt tokens ahead, and the wait for a place in the batch or for blocks
-    prefill          uncached prompt tokens, and the step that draws the first token
+    prefill          uncached prompt tokens, and the step that samples the first token
     decode_pressure  the steps of the expected output, each as slow as a batch with this request in it
 
-There is no mode switch between affinity and balance: a hit is worth the prefill it saves, and a busy worker loses by
-its queue and its slower steps.
+There is no switch between affinity and balance: a hit is worth the prefill that it saves, and a busy worker costs more
+by its queue and its slower steps.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from common.clock import Clock
 from common.types import Candidate, Decision, DecisionKind
 from router.core.worker_model import WorkerModel
 
-# Costs closer than this are equal: signals are not better than that, and equal workers must not be taken in order.
+# Costs closer than this count as equal: signals are no more precise, and a tie must not favour the first worker.
 TIE_SECONDS = 1e-4
-# Sequences of a worker's batch that may wait at the worker, so that it never runs out between two messages.
+# Sequences at a worker per place in its batch: some wait there, so that the batch stays full between two messages.
 OVERCOMMIT = 2
-# What is assumed until the first worker has shown better.
+# Assumed until the first worker has been measured.
 PRIOR_PREFILL_TOKEN_S = 1e-4
 PRIOR_STEP_S = 0.02
 PRIOR_OUTPUT_TOKENS = 64.0
-# What a worker has shown weighs half when others have shown something so many seconds later; see _trust.
+# A worker's own rates weigh half when other workers were measured so many seconds later; see _trust.
 TRUST_HALF_LIFE_S = 10.0
-# A worker whose manager is away grants nothing new: about what a restart of the manager takes.
+# Added for a worker without its KV manager, which grants no blocks: about the time of a restart of the manager.
 MANAGER_AWAY_S = 1.0
 
 
@@ -144,14 +144,14 @@ class Router:
         return Choice(outcome, decision, best.worker, best.hit_blocks, best.queue_delay + best.prefill)
 
     def _pick(self, costs: list[_Cost], decision_id: str) -> tuple[_Cost, int]:
-        """Return the cheapest, or by lot one of those that tie with it, and how many tie."""
+        """Return the cheapest worker, or one of those that tie with it at random, and how many tie."""
         cheapest = min(cost.total for cost in costs)
         tied = [cost for cost in costs if cost.total <= cheapest + TIE_SECONDS]
         return tied[zlib.crc32(f"{self._seed}:{decision_id}".encode()) % len(tied)], len(tied)
 
 
 def _ages(workers: Sequence[WorkerModel], now: float) -> Iterator[tuple[str, float]]:
-    """Yield how old each signal is that the costs rest on; rates that are assumed have no age."""
+    """Yield the age of each signal that enters the costs; assumed rates have no age."""
     for worker in workers:
         yield f"{worker.worker_id}.heartbeat", now - worker.heartbeat_at
         if worker.shown_at > float("-inf"):
@@ -162,7 +162,7 @@ _BEST_FIRST = (Outcome.PLACED, Outcome.WAIT, Outcome.NO_WORKER, Outcome.TOO_LARG
 
 
 def _filter(worker: WorkerModel, placement: PlacementRequest, now: float) -> tuple[Outcome, str]:
-    """Return PLACED when the worker may be chosen, else what stands against it and in which words."""
+    """Return PLACED when the worker may be chosen, else the outcome without it and the reason."""
     capacity = worker.capacity
     if placement.max_len > capacity.max_model_len:
         return Outcome.TOO_LARGE, f"too large: {placement.max_len} tokens of at most {capacity.max_model_len}"
@@ -178,7 +178,7 @@ def _filter(worker: WorkerModel, placement: PlacementRequest, now: float) -> tup
 
 @dataclass(frozen=True, slots=True)
 class _Others:
-    """What the workers show on the whole: assumed of one that has shown nothing yet, or nothing for long."""
+    """Mean rates of all workers, assumed for a worker that has no measurements, or only old ones."""
 
     prefill_token: float
     step: float
@@ -199,11 +199,11 @@ class _Others:
 
 
 def _trust(worker: WorkerModel, latest: float) -> float:
-    """Return the weight of what a worker has shown, against the mean of all.
+    """Return the weight of a worker's own rates against the mean of all workers.
 
-    A worker that was disturbed while it learnt looks slow, is passed over, and so never shows better: what it showed
-    halves in weight with every TRUST_HALF_LIFE_S by which the worker shown last is ahead of it. Then it looks like the
-    others, and is tried. A pool that rests as a whole forgets nothing.
+    A worker that was disturbed while it was measured looks slow, gets no requests, and so is never measured again. Its
+    own rates therefore lose half their weight with every TRUST_HALF_LIFE_S by which the latest measurement of any
+    worker is newer. The worker then looks like the others and gets requests again. An idle pool forgets nothing.
     """
     behind = 0.0 if worker.shown_at == latest else latest - worker.shown_at
     return math.pow(0.5, behind / TRUST_HALF_LIFE_S)

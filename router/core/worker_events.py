@@ -34,7 +34,7 @@ class Preempted:
 
 @dataclass(frozen=True, slots=True)
 class SequenceFinished:
-    """The worker has finished with the sequence."""
+    """The sequence has ended at the worker."""
 
     reason: FinishReason
     usage: Usage
@@ -51,7 +51,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The worker, or the way to it, is gone; the sequence may go on elsewhere."""
+    """The worker or its connection is gone; the sequence may continue at another worker."""
 
     reason: str
 

@@ -1,4 +1,4 @@
-"""What the router believes of one worker: its last heartbeat, what was sent to it since, and its learnt rates."""
+"""The router's model of one worker: its last heartbeat, the load sent to it since then, and its measured rates."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HEARTBEAT_LIMIT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The limits of a worker, as it told them when it connected."""
+    """The limits that a worker reported when it connected."""
 
     num_blocks: int
     block_size: int
@@ -35,7 +35,7 @@ class Capacity:
     max_model_len: int
 
     def blocks(self, tokens: int) -> int:
-        """Blocks that hold `tokens`."""
+        """Return how many blocks hold `tokens`."""
         return -(-tokens // self.block_size)
 
 
@@ -58,7 +58,7 @@ class Load:
 
 @dataclass(slots=True)
 class _Placed:
-    """What this router sent to the worker: since the last heartbeat, and everything that is still there."""
+    """Load that this router sent to a worker."""
 
     sequences: int = 0
     prefill_tokens: int = 0
@@ -69,8 +69,8 @@ class _Placed:
 class WorkerModel:
     """One incarnation of a worker as routing sees it.
 
-    A heartbeat is up to 0.1 s old, so what this router placed since is added; and no figure is believed to be below
-    what this router itself has outstanding there, which covers a submit that crossed the heartbeat on the wire.
+    A heartbeat is up to 0.1 s old, so the load that this router placed since then is added. No figure is taken to be
+    below what this router itself has outstanding there: a submit may cross a heartbeat on the wire.
     """
 
     worker_id: str
@@ -79,7 +79,7 @@ class WorkerModel:
     heartbeat_at: float
     rates: Rates = field(init=False)
     draining: bool = False
-    # When it last told something of its steps that it had not told before (seconds).
+    # When a heartbeat last brought new measurements of steps (seconds).
     shown_at: float = float("-inf")
     _since: _Placed = field(default_factory=_Placed)
     _outstanding: _Placed = field(default_factory=_Placed)
@@ -88,9 +88,9 @@ class WorkerModel:
         self.rates = Rates(StepLine(full_batch=max(1, self.capacity.max_num_seqs)))
 
     def heartbeat(self, load: Load, now: float) -> None:
-        """Take in a heartbeat: it replaces what was estimated since the last one.
+        """Replace the load estimated since the last heartbeat; add new measurements to the rates.
 
-        A worker without work repeats what it learnt before: that is no news, however often it comes.
+        An idle worker repeats its last measurements; these do not count again.
         """
         news = _shown(load) != _shown(self.load)
         self.load, self.heartbeat_at, self._since = load, now, _Placed()
@@ -103,7 +103,7 @@ class WorkerModel:
             self.rates.prefill_token.add(load.prefill_seconds_per_token, now)
 
     def placed(self, sequences: int, prefill_tokens: int, blocks: int) -> None:
-        """Count what was just submitted; negative numbers take back what finished."""
+        """Count load that was just placed; negative numbers take back what was released."""
         for placed in (self._since, self._outstanding):
             placed.sequences += sequences
             placed.prefill_tokens += prefill_tokens
@@ -133,7 +133,7 @@ class WorkerModel:
         return min(max(reported, 0), self.capacity.num_blocks)
 
     def trouble(self, now: float) -> tuple[WorkerState, str] | None:
-        """Return why the worker may not be given work, if so: it drains, or its step or its heartbeat is late."""
+        """Return why the worker may not get work: it drains, or its step or its heartbeat is late; None if it may."""
         load = self.load
         limit = max(HUNG_FACTOR * load.step_predicted_seconds, HUNG_FLOOR_S)
         if not load.step_predicted_seconds:
@@ -148,5 +148,5 @@ class WorkerModel:
 
 
 def _shown(load: Load) -> tuple[int, float, float]:
-    """Return what a heartbeat tells of steps that have ended."""
+    """Return the part of a heartbeat that measures completed steps."""
     return load.steps, load.decode_step_seconds, load.prefill_seconds_per_token

@@ -1,1 +1,1 @@
-"""The gRPC face: InferenceService and DecisionService."""
+"""The gRPC API: InferenceService and DecisionService."""

@@ -1,4 +1,4 @@
-"""The router's events and its status to the messages of the public API; decides nothing."""
+"""Encodes the router's events and its status as messages of the public API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The router's DecisionService: the decision records of all routers on its ports, and the traces of the whole suite."""
+"""The router's DecisionService: decision records of all routers on its ports, and traces of the whole suite."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Context = aio.ServicerContext[Any, Any]
 
 
 class DecisionServicer(decision_pb2_grpc.DecisionServiceServicer):
-    """Answers from the ring and the store, and from those of the siblings unless one of them asks."""
+    """Answers from this process's ring and store, and from those of its siblings unless a sibling asks."""
 
     def __init__(self, ring: DecisionRing, store: TraceStore, siblings: Siblings) -> None:
         self._ring, self._store, self._siblings = ring, store, siblings

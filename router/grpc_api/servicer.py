@@ -1,4 +1,4 @@
-"""InferenceService over gRPC: translates calls into the router's ports; decides nothing."""
+"""InferenceService over gRPC: translates calls to the router's ports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from router.serving.call_context import Context, call_context
 
 
 class StatusSource(Protocol):
-    """Who knows the state of the router."""
+    """The source of the router's state."""
 
     def model(self) -> ModelCard: ...
 

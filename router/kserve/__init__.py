@@ -1,1 +1,1 @@
-"""The Open Inference Protocol (KServe v2) face."""
+"""The Open Inference Protocol (KServe v2) over gRPC."""

@@ -1,4 +1,4 @@
-"""The router's events as responses of the Open Inference Protocol; decides nothing."""
+"""Encodes the router's events as responses of the Open Inference Protocol."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from router.kserve.request import Asked
 from router.kserve.tensors import Elements, Tensor, add_output
 
 VERSION: Final = "1"
-# What Triton's vLLM backend says before the end, and what its clients compare with.
+# The finish reason of an unfinished sequence, as Triton's vLLM backend writes it and its clients expect it.
 _UNFINISHED: Final = "None"
 _FINAL: Final = "triton_final_response"
-# Of an error's message: what a client sent may be in it.
+# Characters of an error message, which may quote the request.
 _MOST_CHARACTERS: Final = 4096
 
 
 @dataclass(slots=True)
 class _Sequence:
-    """One sequence: what has come since the last response, and the state that every response tells."""
+    """One sequence: its output since the last response, and the state that every response repeats."""
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -44,7 +44,7 @@ class _Sequence:
 
 
 class Answer:
-    """The answer to one request: takes its events, and makes responses of what has come since the last one."""
+    """The answer to one request. Each response has the output since the last one."""
 
     def __init__(self, request: pb.ModelInferRequest, asked: Asked, sequences: int) -> None:
         self._id, self._model, self._asked = request.id, request.model_name, asked
@@ -54,7 +54,7 @@ class Answer:
         self._admitted: Admitted | None = None
 
     def take(self, event: GenerateEvent) -> None:
-        """Add what an event brings."""
+        """Add an event to the next response."""
         match event:
             case Admitted():
                 self._admitted = event
@@ -64,7 +64,7 @@ class Answer:
                 self._sequences[event.index].reason = event.reason.value
 
     def response(self, final: bool = False) -> pb.ModelInferResponse:
-        """Return what has come since the last response."""
+        """Return the response with the output since the last one."""
         response = pb.ModelInferResponse(id=self._id, model_name=self._model, model_version=VERSION)
         response.parameters[_FINAL].bool_param = final
         if final and self._admitted is not None:
@@ -92,7 +92,7 @@ class Answer:
 
 
 def error_response(request: pb.ModelInferRequest, error: QuireError) -> pb.ModelStreamInferResponse:
-    """Return the end of a request on a stream that goes on. Some clients show the message alone: it names the id."""
+    """Return the response that ends one request of a stream with an error. Some clients show the message alone."""
     whose = f"request {request.id}: " if request.id else ""
     response = pb.ModelStreamInferResponse(error_message=f"{whose}{error}"[:_MOST_CHARACTERS])
     response.infer_response.id = request.id
@@ -102,10 +102,10 @@ def error_response(request: pb.ModelInferRequest, error: QuireError) -> pb.Model
 
 
 def _ranked(entry: TokenLogprobs) -> dict[str, dict[str, float | int]]:
-    """Return one token's log-probabilities by token id: the drawn token first, then the likeliest with their rank."""
+    """Return one token's log-probabilities by token id: the sampled token first, then the likeliest with their rank."""
     ranks = {token_id: {"logprob": logprob, "rank": rank} for rank, (token_id, logprob) in enumerate(entry.top, 1)}
-    drawn: dict[int, dict[str, float | int]] = {entry.token_id: {"logprob": entry.logprob}}
-    return {str(token_id): entries for token_id, entries in {**drawn, **ranks}.items()}
+    sampled: dict[int, dict[str, float | int]] = {entry.token_id: {"logprob": entry.logprob}}
+    return {str(token_id): entries for token_id, entries in {**sampled, **ranks}.items()}
 
 
 _OF_EACH_SEQUENCE: Final[Mapping[Tensor, Callable[[_Sequence], Any]]] = {

@@ -1,4 +1,4 @@
-"""A ModelInferRequest read: what it asks of the model as Quire's own request, and in what form it wants the answer."""
+"""Reads a ModelInferRequest: Quire's own request, and the form of the answer."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _MICROSECONDS: Final = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What one request asks. `violations` are all that is wrong with it, as far as this protocol knows.
+    """A request that was read. `violations` are all mistakes that this protocol can find.
 
-    `prefix` is put before the text of every sequence; `raw` is the form of its tensors; `timeout` is in seconds.
+    `prefix` precedes the text of every sequence. `raw` tells the form of the tensors. `timeout` is in seconds.
     """
 
     generate: inference_pb2.GenerateRequest
@@ -49,14 +49,14 @@ class Asked:
     violations: tuple[FieldViolation, ...]
 
     async def validated(self, validator: RequestValidator, call: CallContext) -> ValidatedRequest:
-        """Return the request that the frontend serves. Raises InvalidRequest with everything that is wrong, at once."""
+        """Return the request that the frontend serves. Raises InvalidRequest with all violations at once."""
         if self.timeout is not None:
             deadline = call.arrived + self.timeout
             call = replace(call, deadline=deadline if call.deadline is None else min(deadline, call.deadline))
         try:
             request = await validator.validate(self.generate, call)
         except InvalidRequest as error:
-            # That there is no prompt is among ours, in words that this protocol knows.
+            # This class has reported a missing prompt already, with the names of this protocol.
             more = (self._translated(each) for each in error.violations if each.field != "input")
             raise InvalidRequest(*self.violations, *more) from None
         if self.violations:
@@ -77,7 +77,7 @@ class Asked:
 
 
 class _Reader:
-    """Reads one request, and gathers what is wrong with it."""
+    """Reads one request and collects its violations."""
 
     def __init__(self, request: pb.ModelInferRequest) -> None:
         self._request = request
@@ -143,7 +143,7 @@ class _Reader:
         return stream
 
     def prefix(self, stream: bool) -> str:
-        """Return the prompt where the client wants it before the output; that is the default where nothing streams."""
+        """Return the prompt where the client wants it before the output; that is the default without streaming."""
         name = "exclude_input_in_output"
         text = self.generate.prompt.text
         if self.flag(name, default=stream or not text):

@@ -1,6 +1,6 @@
 """Sampling parameters as clients of Triton's vLLM backend send them: in a JSON tensor, or as parameters of the request.
 
-The names are vLLM's. Such clients send numbers as text too, which is why pydantic converts them.
+The names are vLLM's. Such clients send numbers as text too, and pydantic converts them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _SAME: Final = (
     *("presence_penalty", "frequency_penalty", "seed", "n", "ignore_eos", "logprobs"),
 )
 
-# More names than this are not looked at one by one.
+# More names than this are refused as a whole.
 _MOST_NAMES: Final = 100
 
 
 class SamplingFields(BaseModel):
-    """What may be set. Ranges are not checked here: `validate.py` checks every request, whichever way it came."""
+    """The parameters. Their ranges are checked in `requests/validate.py`, for every API."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -58,7 +58,7 @@ class SamplingFields(BaseModel):
     no_cache: bool = False
 
     def write(self, request: inference_pb2.GenerateRequest) -> None:
-        """Set what was given in Quire's own request; the rest stays unset."""
+        """Set the given fields in Quire's own request; the rest stays unset."""
         sampling = request.sampling
         for name in _SAME:
             if (value := getattr(self, name)) is not None:

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol over gRPC: translates calls into the router's ports; decides nothing."""
+"""The Open Inference Protocol over gRPC: translates calls to the router's ports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from router.ports import CallContext, Frontend, ModelCard, RequestValidator
 from router.serving.call_context import Context, call_context, metadata_of
 
 KSERVE_SERVICE: Final = "inference.GRPCInferenceService"
-# Requests of one stream that are under way at once; more wait in the client's own buffers.
+# Concurrent requests of one stream; further ones wait in the client's own buffers.
 MOST_AT_ONCE: Final = 1024
 _EXTENSIONS: Final = ("model_configuration", "parameters")
 _PLATFORM: Final = "quire"
@@ -31,7 +31,7 @@ Responses: TypeAlias = AsyncGenerator[pb.ModelInferResponse, None]
 
 
 class KserveServicer(rpc.GRPCInferenceServiceServicer):
-    """Answers clients of the protocol. `ready` is false until requests can be served, and while draining."""
+    """Answers clients of the protocol. `ready` is false until a worker is usable, and while draining."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class KserveServicer(rpc.GRPCInferenceServiceServicer):
     async def ModelStreamInfer(  # type: ignore[override] # it writes, as several requests answer at once
         self, requests: AsyncIterator[pb.ModelInferRequest], context: Context
     ) -> None:
-        """Answer requests as they come, each in a task of its own. However the call ends, all of them end with it."""
+        """Answer requests as they come, each in a task of its own. All of them end with the call."""
         stream = _Stream(self._responses, call_context(self._clock, context), context)
         places = asyncio.Semaphore(MOST_AT_ONCE)
         try:
@@ -122,7 +122,7 @@ class KserveServicer(rpc.GRPCInferenceServiceServicer):
                 answer.take(event)
                 if asked.stream and isinstance(event, Tokens):
                     yield answer.response()
-        # Only now is it certain that no error comes after it.
+        # Not earlier: the final response promises that no error follows.
         yield answer.response(final=True)
 
     def _serves(self, name: str, version: str) -> bool:
@@ -139,7 +139,7 @@ class _Stream:
 
     def __init__(self, respond: Callable[..., Responses], call: CallContext, context: Context) -> None:
         self._respond, self._call, self._context = respond, call, context
-        # Triton's clients ask by this for a status in place of an error message.
+        # Triton's clients set this to get a status in place of an error message.
         self._strict = metadata_of(context, "triton_grpc_error") == "true"
         self._writing = asyncio.Lock()
 
@@ -148,7 +148,7 @@ class _Stream:
         return replace(self._call, arrived=now)
 
     async def serve(self, request: pb.ModelInferRequest, call: CallContext) -> None:
-        """Answer one request; its error is told on the stream, which goes on."""
+        """Answer one request. Its error goes to the client on the stream, and the stream goes on."""
         try:
             async with aclosing(self._respond(request, call, streaming=True)) as responses:
                 async for response in responses:

@@ -1,4 +1,4 @@
-"""Tensors of the Open Inference Protocol: those that the model takes and gives, their elements from and to the wire."""
+"""Tensors of the Open Inference Protocol: the model's inputs and outputs, and the codec of their elements."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Elements: TypeAlias = Sequence[Any]
 class Datatype:
     """One type of element: its name, its field in InferTensorContents, its struct code, its name in a ModelConfig.
 
-    BYTES has no struct code: each element comes after its own length.
+    BYTES has no struct code: the length of each element precedes it.
     """
 
     name: str

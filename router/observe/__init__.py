@@ -1,1 +1,1 @@
-"""What the router shows of itself: metrics, decision records, spans, status."""
+"""Observability of the router: metrics, decision records, spans, status."""

@@ -11,15 +11,15 @@ from common.types import FinishReason
 from router.core.events import Finished
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-# What may come of a question to the prefix index: an answer, none in time, or that it was not asked after many without.
+# Outcomes of a lookup in the prefix index: an answer, none in time, or skipped after many failures.
 LOOKUPS = ("answered", "failed", "skipped")
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 50_000, 100_000)
 
 
 class RouterMetrics:
-    """Figures of requests as clients see them. Times in seconds.
+    """Figures of requests as clients see them. Times are in seconds.
 
-    A trace id beside a time is its exemplar: from a bar of the histogram to the trace of one request in it.
+    A trace id beside a time is an exemplar: it leads from a bar of the histogram to the trace of one request.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -33,7 +33,7 @@ class RouterMetrics:
         )
         self.failed = Counter("quire:request_failure", "requests that failed", ["reason"], registry=registry)
         self._lookups = Counter(
-            "quire:prefix_lookups", "questions to the prefix index by what came of them", ["outcome"], registry=registry
+            "quire:prefix_lookups", "lookups in the prefix index by outcome", ["outcome"], registry=registry
         )
         self._begin_at_zero()
         self.migrations = self._counter("migrations", "sequences that went on at another worker")
@@ -46,7 +46,7 @@ class RouterMetrics:
         self.request_generation = self._histogram("request_generation_tokens", "output tokens a sequence", _TOKENS)
 
     def _begin_at_zero(self) -> None:
-        """Expose every reason from the start: no rate shows the event with which a counter first appears."""
+        """Expose every label from the start: a rate misses the event with which a counter first appears."""
         for reason in FinishReason:
             self.finished.labels(reason.value)
         for error in (Overloaded, Unavailable, DeadlineExceeded, Cancelled, EngineFailure, QuireError):
@@ -55,17 +55,17 @@ class RouterMetrics:
             self._lookups.labels(outcome)
 
     def watch(self, running: Callable[[], float], waiting: Callable[[], float]) -> None:
-        """Read these gauges when they are asked for."""
+        """Read these gauges whenever metrics are exposed."""
         self._gauge("num_requests_running", "requests that a worker has").set_function(running)
         self._gauge("num_requests_waiting", "requests that wait for a worker").set_function(waiting)
 
     def watch_workers(self, connected: Callable[[], float], index_connected: Callable[[], float]) -> None:
-        """Read these gauges when they are asked for."""
+        """Read these gauges whenever metrics are exposed."""
         self._gauge("workers_connected", "workers with an open stream").set_function(connected)
         self._gauge("prefix_index_connected", "1 while Redis answers, asked every second").set_function(index_connected)
 
     def looked_up(self, outcome: str) -> None:
-        """Count a question to the prefix index; `outcome` is one of LOOKUPS."""
+        """Count a lookup in the prefix index; `outcome` is one of LOOKUPS."""
         self._lookups.labels(outcome).inc()
 
     def first_token(self, seconds: float, trace_id: str) -> None:

@@ -1,4 +1,4 @@
-"""OTLP over gRPC into the trace store: where the other services send spans when no collector is configured."""
+"""OTLP over gRPC into the trace store: other services send their spans here when no collector is configured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where requests leave their marks: metrics, decision records, spans, a log line at their end."""
+"""Records requests: metrics, decision records, spans, and a log line at their end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Recorder:
-    """All of them together; `new_id` makes ids of requests and decisions."""
+    """Writes all records of requests; `new_id` makes ids of requests and decisions."""
 
     def __init__(
         self, metrics: RouterMetrics, decisions: DecisionSink, tracer: Tracer, clock: Clock, new_id: Callable[[], str]
@@ -32,7 +32,7 @@ class Recorder:
         return RequestTrace(self._tracer, self.clock, request, request_id)
 
     def finished(self, request_id: str, event: Finished, trace_id: str) -> None:
-        """Count the end of one sequence; its lengths are logged, which `quire advise-block-size` reads."""
+        """Count the end of one sequence, and log its lengths for `quire advise-block-size`."""
         self.metrics.done(event, trace_id)
         if log.isEnabledFor(logging.DEBUG):
             usage = event.usage

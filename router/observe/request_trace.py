@@ -1,7 +1,7 @@
 """The spans of one request at the router.
 
-request                 all of it; the worker's spans hang here too
-  queue > lookup        until it has a worker, and in that the question to the prefix index
+request                 the whole request; parent of the worker's spans too
+  queue > lookup        until a worker is chosen, and in it the prefix lookup
   route                 the choice of the worker, with the decision
   stream                until the last token
 """
@@ -18,7 +18,7 @@ from router.core.events import Finished, ValidatedRequest
 
 
 class RequestTrace:
-    """Costs nothing where the request is not sampled. `traceparent` is what the worker's spans hang under."""
+    """Costs nothing where the request is not sampled. `traceparent` is the parent of the worker's spans."""
 
     def __init__(self, tracer: Tracer, clock: Clock, request: ValidatedRequest, request_id: str) -> None:
         self._tracer, self._clock = tracer, clock
@@ -43,15 +43,15 @@ class RequestTrace:
                 self._span.set_attribute("quire.constraint", request.sampling.constraint.kind.value)
 
     def decided(self, decision: Decision) -> None:
-        """Put a decision on the request."""
+        """Add a decision to the span of the request."""
         add_decision(self._span, decision)
 
     def lost(self) -> None:
-        """The request waits for a worker once more."""
+        """Begin another `queue` span: the request waits for a worker again."""
         self._queued_ns = self._clock.time_ns()
 
     def placed(self, decision: Decision, began_ns: int, looked_up_ns: int) -> None:
-        """The request has a worker: `queue` ended with the decision, `stream` begins unless it has before."""
+        """Write `queue`, `lookup` and `route`; begin `stream` unless an earlier placement has begun it."""
         if not self.recording:
             return
         now, within = self._clock.time_ns(), set_span_in_context(self._span)
@@ -86,7 +86,7 @@ class RequestTrace:
             )
 
     def end(self, failure: str) -> None:
-        """End all spans; `failure` says what went wrong, "" that nothing did."""
+        """End all spans; `failure` says what went wrong and is "" for a success."""
         if not self.recording:
             return
         for span in (self._stream, self._span):

@@ -1,7 +1,7 @@
-"""The other router processes on the same ports: what one of them knows alone, it asks the others for.
+"""Queries to the other router processes on the same ports, for records that only one process has.
 
-Calls land on any of them, and so do the spans that workers deliver. Each also listens on a port of its own, where its
-siblings ask for decisions, spans and figures; such a question carries a mark, and is answered for one process alone.
+Any of the processes may receive a call, or the spans that a worker delivers. Each process also listens on a port of its
+own, where its siblings query decisions, spans and figures. A mark on these calls asks for the records of one process.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from quire.inference.v1 import inference_pb2, inference_pb2_grpc
 
 _MARK: Final = "quire-this-process-alone"
 _MARKED: Final = ((_MARK, "1"),)
-# One that hangs must not hang the others' answers.
+# A sibling that hangs must not delay the answer for long.
 _PATIENCE_S: Final = 1.0
 
 AnswerT = TypeVar("AnswerT")
 
 
 def asked_by_sibling(context: aio.ServicerContext[Any, Any]) -> bool:
-    """Return whether a call is to be answered for this process alone."""
+    """Return whether a call asks for the records of this process alone."""
     return any(key == _MARK for key, _ in context.invocation_metadata() or ())
 
 
 class Siblings:
-    """Asks all of them at once. One that does not answer is left out: it has died, and its records with it."""
+    """Queries all siblings at once. One that does not answer is left out: its records died with it."""
 
     def __init__(self, addresses: Sequence[str] = ()) -> None:
-        """`addresses` are HOST:PORT of each one's own port."""
+        """`addresses` are HOST:PORT of the own port of each sibling."""
         self._channels = [open_channel(address) for address in addresses]
 
     async def decisions(self, request: decision_pb2.ListDecisionsRequest) -> list[decision_pb2.ListDecisionsResponse]:
-        """Return what each of them has recorded."""
+        """Return the decisions of each sibling."""
 
         def ask(channel: aio.Channel) -> Awaitable[decision_pb2.ListDecisionsResponse]:
             stub = decision_pb2_grpc.DecisionServiceStub(channel)
@@ -46,7 +46,7 @@ class Siblings:
         return await self._all(ask)
 
     async def traces(self, request: decision_pb2.GetTraceRequest) -> list[decision_pb2.GetTraceResponse]:
-        """Return the spans that each of them has of a trace; who has none is left out."""
+        """Return the spans that each sibling has of a trace; a sibling without any is left out."""
 
         def ask(channel: aio.Channel) -> Awaitable[decision_pb2.GetTraceResponse]:
             stub = decision_pb2_grpc.DecisionServiceStub(channel)
@@ -55,7 +55,7 @@ class Siblings:
         return await self._all(ask)
 
     async def add_to(self, status: inference_pb2.GetStatusResponse) -> None:
-        """Add the requests that each of them has to those of this process."""
+        """Add the requests of each sibling to those of this process."""
 
         def ask(channel: aio.Channel) -> Awaitable[inference_pb2.GetStatusResponse]:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)

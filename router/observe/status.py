@@ -1,4 +1,4 @@
-"""What `GetStatus` and `GetModel` tell: the queue, each worker with its load and rates, the model that is served."""
+"""The content of `GetStatus` and `GetModel`: queue, workers with load and rates, the served model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from router.workers.pool import Member, WorkerPool
 
 
 class RouterStatus:
-    """Reads the router's parts; changes none."""
+    """Reads the state of the router's parts."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class RouterStatus:
         self._redis_connected, self._draining, self._clock = redis_connected, draining, clock
 
     def model(self) -> ModelCard:
-        """Return what is served, with what the workers have told of it."""
+        """Return the served model, with the parts of its identity that workers have reported."""
         context = self._pool.context(self._card.max_model_len)
         return replace(self._card, identity=self._pool.identity, max_model_len=context)
 
@@ -45,7 +45,7 @@ class RouterStatus:
         )
 
     def _worker(self, member: Member) -> pb.WorkerStatus:
-        row = pb.WorkerStatus(
+        status = pb.WorkerStatus(
             worker_id=member.worker_id,
             address=member.client.address,
             state=member.state.value,
@@ -53,19 +53,19 @@ class RouterStatus:
         )
         model = member.model
         if model is None:
-            return row
+            return status
         now, per_token, step = self._clock.monotonic(), model.rates.prefill_token.value, model.rates.step.predict(1)
-        # A worker may have come into trouble since the pool last looked.
+        # The pool checks only now and then whether a worker is in trouble.
         trouble = model.trouble(now)
         if trouble is not None:
-            row.state, row.reason = trouble[0].value, trouble[1]
-        row.running_sequences, row.waiting_sequences = model.load.running, model.load.waiting
-        row.num_blocks, row.unheld_blocks = model.capacity.num_blocks, model.load.unheld_blocks
-        row.manager_attached = model.load.manager_attached
-        row.prefill_tokens_per_second = 1.0 / per_token if per_token else 0.0
-        row.decode_step_seconds = step or 0.0
-        row.heartbeat_age = now - model.heartbeat_at
-        return row
+            status.state, status.reason = trouble[0].value, trouble[1]
+        status.running_sequences, status.waiting_sequences = model.load.running, model.load.waiting
+        status.num_blocks, status.unheld_blocks = model.capacity.num_blocks, model.load.unheld_blocks
+        status.manager_attached = model.load.manager_attached
+        status.prefill_tokens_per_second = 1.0 / per_token if per_token else 0.0
+        status.decode_step_seconds = step or 0.0
+        status.heartbeat_age = now - model.heartbeat_at
+        return status
 
 
 def quire_version() -> str:

@@ -1,7 +1,7 @@
-"""The newest spans of the whole suite, in memory, found by trace id or request id: what `quire trace` draws.
+"""The newest spans of the whole suite, in memory, found by trace id or request id; `quire trace` draws them.
 
-Spans come from the other services by OTLP (`otlp_receiver.py`) and from the router itself through StoreExporter. Safe
-to use from several threads, because span processors may run in their own.
+Spans come from the other services by OTLP (`otlp_receiver.py`) and from the router itself through StoreExporter. It is
+safe to use from several threads, because span processors may run in threads of their own.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TraceStore:
         return len(self._order)
 
     def add(self, spans: Iterable[KeptSpan]) -> None:
-        """Keep spans; one that comes again (its sender tried twice) replaces the first."""
+        """Keep spans; a repeated one (its sender tried twice) replaces the first."""
         with self._lock:
             for span in spans:
                 self._add(span)
@@ -48,7 +48,7 @@ class TraceStore:
     def trace(self, trace_id: str = "", request_id: str = "") -> decision_pb2.GetTraceResponse:
         """Return the known spans of a trace, named by its id or by a request in it, in the order of their start.
 
-        Raises NotFound when none is here: never sampled, not yet delivered, or pushed out of the ring.
+        Raises NotFound when there is none: not sampled, not delivered yet, or dropped from the ring.
         """
         with self._lock:
             trace_id = trace_id or self._trace_of(request_id)

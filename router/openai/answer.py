@@ -1,4 +1,4 @@
-"""What is common to whole and streamed answers of the OpenAI-compatible API: their form, their pieces, their cost."""
+"""Common parts of whole and streamed answers of the OpenAI-compatible API: their form, pieces and token counts."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _FAILURES = {
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What an answer looks like: of which kind, and with what in it. `created` is in Unix seconds.
+    """The kind of an answer, and what the client wants in it. `created` is in Unix seconds.
 
-    `echo` has the text of each prompt where choices begin with theirs.
+    `echo` has the text of each prompt if choices begin with their prompts.
     """
 
     chat: bool
@@ -41,11 +41,11 @@ class Form:
 
     @property
     def id_prefix(self) -> str:
-        """What the id of an answer begins with."""
+        """The beginning of the answer's id."""
         return "chatcmpl-" if self.chat else "cmpl-"
 
     def choices(self, prompts: int) -> list[Piece]:
-        """Return every choice as it begins, in order."""
+        """Return the first piece of every choice, in order."""
         echo = self.echo or ("",) * prompts
         count = self.sequences
         return [Piece(prompt * count + each, text) for prompt, text in enumerate(echo) for each in range(count)]
@@ -73,11 +73,11 @@ class Bill:
     streamed: int = 0
 
     def body(self) -> Json:
-        """Return the whole bill as OpenAI does."""
+        """Return the usage of the finished answer."""
         return self._body(self.output_tokens)
 
     def so_far(self) -> Json:
-        """Return the bill of what has come yet."""
+        """Return the usage up to now."""
         return self._body(self.streamed)
 
     def _body(self, output: int) -> Json:
@@ -91,7 +91,7 @@ class Bill:
 
 @dataclass(slots=True)
 class Answer:
-    """Makes pieces of the events of one or several prompts, and counts their tokens."""
+    """Turns the events of one or several prompts into pieces, and counts their tokens."""
 
     form: Form
     prompts: int
@@ -115,12 +115,12 @@ class Answer:
                 return None
 
     def new_logprobs(self) -> list[ChoiceLogprobs]:
-        """Return what makes the log-probabilities of each choice."""
+        """Return the encoder of log-probabilities for each choice."""
         count = self.prompts * self.form.sequences
         return [ChoiceLogprobs(self.form.codec, self.form.chat) for _ in range(count)]
 
     def head(self, kind: str) -> Json:
-        """Return what every body begins with."""
+        """Return the fields with which every body begins."""
         return {
             "id": self.id,
             "object": kind,

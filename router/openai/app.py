@@ -1,4 +1,4 @@
-"""The HTTP application: an OpenAI-compatible API over the same validation and admission as gRPC, health and metrics."""
+"""The HTTP application: the OpenAI-compatible API, health and metrics. Validation and admission are those of gRPC."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from router.openai.types import ChatRequest, CompletionRequest
 from router.ports import CallContext, Frontend, ModelCard, RequestValidator, TextCodec
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
-# The router traces requests itself; the framework would write what a wrong body says into logs.
+# The router traces requests itself; the framework would write parts of a wrong body into logs.
 _NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
 T = TypeVar("T")
 Events = AsyncGenerator[tuple[int, GenerateEvent], None]
@@ -39,7 +39,7 @@ Events = AsyncGenerator[tuple[int, GenerateEvent], None]
 
 @dataclass(frozen=True, slots=True)
 class HttpParts:
-    """What the application is made of. `ready` is false until requests can be served, and while draining."""
+    """The parts that the application uses. `ready` is false until a worker is usable, and while draining."""
 
     frontend: Frontend
     validator: RequestValidator
@@ -85,7 +85,7 @@ def create_app(parts: HttpParts) -> FastAPI:
 
 
 class _Api:
-    """The routes."""
+    """The handlers of the routes."""
 
     def __init__(self, parts: HttpParts) -> None:
         self._parts = parts
@@ -117,7 +117,7 @@ class _Api:
         return self._model()
 
     async def health(self) -> Response:
-        """Tell whether requests can be served now."""
+        """Return 200 while requests can be served, else 503."""
         ready = self._parts.ready()
         return JSONResponse({"status": "ok" if ready else "not ready"}, 200 if ready else 503)
 
@@ -166,7 +166,7 @@ class _Api:
 
     async def _collect(self, order: Order, call: CallContext, answer: Answer) -> Json:
         async with aclosing(await self._begin(order, call, answer)) as events:
-            whole = WholeAnswer(answer)  # not before: n may be any number until it is validated
+            whole = WholeAnswer(answer)  # after validation: until then n may be any number
             async for prompt, event in events:
                 piece = answer.take(prompt, event)
                 if piece is not None:
@@ -174,13 +174,13 @@ class _Api:
         return whole.body()
 
     async def _begin(self, order: Order, call: CallContext, answer: Answer) -> Events:
-        """Return the events after the first: when that has come, no refusal does, and a status can be sent."""
+        """Return the events after the first, which shows that the request is not refused and a status can be sent."""
         validated = await self._validated(order, call)
         whole = not answer.form.streamed
         events = merged([self._parts.frontend.generate(replace(each, whole=whole)) for each in validated])
         try:
             answer.take(*await anext(events))
-        except BaseException:  # broad: a cancellation too must close what has begun; all go on
+        except BaseException:  # broad: a cancellation must close the events too; all errors go on
             await events.aclose()
             raise
         return events
@@ -196,7 +196,7 @@ class _Api:
 
 
 class _EventStream(StreamingResponse):
-    """Chunks as server-sent events. However it ends, the events are closed, and with them the request."""
+    """Chunks as server-sent events. The end of the response closes the events, and so ends the request."""
 
     def __init__(self, events: Events, answer: Answer) -> None:
         super().__init__(_lines(events, answer), headers=_headers(answer), media_type="text/event-stream")
@@ -219,24 +219,24 @@ async def _lines(events: Events, answer: Answer) -> AsyncGenerator[str, None]:
         if line := stream.closing():
             yield line
     except QuireError as error:
-        # The status is long sent.
+        # The status line was sent before.
         yield error_line(errors.body_of(error))
     yield DONE
 
 
 def _fingerprint(card: ModelCard) -> str:
-    """Return what tells clients that answers may have changed: the version and the checkpoint."""
+    """Return a text that changes with the version and the checkpoint, and so with possible answers."""
     model = card.identity.model_fingerprint[:12]
     return f"quire-{quire_version()}-{model}" if model else f"quire-{quire_version()}"
 
 
 def _headers(answer: Answer) -> dict[str, str]:
-    """Both lead to the trace: `quire trace ID`."""
+    """Return the two ids by which `quire trace` finds the request."""
     return {"x-request-id": answer.id.partition("-")[2], "x-trace-id": answer.trace_id}
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return what `work` returns; cancel it and raise Cancelled when the client goes away before that."""
+    """Return the result of `work`. Cancel it and raise Cancelled when the client disconnects first."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_gone(request))
     try:

@@ -1,4 +1,4 @@
-"""What a body asks its answer to match: OpenAI's `response_format`, and vLLM's names for the same."""
+"""Reads the constraint of a body: OpenAI's `response_format`, and vLLM's names for the same."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ANY_OBJECT = '{"type": "object"}'
 
 @dataclass(frozen=True, slots=True)
 class AskedConstraint:
-    """A constraint, and the field of the body that asks for it."""
+    """A constraint, and the field of the body that sets it."""
 
     field: str
     constraint: Constraint

@@ -28,7 +28,7 @@ _STATUS: Mapping[type[errors.QuireError], int] = {
     errors.DeadlineExceeded: 504,
     errors.QuireError: 500,
 }
-# Codes that clients of OpenAI know; else it is Quire's reason.
+# Codes that OpenAI's clients expect; other errors have Quire's reason as code.
 _CODES: Mapping[str, str] = {errors.Overloaded.reason: "rate_limit_exceeded"}
 # Field paths of the gRPC API as this API has them.
 _PATHS = (
@@ -40,13 +40,13 @@ _PATHS = (
     ("cache.salt", "cache_salt"),
     ("token_ids", "tokens"),
 )
-# A body can be wrong in very many places.
+# Characters of a message: a body can be wrong in very many places.
 _MAX_MESSAGE = 4_000
 _WORD = re.compile(r"\w+")
 
 
 class ModelNotFound(errors.NotFound):
-    """A model that is not served here, by OpenAI's name for that."""
+    """A model that is not served here, under OpenAI's name for this error."""
 
     reason = "MODEL_NOT_FOUND"
 
@@ -67,7 +67,7 @@ def status_of(error: errors.QuireError) -> int:
 
 
 def headers_of(error: errors.QuireError) -> dict[str, str]:
-    """Return when to try again, or that this would not help."""
+    """Return the headers that tell a client when to retry, or not to."""
     if isinstance(error, errors.Overloaded | errors.Unavailable):
         seconds = error.retry_after_s
         return {"retry-after": str(math.ceil(seconds)), "retry-after-ms": str(math.ceil(1000 * seconds))}
@@ -75,7 +75,7 @@ def headers_of(error: errors.QuireError) -> dict[str, str]:
 
 
 def install(app: FastAPI) -> None:
-    """Answer every error of an application with such a body."""
+    """Let an application answer every error with such a body."""
     app.add_exception_handler(errors.QuireError, _quire_error)
     app.add_exception_handler(RequestValidationError, _malformed)
     app.add_exception_handler(HTTPException, _http_error)
@@ -126,7 +126,7 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _bug(_: Request, error: Exception) -> JSONResponse:
-    # The text of a bug may hold a prompt; the server logs it, the client learns nothing of it.
+    # The text of an unexpected error may hold a prompt: the server logs it, and the client does not get it.
     return JSONResponse(body_of(errors.QuireError("internal error")), 500, {"x-should-retry": "false"})
 
 

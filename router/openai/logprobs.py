@@ -15,7 +15,7 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class ChoiceLogprobs:
-    """Makes the bodies of one choice, all at once or piece by piece."""
+    """Encodes the log-probabilities of one choice, at once or piece by piece."""
 
     def __init__(self, codec: TextCodec, chat: bool) -> None:
         self._codec, self._chat = codec, chat
@@ -48,7 +48,7 @@ class ChoiceLogprobs:
         }
 
     def _by_name(self, token: TokenLogprobs) -> dict[str, float]:
-        """Return the most likely tokens, best first; of those that read the same the likeliest counts."""
+        """Return the most likely tokens, best first; of tokens with equal text the likeliest counts."""
         found: dict[str, float] = {}
         for token_id, logprob in token.top:
             found.setdefault(_named(self._codec, token_id)[0], logprob)
@@ -62,7 +62,7 @@ class ChoiceLogprobs:
 
 
 def _named(codec: TextCodec, token_id: int) -> tuple[str, bytes | None]:
-    """Return how a token reads, and its bytes where they are known; what is no text by itself reads as its bytes."""
+    """Return a token's text, and its bytes where they are known. A token that is no text by itself shows its bytes."""
     try:
         spelt = codec.token_bytes(token_id)
     except Unsupported:

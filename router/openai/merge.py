@@ -1,4 +1,4 @@
-"""Several streams of events as one, for requests of several prompts. All end when one fails or nobody listens."""
+"""Merges several streams of events, for requests of several prompts. All end when one fails or the reader stops."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
     """Yield (number of the stream, event) as events come. Raises what the first failing stream raises."""
     if len(streams) == 1:
-        # By far the most frequent: no task, and the stream goes no faster than its reader.
+        # The common case: without a task, and without reading ahead of the client.
         async with aclosing(streams[0]) as stream:
             async for event in stream:
                 yield 0, event

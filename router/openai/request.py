@@ -1,4 +1,4 @@
-"""Bodies of OpenAI-compatible requests to Quire's own requests, one for each prompt."""
+"""Turns bodies of OpenAI-compatible requests into Quire's own requests, one for each prompt."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _SAME = (
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a body asks for: a request for each prompt.
+    """The requests of a body, one for each prompt.
 
-    `names` tells what the body calls fields that have other names in Quire's own API, beyond what all bodies share.
+    `names` maps fields of Quire's own API to the body's names, beyond those that all bodies share.
     """
 
     requests: list[pb.GenerateRequest]
@@ -38,7 +38,7 @@ def completion_order(body: CompletionRequest, headers: Mapping[str, str]) -> Ord
         what = f"has {len(body.prompts)} prompts; expected a text, token ids, or a list of 1 to {MAX_PROMPTS} of either"
         raise InvalidRequest(FieldViolation("prompt", what))
     if body.best_of is not None and body.best_of != (1 if body.n is None else body.n):
-        raise Unsupported(f"best_of: is {body.best_of}; only as many as n are drawn, so leave it out")
+        raise Unsupported(f"best_of: is {body.best_of}; only as many as n are sampled, so leave it out")
     if body.echo and body.logprobs is not None:
         raise Unsupported("echo: not offered together with logprobs, as a prompt has none; leave out one of them")
     sampling = _sampling(body, max_tokens=body.max_tokens, logprobs=body.logprobs)
@@ -70,7 +70,7 @@ def chat_order(body: ChatRequest, headers: Mapping[str, str]) -> Order:
 
 
 def chat_prompt(messages: list[Message]) -> pb.Prompt:
-    """Return the prompt of a chat's messages. Raises Unsupported for what is no text."""
+    """Return the prompt of a chat's messages. Raises Unsupported for content other than text."""
     _refuse_other_than_text(messages)
     # OpenAI's newer name for a system message, which few templates know.
     given = [("system" if each.role == "developer" else each.role, each.text) for each in messages]
@@ -117,7 +117,7 @@ def _order(
 
 
 def _sampling(body: GenerationFields, **given: int | None) -> types_pb2.SamplingParams:
-    """Return the sampling; what a client leaves out or sets to null stays unset."""
+    """Return the sampling; fields that are missing or null stay unset."""
     fields: dict[str, Any] = {name: getattr(body, name) for name in _SAME}
     fields |= given | {"include_stop": body.include_stop_str_in_output}
     fields["stop"] = [body.stop] if isinstance(body.stop, str) else body.stop

@@ -1,4 +1,4 @@
-"""A whole answer of the OpenAI-compatible API: pieces gathered by choice, then one body."""
+"""A whole answer of the OpenAI-compatible API: collects pieces by choice, then returns one body."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from router.openai.logprobs import ChoiceLogprobs
 
 @dataclass(slots=True)
 class _Choice:
-    """One choice as it grows."""
+    """The pieces of one choice."""
 
     texts: list[str]
     token_ids: list[int] = field(default_factory=list)
@@ -21,7 +21,7 @@ class _Choice:
 
 
 class WholeAnswer:
-    """Gathers the pieces of an answer that is not streamed."""
+    """Collects the pieces of an answer that is not streamed."""
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer

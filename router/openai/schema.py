@@ -1,6 +1,6 @@
 """The answers of the OpenAI-compatible API as /openapi.json describes them.
 
-Answers are not made from these classes (`openai_response.py` and `openai_stream.py` write them); tests hold them to it.
+The code does not build answers from these classes: `response.py` and `stream.py` write them, and tests compare both.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Finish = Literal["stop", "length"]
 
 
 class _Exact(BaseModel):
-    """Nothing is answered that is not described."""
+    """A body without undescribed fields."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -42,7 +42,7 @@ class PromptTokensDetails(_Exact):
 
 
 class Usage(_Exact):
-    """What a request cost, in tokens; a prompt counts once for its n choices."""
+    """Token counts of a request; a prompt counts once for its n choices."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -51,7 +51,7 @@ class Usage(_Exact):
 
 
 class TopLogprob(_Exact):
-    """A likely token; `bytes` is null where the tokenizer tells text alone."""
+    """A likely token; `bytes` is null where the tokenizer has text alone."""
 
     token: str
     logprob: float
@@ -59,7 +59,7 @@ class TopLogprob(_Exact):
 
 
 class TokenLogprob(TopLogprob):
-    """The token that was drawn, and the likeliest at its position, best first."""
+    """The sampled token, and the likeliest at its position, best first."""
 
     top_logprobs: list[TopLogprob]
 
@@ -207,7 +207,7 @@ class Version(_Exact):
 
 
 def describe(app: FastAPI) -> None:
-    """Let an application describe chunks too: FastAPI knows of one model for each answer, the whole one."""
+    """Add the chunks to an application's description: FastAPI takes one model for each answer, the whole one."""
     described = app.openapi
 
     def openapi() -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """A streamed answer of the OpenAI-compatible API: each piece becomes one line of server-sent events.
 
-Lines are written from a template, as every token of a stream comes through here: 0.3 microseconds a chunk, where
-`json.dumps` of the whole chunk took 3.2 (CPython 3.11).
+Every token of a stream passes here, so lines are written from a template: 0.3 microseconds a chunk, where `json.dumps`
+of the whole chunk took 3.2 (CPython 3.11).
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ DONE = "data: [DONE]\n\n"
 
 
 class StreamedAnswer:
-    """Writes the lines of one answer, from when its first event has been taken."""
+    """Writes the lines of one answer; the answer must have taken its first event."""
 
     def __init__(self, answer: Answer) -> None:
         self._answer, self._form = answer, answer.form
         kind = "chat.completion.chunk" if self._form.chat else "text_completion"
-        # Ends before the closing brace of the object.
+        # Without the closing brace of the object.
         self._head = f"data: {_dumps(answer.head(kind))[:-1]}"
         self._logprobs = answer.new_logprobs()
 
     def openings(self) -> Iterator[str]:
-        """Yield the lines before the first token: in a chat each choice says its role, else its prompt if asked."""
+        """Yield the lines before the first token: the role of each choice in a chat, else its prompt if wanted."""
         for choice in self._form.choices(self._answer.prompts):
             if self._form.chat:
                 yield self._line(choice, '"delta":{"role":"assistant","content":""}')
@@ -34,7 +34,7 @@ class StreamedAnswer:
                 yield self.line(choice)
 
     def line(self, piece: Piece) -> str:
-        """Return the line of a piece; nothing for one in which there is nothing to see."""
+        """Return the line of a piece; "" for a piece without content."""
         ids = piece.token_ids if self._form.return_token_ids else ()
         if not (piece.text or piece.logprobs or piece.finish_reason or ids):
             return ""
@@ -44,7 +44,7 @@ class StreamedAnswer:
         return self._line(piece, f'"delta":{{{content}}}')
 
     def closing(self) -> str:
-        """Return the line that says what the stream cost, if that was asked for."""
+        """Return the line with the usage of the stream, "" if it is not wanted."""
         if not self._form.include_usage:
             return ""
         return f'{self._head},"choices":[],"usage":{_dumps(self._answer.bill.body())}}}\n\n'
@@ -66,7 +66,7 @@ class StreamedAnswer:
 
 
 def error_line(body: Json) -> str:
-    """Return the line of an error after the status was sent; clients look for `error` in each chunk."""
+    """Return the line of an error that comes after the status; clients look for `error` in each chunk."""
     return f"data: {_dumps(body)}\n\n"
 
 

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, as vLLM has them: load generators and proxies count tokens by them."""
+"""POST /tokenize and /detokenize, as in vLLM; load generators and proxies count tokens with them."""
 
 from __future__ import annotations
 

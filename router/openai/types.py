@@ -1,7 +1,7 @@
-"""What OpenAI-compatible clients send, as far as Quire serves it. Fields that vLLM added are known by vLLM's names.
+"""Bodies of OpenAI-compatible requests. Fields beyond OpenAI's have the names that vLLM gave them.
 
-Ranges are not checked here: `validate.py` checks every request, whichever way it came. Fields that would change the
-answer and are not offered are refused by name; other unknown fields are ignored, as clients send many.
+Ranges are checked in `requests/validate.py`, for every API. Unsupported fields that would change the answer are refused
+by name. Other unknown fields are ignored, because clients send many.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from router.serving.numbers import Float32, Int32, Int64
 
-# Of lists that may be long the first wrong entry is named, not all.
+# Long lists report the first wrong entry alone.
 TokenIds = Annotated[list[Int32], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
-# What asks for nothing.
+# Values that ask for nothing.
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
 
 class StreamOptions(BaseModel):
-    """What a stream says of its cost."""
+    """Whether a stream reports its usage."""
 
     include_usage: bool = Field(False, description="end with a chunk that has `usage` and no choices")
     continuous_usage_stats: bool = Field(False, description="with include_usage: say the usage so far in every chunk")
@@ -38,14 +38,14 @@ class JsonSchemaFormat(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """What form the answer must have."""
+    """The form that the answer must have."""
 
     type: str = Field("text", description="text, json_object or json_schema")
     json_schema: JsonSchemaFormat | None = None
 
 
 class StructuredOutputs(BaseModel):
-    """vLLM's way to say what the answer must match; one of its fields is to be set."""
+    """vLLM's form of a constraint; exactly one field must be set."""
 
     model_config = ConfigDict(populate_by_name=True)
 
@@ -57,11 +57,11 @@ class StructuredOutputs(BaseModel):
 
 
 class GenerationFields(BaseModel):
-    """What both kinds of request have."""
+    """Fields of both kinds of request."""
 
     model_config = ConfigDict(extra="allow")
 
-    # Fields that ask for what is not offered, each with the values that do not.
+    # Unsupported fields, each with the values that ask for nothing.
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {
         "allowed_token_ids": _NOTHING,
         "bad_words": _NOTHING,
@@ -103,7 +103,7 @@ class GenerationFields(BaseModel):
 
     @property
     def unsupported(self) -> list[str]:
-        """Names of the fields that ask for what is not offered."""
+        """Names of the unsupported fields that are set."""
         given = self.model_extra or {}
         return [name for name, harmless in self.refused.items() if name in given and given[name] not in harmless]
 

@@ -1,8 +1,8 @@
-"""Serves one validated request from admission to its last token; gRPC and HTTP both come through here.
+"""Serves one validated request from admission to its last token, for every client API.
 
     enter -> hash the prompt -> look it up -> wait for a worker -> submit n sequences -> stream their tokens
 
-A sequence whose worker is lost goes on at another one, from its prompt and the tokens that it has; the client sees a
+A sequence whose worker is lost continues at another one, from its prompt and its tokens so far; the client sees a
 pause.
 """
 
@@ -25,9 +25,9 @@ from router.requests.inbox import Arrival, Expired, Turns
 from router.requests.output_stream import EXPIRED, STOPPED, OutputStream, StopTokens
 from router.requests.run import Prefix, RequestRun, Running, placement_request_of, submission_of
 
-# A sequence that was lost this often is given up: what kills its workers may be the request itself.
+# Moves of one sequence; after these it fails, because the request itself may be what stops its workers.
 MAX_MOVES = 3
-# What spans say of a request that did not end by itself.
+# The failure in the spans of a request that did not end by itself.
 DEADLINE_WORDS, GONE_WORDS = "deadline exceeded", "the client went away"
 
 
@@ -87,7 +87,7 @@ class RouterFrontend:
             raise DeadlineExceeded(f"{DEADLINE_WORDS} before every sequence had finished")
 
     def _interrupted(self, run: RequestRun) -> str:
-        """Nobody listens any more: end what still runs as the router's own timer would, and return what to call it."""
+        """End what still runs after a cancellation, which may be the deadline's; return the failure for the spans."""
         request, now = run.request, self._clock.monotonic()
         deadline = request.deadline
         if run.live and deadline is not None and is_expiry(deadline - request.arrived, deadline - now):
@@ -104,7 +104,7 @@ class RouterFrontend:
         return DEADLINE_WORDS if run.expired else ""
 
     async def drain(self, seconds: float) -> bool:
-        """Take nothing new; return whether all requests inside have ended within so many seconds."""
+        """Refuse new requests; return whether all requests inside have ended within so many seconds."""
         self.draining = True
         if not self._admission.inside:
             return True
@@ -133,7 +133,7 @@ class RouterFrontend:
         self._recorder.decided(trace, DecisionKind.ADMISSION, request_id, "admitted", figures)
 
     async def _begin(self, run: RequestRun) -> None:
-        """Give the sequences to a worker, all to one: the first computes the prompt, the others share its blocks."""
+        """Place all sequences at one worker: the first computes the prompt, the others share its blocks."""
         request = run.request
         stops = StopTokens.of(request, self._eos_token_ids)
         for index in range(request.sampling.n):
@@ -181,7 +181,7 @@ class RouterFrontend:
     # ------------------------------------------------------------ the stream
 
     def _step(self, run: RequestRun, arrival: Arrival) -> Iterator[GenerateEvent]:
-        """Yield what the client is to see of one arrival."""
+        """Yield the client's events for one arrival."""
         event = arrival.event
         if isinstance(event, Expired):
             yield from self._expire(run)
@@ -248,7 +248,7 @@ class RouterFrontend:
         self, run: RequestRun, running: Running, ended: SequenceFinished, now: float
     ) -> Iterator[GenerateEvent]:
         if ended.reason in (FinishReason.ERROR, FinishReason.CANCELLED):
-            # Not asked for here: a failed step, or a worker that shuts down.
+            # Not the router's doing: a failed step, or a worker that shuts down.
             running.lose(ended.message or f"the worker ended it: {ended.reason.value}")
             return
         rest = running.output.rest()
@@ -257,7 +257,7 @@ class RouterFrontend:
         yield self._finish(run, running, ended, now)
 
     def _expire(self, run: RequestRun) -> Iterator[GenerateEvent]:
-        if not run.live:  # the last end came together with the deadline
+        if not run.live:  # the last sequence finished together with the deadline
             return
         if not run.admitted:
             run.close(FinishReason.DEADLINE)
@@ -296,7 +296,7 @@ class RouterFrontend:
             except DeadlineExceeded:
                 if not run.admitted:
                     raise
-                # It ends with what it has; tokens of its siblings are still to be sent.
+                # The sequence ends with the tokens it has; those of its siblings are still to be sent.
                 run.inbox.put(running.output.index, running.attempt, EXPIRED)
 
 

@@ -1,11 +1,10 @@
-"""Where the events of one request wait for its stream, and the order in which streams are woken.
+"""The inbox of a request's events, and the order in which streams wake up to send them.
 
-A step of a worker brings a token for every stream at once. Were all of them woken at once, the event loop would write
-for as long as that takes, 10 ms for 400 streams, before it looks at its sockets again: a new request waits for all of
-it, and when steps come faster than they can be written, they pile up unread. So a few streams are woken in each turn
-of the loop. Whatever comes for a stream meanwhile joins what waits for it already, and goes out in one message: a
-router with much to do sends fewer, larger messages, one with little to do sends every token at once. The same bounds
-what waits for a client that reads slowly: eight bytes a token.
+A step of a worker brings a token for every stream at once. If all streams woke at once, the event loop would write for
+10 ms (400 streams) before it reads its sockets again: new requests would wait, and steps that come faster than they can
+be written would pile up unread. So only a few streams wake in each turn of the loop. Later tokens of a waiting stream
+join those in its inbox and go out in one message: a busy router sends fewer, larger messages, an idle one sends every
+token at once. This also bounds the memory for a client that reads slowly: eight bytes a token.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from typing import Final
 from common.types import TokenLogprobs
 from router.core.worker_events import SequenceEvent, TokensSampled
 
-# A wake-up is about 30 us of work, most of it one gRPC write. Many a turn make new requests wait, which need some ten
-# turns: with 12,000 tokens a second under way the first token took 8 ms with 4, 10 with 8, 26 with 16, 127 with all
-# (before first tokens overtook). Between 1 and 4 no difference was found.
+# A wake-up is about 30 us of work, most of it one gRPC write. New requests need about ten turns, so many wake-ups a
+# turn delay them: at 12,000 tokens a second the first token took 8 ms with 4, 10 with 8, 26 with 16, 127 with all
+# (before first tokens overtook). Between 1 and 4 no difference was measured.
 WAKES_A_TURN: Final = 4
 
 
 class Turns:
-    """Shares the turns of one event loop among the streams of a process. Streams without output so far overtake."""
+    """Shares the turns of one event loop among the streams of a process. Streams without output so far go first."""
 
     def __init__(self, wakes_a_turn: int = WAKES_A_TURN) -> None:
         self._wakes = self._left = wakes_a_turn
@@ -44,7 +43,7 @@ class Turns:
     def wake(self, waiter: asyncio.Future[None], first: bool) -> None:
         """Set `waiter`, in this turn or in a later one; `first` says that its stream had no output yet."""
         if waiter.done():
-            return  # its request has been cancelled, and has not run since
+            return  # its request was cancelled and has not run since
         if self.now():
             waiter.set_result(None)
         else:
@@ -75,7 +74,7 @@ class Expired:
 class Arrival:
     """An event of one run of one sequence, or all its tokens since its last event of another kind.
 
-    What comes of an earlier run is out of date.
+    An arrival of an earlier run is out of date.
     """
 
     index: int
@@ -91,12 +90,12 @@ class Arrival:
 
 
 class Inbox:
-    """What the workers of one request have told and its stream has not taken yet; in order for each sequence."""
+    """Events of one request that its stream has not taken yet, in order for each sequence."""
 
     __slots__ = ("_arrivals", "_begun", "_open", "_patient", "_shown", "_turns", "_waiter")
 
     def __init__(self, turns: Turns, patient: bool = False) -> None:
-        """A `patient` stream is not woken for tokens after a sequence's first, but gets them with what comes next."""
+        """A `patient` stream does not wake for later tokens of a sequence, but gets them with its next other event."""
         self._turns, self._patient = turns, patient
         # Sequences that have had a token.
         self._begun: set[int] = set()
@@ -104,11 +103,11 @@ class Inbox:
         # By sequence, the last arrival if it holds tokens: later tokens join it.
         self._open: dict[int, Arrival] = {}
         self._waiter: asyncio.Future[None] | None = None
-        # Whether the stream has tokens: until then it overtakes, also once its client knows that it was admitted.
+        # Whether the stream has had tokens: until then it goes first, also after its admission.
         self._shown = False
 
     def put(self, index: int, attempt: int, event: SequenceEvent | Expired) -> None:
-        """Add an event and see to it that the stream is woken."""
+        """Add an event, and wake the stream."""
         if isinstance(event, TokensSampled):
             self._join(index, attempt, event)
             if self._patient and index in self._begun:
@@ -122,7 +121,7 @@ class Inbox:
             self._waiter = None
 
     async def take(self) -> list[Arrival]:
-        """Return everything that has come, once there is something and the stream has its turn."""
+        """Return all arrivals, once there are any and the stream has its turn."""
         if not self._arrivals or not self._turns.now():
             waiter = asyncio.get_running_loop().create_future()
             if self._arrivals:

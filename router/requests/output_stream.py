@@ -1,4 +1,4 @@
-"""The output of one sequence as the client sees it: tokens to text, stops, timings and usage, over all its runs."""
+"""The output of one sequence as the client sees it: text, stops, timings and usage, over all its runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from router.core.events import Finished, Timings, Tokens, ValidatedRequest
 from router.core.worker_events import SequenceAdmitted, SequenceFinished, TokensSampled
 from router.ports import TextAssembler
 
-# Ends that the router itself puts to an output: at a stop string, and at the deadline.
+# Ends that the router decides: at a stop string, and at the deadline.
 STOPPED = SequenceFinished(FinishReason.STOP, Usage())
 EXPIRED = SequenceFinished(FinishReason.DEADLINE, Usage())
 
@@ -39,7 +39,7 @@ class OutputStream:
     def __init__(self, index: int, request: ValidatedRequest, assembler: TextAssembler, stops: StopTokens) -> None:
         self.index, self._request, self._assembler, self._stops = index, request, assembler, stops
         self.tokens: list[int] = []
-        # The stop string that ended the output; the worker does not know it and must be told to end.
+        # The stop string that ended the output; the worker does not know it, so the router cancels the sequence.
         self.stop_string: str | None = None
         self.first_token_at: float | None = None
         self.last_token_at = request.arrived
@@ -50,16 +50,16 @@ class OutputStream:
         self._preemptions = 0
 
     def admitted(self, event: SequenceAdmitted, attempt: int, now: float) -> None:
-        """The sequence has blocks, in its run number `attempt`; after a preemption a run gets blocks again."""
+        """Note that run number `attempt` has blocks; after a preemption a run is admitted again."""
         if self.admitted_at is None:
             self.admitted_at, self._cached_tokens = now, event.cached_tokens
         elif attempt != self._attempt:
-            # What is computed again after a preemption the worker counts itself.
+            # The worker itself counts tokens that it computes again after a preemption.
             self._computed_again += len(self._request.prompt) + len(self.tokens) - event.cached_tokens
         self._attempt = attempt
 
     def preempted(self) -> None:
-        """The sequence lost its blocks for a while."""
+        """Count a preemption."""
         self._preemptions += 1
 
     def sampled(self, event: TokensSampled, now: float) -> Tokens | None:

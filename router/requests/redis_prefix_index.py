@@ -29,14 +29,14 @@ log = logging.getLogger(__name__)
 LOOKUP_SECONDS = 0.02
 # How long the index is not asked once it has failed several times in a row.
 PAUSES = Backoff(first=1.0, longest=10.0)
-# How long the owner of a slot is believed without looking; a rebuilt worker's old entries count for as long at most.
+# Seconds for which the owner of a slot is cached; old entries of a rebuilt worker count for as long at most.
 OWNER_SECONDS = 1.0
-# How long a slot is believed to have no owner, or not the generation of an entry: entries of the dead are common.
+# Seconds for which a slot is cached as ownerless or of another generation; entries of lost workers are common.
 DEAD_SECONDS = 0.2
 
 
 def connect(url: str, timeout: float) -> Redis:
-    """Return a client that never repeats a question by itself; it connects on first use."""
+    """Return a client without retries; it connects on first use."""
     return Redis.from_url(
         url, socket_timeout=timeout, socket_connect_timeout=timeout, retry=Retry(NoBackoff(), 0), decode_responses=False
     )
@@ -54,9 +54,9 @@ class RedisPrefixIndex:
         breaker: CircuitBreaker | None = None,
         count: Callable[[str], None] = lambda outcome: None,
     ) -> None:
-        """`identity` tells the pool as far as it is known; without a model nothing is asked. `timeout` in seconds.
+        """`identity` returns what is known of the pool; without a model there is no lookup. `timeout` is in seconds.
 
-        `count` is told what came of each question: answered, failed, or skipped after many failures.
+        `count` gets the outcome of each lookup: answered, failed, or skipped after many failures.
         """
         self._redis, self._identity, self._clock, self._timeout = redis, identity, clock, timeout
         self._breaker, self._count = breaker or CircuitBreaker(PAUSES.pause), count
@@ -66,11 +66,11 @@ class RedisPrefixIndex:
 
     @property
     def connected(self) -> bool:
-        """Whether the last question got an answer."""
+        """Whether Redis answered the last lookup."""
         return self._breaker.healthy
 
     async def lookup(self, block_hashes: Sequence[BlockHash]) -> Mapping[str, int] | None:
-        """Return hit blocks by worker id; None when the index cannot be asked, or knows no worker."""
+        """Return hit blocks by worker id; None when Redis does not answer, or the index has no worker."""
         identity = self._identity()
         if not identity.model_fingerprint:
             return None
@@ -102,7 +102,7 @@ class RedisPrefixIndex:
         return match.hits()
 
     def _older_than(self, seconds: float, slots: Iterable[int]) -> list[int]:
-        """Return the slots that were not looked at within so many seconds."""
+        """Return the slots whose owner was last read at least so many seconds ago."""
         oldest = self._clock.monotonic() - seconds
         return sorted(slot for slot in slots if self._looked.get(slot, float("-inf")) <= oldest)
 
@@ -117,7 +117,7 @@ class RedisPrefixIndex:
         return match
 
     async def _look_up_owners(self, slots: Sequence[int]) -> bool:
-        """Read who owns these slots, forget owners that are no more; return whether anything changed."""
+        """Read the owners of these slots, drop those that are gone; return whether anything changed."""
         if not slots:
             return False
         async with self._redis.pipeline(transaction=False) as pipe:
@@ -140,5 +140,5 @@ class NoPrefixIndex:
     connected = False
 
     async def lookup(self, block_hashes: Sequence[BlockHash]) -> Mapping[str, int] | None:
-        """Return None: there is nothing to ask."""
+        """Return None: there is no index."""
         return None

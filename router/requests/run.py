@@ -1,4 +1,4 @@
-"""One request while it runs: its sequences, where each of them is, and the events that wait to be sent."""
+"""One running request: its sequences, their places at workers, and the events that wait for the client."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from router.requests.reservation import LoadReservation
 from router.workers.client import Sink, WorkerClient
 from router.workers.codec import Submission
 
-# After these a sequence still has its place at the worker.
+# Events after which a sequence keeps its place at the worker.
 _GOES_ON = (SequenceAdmitted, TokensSampled, Preempted)
 
 
@@ -36,7 +36,7 @@ class Running:
     lost: str = ""
 
     def leave(self, reason: FinishReason | None) -> None:
-        """Give up the place; the worker is told when there is a reason to tell it."""
+        """Give up the place at the worker; with a reason, cancel the sequence there."""
         client, reservation = self.client, self.reservation
         self.client, self.reservation = None, None
         if client is not None and reason is not None:
@@ -45,7 +45,7 @@ class Running:
             reservation.release()
 
     def lose(self, reason: str) -> None:
-        """The place is gone; another run may begin elsewhere."""
+        """Note that the place is gone; another run may begin elsewhere."""
         self.leave(None)
         self.lost = reason
 
@@ -56,9 +56,9 @@ class RequestRun:
     def __init__(self, request: ValidatedRequest, request_id: str, trace: RequestTrace, turns: Turns) -> None:
         self.request, self.request_id, self.trace = request, request_id, trace
         self.sequences: list[Running] = []
-        # Fills up while the client reads slowly, with the tokens that it asked for at most. They stay in the
-        # AdmissionLimiter's count meanwhile: max_tokens_in_flight bounds all inboxes together.
-        # A stop string must be seen when it comes: the worker does not know it.
+        # It fills up while the client reads slowly, at most with the tokens of the request. The AdmissionLimiter counts
+        # these meanwhile: max_tokens_in_flight bounds all inboxes together. A request with stop strings needs its
+        # tokens at once, because the worker does not know the stop strings.
         self.inbox = Inbox(turns, patient=request.whole and not request.sampling.stop)
         self.admitted = False
         # Whether a sequence was ended by the deadline.
@@ -96,7 +96,7 @@ class RequestRun:
         self._timer = loop.call_later(max(0.0, seconds), self.inbox.put, -1, 0, Expired())
 
     def close(self, reason: FinishReason) -> None:
-        """Give up whatever still runs."""
+        """Give up the places of all sequences that still run."""
         if self._timer is not None:
             self._timer.cancel()
         for running in self.sequences:

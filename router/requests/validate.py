@@ -1,4 +1,4 @@
-"""A request of the wire, checked field by field: every mistake is reported at once, every default is filled in.
+"""Validates a request field by field: reports all mistakes at once, and fills in every default.
 
 Ranges are those of protos/quire/types/v1/types.proto. A scalar that is unset takes the checkpoint's generation_config,
 then Quire's default; zero is a value.
@@ -25,11 +25,11 @@ MAX_STOPS = 16
 MAX_SEQUENCES = 64
 MAX_LOGPROBS = 20
 MAX_PRIORITY = 100
-# Of a list with many wrong entries only the first are named.
+# Wrong entries of a list that are reported one by one.
 _MOST_NAMED = 5
-# What is wrong in more places than this is not worth the time to say.
+# Violations that are reported at most.
 _MOST_VIOLATIONS = 100
-# JSON readers keep whole numbers exact up to this many bits.
+# JSON readers keep integers of up to this many bits exact.
 _SEED_BITS = 53
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -98,8 +98,8 @@ class _Report:
 class Validator:
     """The RequestValidator of one model.
 
-    `context` returns the tokens that prompt and output may have together now, which depends on the workers that are
-    there; by default it is the checkpoint's. `constraints` is None where there is no tokenizer to follow them with.
+    `context` returns how many tokens prompt and output may have together now, which depends on the connected workers;
+    by default it is the checkpoint's. `constraints` is None where the checkpoint has no tokenizer to enforce them with.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class Validator:
             report.add("sampling.stop", "needs a tokenizer, and this checkpoint has none; use stop_token_ids")
 
     async def _prompt(self, report: _Report, request: inference_pb2.GenerateRequest) -> Sequence[int]:
-        """Return the prompt's tokens, none if they are wrong, which is then reported."""
+        """Return the prompt's tokens; none, and a violation, if they are wrong."""
         if request.WhichOneof("input") is None:
             report.add("input", "is missing; expected a prompt")
             return ()
@@ -198,7 +198,7 @@ class Validator:
         return prompt
 
     def _sampling(self, report: _Report, given: types_pb2.SamplingParams, prompt_tokens: int) -> SamplingParams:
-        """Lay what was given over the checkpoint's defaults, and those over Quire's."""
+        """Return the given values, then the checkpoint's defaults, then Quire's."""
         values: dict[str, float] = dict(self._checkpoint.sampling_defaults)
         for name in (*_RANGES, *_FLAGS, "seed"):
             if given.HasField(name):  # type: ignore[arg-type]
@@ -215,7 +215,7 @@ class Validator:
     async def _constrained(
         self, report: _Report, request: inference_pb2.GenerateRequest, sampling: SamplingParams
     ) -> SamplingParams:
-        """Put the constraint in. Its document ends where it is complete: no flag makes the output longer."""
+        """Add the constraint. Its document ends where it is complete: ignore_eos and min_tokens must not prolong it."""
         kind = request.WhichOneof("constraint")
         if kind is None:
             return sampling

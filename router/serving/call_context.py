@@ -1,4 +1,4 @@
-"""What a gRPC call brings besides its message: when it came, its deadline, its trace."""
+"""The context of a gRPC call: arrival, deadline, trace."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _NO_DEADLINE_SECONDS: Final = 30 * 86_400.0
 
 
 def call_context(clock: Clock, context: Context) -> CallContext:
-    """Return the context of a call that has just come."""
+    """Return the context of a call that has just arrived."""
     now, left = clock.monotonic(), context.time_remaining()
     deadline = now + left if left is not None and left < _NO_DEADLINE_SECONDS else None
     return CallContext(now, deadline, _traceparent(context))
 
 
 def metadata_of(context: Context, key: str) -> str:
-    """Return one text that the client sent beside its message; empty if it did not."""
+    """Return one text of the client's metadata; empty if there is none."""
     sent = dict(context.invocation_metadata() or ()).get(key, "")
     return sent if isinstance(sent, str) else ""
 
 
 def _traceparent(context: Context) -> str:
-    """Return the span of this call when there is one, else what the client sent."""
+    """Return the traceparent of this call's span when there is one, else that of the client."""
     if trace.get_current_span().get_span_context().is_valid:
         return traceparent_of()
     return metadata_of(context, "traceparent")

@@ -17,7 +17,7 @@ _BACKLOG = 2048
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which says when it listens and leaves signals to the process it runs in."""
+    """uvicorn's server, with an event for when it listens, and without signal handlers."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -40,7 +40,7 @@ class HttpServer:
         self.port = port
 
     async def stop(self) -> None:
-        """Take no new connection, give running requests the grace they have, then cancel them."""
+        """Take no new connection, let running requests finish within the grace period, then cancel them."""
         self._server.should_exit = True
         await self._task
 

@@ -1,1 +1,1 @@
-"""Text: tokens, chat templates, detokenisation, stop strings."""
+"""Text: tokenizer, chat templates, detokenizer, stop strings."""

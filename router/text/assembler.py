@@ -1,4 +1,4 @@
-"""Everything that the router does with text, behind its ports: prompts to tokens, tokens to text, output text."""
+"""The text ports of a checkpoint: prompts to tokens, tokens to text, text of outputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from router.text.chat import ChatTemplate
 from router.text.output import NoText, OutputText
 from router.text.tokenizer import Tokenizer
 
-# A template may build control tokens of the role ("<|" + role + "|>"); a word cannot smuggle in another.
+# A template may build control tokens from the role ("<|" + role + "|>"); a plain word cannot inject another token.
 _ROLE = re.compile(r"[A-Za-z_]{1,32}")
 
 
@@ -24,7 +24,7 @@ class CheckpointText:
     def __init__(self, tokenizer: Tokenizer | None, template: ChatTemplate | None, max_model_len: int) -> None:
         self._tokenizer = tokenizer
         self._template = template
-        # No token stands for more characters than the longest one: a longer text cannot fit, and need not be encoded.
+        # A text longer than max_model_len times the longest token cannot fit, and need not be encoded.
         self._max_characters = max_model_len * tokenizer.longest_token if tokenizer else 0
 
     @classmethod
@@ -64,7 +64,7 @@ class CheckpointText:
         return self._need_tokenizer().token_bytes(token_id)
 
     def assembler(self, sampling: SamplingParams) -> TextAssembler:
-        """Return what makes text of one new sequence's output."""
+        """Return the assembler of one new sequence."""
         return NoText() if self._tokenizer is None else OutputText(self._tokenizer.detokenizer(), sampling)
 
     def close(self) -> None:

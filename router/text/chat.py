@@ -1,8 +1,7 @@
 """The checkpoint's own chat template: messages to the text of a prompt.
 
-Templates are Jinja2, rendered in its sandbox with the settings and helpers that templates on the Hugging Face hub are
-written for. Jinja2 alone is enough and light (transformers takes seconds to import); tests compare with transformers'
-`apply_chat_template`.
+Templates run in Jinja2's sandbox, with the settings and helpers that templates on the Hugging Face hub expect. The
+router needs no transformers, which takes seconds to import; tests compare with its `apply_chat_template`.
 """
 
 from __future__ import annotations
@@ -64,14 +63,14 @@ class ChatTemplate:
             return self._template.render(
                 messages=chat, add_generation_prompt=True, tools=None, documents=None, **self._special_tokens
             )
-        # Python errors come from what a template computes of the messages: an index, a filter, an undefined name.
+        # Python errors come from expressions of the template: an index, a filter, an undefined name.
         except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
             what = f"the checkpoint's chat template does not accept these messages: {error}"
             raise InvalidRequest(FieldViolation("prompt.chat.messages", what)) from None
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the assistant said, for training; here its body is plain text."""
+    """`{% generation %}` marks the assistant's text for training; here its body is plain text."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance attribute
 
@@ -90,7 +89,7 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _default(templates: str | list[dict[str, str]] | None) -> str | None:
-    """Older checkpoints name several templates in a list."""
+    """Return the default template; older checkpoints have a list of named templates."""
     if isinstance(templates, list):
         return next((each["template"] for each in templates if each["name"] == "default"), None)
     return templates

@@ -1,6 +1,6 @@
-"""What the router needs to know of a checkpoint besides its tokenizer: context, vocabulary, ends of sequence, defaults.
+"""Facts of a checkpoint besides its tokenizer: context, vocabulary, end-of-sequence tokens, sampling defaults.
 
-Standard library only. Numbers that a multi-modal checkpoint keeps in its `text_config` are found there.
+Numbers may also lie in the `text_config` of a multi-modal checkpoint.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Text of a sequence of tokens as they come: only whole characters, and in sum what decoding all at once gives.
+"""Incremental detokenizer: only whole characters, and together the same text as decoding all tokens at once.
 
-Two kinds of tokenizer, which nearly all language models use, spell every token as bytes: byte-level BPE, and
-sentencepiece with byte fallback. For them a token's bytes come from a table, and an incremental UTF-8 decoder keeps
-back the one to three bytes of an unfinished character. Any other decoder (WordPiece, word suffixes, Metaspace) is asked
-twice over a small window of tokens, without and with the new ones, and the difference is the new text.
+Nearly all language models use one of two kinds of tokenizer that spell every token as bytes: byte-level BPE, and
+sentencepiece with byte fallback. For these a table gives the bytes of a token, and an incremental UTF-8 decoder keeps
+back the one to three bytes of an unfinished character. Any other decoder (WordPiece, word suffixes, Metaspace) decodes
+a small window of tokens twice, without and with the new ones; the difference is the new text.
 
 (`DecodeStream` of the tokenizers library was tried, 0.23: on random tokens with byte fallback it differs from the full
 decode in a third of all sequences or raises; it never releases an invalid byte at the end.)
 
-Bytes that are no UTF-8 become U+FFFD, one for each ill-formed run as the Unicode standard recommends. There the byte
-fallback of the tokenizers library differs: one wrong byte turns all characters of its run into U+FFFD, also those
-before it, which a stream has sent by then.
+Invalid UTF-8 becomes U+FFFD, one for each ill-formed run as the Unicode standard recommends. The byte fallback of the
+tokenizers library differs there: one wrong byte turns all characters of its run into U+FFFD, also earlier ones, which a
+stream has sent already.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MOST_HELD_BACK = 8
 
 
 class Detokenizer(Protocol):
-    """Makes text of one sequence of tokens."""
+    """Turns the tokens of one sequence into text."""
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Take the next tokens; return the text that they complete."""
@@ -52,14 +52,14 @@ def detokenizers(inner: tokenizers.Tokenizer) -> Callable[[bool], Detokenizer]:
 
 
 def bytes_of_tokens(inner: tokenizers.Tokenizer) -> Callable[[int], bytes] | None:
-    """Return what tells the bytes of a token, none for an id without one; None for a decoder that spells no bytes."""
+    """Return a function from token id to bytes, empty for an unknown id; None for a decoder that spells no bytes."""
     spelling = _spelling(json.loads(inner.to_str())["decoder"])
     return None if spelling is None else _TokenBytes(inner, spelling.to_bytes, frozenset()).__getitem__
 
 
 @dataclass(frozen=True, slots=True)
 class _Spelling:
-    """How tokens are written as bytes, and which character is stripped how often from the beginning of the text."""
+    """How a decoder spells tokens as bytes, and which character it strips how often from the start of the text."""
 
     to_bytes: Callable[[str], bytes]
     strip: tuple[str, int] = ("", 0)
@@ -104,7 +104,7 @@ class BytesDetokenizer:
 
 
 class WindowDetokenizer:
-    """For any other decoder: new text is what the window's text gains when the new tokens join it."""
+    """For any other decoder: the new text is what new tokens add to the text of a window."""
 
     def __init__(self, inner: tokenizers.Tokenizer, skip_special_tokens: bool) -> None:
         self._inner, self._skip = inner, skip_special_tokens

@@ -1,7 +1,7 @@
-"""Text of one sequence's output: whole characters, and stop strings found wherever tokens divide them.
+"""Text of one sequence's output: whole characters, and stop strings that may span tokens.
 
-Text that may still become a stop string is held back. The stop that is complete first ends the output (of two that end
-at one character, the longer), so that the result does not depend on how the text is divided into tokens.
+Text that may still become a stop string is held back. The stop string that completes first ends the output; of two that
+end at one character, the longer. So the result does not depend on how tokens divide the text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class StopMatcher:
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
-        # Characters of the stop that the text ends with: this many are to be held back.
+        # How many characters of the stop string the text ends with; these are held back.
         self.matched = 0
         self._failure = _failure(stop)
 
@@ -70,7 +70,7 @@ class OutputText:
         return TextDelta("".join(sent), len(token_ids))
 
     def finish(self) -> str:
-        """Return what was held back; the output did not become a stop string."""
+        """Return the text that was held back; it did not become a stop string."""
         held, self._held = self._held, ""
         return held + self._detokenizer.finish()
 
@@ -78,7 +78,7 @@ class OutputText:
         self._held += text
         start = len(self._held) - len(text)
         for end, character in enumerate(text, start=start + 1):
-            # Every matcher must see the character, so no short cut over the list.
+            # Every matcher must see every character.
             complete = [matcher.stop for matcher in self._matchers if matcher.step(character)]
             if complete and self._tokens >= self._min_tokens:
                 return self._stop(max(complete, key=len), end, taken)
@@ -100,7 +100,7 @@ class NoText:
     """The TextAssembler where the checkpoint has no tokenizer: tokens without text."""
 
     def push(self, token_ids: Sequence[int]) -> TextDelta:
-        """Take tokens; they all belong to the output."""
+        """Take tokens, which all belong to the output."""
         return TextDelta("", len(token_ids))
 
     def finish(self) -> str:

@@ -29,7 +29,7 @@ class Tokenizer:
     """Encodes and decodes with one tokenizer.json; safe for concurrent use on one event loop."""
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
-        # Some checkpoints ship settings of their training; a prompt is never cut or padded in silence.
+        # Some checkpoints carry the settings of their training; prompts must not be cut or padded silently.
         inner.no_truncation()
         inner.no_padding()
         self._inner = inner
@@ -58,7 +58,7 @@ class Tokenizer:
         return await asyncio.get_running_loop().run_in_executor(self._encoder, self._encode, text, add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids, equal to what streaming them gives. Raises InvalidRequest for a negative id."""
+        """Return the text of token ids, equal to that of streaming them. Raises InvalidRequest for a negative id."""
         if any(token_id < 0 for token_id in token_ids):
             bad = next(position for position, token_id in enumerate(token_ids) if token_id < 0)
             what = f"is {token_ids[bad]}; expected a token id, which is never negative"
@@ -71,7 +71,7 @@ class Tokenizer:
         return self._token_bytes(token_id) if self._token_bytes is not None else None
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """Return what makes text of one new sequence of tokens as they come."""
+        """Return the incremental detokenizer of one new sequence."""
         return self._new_detokenizer(skip_special_tokens)
 
     def close(self) -> None:

@@ -1,1 +1,1 @@
-"""The workers that the router knows: discovery, one stream each, and their pool."""
+"""The router's side of its workers: discovery, one stream each, and their pool."""

@@ -1,7 +1,7 @@
-"""One worker, seen from the router: a multiplexed stream that is opened again whenever it breaks.
+"""The router's connection to one worker: a multiplexed stream that is opened again whenever it breaks.
 
-One task writes the stream and one reads it (two concurrent writes end an RPC). A sequence is named by a handle; what
-the worker says of it goes to the sink it was submitted with. When the stream breaks, every sequence on it is Lost.
+One task writes the stream and one reads it (two concurrent writes end an RPC). A handle names a sequence; its events go
+to the sink that was passed to submit. When the stream breaks, every sequence on it is Lost.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ _Call = aio.StreamStreamCall[pb.StreamRequest, pb.StreamResponse]
 
 
 class WorkerListener(Protocol):
-    """Who is told about a worker's connection; called on the event loop, must not block."""
+    """Receives events of a worker's connection, on the event loop; must not block."""
 
     def connected(self, client: WorkerClient, facts: WorkerFacts) -> None:
-        """The worker said who it is. Raises IdentityMismatch when it may not be used."""
+        """Handle a worker's hello. Raises IdentityMismatch when the worker may not be used."""
         ...
 
     def heartbeat(self, client: WorkerClient, load: Load) -> None: ...
 
     def disconnected(self, client: WorkerClient, error: QuireError) -> None:
-        """The stream broke, or could not be opened."""
+        """Handle a stream that broke or could not be opened."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RouterIdentity:
-    """Who this router is to workers; `incarnation` is random for each process."""
+    """The router's identity for its workers; `incarnation` is random for each process."""
 
     router_id: str
     incarnation: bytes
@@ -87,11 +87,11 @@ class WorkerClient:
         self._router, self._listener, self._pacing = router, listener, pacing or Pacing()
         self._outbox: asyncio.Queue[pb.StreamRequest] | None = None
         self._sinks: dict[int, Sink] = {}
-        # Handles that this side gave up; what still comes for them is dropped.
+        # Handles that the router cancelled; later events for them are dropped.
         self._given_up: set[int] = set()
         self._last_handle = 0
         self._last_seq = 0
-        # What the pool is known to be; sent to the worker once it is complete.
+        # The identity of the pool as known so far; the worker gets it once it is complete.
         self.identity: PoolIdentity | None = None
 
     # ------------------------------------------------------------ sequences
@@ -112,7 +112,7 @@ class WorkerClient:
         return handle
 
     def cancel(self, handle: int, reason: FinishReason) -> None:
-        """Give a sequence up: the worker is told at once, its sink hears nothing more. Idempotent."""
+        """Cancel a sequence at the worker; its sink gets no further event. Idempotent."""
         if self._sinks.pop(handle, None) is not None and self._outbox is not None:
             self._tell_to_cancel(handle, reason)
 
@@ -123,7 +123,7 @@ class WorkerClient:
         self._outbox.put_nowait(pb.StreamRequest(cancel=cancel))
 
     def abandon(self, reason: str) -> None:
-        """Give all sequences up: the worker is told, and each sink hears Lost."""
+        """Cancel all sequences at the worker; each sink gets Lost."""
         sinks, self._sinks = self._sinks, {}
         for handle in sinks if self._outbox is not None else ():
             self._tell_to_cancel(handle, FinishReason.CANCELLED)
@@ -163,7 +163,7 @@ class WorkerClient:
         return answered
 
     async def _greet(self, call: _Call) -> None:
-        """Exchange hellos. Raises Unavailable when the worker is silent, and what the listener raises."""
+        """Exchange hellos. Raises Unavailable when the worker does not answer, and the listener's errors."""
         known = self.identity if self.identity is not None and is_complete(self.identity) else None
         hello = pb.Hello(
             router_id=self._router.router_id,
@@ -172,7 +172,7 @@ class WorkerClient:
         )
         try:
             async with asyncio.timeout(self._pacing.hello):
-                with suppress(asyncio.InvalidStateError):  # the call has ended: reading says why
+                with suppress(asyncio.InvalidStateError):  # the call has ended: the read below raises the reason
                     await call.write(pb.StreamRequest(hello=hello))
                 answer = await _read(call)
         except TimeoutError:
@@ -221,11 +221,11 @@ class WorkerClient:
             elif ended:
                 self._given_up.discard(handle)
             elif handle not in self._given_up:
-                # Left over from a stream before this one, and resubmitted since.
+                # A leftover of an earlier stream; the sequence has been submitted again since.
                 self._tell_to_cancel(handle, FinishReason.CANCELLED)
 
     def _disconnect(self, error: QuireError) -> None:
-        """Tell the listener first, so that whoever hears Lost finds this worker gone."""
+        """Inform the listener first: a sink that gets Lost must find this worker gone."""
         self._outbox = None
         self._given_up.clear()
         self._listener.disconnected(self, error)
@@ -239,7 +239,7 @@ async def _read(call: _Call) -> pb.StreamResponse | None:
 
 
 async def _write(call: _Call, outbox: asyncio.Queue[pb.StreamRequest]) -> None:
-    """The one writer of a stream; a broken stream ends it, and the reader sees why."""
+    """The one writer of a stream; a broken stream ends it, and the reader gets the error."""
     with suppress(aio.AioRpcError, asyncio.InvalidStateError):
         while True:
             await call.write(await outbox.get())

@@ -1,4 +1,4 @@
-"""Messages between router and worker, to and from what the core speaks; decides nothing."""
+"""Codec of the messages between router and worker."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from router.core.worker_model import Capacity, Load
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
-    """What a worker says of itself on connecting; `incarnation` is 16 bytes, new at each start of its process."""
+    """Facts that a worker reports in its hello; `incarnation` is 16 random bytes for each process."""
 
     worker_id: str
     incarnation: bytes
@@ -80,7 +80,7 @@ def submit_to_proto(submission: Submission, handle: int, fork_of: int | None = N
         prompt_token_ids=little_endian_int32(submission.tokens),
         block_hashes=pack_hashes(submission.block_hashes),
         parent_digest=submission.parent_digest,
-        # Without stop strings: the router watches for those itself, and no text leaves it.
+        # Without stop strings: the router matches these itself, so no text reaches a worker.
         sampling=sampling_to_proto(replace(submission.sampling, stop=())),
         priority=submission.priority,
         timeout_seconds=submission.timeout,
@@ -94,14 +94,14 @@ def submit_to_proto(submission: Submission, handle: int, fork_of: int | None = N
 
 
 def facts_from_proto(info: pb.WorkerInfo) -> WorkerFacts:
-    """Return what a WorkerHello tells."""
+    """Return the facts of a WorkerHello."""
     identity = identity_from_proto(info.identity)
     capacity = Capacity(info.num_blocks, max(1, identity.block_size), max(1, info.max_num_seqs), info.max_model_len)
     return WorkerFacts(info.worker_id, info.incarnation, identity, capacity, info.vocab_size, tuple(info.eos_token_ids))
 
 
 def load_from_proto(load: pb.Load) -> Load:
-    """Return what a heartbeat tells."""
+    """Return the load of a heartbeat."""
     return Load(
         running=load.running,
         waiting=load.waiting,
@@ -123,7 +123,7 @@ def refusal_from_proto(refused: pb.Refused) -> Refused:
 
 
 def events_of(outputs: pb.StepOutputs) -> Iterator[tuple[int, SequenceEvent]]:
-    """Yield (handle, event) of one message, in the order in which they concern each sequence.
+    """Yield (handle, event) of one message, in the right order for each sequence.
 
     Raises ProtocolViolation when its parallel arrays do not fit together.
     """

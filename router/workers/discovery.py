@@ -1,4 +1,4 @@
-"""Finds workers in Redis: each has a key that it or its manager renews, and that expires when they are gone.
+"""Finds workers in Redis. Each has a key that its manager or the worker renews, and that expires without renewal.
 
 Liveness of a worker is its stream, not its key: a worker that is connected stays in use whatever Redis says, and time
 in which Redis cannot be read does not count against a key.
@@ -44,23 +44,23 @@ class _Found:
 
 
 class Discovery:
-    """Keeps a pool in step with the keys in Redis; addresses that were configured by hand are not its business."""
+    """Adds to a pool the workers that have keys in Redis, and removes them again; leaves configured addresses alone."""
 
     def __init__(self, redis: Redis, members: Members, clock: Clock, lease_seconds: float = 5.0) -> None:
-        """`lease_seconds` is how long a worker that is not connected is kept without a key."""
+        """A worker without a connection and without a key is removed after `lease_seconds`."""
         self._redis, self._members, self._clock, self._lease = redis, members, clock, lease_seconds
         self._found: dict[str, _Found] = {}
         self._passed_over: set[str] = set()
         self.connected = False
 
     async def run(self) -> None:
-        """Look every second until this task is cancelled."""
+        """Poll every second until this task is cancelled."""
         while True:
             await self.poll()
             await asyncio.sleep(POLL_SECONDS)
 
     async def poll(self) -> None:
-        """Look once. While Redis cannot be read nothing changes."""
+        """Poll once. While Redis cannot be read nothing changes."""
         try:
             workers = await self._read()
         except (RedisError, OSError) as error:
@@ -69,7 +69,7 @@ class Discovery:
             self.connected = False
             return
         if not self.connected:
-            # Keys could not be seen for a while: each gets a whole lease to show up again.
+            # Redis could not be read for a while: each key gets a whole lease to appear again.
             for found in self._found.values():
                 found.seen = self._clock.monotonic()
         self.connected = True
@@ -98,7 +98,7 @@ class Discovery:
                 self._members.remove(address)
 
     def _serves_this_pool(self, worker: DiscoveredWorker) -> bool:
-        """Several pools may share one Redis: a worker of another model or block size is not ours."""
+        """Return whether a worker is of this pool: pools of other models or block sizes may share one Redis."""
         found = differences(self._members.identity, worker.identity)
         if found and worker.worker_id not in self._passed_over:
             self._passed_over.add(worker.worker_id)

@@ -1,4 +1,4 @@
-"""All workers that the router knows: which may be given work, what is known of each, who is told when that changes."""
+"""All workers of the router: their connections and models, which may get work, and listeners for changes."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ WATCH_SECONDS = 0.5
 
 
 class PoolListener(Protocol):
-    """Who uses the pool; called on the event loop, must not block."""
+    """Receives changes of the pool, on the event loop; must not block."""
 
     def capacity_changed(self) -> None:
-        """A worker joined, left, or told its load."""
+        """A worker joined, left, or reported its load."""
         ...
 
     def cache_lost(self, worker_id: str) -> None:
-        """A worker came back as a new process: nothing that it had cached is there."""
+        """A worker came back as a new process, with an empty cache."""
         ...
 
 
 @dataclass(slots=True)
 class Member:
-    """One address. `model` and `facts` are of the connection that is open, else None; `reason` says why none is."""
+    """One address. `model` and `facts` belong to the open connection; without one, `reason` says why."""
 
     client: WorkerClient
     task: asyncio.Task[None] | None = None
@@ -54,7 +54,7 @@ class Member:
 
 
 class WorkerPool:
-    """Holds a connection to every address it is told of; implements WorkerListener."""
+    """Keeps a connection to every address that was added; implements WorkerListener."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class WorkerPool:
         clock: Clock,
         pacing: Pacing | None = None,
     ) -> None:
-        """Unknown parts of `identity` are the first worker's; all others must agree with it while any is there."""
+        """The first worker fills in the unknown parts of `identity`; others must agree while any is connected."""
         self.identity = self._configured = identity
         self._router, self._clock, self._pacing = router, clock, pacing or Pacing()
         self._members: dict[str, Member] = {}
@@ -71,13 +71,13 @@ class WorkerPool:
         self._listeners: list[PoolListener] = []
 
     def listen(self, listener: PoolListener) -> None:
-        """Add one who is told of changes."""
+        """Add a listener."""
         self._listeners.append(listener)
 
     # ------------------------------------------------------------ membership
 
     def add(self, address: str) -> None:
-        """Begin to use the worker at HOST:PORT; nothing happens when it is known."""
+        """Begin to use the worker at HOST:PORT. Idempotent."""
         if address not in self._members:
             client = WorkerClient(address, self._router, self, self._pacing)
             client.identity = self.identity
@@ -91,7 +91,7 @@ class WorkerPool:
             member.task.add_done_callback(lambda task: self._ended(address, task))
 
     def _ended(self, address: str, task: asyncio.Task[None]) -> None:
-        """Begin again after a bug, such as one in what a sequence's sink does: the worker is not lost for ever."""
+        """Connect again after an unexpected error, such as one in a sink: the worker must not be lost for ever."""
         if not task.cancelled():
             log.error("unexpected error in the connection to %s", address, exc_info=task.exception())
             asyncio.get_running_loop().call_later(self._pacing.reconnect.longest, self._run, address)
@@ -109,14 +109,14 @@ class WorkerPool:
             self.remove(address)
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # ------------------------------------------------------------ what the frontend asks
+    # ------------------------------------------------------------ queries
 
     def models(self) -> list[WorkerModel]:
-        """Return what is known of the workers that are connected, in the order of their addresses' arrival."""
+        """Return the models of connected workers, in the order in which their addresses were added."""
         return [member.model for member in self._members.values() if member.model is not None]
 
     def context(self, of_checkpoint: int) -> int:
-        """Return the tokens of the longest sequence that some connected worker takes, at most the checkpoint's."""
+        """Return the longest context that some connected worker offers, in tokens, at most the checkpoint's."""
         return min(of_checkpoint, max((model.capacity.max_model_len for model in self.models()), default=of_checkpoint))
 
     def absent(self) -> list[tuple[str, str]]:
@@ -128,7 +128,7 @@ class WorkerPool:
         ]
 
     def client(self, model: WorkerModel) -> WorkerClient:
-        """Return the connection of a model that `models` returned. Raises Unavailable when it is gone."""
+        """Return the connection of a worker's model. Raises Unavailable when it is gone."""
         for member in self._members.values():
             if member.model is model:
                 return member.client
@@ -152,13 +152,13 @@ class WorkerPool:
     # ------------------------------------------------------------ watching
 
     async def watch(self) -> None:
-        """Look after hung workers until this task is cancelled."""
+        """Check for hung workers until this task is cancelled."""
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             self.check()
 
     def check(self) -> None:
-        """Note each worker's state; take the sequences of one that hangs away from it if another can run them."""
+        """Update each worker's state; move the sequences of a hung worker if another worker is usable."""
         now = self._clock.monotonic()
         for member in list(self._members.values()):
             if member.model is None:
@@ -167,11 +167,11 @@ class WorkerPool:
             member.state, member.reason = member.model.trouble(now) or (WorkerState.CONNECTED, "")
             if member.state is not before:
                 log.info("worker %s is %s", member.name, member.state, extra={"reason": member.reason})
-                self._tell_all()
+                self._notify()
             if member.state is WorkerState.HUNG and member.model.outstanding and self.usable:
                 member.client.abandon(f"hung: {member.reason}")
 
-    # ------------------------------------------------------------ what clients tell
+    # ------------------------------------------------------------ WorkerListener
 
     def connected(self, client: WorkerClient, facts: WorkerFacts) -> None:
         """Take a worker into use. Raises IdentityMismatch, or Unavailable when its id is in use already."""
@@ -194,14 +194,14 @@ class WorkerPool:
         log.info("worker %s connected", facts.worker_id, extra={"address": client.address})
         for listener in self._listeners if known not in (None, facts.incarnation) else ():
             listener.cache_lost(facts.worker_id)
-        self._tell_all()
+        self._notify()
 
     def heartbeat(self, client: WorkerClient, load: Load) -> None:
-        """Take in a worker's load."""
+        """Update a worker's load."""
         member = self._members.get(client.address)
         if member is not None and member.model is not None and member.client is client:
             member.model.heartbeat(load, self._clock.monotonic())
-            self._tell_all()
+            self._notify()
 
     def disconnected(self, client: WorkerClient, error: QuireError) -> None:
         """Note why a worker cannot be used."""
@@ -213,13 +213,13 @@ class WorkerPool:
         self._log_absence(member, error)
         member.model, member.facts, member.state, member.reason = None, None, state, str(error)
         if not self.models():
-            # Whoever comes next may be of another kind, as far as it was left open: all workers may have been replaced.
+            # All workers may have been replaced: the next one fills in again what the configuration leaves open.
             self._agree(self._configured)
-        self._tell_all()
+        self._notify()
 
     def _log_absence(self, member: Member, error: QuireError) -> None:
-        """Say once why a worker is not there, however often it is tried; that one is still to come is no warning."""
-        # What follows the colon is gRPC's account of one try, different each time.
+        """Log each reason once for all attempts to connect; a worker that never connected is no warning."""
+        # After the colon stand gRPC's details of one attempt, different each time.
         words = str(error).partition(":")[0]
         if member.model is None and words in member.logged_reasons:
             return
@@ -237,11 +237,11 @@ class WorkerPool:
         for member in self._members.values():
             member.client.identity = identity
 
-    def _tell_all(self) -> None:
+    def _notify(self) -> None:
         for listener in self._listeners:
             listener.capacity_changed()
 
 
 def _idle(facts: WorkerFacts) -> Load:
-    """What is assumed until the first heartbeat, which follows at once."""
+    """Return the load that is assumed until the first heartbeat, which follows at once."""
     return Load(unheld_blocks=facts.capacity.num_blocks)

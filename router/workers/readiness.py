@@ -1,4 +1,4 @@
-"""Keeps the health of the router in step with its workers: SERVING while one may be given work and nothing drains."""
+"""Sets the router's health from its workers: SERVING while some worker is usable and the router does not drain."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from router.workers.pool import WorkerPool
 
 
 class HealthSwitch(Protocol):
-    """What tells health checks whether the router serves."""
+    """The health service, as readiness uses it."""
 
     async def ready(self) -> None: ...
 
@@ -27,14 +27,14 @@ class Readiness:
         pool.listen(self)
 
     def capacity_changed(self) -> None:
-        """Have another look."""
+        """Check the pool again."""
         self._changed.set()
 
     def cache_lost(self, worker_id: str) -> None:
-        """Nothing to do: the worker is there."""
+        """Do nothing: the worker is still usable."""
 
     async def run(self) -> None:
-        """Follow the pool until this task is cancelled; then health is whatever it was."""
+        """Follow the pool until this task is cancelled; health then stays as it is."""
         while True:
             await self._changed.wait()
             self._changed.clear()

@@ -113,7 +113,7 @@ async def test_a_wrong_field_is_named_as_the_body_has_it(
 @pytest.mark.parametrize(
     ("fields", "what"),
     [
-        ({"best_of": 3}, "best_of: is 3; only as many as n are drawn"),
+        ({"best_of": 3}, "best_of: is 3; only as many as n are sampled"),
         ({"echo": True, "logprobs": 1}, "echo: not offered together with logprobs"),
         ({"suffix": "!"}, "suffix: not offered; leave it out"),
         ({"prompt_logprobs": 0, "bad_words": ["x"]}, "bad_words, prompt_logprobs: not offered"),
