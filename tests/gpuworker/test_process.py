@@ -33,7 +33,7 @@ pytestmark = pytest.mark.timeout(120)
 async def worker(before: str) -> AsyncIterator[Process]:
     """Start a worker in a process of its own; it is killed at the end if it still runs."""
     flags = ("--port", "0", "--metrics-port", "0", "--model", str(checkpoint("llama")), "--kv-blocks", "16")
-    program = f"import sys, cli.embedded as e\n{before}\nsys.exit(e.main())"
+    program = f"import sys, cli.suite.embedded as e\n{before}\nsys.exit(e.main())"
     process = await asyncio.create_subprocess_exec(
         *die_with_parent.command([sys.executable, "-c", program, *flags, "--max-model-len", "64"]),
         cwd=ROOT,

@@ -19,7 +19,7 @@ from gpuworker.attention.torch_backend import TorchAttention
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.models.bit_equality import refuse_unequal_bits
 from gpuworker.models.hf.model import TransformersModel
-from gpuworker.models.llama import native_model
+from gpuworker.models.llama import cpu_model
 from gpuworker.models.llama.cpu_model import LlamaCpuModel
 from gpuworker.models.llama.linears import LinearReader
 from gpuworker.models.llama.pack import pack_model
@@ -166,7 +166,7 @@ def test_a_step_that_keeps_nothing_writes_the_cache(case: Case, model: LlamaCpuM
 def test_positions_beyond_the_first_table_are_known(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, library = case_tokens(case.spec)[0], load(levels_here()[-1])
     expected = run_row(llama_model(case, library), NativeAttention(case.cache(16)), 0, tokens, [15])
-    monkeypatch.setattr(native_model, "_FIRST_POSITIONS", 5)
+    monkeypatch.setattr(cpu_model, "_FIRST_POSITIONS", 5)
     assert torch.equal(run_row(llama_model(case, library), NativeAttention(case.cache(16)), 0, tokens, [15]), expected)
 
 
