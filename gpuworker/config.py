@@ -62,8 +62,8 @@ class EngineSettings(Settings):
     )
     simulate: StepCostWords | None = Field(
         None,
-        description="run no model: a step sleeps for base + decode for each row that draws + prefill for each other "
-        "position, and draws tokens that follow from seed and position; no weights are read, no K/V is kept. Without "
+        description="run no model: a step sleeps for base + decode for each row that samples + prefill for each other "
+        "position. Tokens follow from seed and position; no weights are read, no K/V is kept. Without "
         f"a value: {DEFAULT_COSTS}. For tests of load",
         json_schema_extra={"bare": DEFAULT_COSTS},
     )

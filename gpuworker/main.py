@@ -1,4 +1,4 @@
-"""The GPU worker's process: builds everything, serves, drains. The only place of this service that names classes."""
+"""The GPU worker's process: builds, serves and drains. Only this module of the service names concrete classes."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ class Worker:
         """Serve until SIGTERM or SIGINT, then drain. Raises EngineFailure when the engine ends before that."""
         settings, loop = self.settings, asyncio.get_running_loop()
         for number in _SIGNALS:
-            # While it loads there is nothing to drain, and no way to stop that. Not SIG_DFL: to that, the first process
-            # of a container is deaf.
+            # Loading has nothing to drain and cannot be interrupted. SIG_DFL would not do: the kernel does not deliver
+            # it to the first process of a container.
             loop.add_signal_handler(number, os._exit, 128 + number)
         self._add_servicer(self._server.server)
         port = await self._server.start(settings.host, settings.port)
@@ -94,7 +94,7 @@ class Worker:
         address = settings.advertise or await reachable_address(settings.host, port, settings.manager)
         began = time.monotonic()
         plane = await asyncio.to_thread(assemble, settings)
-        # What torch and transformers made lives on: walking it takes 0.2 s, amid steps, and four times that at the end.
+        # Objects of torch and transformers live on. Walking them takes 0.2 s between steps, and 0.8 s at the end.
         gc.collect()
         gc.freeze()
         for number in _SIGNALS:
@@ -105,7 +105,7 @@ class Worker:
         await self._until_attached()
         if not self._stop.is_set():
             await self._server.ready()
-            self._servicer.beat()  # routers that came while it attached see that it can be used now
+            self._servicer.beat()  # routers that connected during the attach learn that the worker is ready
             took = time.monotonic() - began
             print(f"READY {address} {plane.facts.device_words}, loaded in {took:.1f} s", flush=True)  # noqa: T201
         await self._stop.wait()

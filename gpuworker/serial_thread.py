@@ -1,4 +1,4 @@
-"""A thread that does what it is given, in order: a queue without the futures and locks of an executor."""
+"""A thread that runs callables in order: a queue without the futures and locks of an executor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 class SerialThread:
     """Runs callables one after the other, all of them `within` a context; they must not raise.
 
-    A daemon: a step that hangs keeps no process from ending.
+    The thread is a daemon: a step that hangs keeps no process from ending.
     """
 
     def __init__(self, name: str, within: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
@@ -25,7 +25,7 @@ class SerialThread:
         self._queue.put(work)
 
     def close(self) -> None:
-        """Finish what was put, and end; closing twice is nothing."""
+        """Finish what was put, and end the thread; a second call does nothing."""
         self._queue.put(None)
         self._thread.join()
 
@@ -33,4 +33,4 @@ class SerialThread:
         with self._within():
             while (work := self._queue.get()) is not None:
                 work()
-                del work  # what it holds must not live until the next comes
+                del work  # its objects must not live until the next callable arrives

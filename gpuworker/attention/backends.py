@@ -1,6 +1,6 @@
 """The attention backends by name, and the choice of one for a KV cache.
 
-A backend's module is imported when the backend is made: Triton is absent on hosts without CUDA.
+The Triton backend is imported when it is made: Triton is absent on hosts without CUDA.
 """
 
 from __future__ import annotations

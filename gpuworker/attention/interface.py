@@ -1,8 +1,8 @@
 """The interface of attention and cache write that every backend implements (torch, Triton, C++).
 
-A backend is bound to a KV cache. For each step it is told once what the step computes (`begin`: the place to plan
-work that all layers share), then called once per layer: it writes K and V of all tokens of the step into their slots
-and only then attends, so that a row may read what another row of the same step has just written.
+A backend is bound to a KV cache. The caller announces each step once with `begin`, where the backend plans the work
+that all layers share, and then calls the backend once per layer. A call writes K and V of all tokens of the step into
+their slots before it attends, so that a row may read what another row of the same step has just written.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Int32Array = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
-    """How one layer attends.
+    """The parameters of attention in one layer.
 
     `scale` multiplies the scores; `softcap` bounds them to ±softcap by tanh; `window` counts the positions that a query
     sees, itself included; `sinks` [num_heads] are logits of a key without value that enters the softmax's denominator.
@@ -36,8 +36,8 @@ class LayerAttention:
 class AttentionMetadata:
     """What a step computes, for attention: R rows, T tokens; row r has queries query_start[r] : query_start[r+1].
 
-    Arrays lie on the host; the tensors of the same names in `device` hold the same numbers on the device.
-    Rows with one query stand first: `num_decodes` of them.
+    The arrays are on the host; the tensors of the same names in `device` hold the same numbers on the device.
+    Rows with one query come first: `num_decodes` of them.
     """
 
     num_decodes: int

@@ -1,7 +1,7 @@
 """Paged attention on CPUs by the native library (gpuworker/native/attention.h), called through ctypes.
 
-Decodes stream K and V once for all query heads that share them; prefills are tiles of queries against tiles of keys;
-decodes whose rows begin with the same blocks read those once. What a step's layers share is planned in C++ once a step.
+Decodes stream K and V once for all query heads that share them. Prefills are tiles of queries against tiles of keys.
+Decodes whose rows begin with the same blocks read those once. The C++ code plans a step once for all layers.
 """
 
 from __future__ import annotations

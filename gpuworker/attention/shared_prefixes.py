@@ -1,7 +1,7 @@
-"""Finds rows of a step that begin with the same blocks, so that what they share is attended once (cascade attention).
+"""Finds rows of a step that begin with the same blocks, so that their prefix is attended once (cascade attention).
 
-Blocks are shared by id alone: the manager gives two sequences one block where their tokens so far are the same, so the
-block tables say all there is to know. Prefixes nest: all rows may share a system prompt and some of them a document.
+Blocks are shared by id alone: the manager gives two sequences one block where their tokens up to it are the same, so
+the block tables suffice. Prefixes nest: all rows may share a system prompt and some of them a document.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def shared_prefixes(
     """
     usable = np.clip((context_len.astype(np.int64) - 1) // block_size, 0, table.shape[1])
     if table.shape[1] > 1:
-        # No row has a block twice: what looks so are trimmed entries, which all rows have alike.
+        # No row has a block twice; only trimmed entries repeat, and they are the same in all rows.
         usable[table[:, 0] == table[:, 1]] = 0
     identity = np.arange(len(table))
     if not _may_share(table, usable, block_size, worth):

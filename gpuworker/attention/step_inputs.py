@@ -1,6 +1,6 @@
-"""Turns the rows of a step into the arrays that kernels read: in numpy on the host, then one transfer to the device.
+"""Turns the rows of a step into the arrays that kernels read: numpy on the host, then one transfer to the device.
 
-The engine's thread does this while the step before runs, so that nothing of it stands between two steps.
+The engine's thread does this while the previous step runs, so the work does not delay the step.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ def pack_rows(start: Int32Array, length: Int32Array, block_table: Int32Array, bl
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What the runner's thread needs of a step, on the device; all tensors int64."""
+    """The inputs of a step for the runner's thread, on the device; all tensors int64."""
 
     metadata: AttentionMetadata
     positions: torch.Tensor  # [T]
     take: torch.Tensor  # [T], where each token stands in the token table
     keep: torch.Tensor  # [S], index of the last token of each row that samples
-    put: torch.Tensor  # [S], where what they draw goes in the token table
+    put: torch.Tensor  # [S], the places of their samples in the token table
 
 
 @dataclass(frozen=True, slots=True)
 class StagedStep:
-    """A step's arrays on the host, ready to go to the device. `samples` [R] marks the rows that draw."""
+    """A step's arrays on the host, ready for the device. `samples` [R] marks the rows that sample."""
 
     rows: PackedRows
     batch_index: Int32Array  # [R]

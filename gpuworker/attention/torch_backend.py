@@ -1,7 +1,8 @@
 """Attention and cache write in plain torch, for any device: gather each row's K/V, then attend in float32.
 
-The oracle of the other backends and the fallback where none of them runs. Decodes of similar context length attend as
-one batch; each prefill attends alone. Queries of the heads that share a K/V head are stacked: K/V is never repeated.
+This backend is the reference of the others and the fallback where none of them runs. Decodes of similar context length
+attend as one batch; each prefill attends alone. Queries of the heads that share a K/V head are stacked: K/V is never
+repeated.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Int64Array = npt.NDArray[np.int64]
 
 # Decodes are padded to the longest row of their batch: at most a quarter of what it gathers, or this many slots a row.
 _PADDING_FRACTION, _PADDING_SLOTS = 0.25, 32
-# A batch of decodes gathers this much of K at most, so that what was gathered is still in the core's cache when read.
+# A batch of decodes gathers this much of K at most, so that it is still in the core's cache when read.
 _GATHERED_BYTES = 1 << 20
 # Scores held at once where the whole matrix is needed (softcap, sinks): 16 M floats are 64 MB.
 _MAX_SCORES = 16 << 20
@@ -131,7 +132,7 @@ class TorchAttention:
 class _Pool:
     """K or V of all layers, written by (slot, head) and read by (block, head) in float32.
 
-    What is written is finite, so that a masked slot weighs nothing whoever wrote it: 0 * inf is not 0.
+    Written values are finite, so that a masked slot adds nothing to the result: 0 * inf is not 0.
     """
 
     def __init__(self, pool: torch.Tensor, scales: torch.Tensor | None) -> None:

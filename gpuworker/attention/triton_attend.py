@@ -94,7 +94,7 @@ def _attend_tiles(
             slot = (block * KV_HEADS + kv_head) * BLOCK_SIZE + in_tile % BLOCK_SIZE
         key_at = keys + slot.to(tl.int64)[:, None] * HEAD_DIM_K + dim_k[None, :]
         value_at = values + slot.to(tl.int64)[:, None] * HEAD_DIM_V + dim_v[None, :]
-        # What lies behind the end is not read, which saves the traffic; a head that is no power of two is padded.
+        # Slots past the end are not read, which saves traffic; a head that is no power of two is padded.
         if MASKED:
             key = tl.load(key_at, mask=(at < end)[:, None] & (dim_k < HEAD_DIM_K)[None, :], other=0.0)
         elif HEAD_DIM_K != TILE_K:
@@ -158,7 +158,7 @@ def _attend_tiles(
     return acc, total, peak
 
 
-# Not specialised: what changes from step to step, or a kernel would be compiled in the middle of serving.
+# Arguments that change from step to step are not specialised: that would compile a kernel while serving.
 @triton.jit(
     do_not_specialize=["table_row", "window"],
     do_not_specialize_on_alignment=["block_table", "items", "queries", "partial_out", "partial_lse"],
@@ -285,7 +285,7 @@ def attend_kernel(
     if ONE_QUERY:
         total = tl.sum(total, axis=1)
 
-    # Whoever sees nothing (a padding row, a chunk outside of the window) gets zeros.
+    # A query that sees nothing (a padding row, a chunk outside of the window) gets zeros.
     total = tl.where(total > 0.0, total, 1.0)
     acc = acc / (total * LIFT)[:, None]
     dim_v = tl.arange(0, TILE_V)

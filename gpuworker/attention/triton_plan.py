@@ -14,7 +14,7 @@ from gpuworker.attention.work_list import ITEM_FIELDS, QUERY_FIELDS, WorkList
 
 @dataclass(frozen=True, slots=True)
 class Launches:
-    """How much a layer launches: items of one query, items of many, and queries whose parts may have to be merged."""
+    """The launches of a layer: items of one query, items of many, and queries whose parts may need merging."""
 
     single: int
     many: int
@@ -37,7 +37,7 @@ class DevicePlan:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How many items and partial results there is room for: in a step of `queries` decodes, always enough."""
+    """The capacity for items and partial results: in a step of `queries` decodes, always enough."""
 
     queries: int
     single: int

@@ -1,6 +1,6 @@
-"""How large the tiles of the attention kernel are, on which chip, and how finely a step is cut.
+"""The tile sizes of the attention kernel for each chip, and how finely a step is cut.
 
-Decoding is bound by loading K and V: small tiles of queries, and enough bytes of K/V on their way at once. Prefill is
+Decoding is bound by loading K and V: small tiles of queries, and enough bytes of K/V in flight at once. Prefill is
 bound by the matrix units: tiles as large as the registers allow.
 """
 
@@ -27,7 +27,7 @@ _MANY_PROGRAMS, _MANY_CHUNK = 2, 256
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """What matters of a device: compute capability (80, 90, 100), multiprocessors, shared memory of a program."""
+    """The relevant properties of a device: compute capability (80, 90, 100), multiprocessors, memory of a program."""
 
     capability: int
     multiprocessors: int
@@ -36,7 +36,7 @@ class Chip:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """What matters of a layer: its heads, their sizes, and bytes of an element of q and of the cache."""
+    """The relevant properties of a layer: its heads, their sizes, and bytes of an element of q and of the cache."""
 
     num_heads: int
     num_kv_heads: int

@@ -1,1 +1,1 @@
-"""The weights of a checkpoint under their plain names, in whatever format they are stored."""
+"""The weights of a checkpoint under their plain names, in any stored format."""

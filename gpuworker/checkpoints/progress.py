@@ -1,4 +1,4 @@
-"""Says how far the loading of a model is: a bar on a terminal, elsewhere a line every two seconds."""
+"""Reports the progress of loading a model: a bar on a terminal, elsewhere a line every two seconds."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def telling_progress(
 
 
 class _Count:
-    """How many of how many tensors are loaded: transformers goes through them inside a bar, which this replaces."""
+    """Counts loaded tensors: replaces the progress bar in which transformers iterates over them."""
 
     def __init__(self) -> None:
         self.loaded, self.total = 0, 0

@@ -35,7 +35,7 @@ class QuantisedLinear:
     group_of: torch.Tensor | None = None  # int64 [K]
 
     def __post_init__(self) -> None:
-        """Raise Unsupported where the group of an input cannot be told."""
+        """Raise Unsupported where the group of an input is unknown."""
         inputs, groups = self.values.shape[1], self.scales.shape[1]
         if self.group_of is None and inputs != groups * self.group_size:
             raise refuse(f"{self.name}: groups", groups, f"{inputs} inputs cannot be shared out evenly among them")
@@ -76,7 +76,7 @@ class ScaledFloats:
 
 
 class Packed(Protocol):
-    """A weight as a format stores it."""
+    """A weight as its format stores it."""
 
     def dequantise(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight in `dtype`."""
@@ -85,7 +85,7 @@ class Packed(Protocol):
 
 @dataclass(slots=True)
 class Found:
-    """What a format's reader found: how to read each weight that it packs, and the tensors that are parts of one."""
+    """The result of a format reader: how to read each packed weight, and the tensors that are parts of one."""
 
     weights: dict[str, Callable[[], Packed]] = field(default_factory=dict)  # by the plain name, "….weight"
     parts: set[str] = field(default_factory=set)

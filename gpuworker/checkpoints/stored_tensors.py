@@ -1,8 +1,8 @@
-"""The tensors of a checkpoint where they lie: safetensors files, mapped into memory tensor by tensor, read if touched.
+"""The tensors of a checkpoint in place: safetensors files, mapped into memory tensor by tensor.
 
-Each tensor has a mapping of its own, which goes away with the tensor. So of a checkpoint that is converted on the way
-in, no more of the source is in memory than what is being converted; what is kept as it is costs no copy, and its pages
-are the page cache's. (The safetensors library maps a file as one, and lets go of it as one.)
+Each tensor has a mapping of its own, which ends with the tensor. So while a checkpoint is converted, only the tensor in
+work is in memory. A tensor that is kept unchanged costs no copy, and its pages belong to the page cache. (The
+safetensors library maps and unmaps a file as a whole.)
 
 A file is: 8 bytes, the length of the header, little-endian; the header, JSON, name → dtype, shape, [begin, end) of the
 data; then the data. Format: the README of the safetensors project.

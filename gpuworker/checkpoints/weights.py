@@ -1,6 +1,7 @@
-"""The weights of a checkpoint under their plain names, whatever it stores them as.
+"""The weights of a checkpoint under their plain names, in any stored format.
 
-Reads what config.json says of quantisation, and hands out each weight as it is, dequantised, or as integers.
+This module reads the quantisation entries of config.json, and returns each weight unchanged, dequantised, or as
+integers.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _READERS: Final[Mapping[str, Callable[[StoredTensors, Mapping[str, Any]], Found]
 
 
 class Checkpoint:
-    """Maps names to weights; nothing is read before it is asked for. Safe to read from several threads.
+    """Maps names to weights; reads nothing before a weight is requested. Several threads may read at once.
 
     `format` is the method of quantisation, "" for none.
     """

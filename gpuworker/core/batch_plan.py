@@ -1,7 +1,8 @@
-"""What one step computes, and the port through which the engine runs it.
+"""The plan of one step, its result, and the port through which the engine runs it.
 
-A plan is made by the pure core from block tables alone; a runner turns it into kernels. The runner keeps the tokens of
-every running sequence on the device, so a step may be planned while the token it starts from is still being drawn.
+The pure core makes a plan from block tables alone; a runner turns the plan into kernels. The runner keeps the tokens of
+every running sequence on the device, so a step can be planned while the token that it starts from is still being
+sampled.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from gpuworker.core.stopping import FinishCause
 class ScheduledRow(NamedTuple):
     """One sequence's part of a step: positions start .. start+length-1 are computed and their K/V written.
 
-    `blocks` is the row's snapshot and covers position start+length-1; TRIMMED stands for blocks that no layer reads any
-    more. When `samples`, the last position holds the last known token and the next one is drawn.
+    `blocks` is a snapshot of the block table and covers position start+length-1; TRIMMED stands for blocks that no
+    layer reads any more. When `samples`, the last position holds the last known token and the next one is sampled.
     """
 
     sequence: SequenceId
@@ -46,9 +47,10 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step drew: tokens per sampling sequence (one, unless it speculates), log-probabilities where asked for.
+    """The result of a step: the tokens of each sequence that sampled, and log-probabilities where requested.
 
-    `ended` are sequences whose constraint had let them come to their end before it: what they drew is nothing.
+    A sequence samples one token a step. `ended` are sequences whose constraint was complete before the step; their
+    samples are discarded.
     """
 
     step: int
@@ -61,7 +63,7 @@ class StepResult:
 class StepRunner(Protocol):
     """Runs plans in the order of `submit`, on a device; called from the engine's thread.
 
-    At most two steps are unfinished at a time. A future fails with EngineFailure when the step did; the content of the
+    At most two steps are unfinished at a time. The future of a failed step fails with EngineFailure; the content of the
     KV cache is then unknown.
     """
 

@@ -1,7 +1,8 @@
-"""What the worker knows of its blocks: the lease pool, how far each block is filled, and what the sealed ones hold.
+"""The worker's view of its blocks: the lease pool, how far each block is filled, and the content of sealed blocks.
 
-`fill[b]` counts the leading slots of b that all steps planned so far write, in stream order. A claim says which content
-a sealed block of a completed step holds; it outlives the row, so that an inventory can offer the block to the cache.
+`fill[b]` counts the leading slots of b that all steps planned so far write, in stream order. `content[b]` says which
+content a sealed block of a completed step holds. The entry outlives the block table, so that an inventory can offer the
+block to the cache.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Content(NamedTuple):
 
 
 class BlockStates:
-    """Pool, fill, holders and content claims of all blocks; the rows themselves belong to the sequences."""
+    """The pool, and the fill, holders and content of all blocks; block tables belong to the sequences."""
 
     def __init__(self, num_blocks: int) -> None:
         self.pool: deque[BlockId] = deque()

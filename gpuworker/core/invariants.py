@@ -1,4 +1,4 @@
-"""The worker's own bookkeeping, audited: who holds which block, how far it is filled, what steps in flight contain."""
+"""Audits the worker's own bookkeeping: the holders of each block, its fill, and the content of steps in flight."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The worker's side of the lease protocol: it runs steps on granted blocks and says what each block holds.
+"""The worker's side of the lease protocol: it runs steps on granted blocks and reports what each block holds.
 
-Three rules keep it safe. It touches only blocks in its rows and its pool. A report that frees blocks of a sequence goes
-only when no step in flight contains it. Every break voids what was not delivered: the next session starts from an
-inventory.
+Three rules keep the worker safe. It touches only blocks in its block tables and its pool. It sends a report that frees
+blocks of a sequence only when no step in flight contains the sequence. After every break, undelivered messages are
+void: the next session starts from an inventory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_STEPS_IN_FLIGHT = 2
 
 
 class LeaseAgent:
-    """Sequences, blocks, steps in flight and the report of one worker. Not thread-safe: the engine's thread owns it."""
+    """The sequences, blocks, steps in flight and the report of one worker. Only the engine's thread may use it."""
 
     def __init__(self, config: AgentConfig) -> None:
         self.config = config
@@ -71,7 +71,7 @@ class LeaseAgent:
     def _refuse_impossible(self, sequence: Sequence) -> None:
         prompt, limit, config = sequence.prompt_tokens, sequence.limit, self.config
         if not 0 < prompt < limit:
-            text = f"{prompt} tokens, with room for {limit} in all: at least one is needed and one must be left to draw"
+            text = f"{prompt} tokens, with room for {limit} in all: at least one is needed, and room to sample one"
             raise InvalidRequest(FieldViolation("prompt", text))
         needed = -(-limit // config.block_size)
         if needed > config.num_blocks:
@@ -214,7 +214,7 @@ class LeaseAgent:
         return completion
 
     def _deliver(self, sequence: Sequence, result: StepResult, tokens: dict[SequenceId, tuple[int, ...]]) -> None:
-        """Accept what a step drew, up to a stop; drop it when the sequence had ended. A preempted one still gets it."""
+        """Accept the tokens of a step up to a stop; drop them if the sequence has ended, but not if it is preempted."""
         if sequence.phase is SequencePhase.DRAINING_FINISH:
             return
         sampled, ended = result.sampled[sequence.id], result.ended.get(sequence.id)
@@ -308,7 +308,7 @@ class LeaseAgent:
         return Inventory(sequences, tuple(self._blocks.pool), self._blocks.cached_blocks())
 
     def attached(self, lease_target: int) -> None:
-        """The manager has rebuilt its ledger from the inventory; reports may go."""
+        """The manager has rebuilt its state from the inventory; reports may be sent."""
         self._lease_target = lease_target
         self._report.state = SessionState.OPEN
 

@@ -1,8 +1,8 @@
-"""Which manager the worker obeys: sessions, epochs, and what counts as said in the current session.
+"""The session with a KV manager: session numbers, epochs, and what was reported in the current session.
 
-The worker is the fence for its blocks. It draws the session number, so whatever was sent in an earlier session, in
-either direction, is void; it refuses a manager whose epoch is below the highest that it has accepted, so two managers
-do no harm.
+The worker is the fence for its blocks. It chooses the session number, so messages of an earlier session are void in
+either direction. It refuses a manager whose epoch is below the highest one that it has accepted, so two managers do no
+harm.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gpuworker.core.outcomes import Applied
 
 
 class LeaseSession:
-    """The sessions of one incarnation, one after the other. `attach` is the template of every Attach message."""
+    """The successive sessions of one incarnation. `attach` is the template of every Attach message."""
 
     def __init__(self, agent: LeaseAgent, attach: Attach) -> None:
         self.agent = agent

@@ -1,4 +1,4 @@
-"""What the lease agent is configured with, and what it tells the engine: effects of batches and steps, and levels."""
+"""The configuration of the lease agent, and its results: effects of grant batches and steps, and counts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SequenceFinished:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What a batch changed: admissions that took effect, preemptions ordered of running sequences, blocks leased."""
+    """The effect of a grant batch: admissions, ordered preemptions of running sequences, and leased blocks."""
 
     admitted: tuple[Admit, ...] = ()
     preempting: tuple[Preempt, ...] = ()
@@ -52,10 +52,11 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What a step, or a command between steps, brought about.
+    """The effect of a step, or of a command between steps.
 
-    `tokens` are newly delivered ids. `preempted` wait again. The rows of `forgotten` are gone and no step in flight has
-    them: the runner may drop its state. `computed` counts the positions of the step.
+    `tokens` are newly delivered ids. `preempted` sequences wait again. No step in flight contains `forgotten`
+    sequences, and their block tables are gone: the runner may drop its state. `computed` counts the positions of the
+    step.
     """
 
     tokens: dict[SequenceId, tuple[int, ...]]
@@ -69,8 +70,8 @@ class Completion:
 class Counts:
     """Levels for metrics and for the engine's loop.
 
-    `draining` sequences keep rows for steps in flight only; `pending_prefill` counts known tokens that no step has
-    computed or begun to; `unheld` counts blocks that neither a row nor the pool has.
+    `draining` sequences keep block tables for steps in flight only. `pending_prefill` counts known tokens whose
+    computation has not begun. `unheld` counts blocks that are neither in a block table nor in the pool.
     """
 
     running: int

@@ -1,6 +1,6 @@
-"""Collects what the next report says. Content is recorded only within a session; the inventory has what was before.
+"""Collects the content of the next report. Content is recorded only within a session; an inventory precedes it.
 
-Levels (stalled set, lease want) are compared with what this session was told last; columns add up until they are sent.
+Levels (stalled set, lease want) are compared with the last values of this session; columns grow until they are sent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ COMPUTED_EVERY = 4
 
 
 class SessionState(Enum):
-    """DETACHED: nothing is recorded. OPENING: the inventory is taken, content is recorded. OPEN: reports may go."""
+    """DETACHED: nothing is recorded. OPENING: the inventory is taken, content is recorded. OPEN: reports are sent."""
 
     DETACHED = 0
     OPENING = 1
@@ -39,7 +39,7 @@ class ReportBuilder:
         return self.state is not SessionState.DETACHED
 
     def discard(self) -> None:
-        """Forget all pending content and what the last session was told."""
+        """Forget all pending content and all levels of the last session."""
         self._clear_columns()
         self._told_stalled: tuple[SequenceId, ...] | None = None
         self._told_want: int | None = None

@@ -1,4 +1,4 @@
-"""One sequence at the worker: its tokens, its hash chain, its row of blocks, and how far the device has come."""
+"""One sequence at the worker: its tokens, block hashes and block table, and how many tokens are computed."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class Sequence:
         self.snapshot = None
 
     def accept(self, token: int, block_size: int) -> FinishCause | None:
-        """Add a drawn token; extend the chain when it fills a block; return how it ends the sequence, or None."""
+        """Add a sampled token, and a block hash when it fills a block; return how it ends the sequence, or None."""
         tokens = self.tokens
         tokens.append(token)
         length = len(tokens)

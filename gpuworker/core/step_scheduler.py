@@ -1,7 +1,7 @@
-"""Composes one step: decodes first, chunks of prompts fill the rest of one token budget.
+"""Composes one step: decodes come first, chunks of prompts fill the rest of one token budget.
 
-Readiness is a property of blocks: a sequence computes from its first slot that nobody has filled, whoever filled those
-before it. There is no owner of a shared prefix, so nothing is lost when any one of the sequences that share it ends.
+Readiness is a property of blocks: a sequence computes from its first slot that nobody has filled, whichever sequence
+filled the slots before. A shared prefix has no owner, so nothing is lost when one of the sequences that share it ends.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from gpuworker.core.sequence import Sequence
 
 @dataclass(slots=True)
 class Composition:
-    """What became of the running sequences in one step.
+    """The effect of one step on the running sequences.
 
-    `bound` are blocks that rows took from the pool; `stalled` found none; `deferred` counts those that found no budget
-    and keep their order.
+    `bound` are blocks that sequences took from the pool; `stalled` found none; `deferred` counts those that found no
+    budget and keep their order.
     """
 
     rows: list[ScheduledRow] = field(default_factory=list)
@@ -59,7 +59,7 @@ class StepScheduler:
         (self.prefilling if sequence in self.prefilling else self.decoding).remove(sequence)
 
     def compose(self) -> Composition:
-        """Compose the next step from every running sequence whose next token can be drawn or brought nearer."""
+        """Compose the next step from every running sequence that can sample its next token or come nearer to it."""
         step = Composition()
         left = self._compose_decodes(step, self.budget)
         self._compose_prefills(step, left)
@@ -69,7 +69,7 @@ class StepScheduler:
         fill, shift = self.blocks.fill, self.shift
         for sequence in self.decoding:
             if len(sequence.tokens) + sequence.sampling >= sequence.limit:
-                continue  # its last token is being drawn
+                continue  # its last token is being sampled
             if not left:
                 step.deferred += 1
                 continue
@@ -129,7 +129,7 @@ class StepScheduler:
             if index == len(row) and not self._bind(sequence, step):
                 break
             if fill[row[index]] > offset:
-                break  # another row filled it: a slot is written once, the next step goes on behind it
+                break  # another row filled it: a slot is written once; the next step continues after it
             length = min(size - offset, end - sequence.num_computed_tokens)
             fill[row[index]] += length
             sequence.num_computed_tokens += length

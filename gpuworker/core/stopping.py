@@ -1,4 +1,4 @@
-"""When a sequence ends by itself: end-of-sequence and stop tokens, and the limits on its length."""
+"""Why a sequence ends without a command: end-of-sequence and stop tokens, and the limits on its length."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ LENGTH = FinishCause(FinishReason.LENGTH)
 
 @dataclass(frozen=True, slots=True)
 class StopRule:
-    """What ends a sequence. Stop tokens count only from output token number `min_tokens` on; that token may be one.
+    """The conditions that end a sequence. Stop tokens count only from output token number `min_tokens` on.
 
     `eos_ids` are the checkpoint's end-of-sequence tokens, which `ignore_eos` switches off; `stop_token_ids` are the
-    request's own. Stop *strings* are the router's: it sees text, the worker does not.
+    request's own. Stop *strings* are the router's task: only the router has the text.
     """
 
     max_tokens: int
@@ -39,7 +39,7 @@ class StopRule:
         object.__setattr__(self, "stopping", ending)
 
     def limit(self, prompt_tokens: int, max_len: int) -> int:
-        """Return the length in tokens, prompt and output, at which the sequence ends whatever it draws."""
+        """Return the length in tokens, prompt and output, at which the sequence ends in any case."""
         return min(max_len, prompt_tokens + self.max_tokens)
 
     def ending(self, token: int, output_tokens: int, length: int, limit: int) -> FinishCause | None:

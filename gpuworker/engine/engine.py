@@ -1,7 +1,7 @@
 """The engine: one thread that turns requests and grants into steps, and steps into tokens and reports.
 
-It keeps one step running and the next one planned and queued behind it. Everything is decided by the lease agent
-(pure); this file moves data between the agent, the step runner, the channel to the KV manager and the sink of outputs.
+One step runs, and the next one is planned and queued behind it. The lease agent (pure) decides everything. This file
+moves data between the agent, the step runner, the channel to the KV manager and the sink of outputs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LOAD_AGE_SECONDS = 0.05
 
 @dataclass(slots=True)
 class _Flight:
-    """A submitted step: the plan, its future, predicted seconds, and when the device turned to it."""
+    """A submitted step: the plan, its future, the predicted seconds, and when the device began it."""
 
     plan: StepPlan
     result: Future[StepResult]
@@ -45,7 +45,7 @@ class _Flight:
 
 @dataclass(slots=True)
 class _Gathered:
-    """What one turn has for those who wait."""
+    """The outputs of one turn of the engine's loop."""
 
     admitted: list[Admit] = field(default_factory=list)
     tokens: list[tuple[SequenceId, tuple[int, ...]]] = field(default_factory=list)
@@ -74,9 +74,9 @@ class _Gathered:
 
 
 class Engine:
-    """Runs sequences until told to stop. `submit`, `cancel`, `load` and `wake` may be called from any thread.
+    """Runs sequences until it is stopped. Any thread may call `submit`, `cancel`, `load` and `wake`.
 
-    `new_agent` makes an empty lease agent and `new_attach` the identity part of an attach; both are called again after
+    `new_agent` makes an empty lease agent and `new_attach` the identity part of an attach. Both are called again after
     a failed step, which voids the KV cache and therefore the worker's incarnation. `attach` is the present one.
     """
 
@@ -94,7 +94,7 @@ class Engine:
         self._runner, self._channel, self._sink, self._clock = runner, channel, sink, clock
         self._requests: dict[SequenceId, EngineRequest] = {}
         self._traced: set[SequenceId] = set()  # those of the requests that are
-        self._in_runner: set[SequenceId] = set()  # those that the runner holds state of
+        self._in_runner: set[SequenceId] = set()  # the runner holds state of these
         self._flights: deque[_Flight] = deque()
         self._commands: deque[EngineRequest | tuple[SequenceId, FinishReason]] = deque()
         self._steps, self._sampled, self._scheduled, self._rates = 0, 0, 0, StepRates()
@@ -160,7 +160,7 @@ class Engine:
     def _run(self) -> None:
         try:
             while True:
-                self._wake.clear()  # before anything is looked at: what comes later than the look wakes again
+                self._wake.clear()  # before the queues are read: whatever comes later wakes the thread again
                 if self._stopping and not self._flights and not self._commands:
                     break
                 if not self.turn():
@@ -328,11 +328,11 @@ class Engine:
         """A step failed: the KV content is unknown. End every sequence, and begin again as a new incarnation."""
         log.error("a step failed; every sequence of this worker ends: %s", failure)
         for flight in self._flights:
-            flight.result.exception()  # later steps were queued behind it: they have failed, or will at once
+            flight.result.exception()  # the steps queued behind it have failed too, or fail at once
         self._flights.clear()
         for sequence in self._requests:
             self._finish_with_error(sequence, str(failure), self._agent.usage(sequence))
-        for sequence in self._in_runner:  # also those that ended while a step in flight still had them
+        for sequence in self._in_runner:  # including those that ended while a step in flight still contained them
             self._runner.remove(sequence)
         self._requests.clear()
         self._traced.clear()
@@ -347,7 +347,7 @@ class Engine:
     def _refresh_load(self) -> None:
         now = self._clock.monotonic()
         if now - self._load_taken < _LOAD_AGE_SECONDS and self._flights:
-            return  # another turn comes when the step ends; without one, these may be the levels for long
+            return  # a running step brings another turn soon; without one, these levels may last
         self._load_taken, counts = now, self._agent.counts()
         self._load = EngineLoad(
             running=counts.running,

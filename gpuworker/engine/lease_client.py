@@ -1,8 +1,8 @@
 """The worker's end of the lease protocol: a LeaseChannel over gRPC that always works towards a session.
 
-Lives on the worker's I/O loop. The engine's thread calls `poll`, `attach`, `send` and `reconnect`, none of which
-blocks: events cross in a deque, commands by `call_soon_threadsafe`. There is no resume; whatever breaks, a new stream
-is opened after a jittered delay and the engine is asked for a new Attach.
+The client lives on the worker's I/O loop. The engine's thread calls `poll`, `attach`, `send` and `reconnect`; none of
+them blocks. Events cross in a deque, commands by `call_soon_threadsafe`. A stream is never resumed: after any failure
+the client opens a new stream, after a jittered delay, and asks the engine for a new Attach.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Refused(Exception):
 
 @dataclass(slots=True)
 class _Connection:
-    """One stream. `session` is the one that was offered on it, None before; `ended` says why it is to end."""
+    """One stream. `session` is the session offered on it, None before; `ended` says why the stream is to end."""
 
     number: int
     call: _Call
@@ -74,7 +74,7 @@ class _Connection:
     answered: bool = False
     sent: int = 0
     received: int = 0
-    # When the latest messages were queued, by their number; an old one that no answer came to is forgotten.
+    # When the latest messages were queued, by number; an old message without an answer is forgotten.
     queued: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_UNANSWERED))
 
     def put(self, message: kvmanager_pb2.SessionRequest) -> None:
@@ -104,11 +104,11 @@ class _Connection:
 
 
 class LeaseClient:
-    """Keeps a session with one KV manager; `start` and `close` are the I/O loop's, the rest the engine's thread's.
+    """Keeps a session with one KV manager. The I/O loop calls `start` and `close`, the engine's thread all others.
 
-    `on_event` is called on the I/O loop whenever `poll` has something new. `on_refused` is called there when the
-    manager refuses this worker for good (another identity); the client goes on trying, rarely. `on_round_trip` takes
-    the seconds from a report to its grants.
+    The I/O loop calls `on_event` whenever `poll` has something new, and `on_refused` when the manager refuses this
+    worker for good (another identity); the client then retries rarely. `on_round_trip` takes the seconds from a report
+    to its grants.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class LeaseClient:
         self._task = asyncio.create_task(self._run(), name="lease-client")
 
     async def close(self) -> None:
-        """End the session and stop; the engine is told Detached."""
+        """End the session and stop; the engine gets Detached."""
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
@@ -164,12 +164,12 @@ class LeaseClient:
         self._on_loop(self._report, session, report)
 
     def reconnect(self) -> None:
-        """Drop the connection that `poll` told of last, and open another."""
+        """Drop the connection that `poll` returned last, and open another."""
         self._on_loop(self._drop, self._polled)
 
     def _on_loop(self, function: Callable[..., None], *arguments: object) -> None:
         assert self._loop is not None, "start the client first"
-        with suppress(RuntimeError):  # the loop was closed: the process ends, nobody waits for the message
+        with suppress(RuntimeError):  # the loop was closed: the process ends, and nothing waits for the message
             self._loop.call_soon_threadsafe(function, *arguments)
 
     # ------------------------------------------------------------ I/O loop: commands
@@ -177,7 +177,7 @@ class LeaseClient:
     def _offer(self, number: int, attach: Attach, inventory: Inventory) -> None:
         connection = self._connection
         if connection is None or connection.number != number:
-            self._post(Detached(attach.session))  # the connection that it answers is gone; another will ask again
+            self._post(Detached(attach.session))  # its connection is gone; the next connection asks again
             return
         if connection.session is not None:  # a stream carries one session
             self._post(Detached(attach.session))

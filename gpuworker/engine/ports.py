@@ -27,7 +27,7 @@ class EngineRequest:
 class Chunk:
     """One traced sequence's part of a step: `length` positions from `start`; wall-clock begin and end in ns.
 
-    `decode`: it computed a token that was drawn before, to draw the next; else prompt, or what a preemption lost.
+    `decode`: the part computed a sampled token, to sample the next one; otherwise prompt, or work lost by a preemption.
     """
 
     sequence: SequenceId
@@ -40,7 +40,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class EngineOutputs:
-    """Everything that one turn of the engine's loop did for those who wait: at most one of these a step."""
+    """The outputs of one turn of the engine's loop; at most one of these a step."""
 
     step: int
     admitted: tuple[Admit, ...] = ()
@@ -56,7 +56,7 @@ OutputSink = Callable[[EngineOutputs], None]
 
 
 class MaskLateness(NamedTuple):
-    """Of the steps with constrained rows: how many drew, how many of them waited for masks, how many seconds in all."""
+    """Steps with constrained rows: how many sampled, how many waited for masks, and the seconds of waiting in all."""
 
     steps: int = 0
     late: int = 0

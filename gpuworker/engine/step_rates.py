@@ -1,7 +1,7 @@
-"""What the worker learns from its own steps: the time of a decode step and of a prefilled token; and how long all took.
+"""The rates that the worker learns from its own steps: the time of a decode step and of a prefilled token.
 
-A step is predicted to take decode_step + prefill_token x prefill tokens; both rates are exponential averages over
-completed steps (weight 0.1), the second learnt only from steps that prefill enough for it to stand out.
+A step is predicted to take decode_step + prefill_token x prefill tokens. Both rates are exponential averages over
+completed steps (weight 0.1). The second is learnt only from steps whose prefill is large enough to stand out.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from gpuworker.core.batch_plan import StepPlan
 
 _WEIGHT = 0.1
 _ENOUGH_PREFILL = 16
-# Upper bounds of the buckets in which step times are counted, seconds; the last bucket has none.
+# Upper bounds of the buckets of step times, in seconds; the last bucket has none.
 STEP_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """How long steps took: how many fell into each bucket of STEP_BOUNDS and the one above them, and all seconds."""
+    """A histogram of step times: the count in each bucket of STEP_BOUNDS and above, and the sum of seconds."""
 
     counts: tuple[int, ...] = (0,) * (len(STEP_BOUNDS) + 1)
     seconds: float = 0.0
@@ -29,7 +29,7 @@ NO_STEPS = StepTimes()
 
 
 class _Tally:
-    """Step times that still grow."""
+    """A histogram of step times that still grows."""
 
     def __init__(self) -> None:
         self._counts = [0] * (len(STEP_BOUNDS) + 1)
@@ -44,7 +44,7 @@ class _Tally:
 
 
 def prefill_tokens(plan: StepPlan) -> int:
-    """Positions of a step beyond one for each row that draws a token."""
+    """Positions of a step beyond one for each row that samples a token."""
     return plan.scheduled_tokens - sum(row.samples for row in plan.rows)
 
 

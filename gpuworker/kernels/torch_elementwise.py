@@ -1,6 +1,7 @@
-"""What the fused Triton kernels of a Llama-like layer compute, in plain torch: for any device, and to check them by.
+"""The fused Triton kernels of a Llama-like layer in plain torch: for any device, and as their reference.
 
-Same names, shapes and rounding as `triton_elementwise` and `triton_rope`: arithmetic in float32, one rounding a result.
+The names, shapes and rounding are those of `triton_elementwise` and `triton_rope`: arithmetic in float32, one rounding
+a result.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def apply_rope(heads: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Return heads [T, n, d] turned by the angles of their positions [T]; x_i turns with x_{i + d/2}.
+    """Return heads [T, n, d] after rope at their positions [T]; x_i is rotated with x_{i + d/2}.
 
     table [max_len, d] float32 holds, for each position, d/2 cosines and then d/2 sines.
     """

@@ -1,8 +1,8 @@
-"""Writing K and V into the paged cache with Triton, quantised where the cache is, and what its callers share.
+"""Writes K and V into the paged cache with Triton, quantised where the cache is; has helpers for other kernels.
 
-A quantised slot of a head holds value / scale with scale = largest magnitude / largest of the type, as
-`gpuworker.memory.devices` says. Written values are always finite, because a slot that is masked later is still
-multiplied by 0, and 0 * inf is not 0.
+A quantised slot of a head holds value / scale with scale = largest magnitude / largest of the type, as in
+`gpuworker.memory.devices`. Written values are always finite, because a slot that is masked later is still multiplied by
+0, and 0 * inf is not 0.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -122,7 +122,7 @@ def store_head(x, inside, at, pool, base, scales, scale_at, written, QUANTISED: 
     tl.store(pool + base + at, stored(x, pool.dtype.element_ty, LARGEST), mask=inside & written)
 
 
-# Tables of the step lie behind each other: their alignment changes from step to step.
+# The tables of a step are adjacent in memory: their alignment changes from step to step.
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def write_kv_kernel(
     key,

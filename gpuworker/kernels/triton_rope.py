@@ -1,7 +1,7 @@
-"""What stands between the fused qkv product of a Llama-like layer and its attention, in one Triton kernel.
+"""The work between the fused qkv product of a Llama-like layer and its attention, in one Triton kernel.
 
-Splits qkv, norms queries and keys where the model does (Qwen3), turns them by their positions, and writes K and V into
-the paged cache: each value is read once and written once, where plain tensor operations take five passes.
+The kernel splits qkv, norms queries and keys where the model does (Qwen3), applies rope, and writes K and V into the
+paged cache. It reads and writes each value once, where plain tensor operations take five passes.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -19,7 +19,7 @@ from gpuworker.memory.kv_cache import KvCache
 
 @dataclass(frozen=True, slots=True)
 class QkNorm:
-    """RMS norm of each head of q and k before they are turned; both weights [head_dim]."""
+    """RMS norm of each head of q and k before rope; both weights [head_dim]."""
 
     query_weight: torch.Tensor
     key_weight: torch.Tensor
@@ -102,7 +102,7 @@ def _apply_rope(first, second, cos, sin):
     return first * cos - second * sin, second * cos + first * sin
 
 
-# Tables of the step lie behind each other: their alignment changes from step to step.
+# The tables of a step are adjacent in memory: their alignment changes from step to step.
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def rope_and_write_kernel(
     qkv,

@@ -1,1 +1,1 @@
-"""Device memory: the device, the paged KV cache, the token table, the plan of bytes."""
+"""Device memory: the device, the paged KV cache, the token table, the byte plan."""

@@ -1,4 +1,4 @@
-"""The byte ledger of a worker, and what a block of K/V takes: plain numbers, known without torch."""
+"""The byte plan of a worker, and the bytes of a block of K/V: plain numbers, known without torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 from common.types import KvGeometry
 
 GIB, MIB, KIB = 1 << 30, 1 << 20, 1 << 10
-# What K and V may be kept as, and the bytes of one number. The last two carry a float32 scale for each (slot, head).
+# The types of K and V, and the bytes of one number. The last two carry a float32 scale for each (slot, head).
 KV_BYTES: Final[Mapping[str, int]] = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
 SCALED: Final = ("int8", "fp8")
 _SCALE_BYTES = 4
@@ -30,7 +30,7 @@ class BytePlan:
 
     device: str
     total: int
-    free: int  # before anything below but the weights was taken
+    free: int  # before the allocations below, but after the weights
     weights: int
     activations: int
     token_table: int
@@ -53,7 +53,7 @@ class BytePlan:
         return self.num_blocks // -(-tokens // self.block_size)
 
     def lines(self) -> list[str]:
-        """Return the ledger as lines of text for people."""
+        """Return the plan as lines of text."""
         left = self.free - self.activations - self.graphs - self.token_table - self.kv
         blocks = (
             f"{self.num_blocks} blocks of {self.block_size} slots in {self.kv_dtype}, {in_words(self.block_bytes)} each"

@@ -1,4 +1,4 @@
-"""The device that steps run on: which one, in what precision, with how many threads, and how much memory is free."""
+"""The device that steps run on: its choice, its types, its number of threads, and its free memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from common.errors import FieldViolation, InvalidConfig
 from common.process.cores import threads_of_each
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# What K and V may be kept as. The last two carry a float32 scale for each (slot, head): stored = value / scale.
+# The types of K and V in a cache. The last two carry a float32 scale for each (slot, head): stored = value / scale.
 QUANTISED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 CACHE_DTYPES = DTYPES | QUANTISED_DTYPES
 # Limit and use of a container's memory in bytes, in the second and in the first version of control groups.

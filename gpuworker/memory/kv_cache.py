@@ -1,8 +1,8 @@
 """The paged K/V of one worker: two pools of blocks, written by slot, copied by block.
 
-K and V are separate and head-major, `[layer, block, kv_head, block_size, head_dim]`: what one head of a block holds is
-one contiguous run, which suits vector loads, and a block of a layer is one contiguous copy. Head sizes may differ.
-In an int8 or fp8 cache each (slot, head) has a scale of its own, in pools `[layer, block, kv_head, block_size]`.
+K and V are separate and head-major, `[layer, block, kv_head, block_size, head_dim]`. The content of one head of a block
+is contiguous, which suits vector loads, and a block of a layer is one contiguous copy. Head sizes may differ. In an
+int8 or fp8 cache each (slot, head) has a scale of its own, in pools `[layer, block, kv_head, block_size]`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from gpuworker.memory.devices import CACHE_DTYPES, QUANTISED_DTYPES
 
 
 class KvCache:
-    """The pools. Zeroed, so that a masked read of a slot that was never written is a number.
+    """The pools. They are zeroed, so that a masked read of a slot that was never written is a number.
 
-    On CPU the system hands out the pages of a pool as they are first written, large ones where it can: blocks lie
-    scattered, and each small page that is met costs a walk through the page table. `key_scales` and `value_scales`
-    [layer, block, kv_head, block_size] float32 are None unless the cache is quantised.
+    On a CPU the system maps the pages of a pool at their first write, as large pages where it can. Blocks lie
+    scattered, and each small page costs a walk through the page table. `key_scales` and `value_scales` [layer, block,
+    kv_head, block_size] float32 are None unless the cache is quantised.
     """
 
     def __init__(self, geometry: KvGeometry, num_blocks: int, block_size: int, device: torch.device) -> None:

@@ -14,15 +14,15 @@ from gpuworker.memory.devices import sent
 class TokenTable:
     """One row of `width` tokens for each batch index; a place is batch_index * width + position.
 
-    On a CPU the work is numpy's: on so few numbers its calls are shorter than torch's, and they keep the GIL, which
-    another thread would not give back before it is done.
+    On a CPU numpy does the work: on so few numbers its calls are shorter than torch's. They also keep the GIL, which
+    another thread would hold until its own work is done.
     """
 
     def __init__(self, max_num_seqs: int, width: int, device: torch.device) -> None:
         self.width = width
-        self.spare = max_num_seqs * width  # a place of no sequence, for what rows that pad a step draw
+        self.spare = max_num_seqs * width  # a place of no sequence, for the samples of padding rows
         self.flat = torch.zeros(max_num_seqs * width + 1, dtype=torch.int32, device=device)
-        self.tensor = self.flat[:-1].view(max_num_seqs, width)  # for who reads whole rows
+        self.tensor = self.flat[:-1].view(max_num_seqs, width)  # for readers of whole rows
         self._array: npt.NDArray[np.int32] | None = self.flat.numpy() if device.type == "cpu" else None
 
     def write(self, batch_index: int, tokens: Sequence[int] | npt.NDArray[np.int32]) -> None:

@@ -1,1 +1,1 @@
-"""Ways to run a model on the paged cache, the choice between them, and the tests that hold them to it."""
+"""Ways to run a model on the paged cache, the choice between them, and their start-up tests."""

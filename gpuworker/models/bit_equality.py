@@ -1,7 +1,7 @@
 """The start-up test of `--deterministic`: are the logits of a position the same bits however steps are composed?
 
-A sequence of random tokens is run whole and alone; then beside other rows, in chunks, and token by token, each on
-other blocks. What is promised for good reasons is tried before it is served: a library or a model may surprise.
+A sequence of random tokens is run whole and alone; then beside other rows, in chunks, and token by token, each on other
+blocks. The test guards against surprises of a library or a model.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What gives the weights of a model by name: as tensors, or as the integers that a checkpoint stores."""
+    """Gives the weights of a model by name: as tensors, or as the integers that a checkpoint stores."""
 
     tensor: TensorOf
     integers: IntegersOf = lambda _: None
@@ -149,7 +149,7 @@ def load_on_gpu(
 def _reader(
     directory: Path, config: PretrainedConfig, source: ModelSource, precision: Precision, device: torch.device
 ) -> Weights:
-    """Return what gives a model's weights: those of the files, or those that the transformers path would draw."""
+    """Return the source of a model's weights: the files, or the random weights that transformers would make."""
     if source.load_format == "dummy":
         state = random_module(config, precision.dtype, source.seed, device).state_dict()
         return Weights(state.__getitem__)

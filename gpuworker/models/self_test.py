@@ -1,10 +1,10 @@
 """The start-up self-test: does the model on a paged cache compute what it computes by itself?
 
-A model whose attention never reaches us, or reaches us without something that it depends on, runs without any
-exception and writes nonsense. So before anything is served, two sequences of sixteen random tokens are run three ways:
-by the model's own eager attention; one of them packed through a recorder of all calls; and both side by side, in chunks
-and single tokens, through a small paged cache. Unless every layer called once and all logits agree, it is refused.
-A cache of a narrower type than the model's is held to what the model computes on K and V rounded to that type.
+A model whose attention bypasses the backend, or reaches it without an input that it depends on, runs without an
+exception and writes nonsense. So before serving, two sequences of sixteen random tokens are run three ways: by the
+model's own eager attention; one of them packed, through a recorder of all calls; and both side by side, in chunks and
+single tokens, through a small paged cache. The model is refused unless every layer called once and all logits agree. A
+cache of a narrower type is compared with the model on K and V rounded to that type.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _STEPS = (((0, 9), (0, 6)), ((9, 1), (6, 9)), ((10, 1), (15, 1)))
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """How far a position's logits may be off: norm of the error over that of the logits, mean removed."""
+    """The largest error of the logits of a position: norm of the error over that of the logits, mean removed."""
 
     tolerance: float
     share: float = 1.0  # of the positions that must be within it
@@ -48,7 +48,7 @@ _ROUNDED = Limit(5e-1, share=0.5)
 
 
 class CallRecorder:
-    """Attends over one packed sequence without a cache and keeps what each layer asked for."""
+    """Attends over one packed sequence without a cache, and records the call of each layer."""
 
     def __init__(self) -> None:
         self.layers: list[LayerAttention] = []

@@ -27,7 +27,7 @@ class StepModel(Protocol):
     ) -> torch.Tensor:
         """Return float32 logits [S, vocab] of the tokens that `keep` [S] indexes; the caller may overwrite them.
 
-        token_ids and positions are [T] int64, the rows of a step one after the other; `sink` attends, and has been told
-        of the step.
+        token_ids and positions are [T] int64, the rows of a step one after the other; `sink` attends; its `begin`
+        was called for the step.
         """
         ...

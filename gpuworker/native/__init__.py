@@ -1,1 +1,1 @@
-"""C++ kernels for CPUs, what builds them, and their ctypes interface."""
+"""C++ kernels for CPUs, their build, and their ctypes interface."""

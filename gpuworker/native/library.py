@@ -1,7 +1,8 @@
-"""Loads the native library of CPU kernels (gpuworker/native) and says what became of it.
+"""Loads the native library of CPU kernels (gpuworker/native), or says why that failed.
 
-The library shares torch's OpenMP pool: two pools on the same cores stall each other. It was built once for each level
-of vector instructions; the best one that this processor can run is loaded, and every call into it drops the GIL.
+The library shares torch's OpenMP pool: two pools on the same cores stall each other. The build makes one library for
+each level of vector instructions. The loader takes the best one that this processor can run, and every call into it
+releases the GIL.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Linear layers on CPUs by the native library (gpuworker/native/linear.h): packing of weights, and y = x · Wᵀ.
 
 A weight is packed once, as float32, bfloat16 or integers with scales, into memory of this object. A result depends on
-the row and the weight alone: neither the other rows of the batch nor the number of threads change a bit of it.
+the row and the weight alone: neither other rows nor the number of threads change a bit of it.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Memory:
 
 
 class Arena:
-    """Memory given out in pieces, which fill huge pages together. What a mapping has left over is never touched."""
+    """Memory given out in pieces, which fill huge pages together. The rest of a mapping is never touched."""
 
     def __init__(self, chunk: int = _CHUNK) -> None:
         """Map `chunk` bytes at a time, or what a larger piece takes."""
@@ -214,7 +214,7 @@ class PackedLinear:
 
 
 def declared(library: ctypes.CDLL | None) -> ctypes.CDLL:
-    """Return the library with the types of its linear functions told. Raises NativeUnavailable for none."""
+    """Return the library with its linear functions declared. Raises NativeUnavailable for none."""
     if library is None:
         raise NativeUnavailable("the native library was not built")
     linear = ctypes.POINTER(LinearStruct)

@@ -1,4 +1,4 @@
-"""The native queue of steps (gpuworker/native/step_queue.h): a thread that Python's lock cannot hold up."""
+"""The native queue of steps (gpuworker/native/step_queue.h): a thread that the GIL cannot delay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Puts a worker's data plane together from its options: model, self-test, byte ledger, KV cache, step runner."""
+"""Builds a worker's data plane from its options: model, self-test, byte plan, KV cache, step runner."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a checkpoint's configuration says in plain numbers: read with the standard library alone, without its weights.
+"""The numbers of a checkpoint's configuration, read with the standard library alone, without its weights.
 
-Numbers that a multi-modal checkpoint keeps in its `text_config` are found there.
+A multi-modal checkpoint keeps some numbers in its `text_config`; they are read from there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DTYPES: Final = ("float32", "bfloat16", "float16")
 
 
 class CheckpointFacts:
-    """config.json of a checkpoint. Raises InvalidConfig when there is none, or it lacks a number that is asked for."""
+    """config.json of a checkpoint. Raises InvalidConfig when the file or a requested number is missing."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / "config.json"

@@ -1,4 +1,4 @@
-"""What runs a worker's steps, and what there is to say about it: known without torch, whatever the steps are."""
+"""The interface between a worker's process and whatever runs its steps; importable without torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from quire.gpuworker.v1 import gpuworker_pb2 as pb
 
 
 def pool_identity(settings: GpuWorkerSettings, directory: Path, geometry: KvGeometry, arithmetic: str) -> PoolIdentity:
-    """Return what a worker must have in common with its pool; random weights are told apart by their seed."""
+    """Return the identity that a worker must share with its pool; random weights differ by their seed."""
     seed = settings.seed if settings.load_format == "dummy" else None
     fingerprints = model_fingerprint(directory, seed), tokenizer_fingerprint(directory)
     return PoolIdentity(*fingerprints, settings.block_size, geometry, arithmetic=arithmetic)
@@ -31,7 +31,7 @@ def pool_identity(settings: GpuWorkerSettings, directory: Path, geometry: KvGeom
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is told of a model and its device. `software` are names and versions, such as "torch 2.13.0"."""
+    """The description of a model and its device. `software` is names and versions, such as "torch 2.13.0"."""
 
     vocab_size: int
     eos: tuple[int, ...]
@@ -43,7 +43,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class DataPlane:
-    """A step runner, the sizes that it was made with, and what the worker says of itself."""
+    """A step runner, the sizes that it was made with, and the description of the worker."""
 
     settings: GpuWorkerSettings
     identity: PoolIdentity
@@ -58,7 +58,7 @@ class DataPlane:
         return None
 
     def mask_lateness(self) -> MaskLateness:
-        """Return how often and how long draws have waited for masks."""
+        """Return how often and how long sampling has waited for masks."""
         return MaskLateness()
 
     def agent_config(self) -> AgentConfig:
@@ -89,11 +89,11 @@ class DataPlane:
         )
 
     def start_lines(self) -> list[str]:
-        """Return what a worker prints of its memory before it serves."""
+        """Return the lines on its memory that a worker prints before it serves."""
         return self.memory.lines()
 
     def info(self, attach: Attach) -> pb.WorkerInfo:
-        """Return what the worker says of itself."""
+        """Return the description of the worker."""
         facts = self.facts
         return pb.WorkerInfo(
             worker_id=attach.worker_id,
@@ -114,7 +114,7 @@ class DataPlane:
         )
 
     def memory_message(self) -> pb.MemoryPlan:
-        """Return the byte ledger."""
+        """Return the byte plan."""
         memory = self.memory
         return pb.MemoryPlan(
             total=memory.total,

@@ -1,8 +1,8 @@
-"""The byte ledger: where the device's memory goes, and how many blocks of K/V it holds. Made before anything is served.
+"""The byte plan: the use of the device's memory, and how many blocks of K/V it holds; made before serving.
 
-K/V = what was asked for in blocks or bytes, else
-      CUDA: utilization · total - (in use by others + weights + peak of a profile forward + graphs + token table)
-      CPU:  the smaller of 1 GiB and a quarter of what is free
+K/V = the requested blocks or bytes, else
+  CUDA: utilization · total - (in use by others + weights + peak of a profile forward + graphs + token table)
+  CPU:  the smaller of 1 GiB and a quarter of the free memory
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LOGITS_BYTES = 16  # for each token of the vocabulary: float32 logits and weigh
 
 @dataclass(frozen=True, slots=True)
 class MemoryOptions:
-    """What the operator asked for; None is automatic. At most one of `kv_blocks` and `kv_memory` (bytes)."""
+    """The options of the operator; None is automatic. At most one of `kv_blocks` and `kv_memory` (bytes) is set."""
 
     block_size: int = 16
     kv_blocks: int | None = None
@@ -47,7 +47,7 @@ class MemoryOptions:
 def plan_memory(
     model: TransformersModel | LlamaModel, geometry: KvGeometry, model_limit: int, options: MemoryOptions
 ) -> BytePlan:
-    """Return the ledger of a loaded model; nothing is allocated yet.
+    """Return the byte plan of a loaded model; nothing is allocated yet.
 
     Raises InvalidConfig, with the numbers, when no block fits, or not one sequence of `max_model_len`.
     """
@@ -153,7 +153,7 @@ def _estimate(model: TransformersModel | LlamaGpuModel, geometry: KvGeometry, op
     inner = _size(config, "intermediate_size") or 4 * hidden
     inner = max(inner, _size(config, "num_experts_per_tok") * _size(config, "moe_intermediate_size"))
     gathered = 4 * context * geometry.num_kv_heads * (geometry.head_dim_k + geometry.head_dim_v)
-    mask = 5 * min(tokens * context, MAX_MASK)  # as truth values, and as the floats that torch makes of them
+    mask = 5 * min(tokens * context, MAX_MASK)  # as booleans, and as the floats that torch converts them to
     logits = _LOGITS_BYTES * (options.max_num_seqs or 0) * model.vocab_size
     return tokens * (8 * hidden + 3 * inner) * model.dtype.itemsize + gathered + mask + logits
 
@@ -168,7 +168,7 @@ def _measure_activations(model: TransformersModel | LlamaGpuModel, options: Memo
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     tokens = torch.arange(options.max_num_batched_tokens, device=device)
-    positions = tokens % (options.max_model_len or 1)  # a model has angles, or embeddings, of no more
+    positions = tokens % (options.max_model_len or 1)  # a model has rope angles, or position embeddings, of no more
     logits = model.forward(torch.zeros_like(tokens), positions, tokens[: options.max_num_seqs], CallRecorder())
     peak = torch.cuda.max_memory_allocated(device) - before
     sampling = 4 * logits.numel() * logits.itemsize

@@ -1,10 +1,10 @@
-"""Steps of decodes as CUDA graphs, captured at start for padded numbers of rows: two launches instead of hundreds.
+"""Decode steps as CUDA graphs, captured at start for padded numbers of rows: two launches instead of hundreds.
 
-A step of decodes that all sample runs as the graph of the next larger size: from the tokens that the step before put
-into the table, on the device, to logits. A second, small graph draws and puts the tokens back, where all rows are
-greedy or have a temperature and no more; other draws take their shapes from the step, and are launched kernel by
-kernel behind the first graph. Everything else (a prefill, more rows than were captured) goes to the launcher beneath.
-Nothing here waits for the device.
+A step in which all rows decode and sample runs as the graph of the next larger size. The graph reads the tokens that
+the previous step put into the table on the device, and ends with logits. A second, small graph samples and puts the
+tokens back, where all rows are greedy or have only a temperature. Other ways of sampling have shapes that depend on the
+step; their kernels are launched one by one after the first graph. All other steps (a prefill, more rows than were
+captured) go to the launcher beneath. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 Replay = Callable[[], None]
-_WAYS = 5  # graphs of one size: three ways to plan attention, two to draw
+_WAYS = 5  # graphs of one size: three ways to plan attention, two to sample
 _GRAPH_BYTES = 2 << 20  # of one graph: arguments of some hundred kernels
 _DRAW_BYTES = 4 + 4 + 4 + 8 + 8  # of one logit: in float32, scaled, as weight; cumulated, and what it is compared with
 
@@ -74,7 +74,7 @@ class GraphModel(Protocol):
 
 
 class Recorder(Protocol):
-    """Turns work into something that does it again, on the same tensors."""
+    """Turns work into a function that repeats it on the same tensors."""
 
     def record(self, work: Callable[[], None], run: bool) -> Replay:
         """Return what repeats `work`; with `run` it is done now, too, so that libraries take their workspaces."""
@@ -82,11 +82,11 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Captures CUDA graphs that share their memory: one replays at a time, and none needs what another one left."""
+    """Captures CUDA graphs that share memory: one replays at a time, and none reads what another left."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()  # one: each stream keeps memory of its own
+        self._stream = torch.cuda.Stream()  # one stream: each stream keeps memory of its own
 
     def record(self, work: Callable[[], None], run: bool) -> Replay:
         """See `Recorder`."""
@@ -104,7 +104,7 @@ class CudaRecorder:
 
 
 class RepeatingRecorder:
-    """Does the work itself again, kernel by kernel: where there are no CUDA graphs."""
+    """Repeats the work kernel by kernel, on devices without CUDA graphs."""
 
     def record(self, work: Callable[[], None], run: bool) -> Replay:
         """See `Recorder`."""
@@ -115,7 +115,7 @@ class RepeatingRecorder:
 
 @runtime_checkable
 class PaddedAttention(AttentionBackend, Protocol):
-    """A backend that can plan steps of decodes into memory that does not move."""
+    """A backend that can plan decode steps into memory that does not move."""
 
     def reserve_padded(self, rows: int, num_heads: int, dtype: torch.dtype) -> None:
         """Make room for steps of up to `rows` rows, for queries of this type."""
@@ -135,7 +135,7 @@ What it returns says which kernels a layer launches: a graph fits the steps for 
 
 @dataclass(frozen=True, slots=True)
 class GraphParts:
-    """What graphs are made of."""
+    """The parts that graphs are built from."""
 
     model: GraphModel
     attention: LayerSink
@@ -158,7 +158,7 @@ class GraphLauncher:
         self._random: dict[int, Replay] = {}
         began, free = time.perf_counter(), free_bytes(model.device)
         self._rehearse()
-        # The largest first: the memory that it takes is enough for all others.
+        # The largest comes first: its memory is enough for all others.
         for size in reversed(parts.sizes):
             self._capture(size, recorder)
         taken = (free - free_bytes(model.device)) / (1 << 20)
@@ -179,7 +179,7 @@ class GraphLauncher:
         temperature = None if sampling.plain else sampling.temperatures
         uniform = None if temperature is None else _spread(step.point.uniform, temperature)
         planned = self._parts.plan(inputs.fill(size, step.staged, uniform, temperature))
-        # A plan that no rehearsal came to is launched kernel by kernel, on the same padded inputs.
+        # A plan that was not captured is launched kernel by kernel, on the same padded inputs.
         self._forward.get((size, planned), lambda: self._to_logits(size))()
         if sampling.plain or temperature is not None:
             (self._greedy if temperature is None else self._random)[size]()
@@ -230,7 +230,7 @@ class GraphLauncher:
         self._put(size)
 
     def _sample_random(self, size: int) -> None:
-        """Draw as `SamplingBatch` does for a temperature alone; padding and greedy rows take the most likely token."""
+        """Sample as `SamplingBatch` does for a temperature alone; padding and greedy rows take the likeliest token."""
         rows, logits = self._parts.inputs.rows(size), self._logits[:size]
         at_random = rows.temperature > 0
         scaled = logits.float() / torch.where(at_random, rows.temperature, 1.0)[:, None]
@@ -244,7 +244,7 @@ class GraphLauncher:
 
 
 def _spread(uniform: npt.NDArray[np.float64], temperature: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
-    """Return [S] with the numbers [D] of the rows that draw at random in their places."""
+    """Return [S] with the numbers [D] of the rows that sample at random in their places."""
     spread = np.zeros(len(temperature), dtype=np.float64)
     spread[temperature > 0] = uniform
     return spread
@@ -253,7 +253,7 @@ def _spread(uniform: npt.NDArray[np.float64], temperature: npt.NDArray[np.float3
 def graph_launcher(
     model: LlamaGpuModel, cache: KvCache, attention: AttentionBackend, max_num_seqs: int, max_model_len: int
 ) -> LauncherFactory | None:
-    """Return what makes the launcher of a runner over a native GPU model: graphs up to `max_num_seqs` rows.
+    """Return the factory of a launcher over a native GPU model: graphs up to `max_num_seqs` rows.
 
     `attention` is the runner's own: it plans the steps that are no graphs, too. None: it cannot plan for graphs.
     """
@@ -274,7 +274,7 @@ def graph_launcher(
 def graph_bytes(model: LlamaGpuModel, block_size: int, max_num_seqs: int, max_model_len: int) -> int:
     """Return what graphs take on the device beside the steps that are none, in bytes: an estimate from above.
 
-    Inputs (block tables twice, as they land and as they are read); logits, and a draw from them in float32 and float64;
+    Inputs (block tables twice, as they land and as they are read); logits, and their samples in float32 and float64;
     the hidden states of the largest size; and for each graph what the driver keeps of it.
     """
     spec, rows = model.spec, max_num_seqs

@@ -39,7 +39,7 @@ class RunnerStep:
     result: Future[StepResult]
 
     def tell(self, sampled: SampledTokens, seconds: float) -> None:
-        """Give the engine what was drawn, by sequence; the tensors are on the host."""
+        """Give the engine the sampled tokens by sequence; the tensors are on the host."""
         logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]] = {
             self.sequences[row]: (found,) for row, found in token_logprobs(sampled, self.work.sampling).items()
         }
@@ -54,7 +54,7 @@ class RunnerStep:
 
 
 class Failures:
-    """What failed, and which steps fail with it. Written by whoever runs steps, read by the engine's thread."""
+    """The last failure, and the generation that fails with it. The executor writes, the engine's thread reads."""
 
     def __init__(self) -> None:
         self._last: tuple[int, BaseException | None] = (0, None)
@@ -64,7 +64,7 @@ class Failures:
         return self._last[0] == generation
 
     def note(self, generation: int, error: BaseException) -> None:
-        """Let what comes later in this generation fail too."""
+        """Make the later steps of this generation fail too."""
         if self._last[0] < generation:
             self._last = (generation, error)
 
@@ -74,7 +74,7 @@ class Failures:
             raise EngineFailure("a step before this one failed") from self._last[1]
 
     def fail(self, step: RunnerStep, error: BaseException) -> None:
-        """Tell the engine that a step failed; whatever it was becomes an EngineFailure."""
+        """Report a failed step to the engine; any error becomes an EngineFailure."""
         self.note(step.generation, error)
         if (masks := step.work.point.masks) is not None:
             masks.failed()
@@ -85,7 +85,7 @@ class Failures:
 
 
 class StepExecutor(Protocol):
-    """Runs steps in order. Called from the engine's thread; it never waits for a step."""
+    """Runs steps in order. The engine's thread calls it and never waits for a step."""
 
     def write(self, batch_index: int, tokens: npt.NDArray[np.int32], generation: int) -> None:
         """Write the first tokens at a batch index; no unfinished step contains it."""

@@ -1,9 +1,9 @@
-"""What a captured step reads: tensors at fixed addresses, filled for each step by one transfer from pinned memory.
+"""The inputs of captured steps: tensors at fixed addresses, filled by one transfer from pinned memory a step.
 
-A step of R rows runs as one of a size that was captured; the rows beyond R are padding: no context, no slot to write,
-and a place beside the token table for what they draw. Memory is laid out once, on the device and on the host alike:
-what every row has, for as many rows as there may be, then the block tables of the rows of this step, as wide as this
-step needs them. So a transfer is a few kilobytes, whatever the longest context.
+A step of R rows runs as a step of a captured size. The rows beyond R are padding: they have no context and no slot to
+write, and their samples go to a spare place beside the token table. The memory has the same layout on the device and on
+the host: first the fields of every row, for the largest number of rows, then the block tables of this step's rows, as
+wide as this step needs. So a transfer is a few kilobytes, whatever the longest context.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def padded_size(rows: int, sizes: tuple[int, ...]) -> int | None:
 class RowFields:
     """Views of one piece of memory, [rows] each."""
 
-    uniform: torch.Tensor  # float64, the number in [0, 1) that a row's draw inverts
+    uniform: torch.Tensor  # float64, the number in [0, 1) at which a row inverts its distribution
     temperature: torch.Tensor  # float32; 0: the most likely token
     positions: torch.Tensor  # int32, like the rest
-    take: torch.Tensor  # where in the token table its token stands
-    put: torch.Tensor  # where the token that it draws goes
+    take: torch.Tensor  # the place of its token in the token table
+    put: torch.Tensor  # the place for its sampled token
     context_len: torch.Tensor
     slot_mapping: torch.Tensor
 
@@ -54,7 +54,7 @@ class RowFields:
 
 
 class _HostBuffer:
-    """Pinned words, the views to fill them through, and what says that their last transfer is over."""
+    """Pinned words, the views that fill them, and the event after their last transfer."""
 
     def __init__(self, words: int, rows: int, on_cuda: bool) -> None:
         self.words = torch.zeros(words, dtype=torch.int32, pin_memory=on_cuda)
@@ -64,7 +64,7 @@ class _HostBuffer:
 
 
 class GraphInputs:
-    """The inputs of all captured sizes: `max_rows` rows of `max_model_len` positions. Used by the runner's thread.
+    """The inputs of all captured sizes: `max_rows` rows of `max_model_len` positions, for the runner's thread.
 
     `spare_place` is a place of the token table that belongs to no sequence.
     """
@@ -93,7 +93,7 @@ class GraphInputs:
         """Fill the inputs with one step of each kind that attention may plan in its own way, and yield it.
 
         Rows without context; one row of the longest, whose work is cut; the longest all on the same blocks. No row
-        writes into the cache, and what they draw goes to the spare place.
+        writes into the cache, and their samples go to the spare place.
         """
         width = self._block_table.shape[1]
         none = np.zeros(size, dtype=np.int32)
@@ -111,7 +111,7 @@ class GraphInputs:
     ) -> AttentionMetadata:
         """Fill the inputs with a step of decodes that all sample, padded to `size` rows, and return it for attention.
 
-        uniform and temperature [R] are of rows that draw at random. The transfer is queued behind what runs.
+        uniform and temperature [R] are of rows that sample at random. The transfer is queued after the running work.
         """
         rows, first = staged.rows, staged.batch_index.astype(np.int64) * staged.table_width
         fields: dict[str, npt.NDArray[np.generic] | None] = {
@@ -141,7 +141,7 @@ class GraphInputs:
         table = buffer.tables[: size * width].reshape(size, width)
         table[:count], table[count:] = block_table, 0
         self._send(buffer, size, width)
-        # Of what stands on the host attention plans now; the buffer is written again only two steps from here.
+        # Attention plans from the host arrays now; the buffer is written again only two steps later.
         on_device = self.rows(size)
         return AttentionMetadata(
             num_decodes=size,

@@ -1,4 +1,4 @@
-"""How the runner has a step computed: kernel by kernel, or as a captured graph (`gpuworker/runner/cuda_graphs.py`)."""
+"""How a step is launched: kernel by kernel, or as a captured graph (`gpuworker/runner/cuda_graphs.py`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gpuworker.sampling.sampler import SamplingBatch
 
 @dataclass(frozen=True, slots=True)
 class LaidOutStep:
-    """A step as arrays: R rows, of which S sample. `inputs` are on the device already where that costs nothing."""
+    """A step as arrays: R rows, of which S sample. `inputs` are on the device already where that is free."""
 
     staged: StagedStep
     inputs: StepInputs | None
@@ -25,10 +25,10 @@ class LaidOutStep:
 
 
 class StepLauncher(Protocol):
-    """Computes steps in order, each over the K/V and the tokens of those before it. Used by the runner's thread."""
+    """Computes steps in order, each over the K/V and the tokens of those before it, on the runner's thread."""
 
     def launch(self, step: LaidOutStep) -> SampledTokens:
-        """Run the model over all rows, draw, and put what was drawn into the token table.
+        """Run the model over all rows, sample, and put the sampled tokens into the token table.
 
         On CUDA it only launches, and never waits: tensors of the result are valid until the next launch.
         """

@@ -32,7 +32,7 @@ from gpuworker.structured.mask_thread import GrammarMaskThread
 
 @dataclass(frozen=True, slots=True)
 class RunnerLimits:
-    """How much a runner takes on: sequences at once, tokens of one sequence, threads on CPU (0: all cores but one)."""
+    """The capacity of a runner: sequences at once, tokens of one sequence, threads on a CPU (0: all cores but one)."""
 
     max_num_seqs: int
     max_model_len: int
@@ -72,7 +72,7 @@ class ModelRunner:
 
     @property
     def mask_lateness(self) -> MaskLateness:
-        """How often and how long draws have waited for masks; may be read by any thread."""
+        """How often and how long sampling has waited for masks; any thread may read it."""
         return MaskLateness() if self._masks is None else self._masks.lateness
 
     # ------------------------------------------------------------ the port

@@ -1,7 +1,7 @@
-"""Runs steps whose every part is native, from block copies to the draw, on the native queue: `whole_step.h`.
+"""Runs whole steps on the native queue, from block copies to sampling (`gpuworker/native/whole_step.h`).
 
-The engine's thread queues a step as one call while the step before runs, so that between two steps there is no Python,
-and a step neither waits for Python's lock nor holds it. The collector's thread waits for outcomes and tells them.
+The engine's thread queues a step as one native call while the previous step runs. So no Python runs between two steps,
+and a step neither waits for the GIL nor holds it. The collector thread waits for the outcomes and reports them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class WholeStep(ctypes.Structure):
 
 @dataclass(slots=True)
 class _Described:
-    """A step as the library takes it, and what must stay until it is over."""
+    """A step in the form that the library takes, and the memory that must stay until it is over."""
 
     whole: WholeStep
     copies: npt.NDArray[np.int32]  # [C, 2]
@@ -100,7 +100,7 @@ class NativeExecutor:
 
     def close(self) -> None:
         """See `StepExecutor`."""
-        self._collector.close()  # it waits for all that was put
+        self._collector.close()  # it waits for all queued steps
         self._queue.close()
 
     def _describe(self, step: RunnerStep) -> _Described:
@@ -140,7 +140,7 @@ class NativeExecutor:
             self._failures.fail(step, failure)
 
     def _collect(self, number: int, step: RunnerStep, described: _Described) -> None:
-        """Wait for a step and tell what it drew; its memory is let go of with `described`."""
+        """Wait for a step and report its tokens; its memory is freed with `described`."""
         status, times = self._queue.wait(number)
         if self.spent is not None:
             forward = sum(described.run.spent) if described.run is not None else 0.0
@@ -159,7 +159,7 @@ class NativeExecutor:
             if described.run is not None:
                 self._model.add_up(described.run)
             step.tell(SampledTokens(_NONE) if sample is None else step.work.sampling.sampled(sample), took)
-        except BaseException as error:  # whatever it is, who waits for the step must hear of it
+        except BaseException as error:  # the future of the step must end, whatever the error is
             log.error("step %d failed", step.number, exc_info=True)
             self._failures.fail(step, error)
 

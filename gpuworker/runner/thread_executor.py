@@ -1,7 +1,7 @@
-"""Runs steps on a Python thread that does all work on the device; what it does between two forwards is kept short.
+"""Runs steps on a Python thread that does all work on the device; the work between two forwards is kept short.
 
-A second thread puts log-probabilities into words; on CUDA, where the first only launches kernels, it waits for all
-that they draw.
+A second thread formats log-probabilities. On CUDA, where the first thread only launches kernels, the second also waits
+for the sampled tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A step whose kernels are launched; what it drew is, or will be after `event`, on the host."""
+    """A step whose kernels are launched; the sampled tokens are on the host, or will be after `event`."""
 
     step: RunnerStep
     sampled: SampledTokens
@@ -38,7 +38,7 @@ class _Launched:
 
 
 class ThreadExecutor:
-    """Implements `StepExecutor` over a launcher. `threads` is how many compute on a CPU."""
+    """Implements `StepExecutor` over a launcher. `threads` threads compute on a CPU."""
 
     def __init__(
         self, launcher: StepLauncher, cache: KvCache, tokens: TokenTable, failures: Failures, threads: int
@@ -63,11 +63,11 @@ class ThreadExecutor:
     def _write(self, batch_index: int, tokens: npt.NDArray[np.int32], generation: int) -> None:
         try:
             self._tokens.write(batch_index, tokens)
-        except RuntimeError as error:  # of the device: the steps behind it start from tokens that are not there
+        except RuntimeError as error:  # of the device: later steps start from tokens that do not exist
             self._failures.note(generation, error)
 
     def _run(self, step: RunnerStep) -> None:
-        """Run a step, and say what it drew at once or have the collector say it."""
+        """Run a step; report its tokens now, or have the collector report them."""
         try:
             launched = self._launch(step)
             if launched.event is None and launched.sampled.logprobs is None:
@@ -76,7 +76,7 @@ class ThreadExecutor:
                 self._collector.put(lambda: self._collect(launched))
         except EngineFailure as failure:
             self._failures.fail(step, failure)
-        except BaseException as error:  # whatever it is, who waits for the step must hear of it
+        except BaseException as error:  # the future of the step must end, whatever the error is
             log.error("step %d failed", step.number, exc_info=True)
             self._failures.fail(step, error)
 
@@ -91,7 +91,7 @@ class ThreadExecutor:
         return _to_host(step, self._launcher.launch(step.work), begun)
 
     def _collect(self, launched: _Launched) -> None:
-        """Wait for what a step drew and say it; on the collector's thread."""
+        """Wait for the tokens of a step and report them; on the collector's thread."""
         step = launched.step
         try:
             if launched.event is not None:
@@ -115,7 +115,7 @@ def thread_executor(launcher: LauncherFactory | None = None) -> Callable[[Execut
 
 @contextmanager
 def _computing(threads: int, device: torch.device) -> Iterator[None]:
-    """Be a thread that computes. Matrix products obey the number of threads that their own thread has set."""
+    """Prepare a thread that computes: the number of threads of matrix products is a setting of the calling thread."""
     torch.set_num_threads(threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -124,7 +124,7 @@ def _computing(threads: int, device: torch.device) -> Iterator[None]:
 
 
 def _to_host(step: RunnerStep, sampled: SampledTokens, begun: float) -> _Launched:
-    """Start moving what was drawn to the host, behind the kernels that draw it."""
+    """Start moving the sampled tokens to the host, after the kernels that sample them."""
     if sampled.tokens.device.type == "cpu":
         return _Launched(step, sampled, begun)
     found = sampled.logprobs

@@ -22,19 +22,20 @@ class MaskListener(Protocol):
     """Learns the outcome of each step that has masks, before the engine does."""
 
     def sampled(self, masks: GrammarBitmask, tokens: Sequence[int]) -> None:
-        """Take in what the C constrained rows of a step have drawn."""
+        """Take in the sampled tokens of the C constrained rows of a step."""
         ...
 
     def failed(self, masks: GrammarBitmask) -> None:
-        """Take note that a step drew nothing."""
+        """Take note that a step sampled nothing."""
         ...
 
 
 class GrammarBitmask:
-    """The masks of C of the S rows of a step that sample; `rows` [C] says which, `positions` [C] of which tokens.
+    """The masks of the C constrained rows among the S rows of a step that sample.
 
-    Memory is that of the native library's quire_masks. `bits` [C, ceil(vocab / 32)]: bit i of word w allows token
-    32 w + i. Nobody reads `bits` or `ended` before the masks are open.
+    `rows` [C] are their indices, `positions` [C] those of their tokens. The memory has the layout of the native
+    library's quire_masks. `bits` [C, ceil(vocab / 32)]: bit i of word w allows token 32 w + i. Nobody reads `bits` or
+    `ended` before the masks are open.
     """
 
     def __init__(
@@ -53,17 +54,17 @@ class GrammarBitmask:
         self.of[rows] = np.arange(len(rows), dtype=np.int32)
         self.ready, self.waited = np.zeros(1, dtype=np.uint32), np.zeros(1)
         self.ended: dict[SequenceId, FinishCause] = {}
-        """Those whose output had come to its end before this step; what they draw in it is nothing."""
+        """Sequences that were complete before this step; their samples are discarded."""
         self._open = threading.Event()
 
     # ------------------------------------------------------------ the mask thread
 
     def open(self) -> None:
-        """Let the draw go on."""
+        """Release the sampler."""
         _open(self.ready)
         self._open.set()
 
-    # ------------------------------------------------------------ who draws
+    # ------------------------------------------------------------ the sampler
 
     def wait(self) -> None:
         """Wait for the masks, where the native library does not do it."""
@@ -72,19 +73,19 @@ class GrammarBitmask:
             self._open.wait()
             self.waited[0] = time.perf_counter() - began
 
-    # ------------------------------------------------------------ who tells what a step drew
+    # ------------------------------------------------------------ the executor
 
     def sampled(self, tokens: Sequence[int]) -> None:
-        """Hand on what the S rows have drawn, before the engine hears of it."""
+        """Report the tokens of the S rows to the listener, before the engine learns of them."""
         self._listener.sampled(self, [tokens[row] for row in self.rows])
 
     def failed(self) -> None:
-        """Say that the step drew nothing, before the engine hears of it."""
+        """Report to the listener that the step sampled nothing, before the engine learns of it."""
         self._listener.failed(self)
 
 
 def _open(ready: npt.NDArray[np.uint32]) -> None:
-    """Release a native draw that waits for `ready` [1], or will wait for it."""
+    """Release a native sampler that waits for `ready` [1], or will wait for it."""
     library = best()
     if library is None:
         ready[0] = 1

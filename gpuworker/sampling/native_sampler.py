@@ -48,7 +48,7 @@ class SampleCall(ctypes.Structure):
 
 
 class NativeRows:
-    """The parameters of S rows as the library takes them."""
+    """The parameters of S rows in the form that the library takes."""
 
     def __init__(self, rows: Sequence[SampledRow], vocab_size: int, library: ctypes.CDLL) -> None:
         self.count, self.vocab_size, self.library = len(rows), vocab_size, library
@@ -79,7 +79,10 @@ def _describe(row: SampledRow, into: np.void) -> None:
 
 
 class NativeSample:
-    """One draw of the rows: what it reads and where it puts what it draws. All memory stays while this object does."""
+    """The sampling of one step's rows: inputs and outputs of one native call.
+
+    All memory that the call reads or writes lives as long as this object.
+    """
 
     def __init__(
         self,
@@ -119,11 +122,11 @@ class NativeSample:
             self.call.masks = ctypes.pointer(_describe_masks(masks))
 
     def point_at(self, logits: torch.Tensor) -> None:
-        """Draw from these logits, when the call is made."""
+        """Set the logits that the call samples from."""
         self.call.logits, self.call.logits_stride = logits.data_ptr(), logits.stride(0)
 
     def run(self, logits: torch.Tensor) -> None:
-        """Draw, and write the tokens into the table; logits [S, vocab] float32 are overwritten."""
+        """Sample, and write the tokens into the table; logits [S, vocab] float32 are overwritten."""
         self.point_at(logits)
         self._run(ctypes.byref(self.call))
 

@@ -20,7 +20,7 @@ _GREEDY_BELOW = 1e-5  # a temperature this low is greedy: dividing by less overf
 
 @dataclass(frozen=True, slots=True)
 class SampledRow:
-    """What drawing for one sequence needs to know besides logits: its parameters, and the ids that may end it."""
+    """The sampling parameters of one sequence, and the token ids that may end it."""
 
     params: SamplingParams
     prompt_tokens: int
@@ -39,7 +39,7 @@ class SampledRow:
 
     @property
     def truncated(self) -> bool:
-        """True when the draw is from a part of the vocabulary."""
+        """True when only a part of the vocabulary may be sampled."""
         return not self.greedy and (self.params.top_k > 0 or self.params.top_p < 1.0 or self.params.min_p > 0.0)
 
     @property
@@ -50,7 +50,7 @@ class SampledRow:
 
     @property
     def early_ends(self) -> tuple[int, ...]:
-        """Those of the end tokens that the draw forbids at first; none under a constraint, which may want one."""
+        """The end tokens that are forbidden before min_tokens; none under a constraint, which may demand one."""
         return self.end_tokens if self.params.min_tokens and self.params.constraint is None else ()
 
 
@@ -74,9 +74,9 @@ class SampledTokens:
 
 @dataclass(frozen=True, slots=True)
 class SamplePoint:
-    """Where the rows of a batch are in one step, on the host: D of S rows draw at random, E end tokens are too early.
+    """The rows of a batch at one step, on the host: D of S rows sample at random, E end tokens are too early.
 
-    `masks` are of the rows with a constraint; they may still be being filled.
+    `masks` belong to the rows with a constraint; the mask thread may still be filling them.
 
     `positions` [S] are those of the tokens to sample. The tokens before them are in the token table, at
     [batch_index[s], :positions[s]].

@@ -1,10 +1,10 @@
-"""Draws the next token of each row from its logits.
+"""Samples the next token of each row from its logits.
 
-Order: repetition penalty (prompt and output), frequency and presence penalty (output), bias, what a constraint does not
-allow, forbidden end tokens; then log-probabilities are taken; then temperature, top_k, top_p, min_p, and the draw. So
-log-probabilities are those of what may be drawn, and tell of nothing else. A draw inverts the cumulative
-distribution, in order of token id and in float64, at one number in [0, 1) that is a hash of (seed, position): whoever
-shares the batch, whichever worker runs the sequence, the same logits give the same token.
+Order: repetition penalty (prompt and output), frequency and presence penalty (output), bias, the tokens that a
+constraint forbids, forbidden end tokens; then log-probabilities are taken; then temperature, top_k, top_p, min_p, and
+the sample. So log-probabilities cover exactly the tokens that may be sampled. A sample inverts the cumulative
+distribution, in order of token id and in float64, at one number in [0, 1) that is a hash of (seed, position). The same
+logits therefore give the same token, whatever else is in the batch and whichever worker runs the sequence.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Penalties:
 class SamplingBatch:
     """The parameters of rows that are sampled together; reused for as long as the same rows are.
 
-    It is made on the host. The first draw, or `prepare` before it, lays its tensors out on the device.
+    The batch is made on the host. The first sample, or `prepare` before it, copies its tensors to the device.
     """
 
     def __init__(self, rows: Sequence[SampledRow], vocab_size: int, device: torch.device) -> None:
@@ -72,8 +72,8 @@ class SamplingBatch:
         self.plain = not (len(self._asking) or len(self._random) or any(adjusted))
         self._prepared = False
         self.native: NativeRows | None = None
-        """The rows for the native library, once prepared, where that draws."""
-        # [S], 0 for greedy rows; None where some row asks for more than a draw at a temperature.
+        """The rows for the native library, once prepared, where that samples."""
+        # [S], 0 for greedy rows; None where some row needs more than a temperature.
         self.temperatures: npt.NDArray[np.float32] | None = None
         if not (len(self._asking) or len(self._truncated) or any(adjusted)):
             wanted = [0.0 if row.greedy else row.params.temperature for row in rows]
@@ -125,7 +125,7 @@ class SamplingBatch:
         return SampledTokens(tokens, self._logprobs(logits, tokens) if len(self._asking) else None)
 
     def sampled(self, native: NativeSample) -> SampledTokens:
-        """Return what the native library has drawn."""
+        """Return the result of the native library."""
         at = self._asking
         arrays = native.logprobs[at], native.top_ids[at], native.top[at]
         found = RowLogprobs(at, *map(torch.from_numpy, arrays)) if len(at) else None
@@ -146,7 +146,7 @@ class SamplingBatch:
             logits[self._tensor(point.early_rows), self._tensor(point.early_ids)] = float("-inf")
 
     def _forbid(self, logits: torch.Tensor, masks: GrammarBitmask) -> None:
-        """Wait for the masks, and leave nothing to what they do not allow: one transfer of a bit for each logit."""
+        """Wait for the masks, and forbid all tokens outside them: one transfer of a bit for each logit."""
         masks.wait()
         allowed = self._tensor(masks.bits.view(np.int32))  # [C, words]
         shifts = torch.arange(32, dtype=torch.int32, device=self._device)
@@ -155,7 +155,7 @@ class SamplingBatch:
         logits[at] = logits[at].masked_fill_(bits == 0, float("-inf"))
 
     def _sample_random(self, logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-        """Return one token for each of n drawing rows; logits [n, vocab], uniform [n] float64."""
+        """Return one token for each of n random rows; logits [n, vocab], uniform [n] float64."""
         scaled = logits / self._temperature
         if self._bounds is None:
             return invert(scaled, None, uniform)
@@ -252,7 +252,7 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def token_logprobs(sampled: SampledTokens, batch: SamplingBatch) -> dict[int, TokenLogprobs]:
-    """Return what each row that asked for log-probabilities gets, by its index in the batch."""
+    """Return the log-probabilities of each row that asked for them, by its index in the batch."""
     found = sampled.logprobs
     if found is None:
         return {}

@@ -1,7 +1,7 @@
-"""Draws from a distribution, or from the likely part of it: top_k, top_p, min_p.
+"""Samples from a distribution, or from its likely part: top_k, top_p, min_p.
 
-What a row gets depends on that row alone, to the last bit: every sum runs along one row, in order of token id or of
-falling probability, and entries that are left out count as zeros, which change no partial sum.
+The result of a row depends on that row alone, to the last bit: every sum runs along one row, in order of token id or of
+falling probability, and omitted entries count as zeros, which change no partial sum.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SORTED_FIRST, _WIDEN = 256, 8  # how many of the best tokens are sorted first, 
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """What n rows keep; float64 columns [n, 1], infinite where there is no such bound.
+    """The bounds of n rows; float64 columns [n, 1], infinite where there is no such bound.
 
     `widest` is the largest top_k; `of_whole`: some row's top_p is a share of the whole vocabulary; `unbounded`: some
     row has no top_k.
@@ -58,7 +58,7 @@ class Truncation:
 def sample_truncated(
     scaled: torch.Tensor, bounds: Truncation, uniform: torch.Tensor, sort_first: int = _SORTED_FIRST
 ) -> torch.Tensor:
-    """Return one token a row, drawn from a part of the vocabulary; scaled [n, vocab] is logits over temperature.
+    """Return one token a row, sampled from a part of the vocabulary; scaled [n, vocab] is logits over temperature.
 
     In order of falling probability, ties by rising id: the first top_k; of those the fewest whose share reaches top_p;
     of those the ones that are at least min_p times as likely as the first. Only the best `sort_first` are sorted at
@@ -93,7 +93,7 @@ def invert(scaled: torch.Tensor, kept: torch.Tensor | None, uniform: torch.Tenso
 
 
 def _draw_kept(best: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Draw from the first counts [n] of the best [n, K], ties by rising id."""
+    """Sample from the first counts [n] of the best [n, K], ties by rising id."""
     last = best.gather(1, counts[:, None] - 1)
     ids, order = ids.sort(dim=1)
     values = best.gather(1, order)

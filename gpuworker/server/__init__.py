@@ -1,1 +1,1 @@
-"""The worker's gRPC face: streams of routers, their outputs, spans and metrics."""
+"""The worker's gRPC service: streams of routers, their outputs, spans and metrics."""

@@ -1,4 +1,4 @@
-"""The address at which routers reach this worker, where nobody said it: in a container it is known only at run time."""
+"""The address at which routers reach this worker when no option gives it: a container learns it at run time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 
 log = logging.getLogger(__name__)
 
-# Hosts that mean "listen on every address", and so name none that others could use.
+# Hosts that mean "listen on every address", so no client can use them.
 _EVERY_ADDRESS: Final = frozenset({"0.0.0.0", "::", "[::]"})
 _RETRY_SECONDS: Final = 1.0
 

@@ -1,4 +1,4 @@
-"""From the router's messages to what the engine takes, and the worker's own state back into messages."""
+"""Translates the router's messages into the engine's types, and the worker's own state into messages."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def constraint_of(message: pb.Submit) -> Constraint | None:
 
 @dataclass(frozen=True, slots=True)
 class SubmitLimits:
-    """What a worker's model and cache take: tokens of a sequence, token ids below `vocab_size`, slots in a block."""
+    """Limits of a submit: tokens of a sequence, token ids below `vocab_size`, slots in a block."""
 
     max_model_len: int
     vocab_size: int
@@ -68,7 +68,7 @@ def engine_request(
         what = f"{len(tokens)} tokens, {before} of them output; expected 1 to {max_model_len - 1}, and a prompt"
         raise InvalidRequest(FieldViolation("prompt_token_ids", what))
     if message.sampling.max_tokens <= before:
-        what = f"{message.sampling.max_tokens}, of which {before} were drawn before; expected more than that"
+        what = f"{message.sampling.max_tokens}, of which {before} were sampled before; expected more than that"
         raise InvalidRequest(FieldViolation("sampling.max_tokens", what))
     if not message.no_cache and len(message.parent_digest) != LINK_BYTES:
         what = f"{len(message.parent_digest)} bytes; expected {LINK_BYTES}"

@@ -1,4 +1,4 @@
-"""Where the submits of one router wait while their constraints are compiled, off the I/O loop."""
+"""Holds the submits of one router while their constraints are compiled, off the I/O loop."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Compiled = Callable[[pb.Submit, float, "Grammar | QuireError"], None]
 
 
 class GrammarCompileQueue:
-    """Lives on the I/O loop. `compiled` is called with each submit, when it came, and its grammar or the refusal.
+    """Lives on the I/O loop. Calls `compiled` with each submit, its arrival time, and its grammar or the refusal.
 
-    Submits with one constraint come out in the order in which they went in: a fork behind the sequence it forks.
+    Submits with the same constraint leave in the order of arrival, so a fork follows the sequence that it forks.
     """
 
     def __init__(self, compiler: GrammarCompiler, compiled: Compiled) -> None:

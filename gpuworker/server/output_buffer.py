@@ -1,6 +1,6 @@
-"""Outputs on their way to one router: gathered while the stream's writer is busy, packed when it is free.
+"""Outputs on their way to one router: collected while the stream's writer is busy, packed when it is free.
 
-A slow router therefore gets fewer, larger messages; memory grows with its backlog of tokens, not of steps.
+A slow router therefore gets fewer, larger messages. Memory grows with its backlog of tokens, not of steps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quire.types.v1 import types_pb2 as types
 
 
 class OutputBuffer:
-    """Accumulates what happened to the sequences of one stream, named by its handles."""
+    """Collects the events of the sequences of one stream, by handle."""
 
     def __init__(self) -> None:
         self._seq = 0

@@ -1,6 +1,6 @@
-"""One router's stream, seen from the worker: its handles, its sequences, their deadlines and spans, and its outputs.
+"""The stream of one router: its handles, its sequences with their deadlines and spans, and its outputs.
 
-Lives on the I/O loop. The stream's single writer waits on `ready` and packs whatever has gathered into one message.
+It lives on the I/O loop. The stream's single writer waits on `ready` and packs all collected outputs into one message.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from quire.gpuworker.v1 import gpuworker_pb2 as pb
 
 @dataclass(slots=True)
 class _Live:
-    """A sequence that this stream's router waits for; its grammar stays compiled as long."""
+    """A sequence that the router of this stream waits for; its grammar stays compiled meanwhile."""
 
     handle: int
     submitted: float
@@ -43,7 +43,7 @@ class _Live:
 
 
 class RouterStream:
-    """Everything between one open stream and the engine. `own` hears of each sequence that is handed to the engine.
+    """Connects one open stream with the engine. Calls `own` with each sequence that it hands to the engine.
 
     Without `grammars`, sequences with constraints are refused.
     """
@@ -186,7 +186,7 @@ class RouterStream:
         for admit in outputs.admitted:
             self._deliver_admit(admit)
         self._trace_chunks(outputs)
-        logprobs = dict(outputs.logprobs)  # with the first tokens of a sequence: it has several when two steps ended
+        logprobs = dict(outputs.logprobs)  # with the first tokens of a sequence; there are several when two steps ended
         for sequence, tokens in outputs.tokens:
             if (live := self._live.get(sequence)) is not None:
                 self._outputs.tokens(outputs.step, live.handle, tokens, logprobs.pop(sequence, ()))
@@ -232,7 +232,7 @@ def _taken(message: pb.Submit) -> AlreadyExists:
 
 
 def _over_all_runs(end: SequenceFinished, output_before: int) -> SequenceFinished:
-    """Count what an earlier run of the sequence drew as output, although this run got it as part of its prompt."""
+    """Count the output of an earlier run of the sequence as output, although this run got it in its prompt."""
     if not output_before:
         return end
     usage = end.usage

@@ -1,4 +1,4 @@
-"""The worker's gRPC service: one stream for each router, its heartbeat, and what the worker says of itself."""
+"""The worker's gRPC service: one stream for each router, its heartbeat, and the worker's description of itself."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from gpuworker.structured.grammars import GrammarCompiler
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.gpuworker.v1 import gpuworker_pb2_grpc as rpc
 
-# Each router learns of the others' requests by this alone. Of 40 requests of half a second that three routers give two
-# workers, the workers were 20 apart on average at 0.5 s, and 4 at 0.1 s (simulated: tests/router/core).
+# Only this tells a router of the other routers' requests. In a simulation of 40 requests of half a second from three
+# routers, two workers were 20 requests apart on average at 0.5 s, and 4 at 0.1 s (tests/router/core).
 HEARTBEAT_SECONDS = 0.1
 
 
@@ -103,7 +103,7 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
     async def GetWorker(
         self, request: pb.GetWorkerRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.GetWorkerResponse:
-        """Identity, load and the byte ledger."""
+        """Identity, load and the byte plan."""
         serving = self._loaded()
         return pb.GetWorkerResponse(info=serving.info(), load=self._load(serving), memory=serving.memory)
 

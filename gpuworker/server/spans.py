@@ -1,6 +1,7 @@
 """The spans of one traced sequence at the worker: reserve, prefill chunks, decode; made on the I/O loop.
 
-The engine's thread never touches a tracer: it hands over wall-clock times, and spans are started and ended with those.
+The engine's thread never uses a tracer: it hands over wall-clock times, and this module starts and ends spans with
+those.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Puts together a data plane without a model, from the configuration of a checkpoint alone; no torch, no weights.
+"""Builds a data plane without a model, from the configuration of a checkpoint alone; no torch, no weights.
 
-Such a worker speaks for the same checkpoint as a real one, so that router and KV manager need not know of it, but under
-an arithmetic of its own: the two are never in one pool, and share no entry of the prefix index.
+Such a worker serves the same checkpoint as a real one, so that router and KV manager need not know of the simulation.
+Its arithmetic has another name, so the two never share a pool or an entry of the prefix index.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def assemble(settings: GpuWorkerSettings) -> SimulatedPlane:
 
 
 def simulated_tokens(directory: Path) -> SimulatedTokens:
-    """Return what simulated workers of a checkpoint draw; whoever wants to check it makes the same."""
+    """Return the tokens of the simulated workers of a checkpoint; a checker computes the same."""
     return SimulatedTokens(readable_ids(directory, CheckpointFacts(directory).vocab_size, eos_token_ids(directory)))
 
 
 def _byte_plan(settings: GpuWorkerSettings, geometry: KvGeometry, context: int, max_num_seqs: int) -> BytePlan:
-    """Return a ledger of as many blocks as the options ask for, or as fit in 1 GiB; they take nothing."""
+    """Return a plan of as many blocks as the options ask for, or as fit in 1 GiB; they take no memory."""
     size = settings.block_size
     num_blocks = settings.kv_blocks or (settings.kv_memory or _KV_BYTES) // bytes_per_block(geometry, size)
     longest = min(settings.max_model_len or context, context)

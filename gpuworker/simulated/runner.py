@@ -1,4 +1,4 @@
-"""A step runner without a model: a step takes the time of a cost model, and draws tokens that are known beforehand."""
+"""A step runner without a model: a step takes the time of a cost model, and its tokens are known beforehand."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from gpuworker.simulated.tokens import SimulatedTokens
 
 
 class SimulatedRunner:
-    """Implements `StepRunner`. A step begins when the one before it is over, as on a device; a thread sleeps its time.
+    """Implements `StepRunner`. As on a device, a step begins when the previous one is over; a thread sleeps its time.
 
-    What waking up late costs is not added up: the next step is due when it would have been. `held`: seconds of a step
-    that hold the GIL, as Python code beside kernels would. Log-probabilities that are asked for are 0: one token is
-    sure.
+    Late wake-ups do not add up: the next step is due at its nominal time. `held` is the seconds of a step that hold the
+    GIL, as Python code beside kernels would. Requested log-probabilities are 0: one token is certain.
     """
 
     def __init__(self, costs: StepCosts, tokens: SimulatedTokens, held: float = 0.0) -> None:
         self._costs, self._tokens, self._held = costs, tokens, held
         self._phases: dict[SequenceId, int] = {}
-        self._telling: set[SequenceId] = set()  # those that want log-probabilities
+        self._telling: set[SequenceId] = set()  # sequences that asked for log-probabilities
         self._due = 0.0
         self._thread = SerialThread("simulated-step")
 

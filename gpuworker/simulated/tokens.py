@@ -2,9 +2,9 @@
 
     token(seed, position) = ids[(mix(seed) + position) mod len(ids)]
 
-`ids` are tokens of the vocabulary that are written in plain ASCII letters or digits, so that they can be read, none of
-them special or an end of sequence. Who knows the checkpoint and the seed of a sequence knows each of its tokens: one
-that is lost, repeated or out of order makes the next differ, and so does one of another sequence.
+`ids` are tokens of the vocabulary in plain ASCII letters or digits, none of them special or an end of sequence. The
+checkpoint and the seed of a sequence determine each of its tokens. A lost, repeated or misplaced token makes the next
+one differ, and so does a token of another sequence.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MOST_IDS: Final = 1021
 
 
 class SimulatedTokens:
-    """The cycle of tokens that simulated sequences draw; `sampled` has each of them as the draw of one sequence."""
+    """The cycle of tokens of simulated sequences; `sampled` has each token as the result of one step."""
 
     def __init__(self, ids: Sequence[int]) -> None:
         self.sampled = tuple((token,) for token in ids)

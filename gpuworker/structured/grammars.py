@@ -1,5 +1,4 @@
-"""Compiles constraints to what masks are computed from, and keeps the compiled ones: clients send one schema again
-and again.
+"""Compiles constraints into grammars that masks are computed from, and caches them: clients repeat their schemas.
 
 `llguidance` is imported when the first constraint comes: an engine without constraints runs where it is not installed.
 """
@@ -20,7 +19,7 @@ from common.types import Constraint
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-_KEPT = 64  # compiled grammars, used lately; those of live sequences stay anyway
+_KEPT = 64  # recently used grammars; those of live sequences stay anyway
 _MOST_WORDS = 500
 # llguidance recurses along chains of rules. What a router has let pass took less than the usual 8 MiB of its examiner.
 _STACK_BYTES = 64 << 20
@@ -28,11 +27,11 @@ _STACK_BYTES = 64 << 20
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Grammar:
-    """A compiled constraint. `eos_ids` are the tokens by which llguidance means the end of the text.
+    """A compiled constraint. `eos_ids` are the tokens that mean the end of the text to llguidance.
 
-    `ends_by_token` is False where the checkpoint has no such token: then the ids are stand-ins, never to be drawn.
-    All matchers share one lexer, whose states only grow in number. A grammar is `worn` once that has met a limit: it
-    would fail every sequence that came later.
+    `ends_by_token` is False where the checkpoint has no such token: the ids are then stand-ins and are never sampled.
+    All matchers share one lexer, whose states only grow in number. A grammar is `worn` once its lexer has met a limit:
+    it would then fail every later sequence.
     """
 
     prototype: LLMatcher

@@ -54,7 +54,7 @@ class GrammarMaskThread:
     def __init__(self, grammars: GrammarCompiler) -> None:
         self._grammars = grammars
         self._thread = SerialThread("quire-masks")
-        # Of the mask thread: every sequence between `add` and `remove`, or why it is not followed any more.
+        # Only for the mask thread: every sequence between `add` and `remove`, or why it is no longer followed.
         self._states: dict[SequenceId, Constrained | FinishCause] = {}
         self._waiting: list[GrammarBitmask] = []  # in order of steps; two at most
         self._executor: LLExecutor | None = None
@@ -63,7 +63,7 @@ class GrammarMaskThread:
     # ------------------------------------------------------------ the engine's thread
 
     def add(self, sequence: SequenceId, row: SampledRow, output: Sequence[int]) -> None:
-        """Follow a sequence that has drawn `output` so far."""
+        """Follow a sequence whose output so far is `output`."""
         self._thread.put(lambda: self._add(sequence, row, output))
 
     def remove(self, sequence: SequenceId) -> None:
@@ -75,7 +75,7 @@ class GrammarMaskThread:
     ) -> GrammarBitmask:
         """Return the masks of a step that will be submitted: for C rows of the S sequences that sample in it.
 
-        `rows` [C] are those with a constraint, `positions` [S] of the tokens that are to be drawn.
+        `rows` [C] are those with a constraint, `positions` [S] those of the tokens to sample.
         """
         constrained, vocab_size = [sequences[row] for row in rows], self._grammars.vocab_size
         masks = GrammarBitmask(self, constrained, rows, positions[rows], len(sequences), vocab_size)
@@ -86,10 +86,10 @@ class GrammarMaskThread:
         """End the thread; no step is unfinished."""
         self._thread.close()
 
-    # ------------------------------------------------------------ who runs steps
+    # ------------------------------------------------------------ the executor
 
     def sampled(self, masks: GrammarBitmask, tokens: Sequence[int]) -> None:
-        """Take in what the C rows of a step have drawn."""
+        """Take in the sampled tokens of the C rows of a step."""
         self._thread.put(lambda: self._take_in(masks, tokens))
 
     def failed(self, masks: GrammarBitmask) -> None:
@@ -146,7 +146,7 @@ class GrammarMaskThread:
         if len(going_on) == 1:
             ((alone, row),) = going_on
             alone.matcher.unsafe_compute_mask_ptr(address + 4 * words * row, 4 * words)
-        elif going_on:  # in one call: it gives up Python's lock, and another thread may keep that for long
+        elif going_on:  # one call for all: each call releases the GIL, and another thread may keep it for long
             wanted = [(each.matcher, row) for each, row in going_on]
             self._threads().unsafe_compute_mask_ptr(wanted, address, 4 * words, rows)
         for each, row in going_on:
@@ -173,9 +173,9 @@ class GrammarMaskThread:
         """Let whatever is raised end these sequences, and neither the thread nor others."""
         try:
             yield
-        except QuireError as refused:  # of a constraint that nobody has checked before
+        except QuireError as refused:  # the constraint was not checked before
             self._states.update(dict.fromkeys(sequences, FinishCause(FinishReason.ERROR, message=str(refused))))
-        except BaseException as error:  # a panic of the library's is no Exception; draws wait for this thread
+        except BaseException as error:  # a panic of the library is no Exception, and sampling waits for this thread
             log.error("a constraint could not be followed", exc_info=True)
             ending = FinishCause(FinishReason.ERROR, message=f"the constraint could not be followed: {error!r}")
             self._states.update(dict.fromkeys(sequences, ending))

@@ -1,4 +1,4 @@
-"""One sequence under a constraint: how far its output has come in the grammar, and what may follow."""
+"""One sequence under a constraint: the position of its output in the grammar, and the tokens that may follow."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _Bits = npt.NDArray[np.uint32]
 
 
 class Constrained:
-    """Follows one sequence; used by the mask thread only.
+    """Follows one sequence; only the mask thread uses it.
 
-    `position` is that of the next token, `ending` why there is to be none: the output is complete, or cannot be
-    followed any further. The grammar decides on the end. Nothing comes after a complete output, ignore_eos or not; and
-    before min_tokens, a token that would end the sequence is allowed only where the grammar demands it.
+    `position` is that of the next token. `ending` says why no token follows: the output is complete, or the grammar
+    cannot follow it any further. The grammar decides on the end. A complete output ends the sequence, ignore_eos or
+    not. Before min_tokens, a token that would end the sequence is allowed only where the grammar demands it.
     """
 
     def __init__(self, grammar: Grammar, row: SampledRow, output: Sequence[int]) -> None:
@@ -47,7 +47,7 @@ class Constrained:
         self.position += 1
 
     def settle(self, bits: _Bits) -> None:
-        """Turn what llguidance allows, [words], into what may be drawn; where that is nothing, say so in `ending`."""
+        """Turn the tokens that llguidance allows, [words], into those to sample; set `ending` if none remain."""
         if self.matcher.is_error():
             self.ending = self._failed()
             return

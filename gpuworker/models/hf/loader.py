@@ -30,10 +30,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where a model comes from, a directory or a hub name, and what was asked for it.
+    """The origin of a model, a directory or a hub name, and the options of its load.
 
-    `load_format` "auto" reads the weights, "dummy" draws them from `seed`. The rest are names of options, as in
-    `gpuworker.models.hf.precision`.
+    `load_format` "auto" reads the weights, "dummy" makes random ones from `seed`. The other fields are names of
+    options, as in `gpuworker.models.hf.precision`.
     """
 
     model: str
@@ -105,7 +105,7 @@ def read_config(directory: Path) -> PretrainedConfig:
 def refuse_unsupported(config: PretrainedConfig) -> None:
     """Raise Unsupported for what a short self-test would not show.
 
-    That is layers and rotary scalings that depend on more than a token's position and the keys before it.
+    These are layers and rope scalings that depend on more than a token's position and the keys before it.
     """
     text = config.get_text_config()
     unknown = set(getattr(text, "layer_types", None) or ()) - _LAYER_KINDS
@@ -136,7 +136,7 @@ def context_limit(config: PretrainedConfig) -> int:
 
 
 def _rope_parameters(config: PretrainedConfig) -> list[dict[str, Any]]:
-    """Return the parameters of each kind of rotary embedding; none without any."""
+    """Return the parameters of each kind of rope; none without any."""
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     return [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
 
@@ -175,7 +175,7 @@ def make_module(config: PretrainedConfig, weights: Mapping[str, Any], dtype: tor
 
 @dataclass(frozen=True, slots=True)
 class _Unread:
-    """A weight that is read when transformers gets to it: all that it does is to index it once."""
+    """A weight that is read when transformers indexes it, which happens once."""
 
     checkpoint: Checkpoint
     name: str

@@ -1,7 +1,7 @@
-"""Runs any Hugging Face decoder on a paged KV cache by taking the place of its attention function.
+"""Runs any Hugging Face decoder on a paged KV cache by replacing its attention function.
 
-The model sees one packed row of tokens, [1, T], of all rows of a step, and no mask and no cache. Each of its attention
-layers calls `_paged_attention` with queries, keys and values after rotary embedding; the step's backend takes over.
+The model sees all rows of a step as one packed row of tokens, [1, T], without a mask and a cache. Each of its attention
+layers calls `_paged_attention` with queries, keys and values after rope; the step's backend then attends.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _sink: ContextVar[LayerSink | None] = ContextVar("quire_layer_sink", default=Non
 
 
 class TransformersModel:
-    """A Hugging Face causal language model whose attention is ours. Used by one thread at a time.
+    """A Hugging Face causal language model with Quire's attention. Used by one thread at a time.
 
-    `kv_dtype` is the type of K and V in the caches that it runs on, a key of `gpuworker.memory.devices.CACHE_DTYPES`.
+    `kv_dtype` is the type of K and V in its caches, a key of `gpuworker.memory.devices.CACHE_DTYPES`.
     """
 
     def __init__(self, module: PreTrainedModel, kv_dtype: str | None = None) -> None:

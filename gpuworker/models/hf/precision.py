@@ -1,4 +1,4 @@
-"""In what precision a model runs: its activations, its K/V cache and its linears, once the options are resolved."""
+"""The precision of a model once the options are resolved: its activations, its K/V cache and its linears."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ QUANTIZATIONS = ("none", "int8", "int4", "w8a8", "auto")
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """What a model is loaded for.
+    """The types that a model is loaded in.
 
     `dtype` is the type of activations and of every weight that is not quantised. `kv_dtype` is a key of
     `gpuworker.memory.devices.CACHE_DTYPES`. `quantization` is one of `QUANTIZATIONS` and says how linears hold their

@@ -1,8 +1,8 @@
 """Linear layers of a transformers model on CPU: oneDNN's layout of the weights is made once, not at every call.
 
-The operations are torch's own and private (torch.compile uses them): where they are missing, or do not take the type,
-the layers stay as they are. Only a plain nn.Linear is replaced, and only one whose weight nobody but itself reads:
-that is seen by running the model once. The unpacked weight goes away, except where an embedding shares it.
+The operations are private to torch (torch.compile uses them). Where they are missing, or do not take the type, the
+layers stay as they are. Only a plain nn.Linear is replaced, and only if no other module reads its weight; one run of
+the model shows that. The unpacked weight is freed, except where an embedding shares it.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def prepack(model: TransformersModel) -> Prepacking:
 
 def why_not(dtype: torch.dtype) -> str:
     """Return why torch cannot prepack in this type here; "" when it can."""
-    plain = nn.utils.skip_init(nn.Linear, 16, 16, bias=False, dtype=dtype)  # no draw from anybody's generator
+    plain = nn.utils.skip_init(nn.Linear, 16, 16, bias=False, dtype=dtype)  # leaves every random generator alone
     numbers = torch.arange(-8, 8, dtype=dtype)
     try:
         with torch.inference_mode():
@@ -136,7 +136,7 @@ def _seen_alone(model: TransformersModel, layers: list[nn.Linear]) -> set[int]:
     try:
         model.reference_logits(torch.arange(min(_PROBE_TOKENS, model.vocab_size))[None])
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
-        return set()  # the self-test will say what is wrong with it
+        return set()  # the self-test reports the error
     finally:
         for layer in layers:
             layer.__class__ = nn.Linear
@@ -144,14 +144,14 @@ def _seen_alone(model: TransformersModel, layers: list[nn.Linear]) -> set[int]:
 
 
 def _replace(place: _Place, copied: bool, done: Prepacking) -> None:
-    """Replace one layer and let go of its weight; not where the copy of a shared one would take too much."""
+    """Replace one layer and free its weight, unless the copy of a shared weight would take too much memory."""
     nbytes = place.layer.weight.nbytes
     if copied and nbytes > _COPY_FRACTION * free_bytes(place.layer.weight.device):
         _log.info("%s is not prepacked: beside the embedding %d MiB more are too much", place.name, nbytes // _MIB)
         return
     packed = PrepackedLinear(place.layer)
     setattr(place.parent, place.name, packed)
-    place.layer._parameters.clear()  # the memory goes back layer by layer
+    place.layer._parameters.clear()  # memory is freed layer by layer
     done.layers += 1
     done.packed_bytes += packed.packed_bytes
     done.copied_bytes += packed.packed_bytes if copied else 0

@@ -1,1 +1,1 @@
-"""The Llama family on its own path: packed weights, native forward on CPUs, fused kernels on GPUs."""
+"""The Llama family on the native path: packed weights, a C++ forward on CPUs, fused kernels on GPUs."""

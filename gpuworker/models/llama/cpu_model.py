@@ -24,7 +24,7 @@ _FIRST_POSITIONS: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class DescribedRun:
-    """A forward as the library takes it, where its logits and the time of its phases go, and what must stay for it."""
+    """A forward in the form that the library takes: its logits, the times of its phases, and the memory it uses."""
 
     run: LlamaRunStruct
     logits: torch.Tensor
@@ -35,8 +35,8 @@ class DescribedRun:
 class LlamaCpuModel:
     """Implements `gpuworker.models.step_model.StepModel` over `NativeAttention`. Used by one thread at a time.
 
-    `kv_dtype` is the type of K and V in the caches that it runs on. While `seconds` is a dictionary, the time of each
-    phase of a step is added up there, under its name in `PHASES`.
+    `kv_dtype` is the type of K and V in its caches. While `seconds` is a dictionary, it sums the time of each phase of
+    a step under its name in `PHASES`.
     """
 
     def __init__(self, config: PretrainedConfig, packed: PackedModel, kv_dtype: str) -> None:
@@ -120,7 +120,7 @@ class LlamaCpuModel:
             raise EngineFailure(f"the step has a {Refusal(refused).name.lower()} that the model does not know")
 
     def extend_rope(self, positions: int) -> None:
-        """Make the table of rotations for so many positions, but not more than the model has; no step runs."""
+        """Extend the rope table to so many positions, at most those of the model; no step runs meanwhile."""
         length = min(positions, int(self.config.max_position_embeddings))
         self._rope_table = rope_table(self.config, length)
         self.packed.struct.rotary, self.packed.struct.num_positions = self._rope_table.data_ptr(), length

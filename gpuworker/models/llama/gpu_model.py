@@ -1,9 +1,9 @@
 """The native path on a GPU: Llama, Qwen2, Qwen3 and Mistral in torch's matrix products and fused Triton kernels.
 
 A layer is four products and five kernels: norm with the residual added; qkv to queries, and keys and values in the
-cache; attention; norm again; gated SiLU. The last layer goes on with no more than the tokens that are sampled. On a
-device without Triton, and over an attention that does not fuse, the same steps are plain torch: the tests hold both to
-the transformers path.
+cache; attention; norm again; gated SiLU. After the attention of the last layer, only sampled tokens go on. On a device
+without Triton, and over an attention that does not fuse, the same operations run in plain torch. The tests compare both
+with transformers.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Elementwise(Protocol):
 
 
 @runtime_checkable
-class RotatingAttention(Protocol):
+class RopeAttention(Protocol):
     """An attention backend that also takes the product of the qkv matrix as it is."""
 
     def rope_write_and_attend(self, layer: LayerAttention, qkv: torch.Tensor, rope: Rope) -> torch.Tensor:
-        """Norm and turn queries and keys, write K and V, attend: `write_and_attend` on what qkv [T, -1] holds.
+        """Norm queries and keys, apply rope, write K and V, attend: `write_and_attend` on the parts of qkv [T, -1].
 
         qkv has, for each token, its query heads, its key heads, its value heads. Returns [T, num_heads, head_dim].
         """
@@ -144,7 +144,7 @@ class LlamaGpuModel:
         """Return [T, num_heads, head_dim] for hidden [T, hidden]."""
         qkv = linear(hidden, layer.qkv, layer.qkv_bias)
         rope = Rope(self._table, positions, layer.query_norm, layer.key_norm, self.spec.norm_eps)
-        if isinstance(sink, RotatingAttention):
+        if isinstance(sink, RopeAttention):
             return sink.rope_write_and_attend(attention, qkv, rope)
         heads = (self.spec.num_heads, self.spec.num_kv_heads, self.spec.num_kv_heads)
         query, key, value = qkv.unflatten(1, (-1, self.spec.head_dim)).split(heads, dim=1)

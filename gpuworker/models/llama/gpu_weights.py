@@ -1,7 +1,7 @@
-"""The weights of a model of the Llama family as the native path on a GPU takes them: what is multiplied alike is one.
+"""The weights of a model of the Llama family on a GPU, with products of the same input fused.
 
 q, k and v of a layer are one matrix, gate and up another: one product of twice the width instead of two, and fewer
-launches. Matrices stay [out, in] as checkpoints have them, which cuBLAS reads as well either way.
+launches. Matrices stay [out, in] as in checkpoints; cuBLAS reads either order equally fast.
 """
 
 from __future__ import annotations

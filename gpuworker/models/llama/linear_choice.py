@@ -1,7 +1,7 @@
-"""Which kind of packed weight is fastest for a shape on this machine, measured for a moment at start.
+"""The fastest kind of packed weight for a shape on this machine, measured briefly at start.
 
-Reading decides at few rows and arithmetic at many, and both differ from machine to machine: so it is timed, on memory
-of the packed size whose content does not matter, large enough that no cache keeps it.
+Reading decides at few rows and arithmetic at many, and both differ from machine to machine. So the kinds are timed, on
+memory of the packed size whose content does not matter, large enough that no cache holds it.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _seconds(
 
 
 class _Call:
-    """A product with weights from another place of the memory at each turn."""
+    """A product whose weights come from another place of the memory at each call."""
 
     def __init__(self, library: ctypes.CDLL, memory: Memory, linear: LinearStruct, rows: int, threads: int) -> None:
         nbytes = int(library.quire_linear_bytes(ctypes.byref(linear)))

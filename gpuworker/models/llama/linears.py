@@ -43,7 +43,7 @@ class LinearWeight:
 
 
 class LinearReader:
-    """Reads the linears of a checkpoint, and quantises those that are to be."""
+    """Reads the linears of a checkpoint, and quantises them where the options ask for it."""
 
     def __init__(self, tensor_of: TensorOf, integers_of: IntegersOf, dtype: torch.dtype, quantization: str) -> None:
         """Products are in `dtype`, float32 or bfloat16; `quantization` is that of `Precision`."""

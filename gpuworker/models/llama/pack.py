@@ -1,7 +1,7 @@
 """Packs the weights of a model of the Llama family for the native forward, straight from the pages of its files.
 
-A tensor of the checkpoint is read once and let go of when it is packed. Only an embedding that is not the last linear
-too, packed in floats, stays on the pages of its file: a step reads a few rows of it.
+A tensor of the checkpoint is read once and released when it is packed. Only an embedding that is not also the last
+linear, packed in floats, stays on the pages of its file: a step reads a few rows of it.
 """
 
 from __future__ import annotations

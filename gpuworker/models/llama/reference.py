@@ -1,7 +1,7 @@
-"""What the native path is held to at start: the model as transformers runs it, but of a few of its layers.
+"""The reference of the native path's start-up test: a few layers of the model, run by transformers.
 
-Layers differ in nothing but their window, so the first two and one for each other window tell as much as all. They are
-made of the weights that the native model multiplies by: on pages of the files, or dequantised where it holds integers.
+Layers differ in nothing but their window, so the first two and one for each other window stand for all. They use the
+weights that the native model multiplies by: on pages of the files, or dequantised where the model holds integers.
 """
 
 from __future__ import annotations

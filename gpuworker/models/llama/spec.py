@@ -1,7 +1,7 @@
-"""What the native path has to know of a model of the Llama family: its sizes and options, read from its configuration.
+"""The sizes and options of a model of the Llama family, read from its configuration for the native path.
 
-Llama, Qwen2, Qwen3 and Mistral are one network with a few switches. A configuration that says anything else is not
-described, and its model runs on transformers: slower, but right.
+Llama, Qwen2, Qwen3 and Mistral are one network with a few options. A configuration with any other option is refused,
+and its model runs on transformers: slower, but right.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class LlamaSpec:
     """A model of the family. Every layer is alike but for `windows`: the positions that a query sees, None for all.
 
     `scale` multiplies attention scores. `qkv_bias` and `o_bias` are of the attention's linears, `mlp_bias` of all three
-    of the MLP; `qk_norm`: queries and keys are normed, head by head, before rotary embedding; `tied`: the rows of the
+    of the MLP; `qk_norm`: queries and keys are normed, head by head, before rope; `tied`: the rows of the
     embedding are the weights of the last linear.
     """
 
@@ -91,7 +91,7 @@ def rope_table(config: PretrainedConfig, length: int) -> torch.Tensor:
     takes element i of a head with element i + head_dim / 2.
     """
     positions = torch.arange(length)[None]
-    rotary: type[Any] = LlamaRotaryEmbedding  # which reads of a configuration only what all of the family have
+    rotary: type[Any] = LlamaRotaryEmbedding  # reads only options that all of the family have
     with torch.device("cpu"), torch.inference_mode():
         cos, sin = rotary(config)(torch.empty(0, dtype=torch.float32), positions)
     half = cos.shape[-1] // 2

@@ -1,4 +1,4 @@
-"""The tensors of a model of the Llama family: what they are called in a checkpoint, and which are multiplied as one."""
+"""The tensors of a model of the Llama family: their names in a checkpoint, and which are multiplied as one."""
 
 from __future__ import annotations
 
