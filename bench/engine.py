@@ -1,7 +1,7 @@
 """The engine alone: the four workloads on one engine in this process, over a ledger inside; no gRPC, no Redis.
 
     python -m bench.engine --workload W1 --scale 0.5 --dtype bfloat16
-    python -m bench.engine --check                     tokens of the native and the transformers path, which must be equal
+    python -m bench.engine --check                     both paths must give equal tokens
 
 Throughput, time to first token and gaps between tokens; and where an engine's time goes: in the model's forward, in the
 rest of a step (laying out, sampling, reading back), and between steps. Without --model a random one of 128 million

@@ -1,6 +1,6 @@
 """Checks the tokens of one stream of a simulated worker: none may be lost, repeated, out of order or foreign.
 
-The token at a position follows from the seed alone (`gpuworker/simulated/tokens.py`), so a client knows each in advance.
+The token at a position follows from the seed alone (`gpuworker/simulated/tokens.py`), so a client knows it in advance.
 
 """
 
