@@ -16,14 +16,12 @@ from functools import partial
 from grpc import aio
 
 from common.clock import SystemClock
-from common.errors import InvalidConfig, QuireError
 from common.lease import AttachRejected, LeaseChannel
-from common.process.debug import dumps_on_signal, stacks_on_signal
-from common.process.logs import setup_logging
+from common.process.debug import dumps_on_signal
 from common.process.metrics import MetricsServer, metrics_port, new_registry
-from common.rpc import event_loop
 from common.rpc.server import RpcServer
-from common.settings.config import load_or_exit, refuse
+from common.service import run_service
+from common.settings.config import load_or_exit
 from common.telemetry.provider import setup as setup_telemetry
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.core.lease_agent import LeaseAgent
@@ -174,20 +172,11 @@ class Worker:
 
 def run(settings: GpuWorkerSettings, channel: LeaseChannel | None = None) -> int:
     """Run a worker; over `channel` instead of a KV manager, if one is given. Return the exit status."""
-    stacks_on_signal()
-    setup_logging("gpuworker", settings.log_level, settings.log_format)
 
-    async def body() -> None:
+    async def serve() -> None:
         await Worker(settings, channel).run()
 
-    try:
-        event_loop.run(body())
-    except InvalidConfig as error:
-        refuse(error)
-    except QuireError as error:
-        print(f"quire-gpuworker: {error}", file=sys.stderr)  # noqa: T201
-        return 1
-    return 0
+    return run_service("gpuworker", settings, serve)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -16,14 +16,13 @@ from urllib.parse import urlsplit
 from common.checkpoint.fingerprint import model_fingerprint, tokenizer_fingerprint
 from common.clock import SystemClock
 from common.decisions.ring import DecisionRing
-from common.errors import InvalidConfig, QuireError, StaleEpoch
-from common.process.debug import dumps_on_signal, stacks_on_signal
+from common.errors import StaleEpoch
+from common.process.debug import dumps_on_signal
 from common.process.garbage import collect_rarely
-from common.process.logs import setup_logging
 from common.process.metrics import MetricsServer, metrics_port, new_registry
-from common.rpc import event_loop
 from common.rpc.server import RpcServer
-from common.settings.config import load_or_exit, refuse
+from common.service import run_service
+from common.settings.config import load_or_exit
 from common.telemetry.provider import setup as setup_telemetry
 from common.telemetry.server_spans import server_spans
 from common.types import PoolIdentity
@@ -181,15 +180,7 @@ async def serve(settings: KvManagerSettings) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `quire-kvmanager`."""
     settings = load_or_exit(KvManagerSettings, argv, prog="quire-kvmanager")
-    stacks_on_signal()
-    setup_logging("kvmanager", settings.log_level, settings.log_format)
-    try:
-        return event_loop.run(serve(settings))
-    except InvalidConfig as error:
-        refuse(error)
-    except QuireError as error:
-        print(f"quire-kvmanager: {error}", file=sys.stderr)  # noqa: T201
-        return 1
+    return run_service("kvmanager", settings, lambda: serve(settings))
 
 
 if __name__ == "__main__":

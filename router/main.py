@@ -17,14 +17,12 @@ from redis.asyncio import Redis
 from common.checkpoint.fingerprint import model_fingerprint
 from common.clock import SystemClock
 from common.decisions.ring import DecisionRing
-from common.errors import InvalidConfig, QuireError
-from common.process.debug import dumps_on_signal, stacks_on_signal
+from common.process.debug import dumps_on_signal
 from common.process.garbage import collect_rarely
-from common.process.logs import setup_logging
 from common.process.metrics import MetricsServer, metrics_port, new_registry
-from common.rpc import event_loop
 from common.rpc.server import RpcServer
-from common.settings.config import load_or_exit, refuse
+from common.service import run_service
+from common.settings.config import load_or_exit
 from common.telemetry.provider import setup as setup_telemetry
 from common.telemetry.server_spans import server_spans
 from common.types import PoolIdentity
@@ -258,16 +256,7 @@ async def serve(settings: RouterSettings) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `quire-router`."""
     settings = load_or_exit(RouterSettings, argv, prog="quire-router")
-    stacks_on_signal()
-    setup_logging("router", settings.log_level, settings.log_format)
-    try:
-        event_loop.run(serve(settings))
-    except InvalidConfig as error:
-        refuse(error)
-    except QuireError as error:
-        print(f"quire-router: {error}", file=sys.stderr)  # noqa: T201
-        return 1
-    return 0
+    return run_service("router", settings, lambda: serve(settings))
 
 
 if __name__ == "__main__":

@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable
 
 from cli.suite.programs import Program
+from common.backoff import Backoff
 from common.process import die_with_parent
 
 # What a service ends with when its options are bad (common/settings/config.py): starting it again would say the same.
 REFUSED_STATUS = 2
-_FIRST_BACKOFF, _LONGEST_BACKOFF = 0.5, 30.0
+_BACKOFF = Backoff(first=0.5, longest=30.0)  # seconds between restarts
 _STABLE_SECONDS = 30.0
 _KEPT_LINES = 20
 _LONGEST_LINE = 1 << 20
@@ -86,7 +87,7 @@ class Child:
         )
 
     async def _keep(self) -> None:
-        backoff = _FIRST_BACKOFF
+        failures = 0
         while True:
             began = time.monotonic()
             process = self._process
@@ -100,10 +101,11 @@ class Child:
                 self._on_failed(self)
                 return
             if time.monotonic() - began > _STABLE_SECONDS:
-                backoff = _FIRST_BACKOFF
-            self._say(self.program.name, f"{_ended(code)}; starting it again in {backoff:.1f} s")
-            await asyncio.sleep(backoff)
-            backoff = min(2 * backoff, _LONGEST_BACKOFF)
+                failures = 0
+            failures += 1
+            pause = _BACKOFF.pause(failures)
+            self._say(self.program.name, f"{_ended(code)}; starting it again in {pause:.1f} s")
+            await asyncio.sleep(pause)
             self.restarts += 1
             await self._spawn()
             if self.program.quiet:  # the others say themselves when they are READY

@@ -19,6 +19,7 @@ from typing import Final, TypeAlias
 
 from grpc import aio
 
+from common.backoff import Backoff
 from common.errors import ProtocolViolation, StaleEpoch
 from common.lease import (
     Attach,
@@ -48,8 +49,8 @@ _Call: TypeAlias = "aio.StreamStreamCall[kvmanager_pb2.SessionRequest, kvmanager
 
 OPEN_TIMEOUT_S: Final = 5.0
 ANSWER_TIMEOUT_S: Final = 30.0
-FIRST_DELAY_S: Final = 0.05
-LONGEST_DELAY_S: Final = 2.0
+BACKOFF: Final = Backoff(first=0.05, longest=2.0, jitter=0.5)  # seconds between attempts
+_MANY: Final = 100  # failures after which the pause is the longest
 _UNANSWERED: Final = 256
 
 
@@ -126,7 +127,7 @@ class LeaseClient:
         self._connection: _Connection | None = None
         self._connections = 0
         self._polled = 0  # the connection whose Connected the engine saw last
-        self._delay = FIRST_DELAY_S
+        self._failures = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -221,9 +222,8 @@ class LeaseClient:
 
     def _next_delay(self, longest: bool) -> float:
         """Return the seconds until the next attempt: doubled each time up to a bound, less up to a half at random."""
-        delay = LONGEST_DELAY_S if longest else self._delay
-        self._delay = min(2 * delay, LONGEST_DELAY_S)
-        return delay * self._rng.uniform(0.5, 1.0)
+        self._failures = _MANY if longest else self._failures + 1
+        return BACKOFF.pause(self._failures, self._rng.random())
 
     async def _connect(self) -> None:
         """Open one stream and serve it until it ends, for whatever reason."""
@@ -298,7 +298,7 @@ class LeaseClient:
         if ok.epoch < connection.epoch_seen:
             raise StaleEpoch(f"a manager of epoch {ok.epoch} answered; {connection.epoch_seen} was seen before")
         connection.answered = True
-        self._delay = FIRST_DELAY_S
+        self._failures = 0
         assert connection.session is not None
         self._post(Attached(connection.session, ok))
 

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
+from common.backoff import Backoff
 from common.clock import Clock
 from common.errors import StaleEpoch
 from common.index_format import DiscoveredWorker, discovered_to_json
@@ -29,7 +30,7 @@ CALL_HASHES: Final = 256
 QUEUE_HASHES: Final = 65_536
 # Changes of a few steps travel in one call; routers bridge this time with what they remember of their own choices.
 LINGER_S: Final = 0.01
-LONGEST_DELAY_S: Final = 2.0
+BACKOFF: Final = Backoff(first=0.1, longest=2.0)  # seconds after failed writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,15 +122,15 @@ class PrefixPublisher:
 
     async def run(self) -> None:
         """Write until stopped. Raises StaleEpoch."""
-        delay = self._times.linger
+        failures = 0
         while not self._stopping:
             if await self._round():
-                delay = self._times.linger
+                failures = 0
                 await self._wait_for_work()
-                await asyncio.sleep(delay)
+                await asyncio.sleep(self._times.linger)
             else:
-                delay = min(2 * max(delay, 0.05), LONGEST_DELAY_S)
-                await asyncio.sleep(delay)
+                failures += 1
+                await asyncio.sleep(BACKOFF.pause(failures))
 
     async def _wait_for_work(self) -> None:
         """Return when a feed changed or a lease is due."""

@@ -15,7 +15,17 @@ LOOSE = {
     "router": {"config", "main", "ports"},
     "kvmanager": {"codec", "config", "decision_servicer", "main", "metrics", "ports", "servicer"},
     "gpuworker": {"config", "main", "serial_thread"},
-    "common": {"backoff", "clock", "constraint_grammar", "errors", "hashing", "index_format", "lease", "types"},
+    "common": {
+        "backoff",
+        "clock",
+        "constraint_grammar",
+        "errors",
+        "hashing",
+        "index_format",
+        "lease",
+        "service",
+        "types",
+    },
     "cli": {"client", "config", "main"},
 }
 
