@@ -229,7 +229,7 @@ def test_embedded_managers_serve_and_a_second_ctrl_c_kills(tmp_path: Path) -> No
         assert not any("kvmanager.main" in each.cmdline() for each in below)
         streams = LongStreams(up.address, 8)
         streams.begun()
-        up.child("gpuworker.main").suspend()  # so that no stream ends before the second Ctrl-C
+        up.child("cli.suite.embedded").suspend()  # so that no stream ends before the second Ctrl-C
         up.process.send_signal(signal.SIGINT)
         up.until("quire     stopping: running requests have 60 s to finish")
         up.process.send_signal(signal.SIGINT)

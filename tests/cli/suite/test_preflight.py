@@ -184,8 +184,8 @@ def test_two_processes_cannot_have_one_port(base: dict[str, str]) -> None:
 
 def resolve(model: str, tmp_path: Path, **environ: str) -> subprocess.CompletedProcess[str]:
     """Print what `up` would serve, in a process of its own: the hub's client reads its environment only once."""
-    script = "import os, sys; from cli.suite.preflight import *; print(suite_options(sys.argv[1:], os.environ).model)"
-    script += "; print(*o.router_flags)"
+    script = "import os, sys; from cli.suite.preflight import *; o = suite_options(sys.argv[1:], os.environ)"
+    script += "; print(o.model); print(*o.router_flags)"
     ports = free_ports(4)
     flags = ("--port", "--http-port", "--manager-port", "--worker-port")
     words = [word for flag, port in zip(flags, ports, strict=True) for word in (flag, str(port))]
