@@ -1,4 +1,4 @@
-"""The router's own memory of where it sent which prefix.
+"""The router's own memory of the worker to which it sent each prefix.
 
 For a few seconds a routed prefix counts as a hit at its worker, although its blocks are not computed or published yet:
 a burst of similar prompts then goes to one worker. For some minutes the memory replaces an index that does not answer.

@@ -26,7 +26,7 @@ class Average:
         self.updated = now
 
     def age(self, now: float) -> float:
-        """Return seconds since the last sample; infinity before the first."""
+        """Return seconds since the last sample; infinity before the first sample."""
         return now - self.updated if self.value is not None else float("inf")
 
 

@@ -109,7 +109,7 @@ def add_output(response: pb.ModelInferResponse, tensor: Tensor, elements: Elemen
 
 
 def _mismatches(expected: Tensor, tensor: pb.ModelInferRequest.InferInputTensor, raw: bytes | None) -> list[str]:
-    """Return in what a tensor differs from the one that the model takes."""
+    """Return how a tensor differs from the one that the model takes."""
     problems = []
     if tensor.datatype != expected.datatype.name:
         problems.append(f"has datatype {tensor.datatype!r}; expected {expected.datatype.name}")

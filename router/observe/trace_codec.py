@@ -48,7 +48,6 @@ def _sdk_span(span: ReadableSpan) -> decision_pb2.Span:
 
 
 def from_otlp(request: trace_service_pb2.ExportTraceServiceRequest) -> Iterator[KeptSpan]:
-    """Return each span of an export."""
     for resource_spans in request.resource_spans:
         service = _attributes(resource_spans.resource.attributes).get("service.name", "unknown")
         for scope_spans in resource_spans.scope_spans:

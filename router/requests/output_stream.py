@@ -16,14 +16,13 @@ EXPIRED = SequenceFinished(FinishReason.DEADLINE, Usage())
 
 @dataclass(frozen=True, slots=True)
 class StopTokens:
-    """Which tokens end an output: the worker applies the same rule, and ends the sequence at them."""
+    """The tokens that end an output. The worker applies the same rule and ends the sequence at them."""
 
     token_ids: frozenset[int]
     min_tokens: int
 
     @staticmethod
     def of(request: ValidatedRequest, eos_token_ids: tuple[int, ...]) -> StopTokens:
-        """Return the rule of a request."""
         sampling = request.sampling
         eos = () if sampling.ignore_eos else eos_token_ids
         return StopTokens(frozenset((*sampling.stop_token_ids, *eos)), sampling.min_tokens)
@@ -39,7 +38,7 @@ class OutputStream:
     def __init__(self, index: int, request: ValidatedRequest, assembler: TextAssembler, stops: StopTokens) -> None:
         self.index, self._request, self._assembler, self._stops = index, request, assembler, stops
         self.tokens: list[int] = []
-        # The stop string that ended the output; the worker does not know it, so the router cancels the sequence.
+        # The stop string that ended the output. The worker has no stop strings, so the router cancels the sequence.
         self.stop_string: str | None = None
         self.first_token_at: float | None = None
         self.last_token_at = request.arrived
@@ -59,7 +58,6 @@ class OutputStream:
         self._attempt = attempt
 
     def preempted(self) -> None:
-        """Count a preemption."""
         self._preemptions += 1
 
     def sampled(self, event: TokensSampled, now: float) -> Tokens | None:

@@ -29,8 +29,6 @@ _MOST_HELD_BACK = 8
 
 
 class Detokenizer(Protocol):
-    """Turns the tokens of one sequence into text."""
-
     def push(self, token_ids: Sequence[int]) -> str:
         """Take the next tokens; return the text that they complete."""
         ...

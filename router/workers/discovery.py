@@ -25,7 +25,7 @@ POLL_SECONDS = 1.0
 
 
 class Members(Protocol):
-    """What discovery needs of the pool of workers."""
+    """The methods of the worker pool that discovery uses."""
 
     @property
     def identity(self) -> PoolIdentity: ...
