@@ -1,6 +1,6 @@
 """The data of one worker's ledger, and the elementary changes that keep its running totals right.
 
-Which change happens when is decided by the policies of `policies.py`; each of them takes a `LedgerState`.
+The policies of `policies.py` decide which change happens when; each of them takes a `LedgerState`.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ class ReportApplier:
                 raise ProtocolViolation(f"sequence {sequence_id} was preempted with {num_tokens} tokens")
             self.release_table(state, sequence)
             sequence.num_tokens = num_tokens
-            sequence.fork_of = None  # from its first own token on, its tokens are no longer its parent's
+            sequence.fork_of = None  # after its first own token, its tokens differ from its parent's
             sequence.recompute = True
             sequence.preemptions += 1
             sequence.queued_at = state.clock.monotonic()
