@@ -39,7 +39,6 @@ def table_of(status: Status) -> Table:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `quire status`."""
     flags = argparse.ArgumentParser("quire status", description=__doc__)
     add_address(flags)
     args = flags.parse_args(argv)

@@ -61,7 +61,7 @@ def configuration(vocabulary: int, pad: int, bos: int, eos: int) -> Qwen3Config:
 
 @torch.no_grad()
 def build(config: Qwen3Config, drafted: bool = True) -> Qwen3ForCausalLM:
-    """The network with its first weights, drawn from torch's global generator; without the draft all are noise."""
+    """The network with its first weights, drawn from torch's global generator. Without the draft all are noise."""
     model = Qwen3ForCausalLM(config)
     for name, weight in model.named_parameters():
         if weight.ndim == 2:
@@ -113,7 +113,7 @@ def _draft_embedding(weight: torch.Tensor) -> None:
 
 
 def _draft_notes(heads: Heads) -> None:
-    """Heads 0 and 1 look one and two tokens back, by rotary phase alone, and write those tokens beside this one."""
+    """Make heads 0 and 1 attend one and two tokens back, by RoPE phase alone, and write those tokens here."""
     turns = ROPE_THETA ** (-torch.arange(SHARP_PAIRS) / PAIRS)  # radians a token
     key, value = heads.key(0).mul_(NOISE), heads.value(0).mul_(NOISE)
     key[:SHARP_PAIRS, WORD] = LOUD
@@ -129,7 +129,7 @@ def _draft_notes(heads: Heads) -> None:
 
 
 def _draft_match(heads: Heads) -> None:
-    """Look for the place whose two notes equal this token and the first note here, and copy the token that is there.
+    """Make heads find the place whose two notes equal this token and the first note here, and copy its token.
 
     The two groups compare different coordinates of the words, each in the slow pairs: the notes' order in the key is
     the one in the query, moved by one token.

@@ -20,7 +20,7 @@ class Probe:
     context: list[int]
     answer: list[int]
     value_at: int  # index in `context` of the last token of the fact's value
-    facts: int  # told in the context, the one asked for included
+    facts: int  # facts in the context, the one asked for included
 
     @property
     def distance(self) -> int:

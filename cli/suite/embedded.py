@@ -26,7 +26,6 @@ class EmbeddedChannel:
         self.ledger: Ledger | None = None
 
     def poll(self) -> list[LeaseEvent]:
-        """Return the events since the last call."""
         events, self._events = self._events, []
         return events
 
@@ -67,7 +66,6 @@ class EmbeddedChannel:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a GPU worker with an embedded manager."""
     from common.settings.config import load_or_exit
     from gpuworker.config import GpuWorkerSettings
     from gpuworker.main import run

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from cli.suite.programs import Program
 from common.process import die_with_parent
 
-# What a service ends with when its options are bad (common/settings/config.py): starting it again would say the same.
+# The exit status of a service with bad options (common/settings/config.py): a restart would fail in the same way.
 REFUSED_STATUS = 2
 _FIRST_BACKOFF, _LONGEST_BACKOFF = 0.5, 30.0
 _STABLE_SECONDS = 30.0
@@ -48,7 +48,6 @@ class Child:
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
     async def start(self) -> None:
-        """Start the program and keep it running."""
         await self._spawn()
         self._keeper = asyncio.create_task(self._keep())
 
@@ -106,7 +105,7 @@ class Child:
             backoff = min(2 * backoff, _LONGEST_BACKOFF)
             self.restarts += 1
             await self._spawn()
-            if self.program.quiet:  # the others say themselves when they are READY
+            if self.program.quiet:  # the other programs print READY themselves
                 self._say(self.program.name, f"started again on {self.program.address}")
 
     async def _pass_lines_on(self, process: asyncio.subprocess.Process) -> None:

@@ -1,4 +1,4 @@
-"""Decision records in a line for people: what was chosen, why, and what each candidate would have cost."""
+"""Decision records in a line for people: the choice, the reason, and the cost of each candidate."""
 
 from __future__ import annotations
 
