@@ -22,9 +22,9 @@ class Plan:
     """One run of one client. Times are in seconds on the clock that all processes share (`time.monotonic`).
 
     Arrivals begin at `start`; they are those of the whole load, of which this client takes every `clients`-th. With
-    `streams` > 0 the loop is closed instead: as many requests are kept running until `seconds` have passed; with
+    `streams` > 0 the loop is closed instead: as many requests are kept running until `seconds` have passed. With
     `opening` > 0 the `streams` are opened at that rate, once, and followed to their end. `patience`: seconds after the
-    last arrival until what still runs is given up. `check`: a checkpoint whose simulated tokens are due, "" for none.
+    last arrival until remaining requests are cancelled. `check`: the checkpoint of the simulated tokens, "" for none.
     """
 
     api: Api
@@ -52,13 +52,12 @@ class Plan:
 
     @staticmethod
     def from_json(line: str) -> Plan:
-        """Return the plan of a line."""
         return Plan(**json.loads(line))
 
 
 @dataclass(slots=True)
 class Trace:
-    """One request as its client saw it. `times` and `counts` have each message with tokens: when, and how many."""
+    """One request as its client saw it. `times` and `counts` have the time and the tokens of each message."""
 
     intended: float
     sent: float = 0.0
@@ -69,7 +68,7 @@ class Trace:
     faults: list[str] = field(default_factory=list)
 
     def add(self, now: float, count: int) -> None:
-        """Note tokens that came together."""
+        """Record tokens that came together."""
         self.times.append(now)
         self.counts.append(count)
 
