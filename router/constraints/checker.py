@@ -50,7 +50,6 @@ class ConstraintChecker:
             raise InvalidRequest(FieldViolation(constraint.kind.value, wrong))
 
     def close(self) -> None:
-        """End the child and the thread."""
         if self._child is not None:
             self._child.kill()  # wakes the thread that waits for it
         self._thread.shutdown(cancel_futures=True)

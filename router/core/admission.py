@@ -61,7 +61,6 @@ class AdmissionLimiter:
 
     @property
     def running(self) -> int:
-        """Requests that a worker serves."""
         return len(self._inside) - self.queued
 
     def enter(self, request_id: str, tokens: int, tenant: str, now: float) -> None:

@@ -110,7 +110,6 @@ class WorkerModel:
 
     @property
     def outstanding(self) -> int:
-        """Sequences of this router at the worker."""
         return self._outstanding.sequences
 
     @property

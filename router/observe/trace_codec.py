@@ -36,7 +36,6 @@ class KeptSpan:
 
 
 def from_sdk(span: ReadableSpan) -> KeptSpan:
-    """Return a span of this process that has ended."""
     context = span.context
     request_id = (span.attributes or {}).get(REQUEST_ID, "")
     return KeptSpan(f"{context.trace_id:032x}", f"{context.span_id:016x}", str(request_id), partial(_sdk_span, span))

@@ -139,7 +139,6 @@ class Dispatcher:
         self._serve_queue()
 
     def cache_lost(self, worker_id: str) -> None:
-        """Expect no prefix hits at this worker."""
         self._memory.forget(worker_id)
 
     # ------------------------------------------------------------ the queue

@@ -180,7 +180,6 @@ class RouterFrontend:
     # ------------------------------------------------------------ the stream
 
     def _step(self, run: RequestRun, arrival: Arrival) -> Iterator[GenerateEvent]:
-        """Yield the client's events for one arrival."""
         event = arrival.event
         if isinstance(event, Expired):
             yield from self._expire(run)

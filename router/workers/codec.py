@@ -116,7 +116,6 @@ def load_from_proto(load: pb.Load) -> Load:
 
 
 def refusal_from_proto(refused: pb.Refused) -> Refused:
-    """Return why a submit was refused."""
     return Refused(error_from_status(status_pb2.Status.FromString(refused.status)))
 
 
