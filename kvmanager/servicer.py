@@ -63,7 +63,6 @@ class KvManagerServicer(kvmanager_pb2_grpc.KvManagerServiceServicer):
         return kvmanager_pb2.GetBlockTableResponse(tables=found)
 
     async def GetPool(self, request: kvmanager_pb2.GetPoolRequest, context: _Context) -> kvmanager_pb2.GetPoolResponse:
-        """Return the state of the workers' pools."""
         ledgers = self._attachments.ledgers(request.worker_id)
         pools = [pool_to_proto(worker_id, ledger.pool()) for worker_id, ledger in ledgers]
         return kvmanager_pb2.GetPoolResponse(epoch=self._attachments.index.epoch, pools=pools)

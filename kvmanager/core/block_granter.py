@@ -14,7 +14,7 @@ from kvmanager.core.prefix_cache import PrefixMatch
 from kvmanager.core.sequence import Sequence
 
 _NAMED = 8
-"""Evicted blocks that a record names; its figures have the number of all."""
+"""Evicted blocks that a record lists at most; its figures have the total number."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,7 +125,6 @@ class Ledger:
         return self.state.cache.snapshot()
 
     def drain_decisions(self) -> tuple[Decision, ...]:
-        """Return the decision records since the last call."""
         return self.state.decisions.drain()
 
     def check_invariants(self) -> None:

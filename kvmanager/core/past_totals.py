@@ -32,7 +32,6 @@ class PastTotals:
         self._departed: Totals | None = None
 
     def add(self, worker_id: str, totals: Totals) -> None:
-        """Add the account of a worker's ledger that is gone."""
         self._by_worker[worker_id] = added(self._by_worker.pop(worker_id, Totals()), totals)
         if len(self._by_worker) > self._most:
             oldest = self._by_worker.pop(next(iter(self._by_worker)))

@@ -132,7 +132,6 @@ class ReportApplier:
                 self.release_table(state, sequence)
 
     def stall(self, state: LedgerState, stalled: tuple[SequenceId, ...]) -> None:
-        """Replace the set of stalled sequences."""
         state.stalled = stalled
 
     # ------------------------------------------------------------ releases
@@ -149,7 +148,6 @@ class ReportApplier:
         sequence.trimmed = sequence.n_shared = 0
 
     def release(self, state: LedgerState, block_id: BlockId) -> None:
-        """Drop one reference of a block table."""
         block = state.block_pool.blocks[block_id]
         if state.block_pool.drop(block):
             state.cache.forget_pending(block)

@@ -1,4 +1,4 @@
-"""One live sequence as the manager knows it: lengths, place in the order, and its block table."""
+"""One live sequence in the manager: lengths, place in the order, and its block table."""
 
 from __future__ import annotations
 
