@@ -47,7 +47,7 @@ BlockHash = NewType("BlockHash", bytes)
 """16 bytes: the hash of a full block's content and of everything before it (`common.hashing`)."""
 
 TRIMMED = BlockId(-1)
-"""Stands in a block table where a block has left every layer's attention window."""
+"""Replaces a block in a block table once the block has left every layer's attention window."""
 
 
 class SequencePhase(StrEnum):

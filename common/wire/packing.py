@@ -47,7 +47,6 @@ def unpack_blocks(packed: bytes) -> list[BlockId]:
 
 
 def pack_hashes(hashes: Iterable[BlockHash]) -> bytes:
-    """Concatenate 16-byte hashes."""
     return b"".join(hashes)
 
 
