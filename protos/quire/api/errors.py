@@ -25,7 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 CONTEXT_LENGTH_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED"
-"""Reason of violations that fewer tokens would mend."""
+"""Reason of violations that a request with fewer tokens would avoid."""
 
 
 @dataclass(frozen=True, slots=True)

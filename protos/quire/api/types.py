@@ -78,7 +78,7 @@ class PoolIdentity:
     kv_geometry: KvGeometry
     hash_version: str = "1"
     arithmetic: str = ANY_ARITHMETIC
-    """What decides the bits of a token's logits, where workers promise equal bits; else ANY_ARITHMETIC."""
+    """The arithmetic that fixes the bits of logits, where workers promise equal bits; else ANY_ARITHMETIC."""
 
     def differences(self, theirs: PoolIdentity) -> tuple[Mismatch, ...]:
         """Return every part in which the two differ, with the flag that changes it."""

@@ -50,7 +50,6 @@ class Fold:
         return None
 
     def completion(self) -> Completion:
-        """Return the output so far."""
         admitted = self._admitted
         outputs = tuple(_output(index, growing) for index, growing in enumerate(self._outputs))
         miss = _MISS_REASONS.get(admitted.miss_reason, MissReason.DISABLED) if admitted.miss_reason else None

@@ -74,7 +74,6 @@ class Completion:
 
     @property
     def text(self) -> str:
-        """The text of the first output."""
         return self.outputs[0].text
 
     @property

@@ -92,7 +92,7 @@ class Attempts:
         self._budget.give_back()
 
     def wait_after(self, failure: RpcFailure, fold: Fold | None = None) -> float:
-        """Return how many seconds to wait before the next attempt.
+        """Return the seconds to wait before the next attempt.
 
         Without another attempt it raises the error of the failure, or Interrupted when `fold` has events.
         """
