@@ -15,7 +15,7 @@ from cli.block_size.accounting import BLOCK_SIZES, count_waste
 from cli.block_size.request_log import LoggedRequest
 
 EQUAL_SPEED: Final = 0.98
-"""Speeds from this share of the best one on count as equal: runs of the same thing differ by as much."""
+"""Speeds from this share of the best one on count as equal: runs of one size differ by as much."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,6 @@ def dump(entry: Record, state_dir: Path, patience: float = _ANSWER_SECONDS) -> R
 
 
 def show(console: Console, found: Record) -> None:
-    """Print one service for people."""
     console.print(Text(f"{found['service']} {found['address']} (process {found['pid']})", "bold cyan"))
     if "error" in found:
         console.print(Text(f"  {found['error']}", "red"))

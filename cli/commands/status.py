@@ -13,7 +13,6 @@ from quire.client import Status
 
 
 def table_of(status: Status) -> Table:
-    """Return one row for each worker."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in ("worker", "address", "state", "manager"):
         table.add_column(name)

@@ -87,7 +87,6 @@ def _answers(logits: torch.Tensor, probe: Probe) -> bool:
 
 
 def own_block(probe: Probe) -> int:
-    """The block that holds the fact's value."""
     return probe.value_at // BLOCK_SIZE
 
 

@@ -24,17 +24,17 @@ ROPE_THETA: Final = 1e6
 WORD: Final = 63
 """Coordinates of a word in each 64 of the residual stream; the one after the first word holds the constant."""
 SHARP_PAIRS: Final = 6
-"""The fastest rotary pairs: they tell neighbouring offsets apart."""
+"""The fastest RoPE pairs: they distinguish neighbouring offsets."""
 SLOW_PAIRS: Final = 16
-"""The slowest rotary pairs: they hardly turn within 1,000 tokens, so they can compare words at any distance."""
+"""The slowest RoPE pairs: they hardly turn within 1,000 tokens, so they can compare words at any distance."""
 NOISE: Final = 0.3
-"""Size of the random part of a drafted head, as a share of what a wholly random start would have."""
+"""Size of the random part of a drafted head, as a share of a wholly random start."""
 QUIET: Final = 0.02
-"""The same for what every layer adds to the residual stream: loud noise would drown the draft."""
+"""The same share for the output of every layer: larger noise would drown the draft."""
 SCALE: Final = 0.05
 """Size of a coordinate of an embedding."""
 LOUD: Final = 4.0
-"""Weight of the constant in a head that goes by phase alone: far above its noise."""
+"""Weight of the constant in a head that uses the phase alone: far above its noise."""
 COPY: Final = 0.1
 """How strongly a match writes the token that it found."""
 

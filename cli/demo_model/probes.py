@@ -9,7 +9,7 @@ from cli.demo_model.tokenizer import ASSISTANT, BOS, END, SYSTEM, USER, Encoder
 from cli.demo_model.world import Fact, World
 
 LEAD_IN: Final = 40
-"""At most so many tokens stand before the fact that is asked for."""
+"""The most tokens before the fact that the question asks for."""
 
 
 @dataclass(frozen=True, slots=True)

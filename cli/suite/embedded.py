@@ -53,7 +53,6 @@ class EmbeddedChannel:
         self._answer(session)
 
     def reconnect(self) -> None:
-        """Start a session from a new inventory."""
         self._events.append(Connected())
 
     def _answer(self, session: int) -> None:

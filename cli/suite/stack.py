@@ -30,7 +30,6 @@ _STOP_ORDER: Final = {"router": 0, "gpuworker": 1, "kvmanager": 2, "": 3}
 
 
 def free_ports(count: int) -> list[int]:
-    """Return free ports of the loopback interface."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for each in sockets:

@@ -17,7 +17,6 @@ _INDENT = "    "
 
 
 def is_decision(event: pb.SpanEvent) -> bool:
-    """Return whether a span event is a decision record."""
     return event.name == _EVENT and _PREFIX + "chosen" in event.attributes
 
 
