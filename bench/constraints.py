@@ -201,7 +201,6 @@ def _lateness(runner: ModelRunner) -> dict[str, float]:
 
 
 def measure(vocab_size: int, size: Size) -> dict[str, float]:
-    """Return all figures of one size of vocabulary."""
     with tempfile.TemporaryDirectory(prefix="quire-bench-tokenizer-") as folder:
         path = Path(folder) / "tokenizer.json"
         write_tokenizer(path, vocab_size)

@@ -30,7 +30,7 @@ from gpuworker.native.llama import PHASES
 from gpuworker.plane.assembly import ModelPlane
 
 CHECK_SCALE = 0.1
-"""The share of each workload that --check runs, unless --scale says otherwise."""
+"""The share of each workload that --check runs, unless --scale is given."""
 
 
 class TimedRunner:

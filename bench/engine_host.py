@@ -169,7 +169,6 @@ class _Worker:
         return float(sum(each.user + each.system for each in times))
 
     def run(self, rows: int, count: int, seed: int) -> Sample:
-        """Load the worker from a client process."""
         flags = ["--sequences", str(rows), "--output-tokens", str(count), "--seed", str(seed)]
         argv = module_command("bench.engine_host", "--drive", self.address, *flags)
         before = self.cpu_seconds()

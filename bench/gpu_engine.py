@@ -56,7 +56,6 @@ class Load:
 
     @property
     def prompt(self) -> int:
-        """Tokens of each prompt."""
         return self.context - (self.output + self.skipped) // 2
 
     @property

@@ -40,7 +40,7 @@ from common.errors import Unavailable
 
 RESULTS: Final = Path(__file__).parent / "results"
 _SHARING: Final = ("W2", "W3")
-"""Workloads whose requests share prefixes: the others have nothing to cache."""
+"""Workloads whose requests share prefixes: prefix caching gains nothing on the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,6 @@ class Mode:
 
     @property
     def fields(self) -> dict[str, str]:
-        """The mode's fields of a result line."""
         return {"dtype": self.dtype, "prefix_caching": "on" if self.prefix_caching else "off"}
 
 
@@ -159,7 +158,6 @@ def turns(
 
 
 def items_of(plan: Sequence[Item], mode: Mode) -> list[Item]:
-    """Return the items of a plan that run in a mode."""
     return [item for item in plan if not mode.prefix_caching or item.workload in _SHARING]
 
 

@@ -41,7 +41,6 @@ def bench_options(model: str, load_format: str, args: argparse.Namespace, dtype:
 
 
 def add_suite_flags(flags: argparse.ArgumentParser) -> None:
-    """Add the suite's flags beside the engine's flags."""
     flags.add_argument("--trace-sample-ratio", type=float, default=0.0, help="share of the requests that are traced")
 
 

@@ -107,7 +107,6 @@ def figures_of(name: str, pairs: list[Pair]) -> dict[str, float]:
 
 
 def notes_of(name: str, what: str) -> dict[str, str]:
-    """Return what the figures of one kind of step mean."""
     return {
         f"slowdown_{name}": f"embedded over remote throughput, {what}; median (1.00: the split is free)",
         f"slowdown_{name}_lower": "lower end of its 95 % bootstrap interval",

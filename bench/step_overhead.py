@@ -87,7 +87,6 @@ def _runner(plane: ModelPlane, way: str, limits: RunnerLimits, blocks: int, spen
 
 
 def measure(plane: ModelPlane, way: str, rows: int, steps: int, sampling: SamplingParams) -> Overhead:
-    """Run `steps` decode steps of `rows` rows."""
     length, model = PROMPT_TOKENS + steps + WARM_UP, plane.model
     assert isinstance(model, LlamaCpuModel)
     config = AgentConfig(rows * (-(-length // BLOCK_SIZE) + 2), BLOCK_SIZE, 1 << 15, max_num_seqs=rows)

@@ -33,7 +33,6 @@ class Setting:
 
     @staticmethod
     def of(line: Mapping[str, Any]) -> Setting:
-        """Return the setting of a result line."""
         cached = line["prefix_caching"] == "on"
         return Setting(line["workload"], line["dtype"], cached, float(line["scale"]))
 
@@ -63,7 +62,6 @@ def by_engine(lines: Iterable[Mapping[str, Any]]) -> dict[Setting, dict[str, lis
 
 
 def median_of(lines: Lines, figure: str) -> float:
-    """Return the median of a figure over repetitions."""
     return statistics.median(float(line[figure]) for line in lines)
 
 

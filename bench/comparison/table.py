@@ -110,7 +110,6 @@ def read_lines(paths: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Print the tables of files of result lines."""
     flags = parser(__doc__)
     flags.add_argument("results", nargs="+", type=Path, help="files of result lines")
     args = flags.parse_args()

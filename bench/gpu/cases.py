@@ -26,7 +26,6 @@ class Heads:
 
     @property
     def scale(self) -> float:
-        """The factor of the scores."""
         return float(self.head_dim**-0.5)
 
 
@@ -77,7 +76,6 @@ class Case:
         return sum(self.rows.context) * bytes_per_block(geometry, 1) // geometry.num_layers
 
     def layer(self, index: int = 0, window: int | None = None, softcap: float | None = None) -> LayerAttention:
-        """Return the attention parameters of a layer."""
         return LayerAttention(index % self.cache.geometry.num_layers, self.heads.scale, window, softcap)
 
 

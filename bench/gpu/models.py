@@ -54,7 +54,6 @@ def config_of(model: Shape) -> PretrainedConfig:
 
 
 def spec_of(model: Shape) -> LlamaSpec:
-    """Return the model's specification for the native path."""
     spec = llama_spec(config_of(model))
     assert spec is not None
     return spec

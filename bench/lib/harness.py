@@ -19,7 +19,6 @@ _WIDTH = 140
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the flags that every benchmark has."""
     flags = argparse.ArgumentParser(description=description)
     flags.add_argument("--json", action="store_true", help="end with one line of JSON: bench, machine, figures")
     return flags

@@ -27,7 +27,6 @@ def data_plane(model: str | None, shape: Mapping[str, object] = MEDIUM, **option
 def cpu_runner(
     config: AgentConfig, shape: Mapping[str, object] = SMALL, dtype: str = "float32"
 ) -> tuple[StepRunner, KvGeometry]:
-    """Return a runner of its own model and cache on the CPU."""
     plane = data_plane(
         None,
         shape,

@@ -23,7 +23,7 @@ from gpuworker.memory.kv_cache import KvCache
 
 HEADS, KV_HEADS, HEAD_DIM = 12, 4, 64
 LAYERS = 4
-"""Layers of K/V that are read in turns, so that no cache of the processor holds what is read next."""
+"""Layers of K/V that are read in turns, so that no cache of the processor holds the next layer."""
 _CPU = torch.device("cpu")
 
 

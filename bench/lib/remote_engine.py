@@ -75,7 +75,6 @@ class RemoteEngine:
         self.attach = Attach("w0", bytes(16), 0, 0, IDENTITY, BLOCKS)
 
     def start(self) -> None:
-        """Begin to take the child's messages."""
         self._reader = asyncio.create_task(self._read())
 
     async def _read(self) -> None:

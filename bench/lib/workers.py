@@ -107,7 +107,7 @@ class BenchWorker:
         self._failure = ""
         self._buffer = OutputBuffer()
         self.sampling = SamplingParams(temperature=0.0, ignore_eos=True)
-        """How the tokens of all requests are drawn."""
+        """The sampling parameters of all requests."""
         self.engine = Engine(self._agent, self._attach, runner, channel, self._sink, SystemClock())
 
     def _wake(self) -> None:

@@ -46,7 +46,6 @@ class Api(Protocol):
 
 @asynccontextmanager
 async def open_api(plan: Plan) -> AsyncIterator[Api]:
-    """Yield the connected Api of a plan."""
     opener = {"grpc": _grpc, "http": _http, "direct": _direct}[plan.api]
     async with opener(plan) as api:
         yield api

@@ -201,7 +201,6 @@ async def _kill(suite: LoadSuite, seconds: float) -> None:
 
 
 def words(row: Mapping[str, float]) -> str:
-    """Return a row as a line for people."""
     state = "carried" if row["steady"] else "not carried"
     if not row["valid"]:
         state = "INVALID: the clients fell behind"

@@ -47,7 +47,6 @@ class Plan:
     check: str = ""
 
     def to_json(self) -> str:
-        """Return the plan as one line."""
         return json.dumps(asdict(self))
 
     @staticmethod
@@ -92,7 +91,6 @@ class Seen:
 
     @staticmethod
     def of(traces: Sequence[Trace], cpu: float = 0.0) -> Seen:
-        """Return the columns of one client's traces."""
         messages = [len(trace.times) for trace in traces]
         return Seen(
             intended=np.array([trace.intended for trace in traces], dtype=np.float64),
@@ -108,7 +106,6 @@ class Seen:
 
     @staticmethod
     def joined(parts: Sequence[Seen]) -> Seen:
-        """Return the columns of several clients as one."""
         starts = np.cumsum([0] + [len(part.times) for part in parts])
         first = [part.first[:-1] + start for part, start in zip(parts, starts, strict=False)]
         return Seen(
@@ -124,13 +121,11 @@ class Seen:
         )
 
     def save(self, path: str) -> None:
-        """Write the columns to a file."""
         columns = {name: getattr(self, name) for name in _COLUMNS}
         np.savez(path, faults=np.array(self.faults, dtype=np.str_), cpu=np.array(self.cpu), **columns)
 
     @staticmethod
     def load(path: str) -> Seen:
-        """Read what `save` wrote."""
         with np.load(path) as found:
             columns = {name: found[name] for name in _COLUMNS}
             return Seen(**columns, faults=found["faults"].tolist(), cpu=found["cpu"].tolist())
