@@ -62,7 +62,7 @@ def _wrong(tokenizer: LLTokenizer, constraint: Constraint) -> str:
 
 
 def _words(kind: ConstraintKind, message: str) -> str:
-    """Return what is wrong as a sentence: one of _PLAINER, else the first line of llguidance's own text."""
+    """Return the mistake as a sentence: one of _PLAINER, else the first line of llguidance's own text."""
     for pattern, words in _PLAINER:
         if found := re.search(pattern, message, re.MULTILINE):
             return found.expand(words)[:_MAX_WORDS]

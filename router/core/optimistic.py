@@ -29,7 +29,7 @@ class OptimisticIndex:
         return len(self._sent)
 
     def remember(self, worker_id: str, block_hashes: Sequence[BlockHash], now: float) -> None:
-        """Note that a prompt went to a worker. The last blocks of the prompt enter first, and so are dropped first."""
+        """Record that a prompt went to a worker. Its last blocks enter first, and so are dropped first."""
         block_hashes = block_hashes[: self._max_blocks]
         if block_hashes and now - self._sent.get(block_hashes[-1], {}).get(worker_id, float("-inf")) < _FRESH_SECONDS:
             return

@@ -181,7 +181,7 @@ class _Reader:
 
 
 def read(request: pb.ModelInferRequest, streaming: bool) -> Asked:
-    """Return what a request asks; `streaming` says whether it may be answered in parts. Never raises."""
+    """Return the client's request; `streaming` means that the answer may come in parts. Never raises."""
     reader = _Reader(request)
     reader.read_prompt()
     settings, parameters = reader.read_parameters()

@@ -52,7 +52,7 @@ class Form:
 
 @dataclass(slots=True)
 class Piece:
-    """A choice, or what an event adds to it."""
+    """A choice, or the addition of an event to it."""
 
     index: int
     text: str = ""
@@ -97,7 +97,7 @@ class Answer:
     bill: Bill = field(default_factory=Bill)
 
     def take(self, prompt: int, event: GenerateEvent) -> Piece | None:
-        """Take the next event; return what it adds to a choice. Raises the error with which a sequence ended."""
+        """Take the next event; return its addition to a choice. Raises the error with which a sequence ended."""
         match event:
             case Tokens():
                 self.bill.streamed += len(event.token_ids)

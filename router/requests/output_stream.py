@@ -1,4 +1,4 @@
-"""The output of one sequence as the client sees it: text, stops, timings and usage, over all its runs."""
+"""The output of one sequence for the client: text, stops, timings and usage, over all its runs."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class OutputStream:
         self._preemptions += 1
 
     def sampled(self, event: TokensSampled, now: float) -> Tokens | None:
-        """Take new tokens and return what the client sees of them; afterwards `stop_string` may be set."""
+        """Take new tokens and return the client's part of them; afterwards `stop_string` may be set."""
         tokens = event.token_ids
         if not tokens:
             return None
@@ -83,7 +83,7 @@ class OutputStream:
         return Tokens(self.index, text, ()) if text else None
 
     def finished(self, ended: SequenceFinished, now: float) -> Finished:
-        """Return the end of the output, with what it cost over all its runs."""
+        """Return the end of the output, with its cost over all its runs."""
         usage = Usage(
             prompt_tokens=len(self._request.prompt),
             cached_tokens=self._cached_tokens,

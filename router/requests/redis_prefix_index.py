@@ -54,9 +54,9 @@ class RedisPrefixIndex:
         breaker: CircuitBreaker | None = None,
         count: Callable[[str], None] = lambda outcome: None,
     ) -> None:
-        """`identity` returns what is known of the pool; without a model there is no lookup. `timeout` is in seconds.
+        """`identity` returns the known parts of the pool's identity; without a model there is no lookup.
 
-        `count` gets the outcome of each lookup: answered, failed, or skipped after many failures.
+        `timeout` is in seconds. `count` gets each lookup's outcome: answered, failed, or skipped after many failures.
         """
         self._redis, self._identity, self._clock, self._timeout = redis, identity, clock, timeout
         self._breaker, self._count = breaker or CircuitBreaker(PAUSES.pause), count

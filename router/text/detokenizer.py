@@ -34,7 +34,7 @@ class Detokenizer(Protocol):
         ...
 
     def finish(self) -> str:
-        """Return what was kept back: U+FFFD for a character that never completed, or nothing."""
+        """Return the text that was held back: U+FFFD for a character that never completed, or nothing."""
         ...
 
 

@@ -199,7 +199,7 @@ class WorkerPool:
             self._notify()
 
     def disconnected(self, client: WorkerClient, error: QuireError) -> None:
-        """Note why a worker cannot be used."""
+        """Record why a worker cannot be used."""
         member = self._members.get(client.address)
         if member is None or member.client is not client:
             return
