@@ -152,7 +152,7 @@ class BlockGranter:
         return missing
 
     def evict(self, state: LedgerState) -> Candidate:
-        """Free the next block in the order of eviction and forget its content; return what it was."""
+        """Free the next block in the order of eviction and drop its content; return the record of the block."""
         block = state.block_pool.uncache()
         depth = state.cache.evict(block)
         state.totals.evictions += 1

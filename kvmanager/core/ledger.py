@@ -22,7 +22,7 @@ from kvmanager.core.prefix_cache import PrefixMatch
 class Ledger:
     """Block tables, prefix cache, queue and lease of one worker. Not thread-safe; no method blocks.
 
-    `policies` decide; `state` is what they decide about.
+    `policies` decide, `state` holds their data.
     """
 
     __slots__ = ("policies", "state")

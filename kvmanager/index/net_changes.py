@@ -59,7 +59,7 @@ class NetChanges:
             )
 
     def sent(self, call: IndexCall) -> None:
-        """Forget what a call has written."""
+        """Drop the changes that a call has written."""
         for block_hash in (*call.removes, *call.adds):
             del self._pending[block_hash]
 

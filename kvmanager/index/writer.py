@@ -34,7 +34,7 @@ class _Namespace:
     task: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
-        """Stop publishing; what is not written is lost."""
+        """Stop publishing; unwritten changes are lost."""
         if self.task is not None and self.publisher is not None:
             self.publisher.stop()
             self.task.cancel()
@@ -126,7 +126,7 @@ class IndexWriter:
         return True
 
     async def close(self) -> None:
-        """Stop publishing; what is not written is lost."""
+        """Stop publishing; unwritten changes are lost."""
         await asyncio.gather(*self._leaving, return_exceptions=True)
         if self._namespace is not None:
             await self._namespace.close()
