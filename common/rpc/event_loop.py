@@ -2,7 +2,7 @@
 
 gRPC's own thread writes one byte to a socket pair for each finished operation. Its reader takes one byte a turn of the
 loop, though it handles everything that has finished. Under load stale bytes gather, and the loop turns in vain for
-each. Once the socket is full (at some 280 bytes) gRPC's thread blocks in its write, which holds up every completion of
+each. Once the socket is full (at some 280 bytes) gRPC's thread blocks in its write. That holds up every completion of
 the process, new calls included. So all bytes but one are read before gRPC's reader is called.
 """
 

@@ -40,7 +40,7 @@ _DESCRIPTION: Final = (
 
 @dataclass(slots=True)
 class Reading:
-    """What one pass over the sources found: values, where each came from in the user's words, and what was wrong."""
+    """The result of one pass over the sources: values, the origin of each in the user's words, and the mistakes."""
 
     settings: type[Settings]
     known: Mapping[str, type[Settings]]
@@ -304,7 +304,7 @@ def _known_keys(
 
 
 def _in_words(problem: ErrorDetails, origins: Mapping[str, str]) -> tuple[str, str]:
-    """Return where a value came from, and what is wrong with it, from one of pydantic's errors."""
+    """Return the origin of a value, and its mistake, from one of pydantic's errors."""
     expected = expectation(problem)
     if not problem["loc"]:
         return "options", expected
