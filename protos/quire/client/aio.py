@@ -93,7 +93,7 @@ class AsyncClient(BaseClient):
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Close the connection; what still runs is cancelled."""
+        """Close the connection; running calls are cancelled."""
         self._budget.end()
         await self._channel.close()
 

@@ -14,7 +14,7 @@ _CallT = TypeVar("_CallT")
 
 
 class BaseStream(Generic[_CallT]):
-    """The current call of one request, its attempts, and what has come."""
+    """The current call of one request, its attempts, and its output so far."""
 
     def __init__(self, start: Callable[[float | None], _CallT], attempts: Attempts, sequences: int) -> None:
         """`start` begins a call with a timeout in seconds; `sequences` is the n of the request."""

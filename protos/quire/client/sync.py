@@ -100,7 +100,7 @@ class Client(BaseClient):
         self.close()
 
     def close(self) -> None:
-        """Close the connection; what still runs is cancelled."""
+        """Close the connection; running calls are cancelled."""
         self._budget.end()
         self._channel.close()
 
