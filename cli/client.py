@@ -42,7 +42,7 @@ async def router_channel(address: str) -> AsyncIterator[grpc.aio.Channel]:
 
 @asynccontextmanager
 async def router_client(address: str) -> AsyncIterator[AsyncClient]:
-    """Open the client library. Calls have no deadline unless they ask for one."""
+    """Open the client library. Calls have no deadline unless they set one."""
     async with AsyncClient(address, timeout=None) as client:
         try:
             yield client

@@ -1,9 +1,9 @@
-"""Measures what a checkpoint of the demo model can do; README.md has the figures of the one that ships.
+"""Measures the abilities of a checkpoint of the demo model; README.md has the figures of the one that ships.
 
     python -m cli.demo_model.evaluate [CHECKPOINT] [--probes 100]
 
-Prints recall of held-out facts by distance, density and kind, the share of well-formed answers by length of context,
-whether bfloat16 answers as float32 does, and what a wrong block in the KV cache does to recall.
+Prints recall of held-out facts by distance, density and kind, and the share of well-formed answers by length of
+context. It also prints whether bfloat16 answers as float32 does, and the recall with a wrong block in the KV cache.
 """
 
 import argparse

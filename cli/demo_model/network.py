@@ -2,8 +2,8 @@
 
 The first weights are not all noise. Recall needs two layers to agree: one that notes, at each token, which tokens came
 before it, and one that looks for the place where those notes match the present. From noise alone that agreement did
-not arise in minutes; here the first two layers start with a rough draft of it (the induction circuit of Olsson et al.,
-"In-context Learning and Induction Heads", 2022) and training makes it exact.
+not arise in minutes. Here the first two layers start with a rough draft of it, and training makes it exact. The draft
+is the induction circuit of Olsson et al., "In-context Learning and Induction Heads", 2022.
 
 Coordinates of the residual stream at the start: [0, 63) the token, 63 a constant, [64, 128) the token before,
 [128, 192) the one before that.

@@ -94,7 +94,7 @@ class TraceView:
         return "".join(" ╺╸━"[cell] for cell in cells).rstrip()
 
     def _explanations(self, row: _Row, console: Console, width: int) -> Iterator[Text]:
-        """Yield the lines under a span's row; what is too wide goes on under its own beginning."""
+        """Yield the lines under a span's row; a line that is too wide continues under its own beginning."""
         room = max(_MIN_BAR, width - len(row.below))
         for line in self._lines(row.span, room):
             first, *rest = line.wrap(console, room)
