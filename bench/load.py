@@ -120,7 +120,7 @@ class Load:
         print(load_modes.words(row), flush=True)
 
     async def saturate(self, routers: int, added: bool) -> None:
-        """Find the highest load of the routers, in tokens and in requests; then what one adds at half of it."""
+        """Find the highest load of the routers, in tokens and in requests; then what one adds to TTFT at half of it."""
         ending = "" if routers == 1 else f"_{routers}"
         probes = self.args.probes if routers == 1 else self.args.probes - 1
         async with self.suite(routers) as suite:

@@ -38,7 +38,7 @@ class ServedSuite:
         self._stub = inference_pb2_grpc.InferenceServiceStub(channel)
 
     async def run(self, workload: Workload, salt: str = "") -> tuple[float, dict[str, Record]]:
-        """Run a workload to its end; return the seconds, and each request. A new `salt` sees a cold prefix cache."""
+        """Run a workload to its end; return the seconds, and each request. A new `salt` means a cold prefix cache."""
         records: dict[str, Record] = {}
         began = time.perf_counter()
         async with asyncio.TaskGroup() as group:

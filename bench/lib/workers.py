@@ -236,6 +236,6 @@ class BenchWorker:
 
 
 def random_prompts(count: int, length: int, seed: int, vocabulary: int = 1000) -> list[list[int]]:
-    """Return prompts that share nothing."""
+    """Return prompts without common prefixes."""
     rng = random.Random(seed)
     return [[rng.randrange(1, vocabulary) for _ in range(length)] for _ in range(count)]

@@ -79,7 +79,7 @@ def is_steady(found: Mapping[str, float], window: Window, seen: Seen) -> bool:
 
     In a steady state the requests in flight at two moments far apart are nearly independent Poisson numbers: they
     differ by less than three times the root of twice their mean. Tokens that come in a window of some seconds differ
-    from those that are due by a few percent, as they are of requests that were due before.
+    from the due tokens by a few percent, because some of them belong to earlier requests.
     """
     noise = 3.0 * math.sqrt(2.0 * max(1.0, found["in_flight"]))
     return bool(
