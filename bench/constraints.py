@@ -42,7 +42,7 @@ from gpuworker.sampling.rows import SampledRow
 from gpuworker.structured.grammars import GrammarCompiler
 from gpuworker.structured.sequence import Constrained
 
-_FIRST = 4  # steps of a run that are left out: prompts, and the draw behind them
+_FIRST = 4  # steps of a run that are left out: prompts, and the first sampling after them
 VOCABULARIES = {"2k": 2048, "32k": 32_000, "128k": 128_000}
 SHARES = (0, 50, 100)
 SHAPES = {"small": SMALL, "medium": MEDIUM}
@@ -87,7 +87,7 @@ NOTES = {
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much is run."""
+    """The amount of work."""
 
     rows: int
     steps: int
@@ -116,7 +116,7 @@ class MixedWorker(BenchWorker):
 
 
 def of_masks(path: Path, vocab_size: int, tokens: int) -> dict[str, float]:
-    """Return what compiling and masks cost over one tokenizer, on this thread."""
+    """Return the cost of compiling and of masks over one tokenizer, on this thread."""
     began = time.perf_counter()
     tokenizer = LLTokenizer(str(path), n_vocab=vocab_size, eos_token=[EOS])
     read, compiled = time.perf_counter() - began, []
@@ -149,7 +149,7 @@ def of_masks(path: Path, vocab_size: int, tokens: int) -> dict[str, float]:
 
 
 def of_engine(path: Path, vocab_size: int, size: Size) -> dict[str, float]:
-    """Return what constraints cost an engine: rounds of each share, in turn."""
+    """Return the cost of constraints to an engine: rounds of each share, in turn."""
     length = PROMPT_TOKENS + size.steps
     config = AgentConfig(size.rows * (-(-length // BLOCK_SIZE) + 2), BLOCK_SIZE, 1 << 15, max_num_seqs=size.rows)
     shape = {**SHAPES[size.shape], "vocab_size": vocab_size}
@@ -165,7 +165,7 @@ def of_engine(path: Path, vocab_size: int, size: Size) -> dict[str, float]:
     worker.sampling, worker.rows = FREE, size.rows
     rounds: dict[int, list[Round]] = {share: [] for share in SHARES}
     with worker:
-        for number in range(-1, size.rounds):  # the first warms everything up
+        for number in range(-1, size.rounds):  # the first round is a warm-up
             for share in SHARES if number % 2 else SHARES[::-1]:
                 worker.share, runner.executor.spent, before = share, [], time.process_time()
                 worker.load(random_prompts(size.rows, PROMPT_TOKENS, number), size.steps)
@@ -201,7 +201,6 @@ def _lateness(runner: ModelRunner) -> dict[str, float]:
 
 
 def measure(vocab_size: int, size: Size) -> dict[str, float]:
-    """Return all figures of one size of vocabulary."""
     with tempfile.TemporaryDirectory(prefix="quire-bench-tokenizer-") as folder:
         path = Path(folder) / "tokenizer.json"
         write_tokenizer(path, vocab_size)
@@ -209,7 +208,6 @@ def measure(vocab_size: int, size: Size) -> dict[str, float]:
 
 
 def main() -> None:
-    """Run the benchmark."""
     flags = parser(__doc__)
     flags.add_argument("--vocabulary", nargs="+", choices=list(VOCABULARIES), default=list(VOCABULARIES))
     flags.add_argument("--rows", type=int, default=16, help="sequences in a step")

@@ -1,7 +1,7 @@
 """Native attention on this CPU, one layer at a time, against reading K and V alone and against torch's attention.
 
 The floor of a decode is a plain loop of vector loads on the same threads over as many bytes as the layer's K and V.
-Ours and the floor take turns, each call on the next of many layers; both use memory larger than the last-level cache.
+Quire and the floor take turns, each call on the next of many layers; both use memory larger than the last-level cache.
 The figure is the first quartile of calls: other load on the machine slows most calls, and the quickest calls hit a
 cache. Blocks lie in random order. Times are of the call as the engine makes it: cache write and attention.
 """
@@ -37,8 +37,8 @@ KV_DTYPES = {"bf16": "bfloat16", "fp32": "float32", "int8": "int8"}
 BLOCK_SIZE = 16
 _ROTATED_BYTES = 160 << 20
 _MAX_LAYERS = 128
-_SECONDS = 0.3  # that ours and the floor are measured together, at least
-_ROUNDS = 8  # calls before it is the other's turn
+_SECONDS = 0.3  # seconds of one measurement of Quire and the floor, at least
+_ROUNDS = 8  # calls in a row of one contender
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ HEADS = {64: Heads(12, 4, 64), 128: Heads(16, 4, 128)}
 
 
 class Rows:
-    """Rows (start, length) on scattered blocks, and a cache with as many layers as it takes to outgrow the caches."""
+    """Rows (start, length) on scattered blocks, and a cache with enough layers to exceed the CPU's caches."""
 
     def __init__(self, heads: Heads, kv_dtype: str, rows: Iterable[tuple[int, int]], shared: int = 0) -> None:
         """`shared`: positions at the front that all rows have in common, on the same blocks."""
@@ -79,7 +79,7 @@ class Rows:
         self.key, self.value = (torch.randn(tokens, heads.keys, heads.dim).to(dtype) for _ in range(2))
 
     def layer(self, index: int) -> LayerAttention:
-        """Return how the layer that is `index` calls on attends."""
+        """Return the attention parameters of layer `index`, modulo the number of layers."""
         return LayerAttention(index % self.layers, self.heads.dim**-0.5)
 
 
@@ -94,7 +94,7 @@ def _fill(cache: KvCache) -> None:
 
 
 def native_calls(rows: Rows, library: ctypes.CDLL, threads: int, deterministic: bool = False) -> Callable[[int], None]:
-    """Return what attends in layer n, by the library's function alone: a step's model is C++ too."""
+    """Return the attention call of layer n, by the library's function alone: a step's model is C++ too."""
     attention = NativeAttention(rows.cache, deterministic, threads, library)
     attention.begin(rows.step)
     out = attention.write_and_attend(rows.layer(0), rows.query, rows.key, rows.value)  # plans the step
@@ -109,7 +109,7 @@ def native_calls(rows: Rows, library: ctypes.CDLL, threads: int, deterministic: 
 
 
 def floor_calls(rows: Rows, library: ctypes.CDLL, threads: int) -> Callable[[int], None]:
-    """Return what reads as many bytes as K and V of a layer have, from other memory: two layers of a pool."""
+    """Return a call that reads as many bytes as K and V of a layer have, from other memory: two layers of a pool."""
     elsewhere = KvCache(rows.cache.geometry, rows.cache.num_blocks, BLOCK_SIZE, CPU)
     _fill(elsewhere)
     parts = [
@@ -124,7 +124,7 @@ def floor_calls(rows: Rows, library: ctypes.CDLL, threads: int) -> Callable[[int
 
 
 def first_quartiles(calls: list[Callable[[int], None]], seconds: float = _SECONDS) -> list[float]:
-    """Return the first quartile of the seconds that a call of each takes; they take turns."""
+    """Return the first quartile of the seconds of each call; the calls take turns."""
     taken: list[list[float]] = [[] for _ in calls]
     begun, index = time.perf_counter(), 0
     while index < 2 * _ROUNDS or time.perf_counter() - begun < seconds:
@@ -138,13 +138,12 @@ def first_quartiles(calls: list[Callable[[int], None]], seconds: float = _SECOND
 
 
 def geometric_mean(ratios: Iterable[float]) -> float:
-    """Return the mean that is right for ratios."""
     logs = [math.log(ratio) for ratio in ratios]
     return math.exp(sum(logs) / len(logs))
 
 
 def decodes(library: ctypes.CDLL, threads: int) -> dict[str, float]:
-    """Return ours over the floor for each type and head size, and the bandwidths of one case."""
+    """Return Quire over the floor for each type and head size, and the bandwidths of one case."""
     figures: dict[str, float] = {}
     for (short, kv_dtype), dim in itertools.product(KV_DTYPES.items(), HEADS):
         ratios = []
@@ -166,7 +165,7 @@ def decodes(library: ctypes.CDLL, threads: int) -> dict[str, float]:
 
 
 def alternatives(library: ctypes.CDLL, threads: int) -> dict[str, float]:
-    """Return ours over gathering and torch's attention, and over torch's on contiguous K and V: 8 decodes at 1024."""
+    """Return Quire over gathering and torch's attention, and over torch's on contiguous K/V: 8 decodes at 1024."""
     figures: dict[str, float] = {}
     for short in ("bf16", "fp32"):
         progress(f"decode {short}, torch")
@@ -189,7 +188,7 @@ def alternatives(library: ctypes.CDLL, threads: int) -> dict[str, float]:
 
 
 def prefills(library: ctypes.CDLL, threads: int) -> dict[str, float]:
-    """Return ours over torch's dense causal attention on contiguous q, k, v, for prompts of 512 and 2048."""
+    """Return Quire over torch's dense causal attention on contiguous q, k, v, for prompts of 512 and 2048."""
     figures: dict[str, float] = {}
     for (short, kv_dtype), dim in itertools.product(KV_DTYPES.items(), HEADS):
         ratios = []
@@ -211,13 +210,13 @@ def prefills(library: ctypes.CDLL, threads: int) -> dict[str, float]:
 
 
 def modes(library: ctypes.CDLL, threads: int) -> dict[str, float]:
-    """Return what sharing a prefix saves, and what the same bits in every batch cost."""
+    """Return the gain of sharing a prefix, and the cost of the same bits in every batch."""
     progress("shared prefix, deterministic")
     apart, shared = (Rows(HEADS[64], "bfloat16", [(2047 + 64, 1)] * 32, shared) for shared in (0, 2048))
     alone, together = first_quartiles([native_calls(rows, library, threads) for rows in (apart, shared)])
     costs = {}
     for name, batch in (("decode", [(1023, 1)] * 8), ("prefill", [(0, 1024)])):
-        # Each on a cache of its own: what one has just read would be at hand for the other.
+        # Each has a cache of its own: otherwise one would find in the CPU's caches what the other has just read.
         calls = [native_calls(Rows(HEADS[64], "bfloat16", batch), library, threads, bits) for bits in (False, True)]
         plain, fixed = first_quartiles(calls)
         costs[f"deterministic_{name}_over_plain"] = fixed / plain
@@ -237,7 +236,6 @@ NOTES = {
 
 
 def main() -> None:
-    """Measure everything and print it."""
     flags = parser(__doc__)
     flags.add_argument("--threads", type=int, default=default_threads(), help="default: as the engine")
     flags.add_argument("--details", action="store_true", help="show each batch and context too")

@@ -1,7 +1,7 @@
 """Native linear layers on this CPU: time of a call by kind, shape and rows, beside oneDNN and the read floor.
 
 Shapes are those of a 128M model (hidden 768) and, with --model 8b, of an 8B one. Calls rotate over enough copies of the
-weights that no cache keeps them. Three contenders take turns with output of the same type: ours, oneDNN with a
+weights that no cache keeps them. Three contenders take turns with output of the same type: Quire, oneDNN with a
 prepacked weight, and torch's F.linear; for integer kinds the others use the float weight. The floor is the bytes of the
 packed weight over the read rate of the same threads, measured in the same run.
 """
@@ -30,9 +30,9 @@ _SHAPES = {  # name: [N, K]
     "8b": {"qkv": (6144, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)},
 }
 _ROWS = (1, 4, 8, 16, 32, 64, 256, 1024)
-_FEW, _MANY = 8, 64  # rows up to which reading decides, and from which arithmetic does
+_FEW, _MANY = 8, 64  # rows up to which reading is the limit, and from which arithmetic is
 _COPIES_BYTES = 160 << 20
-_FLOPS = 4e10  # of all calls of a contender in one turn, at most
+_FLOPS = 4e10  # FLOP of all calls of a contender in one turn, at most
 _READ_BYTES = 256 << 20
 _T = TypeVar("_T")
 _HALVES = (Kind.BF16, Kind.I8_BF16, Kind.I4_BF16)
@@ -40,7 +40,7 @@ _HALVES = (Kind.BF16, Kind.I8_BF16, Kind.I4_BF16)
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What one shape, kind and number of rows took, in seconds a call."""
+    """The seconds of a call of one shape, kind and number of rows, by contender."""
 
     kind: Kind
     shape: str
@@ -54,12 +54,10 @@ class Cell:
 
     @property
     def flops(self) -> float:
-        """FLOP of a call."""
         return 2.0 * self.n * self.k * self.rows
 
 
 def main() -> None:
-    """Measure, print a table and the figures."""
     options = _options()
     torch.set_num_threads(options.threads)
     rate = _read_rate(options.threads)
@@ -124,7 +122,7 @@ def _shape(kind: Kind, name: str, n: int, k: int, options: argparse.Namespace) -
     plain = _copies(floats, floats.clone, floats.nbytes)
     for count in map(int, options.rows.split(",")):
         if name == "lm_head" and count > _MANY:
-            continue  # logits are computed where a token is drawn: never for so many rows
+            continue  # logits are computed where a token is sampled: never for so many rows
         x, out = torch.randn(count, k).to(dtype), torch.empty(count, n, dtype=dtype)
         store = Store.BF16 if dtype is torch.bfloat16 else Store.F32
         pointwise = torch.ops.mkldnn._linear_pointwise
@@ -162,7 +160,7 @@ def _call(function: Callable[..., object], *arguments: object) -> Callable[[], o
 
 
 def _turn(calls: list[Callable[[], object]], products: float) -> tuple[Callable[[], None], int]:
-    """Return what runs the calls in turn, and how many it runs: of long ones not all."""
+    """Return a function that runs the calls in turn, and the number of calls; of long calls it runs only some."""
     kept = calls[: max(2, int(_FLOPS / (2 * products)))]
 
     def run() -> None:

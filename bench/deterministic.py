@@ -44,7 +44,6 @@ def measure(args: argparse.Namespace) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    """Run the benchmark."""
     flags: argparse.ArgumentParser = parser(__doc__)
     add_model_flags(flags)
     add_engine_flags(flags)

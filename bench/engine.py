@@ -30,14 +30,14 @@ from gpuworker.native.llama import PHASES
 from gpuworker.plane.assembly import ModelPlane
 
 CHECK_SCALE = 0.1
-"""The share of each workload that --check runs, unless --scale says otherwise."""
+"""The share of each workload that --check runs, unless --scale is given."""
 
 
 class TimedRunner:
-    """Implements `StepRunner` over another one, and adds up how long its steps took, and what of them. Seconds.
+    """Implements `StepRunner` over another one, and adds up the seconds of its steps and of their parts.
 
-    A native model takes the time of its phases itself: its forwards are run without Python. Of another one `forward` is
-    timed as a whole.
+    A native model times its phases itself: its forwards run without Python. For another model `forward` is timed as a
+    whole.
     """
 
     def __init__(self, runner: StepRunner, model: Any) -> None:
@@ -57,31 +57,27 @@ class TimedRunner:
 
     @property
     def phases(self) -> dict[str, float]:
-        """Seconds in each phase of the model's forward, as far as it tells them apart."""
+        """Seconds in each phase of the model's forward, where the model separates them."""
         return {"forward": self._in_forward} if self._native is None else dict(self._native.seconds or {})
 
     def reset(self) -> None:
-        """Begin to count anew; no step runs."""
+        """Start all sums at zero. No step may be running."""
         self.steps, self.in_steps, self._in_forward = 0, 0.0, 0.0
         if self._native is not None:
             self._native.seconds = {}
 
     def add(self, sequence: SequenceId, tokens: Sequence[int], sampling: SamplingParams, prompt_tokens: int) -> None:
-        """See `StepRunner`."""
         self._runner.add(sequence, tokens, sampling, prompt_tokens)
 
     def remove(self, sequence: SequenceId) -> None:
-        """See `StepRunner`."""
         self._runner.remove(sequence)
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
-        """See `StepRunner`."""
         done = self._runner.submit(plan)
         done.add_done_callback(self._count)
         return done
 
     def close(self) -> None:
-        """See `StepRunner`."""
         self._runner.close()
 
     def _count(self, done: Future[StepResult]) -> None:
@@ -91,13 +87,13 @@ class TimedRunner:
 
 
 def engine(plane: ModelPlane) -> tuple[BenchWorker, TimedRunner]:
-    """Return an engine on a data plane, not yet started, and the clock of its steps."""
+    """Return an engine on a data plane, not yet started, and the timer of its steps."""
     runner = TimedRunner(plane.runner, plane.model)
     return BenchWorker(runner, plane.agent_config(), None, plane.identity.kv_geometry), runner
 
 
 def shares(run: Run, runner: TimedRunner) -> dict[str, float]:
-    """Return which part of a run's time went where; on a GPU a forward is only launched, and its share says little."""
+    """Return the parts of a run's time. On a GPU a forward is only launched, so its part says little."""
     phases = runner.phases
     return {
         "steps": runner.steps,
@@ -165,7 +161,6 @@ def _plane(args: argparse.Namespace, model_impl: str) -> ModelPlane:
 
 
 def main() -> None:
-    """Run the benchmark, or the check."""
     flags = parser(__doc__)
     add_model_flags(flags)
     add_engine_flags(flags)

@@ -149,7 +149,7 @@ async def drive(address: str, rows: int, count: int, seed: int) -> Sample:
 
 
 class _Worker:
-    """A worker process, with whatever it has started."""
+    """A worker process and its children."""
 
     def __init__(self, host: str, runner: str, rows: int) -> None:
         argv = module_command("bench.engine_host", "--serve", host, "--runner", runner)
@@ -163,24 +163,22 @@ class _Worker:
         self.address = f"127.0.0.1:{self._process.stdout.readline().strip()}"
 
     def cpu_seconds(self) -> float:
-        """CPU time so far of it and its children."""
+        """CPU time so far of the process and its children."""
         own = psutil.Process(self._process.pid)
         times = [each.cpu_times() for each in (own, *own.children(recursive=True))]
         return float(sum(each.user + each.system for each in times))
 
     def run(self, rows: int, count: int, seed: int) -> Sample:
-        """Load it from a client process."""
         flags = ["--sequences", str(rows), "--output-tokens", str(count), "--seed", str(seed)]
         argv = module_command("bench.engine_host", "--drive", self.address, *flags)
         before = self.cpu_seconds()
         done = subprocess.run(die_with_parent.command(argv), stdout=subprocess.PIPE, text=True, check=True)
         found = json.loads(done.stdout)
-        # The warm-up's tokens are counted in: 8 of each sequence.
+        # The count includes the warm-up's tokens: 8 of each sequence.
         found["cpu_per_token"] = (self.cpu_seconds() - before) / (rows * (count + 8))
         return Sample(**found)
 
     def close(self) -> None:
-        """Stop it."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
@@ -219,7 +217,6 @@ def figures_of(kind: str, what: str, pairs: list[dict[str, Sample]]) -> Iterator
 
 
 def main() -> None:
-    """Run the benchmark, or one of its processes."""
     flags: argparse.ArgumentParser = parser(__doc__)
     flags.add_argument("--pairs", type=int, default=6, help="interleaved pairs of each kind of step")
     flags.add_argument("--sequences", type=int, default=64, help="sequences at once")

@@ -28,11 +28,10 @@ _PREFILLS = (4096, 8192)
 _VARLEN = ((32, 1024), (8, 8192))
 # Rows, shared positions, positions of their own, and the least speed-up.
 _CASCADES = ((32, 2048, 128, 3.0), (128, 2048, 128, None), (32, 512, 512, None))
-_VARLEN_PAGES = (16, 256)  # ours, and what flash kernels without small pages ask for
+_VARLEN_PAGES = (16, 256)  # Quire's page size, and that of flash kernels without small pages
 
 
 def main() -> None:
-    """Run the benchmark."""
     flags = parser(__doc__)
     args = flags.parse_args()
     device = the_device("gpu_attention")
@@ -65,14 +64,14 @@ def _seconds_a_layer(attend: Callable[[int], object], layers: int) -> float:
 
 
 def _rotating(batch: int, context: int, kv_dtype: str, device: torch.device, block_size: int = 16) -> Case:
-    """Return decodes with as many layers as keep the L2 cache cold."""
+    """Return decodes with enough layers to keep the L2 cache cold."""
     rows = Rows.decodes(batch, context, block_size=block_size)
     each = 2 * batch * context * LLAMA_8B.num_kv_heads * LLAMA_8B.head_dim * (2 if kv_dtype == "bfloat16" else 1)
     return make_case(LLAMA_8B, rows, kv_dtype, device, rotation(each, device))
 
 
 def _decodes(device: torch.device, copied: float) -> Iterator[Figure]:
-    """Yield the bandwidth of each size over a copy's, and of each range the geometric mean."""
+    """Yield the bandwidth of each size over a copy's, and the geometric mean of each range."""
     for name, sizes, target in (("large", _LARGE, 0.85), ("small", _SMALL, 0.70)):
         shares = []
         for batch, context in sizes:
@@ -98,7 +97,7 @@ def _narrow(device: torch.device, size: tuple[int, int] = (32, 4096)) -> Iterato
 
 
 def _varlen(device: torch.device, sizes: Sizes = _VARLEN) -> Iterator[Figure]:
-    """Yield our decode time over that of torch's flash kernel, on pages where it has them."""
+    """Yield Quire's decode time over that of torch's flash kernel, on pages where it has them."""
     paged = "block_table" in inspect.signature(varlen.varlen_attn).parameters
     for batch, context in sizes:
         ours = decode_seconds(_rotating(batch, context, "bfloat16", device))
@@ -182,7 +181,7 @@ def _flash_seconds(length: int, device: torch.device) -> float:
 def _cascade(
     device: torch.device, shapes: tuple[tuple[int, int, int, float | None], ...] = _CASCADES
 ) -> Iterator[Figure]:
-    """Yield what attending a shared prefix once gains."""
+    """Yield the gain of attending a shared prefix once."""
     for batch, shared, tail, target in shapes:
         rows = Rows.decodes(batch, shared + tail, shared)
         case = make_case(LLAMA_8B, rows, "bfloat16", device, layers=4)

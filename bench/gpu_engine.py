@@ -47,7 +47,7 @@ _DRAWS = {
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """So many sequences at once, whose contexts are `context` long on the average while they decode."""
+    """`batch` sequences at once, whose contexts have `context` tokens on average while they decode."""
 
     batch: int
     context: int = _CONTEXT
@@ -56,17 +56,15 @@ class Load:
 
     @property
     def prompt(self) -> int:
-        """Tokens of each prompt."""
         return self.context - (self.output + self.skipped) // 2
 
     @property
     def blocks(self) -> int:
-        """What all sequences take at their ends, and some to lease ahead."""
+        """Blocks of all sequences at their ends, and some to lease ahead."""
         return self.batch * (-(-(self.prompt + self.output) // BLOCK_SIZE) + 2)
 
 
 def main() -> None:
-    """Run the benchmark."""
     flags = parser(__doc__)
     flags.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     flags.add_argument("--no-peer", action="store_true", help="leave transformers' continuous batching out")
@@ -110,7 +108,7 @@ def check(device: torch.device, rows: int = 5, prompt: int = 70, output: int = 4
 
 @contextmanager
 def _noticing_waits(device: torch.device) -> Iterator[None]:
-    """Have torch raise where it waits for the device without being told to: the step then fails, and says where."""
+    """Make torch raise where it waits for the device implicitly; the step then fails at that place."""
     if device.type != "cuda":
         yield
         return
@@ -135,7 +133,7 @@ def engine_on(model: LlamaGpuModel, load: Load, budget: int = 8192) -> EngineDri
 
 
 def measured(name: str, copied: float, device: torch.device, batches: tuple[int, ...], peer: bool) -> Iterator[Figure]:
-    """Yield tokens a second of one model at each batch, over what its bytes allow, and over the peer's."""
+    """Yield tokens a second of one model at each batch, over the limit of its bytes, and over the peer's."""
     spec, config = spec_of(MODELS[name]), config_of(MODELS[name])
     weights = random_weights(spec, torch.bfloat16, device)
     model = LlamaGpuModel(config, weights, dtype_name(torch.bfloat16), 2 * _CONTEXT)
@@ -157,7 +155,7 @@ def measured(name: str, copied: float, device: torch.device, batches: tuple[int,
 
 def _rate(model: LlamaGpuModel, load: Load) -> float:
     with engine_on(model, load) as engine:
-        for seed in range(2):  # the first to warm up
+        for seed in range(2):  # the first run is a warm-up
             prompts = random_prompts(load.batch, load.prompt, model.vocab_size, seed)
             streams = engine.run(prompts, load.output)
     _empty()
@@ -165,7 +163,7 @@ def _rate(model: LlamaGpuModel, load: Load) -> float:
 
 
 def _over_peer(name: str, load: Load, ours: float, device: torch.device) -> Figure:
-    """Return our tokens a second over those of transformers' continuous batching, on a model of the same shape."""
+    """Return Quire's tokens a second over those of transformers' continuous batching, on a model of the same shape."""
     figure, peer = f"{name}_{load.batch}_over_transformers", "transformers' continuous batching"
     prompts = random_prompts(load.batch, load.prompt, spec_of(MODELS[name]).vocab_size, 1)
     try:
@@ -176,7 +174,7 @@ def _over_peer(name: str, load: Load, ours: float, device: torch.device) -> Figu
 
 
 def step_bytes(model: LlamaGpuModel, load: Load) -> int:
-    """Return what a step of decodes must read: all weights but an embedding of its own, and the K/V of all rows."""
+    """Return the bytes that a decode step must read: all weights but a separate embedding, and the K/V of all rows."""
     spec, weights = model.spec, model.weights
     embedding = 0 if spec.tied else weights.embedding.numel() * weights.embedding.itemsize
     geometry = KvGeometry(spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.head_dim, model.kv_dtype)
@@ -184,7 +182,7 @@ def step_bytes(model: LlamaGpuModel, load: Load) -> int:
 
 
 def _empty() -> None:
-    """Give back what nobody holds: the next cache is made beside it otherwise."""
+    """Release unused GPU memory; the next cache would otherwise be allocated beside it."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -17,7 +17,6 @@ _BATCHES = (1, 8, 32, 128)
 
 
 def main() -> None:
-    """Run the benchmark."""
     args = parser(__doc__).parse_args()
     device = the_device("gpu_linear")
     check(device)

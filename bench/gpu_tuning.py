@@ -27,14 +27,13 @@ _MANIES = tuple(itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3)))  # 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A tuning that was timed: what it is in words, and its time in seconds."""
+    """A tuning that was timed: its description, and its time in seconds."""
 
     words: str
     seconds: float
 
 
 def main() -> None:
-    """Run the benchmark."""
     flags = parser(__doc__)
     flags.add_argument("--best", type=int, default=5, help="how many shapes to print of each kind")
     args = flags.parse_args()
@@ -50,7 +49,7 @@ def main() -> None:
 
 
 def ranked(name: str, tried: Iterator[Tried], best: int) -> Iterator[Figure]:
-    """Yield the time of the first, which is what the chip gets today, and of the fastest."""
+    """Yield the time of the first tuning, which the chip uses today, and of the fastest."""
     today, *others = tried
     yield Figure(f"{name}_today_us", 1e6 * today.seconds, today.words)
     for place, each in enumerate(sorted(others, key=lambda other: other.seconds)[:best], start=1):
@@ -58,7 +57,7 @@ def ranked(name: str, tried: Iterator[Tried], best: int) -> Iterator[Figure]:
 
 
 def chosen(case: Case, device: torch.device) -> Tuning:
-    """Return what the chip gets today for the heads of a case."""
+    """Return the chip's present tuning for the heads of a case."""
     heads, dim = case.heads, case.heads.head_dim
     shape = Heads(heads.num_heads, heads.num_kv_heads, dim, dim, heads.dtype.itemsize, case.cache.keys.itemsize)
     return tuning(chip_of(device), shape)
@@ -121,7 +120,7 @@ def _tried(words: str, tuned: Tuning, case: Case, seconds: Callable[[Tuning], fl
 
 
 def _small(case: Case) -> Case:
-    """Return a case with the same heads and types that takes float64 no time."""
+    """Return a small case with the same heads and types, for a quick reference in float64."""
     rows = Rows((300, 1, 1040, 200), (1, 1, 1, 150))
     return make_case(case.heads, rows, case.cache.geometry.dtype, case.query.device)
 

@@ -48,7 +48,7 @@ _BURSTS: Final = 3.0
 
 
 class Load:
-    """One run of the benchmark: what was asked for, and the rows and figures so far."""
+    """One run of the benchmark: its flags, and the rows and figures so far."""
 
     def __init__(self, args: argparse.Namespace, model: Path, load_format: str) -> None:
         self.args, self._model, self._load_format = args, model, load_format
@@ -60,7 +60,6 @@ class Load:
     # ------------------------------------------------------------ suites and shapes
 
     def shape(self, output_tokens: int | None = None, real: bool = False) -> Shape:
-        """Return what the requests are like."""
         args = self.args
         return Shape(
             prompt_tokens=args.prompt_tokens,
@@ -100,7 +99,6 @@ class Load:
     # ------------------------------------------------------------ what is measured
 
     async def at_rates(self, rates: list[float], real: bool, routers: int = 1) -> None:
-        """Measure given rates."""
         engine = "real" if real else "simulated"
         async with self.suite(routers, real) as suite:
             for cv, rate in itertools.product(self.args.cv, rates):
@@ -110,7 +108,7 @@ class Load:
                 self.columns[name + (f"_{routers}routers" if routers > 1 else "")] = row
 
     def _keeper(self, routers: int, engine: str = "simulated") -> Callable[[Row], None]:
-        """Return what notes a row for the picture and the file, and says it."""
+        """Return a function that keeps a row for the picture and the file, and prints it."""
 
         def keep(row: Row) -> None:
             self.rows.append({"engine": engine, "routers": routers, **row})
@@ -122,7 +120,7 @@ class Load:
         print(load_modes.words(row), flush=True)
 
     async def saturate(self, routers: int, added: bool) -> None:
-        """Find what the routers carry, in tokens and in requests; then what one adds at half of it."""
+        """Find the highest load of the routers, in tokens and in requests; then what one adds to TTFT at half of it."""
         ending = "" if routers == 1 else f"_{routers}"
         probes = self.args.probes if routers == 1 else self.args.probes - 1
         async with self.suite(routers) as suite:
@@ -168,14 +166,13 @@ class Load:
             self.figures |= await load_modes.many_streams(suite, shape, self.args.opening, 3.0 if kill else None)
 
     async def everything(self) -> None:
-        """Take every figure."""
         for routers in self.args.routers:
             await self._part(f"{routers} routers", self.saturate(routers, added=routers == 1))
         await self._part("streams", self.open_streams(4096, kill=True))
         await self._part("the real engine", self.at_rates([10.0, 20.0, 40.0], real=True))
 
     async def _part(self, name: str, part: Coroutine[Any, Any, None]) -> None:
-        """Take a part of the figures; where it cannot be taken, the others still are."""
+        """Measure a part of the figures; when it fails, the others are still measured."""
         try:
             await part
         except QuireError as error:
@@ -184,7 +181,6 @@ class Load:
 
 
 async def run(load: Load) -> None:
-    """Measure what the flags ask for."""
     args = load.args
     if args.all:
         return await load.everything()
@@ -211,7 +207,6 @@ def _cores(text: str) -> Mapping[str, list[int]]:
 
 
 def flags() -> argparse.ArgumentParser:
-    """Return the parser."""
     made = parser(__doc__)
     made.formatter_class = argparse.RawDescriptionHelpFormatter
     made.add_argument("--all", action="store_true", help="every figure, one after the other")
@@ -250,7 +245,7 @@ def flags() -> argparse.ArgumentParser:
 
 
 def _keep(rows: list[dict[str, float | str]], args: argparse.Namespace) -> None:
-    """Write the rows to a file, and draw them, where that was asked for."""
+    """Write the rows to a file, and draw them, where the flags ask for it."""
     path: Path = args.results or RESULTS
     if not rows or not (args.results or args.all or args.plot):
         return

@@ -40,7 +40,7 @@ from common.errors import Unavailable
 
 RESULTS: Final = Path(__file__).parent / "results"
 _SHARING: Final = ("W2", "W3")
-"""Workloads whose requests share prefixes: the others have nothing to cache."""
+"""Workloads whose requests share prefixes: prefix caching gains nothing on the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +62,18 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """In what type, and whether with prefix caching, everything runs."""
+    """The data type and the prefix caching of all runs."""
 
     dtype: str
     prefix_caching: bool
 
     @property
     def fields(self) -> dict[str, str]:
-        """As result lines have it."""
         return {"dtype": self.dtype, "prefix_caching": "on" if self.prefix_caching else "off"}
 
 
 class Engine(Protocol):
-    """One of those that are compared."""
+    """An engine of the comparison."""
 
     name: str
     start_seconds: float
@@ -100,13 +99,12 @@ class Ours:
         self.start_seconds = suite.start_seconds
 
     async def warm_up(self) -> None:
-        """Run what the peers' drivers run before they say READY; it counts as part of the start."""
+        """Run the warm-up that peers' drivers run before READY; it counts as part of the start."""
         began = time.perf_counter()
         await self._suite.run(warm_up())
         self.start_seconds += time.perf_counter() - began
 
     async def run(self, workload: str, scale: float) -> dict[str, Any]:
-        """See `Engine`."""
         self._runs += 1
         seconds, records = await self._suite.run(make(workload, 0, scale), salt=f"run-{self._runs}")
         if self._runs == 1:
@@ -116,7 +114,6 @@ class Ours:
         return found | {"peak_rss_mib": sum(memory.values()), "rss_mib": memory}
 
     def first_outputs(self) -> dict[str, list[int]]:
-        """See `Engine`."""
         return self._first
 
 
@@ -148,9 +145,9 @@ async def loaded(args: argparse.Namespace, mode: Mode, scratch: Path) -> AsyncIt
 def turns(
     engines: Sequence[Engine], items: Sequence[Item], repeat: int, once: Sequence[str] = ()
 ) -> Iterator[tuple[int, Item, Engine]]:
-    """Yield who runs what: all engines next to each other on an item, beginning with another one each time.
+    """Yield (engine, item) pairs: all engines next to each other on an item, beginning with another one each time.
 
-    Those that are named in `once` run the first repetition alone.
+    The engines in `once` run the first repetition alone.
     """
     for rep in range(repeat):
         present = [engine for engine in engines if rep == 0 or engine.name not in once]
@@ -161,12 +158,11 @@ def turns(
 
 
 def items_of(plan: Sequence[Item], mode: Mode) -> list[Item]:
-    """Return what of a plan is to be run in a mode."""
     return [item for item in plan if not mode.prefix_caching or item.workload in _SHARING]
 
 
 async def compare(args: argparse.Namespace, mode: Mode, take: Callable[[dict[str, Any]], None]) -> None:
-    """Hand on a result line for each run of a mode. The first run of each engine compares tokens, and is not timed."""
+    """Pass on a result line for each run of a mode. The first run of each engine compares tokens, and is not timed."""
     items = items_of(args.plan, mode)
     if not items:
         return
@@ -183,7 +179,7 @@ async def compare(args: argparse.Namespace, mode: Mode, take: Callable[[dict[str
 
 
 async def _run(engine: Engine, item: Item) -> dict[str, Any] | None:
-    """Return the figures of a run; None, said on stderr, where a peer failed: the others go on without it."""
+    """Return the figures of a run; None, with a line on stderr, where a peer failed: the others go on without it."""
     try:
         return await engine.run(item.workload, item.scale)
     except Unavailable as failure:
@@ -194,7 +190,7 @@ async def _run(engine: Engine, item: Item) -> dict[str, Any] | None:
 
 
 async def _agreements(engines: Sequence[Engine], item: Item) -> dict[str, float]:
-    """Return, for each engine that can run, the share of tokens that it has in common with ours on one workload."""
+    """Return the share of tokens that each engine has in common with Quire on one workload, where it can run."""
     outputs = {engine.name: engine.first_outputs() for engine in engines if await _run(engine, item) is not None}
     return {name: agreement(outputs[OURS], found) for name, found in outputs.items()}
 
@@ -204,7 +200,7 @@ async def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
     this = asyncio.current_task()
     assert this is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)  # so that no engine is left behind
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)  # so that no engine keeps running
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with args.out.open("w") as out:
 
@@ -240,7 +236,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Run the benchmark."""
     flags = _parser()
     args = flags.parse_args()
     args.peers = args.peers.expanduser().resolve()

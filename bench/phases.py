@@ -59,7 +59,7 @@ def step_seconds(records: Sequence[Record]) -> float:
 class Peaks:
     """The best rates seen so far: FLOP/s of matrix products, bytes a second of reading.
 
-    They are taken again between measurements: one that another program disturbed would flatter the engine.
+    They are measured again between measurements: a rate that another program disturbed would flatter the engine.
     """
 
     dtype: torch.dtype
@@ -68,13 +68,13 @@ class Peaks:
     read: float = 0.0
 
     def take(self) -> None:
-        """Measure both once more."""
+        """Measure both rates once more."""
         self.flops = max(self.flops, matmul_rate(self.dtype, self.threads))
         self.read = max(self.read, read_rate(self.threads))
 
 
 def prefill_seconds(worker: BenchWorker, repeat: int) -> float:
-    """Return the time of the prefills, each of which draws one token."""
+    """Return the time of the prefills, each of which samples one token."""
     return min(
         worker.drive(equal_requests(PREFILL_PROMPTS, PREFILL_TOKENS, 1, 100 + turn)).seconds for turn in range(repeat)
     )
@@ -87,7 +87,7 @@ def decode_seconds(worker: BenchWorker, batch: int, repeat: int) -> float:
 
 
 def fractions(costs: ModelCosts, peaks: Peaks, prefill: float, decodes: Mapping[int, float]) -> dict[str, float]:
-    """Return speeds, and which parts of the peak rates they are; `decodes` has seconds of a step by batch."""
+    """Return speeds, and their fractions of the peak rates; `decodes` has seconds of a step by batch."""
     found = {
         "peak_gflop_s": peaks.flops / 1e9,
         "read_gb_s": peaks.read / 1e9,
@@ -153,7 +153,6 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    """Run the benchmark."""
     flags = parser(__doc__)
     parts = ["phases", "attention", "blocks"]
     flags.add_argument("--model", help="folder of a checkpoint; unset: a random one of 128 million parameters")

@@ -92,7 +92,6 @@ def compare(
 
 
 def main() -> None:
-    """Run the benchmark."""
     flags = parser(__doc__)
     flags.add_argument("--runs", type=int, default=7, help="runs of each workload with caching and without")
     args = flags.parse_args()

@@ -35,13 +35,12 @@ def suite_flags(options: Mapping[str, object]) -> list[str]:
 
 
 def bench_options(model: str, load_format: str, args: argparse.Namespace, dtype: str, caching: bool) -> list[str]:
-    """Return the flags of a suite that is to be compared; what is not told here is as `quire up` has it."""
+    """Return the flags of a suite for a comparison; all other options are the defaults of `quire up`."""
     alone = {"model": model, "load_format": load_format, "dtype": dtype, "prefix_caching": caching}
     return suite_flags({**alone, **worker_options(args), "trace_sample_ratio": args.trace_sample_ratio})
 
 
 def add_suite_flags(flags: argparse.ArgumentParser) -> None:
-    """Add what tells how the suite is run, beside the engine's flags."""
     flags.add_argument("--trace-sample-ratio", type=float, default=0.0, help="share of the requests that are traced")
 
 
@@ -72,7 +71,6 @@ async def run(args: argparse.Namespace) -> Measured:
 
 
 def main() -> None:
-    """Run the benchmark."""
     flags = parser(__doc__)
     add_model_flags(flags)
     add_engine_flags(flags)

@@ -47,7 +47,6 @@ class Pair:
 
     @property
     def ratio(self) -> float:
-        """Throughput of embedded over remote."""
         return (self.embedded.tokens / self.embedded.seconds) / (self.remote.tokens / self.remote.seconds)
 
 
@@ -58,7 +57,6 @@ def first_token(worker: BenchWorker, seed: int) -> float:
 
 
 def cpu_seconds(process: psutil.Process) -> float:
-    """Return user and system time of a process so far."""
     times = process.cpu_times()
     return float(times.user + times.system)
 
@@ -93,7 +91,6 @@ def measure(make_runner: MakeRunner, config: AgentConfig, pairs: int, output_tok
 
 
 def figures_of(name: str, pairs: list[Pair]) -> dict[str, float]:
-    """Return the figures of one kind of step."""
     median, lower, upper = median_interval([pair.ratio for pair in pairs])
     first = [pair.first_remote - pair.first_embedded for pair in pairs]
     return {
@@ -110,7 +107,6 @@ def figures_of(name: str, pairs: list[Pair]) -> dict[str, float]:
 
 
 def notes_of(name: str, what: str) -> dict[str, str]:
-    """Return what the figures of one kind of step mean."""
     return {
         f"slowdown_{name}": f"embedded over remote throughput, {what}; median (1.00: the split is free)",
         f"slowdown_{name}_lower": "lower end of its 95 % bootstrap interval",
@@ -123,12 +119,10 @@ def notes_of(name: str, what: str) -> dict[str, str]:
 
 
 def simulated_runner(_: AgentConfig) -> tuple[StepRunner, None]:
-    """Return a runner of simulated steps."""
     return SimulatedRunner(StepCosts(base=STEP_SECONDS), SimulatedTokens(range(7, 1007)), held=HELD_SECONDS), None
 
 
 def main() -> None:
-    """Run the benchmark."""
     flags: argparse.ArgumentParser = parser(__doc__)
     flags.add_argument("--pairs", type=int, default=24, help="interleaved pairs of each kind")
     flags.add_argument("--sequences", type=int, default=64, help="sequences at once")

@@ -43,14 +43,13 @@ DRAWS = {
 
 
 class TimedLauncher:
-    """Launches kernel by kernel, and notes when."""
+    """Launches kernel by kernel, and records the times."""
 
     def __init__(self, launcher: StepLauncher, model: LlamaCpuModel, spent: list[StepTimes]) -> None:
         self._launcher, self._model, self._spent = launcher, model, spent
         self._ended, self._forward = time.perf_counter(), 0.0
 
     def launch(self, step: LaidOutStep) -> SampledTokens:
-        """See `StepLauncher`."""
         began = time.perf_counter()
         sampled = self._launcher.launch(step)
         ended, forward = time.perf_counter(), sum((self._model.seconds or {}).values())
@@ -88,7 +87,6 @@ def _runner(plane: ModelPlane, way: str, limits: RunnerLimits, blocks: int, spen
 
 
 def measure(plane: ModelPlane, way: str, rows: int, steps: int, sampling: SamplingParams) -> Overhead:
-    """Run `steps` decode steps of `rows` rows."""
     length, model = PROMPT_TOKENS + steps + WARM_UP, plane.model
     assert isinstance(model, LlamaCpuModel)
     config = AgentConfig(rows * (-(-length // BLOCK_SIZE) + 2), BLOCK_SIZE, 1 << 15, max_num_seqs=rows)
@@ -102,7 +100,7 @@ def measure(plane: ModelPlane, way: str, rows: int, steps: int, sampling: Sampli
         before = psutil.Process().cpu_times()
         worker.load(random_prompts(rows, PROMPT_TOKENS, 1), steps)
         after = psutil.Process().cpu_times()
-    decodes = spent[2:]  # the first waits for the load, the second may for the last of its prompts
+    decodes = spent[2:]  # the first waits for the load, the second may wait for the last prompts
     idle = [each.idle_before for each in decodes]
     return Overhead(
         statistics.median(idle),
@@ -123,7 +121,6 @@ def figures_of(name: str, found: Overhead) -> Iterator[tuple[str, float, str]]:
 
 
 def main() -> None:
-    """Run the benchmark."""
     flags: argparse.ArgumentParser = parser(__doc__)
     flags.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256], help="batch sizes")
     flags.add_argument("--steps", type=int, default=300, help="decode steps of each")

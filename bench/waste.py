@@ -22,7 +22,6 @@ def mixed_requests(count: int, seed: int) -> list[Lengths]:
 
 
 def main() -> None:
-    """Run the benchmark."""
     flags = parser(__doc__)
     flags.add_argument("--requests", type=int, default=256, help="requests of the mixed workload")
     args = flags.parse_args()

@@ -1,4 +1,4 @@
-"""What the commands share: the router's address, a client or a channel, a console, and error messages."""
+"""The common part of the commands: the router's address, a client or a channel, a console, and error messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quire.api.status import error_from_rpc
 from quire.client import AsyncClient
 
 _PIPED_WIDTH = 140
-# What gRPC servers say themselves.
+# The messages of gRPC servers themselves.
 _NO_SUCH_METHOD = "Method not found!"
 
 
@@ -42,7 +42,7 @@ async def router_channel(address: str) -> AsyncIterator[grpc.aio.Channel]:
 
 @asynccontextmanager
 async def router_client(address: str) -> AsyncIterator[AsyncClient]:
-    """Open the client library. Calls have no deadline unless they ask for one."""
+    """Open the client library. Calls have no deadline unless they set one."""
     async with AsyncClient(address, timeout=None) as client:
         try:
             yield client
@@ -51,7 +51,7 @@ async def router_client(address: str) -> AsyncIterator[AsyncClient]:
 
 
 def _with_advice(error: QuireError, address: str) -> QuireError:
-    """Add what to do when no router answers, or when another server does."""
+    """Add advice to an error when no router answers, or when another server does."""
     if isinstance(error, Unavailable) and "connect" in str(error).lower():
         return Unavailable(f"no router answers at {address}; start one with  quire up --model DIR")
     if isinstance(error, Unsupported) and str(error) == _NO_SUCH_METHOD:

@@ -10,7 +10,7 @@ from pydantic import Field
 from common.settings.options import Address, BlockSize, Count, Fraction, RedisUrl, Seconds, Settings
 from gpuworker.config import EngineSettings
 
-# The processes are told each other's ports before any of them runs, so that 0 cannot mean "a free one" here.
+# Each process gets the others' ports before any of them runs, so 0 cannot mean "a free one" here.
 FixedPort = Annotated[int, Field(ge=1, le=65535)]
 
 

@@ -23,7 +23,7 @@ _EXTRAS = (
 
 
 def usage() -> str:
-    """Return what `quire` alone prints."""
+    """Return the text that `quire` without arguments prints."""
     width = max(map(len, COMMANDS))
     lines = [f"  quire {name:<{width}}  {what}" for name, what in COMMANDS.items()]
     services = "Services of their own: quire-router, quire-kvmanager, quire-gpuworker."

@@ -1,6 +1,6 @@
-"""A constraint as llguidance reads it: the router checks it in this form, the worker computes masks of it.
+"""Converts a constraint to llguidance's notation: the router checks the constraint, the worker computes its masks.
 
-Needs `llguidance`, which the extras of router and worker bring; nothing else of `common` imports this module.
+Needs `llguidance`, which the extras of router and worker install; nothing else of `common` imports this module.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from llguidance import LLMatcher, LLParserLimits
 
 from common.types import Constraint, ConstraintKind
 
-# Items of the parser at one token. An ambiguous grammar (`s: s s | /./ |`) makes more with each token: at llguidance's
-# 50,000 one mask took 130 ms, for which all sequences of the step wait, at 5,000 it is refused at 15 ms.
+# Items of the parser at one token. An ambiguous grammar (`s: s s | /./ |`) makes more with each token. At llguidance's
+# limit of 50,000 one mask took 130 ms, and all sequences of the step wait for it. With 5,000 it is refused at 15 ms.
 _MAX_ITEMS = 5_000
-# Between the parts of a JSON document there may be one space, as most programs write it: that costs fewest tokens, and
-# some models, free to choose, never stop writing blanks.
+# A JSON document may have one space between its parts, as most programs write it: that costs fewest tokens, and
+# some models never stop writing blanks when they may.
 _WHITESPACE: Any = {"whitespace_pattern": " "}
 
 
@@ -24,21 +24,21 @@ def grammar_of(constraint: Constraint) -> str:
     """Return the constraint in llguidance's own notation. Raises ValueError when a JSON schema is no JSON object."""
     match constraint.kind:
         case ConstraintKind.JSON_SCHEMA:
-            # `true` and `{}` allow the same; options can be laid over an object alone.
+            # `true` and `{}` allow the same; options can only be added to an object.
             schema = "{}" if constraint.text.strip() == "true" else constraint.text
             # A schema may carry options for the compiler ("x-guidance"), such as other whitespace; it must not ask for
-            # keywords to be passed over in silence.
+            # keywords to be ignored silently.
             return LLMatcher.grammar_from_json_schema(schema, defaults=_WHITESPACE, overrides={"lenient": False})
         case ConstraintKind.REGEX:
             return LLMatcher.grammar_from_regex(constraint.text)
         case ConstraintKind.GRAMMAR:
-            # Wrapped here: llguidance would take a text that begins with a brace for its own notation.
+            # The text is wrapped: llguidance would parse a text that begins with a brace as its own notation.
             return json.dumps({"grammars": [{"lark_grammar": constraint.text}]})
 
 
 def parser_limits() -> LLParserLimits:
-    """Return what compiling and one mask may cost: some 0.1 s to compile at most, some 15 ms a mask.
+    """Return the limits of compiling and of one mask: about 0.1 s to compile, about 15 ms a mask.
 
-    Without its verbose errors, which quote tokens of the output.
+    Verbose errors are off, because they quote tokens of the output.
     """
     return LLParserLimits(step_max_items=_MAX_ITEMS, verbose_errors=False)

@@ -51,7 +51,6 @@ def next_digest(parent: bytes, block_tokens: Sequence[int]) -> bytes:
 
 
 def block_hash_of(digest: bytes) -> BlockHash:
-    """Return the 16-byte block hash of a 32-byte digest."""
     return BlockHash(digest[:KEY_BYTES])
 
 

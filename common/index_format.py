@@ -1,4 +1,4 @@
-"""Names and packing of what the KV manager writes to Redis and the router reads. Standard library only.
+"""Names and packing of the data that the KV manager writes to Redis and the router reads. Standard library only.
 
     {ns}:p:<16-byte hash>          string: an entry a worker, little-endian u16 slot and u32 generation; has a TTL
     {ns}:w:<slot>                  hash: worker_id, incarnation (hex), address, generation; no TTL
@@ -8,7 +8,7 @@
     quire:discovery:worker:<id>    JSON (`DiscoveredWorker`); has a TTL, renewed while attached
 
 `ns` is `PoolIdentity.namespace`, a hash tag: all keys of an index lie in one cluster slot. An entry counts only if its
-generation is that in `{ns}:w:<slot>`, which is drawn anew whenever the manager rebuilds or clears.
+generation is that in `{ns}:w:<slot>`. The manager draws a new generation whenever it rebuilds or clears.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ENTRY = struct.Struct("<HI")
 
 @dataclass(frozen=True, slots=True)
 class SlotOwner:
-    """Which worker a slot stands for, and the generation whose entries count."""
+    """The worker that a slot stands for, and the generation whose entries count."""
 
     worker_id: str
     incarnation: str
@@ -40,7 +40,7 @@ class SlotOwner:
 
 @dataclass(frozen=True, slots=True)
 class DiscoveredWorker:
-    """A worker that is attached to a manager: where it serves, and what."""
+    """A worker that is attached to a manager: its address and the identity that it serves."""
 
     worker_id: str
     address: str
@@ -49,12 +49,11 @@ class DiscoveredWorker:
 
 
 def prefix_key_root(namespace: str) -> bytes:
-    """Return what all keys of block entries begin with; the 16-byte hash follows."""
+    """Return the beginning of the keys of all block entries; the 16-byte hash follows."""
     return f"{namespace}:p:".encode()
 
 
 def slot_key(namespace: str, slot: int) -> str:
-    """Return the key of a slot's owner."""
     return f"{namespace}:w:{slot}"
 
 
@@ -74,12 +73,11 @@ def fence_key(namespace: str) -> str:
 
 
 def discovery_key(worker_id: str) -> str:
-    """Return the discovery key of a worker."""
     return DISCOVERY_PREFIX + worker_id
 
 
 def pack_entry(slot: int, generation: int) -> bytes:
-    """Return the 6 bytes that say: this slot holds the block, as of this generation."""
+    """Return the 6 bytes of an entry: this slot holds the block, as of this generation."""
     return _ENTRY.pack(slot, generation)
 
 
@@ -101,7 +99,6 @@ def owner_from_fields(fields: Mapping[bytes, bytes]) -> SlotOwner | None:
 
 
 def discovered_to_json(worker: DiscoveredWorker) -> str:
-    """Return the value of a discovery key."""
     return json.dumps(asdict(worker))
 
 

@@ -1,6 +1,6 @@
-"""The lease protocol as data: what a GPU worker (W) and a KV manager (M) say to each other, and the port between them.
+"""The lease protocol as data: the messages between a GPU worker (W) and a KV manager (M), and the port between them.
 
-W touches only blocks in its block tables or its lease pool; M grants only what a report freed. Every loss of the
+W touches only blocks in its block tables or its lease pool; M grants only blocks that a report freed. Every loss of the
 stream is a resync: W sends an inventory, M rebuilds its ledger from that alone. These classes mirror the messages in
 `protos/quire/kvmanager/v1`; both cores, the embedded mode and the executable model use them directly.
 """
@@ -158,7 +158,7 @@ class Preempt:
 
 @dataclass(frozen=True, slots=True)
 class GrantBatch:
-    """What M grants and orders. W applies the columns in this order, at the cut-off of its next step."""
+    """The grants and orders of M. W applies the columns in this order, at the cut-off of its next step."""
 
     lease_target: int
     copy: tuple[Copy, ...] = ()
@@ -203,14 +203,14 @@ LeaseEvent = Connected | Attached | Granted | Detached
 
 
 class LeaseChannel(Protocol):
-    """How the engine reaches its KV manager. Called from the engine's thread only; no method blocks.
+    """The engine's connection to its KV manager. Called from the engine's thread only; no method blocks.
 
     `gpuworker/engine/lease_client.py` implements it over gRPC, `cli/suite/embedded.py` over a
     manager core in the same process.
     """
 
     def poll(self) -> list[LeaseEvent]:
-        """Return what arrived since the last call, in order."""
+        """Return the events since the last call, in order."""
         ...
 
     def attach(self, attach: Attach, inventory: Inventory) -> None:

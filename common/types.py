@@ -47,12 +47,10 @@ BlockHash = NewType("BlockHash", bytes)
 """16 bytes: the hash of a full block's content and of everything before it (`common.hashing`)."""
 
 TRIMMED = BlockId(-1)
-"""Stands in a block table where a block has left every layer's attention window."""
+"""Replaces a block in a block table once the block has left every layer's attention window."""
 
 
 class SequencePhase(StrEnum):
-    """Where a sequence is in its life at the worker."""
-
     WAITING = "waiting"
     RUNNING = "running"
     DRAINING_FINISH = "draining_finish"
@@ -77,10 +75,10 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn, with every default filled in. See `protos/quire/types/v1/types.proto` for ranges.
+    """How tokens are sampled; every default is filled in. Ranges are in `protos/quire/types/v1/types.proto`.
 
     `constraint` travels beside the others, not with them: in requests and in submits it has a field of its own.
-    `temperature` 0 is greedy, `top_k` 0 keeps all tokens, `logprobs` None returns none, 0 only that of the drawn token.
+    `temperature` 0 is greedy, `top_k` 0 keeps all tokens. `logprobs` None returns none, 0 the sampled token's only.
     """
 
     temperature: float = 1.0
@@ -104,8 +102,6 @@ class SamplingParams:
 
 
 class DecisionKind(StrEnum):
-    """What a decision record is about."""
-
     ADMISSION = "admission"
     ROUTING = "routing"
     GRANT = "grant"
@@ -117,9 +113,9 @@ class DecisionKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One option of a decision: its cost and the terms that add up to it, in one unit, or why it was out.
+    """One option of a decision: its cost and the terms that add up to it, in one unit, or why it was excluded.
 
-    In a routing decision the unit is predicted seconds. `figures` are what the terms were worked out from.
+    In a routing decision the unit is predicted seconds. `figures` are the inputs of the terms.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The answers to operator calls as messages."""
+"""Encodes the answers to operator calls as messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from quire.kvmanager.v1 import kvmanager_pb2
 
 
 def table_to_proto(table: BlockTable) -> kvmanager_pb2.BlockTable:
-    """Return the message of one sequence's block table."""
     return kvmanager_pb2.BlockTable(
         sequence=table.sequence,
         request_id=table.request_id,
@@ -22,7 +21,6 @@ def table_to_proto(table: BlockTable) -> kvmanager_pb2.BlockTable:
 
 
 def match_to_proto(worker_id: str, match: PrefixMatch) -> kvmanager_pb2.PrefixMatch:
-    """Return the message of a prompt's cached prefix on a worker."""
     return kvmanager_pb2.PrefixMatch(
         worker_id=worker_id,
         hit_blocks=match.hit_blocks,

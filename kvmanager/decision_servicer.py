@@ -17,8 +17,6 @@ _Context = aio.ServicerContext[Any, Any]
 
 
 class DecisionServicer(decision_pb2_grpc.DecisionServiceServicer):
-    """Serves a ring of records."""
-
     def __init__(self, ring: DecisionRing) -> None:
         self._ring = ring
 
@@ -30,5 +28,5 @@ class DecisionServicer(decision_pb2_grpc.DecisionServiceServicer):
         return decision_pb2.ListDecisionsResponse(decisions=map(decision_to_proto, found))
 
     async def GetTrace(self, request: decision_pb2.GetTraceRequest, context: _Context) -> decision_pb2.GetTraceResponse:
-        """Raises Unsupported."""
+        """Raise Unsupported: the router keeps the traces."""
         raise Unsupported("the KV manager keeps no traces; ask the router")

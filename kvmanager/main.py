@@ -1,4 +1,4 @@
-"""The KV manager's process: builds everything, serves, drains. The only place of this service that names classes."""
+"""The KV manager's process: builds everything, serves, drains. The only module of this service that names classes."""
 
 from __future__ import annotations
 
@@ -89,12 +89,12 @@ class ManagerProcess:
         )
 
     def debug_state(self) -> dict[str, object]:
-        """Return what `quire debug dump` shows of the manager: the pool of each worker's ledger."""
+        """Return the manager's part of `quire debug dump`: the pool of each worker's ledger."""
         pools = {worker: asdict(ledger.pool()) for worker, ledger in self.attachments.ledgers()}
         return {"epoch": self.index.epoch, "draining": self.attachments.draining, "pools": pools}
 
     async def stop(self) -> None:
-        """Write what is still to be written, send the workers away, and stop."""
+        """Write the pending changes, send the workers away, and stop."""
         await self.server.health.drain()
         if not await self.index.flush(_FLUSH_S):
             log.warning("stopping although the prefix index lacks some changes; the next manager publishes them")
@@ -107,7 +107,7 @@ class ManagerProcess:
         await self.abort(_GRACE_S)
 
     async def abort(self, grace: float = 0.0) -> None:
-        """Stop, giving what operators have asked `grace` seconds."""
+        """Stop; running calls of operators have `grace` seconds."""
         await self.server.stop(grace)
         await self.index.close()
         await self.metrics.stop()
@@ -178,7 +178,6 @@ async def serve(settings: KvManagerSettings) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `quire-kvmanager`."""
     settings = load_or_exit(KvManagerSettings, argv, prog="quire-kvmanager")
     return run_service("kvmanager", settings, lambda: serve(settings))
 

@@ -27,7 +27,7 @@ _TOTALS: Final = {
     "ignored_seals": "Sealed blocks whose parent was not cached.",
 }
 _FIELDS: Final = {"num_preemptions": "preemptions", "kv_evictions": "evictions"}
-# The ledgers count blocks; vLLM's counters of these names, which dashboards know, count tokens.
+# The ledgers count blocks. vLLM's counters of these names, which dashboards read, count tokens.
 _BLOCK_FIELDS: Final = {
     "prefix_cache_queries": "prefix_query_blocks",
     "prefix_cache_hits": "prefix_hit_blocks",

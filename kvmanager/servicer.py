@@ -1,4 +1,4 @@
-"""The manager's gRPC service: the session stream, and what operators ask."""
+"""The manager's gRPC service: the session stream, and the calls of operators."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class KvManagerServicer(kvmanager_pb2_grpc.KvManagerServiceServicer):
     async def Session(  # type: ignore[override]
         self, request_iterator: AsyncIterator[kvmanager_pb2.SessionRequest], context: _Context
     ) -> None:
-        """Serve a worker's stream. The headers go first, so that the worker knows that a manager answers."""
+        """Serve a worker's stream. The headers go first: they show the worker that a manager answers."""
         await context.send_initial_metadata(())
         await SessionHandler(self._attachments, request_iterator, self._observe).serve(partial(send, context))
 
@@ -63,7 +63,6 @@ class KvManagerServicer(kvmanager_pb2_grpc.KvManagerServiceServicer):
         return kvmanager_pb2.GetBlockTableResponse(tables=found)
 
     async def GetPool(self, request: kvmanager_pb2.GetPoolRequest, context: _Context) -> kvmanager_pb2.GetPoolResponse:
-        """Return the state of the workers' pools."""
         ledgers = self._attachments.ledgers(request.worker_id)
         pools = [pool_to_proto(worker_id, ledger.pool()) for worker_id, ledger in ledgers]
         return kvmanager_pb2.GetPoolResponse(epoch=self._attachments.index.epoch, pools=pools)

@@ -143,7 +143,7 @@ class RouterProcess:
         add_otlp_receiver(self._store, self._server.server)
 
     def debug_state(self) -> dict[str, object]:
-        """Return what `quire debug dump` shows of the router: its queue and its workers."""
+        """Return the router's part of `quire debug dump`: its queue and its workers."""
         return MessageToDict(self.status.status(), preserving_proto_field_name=True)
 
     def _is_ready(self) -> bool:
@@ -180,7 +180,7 @@ class RouterProcess:
         self.frontend.draining = True
         await self._server.health.drain()
         grace = self.settings.drain_timeout
-        # New requests go to the siblings; without siblings they are refused because this router drains.
+        # New requests go to the siblings. Without siblings this router refuses them while it drains.
         closing = asyncio.create_task(self._close(grace)) if self._shares else None
         if not await self.frontend.drain(grace):
             log.warning("stopping although some requests have not finished")
@@ -254,7 +254,6 @@ async def serve(settings: RouterSettings) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `quire-router`."""
     settings = load_or_exit(RouterSettings, argv, prog="quire-router")
     return run_service("router", settings, lambda: serve(settings))
 

@@ -63,8 +63,6 @@ class RequestValidator(Protocol):
 
 
 class ConstraintCheck(Protocol):
-    """Checks whether constraints can be enforced."""
-
     async def check(self, constraint: Constraint) -> None:
         """Raise InvalidRequest for a wrong constraint, Unsupported if none can be enforced here."""
         ...
@@ -116,9 +114,7 @@ class TextAssembler(Protocol):
 class TextAssemblers(Protocol):
     """Makes assemblers. The frontend does not pass a stop token to them unless `sampling.include_stop` is set."""
 
-    def assembler(self, sampling: SamplingParams) -> TextAssembler:
-        """Return the assembler of one new sequence."""
-        ...
+    def assembler(self, sampling: SamplingParams) -> TextAssembler: ...
 
 
 class PrefixIndex(Protocol):
@@ -135,8 +131,6 @@ class PrefixIndex(Protocol):
 
 
 class DecisionSink(Protocol):
-    """Keeps decision records."""
-
     def record(self, decision: Decision) -> None:
         """Keep a record; must not block."""
         ...

@@ -1,8 +1,8 @@
-"""Other engines as processes: each driver loads its engine once, says READY, and answers WORKLOAD SCALE with a result.
+"""Other engines as processes: each driver loads its engine once, prints READY, and answers WORKLOAD SCALE with figures.
 
 A peers folder has a virtual environment, `hf`, `ov` or `vllm`, and the drivers that run in it: `bench_naive.py`
 (transformers' generate on static batches), `bench_hfcb.py` (transformers' continuous batching), `bench_openvino.py`
-and `bench_vllm.py`; and the checkpoint, which they and we load.
+and `bench_vllm.py`. It also has the checkpoint, which both the peers and Quire load.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LONGEST_LINE: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Which driver, in which environment; and whether it has a prefix cache."""
+    """A driver, its environment, and whether it has a prefix cache."""
 
     environment: str
     driver: str
@@ -51,7 +51,7 @@ PEERS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class PeerOptions:
-    """What a driver is started with. `model` is a folder below `folder`; `scratch` takes its errors and outputs."""
+    """The options of a driver. `model` is a folder below `folder`; `scratch` takes its errors and outputs."""
 
     folder: Path
     scratch: Path
@@ -72,7 +72,7 @@ class PeerOptions:
 class PeerProcess:
     """One loaded engine; between its runs it is stopped (SIGSTOP), so that it takes no time from the others.
 
-    `start_seconds` is from its first instruction to READY, which it says after a few requests that warm it up.
+    `start_seconds` is from its first instruction to READY, which follows a few requests that warm it up.
     """
 
     def __init__(self, name: str, options: PeerOptions) -> None:
@@ -98,7 +98,7 @@ class PeerProcess:
     async def run(self, workload: str, scale: float) -> dict[str, Any]:
         """Run a share of a workload; return the driver's figures.
 
-        Raises Unavailable, with the driver's last words, if it ends or says nothing for RUN_SECONDS.
+        Raises Unavailable, with the driver's last lines, if it ends or prints nothing for RUN_SECONDS.
         """
         process = self._running()
         assert process.stdin is not None
@@ -116,11 +116,11 @@ class PeerProcess:
         return found
 
     def first_outputs(self) -> dict[str, list[int]]:
-        """Return the tokens of its first run, by request; drivers keep those of the first alone."""
+        """Return the tokens of the driver's first run, by request; drivers keep no later ones."""
         return self._first or {}
 
     async def _written_outputs(self) -> dict[str, list[int]]:
-        """Return what the driver writes after it has said how its first run went."""
+        """Return the outputs that the driver writes after the figures of its first run."""
         async with asyncio.timeout(_END_SECONDS):
             while True:
                 with suppress(FileNotFoundError, json.JSONDecodeError):
@@ -167,7 +167,7 @@ class PeerProcess:
         return f"its last words:\n{said}"
 
     async def _next_line(self) -> bytes:
-        """Return a line, b"" once it has ended; an engine that outlives it may still have its output open."""
+        """Return a line, b"" once the driver has ended; an engine that outlives it may still have its output open."""
         process = self._running()
         assert process.stdout is not None
         while True:
@@ -177,7 +177,7 @@ class PeerProcess:
                 return b""
 
     def _tree(self) -> list[psutil.Process]:
-        """Return it and all that it has started; what was seen once is remembered, as it may outlive its parent."""
+        """Return the driver and its descendants. Earlier ones are remembered: they may outlive their parent."""
         with suppress(psutil.NoSuchProcess):
             root = psutil.Process(self._running().pid)
             self._seen.update([root, *root.children(recursive=True)])
@@ -189,7 +189,7 @@ class PeerProcess:
                 each.send_signal(number)
 
     async def _end(self) -> None:
-        """Close its input, which ends a driver; what outlives that is killed, engines that it left behind included."""
+        """Close the driver's input, which ends it; then kill the processes that outlive it, its engines included."""
         process = self._process
         if process is None:
             return
@@ -199,8 +199,8 @@ class PeerProcess:
         process.stdin.close()
         with suppress(TimeoutError):
             async with asyncio.timeout(_END_SECONDS):
-                # `wait` would wait for whoever else has its output open, too.
-                while process.returncode is None:  # noqa: ASYNC110 - the event loop sets it, and tells nobody
+                # `wait` would also wait for other processes that have its output open.
+                while process.returncode is None:  # noqa: ASYNC110 - the event loop sets it without an event
                     await asyncio.sleep(_POLL_SECONDS)
         for each in tree:
             with suppress(psutil.NoSuchProcess):

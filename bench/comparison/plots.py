@@ -145,13 +145,12 @@ def _absent(axes: Axes, place: int, name: str) -> None:
 
 
 def duration(milliseconds: float) -> str:
-    """Return two digits or more, as people write them: 8.5 ms, 120 ms, 3.4 s, 41 s."""
+    """Return a duration with two digits or more and its unit: 8.5 ms, 120 ms, 3.4 s, 41 s."""
     value, unit = (milliseconds / 1000, "s") if milliseconds >= 1000 else (milliseconds, "ms")
     return f"{value:.0f} {unit}" if value >= 10 or value == int(value) else f"{value:.1f} {unit}"
 
 
 def main() -> None:
-    """Draw."""
     flags = argparse.ArgumentParser(description=__doc__)
     flags.add_argument("results", nargs="+", type=Path, help="files of result lines")
     flags.add_argument("--title", default="Quire and the engines that one would pick instead")

@@ -19,7 +19,7 @@ SHORT: Final = {"float32": "fp32", "bfloat16": "bf16"}
 
 @dataclass(frozen=True, order=True, slots=True)
 class Setting:
-    """What was run alike by several engines."""
+    """The conditions that several engines' runs share."""
 
     workload: str
     dtype: str
@@ -28,19 +28,18 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """As it stands in the names of figures: W1_bf16, W2_fp32_cached."""
+        """The setting in the names of figures: W1_bf16, W2_fp32_cached."""
         return f"{self.workload}_{SHORT[self.dtype]}" + ("_cached" if self.prefix_caching else "")
 
     @staticmethod
     def of(line: Mapping[str, Any]) -> Setting:
-        """Return that of a result line."""
         cached = line["prefix_caching"] == "on"
         return Setting(line["workload"], line["dtype"], cached, float(line["scale"]))
 
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Ours over one peer in one setting; `peer_speed` and `our_speed` are median output tokens a second."""
+    """Quire over one peer in one setting; `peer_speed` and `our_speed` are median output tokens a second."""
 
     setting: Setting
     peer: str
@@ -63,12 +62,11 @@ def by_engine(lines: Iterable[Mapping[str, Any]]) -> dict[Setting, dict[str, lis
 
 
 def median_of(lines: Lines, figure: str) -> float:
-    """Return the median of a figure over repetitions."""
     return statistics.median(float(line[figure]) for line in lines)
 
 
 def ratio(setting: Setting, engines: Mapping[str, Lines], peer: str) -> Ratio:
-    """Return ours over this peer; repetitions that one of them lacks do not count."""
+    """Return Quire over this peer; repetitions that one of them lacks do not count."""
     ours, theirs = ({line["rep"]: float(line["output_tok_s"]) for line in engines[name]} for name in (OURS, peer))
     pairs = [ours[rep] / theirs[rep] for rep in sorted(ours.keys() & theirs.keys())]
     speeds = median_of(engines[OURS], "output_tok_s"), median_of(engines[peer], "output_tok_s")
@@ -76,7 +74,7 @@ def ratio(setting: Setting, engines: Mapping[str, Lines], peer: str) -> Ratio:
 
 
 def over_fastest(lines: Iterable[Mapping[str, Any]]) -> list[Ratio]:
-    """Return, for each setting in which we and a peer ran, the ratio over the peer of the highest median."""
+    """Return the ratio over the peer of the highest median, for each setting in which Quire and a peer ran."""
     found = []
     for setting, engines in by_engine(lines).items():
         peers = [name for name in engines if name != OURS]

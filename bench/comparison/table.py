@@ -17,7 +17,7 @@ _WIDTH = 150
 
 
 def throughput_table(lines: Lines) -> Table:
-    """Return output tokens a second of each engine in each setting, and ours over the fastest peer."""
+    """Return output tokens a second of each engine in each setting, and Quire over the fastest peer."""
     settings = by_engine(lines)
     names = _engines(lines)
     table = _table("Output tokens a second: median (least to greatest)")
@@ -45,7 +45,7 @@ def latency_table(lines: Lines) -> Table:
 
 
 def engine_table(lines: Lines) -> Table:
-    """Return what each engine takes to start and to run, and how far its tokens agree with ours."""
+    """Return start time and memory of each engine, and the share of its tokens that agree with Quire's."""
     table = _table("Engines")
     headings = ("engine", "start, s", "peak RSS, MiB", "same tokens as ours")
     for heading in headings:
@@ -57,7 +57,6 @@ def engine_table(lines: Lines) -> Table:
 
 
 def all_figures(lines: Lines) -> dict[str, float]:
-    """Return every figure of the comparison by name."""
     figures = ratio_figures(lines)
     for setting, engines in by_engine(lines).items():
         for name, found in engines.items():
@@ -107,12 +106,10 @@ def _latency(lines: Lines) -> str:
 
 
 def read_lines(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    """Return the result lines of these files."""
     return [json.loads(line) for path in paths for line in path.read_text().splitlines() if line]
 
 
 def main() -> None:
-    """Print the tables of files of result lines."""
     flags = parser(__doc__)
     flags.add_argument("results", nargs="+", type=Path, help="files of result lines")
     args = flags.parse_args()

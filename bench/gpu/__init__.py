@@ -1,4 +1,4 @@
-"""What the GPU benchmarks share. They also run where Quire is not installed, beside torch, triton and transformers."""
+"""Shared parts of the GPU benchmarks. They also run without Quire installed, beside torch, triton and transformers."""
 
 import importlib.util
 import sys

@@ -19,7 +19,7 @@ from gpuworker.runner.cuda_graphs import CudaRecorder
 _MIXED = Rows((300, 1, 1040, 77, 200, 33, 129), (1, 1, 1, 1, 150, 33, 5))
 _SHARED = Rows((1400, 1100, 1033, 1300), (1,) * 4, shared=1024)
 _RAGGED = Rows((700, 1, 90, 2000, 33, 1024, 5, 130, 4000), (1,) * 9)
-# Of the norm of the difference over that of the reference: rounding of weights and result, not of inputs.
+# Bounds of the relative norm of the difference: rounding of weights and result, not of inputs.
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 
 
@@ -47,12 +47,12 @@ def check_attention(device: torch.device) -> None:
 
 
 def check_case(name: str, case: Case, tuned: Tuning) -> None:
-    """Check one step at tiles of one's own; ends the program when it is wrong."""
+    """Check one step at given tiles; ends the program when it is wrong."""
     _check(name, case, TritonAttention(case.cache, tuned=tuned))
 
 
 def planned(case: Case, attention: TritonAttention) -> Callable[[int], torch.Tensor]:
-    """Plan decodes as for a graph, and return what attends in the layer of an index."""
+    """Plan decodes as for a graph, and return the attention call of each layer."""
     heads = case.heads
     attention.reserve_padded(case.metadata.num_rows, heads.num_heads, heads.dtype)
     attention.begin_padded(case.metadata, heads.num_heads, heads.dtype)
@@ -85,7 +85,7 @@ def _compare(name: str, out: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def _check_write(device: torch.device) -> None:
-    """Write K and V of a step and read them back from where its slots say."""
+    """Write K and V of a step and read them back from their slots."""
     case = make_case(LLAMA_8B, _MIXED, "bfloat16", device)
     shape = (case.metadata.num_tokens, LLAMA_8B.num_kv_heads, LLAMA_8B.head_dim)
     key, value = (torch.randn(shape, device=device).bfloat16() for _ in range(2))

@@ -26,7 +26,6 @@ class Heads:
 
     @property
     def scale(self) -> float:
-        """What scores are multiplied with."""
         return float(self.head_dim**-0.5)
 
 
@@ -72,12 +71,11 @@ class Case:
 
     @property
     def read_bytes(self) -> int:
-        """K, V and scales of all contexts in one layer, each row's counted on its own."""
+        """K, V and scales of all contexts in one layer; shared positions count once for each row."""
         geometry = self.cache.geometry
         return sum(self.rows.context) * bytes_per_block(geometry, 1) // geometry.num_layers
 
     def layer(self, index: int = 0, window: int | None = None, softcap: float | None = None) -> LayerAttention:
-        """Return how a layer attends."""
         return LayerAttention(index % self.cache.geometry.num_layers, self.heads.scale, window, softcap)
 
 
@@ -110,7 +108,7 @@ def _fill(cache: KvCache) -> None:
 
 
 def reference(case: Case, layer: LayerAttention) -> torch.Tensor:
-    """Return what attention is, [T, num_heads, head_dim] float64: the formula, row by row."""
+    """Return the attention, [T, num_heads, head_dim] float64: the formula, row by row."""
     outs = []
     for row in range(case.metadata.num_rows):
         begin, end = (int(case.packed.query_start[row + n]) for n in range(2))

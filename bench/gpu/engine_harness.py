@@ -1,4 +1,4 @@
-"""Drives an engine as a worker has it, with the manager's ledger inside, on a host that has torch and little more."""
+"""Drives an engine as in a worker, with the manager's ledger inside, on a host that has torch and little more."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PATIENCE = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """What came of one sequence: its tokens, and when each came (seconds, of one clock)."""
+    """The output of one sequence: its tokens, and the time of each (seconds, of one clock)."""
 
     tokens: list[int]
     times: list[float]
@@ -69,7 +69,7 @@ class EngineDriver:
     def run(
         self, prompts: Sequence[Sequence[int]], output_tokens: int, sampling: SamplingParams = GREEDY
     ) -> list[Stream]:
-        """Return what comes of the prompts. Raises EngineFailure when a sequence fails or takes too long."""
+        """Return the outputs of the prompts. Raises EngineFailure when a sequence fails or takes too long."""
         sampling = replace(sampling, max_tokens=output_tokens, ignore_eos=True)
         requests = [self._request(prompt, sampling) for prompt in prompts]
         names = [request.new.sequence for request in requests]
@@ -84,7 +84,7 @@ class EngineDriver:
         return [self._streams[name] for name in names]
 
     def _take(self, outputs: EngineOutputs) -> None:
-        """Note a step's outputs, on the engine's thread."""
+        """Record a step's outputs, on the engine's thread."""
         now = time.perf_counter()
         for sequence, tokens in outputs.tokens:
             stream = self._streams[sequence]
@@ -121,7 +121,7 @@ def random_prompts(count: int, length: int, vocabulary: int, seed: int) -> list[
 
 
 def decode_rate(streams: Sequence[Stream], skipped: int) -> float:
-    """Return tokens a second while all streams decode: from when each has `skipped` tokens until the first ends."""
+    """Return tokens a second while all streams decode: after the first `skipped` tokens of each, until one ends."""
     begin = max(stream.times[skipped - 1] for stream in streams)
     end = min(stream.times[-1] for stream in streams)
     drawn = sum(begin < at <= end for stream in streams for at in stream.times)

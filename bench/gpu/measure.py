@@ -1,6 +1,6 @@
-"""What the GPU benchmarks share: the device, times by its own clock, the bandwidth of a copy, one table and one line.
+"""Shared parts of the GPU benchmarks: the device, times by its own clock, a copy's bandwidth, one table and one line.
 
-It needs torch and nothing else, as do they: a rented GPU host has torch, triton and transformers, and little more.
+This module needs torch alone: a rented GPU host has torch, triton and transformers, and little more.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ NO_GPU = 77  # the status that test harnesses take for "skipped"
 FAILED_CHECK = 1
 _COPIED = 1 << 30
 _WARM_UP, _REPEATS = 5, 25
-_BATCH_SECONDS = 2e-3  # what one timing spans at least: events tick in half microseconds
+_BATCH_SECONDS = 2e-3  # seconds of one timing at least: events tick in half microseconds
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One result: its name, what it is in words, and the least that it should be (or the most, `at_most`)."""
+    """One result: its name, its meaning, and its target, the least value (or with `at_most` the greatest)."""
 
     name: str
     value: float | None  # None: could not be measured, for the reason in `note`
@@ -38,14 +38,14 @@ class Figure:
 
     @property
     def verdict(self) -> str:
-        """ "met", "missed", or nothing where there is no target."""
+        """ "met", "missed", or "" where there is no target."""
         if self.target is None or self.value is None:
             return ""
         return "met" if (self.value <= self.target if self.at_most else self.value >= self.target) else "missed"
 
 
 def the_device(bench: str) -> torch.device:
-    """Return the GPU. Where there is none, say so and end with status NO_GPU."""
+    """Return the GPU. Without one, print that and exit with status NO_GPU."""
     if not torch.cuda.is_available():
         print(f"bench.{bench}: no CUDA device is usable here, so nothing was measured", file=sys.stderr)
         raise SystemExit(NO_GPU)
@@ -65,7 +65,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 def seconds_of(work: Callable[[], object], warm_up: int = _WARM_UP, repeats: int = _REPEATS) -> float:
     """Return the median time of `work` on the device, in seconds, between two events.
 
-    Short work is repeated between them, so that what it takes to launch is hidden behind what runs.
+    Short work is repeated between them, so that its launch is hidden behind the work that runs.
     """
     for _ in range(warm_up):
         work()
@@ -97,7 +97,7 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def rotation(each_bytes: int, device: torch.device) -> int:
-    """Return how many buffers of so many bytes to take in turn, so that none is still in the L2 cache: 4 times it."""
+    """Return how many buffers of so many bytes to take in turn, so that their sum is 4 times the L2 cache."""
     cached = torch.cuda.get_device_properties(device).L2_cache_size
     return max(2, -(-4 * cached // each_bytes))
 
@@ -106,7 +106,7 @@ def rotation(each_bytes: int, device: torch.device) -> int:
 
 
 def machine(device: torch.device) -> dict[str, str | float]:
-    """Return what the figures depend on."""
+    """Return the machine's properties that the figures depend on."""
     found = torch.cuda.get_device_properties(device)
     return {
         "device": found.name,
@@ -142,7 +142,6 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def line(bench: str, about: Mapping[str, str | float], figures: Mapping[str, float | None]) -> str:
-    """Return the line of JSON."""
     rounded = {name: None if value is None else float(f"{value:.5g}") for name, value in figures.items()}
     return json.dumps({"bench": bench, "machine": about, "figures": rounded})
 
@@ -165,7 +164,7 @@ def _version(package: str) -> str:
 
 
 def checked(name: str, error: float, limit: float) -> None:
-    """Say how far a result is from its reference, and end with status FAILED_CHECK when that is too far (or NaN)."""
+    """Print the distance of a result from its reference; exit with FAILED_CHECK when it is too large (or NaN)."""
     verdict = "ok" if error <= limit else "WRONG"
     print(f"check  {name:<58} error {error:8.2g}  at most {limit:g}  {verdict}", flush=True)
     if verdict != "ok":

@@ -48,14 +48,12 @@ TINY: Shape = (Qwen3Config, _TINY)
 
 
 def config_of(model: Shape) -> PretrainedConfig:
-    """Return the configuration of a model."""
     kind, shape = model
     ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     return kind(**shape, **ids, max_position_embeddings=MAX_POSITIONS)
 
 
 def spec_of(model: Shape) -> LlamaSpec:
-    """Return what the native path knows of it."""
     spec = llama_spec(config_of(model))
     assert spec is not None
     return spec

@@ -11,7 +11,7 @@ from bench.gpu.engine_harness import Stream, decode_rate
 
 
 class PeerFailure(Exception):
-    """The peer did not finish; in words."""
+    """The peer did not finish; the message says why."""
 
 
 def peer_rate(
@@ -22,9 +22,9 @@ def peer_rate(
     device: torch.device,
     batching: ContinuousBatchingConfig | None = None,
 ) -> float:
-    """Return tokens a second while all sequences decode, of the second of two runs, graphs and all.
+    """Return tokens a second while all sequences decode, in the second of two runs, with graphs.
 
-    Without `batching` its own choices hold: cache, batch, graphs, attention. Raises PeerFailure.
+    Without `batching` the peer chooses cache, batch, graphs and attention. Raises PeerFailure.
     """
     torch.manual_seed(0)
     with device:

@@ -1,1 +1,1 @@
-"""What several benchmarks share."""
+"""Shared parts of the benchmarks."""

@@ -21,7 +21,7 @@ _SHORT, _LONG = 64, 8
 
 
 def requests(kind: str, seed: int, scale: float) -> Workload:
-    """Return prompts and outputs of 16 to 64 tokens; those of W1; or prompts of 1024 to 1792 and 64 to 128 to draw."""
+    """Return prompts and outputs of 16 to 64 tokens; those of W1; or 1024 to 1792 and 64 to 128 tokens."""
     if kind == "general":
         return make("W1", seed, scale)
     prompts, outputs, count = ((16, 64), (16, 64), _SHORT) if kind == "short" else ((1024, 1792), (64, 128), _LONG)

@@ -1,4 +1,4 @@
-"""What a client sees of a workload: when each token of each request came, and the figures that follow from it.
+"""A client's view of a workload: when each token of each request came, and the figures that follow from it.
 
 The loop is closed: all first requests are there at once, and a conversation goes on as soon as its last token is seen.
 """
@@ -24,7 +24,7 @@ class Record:
     cached_tokens: int = 0
 
     def add(self, tokens: Sequence[int], now: float) -> bool:
-        """Note tokens that came together; return whether they were the last."""
+        """Record tokens that came together; return whether they were the last."""
         self.tokens.extend(tokens)
         self.times.extend([now] * len(tokens))
         return len(self.tokens) >= self.request.max_new_tokens

@@ -10,20 +10,17 @@ from bench.lib.workloads import MAKERS
 
 
 def add_engine_flags(flags: argparse.ArgumentParser) -> None:
-    """Add what tells how an engine is run."""
     flags.add_argument("--block-size", type=int, default=16)
     flags.add_argument("--threads", type=int, help="threads of our engine; unset: cores - 1")
 
 
 def add_model_flags(flags: argparse.ArgumentParser) -> None:
-    """Add what tells one model and one mode."""
     flags.add_argument("--model", help="folder of a checkpoint; unset: a random one of 128 million parameters")
     flags.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     flags.add_argument("--prefix-caching", default="on", choices=["on", "off"])
 
 
 def add_workload_flags(flags: argparse.ArgumentParser) -> None:
-    """Add what tells the workloads to run."""
     flags.add_argument("--workload", nargs="+", default=sorted(MAKERS), choices=sorted(MAKERS), metavar="W")
     flags.add_argument("--scale", type=float, help="share of each workload's requests to run (default 1)")
     flags.add_argument("--repeat", type=int, default=1, help="runs of each workload, each from a cold cache")
@@ -31,7 +28,7 @@ def add_workload_flags(flags: argparse.ArgumentParser) -> None:
 
 
 def worker_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of a worker that is to be compared: sizes as the peers' drivers set them."""
+    """Return the options of a worker for a comparison: the sizes are those of the peers' drivers."""
     return {
         "threads": args.threads,
         "block_size": args.block_size,

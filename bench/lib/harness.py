@@ -1,4 +1,4 @@
-"""What every benchmark shares: figures as a table and as a line of JSON, medians, bootstrap intervals."""
+"""Shared parts of the benchmarks: figures as a table and as a line of JSON, medians, bootstrap intervals."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ _WIDTH = 140
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the flags that every benchmark has."""
     flags = argparse.ArgumentParser(description=description)
     flags.add_argument("--json", action="store_true", help="end with one line of JSON: bench, machine, figures")
     return flags
 
 
 def machine() -> dict[str, str | int]:
-    """Return what the figures depend on: processor, cores, Python and (if it is loaded) torch."""
+    """Return the machine's properties that the figures depend on: processor, cores, Python and (if loaded) torch."""
     torch = sys.modules.get("torch")
     return {
         "processor": _processor(),
@@ -79,7 +78,7 @@ def report_columns(
     as_json: bool,
     single: Mapping[str, float] | None = None,
 ) -> None:
-    """Print figures that several things have side by side; `single` are those that stand alone.
+    """Print figures of several columns side by side; `single` are figures without a column.
 
     In the JSON object a figure of a column is called FIGURE_COLUMN.
     """
@@ -99,7 +98,7 @@ def report_columns(
 
 
 def progress(text: str, end: bool = False) -> None:
-    """Say how far a benchmark is, over what was said before; on a terminal alone. `end` leaves the line."""
+    """Print the progress over the previous message; on a terminal alone. `end` leaves the line."""
     if sys.stderr.isatty():
         print(f"\r{text} ", end="\n" if end else "", file=sys.stderr, flush=True)
 

@@ -26,7 +26,7 @@ class ModelCosts:
 
     @staticmethod
     def of(config: Any, weight_bytes: float, kv_bytes: float) -> ModelCosts:
-        """Return those of a configuration in Hugging Face's words."""
+        """Return the costs of a model from its configuration in Hugging Face's names."""
         heads = config.num_attention_heads
         return ModelCosts(
             hidden=config.hidden_size,
@@ -58,7 +58,7 @@ class ModelCosts:
         return float(linears + 4 * keys * self.layers * self.heads * self.head_dim)
 
     def decode_flops(self, batch: int, context: float) -> float:
-        """Return operations of a step that draws one token for each of `batch` sequences of this length."""
+        """Return operations of a step that samples one token for each of `batch` sequences of this length."""
         linears = 2 * batch * (self.layers * self.layer_weights + self.head_weights)
         return linears + 4 * batch * context * self.layers * self.heads * self.head_dim
 

@@ -1,4 +1,4 @@
-"""What runs the steps of a benchmark's model: a worker's data plane on a checkpoint, put together as a worker does."""
+"""Runs the steps of a benchmark's model: a worker's data plane on a checkpoint, built as in a worker."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gpuworker.runner.model_runner import ModelRunner, RunnerLimits
 
 
 def data_plane(model: str | None, shape: Mapping[str, object] = MEDIUM, **options: Any) -> ModelPlane:
-    """Return what a worker with these options runs steps on; `options` are those of `GpuWorkerSettings`."""
+    """Return the data plane of a worker with these options; `options` are those of `GpuWorkerSettings`."""
     with checkpoint(model, shape) as (folder, load_format):
         return assemble(GpuWorkerSettings(model=str(folder), load_format=load_format, **options))
 
@@ -27,7 +27,6 @@ def data_plane(model: str | None, shape: Mapping[str, object] = MEDIUM, **option
 def cpu_runner(
     config: AgentConfig, shape: Mapping[str, object] = SMALL, dtype: str = "float32"
 ) -> tuple[StepRunner, KvGeometry]:
-    """Return a runner of its own model and cache on the CPU."""
     plane = data_plane(
         None,
         shape,

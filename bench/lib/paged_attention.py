@@ -1,6 +1,6 @@
-"""Attention over a paged cache against attention over contiguous K/V: what paging costs, and what the kernel gains.
+"""Attention over a paged cache against attention over contiguous K/V: the cost of paging, and the gain of the kernel.
 
-`scattered` is the time on blocks in random order over that on blocks in sequence, which is what paging alone costs;
+`scattered` is the time on blocks in random order over that on blocks in sequence: the cost of paging alone.
 `contiguous` is that on blocks in random order over torch's attention on one contiguous tensor a sequence.
 """
 
@@ -23,7 +23,7 @@ from gpuworker.memory.kv_cache import KvCache
 
 HEADS, KV_HEADS, HEAD_DIM = 12, 4, 64
 LAYERS = 4
-"""Layers of K/V that are read in turns, so that no cache of the processor holds what is read next."""
+"""Layers of K/V that are read in turns, so that no cache of the processor holds the next layer."""
 _CPU = torch.device("cpu")
 
 
@@ -41,7 +41,7 @@ PREFILL = Shape(rows=1, queries=1024, context=1024)
 
 
 def paged(shape: Shape, dtype: str, block_size: int, scattered: bool) -> Callable[[], None]:
-    """Return what attends once, in each layer, over blocks in random order or in sequence."""
+    """Return a function that attends once, in each layer, over blocks in random order or in sequence."""
     columns = -(-shape.context // block_size)
     order = list(range(shape.rows * columns))
     if scattered:
@@ -70,7 +70,7 @@ def _attend(
 
 
 def contiguous(shape: Shape, dtype: str) -> Callable[[], None]:
-    """Return what attends once, in each layer, by torch over contiguous K/V; nothing is written."""
+    """Return a function that attends once, in each layer, by torch over contiguous K/V; nothing is written."""
     number = getattr(torch, dtype)
     query = torch.randn(shape.rows, HEADS, shape.queries, HEAD_DIM).to(number)
     keys, values = (

@@ -14,7 +14,7 @@ _REPEATS = 8
 
 
 def fastest_in_turns(*works: Callable[[], object], repeats: int = _REPEATS) -> list[float]:
-    """Return the seconds of each one's fastest run; they take turns, after a run each that warms up."""
+    """Return the seconds of the fastest run of each function; they take turns, after one warm-up run each."""
     best = [float("inf")] * len(works)
     for turn in range(repeats + 1):
         for place, work in enumerate(works):
@@ -26,7 +26,7 @@ def fastest_in_turns(*works: Callable[[], object], repeats: int = _REPEATS) -> l
 
 
 def matmul_rate(dtype: torch.dtype, threads: int, order: int = _ORDER) -> float:
-    """Return FLOP/s of the product of two square matrices, by whichever of torch's ways is faster."""
+    """Return FLOP/s of the product of two square matrices, by the faster of torch's ways."""
     torch.set_num_threads(threads)
     left, right = (torch.randn(order, order).to(dtype) for _ in range(2))
     with torch.inference_mode():
@@ -35,7 +35,7 @@ def matmul_rate(dtype: torch.dtype, threads: int, order: int = _ORDER) -> float:
 
 
 def read_rate(threads: int, size: int = _READ_BYTES) -> float:
-    """Return bytes a second at which memory that is in no cache is read: a sum over `size` bytes."""
+    """Return bytes a second of a sum over `size` bytes of memory that no cache holds."""
     torch.set_num_threads(threads)
     numbers = torch.ones(size // 4, dtype=torch.float32)
     return size / fastest_in_turns(numbers.sum)[0]

@@ -64,7 +64,7 @@ def _send(end: socket.socket, message: object) -> None:
 
 
 class RemoteEngine:
-    """What a servicer uses of an engine, over a child process that has one. Lives on the I/O loop."""
+    """The part of an engine that a servicer uses, over a child process that has the engine. Lives on the I/O loop."""
 
     def __init__(self, runner: str, rows: int, sink: OutputSink) -> None:
         self._sink, self._load = sink, EngineLoad()
@@ -75,7 +75,6 @@ class RemoteEngine:
         self.attach = Attach("w0", bytes(16), 0, 0, IDENTITY, BLOCKS)
 
     def start(self) -> None:
-        """Begin to take what the child sends."""
         self._reader = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
@@ -90,11 +89,9 @@ class RemoteEngine:
                 self._sink(outputs)
 
     def submit(self, request: EngineRequest) -> None:
-        """See `Engine`."""
         self._write(request)
 
     def cancel(self, sequence: SequenceId, reason: FinishReason) -> None:
-        """See `Engine`."""
         self._write((sequence, reason))
 
     def _write(self, message: object) -> None:
@@ -102,11 +99,10 @@ class RemoteEngine:
         self._writer.write(_LENGTH.pack(len(data)) + data)
 
     def load(self) -> EngineLoad:
-        """Return what came with the last outputs."""
+        """Return the load that came with the last outputs."""
         return self._load
 
     async def stop(self) -> None:
-        """End the child."""
         self._writer.close()
         await asyncio.to_thread(self._process.wait)
         await self._reader

@@ -1,7 +1,7 @@
 """The whole suite for benchmarks: Redis, manager, worker and router as processes of their own, and a client of the API.
 
-It is started as `quire up` starts it, options and all; the client is the process that runs the benchmark, and speaks
-to the router alone. Requests are token ids, greedy, and run to their length, as those of the peers.
+The suite starts as `quire up` starts it, options and all. The client is the process that runs the benchmark, and calls
+the router alone. Requests are token ids, greedy, and run to their length, as those of the peers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ServedSuite:
         self._stub = inference_pb2_grpc.InferenceServiceStub(channel)
 
     async def run(self, workload: Workload, salt: str = "") -> tuple[float, dict[str, Record]]:
-        """Run a workload to its end; return the seconds, and each request. A new `salt` sees a cold prefix cache."""
+        """Run a workload to its end; return the seconds, and each request. A new `salt` means a cold prefix cache."""
         records: dict[str, Record] = {}
         began = time.perf_counter()
         async with asyncio.TaskGroup() as group:
@@ -68,7 +68,7 @@ class ServedSuite:
         return {name: peak_rss_mib(pid) for name, pid in pids.items() if pid is not None}
 
     def cpu_seconds(self) -> float:
-        """Return the processor time of all processes so far, this one's left out."""
+        """Return the processor time of all processes so far, without this one's."""
         times = (psutil.Process(child.pid).cpu_times() for child in self._stack.children.values() if child.pid)
         return sum(each.user + each.system for each in times)
 

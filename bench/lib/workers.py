@@ -69,7 +69,7 @@ async def _wait(address: str) -> None:
 
 @dataclass
 class Run:
-    """What one load took. Seconds; `first_tokens` has each sequence's time to its first token, `outputs` its tokens.
+    """The result of one load, in seconds. `first_tokens` has times to first tokens, `outputs` the tokens, by sequence.
 
     `records` has the same in full, by request.
     """
@@ -84,7 +84,7 @@ class Run:
 
 
 class BenchWorker:
-    """An engine as a worker has it: its thread, the runner's thread, and an I/O loop that packs outputs for a router.
+    """An engine as in a worker: its thread, the runner's thread, and an I/O loop that packs outputs for a router.
 
     `manager` is the address of a KV manager, or None for the ledger in this process. Use it with `with`.
     """
@@ -107,7 +107,7 @@ class BenchWorker:
         self._failure = ""
         self._buffer = OutputBuffer()
         self.sampling = SamplingParams(temperature=0.0, ignore_eos=True)
-        """How the tokens of all requests are drawn."""
+        """The sampling parameters of all requests."""
         self.engine = Engine(self._agent, self._attach, runner, channel, self._sink, SystemClock())
 
     def _wake(self) -> None:
@@ -156,7 +156,7 @@ class BenchWorker:
         self._loop.call_soon_threadsafe(self._deliver, outputs)
 
     def _deliver(self, outputs: EngineOutputs) -> None:
-        """Do what a worker's I/O loop does with a step: pack one message for the router; and keep the books."""
+        """Do the work of a worker's I/O loop for a step: pack one message for the router, and record the outputs."""
         now = time.perf_counter()
         for admit in outputs.admitted:
             self._live[admit.sequence].cached_tokens = admit.cached_tokens
@@ -172,7 +172,7 @@ class BenchWorker:
             self._done.set()
 
     def _end(self, end: SequenceFinished) -> None:
-        """Note the end of a sequence; its conversation goes on."""
+        """Record the end of a sequence; its conversation goes on."""
         record = self._live.pop(end.sequence)
         if end.reason is FinishReason.ERROR:
             self._failure = end.message
@@ -185,13 +185,13 @@ class BenchWorker:
     def load(self, prompts: Sequence[Sequence[int]], output_tokens: int) -> Run:
         """Submit greedy sequences all at once and wait for their ends.
 
-        Raises EngineFailure when one of them fails: there is nothing to measure then.
+        Raises EngineFailure when one of them fails, because the run measures nothing then.
         """
         requests = [Request(str(index), list(prompt), output_tokens) for index, prompt in enumerate(prompts)]
         return self.drive(Workload("load", requests))
 
     def drive(self, workload: Workload, salt: str = "") -> Run:
-        """Run a workload to its end; a new `salt` sees nothing of what is cached. Raises EngineFailure, as `load`."""
+        """Run a workload to its end; with a new `salt` no cached block matches. Raises EngineFailure, as `load`."""
         self._workload, self._salt, self._run = workload, salt, Run()
         self._done.clear()
         began = time.perf_counter()
@@ -209,7 +209,7 @@ class BenchWorker:
         return run
 
     def _submit(self, requests: Sequence[Request]) -> None:
-        """Hand requests to the engine; all are in the books before the first of them can end."""
+        """Submit requests to the engine; all are recorded before the first of them can end."""
         made = [self._request(request) for request in requests]
         for each, request in zip(made, requests, strict=True):
             record = Record(request, time.perf_counter())
@@ -236,6 +236,6 @@ class BenchWorker:
 
 
 def random_prompts(count: int, length: int, seed: int, vocabulary: int = 1000) -> list[list[int]]:
-    """Return prompts that share nothing."""
+    """Return prompts without common prefixes."""
     rng = random.Random(seed)
     return [[rng.randrange(1, vocabulary) for _ in range(length)] for _ in range(count)]

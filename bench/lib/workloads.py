@@ -23,7 +23,7 @@ _FIRST_ID = 3  # after padding, beginning and end of a sequence
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt, and how many tokens follow it. Requests outside a conversation have `conversation` -1."""
+    """A prompt, and the number of tokens that follow it. Requests outside a conversation have `conversation` -1."""
 
     rid: str
     prompt: list[int]
@@ -34,7 +34,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests that are submitted all at once, and what follows them. `user_turns` is by (conversation, turn)."""
+    """Requests that are submitted all at once, and their follow-ups. `user_turns` is by (conversation, turn)."""
 
     name: str
     initial: list[Request]
@@ -42,7 +42,7 @@ class Workload:
     user_turns: dict[tuple[int, int], list[int]] = field(default_factory=dict)
 
     def follow_up(self, request: Request, output: Sequence[int]) -> Request | None:
-        """Return the next turn of a conversation: all that was said so far, and the user's next words."""
+        """Return the next turn of a conversation: its whole history, and the user's next words."""
         turn = request.turn + 1
         if request.conversation < 0 or turn >= self.turns:
             return None
@@ -125,7 +125,6 @@ def _normal(rng: random.Random) -> float:
 
 
 def main() -> None:
-    """Print the size and digest of each workload."""
     for name in MAKERS:
         workload = make(name)
         prompts, outputs = zip(*((len(each.prompt), each.max_new_tokens) for each in workload.initial), strict=True)

@@ -1,4 +1,4 @@
-"""How a request of the load benchmark is made: over gRPC, over the OpenAI-compatible HTTP, or straight to a worker."""
+"""Makes the requests of the load benchmark: over gRPC, over the OpenAI-compatible HTTP, or straight to a worker."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _GENERATE = "/quire.inference.v1.InferenceService/Generate"
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """A prompt of token ids, how many tokens follow, the seed of its draws, and what checks them."""
+    """A prompt of token ids, the number of tokens that follow, the seed of its samples, and the check of its tokens."""
 
     prompt: Sequence[int]
     output_tokens: int
@@ -39,14 +39,13 @@ class LoadRequest:
 
 
 class Api(Protocol):
-    """Makes requests of one kind. `call` fills in what happens until the request is over, whatever ends it."""
+    """Makes requests of one kind. `call` fills in the trace until the request is over, whatever ends it."""
 
     async def call(self, request: LoadRequest, trace: Trace) -> None: ...
 
 
 @asynccontextmanager
 async def open_api(plan: Plan) -> AsyncIterator[Api]:
-    """Yield what makes a plan's requests, connected."""
     opener = {"grpc": _grpc, "http": _http, "direct": _direct}[plan.api]
     async with opener(plan) as api:
         yield api
@@ -63,7 +62,6 @@ class GrpcApi:
         self._stubs = itertools.cycle(stubs)
 
     async def call(self, request: LoadRequest, trace: Trace) -> None:
-        """See `Api`."""
         sampling = types.SamplingParams(
             temperature=1.0, max_tokens=request.output_tokens, ignore_eos=True, seed=request.seed
         )
@@ -107,7 +105,6 @@ class HttpApi:
         self._port = int(port)
 
     async def call(self, request: LoadRequest, trace: Trace) -> None:
-        """See `Api`."""
         body = json.dumps(
             {
                 "prompt": list(request.prompt),
@@ -153,7 +150,7 @@ class HttpApi:
 
 
 def _spread(trace: Trace, tokens: int) -> None:
-    """Give the tokens that came with others' text to the events, the last first; an event has one at least."""
+    """Assign the tokens that came with others' text to the events, the last first; an event has one at least."""
     if trace.counts:
         trace.counts[-1] += tokens - sum(trace.counts)
 
@@ -175,7 +172,6 @@ class DirectApi:
         self._live: dict[int, tuple[Trace, TokenCheck | None, asyncio.Event]] = {}
 
     async def call(self, request: LoadRequest, trace: Trace) -> None:
-        """See `Api`."""
         handle, done = next(self._handles), asyncio.Event()
         self._live[handle] = trace, request.check, done
         digests = block_digests(bytes(32), request.prompt, _BLOCK_SIZE)
@@ -198,7 +194,7 @@ class DirectApi:
         await done.wait()
 
     async def read(self) -> None:
-        """Take what the worker sends, until the stream ends."""
+        """Handle the worker's messages until the stream ends."""
         async for response in self._call:
             now, outputs = time.monotonic(), response.outputs
             drawn = iter(unpack_u32(outputs.token_ids))

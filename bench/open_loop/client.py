@@ -28,18 +28,16 @@ _FIRST_ID = 8  # after what checkpoints use for padding, ends and roles
 
 
 class Client:
-    """Runs one plan."""
-
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        # Prompts of another run would be in the prefix cache by now: those of each run are its own.
+        # Each run has its own prompts: those of another run would be in the prefix cache by now.
         self._rng = random.Random(f"prompts/{plan.start}/{plan.client}/{plan.seed}")
         self._tokens: SimulatedTokens | None = simulated_tokens(Path(plan.check)) if plan.check else None
         self._seeds = itertools.count(plan.seed * 1_000_003 + plan.client * 10_000_019 + 1)
         self._traces: list[Trace] = []
 
     async def run(self) -> Seen:
-        """Return what was seen, once all requests are over or patience is."""
+        """Return the traces, once all requests are over or `patience` has passed."""
         plan = self._plan
         async with open_api(plan) as api:
             work = self._closed(api) if plan.streams and not plan.opening else self._open(api, list(self._schedule()))
@@ -67,7 +65,7 @@ class Client:
         return LoadRequest(prompt, plan.output_tokens, seed, check)
 
     async def _open(self, api: Api, schedule: list[tuple[Trace, LoadRequest]]) -> None:
-        """Make each request when it is due, whatever became of those before it."""
+        """Make each request when it is due, whatever the state of earlier ones."""
         running = set()
         for trace, request in schedule:
             await asyncio.sleep(max(0.0, trace.intended - time.monotonic()))
@@ -103,7 +101,7 @@ class Client:
 
 
 async def serve() -> None:
-    """Run plans from standard input until it is closed; an empty line tells that it is ready, and each plan done."""
+    """Run plans from standard input until it is closed; print an empty line when ready, and after each plan."""
     print(flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
         plan = Plan.from_json(line)

@@ -1,4 +1,4 @@
-"""Figures of one run of the load benchmark, from what its clients saw and what its processes spent.
+"""Figures of one run of the load benchmark, from the traces of its clients and the CPU time of its processes.
 
 The window begins when the load is steady and ends with the last arrival. Throughput counts the tokens that came within
 it; latencies, goodput and refusals are those of the requests that were due within it, followed to their end.
@@ -21,7 +21,7 @@ BUSY_CLIENT = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What a request must keep, in seconds: time to its first token, and all but a hundredth of the gaps after it."""
+    """The bounds of a request, in seconds: time to its first token, and all but a hundredth of the gaps after it."""
 
     ttft: float = 0.2
     itl: float = 0.1
@@ -29,7 +29,7 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """From when to when, on the clients' clock, and the bounds: lateness of the generator, in seconds, and the SLO."""
+    """Start and end, on the clients' clock, and the bounds: lateness of the generator, in seconds, and the SLO."""
 
     begin: float
     end: float
@@ -38,7 +38,6 @@ class Window:
 
     @property
     def seconds(self) -> float:
-        """How long it is."""
         return self.end - self.begin
 
 
@@ -76,11 +75,11 @@ def figures(seen: Seen, window: Window, output_tokens: int, cpu: Mapping[str, fl
 
 
 def is_steady(found: Mapping[str, float], window: Window, seen: Seen) -> bool:
-    """Tell whether the load is carried: nothing refused or lost, the backlog steady, 99 of 100 latencies in bounds.
+    """Return whether the suite sustains the load: nothing refused or lost, backlog steady, 99 % of latencies in bounds.
 
     In a steady state the requests in flight at two moments far apart are nearly independent Poisson numbers: they
     differ by less than three times the root of twice their mean. Tokens that come in a window of some seconds differ
-    from those that are due by a few percent, as they are of requests that were due before.
+    from the due tokens by a few percent, because some of them belong to earlier requests.
     """
     noise = 3.0 * math.sqrt(2.0 * max(1.0, found["in_flight"]))
     return bool(
@@ -137,7 +136,7 @@ def percentiles(name: str, milliseconds: Floats) -> dict[str, float]:
 
 
 def costs(seen: Seen, cpu: Mapping[str, float]) -> dict[str, float]:
-    """Return what each role spent, in microseconds a token and milliseconds a request, over the whole run."""
+    """Return the CPU time of each role over the whole run, in microseconds a token and milliseconds a request."""
     tokens, requests = max(1, int(seen.counts.sum())), max(1, len(seen.intended))
     found: dict[str, float] = {}
     for role, seconds in cpu.items():

@@ -1,4 +1,4 @@
-"""What the load benchmark measures on a suite: one rate, the highest sustained rate, the router's cost, streams."""
+"""The measurements of the load benchmark: one rate, the highest sustained rate, the router's cost, streams."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PROBES_A_SECOND = 25.0
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What every request of a load is like, and how it is watched: steady after `warm` seconds, then `seconds` more.
+    """The properties of a load's requests, and the measured time: steady after `warm` seconds, then `seconds` more.
 
     `simulated`: its tokens can be checked. `streams` is how many run at once where a capacity is estimated.
     """
@@ -69,7 +69,7 @@ async def at_rate(suite: LoadSuite, shape: Shape, rate: float, cv: float = 1.0) 
 
 
 async def _measured(suite: LoadSuite, *plans: Plan) -> tuple[list[Seen], dict[str, float], float, float]:
-    """Run plans; return what was seen, what each role spent, when the arrivals began, and the seconds it took."""
+    """Run plans; return the clients' traces, the CPU time of each role, the start of the arrivals, and the seconds."""
     before, began = suite.cpu_seconds(), time.monotonic()
     seen = await suite.run(*plans)
     cpu = {role: spent - before.get(role, 0.0) for role, spent in suite.cpu_seconds().items()}
@@ -77,7 +77,7 @@ async def _measured(suite: LoadSuite, *plans: Plan) -> tuple[list[Seen], dict[st
 
 
 async def capacity(suite: LoadSuite, shape: Shape) -> float:
-    """Return the requests a second that end in a closed loop of many streams: where to begin to look."""
+    """Return the requests a second that end in a closed loop of many streams: the start of the search."""
     plan = replace(shape.plan(suite, 1.0), streams=shape.streams, seconds=_CLOSED_SECONDS)
     (seen,) = await suite.run(plan)
     begin, end = suite.started + _CLOSED_SECONDS / 3, suite.started + _CLOSED_SECONDS
@@ -86,9 +86,10 @@ async def capacity(suite: LoadSuite, shape: Shape) -> float:
 
 
 async def saturation(probe: Callable[[float], Awaitable[Row]], guess: float, probes: int) -> list[Row]:
-    """Look for the highest rate that is carried; return the row of each that was tried.
+    """Search the highest sustained rate; return the row of each rate that was tried.
 
-    From `guess` on: up by a quarter while it is carried, down by as much while it is not, then halving what is between.
+    The search starts at `guess`: up by a quarter while the rate is sustained, down by a quarter while it is not, then
+    by bisection.
     """
     rows: list[Row] = []
     rate, refused = guess, math.inf
@@ -107,7 +108,7 @@ async def saturation(probe: Callable[[float], Awaitable[Row]], guess: float, pro
 
 
 def highest_carried(rows: Sequence[Row]) -> Row | None:
-    """Return the row of the highest rate that was carried, None where none was."""
+    """Return the row of the highest sustained rate, None where there was none."""
     return max(filter(_carried, rows), key=lambda row: row["rate"], default=None)
 
 
@@ -116,7 +117,7 @@ def _carried(row: Row) -> bool:
 
 
 async def find_saturation(suite: LoadSuite, shape: Shape, probes: int, on_row: Callable[[Row], None]) -> list[Row]:
-    """Look for the highest rate that the suite carries; return the rows that were measured on the way."""
+    """Search the highest rate that the suite sustains; return the rows that were measured on the way."""
 
     async def probe(rate: float) -> Row:
         row = await at_rate(suite, shape, rate)
@@ -127,10 +128,10 @@ async def find_saturation(suite: LoadSuite, shape: Shape, probes: int, on_row: C
 
 
 async def added_ttft(suite: LoadSuite, shape: Shape, rate: float) -> Row:
-    """Return what the router adds to the time to a first token while it carries `rate` requests a second.
+    """Return the time that the router adds to a first token while it serves `rate` requests a second.
 
-    Single-token requests go through the router and straight down a stream to the worker, by turns of chance, from
-    clients that do nothing else; what differs between the two is the router. Milliseconds, of their percentiles.
+    Single-token requests go through the router and straight down a stream to the worker, in random order, from
+    clients that do nothing else; the only difference between the two is the router. Milliseconds, of their percentiles.
     """
     load = shape.plan(suite, rate)
     through = replace(load, rate=_PROBES_A_SECOND, output_tokens=1, seed=shape.seed + 1, channels=1)
@@ -200,7 +201,6 @@ async def _kill(suite: LoadSuite, seconds: float) -> None:
 
 
 def words(row: Mapping[str, float]) -> str:
-    """Return a row as a line for people."""
     state = "carried" if row["steady"] else "not carried"
     if not row["valid"]:
         state = "INVALID: the clients fell behind"

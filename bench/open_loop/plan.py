@@ -22,9 +22,9 @@ class Plan:
     """One run of one client. Times are in seconds on the clock that all processes share (`time.monotonic`).
 
     Arrivals begin at `start`; they are those of the whole load, of which this client takes every `clients`-th. With
-    `streams` > 0 the loop is closed instead: as many requests are kept running until `seconds` have passed; with
+    `streams` > 0 the loop is closed instead: as many requests are kept running until `seconds` have passed. With
     `opening` > 0 the `streams` are opened at that rate, once, and followed to their end. `patience`: seconds after the
-    last arrival until what still runs is given up. `check`: a checkpoint whose simulated tokens are due, "" for none.
+    last arrival until remaining requests are cancelled. `check`: the checkpoint of the simulated tokens, "" for none.
     """
 
     api: Api
@@ -47,18 +47,16 @@ class Plan:
     check: str = ""
 
     def to_json(self) -> str:
-        """Return the plan as one line."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(line: str) -> Plan:
-        """Return the plan of a line."""
         return Plan(**json.loads(line))
 
 
 @dataclass(slots=True)
 class Trace:
-    """One request as its client saw it. `times` and `counts` have each message with tokens: when, and how many."""
+    """One request as its client saw it. `times` and `counts` have the time and the tokens of each message."""
 
     intended: float
     sent: float = 0.0
@@ -69,7 +67,7 @@ class Trace:
     faults: list[str] = field(default_factory=list)
 
     def add(self, now: float, count: int) -> None:
-        """Note tokens that came together."""
+        """Record tokens that came together."""
         self.times.append(now)
         self.counts.append(count)
 
@@ -93,7 +91,6 @@ class Seen:
 
     @staticmethod
     def of(traces: Sequence[Trace], cpu: float = 0.0) -> Seen:
-        """Return the columns of one client's traces."""
         messages = [len(trace.times) for trace in traces]
         return Seen(
             intended=np.array([trace.intended for trace in traces], dtype=np.float64),
@@ -109,7 +106,6 @@ class Seen:
 
     @staticmethod
     def joined(parts: Sequence[Seen]) -> Seen:
-        """Return the columns of several clients as one."""
         starts = np.cumsum([0] + [len(part.times) for part in parts])
         first = [part.first[:-1] + start for part, start in zip(parts, starts, strict=False)]
         return Seen(
@@ -125,13 +121,11 @@ class Seen:
         )
 
     def save(self, path: str) -> None:
-        """Write the columns to a file."""
         columns = {name: getattr(self, name) for name in _COLUMNS}
         np.savez(path, faults=np.array(self.faults, dtype=np.str_), cpu=np.array(self.cpu), **columns)
 
     @staticmethod
     def load(path: str) -> Seen:
-        """Read what `save` wrote."""
         with np.load(path) as found:
             columns = {name: found[name] for name in _COLUMNS}
             return Seen(**columns, faults=found["faults"].tolist(), cpu=found["cpu"].tolist())

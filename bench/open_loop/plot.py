@@ -74,7 +74,7 @@ def _latencies(axes: Axes, line: list[Row], count: int) -> None:
 
 
 def _offered(axes: Axes, rows: list[Row]) -> None:
-    """Draw what goodput would be if every request kept the SLO."""
+    """Draw the goodput that the suite would have if every request kept the SLO."""
     top = axes.get_ylim()[1]
     for row in sorted(rows, key=lambda row: row["offered_tokens_s"])[-1:]:
         a_request = row["offered_tokens_s"] / row["offered_requests_s"]
@@ -84,7 +84,7 @@ def _offered(axes: Axes, rows: list[Row]) -> None:
 
 
 def _name(figure: Figure, routers: list[int]) -> None:
-    """Say which colour stands for how many routers, under the title."""
+    """Draw the legend of colours by number of routers, under the title."""
     for place, count in enumerate(routers):
         words = f"{count} router{'s' if count > 1 else ''}"
         at = 0.012 + 0.075 * place
@@ -110,7 +110,7 @@ def _colour(count: int) -> str:
 
 
 def write(results: Path, title: str = "What routers carry") -> Path:
-    """Draw a file of rows beside itself; return where."""
+    """Draw a file of rows beside the file; return the picture's path."""
     mpl.use("agg")
     figure = draw([json.loads(line) for line in results.read_text().splitlines()], title)
     path = results.with_suffix(".png")
@@ -120,7 +120,6 @@ def write(results: Path, title: str = "What routers carry") -> Path:
 
 
 def main() -> None:
-    """Draw."""
     flags = argparse.ArgumentParser(description=__doc__)
     flags.add_argument("results", type=Path, help="file of rows, as bench.load writes it")
     flags.add_argument("--title", default="What routers carry")

@@ -1,4 +1,4 @@
-"""What the load benchmark runs on: a suite whose processes tell their processor time, and the clients' processes."""
+"""The suite of the load benchmark, whose processes report their processor time, and the clients' processes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class LoadSuite:
         return spent
 
     def pin(self, cores: Mapping[str, Sequence[int]]) -> None:
-        """Keep the processes of each role, the clients' among them, on these cores."""
+        """Bind the processes of each role, the clients' among them, to these cores."""
         for name, child in self.stack.children.items():
             if child.pid is not None and (wanted := cores.get(name.partition("-")[0])):
                 psutil.Process(child.pid).cpu_affinity(list(wanted))
@@ -71,7 +71,7 @@ class LoadSuite:
         return sum(float(line.split()[1]) for line in lines if line.startswith(f"{name} "))
 
     async def run(self, plan: Plan, *beside: Plan) -> list[Seen]:
-        """Run a plan on all clients, and plans `beside` it on a spare one each; return what each plan's clients saw.
+        """Run a plan on all clients, and plans `beside` it on a spare one each; return each plan's traces.
 
         All begin at the same time, half a second from now.
         """

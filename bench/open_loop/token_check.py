@@ -1,7 +1,6 @@
 """Checks the tokens of one stream of a simulated worker: none may be lost, repeated, out of order or foreign.
 
-The token at a position follows from the seed alone (`gpuworker/simulated/tokens.py`), so a client knows it in advance.
-
+The token at a position follows from the seed alone (`gpuworker/simulated/tokens.py`), so a client can compute it.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from gpuworker.simulated.tokens import SimulatedTokens
 
 
 class TokenCheck:
-    """Follows a stream whose first output token stands at `position`. `faults` says what was wrong, in order."""
+    """Follows a stream whose first output token stands at `position`. `faults` lists the mistakes, in order."""
 
     __slots__ = ("_next", "_tokens", "count", "faults")
 
@@ -22,7 +21,7 @@ class TokenCheck:
         self.faults: list[str] = []
 
     def take(self, ids: Sequence[int]) -> None:
-        """Compare the next tokens with what is due. After a fault it goes on from where the stream is."""
+        """Compare the next tokens with the expected ones. After a fault it continues at the stream's position."""
         if self._tokens.run(self._next, len(ids)) == tuple(ids):
             self._next += len(ids)
             self.count += len(ids)
@@ -31,7 +30,7 @@ class TokenCheck:
             self._take_one(token)
 
     def end(self, count: int) -> None:
-        """Compare the number of tokens with what was asked for."""
+        """Compare the number of tokens with the requested one."""
         if self.count != count:
             self.faults.append(f"ended with {self.count} tokens; {count} were due")
 

@@ -33,7 +33,6 @@ Lengths = tuple[int, int]
 
 
 def new_ledger(config: LedgerConfig) -> Ledger:
-    """Return an empty ledger."""
     ids = itertools.count(1)
     ledger = Ledger(config, ManualClock(), lambda: f"d{next(ids)}")
     ledger.rebuild(Inventory())
@@ -74,7 +73,7 @@ class Waste:
         return self.leased / self.used
 
     def contiguous_share(self, maximum: int) -> float:
-        """Return the unused part of what is reserved when each sequence reserves the maximum."""
+        """Return the unused part of the reserved slots when each sequence reserves the maximum length."""
         return 1 - self.used / (self.rows * maximum)
 
 

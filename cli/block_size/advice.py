@@ -1,4 +1,4 @@
-"""What each block size costs for requests of known lengths, and which size to choose.
+"""Computes the costs of each block size for requests of known lengths, and which size to choose.
 
 Three costs depend on the block size. Waste: the last block of a sequence is partly empty, so the cache holds fewer
 sequences. Hits: the cache serves whole blocks of a shared prefix, and the worker computes the rest again. Work: each
@@ -15,15 +15,15 @@ from cli.block_size.accounting import BLOCK_SIZES, count_waste
 from cli.block_size.request_log import LoggedRequest
 
 EQUAL_SPEED: Final = 0.98
-"""Speeds from this share of the best one on count as equal: runs of the same thing differ by as much."""
+"""Speeds from this share of the best one on count as equal: runs of one size differ by as much."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockSizeCost:
-    """One block size. Shares are of slots with a token (`waste`, `runway`) and of all prompt tokens (`hits`, `missed`).
+    """One block size. `waste` and `runway` are shares of slots with a token, the others of prompt tokens.
 
-    `hits` is what the prefix cache would serve, None when the log does not say what was cached; `missed` is what of
-    shared prefixes would be computed again, because they end inside a block. `blocks` counts those granted for 1000
+    `hits` is the prefix cache's expected share, None when the log has no cached tokens. `missed` is the share of shared
+    prefixes that is computed again, because the prefixes end inside a block. `blocks` counts blocks granted for 1000
     tokens. `speed` is relative to the fastest size, None when it was not measured.
     """
 
@@ -37,7 +37,7 @@ class BlockSizeCost:
 
     @property
     def lost(self) -> float:
-        """What is held against `max_loss`: slots wasted and prompt tokens computed for want of finer blocks."""
+        """The share that `max_loss` limits: wasted slots, and prompt tokens computed again."""
         return self.waste + self.missed
 
 
@@ -51,7 +51,7 @@ def expected_hit(cached: int, logged_size: int, prompt: int, block_size: int) ->
 
 
 def expected_prefix(cached: int, logged_size: int, prompt: int) -> float:
-    """Return the expected length of that prefix: what blocks of one slot would serve."""
+    """Return the expected length of that prefix: the hit with blocks of one slot."""
     return expected_hit(cached, logged_size, prompt, 1)
 
 

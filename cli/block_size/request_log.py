@@ -14,7 +14,7 @@ from typing import Any
 
 from common.errors import FieldViolation, InvalidRequest
 
-_NAMED = 10  # of the lines that make no sense; where there are more, it is another kind of file
+_NAMED = 10  # of malformed lines; a file with more of them is no request log
 _OUTPUT_NAMES = ("output_tokens", "completion_tokens")
 
 

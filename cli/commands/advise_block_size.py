@@ -27,7 +27,6 @@ _SPEED_PREFIX: Final = "tok_s_block"
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command's flags."""
     flags = argparse.ArgumentParser("quire advise-block-size", description=__doc__)
     flags.add_argument("log", help="file of one JSON object a line; - is standard input")
     flags.add_argument("--logged-block-size", type=int, default=16, help="block size under which the log was written")
@@ -50,7 +49,7 @@ def read_requests(path: str) -> list[LoggedRequest]:
 
 
 def read_speeds(path: Path, workload: str) -> dict[int, float]:
-    """Return output tokens a second by block size, from what `bench.phases --json` printed. Raises InvalidRequest."""
+    """Return output tokens a second by block size, from the output of `bench.phases --json`. Raises InvalidRequest."""
     try:
         figures: Mapping[str, float] = json.loads(path.read_text().splitlines()[-1])["figures"]
     except (OSError, ValueError, LookupError, TypeError) as error:
@@ -83,7 +82,6 @@ def table_of(rows: Sequence[BlockSizeCost], chosen: BlockSizeCost) -> Table:
 
 
 def reason(rows: Sequence[BlockSizeCost], chosen: BlockSizeCost, max_loss: float) -> str:
-    """Return why this size was chosen."""
     fewer = rows[0].blocks / chosen.blocks
     lost = f"waste {_percent(chosen.waste)}, missed hits {_percent(chosen.missed)}"
     work = (
@@ -104,7 +102,6 @@ def _percent(share: float | None) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `quire advise-block-size`."""
     args = parser().parse_args(argv)
 
     async def body(console: Console) -> None:

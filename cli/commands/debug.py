@@ -31,7 +31,7 @@ Record = dict[str, Any]
 
 
 def services(state_dir: Path, address: str | None) -> list[Record]:
-    """Return what the entries tell of the processes that still run, in the order of their start. Raises NotFound."""
+    """Return the entries of the processes that still run, in the order of their start. Raises NotFound."""
     folder = entry_path(state_dir, 0).parent
     entries = [json.loads(path.read_text()) for path in folder.glob("*.json")]
     running = sorted((each for each in entries if _runs(each)), key=lambda each: float(each["created"]))
@@ -71,7 +71,6 @@ def dump(entry: Record, state_dir: Path, patience: float = _ANSWER_SECONDS) -> R
 
 
 def show(console: Console, found: Record) -> None:
-    """Print one service for people."""
     console.print(Text(f"{found['service']} {found['address']} (process {found['pid']})", "bold cyan"))
     if "error" in found:
         console.print(Text(f"  {found['error']}", "red"))
@@ -92,7 +91,6 @@ def _show_stacks(console: Console, stacks: Mapping[str, Sequence[str]]) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command's flags."""
     form = argparse.RawDescriptionHelpFormatter
     flags = argparse.ArgumentParser("quire debug", description=__doc__, formatter_class=form)
     flags.add_argument("what", choices=["dump"], help="what to do")
@@ -105,7 +103,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `quire debug`."""
     args = parser().parse_args(argv)
 
     async def body(console: Console) -> None:

@@ -88,7 +88,6 @@ async def show_trace(channel: grpc.aio.Channel, console: Console, trace_id: str)
 
 
 async def demo(console: Console) -> None:
-    """Run the demonstration."""
     began = time.monotonic()
     lines: list[str] = []
     with tempfile.TemporaryDirectory(prefix="quire-demo-") as folder:
@@ -112,12 +111,11 @@ async def demo(console: Console) -> None:
 
 
 def svg_of(console: Console) -> str:
-    """Return what a recording console printed as an SVG that loads no font from elsewhere."""
+    """Return the output of a recording console as an SVG that loads no font from elsewhere."""
     return re.sub(r"@font-face \{.*?\}\s*", "", console.export_svg(title="quire demo"), flags=re.DOTALL)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `quire demo`."""
     flags = argparse.ArgumentParser("quire demo", description=__doc__)
     flags.add_argument("--svg", type=Path, metavar="PATH", help=f"also draw the output, {_SVG_WIDTH} columns wide")
     args = flags.parse_args(argv)

@@ -15,7 +15,6 @@ from quire.client import AsyncClient, AsyncStream, Completion, InterruptedByDead
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command's flags."""
     flags = argparse.ArgumentParser("quire generate", description=__doc__)
     flags.add_argument("prompt", help="the text; - reads it from standard input")
     flags.add_argument("--system", help="a system message in front of it")
@@ -34,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def text_of(word: str) -> str:
-    """Return a flag's text: its own, or that of a file. Raises what argparse reports."""
+    """Return a flag's text: its own, or that of a file. Raises ArgumentTypeError when the file cannot be read."""
     try:
         return Path(word[1:]).read_text() if word.startswith("@") else word
     except OSError as error:
@@ -42,7 +41,6 @@ def text_of(word: str) -> str:
 
 
 def prompt_of(args: argparse.Namespace) -> Prompt:
-    """Return the prompt that the flags describe."""
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     if args.raw:
         return str(text)
@@ -82,7 +80,7 @@ async def answer(client: AsyncClient, args: argparse.Namespace, console: Console
         tokens, trace = len(late.partial.token_ids), late.partial.trace_id
         what = f"gave up after --timeout {args.timeout:g} s with {tokens} output tokens; quire trace {trace}"
         raise DeadlineExceeded(what) from late
-    except DeadlineExceeded as late:  # what the router says matters where it refused to begin
+    except DeadlineExceeded as late:  # a refusal before the first token keeps the router's message
         raise DeadlineExceeded(f"not begun within --timeout {args.timeout:g} s: {late}") from late
 
 
@@ -97,7 +95,6 @@ def summary(done: Completion) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `quire generate`."""
     args = parser().parse_args(argv)
 
     async def body(console: Console) -> None:

@@ -13,7 +13,6 @@ from quire.client import Status
 
 
 def table_of(status: Status) -> Table:
-    """Return one row for each worker."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in ("worker", "address", "state", "manager"):
         table.add_column(name)
@@ -39,7 +38,6 @@ def table_of(status: Status) -> Table:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `quire status`."""
     flags = argparse.ArgumentParser("quire status", description=__doc__)
     add_address(flags)
     args = flags.parse_args(argv)

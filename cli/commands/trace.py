@@ -22,7 +22,6 @@ def request_of(name: str) -> pb.GetTraceRequest:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `quire trace`."""
     flags = argparse.ArgumentParser("quire trace", description=__doc__)
     flags.add_argument("id", help="trace id or request id, as `quire generate` prints it")
     add_address(flags)

@@ -81,7 +81,6 @@ class Foreground:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `quire up`."""
     try:
         options = suite_options(argv, os.environ)
     except InvalidConfig as error:

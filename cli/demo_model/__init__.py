@@ -1,4 +1,4 @@
-"""The demo model: a small checkpoint that ships with the repository, and everything that makes and judges it."""
+"""The demo model: a small checkpoint that ships with the repository, and the code that makes and evaluates it."""
 
 from pathlib import Path
 from typing import Final

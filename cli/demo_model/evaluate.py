@@ -1,9 +1,9 @@
-"""Measures what a checkpoint of the demo model can do; README.md has the figures of the one that ships.
+"""Measures the abilities of a checkpoint of the demo model; README.md has the figures of the one that ships.
 
     python -m cli.demo_model.evaluate [CHECKPOINT] [--probes 100]
 
-Prints recall of held-out facts by distance, density and kind, the share of well-formed answers by length of context,
-whether bfloat16 answers as float32 does, and what a wrong block in the KV cache does to recall.
+Prints recall of held-out facts by distance, density and kind, and the share of well-formed answers by length of
+context. It also prints whether bfloat16 answers as float32 does, and the recall with a wrong block in the KV cache.
 """
 
 import argparse
@@ -31,7 +31,7 @@ STORY_TOKENS: Final = 96
 
 
 class Judge:
-    """A loaded checkpoint and the measurements on it; every one draws its probes from a seed of its own."""
+    """A loaded checkpoint and the measurements on it; each measurement draws its probes from its own seed."""
 
     def __init__(self, checkpoint: Path, count: int, dtype: torch.dtype = torch.float32) -> None:
         self.model: PreTrainedModel = Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=dtype)
@@ -82,17 +82,16 @@ def _block(states: torch.Tensor, index: int) -> torch.Tensor:
 
 
 def _answers(logits: torch.Tensor, probe: Probe) -> bool:
-    """True when the likeliest token at every position, `logits` being [answer, vocabulary], is the answer's."""
+    """True when the likeliest token at every position of `logits` [answer, vocabulary] is the answer's."""
     return bool(logits.argmax(-1).tolist() == probe.answer)
 
 
 def own_block(probe: Probe) -> int:
-    """The block that holds the fact's value."""
     return probe.value_at // BLOCK_SIZE
 
 
 def later_block(probe: Probe) -> int:
-    """A block four further on, which holds nothing of the fact."""
+    """A block four further on, which holds no part of the fact."""
     return probe.value_at // BLOCK_SIZE + 4
 
 
@@ -146,14 +145,14 @@ def fluency_table(judge: Judge) -> Iterable[str]:
 
 
 def precision_line(judge: Judge, half: Judge) -> str:
-    """How often bfloat16 and float32 answer alike, token for token."""
+    """The share of answers on which bfloat16 and float32 agree, token for token."""
     drawn = [probe for distance in (64, 512) for probe in judge.draw(distance, 1.0)]
     same = sum(judge.generate(probe.context, tokens=24) == half.generate(probe.context, tokens=24) for probe in drawn)
     return f"bfloat16 gives float32's greedy answer for {same} of {len(drawn)} questions"
 
 
 def block_lines(judge: Judge) -> Iterable[str]:
-    """Recall with a cache as it should be, and with one block of it wrong."""
+    """Recall with a correct cache, and with one block of it wrong."""
     drawn = judge.draw(KIND_DISTANCE, 1.0)
     yield f"recall at {KIND_DISTANCE} tokens, cache untouched: {_share(map(judge.recalls, drawn)):.2f}"
     for name, spoil in (("the fact's block", own_block), ("an unrelated block", later_block)):
@@ -178,7 +177,6 @@ def _share(hits: Iterable[bool]) -> float:
 
 
 def main() -> None:
-    """Print all measurements of the checkpoint that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, nargs="?", default=CHECKPOINT)
     parser.add_argument("--probes", type=int, default=100, help="questions for each cell of the tables")

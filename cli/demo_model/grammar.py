@@ -1,4 +1,4 @@
-"""Says whether text is made of sentences of the demo world: the measure of fluency."""
+"""Checks whether text consists of sentences of the demo world: the measure of fluency."""
 
 import re
 from collections.abc import Iterable, Mapping

@@ -2,8 +2,8 @@
 
 The first weights are not all noise. Recall needs two layers to agree: one that notes, at each token, which tokens came
 before it, and one that looks for the place where those notes match the present. From noise alone that agreement did
-not arise in minutes; here the first two layers start with a rough draft of it (the induction circuit of Olsson et al.,
-"In-context Learning and Induction Heads", 2022) and training makes it exact.
+not arise in minutes. Here the first two layers start with a rough draft of it, and training makes it exact. The draft
+is the induction circuit of Olsson et al., "In-context Learning and Induction Heads", 2022.
 
 Coordinates of the residual stream at the start: [0, 63) the token, 63 a constant, [64, 128) the token before,
 [128, 192) the one before that.
@@ -24,17 +24,17 @@ ROPE_THETA: Final = 1e6
 WORD: Final = 63
 """Coordinates of a word in each 64 of the residual stream; the one after the first word holds the constant."""
 SHARP_PAIRS: Final = 6
-"""The fastest rotary pairs: they tell neighbouring offsets apart."""
+"""The fastest RoPE pairs: they distinguish neighbouring offsets."""
 SLOW_PAIRS: Final = 16
-"""The slowest rotary pairs: they hardly turn within 1,000 tokens, so they can compare words at any distance."""
+"""The slowest RoPE pairs: they hardly turn within 1,000 tokens, so they can compare words at any distance."""
 NOISE: Final = 0.3
-"""Size of the random part of a drafted head, as a share of what a wholly random start would have."""
+"""Size of the random part of a drafted head, as a share of a wholly random start."""
 QUIET: Final = 0.02
-"""The same for what every layer adds to the residual stream: loud noise would drown the draft."""
+"""The same share for the output of every layer: larger noise would drown the draft."""
 SCALE: Final = 0.05
 """Size of a coordinate of an embedding."""
 LOUD: Final = 4.0
-"""Weight of the constant in a head that goes by phase alone: far above its noise."""
+"""Weight of the constant in a head that uses the phase alone: far above its noise."""
 COPY: Final = 0.1
 """How strongly a match writes the token that it found."""
 
@@ -61,7 +61,7 @@ def configuration(vocabulary: int, pad: int, bos: int, eos: int) -> Qwen3Config:
 
 @torch.no_grad()
 def build(config: Qwen3Config, drafted: bool = True) -> Qwen3ForCausalLM:
-    """The network with its first weights, drawn from torch's global generator; without the draft all are noise."""
+    """The network with its first weights, drawn from torch's global generator. Without the draft all are noise."""
     model = Qwen3ForCausalLM(config)
     for name, weight in model.named_parameters():
         if weight.ndim == 2:
@@ -113,7 +113,7 @@ def _draft_embedding(weight: torch.Tensor) -> None:
 
 
 def _draft_notes(heads: Heads) -> None:
-    """Heads 0 and 1 look one and two tokens back, by rotary phase alone, and write those tokens beside this one."""
+    """Make heads 0 and 1 attend one and two tokens back, by RoPE phase alone, and write those tokens here."""
     turns = ROPE_THETA ** (-torch.arange(SHARP_PAIRS) / PAIRS)  # radians a token
     key, value = heads.key(0).mul_(NOISE), heads.value(0).mul_(NOISE)
     key[:SHARP_PAIRS, WORD] = LOUD
@@ -129,7 +129,7 @@ def _draft_notes(heads: Heads) -> None:
 
 
 def _draft_match(heads: Heads) -> None:
-    """Look for the place whose two notes equal this token and the first note here, and copy the token that is there.
+    """Make heads find the place whose two notes equal this token and the first note here, and copy its token.
 
     The two groups compare different coordinates of the words, each in the slow pairs: the notes' order in the key is
     the one in the query, moved by one token.

@@ -9,7 +9,7 @@ from cli.demo_model.tokenizer import ASSISTANT, BOS, END, SYSTEM, USER, Encoder
 from cli.demo_model.world import Fact, World
 
 LEAD_IN: Final = 40
-"""At most so many tokens stand before the fact that is asked for."""
+"""The most tokens before the fact that the question asks for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Probe:
     context: list[int]
     answer: list[int]
     value_at: int  # index in `context` of the last token of the fact's value
-    facts: int  # told in the context, the one asked for included
+    facts: int  # facts in the context, the one asked for included
 
     @property
     def distance(self) -> int:

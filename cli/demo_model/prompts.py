@@ -15,7 +15,7 @@ FACTS: Final = 100
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What to ask after `system_text()`, and the sentence that is the right answer."""
+    """A question to ask after `system_text()`, and the sentence that is the right answer."""
 
     text: str
     answer: str
@@ -28,7 +28,7 @@ def system_text() -> str:
 
 def questions(count: int = 8) -> tuple[Question, ...]:
     """`count` questions, spread evenly over the system text from its beginning to its end."""
-    asked = [fact for fact in _FACTS if not fact.relation.digits]  # numbers are what the model sometimes gets wrong
+    asked = [fact for fact in _FACTS if not fact.relation.digits]  # the model sometimes gets numbers wrong
     chosen = [asked[i * (len(asked) - 1) // max(1, count - 1)] for i in range(count)]
     return tuple(Question(fact.question.strip(), fact.sentence.strip()) for fact in chosen)
 

@@ -22,7 +22,7 @@ ALL_WORDS: Final = tuple(sorted({f" {word}" for group in WORD_LISTS for word in 
 
 @dataclass(slots=True)
 class Row:
-    """Parallel lists: `weights[i]` weighs the prediction of `ids[i]`, `recalled[i]` says that it is a told value."""
+    """Parallel lists: `weights[i]` weighs the prediction of `ids[i]`; `recalled[i]` marks a value told before."""
 
     encode: Encoder
     ids: list[int] = field(default_factory=list)
@@ -39,11 +39,11 @@ class Row:
         self.recalled += [recalled] * len(ids)
 
     def tell(self, fact: Fact) -> None:
-        """A fact's sentence where it is news: nothing in the row foretells its value."""
+        """Add the sentence of a new fact: nothing in the row predicts its value."""
         self.put(fact.sentence, CONTEXT_WEIGHT)
 
     def recall(self, fact: Fact, weight: float) -> None:
-        """A fact's sentence where the row has told it: its value is what the model must find."""
+        """Add the sentence of a fact that the row contains already: the model must find its value there."""
         apart = " " if fact.relation.digits else ""  # digits are tokens apart from the space
         self.put(fact.lead + apart, weight)
         self.put(fact.value if apart else f" {fact.value}", VALUE_WEIGHT, recalled=True)

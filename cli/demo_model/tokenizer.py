@@ -99,7 +99,6 @@ class Encoder:
 
 
 def main() -> None:
-    """Write the tokenizer into the directory that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     save(train(), parser.parse_args().out)

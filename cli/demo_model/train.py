@@ -59,7 +59,7 @@ class Curriculum:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the command line chose; `tokens` are those in one process's batch, `noise` gives up the drafted start."""
+    """The options of the command line; `tokens` are those in one process's batch, `noise` starts without the draft."""
 
     out: Path
     minutes: float
@@ -192,7 +192,6 @@ def _process(rank: int, options: Options, rendezvous: str) -> None:
 
 
 def main() -> None:
-    """Train as the command line says and leave a checkpoint in its directory."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--minutes", type=float, default=48.0)

@@ -18,7 +18,7 @@ HELD_OUT_ONE_IN: Final = 10
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """How one kind of fact is told and asked; `{s}` stands for the subject.
+    """The sentence and the question of one kind of fact; `{s}` stands for the subject.
 
     The sentence of a fact is `lead`, the value, then `tail`; it is also the answer to `question`. The value is one of
     `values`, or with `digits` > 0 a number of that many digits.
@@ -46,7 +46,7 @@ class Fact:
 
     @property
     def sentence(self) -> str:
-        """The fact as it is told, and as the answer to its question."""
+        """The fact's sentence, which is also the answer to its question."""
         return f"{self.lead} {self.value}{self.relation.tail}"
 
     @property

@@ -26,7 +26,6 @@ class EmbeddedChannel:
         self.ledger: Ledger | None = None
 
     def poll(self) -> list[LeaseEvent]:
-        """Return the events since the last call."""
         events, self._events = self._events, []
         return events
 
@@ -54,7 +53,6 @@ class EmbeddedChannel:
         self._answer(session)
 
     def reconnect(self) -> None:
-        """Start a session from a new inventory."""
         self._events.append(Connected())
 
     def _answer(self, session: int) -> None:
@@ -67,7 +65,6 @@ class EmbeddedChannel:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a GPU worker with an embedded manager."""
     from common.settings.config import load_or_exit
     from gpuworker.config import GpuWorkerSettings
     from gpuworker.main import run

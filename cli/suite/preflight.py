@@ -1,4 +1,4 @@
-"""What `quire up` checks before it starts a process: every option of every process, the checkpoint, the ports.
+"""The checks of `quire up` before it starts a process: every option of every process, the checkpoint, the ports.
 
 The services read the environment and the option file too. An option for one service alone ([router], QUIRE_ROUTER_*)
 holds. Where the suite must decide instead (ports, folders), `quire up` refuses the option and names it.
@@ -66,9 +66,9 @@ def _all_of(problems: Iterable[FieldViolation]) -> InvalidConfig:
 
 
 def _model_problems(model: object) -> list[FieldViolation]:
-    """Return what is wrong with the model's name, as far as this machine can tell."""
+    """Return the mistakes in the model's name that this machine can find."""
     if not isinstance(model, str):
-        return []  # missing, which is reported elsewhere
+        return []  # a missing name is reported elsewhere
     folder = Path(model).expanduser()
     if folder.is_dir():
         return [] if (folder / "config.json").is_file() else [_no_checkpoint(f"no config.json in {folder}")]
@@ -95,7 +95,7 @@ def _alone(service: Reading) -> dict[str, Any]:
 
 
 def _problems_alone(service: Reading) -> Sequence[FieldViolation]:
-    values = {"model": "."} | _alone(service)  # in place of the one that `up` will give it
+    values = {"model": "."} | _alone(service)  # in place of the model that `up` will pass
     try:
         validate(replace(service, values=values, violations=list(service.violations)), service.settings)
     except InvalidConfig as error:
@@ -107,7 +107,7 @@ def _problems_alone(service: Reading) -> Sequence[FieldViolation]:
 
 
 def _stack_options(settings: UpSettings, reading: Reading, model_name: str | None = None) -> StackOptions:
-    """Return the suite, with the engine options that only `up` was given. The services read the others themselves."""
+    """Return the suite, with the engine options that only `up` received. The services read the others themselves."""
     to_all = _flags(settings, [key for key in _TO_ALL if key in reading.own])
     to_workers = _flags(settings, [key for key in EngineSettings.model_fields if key in reading.own])
     fingerprinted = _flags(settings, ["load_format", "seed"])

@@ -12,7 +12,7 @@ from cli.suite.programs import Program
 from common.backoff import Backoff
 from common.process import die_with_parent
 
-# What a service ends with when its options are bad (common/settings/config.py): starting it again would say the same.
+# The exit status of a service with bad options (common/settings/config.py): a restart would fail in the same way.
 REFUSED_STATUS = 2
 _BACKOFF = Backoff(first=0.5, longest=30.0)  # seconds between restarts
 _STABLE_SECONDS = 30.0
@@ -49,7 +49,6 @@ class Child:
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
     async def start(self) -> None:
-        """Start the program and keep it running."""
         await self._spawn()
         self._keeper = asyncio.create_task(self._keep())
 
@@ -108,7 +107,7 @@ class Child:
             await asyncio.sleep(pause)
             self.restarts += 1
             await self._spawn()
-            if self.program.quiet:  # the others say themselves when they are READY
+            if self.program.quiet:  # the other programs print READY themselves
                 self._say(self.program.name, f"started again on {self.program.address}")
 
     async def _pass_lines_on(self, process: asyncio.subprocess.Process) -> None:

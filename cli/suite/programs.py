@@ -115,7 +115,7 @@ def _worker(options: StackOptions, index: int, redis_url: str) -> Program:
 
 
 def _routers(options: StackOptions, redis_url: str) -> Iterator[Program]:
-    """Yield one router, or several on the same ports. Each of several knows the others by their own ports."""
+    """Yield one router, or several on the same ports. Each of several has the own ports of the others."""
     if not options.own_ports:
         yield _router(options, redis_url)
     for index, own_port in enumerate(options.own_ports):

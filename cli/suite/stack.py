@@ -23,14 +23,13 @@ __all__ = ["Stack", "StackOptions", "free_ports"]
 Say = Callable[[str, str], None]
 
 _POLL_SECONDS: Final = 0.05
-# What a service may need beyond its drain_timeout to say its last words.
+# Seconds that a service may need beyond its drain_timeout to write its last lines.
 _LAST_WORDS_SECONDS: Final = 5.0
 # By service; Redis is none.
 _STOP_ORDER: Final = {"router": 0, "gpuworker": 1, "kvmanager": 2, "": 3}
 
 
 def free_ports(count: int) -> list[int]:
-    """Return free ports of the loopback interface."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for each in sockets:
@@ -59,7 +58,7 @@ class Stack:
     async def __aenter__(self) -> Stack:
         try:
             await self.start()
-        except BaseException:  # a cancelled start, too, must leave nothing running
+        except BaseException:  # a cancelled start must leave nothing running either
             await self.stop()
             raise
         return self
@@ -89,7 +88,6 @@ class Stack:
         self.children.clear()
 
     def kill(self) -> None:
-        """Kill every process at once."""
         for child in self.children.values():
             child.kill()
 

@@ -1,4 +1,4 @@
-"""Decision records in a line for people: what was chosen, why, and what each candidate would have cost."""
+"""Decision records in a line for people: the choice, the reason, and the cost of each candidate."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ _INDENT = "    "
 
 
 def is_decision(event: pb.SpanEvent) -> bool:
-    """Return whether a span event is a decision record."""
     return event.name == _EVENT and _PREFIX + "chosen" in event.attributes
 
 

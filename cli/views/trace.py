@@ -24,18 +24,18 @@ _OTHER_COLOURS = ("yellow", "blue", "bright_red")
 _MIN_BAR, _MAX_BAR = 12, 48
 _TIME_WIDTH = 9
 _HANGING = "    "
-# Attributes that the heading or the row says already.
+# Attributes that the heading or the row already shows.
 _SAID = frozenset({"quire.request_id", "quire.sequence", "rpc.system", "rpc.service", "rpc.method"})
 
 
 def render_trace(response: pb.GetTraceResponse) -> TraceView:
-    """Return what rich prints for a trace; its bars take the width of the console."""
+    """Return a rich renderable of a trace; its bars take the width of the console."""
     return TraceView(response)
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One span, with what is drawn before its name and before the lines under it."""
+    """One span, with the prefixes of its name and of the lines under it."""
 
     span: pb.Span
     branch: str
@@ -43,8 +43,6 @@ class _Row:
 
 
 class TraceView:
-    """A rich renderable of one trace."""
-
     def __init__(self, response: pb.GetTraceResponse) -> None:
         self._trace_id = response.trace_id
         self._spans = {span.span_id: span for span in response.spans}
@@ -96,7 +94,7 @@ class TraceView:
         return "".join(" ╺╸━"[cell] for cell in cells).rstrip()
 
     def _explanations(self, row: _Row, console: Console, width: int) -> Iterator[Text]:
-        """Yield the lines under a span's row; what is too wide goes on under its own beginning."""
+        """Yield the lines under a span's row; a line that is too wide continues under its own beginning."""
         room = max(_MIN_BAR, width - len(row.below))
         for line in self._lines(row.span, room):
             first, *rest = line.wrap(console, room)
@@ -157,7 +155,7 @@ def _rows(spans: Sequence[pb.Span]) -> Iterator[_Row]:
 
 
 def _end(span: pb.Span) -> int:
-    """A span that has not ended ends, for the drawing, where it began."""
+    """Return the end of a span; a span that has not ended is drawn with its start as its end."""
     return max(span.start_unix_nano, span.end_unix_nano)
 
 

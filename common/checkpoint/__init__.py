@@ -1,1 +1,1 @@
-"""A checkpoint by name: where it lies, and its fingerprints. Standard library only."""
+"""Finds a checkpoint by name and computes its fingerprints. Standard library only."""

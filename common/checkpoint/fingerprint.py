@@ -1,8 +1,8 @@
-"""Fingerprints of a checkpoint: what K/V content depends on besides tokens. Standard library only.
+"""Fingerprints of a checkpoint: everything besides tokens that K/V content depends on. Standard library only.
 
 Two directories with equal weights, configuration and tokenizer have equal fingerprints wherever they lie. Weights enter
-by the header of each safetensors file (names, types, shapes, offsets), its size and a sample of its content, because
-hashing hundreds of gigabytes would delay every start; small files are hashed whole.
+by the header of each safetensors file (names, types, shapes, offsets), its size and a sample of its content: hashing
+hundreds of gigabytes would delay every start. Small files are hashed whole.
 """
 
 from __future__ import annotations

@@ -13,12 +13,12 @@ _OTHER_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
 
 
 def is_hub_name(model: str) -> bool:
-    """Return whether this can only be a name on the hub: `name` or `owner/name`, and no folder here."""
+    """Return whether a name can only be one on the hub: `name` or `owner/name`, and no folder here."""
     return _HUB_NAME.fullmatch(model) is not None and not Path(model).is_dir()
 
 
 def checkpoint_directory(model: str, weights: bool = True) -> Path:
-    """Return the folder of a checkpoint; a hub name is downloaded, without its weights if they are not wanted.
+    """Return the folder of a checkpoint; a hub name is downloaded, without its weights if the caller needs none.
 
     Raises InvalidConfig when there is neither.
     """

@@ -1,6 +1,6 @@
 """The log line of a decision record: the same facts as its span event and its RPC, with the id of its trace.
 
-A decision at the cost of a request is info; a decision that every request has is debug. Standard library only.
+A decision that costs a request something is logged at info, one that every request has at debug. Standard library only.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _COSTLY: Final = frozenset({DecisionKind.REJECTION, DecisionKind.PREEMPTION, Dec
 
 
 def log_decision(decision: Decision) -> None:
-    """Log a record; next to nothing where its level is off."""
+    """Log a record; costs next to nothing when its level is off."""
     level = logging.INFO if decision.kind in _COSTLY else logging.DEBUG
     if log.isEnabledFor(level):
         log.log(level, "%s: %s", decision.kind, decision.chosen, extra=_fields(decision))
 
 
 def _fields(decision: Decision) -> dict[str, Any]:
-    """Return the record without what is empty; its kind and choice are the message."""
+    """Return the record without its empty fields; its kind and choice are the message."""
     whole = {
         "decision_id": decision.decision_id,
         "request_id": decision.request_id,
@@ -39,7 +39,7 @@ def _fields(decision: Decision) -> dict[str, Any]:
 
 
 def candidate_fields(candidate: Candidate) -> dict[str, Any]:
-    """Return an option of a decision without what is empty; a term keeps its own name."""
+    """Return an option of a decision without its empty fields; a term keeps its own name."""
     parts = {
         "name": candidate.name,
         "cost": candidate.cost,

@@ -1,6 +1,6 @@
 """The bounded ring of decision records that each service keeps: why a request went somewhere, waited or lost blocks.
 
-Standard library only. A record is found by every request that it concerns: the one it is about, the victim and the
+Standard library only. A record is found by every request that it concerns: its subject, the victim and the
 beneficiary, so that "who preempted mine?" and "whom did mine preempt?" are one query.
 """
 
@@ -16,7 +16,7 @@ DEFAULT_LIMIT = 100
 
 
 class DecisionRing:
-    """The newest `capacity` records, in the order in which they were made."""
+    """The newest `capacity` records, oldest first."""
 
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
@@ -55,7 +55,7 @@ class DecisionRing:
     def _forget(self, decision: Decision) -> None:
         for request_id in _concerned(decision):
             records = self._by_request[request_id]
-            # Records leave in the order in which they came, here as in the ring.
+            # Records leave this index in the order in which they came, as in the ring.
             records.popleft()
             if not records:
                 del self._by_request[request_id]

@@ -1,1 +1,1 @@
-"""What every process needs: cores, logs, metrics, garbage collection, a local Redis."""
+"""Parts of every process: cores, logs, metrics, garbage collection, a local Redis."""

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 _CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
-# The same in the first version of control groups: microseconds, -1 without a quota.
+# The same file in version 1 of control groups: microseconds, -1 without a quota.
 _CGROUP_V1 = Path("/sys/fs/cgroup/cpu")
 
 
@@ -19,7 +19,7 @@ def usable_cores() -> int:
 
 
 def threads_of_each(workers: int = 1, cores: int | None = None) -> int:
-    """Return the threads of the engine of each of so many workers on this host: all cores but one, shared.
+    """Return the engine threads of each of so many workers on this host: all cores but one, shared.
 
     With a thread for every core, one busy neighbour (a worker's I/O thread, the router, the manager) stalls each
     parallel region: its slowest thread is the one that shares a core.

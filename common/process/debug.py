@@ -1,4 +1,4 @@
-"""What a running service shows to whoever debugs it, also while its event loop is blocked.
+"""Debug output of a running service, also while its event loop is blocked.
 
 SIGUSR1 writes the stacks of all threads to stderr (`faulthandler`, which needs no interpreter). SIGUSR2 writes a dump
 to a file for `quire debug dump`: stacks, asyncio tasks and a summary of the service's state.
@@ -36,14 +36,14 @@ State = Callable[[], Mapping[str, object]]
 
 
 def stacks_on_signal() -> None:
-    """From now on SIGUSR1 writes the stacks of all threads to stderr."""
+    """Make SIGUSR1 write the stacks of all threads to stderr."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
 def dumps_on_signal(service: str, address: str, state_dir: Path, state: State) -> None:
-    """From now on SIGUSR2 writes a dump. Call it on the main thread, in the event loop whose tasks the dump lists.
+    """Make SIGUSR2 write a dump. Call it on the main thread, in the event loop whose tasks the dump lists.
 
-    An entry in `state_dir`/debug tells `quire debug dump` of this process. Without a place to write there are no dumps.
+    By an entry in `state_dir`/debug `quire debug dump` finds this process. Without a place to write there are no dumps.
     """
     entry, loop = entry_path(state_dir, os.getpid()), asyncio.get_running_loop()
 
@@ -63,12 +63,11 @@ def dumps_on_signal(service: str, address: str, state_dir: Path, state: State) -
 
 
 def entry_path(state_dir: Path, pid: int) -> Path:
-    """Return the file that tells of a process that writes dumps."""
+    """Return the file that announces a process that writes dumps."""
     return state_dir.resolve() / "debug" / f"{pid}.json"
 
 
 def dump_path(entry: Path) -> Path:
-    """Return the file that a process writes its dump to."""
     return entry.with_suffix(".dump")
 
 
@@ -87,7 +86,7 @@ def _read(state: State) -> Mapping[str, object]:
 
 
 def _threads(interrupted: FrameType | None) -> dict[str, list[str]]:
-    """Return the stack of each thread; the main thread's is that which the signal interrupted."""
+    """Return the stack of each thread; for the main thread, the stack that the signal interrupted."""
     frames = sys._current_frames()
     main = threading.main_thread()
     if interrupted is not None and main.ident is not None:

@@ -1,8 +1,9 @@
 """Runs a program so that it ends with the process that started it, even when that is killed: no server is left behind.
 
-On Linux the kernel does it (PR_SET_PDEATHSIG; it watches the *thread* that started the program, so start from one that
-lives as long as the process). Elsewhere the program is run as it is. This file is also the launcher: it sets the signal
-in the new process and lets the program replace it, as code between fork and exec mixes badly with threads and gRPC.
+On Linux the kernel ends the program (PR_SET_PDEATHSIG). The kernel watches the *thread* that started the program, so
+start it from a thread that lives as long as the process. Elsewhere the program runs unchanged. This file is also the
+launcher: it sets the signal in the new process and lets the program replace it, because code between fork and exec
+mixes badly with threads and gRPC.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""When the garbage collector of a service runs. Standard library only."""
+"""Sets when the garbage collector of a service runs. Standard library only."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import gc
 
 
 def collect_rarely() -> None:
-    """Call once everything is built: what there is is walked no more, and what comes is walked rarely.
+    """Call once everything is built: the collector then skips all present objects and walks new ones rarely.
 
-    Services keep a hundred thousand records in rings; a walk over them takes 65 ms, and at the interpreter's own
-    thresholds walks were a tenth of a busy router's CPU. They form no cycles; the little that does (errors of broken
-    streams) is found in the younger generations.
+    Services keep a hundred thousand records in rings. A walk over them takes 65 ms, and at the interpreter's own
+    thresholds walks were a tenth of a busy router's CPU. The records form no cycles. The few cycles that exist (errors
+    of broken streams) are found in the younger generations.
     """
     gc.collect()
     gc.freeze()

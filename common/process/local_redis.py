@@ -28,7 +28,7 @@ _LOG_CHARS: Final = 500
 
 
 def find_server() -> Path:
-    """Return the path of a Redis or Valkey server. Raises Unavailable, saying what to install, if there is none."""
+    """Return the path of a Redis or Valkey server. Raises Unavailable, with what to install, if there is none."""
     for name in ("redis-server", "valkey-server"):
         if found := shutil.which(name):
             return Path(found)
@@ -51,9 +51,9 @@ def redis_at(url: str | None) -> Iterator[str]:
 
 
 class LocalRedis:
-    """A Redis server of our own. It keeps its port over `kill` and `start`, so that a test can take it away.
+    """A Redis server that this process starts. It keeps its port over `kill` and `start`, so that a test can stop it.
 
-    Start it from a thread that lives as long as it is needed (see die_with_parent).
+    Start it from a thread that lives as long as the server is needed (see die_with_parent).
     """
 
     def __init__(self, port: int = 0) -> None:
@@ -66,17 +66,17 @@ class LocalRedis:
 
     @property
     def pid(self) -> int:
-        """Process id. Raises Unavailable when it does not run."""
+        """Process id. Raises Unavailable when the server does not run."""
         if self._process is None:
             raise Unavailable("the local Redis is not running")
         return self._process.pid
 
     def start(self) -> None:
-        """Start it, empty, and return once it answers. Raises Unavailable with what it printed if it does not."""
+        """Start the server, empty, and return once it answers. Raises Unavailable with its output if it does not."""
         command = die_with_parent.command(self.argv())
         deadline = time.monotonic() + START_TIMEOUT_S
         with tempfile.TemporaryFile() as log:
-            # In a session of its own: Ctrl-C in a terminal is for whoever started it, who may still need it to drain.
+            # A session of its own: Ctrl-C in a terminal is for the process that started Redis and may need it to drain.
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
@@ -89,14 +89,14 @@ class LocalRedis:
                 time.sleep(_POLL_S)
 
     def kill(self) -> None:
-        """End it at once (SIGKILL), as a crash would."""
+        """End the server at once (SIGKILL), as a crash would."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
 
     def stop(self) -> None:
-        """End it; at once, as it has nothing to save."""
+        """End the server at once: it has nothing to save."""
         self.kill()
 
     def __enter__(self) -> Self:
@@ -109,20 +109,20 @@ class LocalRedis:
         self.stop()
 
     def argv(self) -> list[str]:
-        """Return the server and its options, for who supervises it instead of calling `start`."""
+        """Return the server and its options, for a caller that supervises it instead of calling `start`."""
         options = {
             "port": str(self.port),
             "bind": "127.0.0.1",
             "dir": tempfile.gettempdir(),
             "save": "",
             "appendonly": "no",
-            # What the prefix index expects of any Redis: under pressure, drop what is nearest to its end of life.
+            # The prefix index expects this of any Redis: under memory pressure, drop the keys that expire next.
             "maxmemory-policy": "volatile-ttl",
         }
         return [str(find_server()), *(word for key, value in options.items() for word in (f"--{key}", value))]
 
     def answers(self, pid: int) -> bool:
-        """Return whether it is this process that answers on the port."""
+        """Return whether this server, and no other process, answers on the port."""
         with redis.Redis(port=self.port, socket_timeout=1.0) as client:
             try:
                 return bool(client.info("server")["process_id"] == pid)

@@ -1,6 +1,6 @@
 """Log lines: one JSON object each for machines, or short lines for people; both with the ids of their trace.
 
-Say what happened as the message, and with what as `extra` fields:  log.info("admitted", extra={"request_id": id}).
+The message says what happened, `extra` fields say to what:  log.info("admitted", extra={"request_id": id}).
 A field `traceparent` names the trace where the current span does not. Prompt and output text is never logged: fields
 that would hold it show only their length.
 """
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, Final, Literal, TextIO
 
-# What belongs to every record; the rest of its attributes came by `extra`.
+# The attributes of every record; all others came by `extra`.
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _TEXT_FIELDS: Final = frozenset({"prompt", "text", "messages", "content", "token_ids", "tokens", "output", "stop"})
 _NOISY: Final = {
@@ -22,7 +22,7 @@ _NOISY: Final = {
     "httpcore": "WARNING",
     "uvicorn.access": "WARNING",
     "asyncio": "WARNING",
-    "grpc": "INFO",  # below that it tells of every event loop that it sees, again and again
+    "grpc": "INFO",  # below this level grpc logs every event loop again and again
 }
 
 
@@ -31,7 +31,7 @@ def setup_logging(
 ) -> None:
     """Send every log line of the process to `stream` (default: stderr), and Python's warnings too.
 
-    "bare" is for who reads the lines through a supervisor that says itself when a line came, and from which service.
+    "bare" is for a supervisor that adds the time and the service's name to each line itself.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     formatters = {"json": JsonFormatter, "text": TextFormatter, "bare": BareFormatter}
@@ -50,7 +50,7 @@ class JsonFormatter(logging.Formatter):
         self._service = service
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line; values that JSON does not know are shown as text."""
+        """Return the line; values that JSON cannot represent are shown as text."""
         line: dict[str, Any] = {
             "ts": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -103,7 +103,7 @@ def trace_ids(record: logging.LogRecord) -> Mapping[str, str]:
     parts = str(getattr(record, "traceparent", "")).split("-")
     if len(parts) == 4:
         return {"trace_id": parts[1], "span_id": parts[2]}
-    tracing = sys.modules.get("opentelemetry.trace")  # not imported for the sake of a log line
+    tracing = sys.modules.get("opentelemetry.trace")  # a log line alone does not justify the import
     if tracing is None:
         return {}
     context = tracing.get_current_span().get_span_context()

@@ -32,7 +32,7 @@ def new_registry() -> CollectorRegistry:
 
 
 def exposed(registry: CollectorRegistry, accept: str) -> tuple[str, bytes]:
-    """Return content type and body for a scraper that accepts these types; OpenMetrics, with exemplars, if it may be.
+    """Return content type and body for a scraper that accepts these types: OpenMetrics, with exemplars, if accepted.
 
     Every scraper gets the same names. prometheus_client's own choice writes `quire_` for `quire:` in OpenMetrics
     unless the scraper asks for UTF-8 names, which those before Prometheus 3 do not.
@@ -59,7 +59,7 @@ class MetricsServer:
         self.port = 0
 
     async def start(self, host: str, port: int) -> int:
-        """Listen and return the port. Raises InvalidConfig when it is taken."""
+        """Listen and return the port. Raises InvalidConfig when the port is taken."""
         try:
             self._server = await asyncio.start_server(self._serve, host, port, limit=_MAX_HEADER_BYTES)
         except OSError as error:
@@ -69,7 +69,6 @@ class MetricsServer:
         return self.port
 
     async def stop(self) -> None:
-        """Stop listening."""
         if self._server is not None:
             self._server.close()
             await self._server.wait_closed()
@@ -81,7 +80,7 @@ class MetricsServer:
                 writer.write(_encode(self._reply(head), with_body=not head[0].startswith("HEAD ")))
                 await writer.drain()
         except (TimeoutError, ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass  # a client that is slow, gone or shouting gets no answer
+            pass  # a client that is slow, gone or sends too much gets no answer
         finally:
             writer.close()
 

@@ -1,9 +1,9 @@
-"""The event loop of every service: uvloop, with gRPC's wake-ups taken in bulk.
+"""The event loop of every service: uvloop, with gRPC's wake-ups read in bulk.
 
-gRPC's own thread tells the loop of each finished operation by one byte through a socket pair, and its reader takes one
-byte a turn of the loop, though it handles everything that has finished. Under load stale bytes gather: the loop turns
-in vain for each, and once the socket is full (at some 280 of them) gRPC's thread blocks in its write, which holds up
-every completion of the process, new calls included. So all bytes but one are taken before gRPC's reader is called.
+gRPC's own thread writes one byte to a socket pair for each finished operation. Its reader takes one byte a turn of the
+loop, though it handles everything that has finished. Under load stale bytes gather, and the loop turns in vain for
+each. Once the socket is full (at some 280 bytes) gRPC's thread blocks in its write. That holds up every completion of
+the process, new calls included. So all bytes but one are read before gRPC's reader is called.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ ResultT = TypeVar("ResultT")
 
 
 class Loop(uvloop.Loop):
-    """uvloop's loop, which recognises gRPC's reader; one of another shape (a later gRPC) is left as it is."""
+    """uvloop's loop, which recognises gRPC's reader; a reader of another shape (a later gRPC) is left as it is."""
 
     def add_reader(self, fd: Any, callback: Callable[..., object], *args: object) -> None:
-        """Watch a file descriptor; see asyncio.AbstractEventLoop."""
         if isinstance(fd, socket.socket) and _is_grpc_reader(callback):
             callback = functools.partial(_take_all_but_one, fd, callback)
         super().add_reader(fd, callback, *args)

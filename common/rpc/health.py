@@ -22,7 +22,7 @@ LIVE: Final = "live"
 class Health:
     """The health of one server as a whole (service name "") and of each of its services; all change together.
 
-    That the process is alive at all (service name `live`) is said apart, until it drains.
+    The service name `live` is separate: it is SERVING as long as the process runs, until it drains.
     """
 
     def __init__(self, services: Sequence[str]) -> None:
@@ -38,15 +38,14 @@ class Health:
         reflection.enable_server_reflection(described, server)
 
     async def ready(self) -> None:
-        """Say SERVING."""
         await self._set(_STATUS.SERVING)
 
     async def not_ready(self) -> None:
-        """Say NOT_SERVING, for a while: what the service needs is missing."""
+        """Set NOT_SERVING for a while: something that the service needs is missing."""
         await self._set(_STATUS.NOT_SERVING)
 
     async def drain(self) -> None:
-        """Say NOT_SERVING for good."""
+        """Set NOT_SERVING for good."""
         await self._servicer.enter_graceful_shutdown()
 
     async def _set(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
@@ -55,7 +54,7 @@ class Health:
 
 
 async def wait_until_serving(channel: aio.Channel, timeout: float, service: str = "") -> None:
-    """Return when the server says SERVING. Raises Unavailable after `timeout` seconds."""
+    """Return when the server is SERVING. Raises Unavailable after `timeout` seconds."""
     stub = health_pb2_grpc.HealthStub(channel)
     try:
         async with asyncio.timeout(timeout):

@@ -34,7 +34,7 @@ class AroundInterceptor(aio.ServerInterceptor):
 
     def __init__(self, around: Around) -> None:
         self._around = around
-        # By method: a handler is the same at every call of it.
+        # By method: every call of a method has the same handler.
         self._wrapped: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
 
     async def intercept_service(
@@ -100,8 +100,8 @@ def _wrap(handler: grpc.RpcMethodHandler[Any, Any], around: Around, method: str)
 def _around_behaviour(behaviour: Callable[..., Any], around: Around, method: str) -> Callable[..., Any]:
     """Return `behaviour` with `around` around it, as a coroutine in either case.
 
-    A coroutine receives a cancellation while a response is being sent, so what the handler holds (a request's place,
-    its blocks) is given back at once. A generator would be dropped there, and closed by its finaliser.
+    A coroutine receives a cancellation while it sends a response. The handler then releases at once what it holds
+    (a request's place, its blocks). A generator would be dropped there, and closed by its finaliser.
     """
 
     async def call(request: Any, context: Context) -> Any:

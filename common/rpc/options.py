@@ -1,4 +1,4 @@
-"""Limits and keepalive of every gRPC server; those that a channel must agree with come from `quire/api/channel.py`."""
+"""Limits and keepalive of every gRPC server; the limits that a channel shares come from `quire/api/channel.py`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def server_options(reuse_port: bool = False) -> Options:
         ("grpc.so_reuseport", int(reuse_port)),
         ("grpc.server.max_pending_requests", MAX_PENDING_REQUESTS),
         ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_PENDING_REQUESTS),
-        # Half of what clients send, so that a jittery clock never counts as abuse.
+        # Half of the clients' interval, so that a jittery clock never counts as abuse.
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
     ]

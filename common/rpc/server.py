@@ -1,4 +1,4 @@
-"""A gRPC server with what every Quire service has: limits, keepalive, health, reflection, errors as statuses."""
+"""A gRPC server with the parts of every Quire service: limits, keepalive, health, reflection, errors as statuses."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class RpcServer:
         self.port = self.own_port = 0
 
     async def start(self, host: str, port: int, own_port: int | None = None) -> int:
-        """Listen, NOT_SERVING yet, and return the port (a free one for 0). Raises InvalidConfig when it is taken.
+        """Listen, NOT_SERVING yet, and return the port (a free one for 0). Raises InvalidConfig when the port is taken.
 
-        On `own_port` the server answers too: where others share `port`, it reaches this process for certain.
+        The server also answers on `own_port`: where others share `port`, that one reaches this process for certain.
         """
         await self.health.add_to(self.server)
         self.port = self._listen(host, port, "--port")
@@ -41,7 +41,6 @@ class RpcServer:
         return self.port
 
     async def ready(self) -> None:
-        """Say SERVING to health checks."""
         await self.health.ready()
 
     def _listen(self, host: str, port: int, flag: str) -> int:
@@ -52,7 +51,7 @@ class RpcServer:
             raise InvalidConfig(FieldViolation(flag, what)) from None
 
     async def stop(self, grace: float) -> None:
-        """Say NOT_SERVING, take no new RPC, and give running ones `grace` seconds before they are cancelled."""
+        """Set NOT_SERVING, take no new RPC, and give running ones `grace` seconds before they are cancelled."""
         await self.health.drain()
         await self.server.stop(grace)
 

@@ -59,7 +59,7 @@ def details_of(error: errors.QuireError) -> list[Message]:
 
 
 def to_status(error: errors.QuireError) -> status_pb2.Status:
-    """Return the error as google.rpc.Status, its message cut to what trailers hold."""
+    """Return the error as google.rpc.Status, its message cut to the size of trailers."""
     status = status_pb2.Status(code=code_of(error).value[0], message=str(error)[:_MAX_MESSAGE_CHARS])
     for detail in details_of(error):
         status.details.add().Pack(detail)
@@ -67,7 +67,6 @@ def to_status(error: errors.QuireError) -> status_pb2.Status:
 
 
 async def abort(context: aio.ServicerContext[Any, Any], error: errors.QuireError) -> NoReturn:
-    """End the RPC of `context` with the status of `error`."""
     status = to_status(error)
     trailers = ((DETAILS_KEY, status.SerializeToString()),)
     await context.abort(code_of(error), status.message, trailers)

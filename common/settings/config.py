@@ -1,9 +1,9 @@
-"""Reads options from flags, environment and a TOML file; whatever is wrong is reported at once, before anything starts.
+"""Reads options from flags, environment and a TOML file; reports every mistake at once, before anything starts.
 
     flag  >  QUIRE_<SERVICE>_<KEY>  >  QUIRE_<KEY>  >  [service] table in the file  >  top level of the file  >  default
 
-The file is named by `--config`, else by QUIRE_CONFIG. Environment and file are shared by all services: a key that any
-of them knows is accepted by each, a key that none knows is an error. Pydantic checks the values and converts them.
+The file is named by `--config`, else by QUIRE_CONFIG. All services share environment and file: each service accepts a
+key that any of them has; any other key is an error. Pydantic checks the values and converts them.
 (pydantic-settings reads the same sources, but stops at the first bad value and forgets which source a value came from.)
 """
 
@@ -40,13 +40,13 @@ _DESCRIPTION: Final = (
 
 @dataclass(slots=True)
 class Reading:
-    """What one pass over the sources found: values, where each came from in the user's words, and what was wrong."""
+    """The result of one pass over the sources: values, the origin of each in the user's words, and the mistakes."""
 
     settings: type[Settings]
     known: Mapping[str, type[Settings]]
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
-    # Keys whose value is meant for this program alone: by flag, QUIRE_<SERVICE>_<KEY> or the table [service].
+    # Keys whose value is for this program alone: by flag, QUIRE_<SERVICE>_<KEY> or the table [service].
     own: set[str] = field(default_factory=set)
     violations: list[FieldViolation] = field(default_factory=list)
     # The TOML file that was named, if one was.
@@ -93,7 +93,7 @@ def read(
     known: Iterable[type[Settings]] | None = None,
     prog: str | None = None,
 ) -> Reading:
-    """Return what the sources say, not yet checked; arguments as for `load`."""
+    """Return the values of the sources, not yet checked; arguments as for `load`."""
     environ = os.environ if environ is None else environ
     classes: list[type[Settings]] = [*(installed_settings() if known is None else known), settings]
     reading = Reading(settings, {each.service: each for each in classes})
@@ -185,7 +185,7 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Leaves it to the caller to report what is wrong together with everything else."""
+    """Reports no mistakes itself: the caller reports them together with all others."""
 
     def error(self, message: str) -> NoReturn:
         raise InvalidConfig(FieldViolation("command line", message))
@@ -198,7 +198,7 @@ def _add_flag(group: argparse._ArgumentGroup, key: str, info: FieldInfo) -> None
         group.add_argument(flag_of(key), action=argparse.BooleanOptionalAction, **common)
         return
     action = "append" if get_origin(info.annotation) is tuple else "store"
-    bare = _extra(info, "bare") or _NO_VALUE  # what the flag alone stands for
+    bare = _extra(info, "bare") or _NO_VALUE  # the value of the flag without an argument
     group.add_argument(flag_of(key), action=action, nargs="?", const=bare, metavar=_metavar(key, info), **common)
 
 
@@ -304,7 +304,7 @@ def _known_keys(
 
 
 def _in_words(problem: ErrorDetails, origins: Mapping[str, str]) -> tuple[str, str]:
-    """Return where a value came from, and what is wrong with it, from one of pydantic's errors."""
+    """Return the origin of a value, and its mistake, from one of pydantic's errors."""
     expected = expectation(problem)
     if not problem["loc"]:
         return "options", expected

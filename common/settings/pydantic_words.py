@@ -1,4 +1,4 @@
-"""What pydantic finds wrong with a value, in the words of all other errors: what was given, and what was expected."""
+"""Pydantic's errors in the words of all other errors: the value that was given, and what was expected."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ def mistake(problem: Mapping[str, Any]) -> str:
 
 
 def expectation(problem: Mapping[str, Any]) -> str:
-    """Return what was expected, without how pydantic went about it."""
+    """Return what was expected, without pydantic's own phrases."""
     words = str(problem["msg"]).removeprefix("Value error, ").replace("Input should be", "expected")
     return words.partition(", unable to ")[0]

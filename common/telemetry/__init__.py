@@ -1,4 +1,4 @@
-"""Tracing with OpenTelemetry. The engine and the kernels import nothing of this: they hand over times, not spans."""
+"""Tracing with OpenTelemetry. The engine and the kernels import nothing of this: they return times, not spans."""
 
 from common.telemetry.context import context_from, is_sampled, span_context_of, traceparent_of
 

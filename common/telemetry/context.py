@@ -1,6 +1,6 @@
 """Trace context as it travels inside messages: the W3C `traceparent`, because one stream carries many requests.
 
-Format: `00-<trace id, 32 hex digits>-<parent span id, 16>-<flags, 2>`; the last bit of the flags says "sampled".
+Format: `00-<trace id, 32 hex digits>-<parent span id, 16>-<flags, 2>`; the last bit of the flags means "sampled".
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def context_from(traceparent: str) -> Context:
 
 
 def span_context_of(traceparent: str) -> SpanContext:
-    """Return what a link points to: ids and flags in `traceparent`; the invalid span context when it has none."""
+    """Return the target of a link: ids and flags in `traceparent`; the invalid span context when it has none."""
     return trace.get_current_span(context_from(traceparent)).get_span_context() if traceparent else INVALID_SPAN_CONTEXT
 
 

@@ -13,13 +13,13 @@ EVENT = "decision"
 
 
 def add_decision(span: Span, decision: Decision) -> None:
-    """Put a decision on the span of the request that it is about; free when the span is not recorded."""
+    """Add a decision to the span of its request; free when the span is not recorded."""
     if span.is_recording():
         span.add_event(EVENT, attributes_of(decision), decision.time_ns)
 
 
 def attributes_of(decision: Decision) -> dict[str, str | float | list[str]]:
-    """Return the decision as flat attributes; what is empty is left out, candidates are one JSON object each."""
+    """Return the decision as flat attributes; empty fields are left out, candidates are one JSON object each."""
     whole: dict[str, str | float | list[str]] = {
         "quire.decision.id": decision.decision_id,
         "quire.decision.kind": str(decision.kind),

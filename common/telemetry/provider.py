@@ -1,7 +1,7 @@
 """Sets tracing up for one process, and takes it down without hanging when no collector receives the spans.
 
 Spans go to the first of: OTEL_EXPORTER_OTLP_ENDPOINT, an exporter object (the router's own ring), `--trace-endpoint`
-(the router, for the other services), nowhere. Nothing global is set: what makes spans is given its tracer.
+(the router, for the other services), nowhere. Nothing global is set: each part that makes spans gets its tracer.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _BATCH_SPANS: Final = 512
 
 @dataclass(frozen=True, slots=True)
 class Telemetry:
-    """The tracer of one process; `aclose` delivers what is left, for two seconds or so at most."""
+    """The tracer of one process; `aclose` delivers the remaining spans, for about two seconds at most."""
 
     tracer: Tracer
     provider: TracerProvider
 
     async def aclose(self) -> None:
-        """Deliver the spans that wait and stop; the event loop goes on meanwhile."""
+        """Deliver the remaining spans and stop; the event loop goes on meanwhile."""
         await asyncio.to_thread(self.provider.shutdown)
 
 
@@ -57,8 +57,8 @@ def setup(
 ) -> Telemetry:
     """Return the tracing of a process. `exporter` receives spans in this process, as each ends; it must be quick.
 
-    `instance` tells processes of one service apart (a worker's id). Sampling is decided at the head: a request whose
-    client says so in its traceparent, else a share of `settings.trace_sample_ratio`.
+    `instance` distinguishes processes of one service (a worker's id). Sampling is decided at the head: a request is
+    sampled if its client's traceparent is, and without one at the rate `settings.trace_sample_ratio`.
     """
     resource = Resource.create(
         {"service.name": f"quire-{service}", "service.instance.id": instance or str(os.getpid())}
@@ -81,7 +81,7 @@ def _processor(
         endpoint = f"http://{settings.trace_endpoint}"
     if endpoint is None:
         return None
-    # The exporter and its queue say the same thing again for each batch; Delivery says it once.
+    # The exporter and its queue log the same failure for each batch; Delivery logs it once.
     logging.getLogger("opentelemetry.exporter.otlp").setLevel(logging.CRITICAL)
     logging.getLogger("opentelemetry.sdk._shared_internal").setLevel(logging.CRITICAL)
     otlp = OTLPSpanExporter(endpoint, insecure=not endpoint.startswith("https"), timeout=_EXPORT_TIMEOUT_S)

@@ -22,7 +22,7 @@ from common.rpc.deadline import is_expiry
 from common.rpc.interceptor import AroundInterceptor, Context
 from common.telemetry.context import context_from
 
-# Services that are asked all the time, or that carry spans themselves.
+# Services with constant traffic, or that carry spans themselves.
 _UNTRACED: Final = ("/grpc.", "/opentelemetry.")
 _BY_NUMBER: Final = {each.value[0]: each for each in grpc.StatusCode}
 
@@ -88,7 +88,7 @@ def _code(context: Context, error: BaseException | None, timeout: float | None) 
         expired = timeout is not None and is_expiry(timeout, context.time_remaining())
         return grpc.StatusCode.DEADLINE_EXCEEDED if expired else grpc.StatusCode.CANCELLED
     code = context.code()
-    # An abort that found the client gone leaves the handler as another error, and the code that it meant.
+    # An abort that found the client gone leaves the handler as another error; the context has the abort's code.
     if error is not None and not isinstance(error, aio.AbortError) and not code:
         return grpc.StatusCode.UNKNOWN
     return code if isinstance(code, grpc.StatusCode) else _BY_NUMBER[code or 0]

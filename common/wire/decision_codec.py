@@ -25,7 +25,7 @@ def decision_to_proto(decision: Decision) -> decision_pb2.DecisionRecord:
 
 
 def trace_id_of(traceparent: str) -> str:
-    """Return the 32 hexadecimal digits of the trace id in a W3C traceparent; nothing if there is none."""
+    """Return the 32 hexadecimal digits of the trace id in a W3C traceparent; "" if there is none."""
     parts = traceparent.split("-")
     return parts[1] if len(parts) >= 4 and len(parts[1]) == 32 else ""
 

@@ -21,32 +21,29 @@ _PHASE_BACK: Final[dict[int, SequencePhase]] = {number: each for each, number in
 
 
 def finish_to_proto(reason: FinishReason) -> types_pb2.FinishReason.ValueType:
-    """Return the proto of why a sequence ended."""
     return _FINISH[reason]
 
 
 def finish_from_proto(number: int, unknown: FinishReason | None = None) -> FinishReason:
-    """Return why a sequence ended; `unknown` for a number that means nothing here, else ProtocolViolation is raised."""
+    """Return why a sequence ended. An unmapped number gives `unknown`, or ProtocolViolation without one."""
     return _known(_FINISH_BACK, number, unknown, "no reason for an end")
 
 
 def miss_to_proto(reason: MissReason) -> types_pb2.MissReason.ValueType:
-    """Return the proto of why no more was cached."""
     return _MISS[reason]
 
 
 def miss_from_proto(number: int, unknown: MissReason | None = None) -> MissReason:
-    """Return why no more was cached; `unknown` for a number that means nothing, else ProtocolViolation is raised."""
+    """Return why no more was cached. An unmapped number gives `unknown`, or ProtocolViolation without one."""
     return _known(_MISS_BACK, number, unknown, "no reason for a miss")
 
 
 def phase_to_proto(phase: SequencePhase) -> kvmanager_pb2.SequencePhase.ValueType:
-    """Return the proto of where a sequence is in its life."""
     return _PHASE[phase]
 
 
 def phase_from_proto(number: int) -> SequencePhase:
-    """Return where a sequence is in its life. Raises ProtocolViolation for a number that means nothing here."""
+    """Raises ProtocolViolation for an unmapped number."""
     return _known(_PHASE_BACK, number, None, "no phase of a sequence")
 
 

@@ -1,4 +1,4 @@
-"""A pool's identity, and what differs between two, to and from their protos."""
+"""A pool's identity, and the differences between two identities, to and from their protos."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from quire.types.v1 import types_pb2
 
 
 def identity_to_proto(identity: PoolIdentity) -> types_pb2.PoolIdentity:
-    """Return the proto of an identity."""
     shape = identity.kv_geometry
     return types_pb2.PoolIdentity(
         model_fingerprint=identity.model_fingerprint,
@@ -31,7 +30,6 @@ def identity_to_proto(identity: PoolIdentity) -> types_pb2.PoolIdentity:
 
 
 def identity_from_proto(message: types_pb2.PoolIdentity) -> PoolIdentity:
-    """Return the identity in a proto."""
     shape = message.kv_geometry
     return PoolIdentity(
         model_fingerprint=message.model_fingerprint,
@@ -51,7 +49,7 @@ def identity_from_proto(message: types_pb2.PoolIdentity) -> PoolIdentity:
 
 
 def mismatches_to_proto(mismatches: Iterable[Mismatch]) -> list[kvmanager_pb2.IdentityDifference]:
-    """Return what differs, as the manager sees it: `ours` is the manager's value."""
+    """Return the differences as the manager sees them: `ours` is the manager's value."""
     return [
         kvmanager_pb2.IdentityDifference(field=each.field, manager=each.ours, worker=each.theirs, flag=each.flag)
         for each in mismatches
@@ -59,5 +57,5 @@ def mismatches_to_proto(mismatches: Iterable[Mismatch]) -> list[kvmanager_pb2.Id
 
 
 def mismatches_from_proto(messages: Iterable[kvmanager_pb2.IdentityDifference]) -> tuple[Mismatch, ...]:
-    """Return what differs, as the worker sees it: `ours` is the worker's value."""
+    """Return the differences as the worker sees them: `ours` is the worker's value."""
     return tuple(Mismatch(each.field, each.worker, each.manager, each.flag) for each in messages)

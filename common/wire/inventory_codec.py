@@ -83,8 +83,6 @@ def _sequence_from_proto(message: kvmanager_pb2.InventorySequence) -> InventoryS
 
 
 class InventoryAssembler:
-    """Collects the chunks of one inventory."""
-
     def __init__(self) -> None:
         self._sequences: list[InventorySequence] = []
         self._packed: dict[str, bytearray] = {name: bytearray() for name in _PACKED_FIELDS}

@@ -1,6 +1,6 @@
 """The messages of the lease protocol to and from their protos; the inventory has a file of its own (`inventory_codec`).
 
-Used on both ends. Whatever a peer may send that means nothing raises ProtocolViolation, never anything else.
+Worker and manager both use it. Any invalid message of a peer raises ProtocolViolation, never another error.
 """
 
 from __future__ import annotations
@@ -61,7 +61,6 @@ def attach_from_proto(message: kvmanager_pb2.Attach, session: int) -> Attach:
 
 
 def reserve_to_proto(reserve: Reserve) -> kvmanager_pb2.Reserve:
-    """Return the proto of a Reserve."""
     return kvmanager_pb2.Reserve(
         sequence=reserve.sequence,
         num_tokens=reserve.num_tokens,
@@ -75,7 +74,6 @@ def reserve_to_proto(reserve: Reserve) -> kvmanager_pb2.Reserve:
 
 
 def reserve_from_proto(message: kvmanager_pb2.Reserve) -> Reserve:
-    """Return the Reserve in a proto."""
     return Reserve(
         sequence=SequenceId(message.sequence),
         num_tokens=message.num_tokens,
@@ -89,7 +87,7 @@ def reserve_from_proto(message: kvmanager_pb2.Reserve) -> Reserve:
 
 
 def report_to_proto(report: Report) -> kvmanager_pb2.Report:
-    """Return the proto of a Report; columns that are empty cost nothing."""
+    """Return the proto of a Report; empty columns cost nothing."""
     message = kvmanager_pb2.Report(
         step=report.step,
         reserve=map(reserve_to_proto, report.reserve),
@@ -113,7 +111,7 @@ def report_to_proto(report: Report) -> kvmanager_pb2.Report:
 
 
 def report_from_proto(message: kvmanager_pb2.Report) -> Report:
-    """Return the Report in a proto. Raises ProtocolViolation when the columns of a table differ in length."""
+    """Raises ProtocolViolation when the columns of a table differ in length."""
     stalled = packing.unpack_sequences(message.stalled.sequences) if message.HasField("stalled") else None
     return Report(
         step=message.step,
@@ -170,12 +168,10 @@ def _unpack_finished(message: kvmanager_pb2.Report) -> tuple[tuple[SequenceId, F
 
 
 def attach_ok_to_proto(ok: AttachOk) -> kvmanager_pb2.AttachOk:
-    """Return the proto of an AttachOk."""
     return kvmanager_pb2.AttachOk(epoch=ok.epoch, lease_target=ok.lease_target)
 
 
 def attach_ok_from_proto(message: kvmanager_pb2.AttachOk) -> AttachOk:
-    """Return the AttachOk in a proto."""
     return AttachOk(message.epoch, message.lease_target)
 
 
@@ -191,7 +187,6 @@ def rejected_from_proto(message: kvmanager_pb2.AttachRejected) -> AttachRejected
 
 
 def batch_to_proto(batch: GrantBatch) -> kvmanager_pb2.GrantBatch:
-    """Return the proto of a Batch."""
     message = kvmanager_pb2.GrantBatch(
         lease_target=batch.lease_target,
         admit=map(_admit_to_proto, batch.admit),
@@ -209,7 +204,7 @@ def batch_to_proto(batch: GrantBatch) -> kvmanager_pb2.GrantBatch:
 
 
 def batch_from_proto(message: kvmanager_pb2.GrantBatch) -> GrantBatch:
-    """Return the Batch in a proto. Raises ProtocolViolation when the columns of a table differ in length."""
+    """Raises ProtocolViolation when the columns of a table differ in length."""
     return GrantBatch(
         lease_target=message.lease_target,
         copy=_unpack_copies(message),

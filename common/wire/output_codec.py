@@ -1,4 +1,4 @@
-"""What comes with the output of a sequence, its cost and its log-probabilities, to and from the protos."""
+"""The usage and the log-probabilities of a sequence's output, to and from the protos."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from quire.types.v1 import types_pb2
 
 
 def usage_to_proto(usage: Usage) -> types_pb2.Usage:
-    """Return the proto of what a sequence cost."""
     return types_pb2.Usage(
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=usage.cached_tokens,
@@ -19,7 +18,6 @@ def usage_to_proto(usage: Usage) -> types_pb2.Usage:
 
 
 def usage_from_proto(message: types_pb2.Usage) -> Usage:
-    """Return what a sequence cost."""
     return Usage(
         prompt_tokens=message.prompt_tokens,
         cached_tokens=message.cached_tokens,
@@ -30,7 +28,6 @@ def usage_from_proto(message: types_pb2.Usage) -> Usage:
 
 
 def logprobs_to_proto(entry: TokenLogprobs) -> types_pb2.TokenLogprobs:
-    """Return the proto of one token's log-probabilities."""
     return types_pb2.TokenLogprobs(
         token_id=entry.token_id,
         logprob=entry.logprob,
@@ -40,7 +37,7 @@ def logprobs_to_proto(entry: TokenLogprobs) -> types_pb2.TokenLogprobs:
 
 
 def logprobs_from_proto(message: types_pb2.TokenLogprobs) -> TokenLogprobs:
-    """Return one token's log-probabilities. Raises ProtocolViolation when the likeliest do not pair up."""
+    """Raises ProtocolViolation when the likeliest ids and their values differ in number."""
     if len(message.top_token_ids) != len(message.top_logprobs):
         raise ProtocolViolation(f"{len(message.top_token_ids)} tokens have {len(message.top_logprobs)} probabilities")
     top = tuple(zip(message.top_token_ids, message.top_logprobs, strict=True))

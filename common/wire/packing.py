@@ -28,7 +28,6 @@ def unpack_u32(packed: bytes) -> list[int]:
 
 
 def pack_sequences(sequences: Iterable[SequenceId]) -> bytes:
-    """Pack sequence ids."""
     return _pack("I", sequences)
 
 
@@ -48,7 +47,6 @@ def unpack_blocks(packed: bytes) -> list[BlockId]:
 
 
 def pack_hashes(hashes: Iterable[BlockHash]) -> bytes:
-    """Concatenate 16-byte hashes."""
     return b"".join(hashes)
 
 
@@ -60,7 +58,7 @@ def unpack_hashes(packed: bytes) -> tuple[BlockHash, ...]:
 
 
 def parallel(what: str, *columns: Sequence[object]) -> None:
-    """Check that the columns of a table have one length. Raises ProtocolViolation."""
+    """Raises ProtocolViolation unless the columns of a table have one length."""
     if len({len(column) for column in columns}) > 1:
         raise ProtocolViolation(f"columns of {what} have lengths {', '.join(str(len(column)) for column in columns)}")
 

@@ -1,4 +1,4 @@
-"""How tokens are drawn, with every default filled in, to and from its proto."""
+"""Sampling parameters, with every default filled in, to and from their proto."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SCALARS: tuple[Any, ...] = tuple(
 
 
 def sampling_to_proto(sampling: SamplingParams) -> types_pb2.SamplingParams:
-    """Return the proto of sampling parameters, every field set."""
+    """Return the proto with every field set."""
     return types_pb2.SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -39,7 +39,7 @@ def sampling_to_proto(sampling: SamplingParams) -> types_pb2.SamplingParams:
 
 
 def sampling_from_proto(message: types_pb2.SamplingParams) -> SamplingParams:
-    """Return the sampling parameters in a proto; a scalar that is not set takes the default of `SamplingParams`."""
+    """Return the sampling parameters; a scalar that is not set takes the default of `SamplingParams`."""
     scalars: dict[str, Any] = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}
     return SamplingParams(
         stop=tuple(message.stop),

@@ -11,7 +11,7 @@ from kvmanager.core.ledger_state import LedgerState
 
 
 class InvariantBroken(ProtocolViolation):
-    """The figures of a ledger disagree with each other; the message says which."""
+    """The figures of a ledger disagree with each other; the message names them."""
 
     reason = "INVARIANT_BROKEN"
 
@@ -31,7 +31,7 @@ def _check(holds: bool, words: str) -> None:
 
 
 def _states(state: LedgerState) -> None:
-    """One state a block: lists and counters agree with what each block says of itself."""
+    """Check that each block has one state: lists and counters agree with the block's own fields."""
     pool = state.block_pool
     states = Counter(block.state for block in pool.blocks)
     free, cached = list(pool.free), list(pool.cached)
@@ -53,7 +53,7 @@ def _states(state: LedgerState) -> None:
 
 
 def _references(state: LedgerState) -> None:
-    """References are what the block tables hold; a block in no table has no references and, unless cached, no hash."""
+    """Check that references count block tables; a block in no table has no reference and, unless cached, no hash."""
     refs = Counter(block for sequence in state.sequences.values() for block in sequence.block_table if block != TRIMMED)
     for block in state.block_pool.blocks:
         _check(
@@ -75,7 +75,7 @@ def _references(state: LedgerState) -> None:
 
 
 def _prefix_map(state: LedgerState) -> None:
-    """The map holds exactly the registered blocks and, with each hash, its parent."""
+    """Check that the map holds exactly the registered blocks and, with each hash, its parent."""
     copies = {block: key for key, entry in state.cache.entries.items() for block in entry.blocks}
     hashes = {block.id: block.hash for block in state.block_pool.blocks if block.hash is not None}
     _check(copies == hashes, "the prefix map and the blocks' hashes disagree")
@@ -88,7 +88,7 @@ def _prefix_map(state: LedgerState) -> None:
 
 
 def _pending(state: LedgerState) -> None:
-    """A pending block is in a block table, not registered, and named by its own hash."""
+    """Check that a pending block is in a block table, not registered, and named by its own hash."""
     said = {block.pending: block.id for block in state.block_pool.blocks if block.pending is not None}
     _check(said == state.cache.pending, "the pending map and the blocks disagree")
     for block_id in state.cache.pending.values():
@@ -99,7 +99,7 @@ def _pending(state: LedgerState) -> None:
 
 
 def _sequences(state: LedgerState) -> None:
-    """Running totals, queue and preemptions are what the sequences say."""
+    """Check that running totals, queue and preemptions agree with the sequences."""
     phases = Counter(sequence.phase for sequence in state.sequences.values())
     running = [each for each in state.sequences.values() if each.phase is SequencePhase.RUNNING]
     _check(state.running == len(running), "the count of running sequences is wrong")

@@ -1,4 +1,4 @@
-"""One block of a worker's pool, as its manager sees it."""
+"""One block of a worker's pool, in the manager's view."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from kvmanager.core.prefix_cache import PrefixMatch
 from kvmanager.core.sequence import Sequence
 
 _NAMED = 8
-"""Evicted blocks that a record names; its figures have the number of all."""
+"""Evicted blocks that a record lists at most; its figures have the total number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ class BlockGranter:
         return missing
 
     def evict(self, state: LedgerState) -> Candidate:
-        """Free the next block in the order of eviction and forget its content; return what it was."""
+        """Free the next block in the order of eviction and drop its content; return the record of the block."""
         block = state.block_pool.uncache()
         depth = state.cache.evict(block)
         state.totals.evictions += 1

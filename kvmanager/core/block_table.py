@@ -22,7 +22,6 @@ class BlockTable:
 
 
 def table_of(sequence: Sequence, blocks: list[Block]) -> BlockTable:
-    """Return the view of `sequence` now."""
     sealed = sum(blocks[block].hash is not None for block in sequence.block_table if block != TRIMMED)
     block_table = tuple(sequence.block_table)
     return BlockTable(sequence.id, sequence.request_id, sequence.phase, block_table, sequence.n_shared, sealed)

@@ -30,7 +30,6 @@ class LedgerConfig:
     ghosts: int = 0
 
     def blocks_for(self, tokens: int) -> int:
-        """Return how many blocks hold `tokens` slots."""
         return -(-tokens // self.block_size)
 
     def hits_of(self, num_tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""What the manager counts: totals over a ledger's life, and the state of its pool at an instant."""
+"""The manager's counts: totals over a ledger's life, and the state of its pool at an instant."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Totals:
     misses_by_reason: dict[str, int] = field(default_factory=dict)
 
     def count_admission(self, queried: int, hits: int, reason: str, recompute: bool) -> None:
-        """Count one admission; a prompt below a block is no query, which is not the same as no hits."""
+        """Count one admission. A prompt below a block makes no query, which differs from a query without hits."""
         self.admissions += 1
         if recompute:
             self.recompute_query_blocks += queried
@@ -32,7 +32,6 @@ class Totals:
         self.misses_by_reason[reason] = self.misses_by_reason.get(reason, 0) + 1
 
     def clone(self) -> Totals:
-        """Return an independent copy."""
         return replace(self, misses_by_reason=self.misses_by_reason.copy())
 
 

@@ -1,4 +1,4 @@
-"""Decision records: what the manager chose, of what, and why; with ids and time from outside."""
+"""Decision records: the manager's choices, their candidates and reasons. The caller provides ids and time."""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ class DecisionLog:
     def preempted(
         self, victim: Sequence, beneficiary: Sequence, figures: Figures, candidates: tuple[Candidate, ...]
     ) -> str:
-        """Add the record of a preemption and return its id."""
         reasons = ("pool is used up", "lowest priority, then latest arrival")
         return self._add(
             Decision(

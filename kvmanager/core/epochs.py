@@ -16,7 +16,7 @@ def must_rise(own: int, seen: int, answered: bool = True) -> bool:
 
 
 def next_epoch(own: int = 0, seen: int = 0, stored: int = 0, counter: int = 0) -> int:
-    """Return 1 + the highest of the own epoch, what a worker has seen, the state file and the counter in Redis.
+    """Return 1 + the highest of the own epoch, the worker's, the stored one and the counter in Redis.
 
     The counter in Redis alone is not enough: after a wipe, every worker would refuse its small numbers for ever.
     """

@@ -29,5 +29,5 @@ class Restored(NamedTuple):
 
 
 def order_after_rebuild(restored: Iterable[Restored]) -> list[BlockId]:
-    """Return the blocks in the order of eviction: deepest first, then the one that was used longest ago."""
+    """Return the blocks in the order of eviction: deepest first, then the least recently used."""
     return [each.block for each in sorted(restored, key=lambda each: (-each.depth, each.last_used))]

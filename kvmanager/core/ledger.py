@@ -22,7 +22,7 @@ from kvmanager.core.prefix_cache import PrefixMatch
 class Ledger:
     """Block tables, prefix cache, queue and lease of one worker. Not thread-safe; no method blocks.
 
-    `policies` decide; `state` is what they decide about.
+    `policies` decide, `state` holds their data.
     """
 
     __slots__ = ("policies", "state")
@@ -40,7 +40,7 @@ class Ledger:
     # ------------------------------------------------------------ W -> M
 
     def rebuild(self, inventory: Inventory) -> None:
-        """Replace the state by what the worker holds. Raises ProtocolViolation if the inventory contradicts itself."""
+        """Replace the state by the worker's inventory. Raises ProtocolViolation if the inventory contradicts itself."""
         self.policies.loader.load(self.state, inventory)
 
     def apply(self, report: Report) -> None:
@@ -50,7 +50,7 @@ class Ledger:
     # ------------------------------------------------------------ M -> W
 
     def schedule(self) -> GrantBatch | None:
-        """Decide what to grant and order; None when there is nothing to say. Call it after each report and rebuild."""
+        """Decide what to grant and order; None when there is nothing to send. Call it after each report and rebuild."""
         state, granter = self.state, self.policies.granter
         pool = state.block_pool
         want = self._runway_terms().want
@@ -68,7 +68,6 @@ class Ledger:
         return GrantBatch(target, tuple(copies), tuple(admits), tuple(lease), preempt, cancel)
 
     def lease_target(self, refill: bool) -> int:
-        """Return the number of blocks that the worker's lease pool may hold."""
         state = self.state
         pressed = state.blocked_by == "capacity"
         return runway.next_target(self._runway_terms(), state.last_sent_target, refill, pressed)
@@ -99,7 +98,7 @@ class Ledger:
         return self.policies.granter.match(self.state, block_hashes, num_tokens, cacheable)[1]
 
     def block_table(self, sequence_id: SequenceId) -> BlockTable | None:
-        """Return a sequence's block table; None when the sequence is not known."""
+        """Return a sequence's block table; None when the sequence is unknown."""
         sequence = self.state.sequences.get(sequence_id)
         return table_of(sequence, self.state.block_pool.blocks) if sequence else None
 
@@ -109,7 +108,6 @@ class Ledger:
         return tuple(table_of(sequence, self.state.block_pool.blocks) for sequence in ordered)
 
     def pool(self) -> PoolCounts:
-        """Return the state of the pool and the totals so far."""
         state, pool, waiting = self.state, self.state.block_pool, len(self.state.queue)
         capacity = 1 if state.blocked_by == "capacity" and waiting else 0
         return PoolCounts(
@@ -127,7 +125,6 @@ class Ledger:
         return self.state.cache.snapshot()
 
     def drain_decisions(self) -> tuple[Decision, ...]:
-        """Return the decision records since the last call."""
         return self.state.decisions.drain()
 
     def check_invariants(self) -> None:

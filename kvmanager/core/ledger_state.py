@@ -1,6 +1,6 @@
 """The data of one worker's ledger, and the elementary changes that keep its running totals right.
 
-Which change happens when is decided by the policies of `policies.py`; each of them takes a `LedgerState`.
+The policies of `policies.py` decide which change happens when; each of them takes a `LedgerState`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LedgerState:
     """Blocks, sequences, queue and prefix cache of one worker, with running totals so that no report needs a scan.
 
     `running` counts sequences in RUNNING and `admitted` all that hold a block table. `growth` is the number of blocks
-    that running sequences may still bind. `last_sent_target` is the lease target that the worker knows.
+    that running sequences may still bind. `last_sent_target` is the lease target that the worker received last.
     """
 
     __slots__ = (

@@ -22,7 +22,7 @@ from kvmanager.core.policies import DEFAULT_POLICIES, LedgerPolicies
 
 @dataclass(frozen=True, slots=True)
 class ManagerConfig:
-    """What every ledger of this manager has in common. `identity` None: the first attach fixes it."""
+    """The configuration that all ledgers of this manager share. `identity` None: the first attach fixes it."""
 
     identity: PoolIdentity | None = None
     runway: Runway = "auto"
@@ -41,7 +41,7 @@ class WorkerRegistration:
 
     @property
     def key(self) -> tuple[bytes, int]:
-        """What identifies the session: the worker's incarnation and its count of attaches."""
+        """The session's identifier: the worker's incarnation and its count of attaches."""
         return (self.attach.incarnation, self.attach.session)
 
 
@@ -67,7 +67,7 @@ class Manager:
     # ------------------------------------------------------------ epoch
 
     def adopt_epoch(self, epoch: int) -> None:
-        """Answer with this epoch from now on; it never falls."""
+        """Answer with this epoch from now on; the epoch never falls."""
         self.epoch = max(self.epoch, epoch)
 
     def needs_epoch(self, attach: Attach) -> bool:

@@ -9,7 +9,6 @@ DEPARTED = "departed"
 
 
 def added(first: Totals, second: Totals) -> Totals:
-    """Return the sum of two accounts."""
     total = first.clone()
     for name in Totals.__slots__:
         value = getattr(second, name)
@@ -33,12 +32,10 @@ class PastTotals:
         self._departed: Totals | None = None
 
     def add(self, worker_id: str, totals: Totals) -> None:
-        """Take over the account of a worker's ledger that is gone."""
         self._by_worker[worker_id] = added(self._by_worker.pop(worker_id, Totals()), totals)
         if len(self._by_worker) > self._most:
             oldest = self._by_worker.pop(next(iter(self._by_worker)))
             self._departed = added(self._departed or Totals(), oldest)
 
     def accounts(self) -> dict[str, Totals]:
-        """Return them all, by worker id."""
         return self._by_worker | ({DEPARTED: self._departed} if self._departed is not None else {})

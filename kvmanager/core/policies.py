@@ -1,4 +1,4 @@
-"""The decisions of a ledger that can be replaced."""
+"""The replaceable policies of a ledger."""
 
 from __future__ import annotations
 

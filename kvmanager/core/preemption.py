@@ -60,7 +60,6 @@ def seniority(sequence: Sequence) -> tuple[int, int]:
 
 
 def choose_victim(running: Iterable[Sequence]) -> Sequence:
-    """Return the least senior running sequence."""
     return max(running, key=seniority)
 
 

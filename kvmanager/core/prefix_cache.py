@@ -1,7 +1,7 @@
 """The prefix cache of one worker: which blocks hold the content of a hash, and which blocks will hold it.
 
 The map is hash -> copies. Every sealed block is registered, even if its hash has a copy. With one block per hash, the
-first copy could be evicted while a sequence holds a private twin, and that sequence would then seal a child without a
+first copy could be evicted while a sequence holds a private twin. That sequence would then seal a child without a
 registered parent. For the index, a hash is a member while it has a copy: events report the first and the last copy.
 """
 

@@ -1,4 +1,4 @@
-"""Builds a ledger's state from an inventory: what a worker holds is the whole truth at the start of a session."""
+"""Builds a ledger's state from an inventory: at the start of a session the worker's blocks are the whole truth."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class InventoryLoader:
             state.block_pool.free.remove(block_id)
             state.block_pool.blocks[block_id].state = BlockState.CACHED
             state.block_pool.cached.append(block_id)
-        # Until the first report says more, the worker keeps the runway that it has.
+        # The worker keeps its present runway until its first report.
         state.lease_want = len(inventory.pool)
 
     def adopts(self, state: LedgerState, parent: BlockHash) -> bool:
@@ -67,7 +67,7 @@ class InventoryLoader:
 
 def _register(state: LedgerState, entry: InventorySequence) -> Sequence:
     sequence = state.register(entry.reserve, entry.arrival)
-    # Its length may have grown since it was submitted, and then its tokens are no longer its parent's.
+    # The sequence may have grown since its submission, and then its tokens differ from its parent's.
     sequence.fork_of = None
     sequence.phase = entry.phase
     if entry.phase is SequencePhase.WAITING:
@@ -107,7 +107,7 @@ def _restore_lease(state: LedgerState, block_id: BlockId) -> None:
 
 
 def _restore_content(state: LedgerState, sequence: Sequence, table: tuple[BlockId, ...]) -> None:
-    """Set what the blocks of a table hold or will hold; hashes of sealed blocks extend the prompt's block hashes."""
+    """Set the present or future content of a table's blocks; hashes of sealed blocks extend the block hashes."""
     block_hashes, full = sequence.block_hashes, state.config.hits_of(sequence.num_tokens)
     for index, block_id in enumerate(table):
         if block_id == TRIMMED:

@@ -113,7 +113,7 @@ class ReportApplier:
                 raise ProtocolViolation(f"sequence {sequence_id} was preempted with {num_tokens} tokens")
             self.release_table(state, sequence)
             sequence.num_tokens = num_tokens
-            sequence.fork_of = None  # from its first own token on, its tokens are no longer its parent's
+            sequence.fork_of = None  # after its first own token, its tokens differ from its parent's
             sequence.recompute = True
             sequence.preemptions += 1
             sequence.queued_at = state.clock.monotonic()
@@ -132,7 +132,6 @@ class ReportApplier:
                 self.release_table(state, sequence)
 
     def stall(self, state: LedgerState, stalled: tuple[SequenceId, ...]) -> None:
-        """Replace the set of stalled sequences."""
         state.stalled = stalled
 
     # ------------------------------------------------------------ releases
@@ -149,7 +148,6 @@ class ReportApplier:
         sequence.trimmed = sequence.n_shared = 0
 
     def release(self, state: LedgerState, block_id: BlockId) -> None:
-        """Drop one reference of a block table."""
         block = state.block_pool.blocks[block_id]
         if state.block_pool.drop(block):
             state.cache.forget_pending(block)

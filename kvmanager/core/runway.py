@@ -1,6 +1,6 @@
 """The runway policy: how many blocks the worker leases ahead of need. Safety does not depend on it.
 
-The worker says how many blocks its running sequences will bind within the next `runway_slots` slots. That many are
+The worker reports how many blocks its running sequences will bind within the next `runway_slots` slots. That many are
 leased, from free blocks and then by evicting; up to `runway_reach` slots more come from free blocks alone, and only
 while no sequence waits for blocks.
 """

@@ -1,4 +1,4 @@
-"""One live sequence as the manager knows it: lengths, place in the order, and its block table."""
+"""One live sequence in the manager: lengths, place in the order, and its block table."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ class Sequence:
 
     @property
     def name(self) -> str:
-        """How records call it: by its request where that is known."""
+        """The name in records: the request's id if it is known."""
         return self.request_id or f"sequence {self.id}"
 
     @property
     def growth(self) -> int:
-        """Blocks that it may still bind."""
+        """Blocks that the sequence may still bind."""
         return self.max_blocks - len(self.block_table)

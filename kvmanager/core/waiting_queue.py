@@ -30,11 +30,10 @@ class WaitingQueue:
 
     @property
     def first(self) -> SequenceId:
-        """The sequence that is next; IndexError when none waits."""
+        """The next sequence. Raises IndexError when none waits."""
         return self._places[0][2]
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence at its place."""
         bisect.insort(self._places, _place(sequence))
 
     def remove(self, sequence: Sequence) -> None:

@@ -1,1 +1,1 @@
-"""The prefix index in Redis: what writes it, and the epoch that fences the writes."""
+"""The prefix index in Redis: its writer, and the epoch that fences the writes."""

@@ -26,7 +26,7 @@ class EpochKeeper:
     def __init__(self, file: EpochFile, store: IndexStore | None, floor: int = 0) -> None:
         self._file, self._store, self._floor = file, store, floor
         self._lock = asyncio.Lock()
-        self._answered = False  # this process has answered a worker with this epoch
+        self._answered = False  # whether this process has answered a worker with this epoch
         self._fence = 0  # the last epoch that this process wrote as the fence
         self.epoch = 0
 
@@ -71,5 +71,7 @@ class EpochKeeper:
     def _remember(self, epoch: int) -> None:
         try:
             self._file.write(epoch)
-        except InvalidConfig as error:  # a full disk must not keep workers out; Redis and the workers remember too
+        except (
+            InvalidConfig
+        ) as error:  # a full disk must not keep workers out; Redis and the workers hold the epoch too
             log.error("the epoch is not stored: %s", error)

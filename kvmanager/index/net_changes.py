@@ -30,12 +30,10 @@ class NetChanges:
         return len(self._pending)
 
     def store(self, block_hash: BlockHash, depth: int) -> None:
-        """Note that a hash has become a member."""
         before = self._pending.get(block_hash)
         self._pending[block_hash] = (_Kind.ADDED if before is None else _Kind.KEPT, depth)
 
     def remove(self, block_hash: BlockHash, depth: int) -> None:
-        """Note that a hash is no longer a member."""
         before = self._pending.pop(block_hash, None)
         if before is None or before[0] is not _Kind.ADDED:
             self._pending[block_hash] = (_Kind.REMOVED, depth)
@@ -61,7 +59,7 @@ class NetChanges:
             )
 
     def sent(self, call: IndexCall) -> None:
-        """Forget what a call has written."""
+        """Drop the changes that a call has written."""
         for block_hash in (*call.removes, *call.adds):
             del self._pending[block_hash]
 

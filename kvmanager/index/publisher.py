@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 CALL_HASHES: Final = 256
 QUEUE_HASHES: Final = 65_536
-# Changes of a few steps travel in one call; routers bridge this time with what they remember of their own choices.
+# Changes of a few steps travel in one call; meanwhile routers use their memory of their own choices (OptimisticIndex).
 LINGER_S: Final = 0.01
 BACKOFF: Final = Backoff(first=0.1, longest=2.0)  # seconds after failed writes
 
@@ -44,7 +44,7 @@ class PublisherTimes:
 
 @dataclass(slots=True)
 class PublisherCounts:
-    """What was done: calls, hashes added and removed, whole memberships published, times that the index was away."""
+    """Counts of calls, hashes added and removed, whole memberships published, and failures to reach the index."""
 
     calls: int = 0
     added: int = 0
@@ -54,7 +54,7 @@ class PublisherCounts:
 
 
 class PrefixPublisher:
-    """Publishes the feeds that are open. `run` ends by `stop`, or by StaleEpoch when another manager rules."""
+    """Publishes the feeds that are open. `run` ends by `stop`, or by StaleEpoch when another manager has taken over."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class PrefixPublisher:
             self._retiring.append((self._clock.monotonic() + self._times.lease_ttl, feed))
 
     def wake(self) -> None:
-        """Say that a feed has changed."""
+        """Wake the writing task: a feed has changed."""
         self._settled.clear()
         self._wake.set()
 
@@ -101,21 +101,22 @@ class PrefixPublisher:
         return sum(feed.behind for feed in self._feeds)
 
     async def settled(self) -> None:
-        """Return once the index holds everything; waits as long as it cannot be reached."""
+        """Return once the index holds everything; wait while the index cannot be reached."""
         while self.behind:
             self.wake()
             await self._settled.wait()
 
     async def retire_all(self) -> None:
-        """Make the entries of workers that left dead at once, or leave them to expire; call it when `run` has ended."""
+        """Make the entries of departed workers dead at once, or leave them to expire. Call it after `run` has ended."""
         with suppress(IndexUnavailable, FenceLost, StaleEpoch):
             await self._retire(self._epochs.epoch, until=math.inf)
 
     # ------------------------------------------------------------ the task
 
     def stop(self) -> None:
-        """Make `run` end soon. Cancel it too, for speed, but that alone does not do: before Python 3.12 a cancellation
-        gets lost when it meets the end of `asyncio.wait_for`, which redis-py uses.
+        """Make `run` end soon. Also cancel its task for speed, but a cancellation alone is not enough.
+
+        Before Python 3.12 a cancellation gets lost when it meets the end of `asyncio.wait_for`, which redis-py uses.
         """
         self._stopping = True
         self._wake.set()

@@ -1,4 +1,4 @@
-"""The highest epoch that a manager has held, on disk: the manager must not forget it."""
+"""Keeps the highest epoch that a manager has held on disk, so that a restart does not lose it."""
 
 from __future__ import annotations
 

@@ -25,12 +25,12 @@ _EPOCH_JUMP: Final = 1 << 16
 
 
 def open_redis(url: str) -> Redis:
-    """Return a client that gives up soon and never retries: the publisher does, with what is to be written by then."""
+    """Return a client with short timeouts and no retries: the publisher retries, with its changes of that moment."""
     return Redis.from_url(url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S, retry=Retry(NoBackoff(), 0))
 
 
 class RedisIndexStore:
-    """The index of one namespace. Lifetimes in seconds; `jump` is drawn where Redis counts no epoch."""
+    """The index of one namespace. Lifetimes in seconds; `jump` draws the step where Redis counts no epoch."""
 
     def __init__(
         self,
@@ -98,7 +98,6 @@ class RedisIndexStore:
     async def _call(
         self, script: AsyncScript, epoch: int, keys: Sequence[str | bytes], arguments: Sequence[_Argument]
     ) -> int:
-        """Run a fenced script and return its result."""
         with _unavailable():
             fence, *result = await script(keys=[self._fence, *keys], args=[epoch, *arguments])
         if result:

@@ -72,7 +72,7 @@ class WorkerFeed:
         return WorkerEntry(worker.worker_id, worker.incarnation, worker.address, self._draw())
 
     def begin(self, slot: int | None, generation: int) -> None:
-        """Make every member a pending change of a new generation, which the index knows by now."""
+        """Make every member a pending change of a new generation, which is registered in the index by now."""
         self.slot, self.generation = slot, generation
         snapshot = self._snapshot()
         self._number = snapshot.number

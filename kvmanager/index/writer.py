@@ -25,7 +25,7 @@ from kvmanager.ports import IndexStore
 
 @dataclass(slots=True)
 class _Namespace:
-    """What serves one namespace; without Redis there are epochs alone."""
+    """The epoch and the publisher of one namespace; without Redis there are epochs alone."""
 
     name: str
     epochs: EpochKeeper
@@ -34,7 +34,7 @@ class _Namespace:
     task: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
-        """Stop publishing; what is not written is lost."""
+        """Stop publishing; unwritten changes are lost."""
         if self.task is not None and self.publisher is not None:
             self.publisher.stop()
             self.task.cancel()
@@ -78,7 +78,7 @@ class IndexWriter:
 
     @property
     def publisher(self) -> PrefixPublisher | None:
-        """What writes the index; None without Redis, and before the first worker attaches."""
+        """The publisher of the index; None without Redis, and before the first worker attaches."""
         return self._namespace.publisher if self._namespace else None
 
     async def epoch_for(self, attach: Attach) -> int:
@@ -106,18 +106,16 @@ class IndexWriter:
         return self.publisher.open(worker, snapshot)
 
     def push(self, feed: WorkerFeed, events: tuple[IndexEvent, ...]) -> None:
-        """Queue a worker's changes for the index."""
         feed.push(events)
         if self.publisher is not None:
             self.publisher.wake()
 
     def close_feed(self, feed: WorkerFeed) -> None:
-        """Stop publishing a worker."""
         if self.publisher is not None:
             self.publisher.close(feed)
 
     async def flush(self, timeout: float) -> bool:
-        """Wait until the index holds everything; return whether that came true within `timeout` seconds."""
+        """Wait until the index holds everything; return False after `timeout` seconds."""
         if self.publisher is None:
             return True
         try:
@@ -128,7 +126,7 @@ class IndexWriter:
         return True
 
     async def close(self) -> None:
-        """Stop publishing; what is not written is lost."""
+        """Stop publishing; unwritten changes are lost."""
         await asyncio.gather(*self._leaving, return_exceptions=True)
         if self._namespace is not None:
             await self._namespace.close()

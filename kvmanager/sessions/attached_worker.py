@@ -16,8 +16,6 @@ from kvmanager.sessions.reserve_spans import ReserveSpans
 
 
 class DecisionSink(Protocol):
-    """Where decision records go."""
-
     def record(self, decision: Decision) -> None:
         """Keep a record; must not block."""
         ...
@@ -54,11 +52,10 @@ class AttachedWorker:
 
     @property
     def current(self) -> bool:
-        """Whether messages of this session still count."""
         return self._manager.current(self.registration)
 
     def complete(self, inventory: Inventory) -> tuple[AttachOk, Effects]:
-        """Rebuild from the inventory and return the answer, and the first batch. Raises ProtocolViolation."""
+        """Rebuild from the inventory; return the answer and the first batch. Raises ProtocolViolation."""
         if self.registration.ready:
             raise ProtocolViolation("a session has one inventory")
         ok = self._manager.complete(self.registration, inventory)

@@ -87,7 +87,7 @@ class Attachments:
         return worker
 
     async def _attach(self, attach: Attach) -> WorkerRegistration | AttachRejected:
-        # Fixed before anything is awaited, so that of two first workers only one can decide what the pool is.
+        # The identity is fixed before any await, so that only one of two first workers decides it.
         self.manager.identity = self._expected(attach.identity)
         self.manager.adopt_epoch(await self.index.epoch_for(attach))
         self._leave_for(attach)
@@ -129,7 +129,7 @@ class Attachments:
     # ------------------------------------------------------------ rules
 
     def _expected(self, theirs: PoolIdentity) -> PoolIdentity:
-        """Return the identity that a worker must have: the pool's; until it has one, what is configured and theirs."""
+        """Return the identity that a worker must have: the pool's, else its own with the configured parts."""
         return self.manager.identity or replace(theirs, **self.configured)  # type: ignore[arg-type]
 
     def _forget_identity(self) -> None:
@@ -146,7 +146,7 @@ class Attachments:
         return None
 
     def _leave_for(self, attach: Attach) -> None:
-        """Close a session whose worker has opened a later one: a worker has one at a time, so the old one is broken."""
+        """Close a session whose worker has opened a later one. A worker has one session, so the old one is broken."""
         live = self._live.get(attach.worker_id)
         if live is None:
             return

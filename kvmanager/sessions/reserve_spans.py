@@ -36,7 +36,7 @@ class ReserveSpans:
         self._decided(batch, decisions)
 
     def reported(self, report: Report, batch: GrantBatch | None, decisions: Iterable[Decision]) -> None:
-        """Begin and end spans by what a report said and what was granted on it."""
+        """Begin and end spans according to a report and the grants that followed it."""
         for reserve in report.reserve:
             if is_sampled(reserve.traceparent):
                 self._reserves[reserve.sequence] = reserve
@@ -49,7 +49,7 @@ class ReserveSpans:
             self._decided(batch, decisions)
 
     def close(self) -> None:
-        """End what is open: the session is lost."""
+        """End the open spans: the session is lost."""
         for sequence in tuple(self._reserves):
             self._finished(sequence, "the session with the worker was lost")
 
@@ -70,7 +70,7 @@ class ReserveSpans:
         )
 
     def _given_up(self, sequence: SequenceId) -> None:
-        """The victim has released its block table and waits again; its new span links to the beneficiary."""
+        """End the preemption's span: the victim waits again, and its new span links to the beneficiary."""
         span, decision = self._preempting.pop(sequence, (None, None))
         if span is not None:
             span.end()
@@ -97,7 +97,7 @@ class ReserveSpans:
         by_id: dict[str, list[Decision]] = {}
         evictions: list[Decision] = []
         for decision in decisions:
-            if decision.kind is DecisionKind.EVICTION:  # stands before the grant that it was done for
+            if decision.kind is DecisionKind.EVICTION:  # an eviction precedes the grant that needed it
                 evictions.append(decision)
             else:
                 by_id[decision.decision_id] = [*evictions, decision]

@@ -27,14 +27,14 @@ _RETRY_S = 1.0
 
 
 class ConstraintChecker:
-    """Tells whether constraints can be enforced with the tokenizer.json of a checkpoint; for one event loop."""
+    """Checks whether constraints can be enforced with a checkpoint's tokenizer.json; for one event loop."""
 
     def __init__(self, tokenizer_json: Path, eos_token_ids: tuple[int, ...] = ()) -> None:
         """The child process starts, and reads the tokenizer, at the first constraint."""
         self._path, self._eos = tokenizer_json, eos_token_ids
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="constraints")
         self._child: subprocess.Popen[str] | None = None
-        # By digest: what is wrong with the constraint, or nothing.
+        # Why a constraint is wrong, by its digest; "" for a valid one.
         self._verdicts: OrderedDict[bytes, asyncio.Future[str]] = OrderedDict()
 
     @classmethod
@@ -44,13 +44,12 @@ class ConstraintChecker:
         return cls(path, eos_token_ids) if path.is_file() else None
 
     async def check(self, constraint: Constraint) -> None:
-        """Raise InvalidRequest that says what is wrong, Unsupported if nothing can be enforced here, or Overloaded."""
+        """Raise InvalidRequest for a wrong constraint, Unsupported if none can be enforced here, or Overloaded."""
         wrong = _size(constraint) or await asyncio.shield(self._verdict(constraint))
         if wrong:
             raise InvalidRequest(FieldViolation(constraint.kind.value, wrong))
 
     def close(self) -> None:
-        """End the child and the thread."""
         if self._child is not None:
             self._child.kill()  # wakes the thread that waits for it
         self._thread.shutdown(cancel_futures=True)
@@ -58,7 +57,7 @@ class ConstraintChecker:
             _end(self._child)
 
     def _verdict(self, constraint: Constraint) -> asyncio.Future[str]:
-        """Return the verdict, done or under way; concurrent checks of one constraint share it."""
+        """Return the finished or pending verdict; concurrent checks of one constraint share it."""
         digest = hashlib.sha256(f"{constraint.kind.value} {constraint.text}".encode()).digest()
         verdict = self._verdicts.get(digest)
         if verdict is None:
@@ -89,7 +88,7 @@ class ConstraintChecker:
         except BrokenPipeError:
             answer = ""
         if not answer:
-            if (status := child.wait()) > 0:  # its own exit; a constraint that costs too much ends it by a signal
+            if (status := child.wait()) > 0:  # below 0: a constraint that costs too much ends the process by a signal
                 raise Unsupported(f"constraints cannot be examined here: llguidance failed with status {status}")
             return "is too complex to be followed; make it smaller"
         unsupported, wrong = json.loads(answer)
@@ -111,7 +110,7 @@ class ConstraintChecker:
 
 def _end(child: subprocess.Popen[str]) -> None:
     child.kill()
-    with suppress(BrokenPipeError), child:  # closes the pipes, perhaps with an unread question, and waits
+    with suppress(BrokenPipeError), child:  # closes the pipes, perhaps with an unread request, and waits
         pass
 
 

@@ -2,7 +2,7 @@
 
 `python -m router.constraints.examiner TOKENIZER_JSON [EOS_ID ...]` reads lines `[kind, text]` in JSON. It answers
 each with `[unsupported, wrong]`, which are sentences or empty. A constraint that takes too much processor time or
-overflows the stack ends the process: neither can be caught inside llguidance.
+overflows the stack ends the process: llguidance can catch neither.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _wrong(tokenizer: LLTokenizer, constraint: Constraint) -> str:
 
 
 def _words(kind: ConstraintKind, message: str) -> str:
-    """Return what is wrong as a sentence: one of _PLAINER, else the first line of llguidance's own text."""
+    """Return the mistake as a sentence: one of _PLAINER, else the first line of llguidance's own text."""
     for pattern, words in _PLAINER:
         if found := re.search(pattern, message, re.MULTILINE):
             return found.expand(words)[:_MAX_WORDS]
@@ -71,7 +71,7 @@ def _words(kind: ConstraintKind, message: str) -> str:
 
 
 def main() -> None:
-    """Answer until the input ends."""
+    """Answer each line until the input ends."""
     tokenizer = _tokenizer(Path(sys.argv[1]), list(map(int, sys.argv[2:])))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; the router ends this process
     signal.signal(signal.SIGPROF, signal.SIG_DFL)

@@ -61,7 +61,6 @@ class AdmissionLimiter:
 
     @property
     def running(self) -> int:
-        """Requests that a worker has."""
         return len(self._inside) - self.queued
 
     def enter(self, request_id: str, tokens: int, tenant: str, now: float) -> None:
@@ -76,7 +75,6 @@ class AdmissionLimiter:
         self.tokens_in_flight += tokens
 
     def start(self, request_id: str, now: float) -> None:
-        """Move a request from the queue to the running ones."""
         inside = self._inside[request_id]
         if inside.queued:
             inside.queued = False
@@ -93,7 +91,6 @@ class AdmissionLimiter:
             self.queued += 1
 
     def leave(self, request_id: str) -> None:
-        """Stop counting a request that is over."""
         inside = self._inside.pop(request_id)
         self.queued -= inside.queued
         self.tokens_in_flight -= inside.tokens

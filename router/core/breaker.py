@@ -27,11 +27,9 @@ class CircuitBreaker:
         return True
 
     def succeeded(self) -> None:
-        """Close the breaker: the call was answered."""
         self._failures = 0
 
     def failed(self, now: float) -> None:
-        """Count a call without an answer, and open the breaker at the threshold."""
         self._failures += 1
         openings = self._failures - self._threshold + 1
         if openings > 0:

@@ -23,7 +23,6 @@ def adopt(ours: PoolIdentity, theirs: PoolIdentity) -> PoolIdentity:
 
 
 def is_complete(identity: PoolIdentity) -> bool:
-    """Return whether every part is known."""
     return not any(_is_unknown(getattr(identity, part.name)) for part in fields(identity))
 
 

@@ -1,4 +1,4 @@
-"""The router's own memory of where it sent which prefix.
+"""The router's own memory of the worker to which it sent each prefix.
 
 For a few seconds a routed prefix counts as a hit at its worker, although its blocks are not computed or published yet:
 a burst of similar prompts then goes to one worker. For some minutes the memory replaces an index that does not answer.
@@ -29,7 +29,7 @@ class OptimisticIndex:
         return len(self._sent)
 
     def remember(self, worker_id: str, block_hashes: Sequence[BlockHash], now: float) -> None:
-        """Note that a prompt went to a worker. The last blocks of the prompt enter first, and so are dropped first."""
+        """Record that a prompt went to a worker. Its last blocks enter first, and so are dropped first."""
         block_hashes = block_hashes[: self._max_blocks]
         if block_hashes and now - self._sent.get(block_hashes[-1], {}).get(worker_id, float("-inf")) < _FRESH_SECONDS:
             return

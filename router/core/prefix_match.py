@@ -1,6 +1,6 @@
-"""How many leading blocks of a prefix each worker holds, from what the index has under their hashes.
+"""How many leading blocks of a prefix each worker holds, from the index entries of their hashes.
 
-The router asks in windows of 32, 128 and then 512 block hashes. It stops at the first window of which no worker holds
+The router reads windows of 32, 128 and then 512 block hashes. It stops at the first window of which no worker holds
 every block: a worker that lacks a block cannot use any later one.
 """
 

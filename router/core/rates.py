@@ -26,7 +26,7 @@ class Average:
         self.updated = now
 
     def age(self, now: float) -> float:
-        """Return seconds since the last sample; infinity before the first."""
+        """Return seconds since the last sample; infinity before the first sample."""
         return now - self.updated if self.value is not None else float("inf")
 
 
@@ -35,7 +35,7 @@ class StepLine:
     """Seconds of a decode step = base + slope x running sequences, by exponentially weighted least squares.
 
     A sample's weight halves in ten seconds, so that the line soon fits a worker that works again. Until batch sizes
-    have varied, a full batch is assumed to take twice the time of an empty one, as if K/V and weights cost the same to
+    have varied, a full batch is assumed to take twice the time of an empty one: K/V and weights then cost the same to
     read. The slope never falls below half of that: every sequence costs something, and a line that noise made flat
     would send all requests to one worker.
     """

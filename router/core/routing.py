@@ -37,8 +37,6 @@ MANAGER_AWAY_S = 1.0
 
 
 class Outcome(StrEnum):
-    """What became of a placement request."""
-
     PLACED = "placed"
     WAIT = "wait"
     NO_WORKER = "no_worker"

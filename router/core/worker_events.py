@@ -21,7 +21,7 @@ class SequenceAdmitted:
 
 @dataclass(frozen=True, slots=True)
 class TokensSampled:
-    """New output tokens, with a log-probability entry each when the request asked for them."""
+    """New output tokens, with one log-probability entry each when the request asked for them."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()

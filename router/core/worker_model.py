@@ -35,7 +35,6 @@ class Capacity:
     max_model_len: int
 
     def blocks(self, tokens: int) -> int:
-        """Return how many blocks hold `tokens`."""
         return -(-tokens // self.block_size)
 
 
@@ -111,7 +110,6 @@ class WorkerModel:
 
     @property
     def outstanding(self) -> int:
-        """Sequences of this router at the worker."""
         return self._outstanding.sequences
 
     @property
@@ -122,7 +120,6 @@ class WorkerModel:
 
     @property
     def pending_prefill_tokens(self) -> int:
-        """Prompt tokens at the worker that are not computed yet."""
         reported = self.load.pending_prefill_tokens + self._since.prefill_tokens
         return max(reported, self._outstanding.prefill_tokens)
 

@@ -13,7 +13,6 @@ from router.ports import ModelCard
 
 
 def event_to_proto(event: GenerateEvent) -> pb.GenerateResponse:
-    """Return the message of one event."""
     match event:
         case Admitted():
             return pb.GenerateResponse(admitted=admitted_to_proto(event))
@@ -49,7 +48,6 @@ def unary_to_proto(events: Iterable[GenerateEvent], sequences: int) -> pb.Genera
 
 
 def admitted_to_proto(event: Admitted) -> pb.Admitted:
-    """Return the message of an admission."""
     return pb.Admitted(
         request_id=event.request_id,
         worker_id=event.worker_id,
@@ -65,7 +63,6 @@ def admitted_to_proto(event: Admitted) -> pb.Admitted:
 
 
 def finished_to_proto(event: Finished) -> pb.Finished:
-    """Return the message of a sequence's end."""
     timings = event.timings
     message = pb.Finished(
         index=event.index,
@@ -86,7 +83,6 @@ def finished_to_proto(event: Finished) -> pb.Finished:
 
 
 def model_to_proto(card: ModelCard) -> pb.GetModelResponse:
-    """Return the message of what is served."""
     return pb.GetModelResponse(
         model=card.name,
         identity=identity_to_proto(card.identity),

@@ -53,7 +53,7 @@ class DecisionServicer(decision_pb2_grpc.DecisionServiceServicer):
         return decision_pb2.GetTraceResponse(trace_id=trace_id, spans=ordered)
 
     async def _trace_of(self, request: decision_pb2.GetTraceRequest) -> str:
-        """Return the trace of a request: the router that served it knows; "" when none does."""
+        """Return the id of the trace that a request is in, from this router or a sibling; "" when none has it."""
         if trace_id := self._store.trace_of(request.request_id):
             return trace_id
         return next((answer.trace_id for answer in await self._siblings.traces(request)), "")

@@ -18,8 +18,6 @@ from router.serving.call_context import Context, call_context
 
 
 class StatusSource(Protocol):
-    """The source of the router's state."""
-
     def model(self) -> ModelCard: ...
 
     def status(self) -> pb.GetStatusResponse: ...
@@ -41,7 +39,6 @@ class InferenceServicer(rpc.InferenceServiceServicer):
         self._status, self._clock, self._siblings = status, clock, siblings
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
-        """Stream one request."""
         validated = await self._validator.validate(request, call_context(self._clock, context))
         async with aclosing(self._frontend.generate(validated)) as events:
             async for event in events:
@@ -57,7 +54,6 @@ class InferenceServicer(rpc.InferenceServiceServicer):
         return unary_to_proto(events, validated.sampling.n)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
-        """Return the tokens of a prompt."""
         special = request.add_special_tokens if request.HasField("add_special_tokens") else True
         return pb.TokenizeResponse(token_ids=await self._codec.encode(request.prompt, special))
 
@@ -68,7 +64,6 @@ class InferenceServicer(rpc.InferenceServiceServicer):
         return pb.DetokenizeResponse(text=self._codec.decode(request.token_ids, skip))
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
-        """Return what is served."""
         return model_to_proto(self._status.model())
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:

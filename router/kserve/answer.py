@@ -54,7 +54,6 @@ class Answer:
         self._admitted: Admitted | None = None
 
     def take(self, event: GenerateEvent) -> None:
-        """Add an event to the next response."""
         match event:
             case Admitted():
                 self._admitted = event
@@ -64,7 +63,6 @@ class Answer:
                 self._sequences[event.index].reason = event.reason.value
 
     def response(self, final: bool = False) -> pb.ModelInferResponse:
-        """Return the response with the output since the last one."""
         response = pb.ModelInferResponse(id=self._id, model_name=self._model, model_version=VERSION)
         response.parameters[_FINAL].bool_param = final
         if final and self._admitted is not None:

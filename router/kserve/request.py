@@ -77,8 +77,6 @@ class Asked:
 
 
 class _Reader:
-    """Reads one request and collects its violations."""
-
     def __init__(self, request: pb.ModelInferRequest) -> None:
         self._request = request
         self._inputs, self.wrong = inputs_of(request)
@@ -155,7 +153,7 @@ class _Reader:
         return text
 
     def outputs(self) -> tuple[Tensor, ...]:
-        """Return what to answer with: text_output unless others are named, and what `return_...` asks for."""
+        """Return the outputs of the answer: text_output unless others are named, and those that `return_...` adds."""
         known = {tensor.name for tensor in OUTPUTS}
         named = [output.name for output in self._request.outputs]
         if len(named) > len(OUTPUTS):
@@ -183,7 +181,7 @@ class _Reader:
 
 
 def read(request: pb.ModelInferRequest, streaming: bool) -> Asked:
-    """Return what a request asks; `streaming` says whether it may be answered in parts. Never raises."""
+    """Return the client's request; `streaming` means that the answer may come in parts. Never raises."""
     reader = _Reader(request)
     reader.read_prompt()
     settings, parameters = reader.read_parameters()

@@ -87,7 +87,7 @@ class Sampling:
 
 
 def sampling_of(parameters: Mapping[str, Any], text: bytes | None) -> tuple[Sampling, list[FieldViolation]]:
-    """Return what the request's parameters and, over them, a JSON text set, and what is wrong; that is left out."""
+    """Return the valid values of the parameters and, over them, of a JSON text; and the mistakes in the others."""
     wrong: list[FieldViolation] = []
     values = _parsed(text, wrong) if text is not None else {}
     merged = {**parameters, **values}

@@ -47,19 +47,15 @@ class KserveServicer(rpc.GRPCInferenceServiceServicer):
     # ------------------------------------------------------------ what is served
 
     async def ServerLive(self, request: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:
-        """Say that this process answers."""
         return pb.ServerLiveResponse(live=True)
 
     async def ServerReady(self, request: pb.ServerReadyRequest, context: Context) -> pb.ServerReadyResponse:
-        """Say whether requests can be served."""
         return pb.ServerReadyResponse(ready=self._ready())
 
     async def ModelReady(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:
-        """Say whether requests for a model can be served."""
         return pb.ModelReadyResponse(ready=self._ready() and self._serves(request.name, request.version))
 
     async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:
-        """Return name, version and what is offered beyond the protocol."""
         return pb.ServerMetadataResponse(name="quire", version=quire_version(), extensions=_EXTENSIONS)
 
     async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:
@@ -112,7 +108,7 @@ class KserveServicer(rpc.GRPCInferenceServiceServicer):
             raise _first(group) from None
 
     async def _responses(self, request: pb.ModelInferRequest, call: CallContext, streaming: bool) -> Responses:
-        """Yield the responses to one request; the last is the final one."""
+        """Yield the responses to one request; the last response is the final one."""
         self._check_model(request.model_name, request.model_version)
         asked = read(request, streaming)
         validated = await asked.validated(self._validator, call)
@@ -122,7 +118,7 @@ class KserveServicer(rpc.GRPCInferenceServiceServicer):
                 answer.take(event)
                 if asked.stream and isinstance(event, Tokens):
                     yield answer.response()
-        # Not earlier: the final response promises that no error follows.
+        # The final response promises that no error follows, so it is sent last.
         yield answer.response(final=True)
 
     def _serves(self, name: str, version: str) -> bool:

@@ -71,7 +71,7 @@ _LENGTH: Final = struct.Struct("<I")
 
 
 def inputs_of(request: pb.ModelInferRequest) -> tuple[dict[str, Elements], list[FieldViolation]]:
-    """Return the elements of each input by its name, and what is wrong with those that are left out."""
+    """Return the elements of each input by its name, and the mistakes of those that are left out."""
     found: dict[str, Elements] = {}
     wrong: list[FieldViolation] = []
     if len(request.inputs) > len(INPUTS):
@@ -109,7 +109,7 @@ def add_output(response: pb.ModelInferResponse, tensor: Tensor, elements: Elemen
 
 
 def _mismatches(expected: Tensor, tensor: pb.ModelInferRequest.InferInputTensor, raw: bytes | None) -> list[str]:
-    """Return in what a tensor differs from the one that the model takes."""
+    """Return how a tensor differs from the one that the model takes."""
     problems = []
     if tensor.datatype != expected.datatype.name:
         problems.append(f"has datatype {tensor.datatype!r}; expected {expected.datatype.name}")
@@ -124,7 +124,7 @@ def _mismatches(expected: Tensor, tensor: pb.ModelInferRequest.InferInputTensor,
 
 
 def _elements(datatype: Datatype, tensor: pb.ModelInferRequest.InferInputTensor, raw: bytes | None) -> Elements:
-    """Return the elements, as many as the shape says. Raises ValueError when there are not so many."""
+    """Return the elements, as many as the shape has. Raises ValueError when their number differs."""
     count = tensor.shape[0]
     if raw is not None:
         return _byte_strings(raw, count) if datatype is BYTES else _numbers(datatype, raw, count)

@@ -79,7 +79,6 @@ class RouterMetrics:
         self.request_generation.observe(event.usage.output_tokens)
 
     def refused(self, error: QuireError) -> None:
-        """Count a request that ended in an error."""
         self.failed.labels(error.reason).inc()
 
     def _counter(self, name: str, help_: str) -> Counter:

@@ -11,8 +11,6 @@ from router.observe.trace_store import TraceStore
 
 
 class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
-    """The TraceService of OTLP."""
-
     def __init__(self, store: TraceStore) -> None:
         self._store = store
 

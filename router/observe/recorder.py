@@ -47,7 +47,6 @@ class Recorder:
         chosen: str,
         figures: tuple[tuple[str, float], ...],
     ) -> None:
-        """Record a decision about admission."""
         decision = Decision(
             decision_id=self.new_id(),
             kind=kind,

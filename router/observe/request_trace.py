@@ -43,7 +43,6 @@ class RequestTrace:
                 self._span.set_attribute("quire.constraint", request.sampling.constraint.kind.value)
 
     def decided(self, decision: Decision) -> None:
-        """Add a decision to the span of the request."""
         add_decision(self._span, decision)
 
     def lost(self) -> None:
@@ -71,7 +70,6 @@ class RequestTrace:
             self._stream.add_event("first token", timestamp=self._clock.time_ns())
 
     def finished(self, event: Finished) -> None:
-        """Note the end of one sequence."""
         if self._stream is not None:
             self._stream.add_event(
                 "finished",

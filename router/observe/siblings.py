@@ -37,8 +37,6 @@ class Siblings:
         self._channels = [open_channel(address) for address in addresses]
 
     async def decisions(self, request: decision_pb2.ListDecisionsRequest) -> list[decision_pb2.ListDecisionsResponse]:
-        """Return the decisions of each sibling."""
-
         def ask(channel: aio.Channel) -> Awaitable[decision_pb2.ListDecisionsResponse]:
             stub = decision_pb2_grpc.DecisionServiceStub(channel)
             return stub.ListDecisions(request, timeout=_PATIENCE_S, metadata=_MARKED)
@@ -66,7 +64,6 @@ class Siblings:
             status.running_requests += other.running_requests
 
     async def aclose(self) -> None:
-        """Close the channels to them."""
         await asyncio.gather(*(channel.close() for channel in self._channels))
 
     async def _all(self, ask: Callable[[aio.Channel], Awaitable[AnswerT]]) -> list[AnswerT]:

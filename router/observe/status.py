@@ -14,8 +14,6 @@ from router.workers.pool import Member, WorkerPool
 
 
 class RouterStatus:
-    """Reads the state of the router's parts."""
-
     def __init__(
         self,
         card: ModelCard,
@@ -34,7 +32,6 @@ class RouterStatus:
         return replace(self._card, identity=self._pool.identity, max_model_len=context)
 
     def status(self) -> pb.GetStatusResponse:
-        """Return the state of this moment."""
         return pb.GetStatusResponse(
             queued_requests=self._admission.queued,
             running_requests=self._admission.running,
@@ -69,7 +66,6 @@ class RouterStatus:
 
 
 def quire_version() -> str:
-    """Return the version of the installed package."""
     try:
         return version("quire")
     except PackageNotFoundError:

@@ -36,7 +36,6 @@ class KeptSpan:
 
 
 def from_sdk(span: ReadableSpan) -> KeptSpan:
-    """Return a span of this process that has ended."""
     context = span.context
     request_id = (span.attributes or {}).get(REQUEST_ID, "")
     return KeptSpan(f"{context.trace_id:032x}", f"{context.span_id:016x}", str(request_id), partial(_sdk_span, span))
@@ -48,7 +47,6 @@ def _sdk_span(span: ReadableSpan) -> decision_pb2.Span:
 
 
 def from_otlp(request: trace_service_pb2.ExportTraceServiceRequest) -> Iterator[KeptSpan]:
-    """Return each span of an export."""
     for resource_spans in request.resource_spans:
         service = _attributes(resource_spans.resource.attributes).get("service.name", "unknown")
         for scope_spans in resource_spans.scope_spans:

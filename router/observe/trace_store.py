@@ -36,13 +36,12 @@ class TraceStore:
         return len(self._order)
 
     def add(self, spans: Iterable[KeptSpan]) -> None:
-        """Keep spans; a repeated one (its sender tried twice) replaces the first."""
+        """Keep spans; a span that its sender sent twice replaces the first."""
         with self._lock:
             for span in spans:
                 self._add(span)
 
     def add_otlp(self, request: trace_service_pb2.ExportTraceServiceRequest) -> None:
-        """Keep the spans of an OTLP export."""
         self.add(list(from_otlp(request)))
 
     def trace(self, trace_id: str = "", request_id: str = "") -> decision_pb2.GetTraceResponse:
@@ -97,6 +96,6 @@ class StoreExporter(SpanExporter):
         self._store = store
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Keep spans that have ended; cannot fail."""
+        """Keep spans that have ended; this cannot fail."""
         self._store.add([from_sdk(span) for span in spans])
         return SpanExportResult.SUCCESS

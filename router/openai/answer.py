@@ -22,7 +22,7 @@ _FAILURES = {
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The kind of an answer, and what the client wants in it. `created` is in Unix seconds.
+    """The kind of an answer and the client's choices about it. `created` is in Unix seconds.
 
     `echo` has the text of each prompt if choices begin with their prompts.
     """
@@ -41,7 +41,6 @@ class Form:
 
     @property
     def id_prefix(self) -> str:
-        """The beginning of the answer's id."""
         return "chatcmpl-" if self.chat else "cmpl-"
 
     def choices(self, prompts: int) -> list[Piece]:
@@ -53,7 +52,7 @@ class Form:
 
 @dataclass(slots=True)
 class Piece:
-    """A choice, or what an event adds to it."""
+    """A choice, or the addition of an event to it."""
 
     index: int
     text: str = ""
@@ -73,11 +72,9 @@ class Bill:
     streamed: int = 0
 
     def body(self) -> Json:
-        """Return the usage of the finished answer."""
         return self._body(self.output_tokens)
 
     def so_far(self) -> Json:
-        """Return the usage up to now."""
         return self._body(self.streamed)
 
     def _body(self, output: int) -> Json:
@@ -100,7 +97,7 @@ class Answer:
     bill: Bill = field(default_factory=Bill)
 
     def take(self, prompt: int, event: GenerateEvent) -> Piece | None:
-        """Take the next event; return what it adds to a choice. Raises the error with which a sequence ended."""
+        """Take the next event; return its addition to a choice. Raises the error with which a sequence ended."""
         match event:
             case Tokens():
                 self.bill.streamed += len(event.token_ids)

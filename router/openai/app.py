@@ -51,7 +51,6 @@ class HttpParts:
 
 
 def create_app(parts: HttpParts) -> FastAPI:
-    """Return the application."""
     about = "The OpenAI-compatible API of Quire. The gRPC API, protos/quire/inference/v1, offers the same and more."
     app = FastAPI(
         title="Quire",

@@ -28,7 +28,7 @@ _STATUS: Mapping[type[errors.QuireError], int] = {
     errors.DeadlineExceeded: 504,
     errors.QuireError: 500,
 }
-# Codes that OpenAI's clients expect; other errors have Quire's reason as code.
+# Codes that OpenAI's clients expect; the code of any other error is Quire's reason.
 _CODES: Mapping[str, str] = {errors.Overloaded.reason: "rate_limit_exceeded"}
 # Field paths of the gRPC API as this API has them.
 _PATHS = (
@@ -94,7 +94,7 @@ async def _quire_error(_: Request, error: Exception) -> JSONResponse:
 
 
 async def _malformed(request: Request, error: Exception) -> JSONResponse:
-    """A body that is no JSON, or whose fields have the wrong types; every such field is named."""
+    """Answer a body that is not JSON, or whose fields have the wrong types; every such field is named."""
     assert isinstance(error, RequestValidationError)
     found: dict[str | None, str] = {}
     for each in error.errors():
@@ -106,14 +106,14 @@ async def _malformed(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _no_text(_: Request, error: Exception) -> JSONResponse:
-    """JSON can write halves of characters, which are no text; messages of the worker cannot hold them."""
+    """Answer a body with halves of characters: JSON can write them, but messages to the worker cannot hold them."""
     message = "a text has half of a surrogate pair, which is no character; send whole ones"
     body = _body(400, message, None, errors.InvalidRequest.reason.lower())
     return JSONResponse(body, 400, {"x-should-retry": "false"})
 
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
-    """What the server itself refuses: paths that are not here, and methods that a path does not have."""
+    """Answer what the server itself refuses: unknown paths, and methods that a path does not have."""
     assert isinstance(error, HTTPException)
     headers = {"x-should-retry": "false", **(error.headers or {})}
     known = {

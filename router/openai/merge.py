@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """Yield (number of the stream, event) as events come. Raises what the first failing stream raises."""
+    """Yield (number of the stream, event) as events come. Raises the error of the first failing stream."""
     if len(streams) == 1:
         # The common case: without a task, and without reading ahead of the client.
         async with aclosing(streams[0]) as stream:

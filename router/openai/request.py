@@ -54,7 +54,7 @@ def completion_order(body: CompletionRequest, headers: Mapping[str, str]) -> Ord
 
 
 def chat_order(body: ChatRequest, headers: Mapping[str, str]) -> Order:
-    """Return the one request of a chat. Raises Unsupported and InvalidRequest."""
+    """Return the request of a chat. Raises Unsupported and InvalidRequest."""
     _refuse(body)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest(FieldViolation("top_logprobs", "needs logprobs, which is not set; set it to true"))
@@ -72,7 +72,7 @@ def chat_order(body: ChatRequest, headers: Mapping[str, str]) -> Order:
 def chat_prompt(messages: list[Message]) -> pb.Prompt:
     """Return the prompt of a chat's messages. Raises Unsupported for content other than text."""
     _refuse_other_than_text(messages)
-    # OpenAI's newer name for a system message, which few templates know.
+    # OpenAI's newer name for a system message; few templates accept it.
     given = [("system" if each.role == "developer" else each.role, each.text) for each in messages]
     return pb.Prompt(chat=pb.Chat(messages=[pb.ChatMessage(role=role, content=text) for role, text in given]))
 

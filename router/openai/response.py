@@ -11,8 +11,6 @@ from router.openai.logprobs import ChoiceLogprobs
 
 @dataclass(slots=True)
 class _Choice:
-    """The pieces of one choice."""
-
     texts: list[str]
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -21,14 +19,11 @@ class _Choice:
 
 
 class WholeAnswer:
-    """Collects the pieces of an answer that is not streamed."""
-
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
         self._choices = [_Choice([choice.text]) for choice in answer.form.choices(answer.prompts)]
 
     def add(self, piece: Piece) -> None:
-        """Add a piece to its choice."""
         choice = self._choices[piece.index]
         choice.texts.append(piece.text)
         choice.token_ids += piece.token_ids
@@ -37,7 +32,6 @@ class WholeAnswer:
             choice.finish_reason, choice.stop_reason = piece.finish_reason, piece.stop_reason
 
     def body(self) -> Json:
-        """Return the body."""
         kind = "chat.completion" if self._answer.form.chat else "text_completion"
         choices = list(map(self._choice, range(len(self._choices)), self._choices, self._answer.new_logprobs()))
         return self._answer.head(kind) | {"choices": choices, "usage": self._answer.bill.body()}

@@ -15,7 +15,7 @@ from router.serving.numbers import Float32, Int32, Int64
 # Long lists report the first wrong entry alone.
 TokenIds = Annotated[list[Int32], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
-# Values that ask for nothing.
+# Values that have no effect.
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
 
@@ -61,7 +61,7 @@ class GenerationFields(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    # Unsupported fields, each with the values that ask for nothing.
+    # Unsupported fields, each with the values that have no effect.
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {
         "allowed_token_ids": _NOTHING,
         "bad_words": _NOTHING,

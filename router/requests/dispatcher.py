@@ -54,7 +54,7 @@ class Placement:
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """A job in the queue, what the index says of its prefix, and the future of its placement."""
+    """A job in the queue, the prefix hits that the index returned, and the future of its placement."""
 
     job: Job
     hits: Mapping[str, int] | None
@@ -65,7 +65,7 @@ class _Waiting:
         self.placed = asyncio.get_running_loop().create_future()
 
     def discard(self) -> None:
-        """Release a placement that nobody will use."""
+        """Release the placement; the caller is gone."""
         if self.placed.done() and not self.placed.cancelled() and self.placed.exception() is None:
             for reservation in self.placed.result().reservations:
                 reservation.release()
@@ -132,7 +132,6 @@ class Dispatcher:
     # ------------------------------------------------------------ PoolListener
 
     def capacity_changed(self) -> None:
-        """Try the head of the queue again."""
         if is_complete(self._pool.identity):
             self._identity_known.set()
         else:
@@ -140,7 +139,6 @@ class Dispatcher:
         self._serve_queue()
 
     def cache_lost(self, worker_id: str) -> None:
-        """Expect no prefix hits at this worker."""
         self._memory.forget(worker_id)
 
     # ------------------------------------------------------------ the queue

@@ -51,7 +51,6 @@ class RouterFrontend:
         recorder.metrics.watch(lambda: admission.running, lambda: admission.queued)
 
     async def generate(self, request: ValidatedRequest) -> AsyncGenerator[GenerateEvent, None]:
-        """Serve one request; see ports.Frontend."""
         request_id = request.request_id or self._recorder.new_id()
         trace = self._recorder.trace(request, request_id)
         try:
@@ -87,7 +86,7 @@ class RouterFrontend:
             raise DeadlineExceeded(f"{DEADLINE_WORDS} before every sequence had finished")
 
     def _interrupted(self, run: RequestRun) -> str:
-        """End what still runs after a cancellation, which may be the deadline's; return the failure for the spans."""
+        """End the sequences that still run after a cancellation or the deadline; return the failure for the spans."""
         request, now = run.request, self._clock.monotonic()
         deadline = request.deadline
         if run.live and deadline is not None and is_expiry(deadline - request.arrived, deadline - now):
@@ -181,7 +180,6 @@ class RouterFrontend:
     # ------------------------------------------------------------ the stream
 
     def _step(self, run: RequestRun, arrival: Arrival) -> Iterator[GenerateEvent]:
-        """Yield the client's events for one arrival."""
         event = arrival.event
         if isinstance(event, Expired):
             yield from self._expire(run)
@@ -248,7 +246,7 @@ class RouterFrontend:
         self, run: RequestRun, running: Running, ended: SequenceFinished, now: float
     ) -> Iterator[GenerateEvent]:
         if ended.reason in (FinishReason.ERROR, FinishReason.CANCELLED):
-            # Not the router's doing: a failed step, or a worker that shuts down.
+            # The worker ended the sequence: its step failed, or it shuts down.
             running.lose(ended.message or f"the worker ended it: {ended.reason.value}")
             return
         rest = running.output.rest()

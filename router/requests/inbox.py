@@ -66,8 +66,7 @@ class Turns:
 
 
 @dataclass(frozen=True, slots=True)
-class Expired:
-    """The request's deadline has passed."""
+class Expired: ...
 
 
 @dataclass(slots=True)
@@ -95,7 +94,7 @@ class Inbox:
     __slots__ = ("_arrivals", "_begun", "_open", "_patient", "_shown", "_turns", "_waiter")
 
     def __init__(self, turns: Turns, patient: bool = False) -> None:
-        """A `patient` stream does not wake for later tokens of a sequence, but gets them with its next other event."""
+        """A `patient` stream does not wake for later tokens of a sequence; it gets them with its next other event."""
         self._turns, self._patient = turns, patient
         # Sequences that have had a token.
         self._begun: set[int] = set()
@@ -103,7 +102,7 @@ class Inbox:
         # By sequence, the last arrival if it holds tokens: later tokens join it.
         self._open: dict[int, Arrival] = {}
         self._waiter: asyncio.Future[None] | None = None
-        # Whether the stream has had tokens: until then it goes first, also after its admission.
+        # Whether the stream has had tokens; a stream without tokens goes first, also after its admission.
         self._shown = False
 
     def put(self, index: int, attempt: int, event: SequenceEvent | Expired) -> None:

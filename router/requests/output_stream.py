@@ -1,4 +1,4 @@
-"""The output of one sequence as the client sees it: text, stops, timings and usage, over all its runs."""
+"""The output of one sequence for the client: text, stops, timings and usage, over all its runs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ EXPIRED = SequenceFinished(FinishReason.DEADLINE, Usage())
 
 @dataclass(frozen=True, slots=True)
 class StopTokens:
-    """Which tokens end an output: the worker applies the same rule, and ends the sequence at them."""
+    """The tokens that end an output. The worker applies the same rule and ends the sequence at them."""
 
     token_ids: frozenset[int]
     min_tokens: int
 
     @staticmethod
     def of(request: ValidatedRequest, eos_token_ids: tuple[int, ...]) -> StopTokens:
-        """Return the rule of a request."""
         sampling = request.sampling
         eos = () if sampling.ignore_eos else eos_token_ids
         return StopTokens(frozenset((*sampling.stop_token_ids, *eos)), sampling.min_tokens)
@@ -39,7 +38,7 @@ class OutputStream:
     def __init__(self, index: int, request: ValidatedRequest, assembler: TextAssembler, stops: StopTokens) -> None:
         self.index, self._request, self._assembler, self._stops = index, request, assembler, stops
         self.tokens: list[int] = []
-        # The stop string that ended the output; the worker does not know it, so the router cancels the sequence.
+        # The stop string that ended the output. The worker has no stop strings, so the router cancels the sequence.
         self.stop_string: str | None = None
         self.first_token_at: float | None = None
         self.last_token_at = request.arrived
@@ -59,11 +58,10 @@ class OutputStream:
         self._attempt = attempt
 
     def preempted(self) -> None:
-        """Count a preemption."""
         self._preemptions += 1
 
     def sampled(self, event: TokensSampled, now: float) -> Tokens | None:
-        """Take new tokens and return what the client sees of them; afterwards `stop_string` may be set."""
+        """Take new tokens and return the client's part of them; afterwards `stop_string` may be set."""
         tokens = event.token_ids
         if not tokens:
             return None
@@ -85,7 +83,7 @@ class OutputStream:
         return Tokens(self.index, text, ()) if text else None
 
     def finished(self, ended: SequenceFinished, now: float) -> Finished:
-        """Return the end of the output, with what it cost over all its runs."""
+        """Return the end of the output, with its cost over all its runs."""
         usage = Usage(
             prompt_tokens=len(self._request.prompt),
             cached_tokens=self._cached_tokens,

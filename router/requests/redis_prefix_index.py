@@ -1,8 +1,8 @@
-"""The prefix index in Redis, as the router reads it: which worker holds how much of a chain.
+"""The prefix index in Redis, as the router reads it: how many leading blocks of a prompt each worker has cached.
 
-A chain is asked for by MGET of many keys at a time (redis-py costs some ten microseconds a command, so a pipeline of
-GETs is ten times as dear), in growing windows that stop at the first one with a hole. A question that takes too long,
-and a Redis that keeps failing, are given up: a missing answer costs hits, never a request.
+The router reads many keys by one MGET: redis-py costs some ten microseconds a command, so a pipeline of GETs costs
+ten times as much. It reads growing windows of block hashes and stops at the first window with a hole. A lookup that
+takes too long is given up, and a Redis that keeps failing is skipped: a missing answer costs hits, never a request.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from router.core.prefix_match import PrefixMatch, windows
 log = logging.getLogger(__name__)
 
 LOOKUP_SECONDS = 0.02
-# How long the index is not asked once it has failed several times in a row.
+# How long lookups are skipped after several failures in a row.
 PAUSES = Backoff(first=1.0, longest=10.0)
 # Seconds for which the owner of a slot is cached; old entries of a rebuilt worker count for as long at most.
 OWNER_SECONDS = 1.0
@@ -54,9 +54,9 @@ class RedisPrefixIndex:
         breaker: CircuitBreaker | None = None,
         count: Callable[[str], None] = lambda outcome: None,
     ) -> None:
-        """`identity` returns what is known of the pool; without a model there is no lookup. `timeout` is in seconds.
+        """`identity` returns the known parts of the pool's identity; without a model there is no lookup.
 
-        `count` gets the outcome of each lookup: answered, failed, or skipped after many failures.
+        `timeout` is in seconds. `count` gets each lookup's outcome: answered, failed, or skipped after many failures.
         """
         self._redis, self._identity, self._clock, self._timeout = redis, identity, clock, timeout
         self._breaker, self._count = breaker or CircuitBreaker(PAUSES.pause), count
@@ -66,7 +66,6 @@ class RedisPrefixIndex:
 
     @property
     def connected(self) -> bool:
-        """Whether Redis answered the last lookup."""
         return self._breaker.healthy
 
     async def lookup(self, block_hashes: Sequence[BlockHash]) -> Mapping[str, int] | None:
@@ -135,10 +134,9 @@ class RedisPrefixIndex:
 
 
 class NoPrefixIndex:
-    """The PrefixIndex where no Redis is configured."""
+    """The PrefixIndex when no Redis is configured."""
 
     connected = False
 
     async def lookup(self, block_hashes: Sequence[BlockHash]) -> Mapping[str, int] | None:
-        """Return None: there is no index."""
         return None

@@ -45,7 +45,6 @@ class Running:
             reservation.release()
 
     def lose(self, reason: str) -> None:
-        """Note that the place is gone; another run may begin elsewhere."""
         self.leave(None)
         self.lost = reason
 
@@ -58,7 +57,7 @@ class RequestRun:
         self.sequences: list[Running] = []
         # It fills up while the client reads slowly, at most with the tokens of the request. The AdmissionLimiter counts
         # these meanwhile: max_tokens_in_flight bounds all inboxes together. A request with stop strings needs its
-        # tokens at once, because the worker does not know the stop strings.
+        # tokens at once, because the worker has no stop strings.
         self.inbox = Inbox(turns, patient=request.whole and not request.sampling.stop)
         self.admitted = False
         # Whether a sequence was ended by the deadline.
@@ -70,20 +69,18 @@ class RequestRun:
 
     @property
     def live(self) -> bool:
-        """Whether some sequence has not ended."""
         return bool(self.unfinished())
 
     def unfinished(self) -> list[Running]:
-        """Return the sequences that have not ended."""
         return [sequence for sequence in self.sequences if not sequence.done]
 
     def sink(self, running: Running) -> Sink:
-        """Return where a worker reports the next run of a sequence. The last event of a run releases its load."""
+        """Return the sink for a worker's events of the next run of a sequence. The last event releases the load."""
         running.attempt += 1
         index, attempt = running.output.index, running.attempt
 
         def sink(event: SequenceEvent) -> None:
-            # At once: the place is free, whether or not the client has read what was sent before.
+            # The place is free at once, whether or not the client has read the earlier events.
             if not isinstance(event, _GOES_ON) and attempt == running.attempt:
                 _release(running.reservation, event)
             self.inbox.put(index, attempt, event)
@@ -139,7 +136,7 @@ class Prefix:
 
 
 def placement_request_of(run: RequestRun, prefix: Prefix, sequences: int) -> PlacementRequest:
-    """Return what the dispatcher is to place: so many sequences that continue `prefix`."""
+    """Return the placement request for so many sequences that continue `prefix`."""
     request = run.request
     return PlacementRequest(
         request_id=run.request_id,

@@ -74,8 +74,6 @@ _FLAGS = ("ignore_eos", "include_stop")
 
 @dataclass(slots=True)
 class _Report:
-    """The violations found so far."""
-
     violations: list[FieldViolation] = field(default_factory=list)
 
     def add(self, path: str, what: str, reason: str = "") -> None:
@@ -119,7 +117,6 @@ class Validator:
         self._context = context or (lambda: checkpoint.max_model_len)
 
     async def validate(self, request: inference_pb2.GenerateRequest, call: CallContext) -> ValidatedRequest:
-        """Return the request with every default filled in; see ports.RequestValidator."""
         if request.WhichOneof("input") == "resume":
             what = "resume is not offered yet; send the prompt and the tokens that you have as prompt.token_ids"
             raise Unsupported(what)
@@ -147,7 +144,6 @@ class Validator:
         )
 
     def check_token_ids(self, token_ids: Sequence[int]) -> None:
-        """Raise InvalidRequest that names the ids out of the vocabulary; see ports.RequestValidator."""
         report = _Report()
         report.check_ids("token_ids", token_ids, self._checkpoint.vocab_size)
         if report.violations:
@@ -180,7 +176,7 @@ class Validator:
             report.add("sampling.stop", "needs a tokenizer, and this checkpoint has none; use stop_token_ids")
 
     async def _prompt(self, report: _Report, request: inference_pb2.GenerateRequest) -> Sequence[int]:
-        """Return the prompt's tokens; none, and a violation, if they are wrong."""
+        """Return the prompt's tokens; an empty list and a violation if they are wrong."""
         if request.WhichOneof("input") is None:
             report.add("input", "is missing; expected a prompt")
             return ()

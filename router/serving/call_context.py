@@ -17,7 +17,6 @@ _NO_DEADLINE_SECONDS: Final = 30 * 86_400.0
 
 
 def call_context(clock: Clock, context: Context) -> CallContext:
-    """Return the context of a call that has just arrived."""
     now, left = clock.monotonic(), context.time_remaining()
     deadline = now + left if left is not None and left < _NO_DEADLINE_SECONDS else None
     return CallContext(now, deadline, _traceparent(context))

@@ -34,12 +34,10 @@ class CheckpointText:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether text can be served."""
         return self._tokenizer is not None
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether chats can be served."""
         return self._tokenizer is not None and self._template is not None
 
     async def encode(self, prompt: inference_pb2.Prompt, add_special_tokens: bool = True) -> list[int]:
@@ -64,11 +62,9 @@ class CheckpointText:
         return self._need_tokenizer().token_bytes(token_id)
 
     def assembler(self, sampling: SamplingParams) -> TextAssembler:
-        """Return the assembler of one new sequence."""
         return NoText() if self._tokenizer is None else OutputText(self._tokenizer.detokenizer(), sampling)
 
     def close(self) -> None:
-        """End the encoder thread."""
         if self._tokenizer is not None:
             self._tokenizer.close()
 

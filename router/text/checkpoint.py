@@ -88,7 +88,7 @@ def _ids(value: int | list[int] | None) -> tuple[int, ...]:
 
 
 def _sampling_defaults(generation: Mapping[str, Any]) -> dict[str, float]:
-    """Keep the numbers; checkpoints say "no top_k" by null, 0 or -1, and here it is 0."""
+    """Keep the numbers. Checkpoints mean "no top_k" by null, 0 or -1; the result has 0."""
     found = {key: generation[key] for key in _SAMPLING_KEYS if isinstance(generation.get(key), int | float)}
     if found.get("top_k", 0) < 0:
         found["top_k"] = 0

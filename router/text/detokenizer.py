@@ -29,14 +29,12 @@ _MOST_HELD_BACK = 8
 
 
 class Detokenizer(Protocol):
-    """Turns the tokens of one sequence into text."""
-
     def push(self, token_ids: Sequence[int]) -> str:
         """Take the next tokens; return the text that they complete."""
         ...
 
     def finish(self) -> str:
-        """Return what was kept back: U+FFFD for a character that never completed, or nothing."""
+        """Return the text that was held back: U+FFFD for a character that never completed, or nothing."""
         ...
 
 

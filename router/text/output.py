@@ -57,7 +57,6 @@ class OutputText:
         self._held = ""
 
     def push(self, token_ids: Sequence[int]) -> TextDelta:
-        """Take the next output tokens; see ports.TextAssembler."""
         if not self._matchers:
             return TextDelta(self._detokenizer.push(token_ids), len(token_ids))
         sent = []
@@ -104,5 +103,4 @@ class NoText:
         return TextDelta("", len(token_ids))
 
     def finish(self) -> str:
-        """Return nothing."""
         return ""

@@ -71,7 +71,6 @@ class Tokenizer:
         return self._token_bytes(token_id) if self._token_bytes is not None else None
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """Return the incremental detokenizer of one new sequence."""
         return self._new_detokenizer(skip_special_tokens)
 
     def close(self) -> None:

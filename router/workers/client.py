@@ -98,7 +98,6 @@ class WorkerClient:
 
     @property
     def ready(self) -> bool:
-        """Whether sequences may be submitted."""
         return self._outbox is not None
 
     def submit(self, submission: Submission, sink: Sink, fork_of: int | None = None) -> int:

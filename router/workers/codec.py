@@ -94,14 +94,12 @@ def submit_to_proto(submission: Submission, handle: int, fork_of: int | None = N
 
 
 def facts_from_proto(info: pb.WorkerInfo) -> WorkerFacts:
-    """Return the facts of a WorkerHello."""
     identity = identity_from_proto(info.identity)
     capacity = Capacity(info.num_blocks, max(1, identity.block_size), max(1, info.max_num_seqs), info.max_model_len)
     return WorkerFacts(info.worker_id, info.incarnation, identity, capacity, info.vocab_size, tuple(info.eos_token_ids))
 
 
 def load_from_proto(load: pb.Load) -> Load:
-    """Return the load of a heartbeat."""
     return Load(
         running=load.running,
         waiting=load.waiting,
@@ -118,7 +116,6 @@ def load_from_proto(load: pb.Load) -> Load:
 
 
 def refusal_from_proto(refused: pb.Refused) -> Refused:
-    """Return why a submit was refused."""
     return Refused(error_from_status(status_pb2.Status.FromString(refused.status)))
 
 

@@ -1,7 +1,7 @@
 """Finds workers in Redis. Each has a key that its manager or the worker renews, and that expires without renewal.
 
-Liveness of a worker is its stream, not its key: a worker that is connected stays in use whatever Redis says, and time
-in which Redis cannot be read does not count against a key.
+A worker's stream shows that it is alive, not its key. A connected worker stays in use whatever Redis holds, and time in
+which Redis cannot be read does not count against a key.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ POLL_SECONDS = 1.0
 
 
 class Members(Protocol):
-    """What discovery needs of the pool of workers."""
+    """The methods of the worker pool that discovery uses."""
 
     @property
     def identity(self) -> PoolIdentity: ...

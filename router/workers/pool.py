@@ -71,7 +71,6 @@ class WorkerPool:
         self._listeners: list[PoolListener] = []
 
     def listen(self, listener: PoolListener) -> None:
-        """Add a listener."""
         self._listeners.append(listener)
 
     # ------------------------------------------------------------ membership
@@ -103,7 +102,6 @@ class WorkerPool:
             member.task.cancel()
 
     async def aclose(self) -> None:
-        """Close every connection."""
         tasks = [member.task for member in self._members.values() if member.task is not None]
         for address in list(self._members):
             self.remove(address)
@@ -135,11 +133,9 @@ class WorkerPool:
         raise Unavailable(f"worker {model.worker_id} has just gone")
 
     def members(self) -> Collection[Member]:
-        """Return all, for the status."""
         return self._members.values()
 
     def is_connected(self, address: str) -> bool:
-        """Return whether the stream to an address is open."""
         member = self._members.get(address)
         return member is not None and member.model is not None
 
@@ -197,14 +193,13 @@ class WorkerPool:
         self._notify()
 
     def heartbeat(self, client: WorkerClient, load: Load) -> None:
-        """Update a worker's load."""
         member = self._members.get(client.address)
         if member is not None and member.model is not None and member.client is client:
             member.model.heartbeat(load, self._clock.monotonic())
             self._notify()
 
     def disconnected(self, client: WorkerClient, error: QuireError) -> None:
-        """Note why a worker cannot be used."""
+        """Record why a worker cannot be used."""
         member = self._members.get(client.address)
         if member is None or member.client is not client:
             return

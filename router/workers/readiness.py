@@ -27,7 +27,6 @@ class Readiness:
         pool.listen(self)
 
     def capacity_changed(self) -> None:
-        """Check the pool again."""
         self._changed.set()
 
     def cache_lost(self, worker_id: str) -> None:

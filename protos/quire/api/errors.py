@@ -1,4 +1,4 @@
-"""The exception tree of Quire, for clients and services. It knows no gRPC.
+"""The exception tree of Quire, for clients and services. This module has no dependency on gRPC.
 
 `common/rpc/status.py` maps errors to status codes, `quire/api/status.py` maps status codes to errors.
 
@@ -13,7 +13,7 @@ QuireError
 ├── Cancelled               the client went away or asked to stop                                    CANCELLED
 ├── Unsupported             known and not offered (a model class, a constraint)                      UNIMPLEMENTED
 ├── IdentityMismatch        two services differ in block size, model, tokenizer or KV geometry       FAILED_PRECONDITION
-├── StaleEpoch              a manager that was replaced still speaks                                 FAILED_PRECONDITION
+├── StaleEpoch              a manager that was replaced still sends messages                         FAILED_PRECONDITION
 ├── ProtocolViolation       the other side broke the lease protocol                                  INTERNAL
 └── EngineFailure           a step failed; the KV content of the worker is void                      INTERNAL
 
@@ -25,7 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 CONTEXT_LENGTH_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED"
-"""Reason of violations that fewer tokens would mend."""
+"""Reason of violations that a request with fewer tokens would avoid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class FieldViolation:
 
 @dataclass(frozen=True, slots=True)
 class QuotaViolation:
-    """One quota that is used up: its subject (`router.queue`) and the numbers in words."""
+    """One exhausted quota: its subject (`router.queue`) and the numbers in words."""
 
     subject: str
     description: str
@@ -129,7 +129,7 @@ class Cancelled(QuireError):
 
 
 class Unsupported(QuireError):
-    """Something known that Quire does not offer; the message says why and what works instead."""
+    """A known feature that Quire does not offer; the message says why and what works instead."""
 
     reason = "UNSUPPORTED"
 

@@ -1,4 +1,4 @@
-"""How gRPC statuses become Quire's errors. `common/rpc/status.py` is the way there, and lists the details of each."""
+"""Maps gRPC statuses to Quire's errors. `common/rpc/status.py` maps the other way, and lists the details of each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PLAIN: Final[Mapping[str, type[errors.QuireError]]] = {
         *(errors.StaleEpoch, errors.ProtocolViolation, errors.EngineFailure),
     )
 }
-# What a status means that did not come from Quire (gRPC itself, a proxy).
+# Errors for statuses that did not come from Quire, but from gRPC itself or a proxy.
 _FOREIGN: Final[Mapping[grpc.StatusCode, type[errors.QuireError]]] = {
     grpc.StatusCode.NOT_FOUND: errors.NotFound,
     grpc.StatusCode.ALREADY_EXISTS: errors.AlreadyExists,
@@ -37,7 +37,7 @@ DetailT = TypeVar("DetailT", bound=Message)
 
 
 class RpcFailure(Protocol):
-    """What a failed RPC knows, be it one of grpc.aio or of grpc's API for threads."""
+    """The interface of a failed RPC, of grpc.aio or of grpc's API for threads."""
 
     def code(self) -> grpc.StatusCode: ...
 
@@ -47,7 +47,7 @@ class RpcFailure(Protocol):
 
 
 def status_from_rpc(error: RpcFailure) -> status_pb2.Status:
-    """Return the status that a failed RPC ended with, and the details where the other side sent some."""
+    """Return the status of a failed RPC, with the details that the other side sent."""
     packed = next((value for key, value in error.trailing_metadata() or () if key == DETAILS_KEY), None)
     if isinstance(packed, bytes):
         return status_pb2.Status.FromString(packed)
@@ -56,12 +56,12 @@ def status_from_rpc(error: RpcFailure) -> status_pb2.Status:
 
 
 def error_from_rpc(error: RpcFailure) -> errors.QuireError:
-    """Return what a failed RPC means here, with everything that the other side said; see error_from_status."""
+    """Return the error that a failed RPC stands for, with all details that the other side sent."""
     return error_from_status(status_from_rpc(error))
 
 
 def retry_after(status: status_pb2.Status) -> float | None:
-    """Return after how many seconds the other side wants to be asked again; None when it did not say."""
+    """Return the seconds that the other side wants between attempts; None when it gives none."""
     retry = _detail(status, error_details_pb2.RetryInfo)
     return None if retry is None else retry.retry_delay.ToTimedelta().total_seconds()
 
@@ -82,7 +82,7 @@ def error_from_status(status: status_pb2.Status) -> errors.QuireError:
 
 
 def _rebuilt(status: status_pb2.Status, info: error_details_pb2.ErrorInfo) -> errors.QuireError:
-    """Return an error whose class carries more than a message, from its details."""
+    """Return an error whose class carries more than a message, from the status's details."""
     asked = retry_after(status)
     seconds = 1.0 if asked is None else asked
     if bad := _detail(status, error_details_pb2.BadRequest):

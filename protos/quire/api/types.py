@@ -13,8 +13,6 @@ from quire.api.errors import Mismatch
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended."""
-
     STOP = "stop"
     LENGTH = "length"
     CANCELLED = "cancelled"
@@ -46,7 +44,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What one sequence cost, in tokens."""
+    """The tokens that one sequence cost."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -72,7 +70,7 @@ ANY_ARITHMETIC = "any"
 
 @dataclass(frozen=True, slots=True)
 class PoolIdentity:
-    """What must be equal before two services may exchange blocks, hashes or tokens."""
+    """The parts that must be equal before two services may exchange blocks, hashes or tokens."""
 
     model_fingerprint: str
     tokenizer_fingerprint: str
@@ -80,7 +78,7 @@ class PoolIdentity:
     kv_geometry: KvGeometry
     hash_version: str = "1"
     arithmetic: str = ANY_ARITHMETIC
-    """What decides the bits of a token's logits, where workers promise equal bits; else ANY_ARITHMETIC."""
+    """The arithmetic that fixes the bits of logits, where workers promise equal bits; else ANY_ARITHMETIC."""
 
     def differences(self, theirs: PoolIdentity) -> tuple[Mismatch, ...]:
         """Return every part in which the two differ, with the flag that changes it."""

@@ -93,7 +93,7 @@ class AsyncClient(BaseClient):
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Close the connection; what still runs is cancelled."""
+        """Close the connection; running calls are cancelled."""
         self._budget.end()
         await self._channel.close()
 
@@ -118,19 +118,16 @@ class AsyncClient(BaseClient):
     async def tokenize(
         self, prompt: Prompt, *, add_special_tokens: bool = True, timeout: float | None = None
     ) -> tuple[int, ...]:
-        """Return the token ids of a prompt."""
         request = pb.TokenizeRequest(prompt=prompt_of(prompt), add_special_tokens=add_special_tokens)
         return tuple((await self._ask(self._stub.Tokenize, request, timeout)).token_ids)
 
     async def detokenize(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, timeout: float | None = None
     ) -> str:
-        """Return the text of token ids."""
         request = pb.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
         return (await self._ask(self._stub.Detokenize, request, timeout)).text
 
     async def model(self, *, timeout: float | None = None) -> Model:
-        """Return the model that the router serves."""
         return Model.from_proto(await self._ask(self._stub.GetModel, pb.GetModelRequest(), timeout))
 
     async def status(self, *, timeout: float | None = None) -> Status:

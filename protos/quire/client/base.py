@@ -1,4 +1,4 @@
-"""What the client for threads and the client for asyncio share: the state of a stream, and the limits of calls."""
+"""The common part of the clients for threads and for asyncio: the state of a stream, and the limits of calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CallT = TypeVar("_CallT")
 
 
 class BaseStream(Generic[_CallT]):
-    """The current call of one request, its attempts, and what has come."""
+    """The current call of one request, its attempts, and its output so far."""
 
     def __init__(self, start: Callable[[float | None], _CallT], attempts: Attempts, sequences: int) -> None:
         """`start` begins a call with a timeout in seconds; `sequences` is the n of the request."""
@@ -24,7 +24,7 @@ class BaseStream(Generic[_CallT]):
 
     @property
     def completion(self) -> Completion:
-        """What has come so far; all of it once the stream has ended."""
+        """The output so far; all of it once the stream has ended."""
         return self._fold.completion()
 
     def _end(self) -> None:

@@ -33,6 +33,5 @@ class InterruptedByDeadline(Interrupted, DeadlineExceeded):
 
 
 def interrupted(meant: QuireError, partial: Completion) -> Interrupted:
-    """Return the error of a stream that broke."""
     kind = InterruptedByDeadline if isinstance(meant, DeadlineExceeded) else Interrupted
     return kind(meant, partial)

@@ -17,8 +17,6 @@ _MISS_REASONS: Final = {types_pb2.MissReason.Value(f"MISS_REASON_{each.name}"): 
 
 @dataclass(slots=True)
 class _Growing:
-    """One output so far."""
-
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -36,11 +34,10 @@ class Fold:
 
     @property
     def complete(self) -> bool:
-        """Whether every output has ended."""
         return all(output.finished is not None for output in self._outputs)
 
     def take(self, event: pb.GenerateResponse) -> Chunk | None:
-        """Take an event; return what the caller sees of it."""
+        """Add an event; return the chunk for the caller."""
         self.begun = True
         match event.WhichOneof("event"):
             case "tokens":
@@ -53,7 +50,6 @@ class Fold:
         return None
 
     def completion(self) -> Completion:
-        """Return what has come so far."""
         admitted = self._admitted
         outputs = tuple(_output(index, growing) for index, growing in enumerate(self._outputs))
         miss = _MISS_REASONS.get(admitted.miss_reason, MissReason.DISABLED) if admitted.miss_reason else None

@@ -12,7 +12,7 @@ from quire.types.v1 import types_pb2
 
 
 class Message(TypedDict):
-    """One message of a chat; `role` is one that the model's chat template knows (system, user, assistant)."""
+    """One message of a chat; `role` is one that the model's chat template accepts (system, user, assistant)."""
 
     role: str
     content: str
@@ -47,8 +47,8 @@ class Sampling(TypedDict, total=False):
 class Options(Sampling, total=False):
     """Everything that a request may say besides its prompt; None is the same as absent.
 
-    At most one of `json_schema` (JSON, or what becomes JSON), `regex` and `grammar` (Lark's notation) restricts the
-    output. `timeout` is in seconds for the whole call, retries and the caller's pauses between chunks included.
+    At most one of `json_schema` (JSON, or a value that becomes JSON), `regex` and `grammar` (Lark's notation) restricts
+    the output. `timeout` is in seconds for the whole call, retries and the caller's pauses between chunks included.
     """
 
     json_schema: str | Mapping[str, Any] | bool | None
@@ -69,7 +69,7 @@ _CACHE: Final = frozenset({"no_cache", "salt"})
 
 
 def request_of(prompt: Prompt, options: Options) -> pb.GenerateRequest:
-    """Return the request. Raises TypeError for an option that does not exist, InvalidRequest for wrong values."""
+    """Raises TypeError for an option that does not exist, InvalidRequest for wrong values."""
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     given.pop("timeout", None)
     if unknown := sorted(given.keys() - Options.__optional_keys__):
@@ -91,7 +91,7 @@ def request_of(prompt: Prompt, options: Options) -> pb.GenerateRequest:
 
 
 def prompt_of(prompt: Prompt) -> pb.Prompt:
-    """Return the message of a prompt. Raises InvalidRequest where it is neither text, nor ids, nor messages."""
+    """Raises InvalidRequest where the prompt is neither text, nor ids, nor messages."""
     if isinstance(prompt, str):
         return pb.Prompt(text=prompt)
     if prompt and isinstance(prompt[0], Mapping):

@@ -25,7 +25,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What one event added to the output `index`. An output's last chunk has the `finish_reason`.
+    """The addition of one event to the output `index`. An output's last chunk has the `finish_reason`.
 
     `text` is complete UTF-8 and never part of a stop string. It may be empty while the router holds tokens back.
     """
@@ -74,27 +74,22 @@ class Completion:
 
     @property
     def text(self) -> str:
-        """The text of the first output."""
         return self.outputs[0].text
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The tokens of the first output."""
         return self.outputs[0].token_ids
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why the first output ended."""
         return self.outputs[0].finish_reason
 
     @property
     def usage(self) -> Usage:
-        """The token counts of the first output."""
         return self.outputs[0].usage
 
     @property
     def timings(self) -> Timings:
-        """The times of the first output."""
         return self.outputs[0].timings
 
 
@@ -111,7 +106,6 @@ class Model:
 
     @staticmethod
     def from_proto(message: pb.GetModelResponse) -> Model:
-        """Return the record of a message."""
         geometry = record(KvGeometry, message.identity.kv_geometry)
         return Model(
             name=message.model,
@@ -157,7 +151,6 @@ class Status:
 
     @staticmethod
     def from_proto(message: pb.GetStatusResponse) -> Status:
-        """Return the record of a message."""
         workers = tuple(record(Worker, each) for each in message.workers)
         return record(Status, message, workers=workers)
 

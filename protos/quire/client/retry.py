@@ -27,7 +27,7 @@ from quire.client.folding import Fold
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """How often and how patiently calls are tried again. `attempts` counts the first; 1 means never again.
+    """How often and how long calls are retried. `attempts` counts the first; 1 means no retry.
 
     Retry number k (from 0) waits up to `first_backoff` * 2^k seconds, at most `max_backoff`, beyond what the server
     asks for. Each takes 1 from the client's `budget`; each call that succeeds gives back `refund`.
@@ -51,7 +51,6 @@ class RetryBudget:
         self._retry, self._left, self._lock = retry, retry.budget, Lock()
 
     def take(self) -> bool:
-        """Take one retry if there is one."""
         with self._lock:
             if self._left < 1.0:
                 return False
@@ -90,11 +89,10 @@ class Attempts:
         return None if self._deadline is None else max(0.0, self._deadline - self._now())
 
     def succeeded(self) -> None:
-        """Record that the call succeeded."""
         self._budget.give_back()
 
     def wait_after(self, failure: RpcFailure, fold: Fold | None = None) -> float:
-        """Return how many seconds to wait before the next attempt.
+        """Return the seconds to wait before the next attempt.
 
         Without another attempt it raises the error of the failure, or Interrupted when `fold` has events.
         """

@@ -23,7 +23,7 @@ _AnswerT = TypeVar("_AnswerT", bound=ProtoMessage)
 
 
 class _Stub(Protocol):
-    """The generated stub over a channel for threads; the generated types know asyncio's alone."""
+    """The generated stub over a channel for threads; the generated types cover asyncio alone."""
 
     Generate: grpc.UnaryStreamMultiCallable[pb.GenerateRequest, pb.GenerateResponse]
     Tokenize: grpc.UnaryUnaryMultiCallable[pb.TokenizeRequest, pb.TokenizeResponse]
@@ -100,7 +100,7 @@ class Client(BaseClient):
         self.close()
 
     def close(self) -> None:
-        """Close the connection; what still runs is cancelled."""
+        """Close the connection; running calls are cancelled."""
         self._budget.end()
         self._channel.close()
 
@@ -125,19 +125,16 @@ class Client(BaseClient):
     def tokenize(
         self, prompt: Prompt, *, add_special_tokens: bool = True, timeout: float | None = None
     ) -> tuple[int, ...]:
-        """Return the token ids of a prompt."""
         request = pb.TokenizeRequest(prompt=prompt_of(prompt), add_special_tokens=add_special_tokens)
         return tuple(self._ask(self._stub.Tokenize, request, timeout).token_ids)
 
     def detokenize(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, timeout: float | None = None
     ) -> str:
-        """Return the text of token ids."""
         request = pb.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
         return self._ask(self._stub.Detokenize, request, timeout).text
 
     def model(self, *, timeout: float | None = None) -> Model:
-        """Return the model that the router serves."""
         return Model.from_proto(self._ask(self._stub.GetModel, pb.GetModelRequest(), timeout))
 
     def status(self, *, timeout: float | None = None) -> Status:
