@@ -220,7 +220,7 @@ def main() -> None:
     flags: argparse.ArgumentParser = parser(__doc__)
     flags.add_argument("--pairs", type=int, default=6, help="interleaved pairs of each kind of step")
     flags.add_argument("--sequences", type=int, default=64, help="sequences at once")
-    flags.add_argument("--output-tokens", type=int, default=400, help="tokens that each draws")
+    flags.add_argument("--output-tokens", type=int, default=400, help="output tokens of each")
     flags.add_argument("--only", choices=sorted(KINDS), nargs="+", default=list(KINDS), help="some kinds of step")
     flags.add_argument("--serve", choices=HOSTS, help=argparse.SUPPRESS)
     flags.add_argument("--runner", help=argparse.SUPPRESS)

@@ -126,7 +126,7 @@ def main() -> None:
     flags: argparse.ArgumentParser = parser(__doc__)
     flags.add_argument("--pairs", type=int, default=24, help="interleaved pairs of each kind")
     flags.add_argument("--sequences", type=int, default=64, help="sequences at once")
-    flags.add_argument("--output-tokens", type=int, default=96, help="tokens that each draws")
+    flags.add_argument("--output-tokens", type=int, default=96, help="output tokens of each")
     flags.add_argument("--only", choices=["sim", "cpu", "128m"], help="one kind of step alone")
     args = flags.parse_args()
     config = AgentConfig(BLOCKS, BLOCK_SIZE, max_num_seqs=args.sequences)

@@ -27,7 +27,7 @@ def usage() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  quire {name:<{width}}  {what}" for name, what in COMMANDS.items()]
     services = "Services of their own: quire-router, quire-kvmanager, quire-gpuworker."
-    head = "usage: quire COMMAND [...]   (quire COMMAND --help tells its options)"
+    head = "usage: quire COMMAND [...]   (quire COMMAND --help lists its options)"
     return "\n".join([head, "", *lines, "", services])
 
 

@@ -18,7 +18,7 @@ class RouterSettings(ServiceSettings):
     model: Path = Field(..., description="folder of the checkpoint, for its tokenizer and chat template")
     model_name: str | None = Field(None, description="what clients call the model; unset: the name of its folder")
     load_format: LoadFormat = Field(
-        "auto", description="dummy: weights are random, so the first worker tells which model it is"
+        "auto", description="dummy: weights are random, and the first worker names the model"
     )
     block_size: BlockSize = Field(16, description="slots in a block; the same on every service")
     port: Port = Field(50051, description="gRPC port; 0 takes a free one")
@@ -31,7 +31,7 @@ class RouterSettings(ServiceSettings):
     http_port: Port = Field(
         8000, description="port of /metrics, /health and the OpenAI-compatible API; 0 takes a free one"
     )
-    worker: Addresses = Field((), description="HOST:PORT of a GPU worker; repeat it; else Redis tells")
+    worker: Addresses = Field((), description="HOST:PORT of a GPU worker; repeatable; default: those in Redis")
     max_queued_requests: Count = Field(1024, description="requests that may wait for a worker, in each router process")
     max_tokens_in_flight: Count | None = Field(
         None,

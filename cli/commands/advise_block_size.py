@@ -119,9 +119,7 @@ def main(argv: Sequence[str]) -> int:
         )
         console.print(table_of(rows, chosen))
         if rows[0].hits is None:
-            console.print(
-                "the log does not say what was cached: a hit would miss (block size - 1) / 2 tokens on average"
-            )
+            console.print("the log has no cached tokens: a hit would miss (block size - 1) / 2 tokens on average")
         console.print(f"take --block-size {chosen.block_size}: {reason(rows, chosen, args.max_loss)}", soft_wrap=True)
 
     return run_command(body)

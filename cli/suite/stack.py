@@ -70,7 +70,7 @@ class Stack:
         """Start every process and wait until it is healthy. Raises Unavailable with the lines of one that is not."""
         if self.options.redis_url is None:
             await self._or_failed(self._start_redis())
-        self._say(REDIS, f"ready at {self.redis_url}" if self.redis_url else "none; workers are told by flag")
+        self._say(REDIS, f"ready at {self.redis_url}" if self.redis_url else "none; flags name the workers")
         control, data = service_programs(self.options, self.redis_url)
         for program in (*control, *data):
             await self._start(program)

@@ -263,7 +263,7 @@ def _read_environment(reading: Reading, environ: Mapping[str, str]) -> None:
                 own |= _first(environ, key, special)
     for name in sorted(environ):
         if name.startswith(ENV_PREFIX) and name not in names:
-            reading.violate(name, "is no variable that Quire knows" + _nearest(name, names))
+            reading.violate(name, "is an unknown variable" + _nearest(name, names))
     reading.take(shared)
     reading.take(own, own=True)
 
@@ -298,7 +298,7 @@ def _known_keys(
     reading: Reading, path: Path, table: Mapping[str, Any], known: set[str], prefix: str = ""
 ) -> dict[str, tuple[str, Any]]:
     for key in table.keys() - known:
-        reading.violate(f"{prefix}{key} in {path}", "is no key that Quire knows" + _nearest(key, known))
+        reading.violate(f"{prefix}{key} in {path}", "is an unknown key" + _nearest(key, known))
     mine = reading.settings.model_fields.keys() & table.keys()
     return {key: (f"{prefix}{key} in {path}", table[key]) for key in sorted(mine)}
 

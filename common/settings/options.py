@@ -97,7 +97,7 @@ class ServiceSettings(Settings):
     log_format: LogFormat = Field(
         "json", description="one JSON object a line; lines for people; bare: those without clock and service"
     )
-    trace_sample_ratio: Fraction = Field(1.0, description="share of requests traced when the client does not say")
+    trace_sample_ratio: Fraction = Field(1.0, description="share of requests traced if the client sets no sampled flag")
     trace_endpoint: Address | None = Field(
         None, description="HOST:PORT that receives spans (OTLP over gRPC) unless OTEL_EXPORTER_OTLP_ENDPOINT is set"
     )

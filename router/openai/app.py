@@ -107,7 +107,7 @@ class _Api:
         return await self._serve(chat_order(body, request.headers), self._form(body, chat=True), request)
 
     async def models(self) -> Json:
-        """List what is served."""
+        """List the served models."""
         return {"object": "list", "data": [self._model()]}
 
     async def model(self, name: str) -> Json:
@@ -121,7 +121,7 @@ class _Api:
         return JSONResponse({"status": "ok" if ready else "not ready"}, 200 if ready else 503)
 
     async def version(self) -> Json:
-        """Tell the version."""
+        """Return the version."""
         return {"version": quire_version()}
 
     async def metrics(self, request: Request) -> Response:

@@ -81,7 +81,7 @@ class CompletionLogprobs(_Exact):
 
 
 class _Choice(_Exact):
-    """What choices have in common."""
+    """Fields that all choices share."""
 
     index: int
     stop_reason: str | int | None = Field(..., description="the stop text, or the id of the token, that ended it")
@@ -113,7 +113,7 @@ class CompletionChoice(_Choice):
 
 
 class _Head(_Exact):
-    """What all bodies begin with."""
+    """Fields at the start of every body."""
 
     id: str
     created: int = Field(..., description="Unix seconds")

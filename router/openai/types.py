@@ -72,7 +72,7 @@ class GenerationFields(BaseModel):
         "use_beam_search": _NOTHING,
     }
 
-    model: str | None = Field(None, description="the name that /v1/models tells; may be left out")
+    model: str | None = Field(None, description="a name from /v1/models; optional")
     stream: bool | None = Field(None, description="answer in chunks, as server-sent events")
     stream_options: StreamOptions | None = None
     temperature: Float32 | None = Field(None, description="0 is greedy; unset: the checkpoint's, else 1")
@@ -141,7 +141,7 @@ class TextPart(BaseModel):
 class Message(BaseModel):
     """One message of a chat."""
 
-    role: str = Field(..., description="a word that the checkpoint's chat template knows; developer counts as system")
+    role: str = Field(..., description="a role of the checkpoint's chat template; developer counts as system")
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     tool_calls: list[Any] | None = None
 

@@ -118,9 +118,9 @@ def test_everything_wrong_is_reported_at_once(tmp_path: Path) -> None:
     )
     assert found == {
         "--prot": "is no flag here; did you mean --port?",
-        f"blok_size in {file}": "is no key that Quire knows; did you mean block_size?",
-        f"other.beyon in {file}": "is no key that Quire knows; did you mean beyond?",
-        "QUIRE_WORKR": "is no variable that Quire knows; did you mean QUIRE_WORKER?",
+        f"blok_size in {file}": "is an unknown key; did you mean block_size?",
+        f"other.beyon in {file}": "is an unknown key; did you mean beyond?",
+        "QUIRE_WORKR": "is an unknown variable; did you mean QUIRE_WORKER?",
         "QUIRE_PORT": "is '70000'; expected less than or equal to 65535",
         "--block-size": "is '17'; expected a power of two from 4 to 256",
         "--kv-memory": "is 'much'; expected a number of bytes such as 512MiB, 4GiB or 1000000",
