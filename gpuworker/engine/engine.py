@@ -358,7 +358,7 @@ class Engine:
             decode_step_seconds=self._rates.decode_step,
             prefill_seconds_per_token=self._rates.prefill_token,
             steps=self._steps,
-            tokens_drawn=self._sampled,
+            tokens_sampled=self._sampled,
             tokens_scheduled=self._scheduled,
             manager_attached=self._lease.open,
             decode_times=self._rates.decode_times,

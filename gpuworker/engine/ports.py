@@ -77,7 +77,7 @@ class EngineLoad:
     step_age_seconds: float = 0.0
     step_predicted_seconds: float = 0.0
     steps: int = 0
-    tokens_drawn: int = 0
+    tokens_sampled: int = 0
     tokens_scheduled: int = 0
     manager_attached: bool = False
     decode_times: StepTimes = NO_STEPS

@@ -62,7 +62,7 @@ class EngineCollector:
         for name, text, value in _GAUGES:
             yield GaugeMetricFamily(name, text, value=float(value(load)))
         yield CounterMetricFamily("quire:engine_steps", "Completed steps.", value=load.steps)
-        yield CounterMetricFamily("quire:engine_tokens_drawn", "Output tokens drawn.", value=load.tokens_drawn)
+        yield CounterMetricFamily("quire:engine_tokens_sampled", "Output tokens sampled.", value=load.tokens_sampled)
         yield CounterMetricFamily("quire:engine_tokens_scheduled", "Positions computed.", value=load.tokens_scheduled)
         steps = HistogramMetricFamily("quire:step_seconds", "Time of a step, by what was in it.", labels=("kind",))
         for kind, times in (("decode", load.decode_times), ("mixed", load.mixed_times)):
