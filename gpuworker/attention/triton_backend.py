@@ -61,7 +61,7 @@ class TritonAttention:
         self._plan: DevicePlan | None = None
 
     def begin(self, step: AttentionMetadata) -> None:
-        """Plan the step, for layers like the last one that attended; others plan again when they come."""
+        """Plan the step for layers like the last one that attended; layers of another kind plan again."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         self._step, last, self._plan = step, self._plan, None
@@ -94,13 +94,12 @@ class TritonAttention:
     def write_and_attend(
         self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """See `AttentionBackend`."""
         assert self._step is not None
         write_kv(self._cache, layer.layer, self._step.device.slot_mapping, key, value)
         return self.attend(layer, query)
 
     def rope_write_and_attend(self, layer: LayerAttention, qkv: torch.Tensor, rope: Rope) -> torch.Tensor:
-        """Norm and turn queries and keys, write K and V, and attend: what `write_and_attend` does, from one product.
+        """Norm queries and keys, apply rope, write K and V, and attend, all from the fused qkv product.
 
         qkv [T, -1] has, for each token, its query heads, its key heads, its value heads.
         """

@@ -57,12 +57,11 @@ class Heads:
 
     @property
     def tile_v(self) -> int:
-        """head_dim_v, likewise."""
+        """head_dim_v, rounded up to what a matrix product takes."""
         return max(16, power_of_two(self.head_dim_v))
 
     @property
     def widest(self) -> int:
-        """The wider one."""
         return max(self.tile_k, self.tile_v)
 
     @property
@@ -116,7 +115,6 @@ def chip_of(device: torch.device) -> Chip:
 
 
 def tuning(chip: Chip, heads: Heads) -> Tuning:
-    """Choose for a chip and a layer."""
     single, many = _single(chip, heads), _many(chip, heads)
     programs = chip.multiprocessors
     return Tuning(
