@@ -90,7 +90,6 @@ def _block(config: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def _read_packed(stored: StoredTensors, layer: str) -> QuantisedLinear:
-    """Return the weight of a layer in pack-quantized format."""
     packed, scales = stored[f"{layer}.weight_packed"].map(), stored[f"{layer}.weight_scale"].map()
     outputs, inputs = (int(size) for size in stored[f"{layer}.weight_shape"].map())
     # Layers may differ: their shapes tell the bits. A row is padded to whole words.

@@ -51,7 +51,6 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its data."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def map(self) -> torch.Tensor:
@@ -77,7 +76,6 @@ class StoredTensors:
             self._found |= _read_header(path)
 
     def __contains__(self, name: object) -> bool:
-        """Tell whether there is a tensor of this name."""
         return name in self._found
 
     def __getitem__(self, name: str) -> StoredTensor:
@@ -85,16 +83,13 @@ class StoredTensors:
         return self._found[name]
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the names."""
         return iter(sorted(self._found))
 
     def __len__(self) -> int:
-        """Return how many tensors there are."""
         return len(self._found)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors together."""
         return sum(tensor.nbytes for tensor in self._found.values())
 
 
