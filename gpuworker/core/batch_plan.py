@@ -68,7 +68,7 @@ class StepRunner(Protocol):
     """
 
     def add(self, sequence: SequenceId, tokens: Sequence[int], sampling: SamplingParams, prompt_tokens: int) -> None:
-        """Take over a sequence that was admitted: its known tokens, of which the first `prompt_tokens` are prompt."""
+        """Take over an admitted sequence with all its tokens, of which the first `prompt_tokens` are prompt."""
         ...
 
     def remove(self, sequence: SequenceId) -> None:

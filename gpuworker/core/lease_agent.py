@@ -139,7 +139,7 @@ class LeaseAgent:
         return True
 
     def _uncover_last_known(self, sequence: Sequence, n_shared: int) -> None:
-        """Leave the slot of the last known token unfilled in a copied block: its logits must be computed."""
+        """Leave the slot of the last token unfilled in a copied block: its logits must be computed."""
         index, offset = divmod(len(sequence.tokens) - 1, self.config.block_size)
         if n_shared <= index < len(sequence.block_table):
             block = sequence.block_table[index]
@@ -180,7 +180,7 @@ class LeaseAgent:
             self._report.give_back([pool.pop() for _ in range(len(pool) - self._lease_target)])
 
     def complete(self, result: StepResult) -> Completion:
-        """Take in the oldest step in flight: deliver tokens, seal blocks, let drained sequences go."""
+        """Process the result of the oldest step in flight: deliver tokens, seal blocks, let drained sequences go."""
         plan = self._in_flight.popleft()
         if plan.step != result.step:
             raise ValueError(f"step {result.step} completed, but {plan.step} is the oldest in flight")
@@ -257,7 +257,10 @@ class LeaseAgent:
     # ------------------------------------------------------------ how sequences leave
 
     def _end(self, sequence: Sequence, ending: FinishCause) -> None:
-        """Say that a sequence is over and keep it out of later steps; its row stays until no step in flight has it."""
+        """Report a sequence's end and keep it out of later steps.
+
+        Its block table stays until no step in flight has it.
+        """
         if sequence.phase is SequencePhase.RUNNING:
             self._halt(sequence)
         sequence.phase = SequencePhase.DRAINING_FINISH
@@ -266,14 +269,14 @@ class LeaseAgent:
         self._finished.append(SequenceFinished(sequence.id, ending.reason, usage, ending.stop_token, ending.message))
 
     def _halt(self, sequence: Sequence) -> None:
-        """Leave a sequence out of later steps. It stalls no more, and must not seem to when it comes back."""
+        """Leave a sequence out of later steps and of the stalled set, so that it does not come back as stalled."""
         self._scheduler.remove(sequence)
         stalled = self._report.stalled
         if sequence.id in stalled:
             self._report.stalled = tuple(each for each in stalled if each != sequence.id)
 
     def _leave_if_idle(self, sequence: Sequence) -> None:
-        """Release the row of a draining sequence, unless a step in flight contains it."""
+        """Release the block table of a draining sequence, unless a step in flight contains it."""
         if not sequence.draining or sequence.in_flight:
             return
         if sequence.block_table:
@@ -293,7 +296,10 @@ class LeaseAgent:
     # ------------------------------------------------------------ sessions
 
     def detach(self) -> None:
-        """The session is lost. Steps go on with rows and pool; pending content goes, the next inventory has it all."""
+        """Handle the loss of the session: steps go on with block tables and pool.
+
+        Pending content is dropped, because the next inventory has it all.
+        """
         self._report.state = SessionState.DETACHED
         self._report.discard()
 
@@ -313,7 +319,7 @@ class LeaseAgent:
         self._report.state = SessionState.OPEN
 
     def take_report(self) -> Report | None:
-        """Return what the manager must hear now; None when there is nothing to say, or no session to say it in."""
+        """Return the next report; None when there is nothing to report, or no session."""
         if self._report.state is not SessionState.OPEN:
             return None
         return self._report.take(self._scheduler.lease_want(self.config.runway_slots))
@@ -331,7 +337,6 @@ class LeaseAgent:
         return len(self._in_flight)
 
     def counts(self) -> Counts:
-        """Return levels for metrics."""
         draining = sum(s.draining for s in self._sequences.values())
         running = self._scheduler.running
         return Counts(
