@@ -78,7 +78,6 @@ class _Connection:
     queued: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_UNANSWERED))
 
     def put(self, message: kvmanager_pb2.SessionRequest) -> None:
-        """Queue a message for the writer."""
         assert self.session is not None
         self.sent += 1
         self.queued.append((self.sent, time.perf_counter()))

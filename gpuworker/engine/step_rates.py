@@ -63,7 +63,7 @@ class StepRates:
 
     @property
     def mixed_times(self) -> StepTimes:
-        """The times of steps that prefilled something."""
+        """The times of steps with prefill."""
         return self._mixed.times()
 
     def predict(self, plan: StepPlan) -> float:
@@ -74,7 +74,6 @@ class StepRates:
         return self.decode_step + self.prefill_token * prefilled
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
-        """Take in a completed step."""
         prefilled = prefill_tokens(plan)
         (self._mixed if prefilled else self._decodes).add(seconds)
         if prefilled == 0 or seconds < self.decode_step:
