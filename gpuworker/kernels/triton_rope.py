@@ -92,13 +92,13 @@ def rope_and_write(
 
 
 def rope_warps(group: int, head_dim: int) -> int:
-    """Return how many warps turn one group of heads: about 8 values a thread, loaded as 16 bytes."""
+    """Return how many warps apply rope to one group of heads: about 8 values a thread, loaded as 16 bytes."""
     return min(max(int(triton.next_power_of_2(group * head_dim)) // 256, 1), 8)
 
 
 @triton.jit
 def _apply_rope(first, second, cos, sin):
-    """Turn the halves of heads by the angles of their position."""
+    """Rotate the halves of heads by the angles of their position."""
     return first * cos - second * sin, second * cos + first * sin
 
 
