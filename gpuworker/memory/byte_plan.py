@@ -45,7 +45,6 @@ class BytePlan:
 
     @property
     def kv(self) -> int:
-        """Bytes of the KV cache."""
         return self.num_blocks * self.block_bytes
 
     def sequences_of(self, tokens: int) -> int:
@@ -53,7 +52,6 @@ class BytePlan:
         return self.num_blocks // -(-tokens // self.block_size)
 
     def lines(self) -> list[str]:
-        """Return the plan as lines of text."""
         left = self.free - self.activations - self.graphs - self.token_table - self.kv
         blocks = (
             f"{self.num_blocks} blocks of {self.block_size} slots in {self.kv_dtype}, {in_words(self.block_bytes)} each"
@@ -76,7 +74,7 @@ class BytePlan:
 
 
 def in_words(count: int) -> str:
-    """Return a number of bytes as people read it, e.g. "1.5 GiB"."""
+    """Return a number of bytes with its unit, e.g. "1.5 GiB"."""
     for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if abs(count) >= unit:
             return f"{count / unit:.1f} {name}"
