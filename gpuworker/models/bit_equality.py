@@ -26,7 +26,7 @@ _CUTS: Sequence[tuple[int, ...]] = ((33, 1, 30, 32), (7, 64, 1, 24), (1,) * _TOK
 
 
 def refuse_unequal_bits(model: StepModel, geometry: KvGeometry, backend: Callable[[KvCache], AttentionBackend]) -> None:
-    """Raise Unsupported, saying where, when the bits of some logits depend on how steps are composed."""
+    """Raise Unsupported, with the place, when the bits of some logits depend on how steps are composed."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(model.vocab_size, (_ROWS, _TOKENS), generator=generator).to(model.device)
     alone = _run(model, geometry, backend, tokens[:1], (_TOKENS,))

@@ -44,12 +44,11 @@ class TransformersModel:
 
     @property
     def arithmetic(self) -> str | None:
-        """What decides the bits of its logits, in words; None: so does what else is in the step (torch's products)."""
+        """What decides the bits of its logits; None where the rest of the step does too (torch's products)."""
         return None
 
     @property
     def vocab_size(self) -> int:
-        """Width of the logits."""
         return int(self.config.vocab_size)
 
     @torch.inference_mode()

@@ -59,7 +59,6 @@ class PackedModel:
 
     @property
     def kinds_in_words(self) -> str:
-        """How the linears hold their weights."""
         return in_words((linear.role, Kind(getattr(holder, linear.role).kind)) for linear, holder in self.linears())
 
     @property
