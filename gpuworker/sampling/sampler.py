@@ -87,7 +87,6 @@ class SamplingBatch:
         return SamplePoint(positions, batch_index, uniform, rows[early], ids[early], masks)
 
     def prepare(self) -> None:
-        """Lay out the parameters on the device."""
         if self._prepared:
             return
         self._prepared = True
@@ -106,7 +105,7 @@ class SamplingBatch:
     def sample(self, logits: torch.Tensor, point: SamplePoint, table: torch.Tensor) -> SampledTokens:
         """Sample a token for every row; overwrites logits [S, vocab] float32.
 
-        `table` [max_num_seqs, width] has the known tokens.
+        `table` [max_num_seqs, width] has the tokens so far.
         """
         self.prepare()
         if self.native is not None:
@@ -125,7 +124,6 @@ class SamplingBatch:
         return SampledTokens(tokens, self._logprobs(logits, tokens) if len(self._asking) else None)
 
     def sampled(self, native: NativeSample) -> SampledTokens:
-        """Return the result of the native library."""
         at = self._asking
         arrays = native.logprobs[at], native.top_ids[at], native.top[at]
         found = RowLogprobs(at, *map(torch.from_numpy, arrays)) if len(at) else None
