@@ -59,8 +59,9 @@ class SubmitLimits:
 def engine_request(
     message: pb.Submit, sequence: SequenceId, fork_of: SequenceId | None, max_model_len: int, traceparent: str
 ) -> EngineRequest:
-    """Return the engine's form of a submit. Raises InvalidRequest when its parts contradict each other,
-    ProtocolViolation when they are not what they are packed as.
+    """Return the engine's form of a submit.
+
+    Raises InvalidRequest when its parts contradict each other, ProtocolViolation when packed fields are malformed.
     """
     tokens = unpack_u32(message.prompt_token_ids)
     before = message.output_tokens_before
@@ -99,7 +100,6 @@ def engine_request(
 
 
 def load_message(load: EngineLoad, draining: bool) -> pb.Load:
-    """Return what heartbeats carry."""
     return pb.Load(
         running=load.running,
         waiting=load.waiting,
