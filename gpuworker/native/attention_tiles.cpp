@@ -128,7 +128,7 @@ class TilesKernel {
   static void put(float& to, float x) { to = x; }
   static void put(bf16& to, float x) { to = to_bf16(x); }
 
-  // Where the runs of a tile lie that is to be loaded next.
+  // The addresses of the runs of the tile that is loaded next.
   void find_next(int base) {
     find_runs(work_, item_, base, next_runs_);
     for (int run = 0; run < kRuns; ++run) {
@@ -137,7 +137,7 @@ class TilesKernel {
     }
   }
 
-  // K of each run as `score` wants it, and V as `accumulate` does.
+  // K of each run in the layout of `score`, and V in that of `accumulate`.
   void load_tile(int base) {
     slots_ = std::min(kTile, padded(item_.end - base, kRun));
     for (int run = 0; run < slots_ / kRun; ++run) {

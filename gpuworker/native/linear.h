@@ -68,7 +68,7 @@ QUIRE_API int32_t quire_linear_pack(const quire_linear *linear, const quire_sour
 QUIRE_API size_t quire_linear_scratch(const quire_linear *linear, int64_t rows);
 
 // out = x · Wᵀ (+ bias), as `store` says: x [rows, k] of x_type (QUIRE_F32 or QUIRE_BF16), out [rows, n]; strides in
-// elements. `scratch` is aligned to 64 bytes. Returns 0, or 1 for an argument that it does not know.
+// elements. `scratch` is aligned to 64 bytes. Returns 0, or 1 for an unsupported argument.
 QUIRE_API int32_t quire_linear_run(const quire_linear *linear, const void *x, int32_t x_type, int64_t x_stride,
                                    int64_t rows, void *out, int64_t out_stride, int32_t store, void *scratch,
                                    int32_t threads);

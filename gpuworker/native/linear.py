@@ -45,7 +45,7 @@ class Kind(IntEnum):
 
 
 class Store(IntEnum):
-    """quire_store: what becomes of a result."""
+    """quire_store: how a result is stored."""
 
     F32 = 0
     BF16 = 1
@@ -229,7 +229,7 @@ def declared(library: ctypes.CDLL | None) -> ctypes.CDLL:
 
 
 def _prepared(rows: Rows, kind: Kind) -> Rows:
-    """Return the source with what C reads as it reads it. Raises ValueError when the kind wants something else."""
+    """Return the source with arrays in the form that C reads. Raises ValueError when they do not suit the kind."""
     weight = rows.weight
     bias = None if rows.bias is None else rows.bias.float().contiguous()
     if isinstance(weight, torch.Tensor):

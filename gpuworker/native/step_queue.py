@@ -43,7 +43,7 @@ class StepQueue:
         return status, times
 
     def close(self) -> None:
-        """Make what was put, and end the thread; closing twice is nothing."""
+        """Make the queued calls, and end the thread; a second call does nothing."""
         queue, self._queue = self._queue, None
         if queue:
             self._stop(queue)
