@@ -166,8 +166,8 @@ def _many(chip: Chip, heads: Heads) -> KernelShape:
 def _shape(chip: Chip, heads: Heads, block_m: int, tile: int, warps: int) -> KernelShape:
     """Load two tiles ahead, where shared memory beside the queries allows it.
 
-    Triton counts stages of loads that hang on loads: blocks come before what lies in them, so that a tile ahead takes
-    two. The matrix units of sm_90 and later read K and V where they lie, which keeps one more buffer busy.
+    Triton counts a stage for each load that depends on another: block ids are loaded before their contents, so a tile
+    ahead takes two stages. The matrix units of sm_90 and later read K and V in place, which occupies one more buffer.
     """
     if heads.query_bytes == 4:
         tile = 16

@@ -21,7 +21,7 @@ class ScheduledRow(NamedTuple):
     """One sequence's part of a step: positions start .. start+length-1 are computed and their K/V written.
 
     `blocks` is a snapshot of the block table and covers position start+length-1; TRIMMED stands for blocks that no
-    layer reads any more. When `samples`, the last position holds the last known token and the next one is sampled.
+    layer reads any more. When `samples`, the last position holds the last token so far and the next one is sampled.
     """
 
     sequence: SequenceId

@@ -51,7 +51,7 @@ class LeaseAgent:
         self._preempted: list[SequenceId] = []
         self._forgotten: list[SequenceId] = []
 
-    # ------------------------------------------------------------ what clients ask for
+    # ------------------------------------------------------------ requests of clients
 
     def submit(self, new: NewSequence) -> None:
         """Queue a sequence for blocks. Raises InvalidRequest with the numbers when it could never run."""

@@ -1,7 +1,7 @@
 """Composes one step: decodes come first, chunks of prompts fill the rest of one token budget.
 
-Readiness is a property of blocks: a sequence computes from its first slot that nobody has filled, whichever sequence
-filled the slots before. A shared prefix has no owner, so nothing is lost when one of the sequences that share it ends.
+Readiness is a property of blocks: a sequence computes from its first unfilled slot on, whichever sequence filled the
+earlier slots. A shared prefix has no owner, so nothing is lost when one of the sequences that share it ends.
 """
 
 from __future__ import annotations

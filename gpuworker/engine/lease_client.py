@@ -176,7 +176,7 @@ class LeaseClient:
     def _offer(self, number: int, attach: Attach, inventory: Inventory) -> None:
         connection = self._connection
         if connection is None or connection.number != number:
-            self._post(Detached(attach.session))  # its connection is gone; the next connection asks again
+            self._post(Detached(attach.session))  # its connection is gone; the next connection requests a new Attach
             return
         if connection.session is not None:  # a stream carries one session
             self._post(Detached(attach.session))

@@ -77,8 +77,8 @@ class StepRates:
         prefilled = prefill_tokens(plan)
         (self._mixed if prefilled else self._decodes).add(seconds)
         if prefilled == 0 or seconds < self.decode_step:
-            # A whole step, prefill and all, that is quicker than a decode is said to be: decodes were disturbed when
-            # that was learnt, and where requests ask for one token no other step ever shows it.
+            # A step with prefill that is quicker than the learnt decode step shows that disturbed steps were learnt.
+            # Where every request asks for one token, no step of decodes alone corrects the average.
             self.decode_step = _blend(self.decode_step, seconds)
         elif prefilled >= _ENOUGH_PREFILL:
             self.prefill_token = _blend(self.prefill_token, max(0.0, seconds - self.decode_step) / prefilled)

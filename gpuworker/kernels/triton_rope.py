@@ -47,7 +47,7 @@ def rope_and_write(
     """Write K and V of a layer into the cache and return the queries, [T, num_heads, head_dim].
 
     qkv [T, (num_heads + 2 * kv_heads) * head_dim], rows contiguous: queries, keys, values; table as of `rope_table`;
-    positions [T]; slots [T] int32, where -1 is written nowhere. Halves of a head turn together (x_i with x_{i + d/2}).
+    positions [T]; slots [T] int32, where -1 is written nowhere. Halves of a head rotate in pairs (x_i, x_{i + d/2}).
     K and V heads have one size, of the cache.
     """
     geometry = cache.geometry

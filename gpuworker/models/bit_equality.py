@@ -57,7 +57,7 @@ def _run(
     starts = np.cumsum(lengths, axis=1, dtype=np.int32) - lengths
     logits = []
     for start, length in zip(starts.T, lengths.T, strict=True):
-        # Decodes stand first, as attention wants them; the first sequence behind its like, unlike when it is alone.
+        # Decodes stand first, as attention requires. Among its kind the first sequence comes last, unlike when alone.
         order = np.array(sorted(range(rows), key=lambda row: (length[row] > 1, row == 0)))
         packed = pack_rows(start[order], length[order], table[order], _BLOCK_SIZE)
         positions, *tables = to_device([packed.positions, *attention_arrays(packed)], device)

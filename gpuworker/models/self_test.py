@@ -43,7 +43,7 @@ class Limit:
 _EXACT = Limit(2e-3)
 # In 16 bits a token may go to another expert, which throws a few positions off; wrong attention throws off about half.
 _ROUGH = Limit(2e-1, share=0.8)
-# What rounding K and V alone may change: 0.26 was seen, with fp8 and weights drawn widely.
+# The largest change by rounding K and V alone: 0.26 was measured, with fp8 and random weights of large deviation.
 _ROUNDED = Limit(5e-1, share=0.5)
 
 

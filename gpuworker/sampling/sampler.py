@@ -67,7 +67,7 @@ class SamplingBatch:
             [tuple((t, float(u)) for t in row.early_ends) for row, u in zip(rows, until, strict=True)]
         )
         self.constrained = _where([row.params.constraint is not None for row in rows])
-        """The rows with a constraint: `at` wants masks where there are any."""
+        """The rows with a constraint: where there are any, `at` needs masks."""
         adjusted = len(self._penalised), len(self.constrained), self._bias[0].size, self._ends[0].size
         self.plain = not (len(self._asking) or len(self._random) or any(adjusted))
         self._prepared = False

@@ -1,6 +1,6 @@
 """Builds a data plane without a model, from the configuration of a checkpoint alone; no torch, no weights.
 
-Such a worker serves the same checkpoint as a real one, so that router and KV manager need not know of the simulation.
+Such a worker serves the same checkpoint as a real one, so router and KV manager do not depend on the simulation.
 Its arithmetic has another name, so the two never share a pool or an entry of the prefix index.
 """
 

@@ -19,7 +19,7 @@ from gpuworker.attention.interface import LayerAttention, LayerSink
 from gpuworker.memory.devices import dtype_name
 
 IMPLEMENTATION = "quire"
-# Inputs of attention functions that change what is attended and that no backend knows.
+# Inputs of attention functions that change what is attended and that no backend supports.
 _UNKNOWN_OPTIONS = ("position_bias", "indices", "block_indices")
 
 

@@ -18,9 +18,9 @@ import torch
 from gpuworker.native import library as native
 from gpuworker.native.linear import Kind, LinearStruct, Memory, Store, declared
 
-# Weights are read in turn from so much memory; what a cache may keep of it is less than what it serves in between.
+# Calls read weights in turn from so much memory that no cache keeps a weight until its next use.
 _BYTES: Final = 128 << 20
-# The fastest call of each kind counts, of at least so many and for at least so long.
+# The fastest call of each kind counts, among at least so many calls in at least so many seconds.
 _TURNS: Final = 6
 _SECONDS: Final = 0.006
 _FILL: Final = 0x3C  # makes small numbers of bytes, halves and floats alike
