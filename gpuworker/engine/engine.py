@@ -159,7 +159,7 @@ class Engine:
     def _run(self) -> None:
         try:
             while True:
-                self._wake.clear()  # before the queues are read: whatever comes later wakes the thread again
+                self._wake.clear()  # before the queues are read: later entries wake the thread again
                 if self._stopping and not self._flights and not self._commands:
                     break
                 if not self.turn():

@@ -74,7 +74,7 @@ class _Connection:
     answered: bool = False
     sent: int = 0
     received: int = 0
-    # When the latest messages were queued, by number; an old message without an answer is forgotten.
+    # When the latest messages were queued, by number; old messages without an answer are dropped.
     queued: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_UNANSWERED))
 
     def put(self, message: kvmanager_pb2.SessionRequest) -> None:
@@ -124,7 +124,7 @@ class LeaseClient:
         self._events: deque[tuple[int, LeaseEvent]] = deque()
         self._connection: _Connection | None = None
         self._connections = 0
-        self._polled = 0  # the connection whose Connected the engine saw last
+        self._polled = 0  # the connection whose Connected the engine received last
         self._delay = FIRST_DELAY_S
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
@@ -263,7 +263,7 @@ class LeaseClient:
             try:
                 await connection.call.write(message)
             except (aio.AioRpcError, asyncio.InvalidStateError):
-                return  # the reader sees why
+                return  # the reader reports the cause
 
     async def _read(self, connection: _Connection) -> None:
         async for response in connection.call:

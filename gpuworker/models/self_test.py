@@ -41,7 +41,7 @@ class Limit:
 
 
 _EXACT = Limit(2e-3)
-# In 16 bits a token may go to another expert, which throws a few positions off; wrong attention throws off about half.
+# In 16 bits a token may go to another expert, which changes a few positions; wrong attention changes about half.
 _ROUGH = Limit(2e-1, share=0.8)
 # The largest change by rounding K and V alone: 0.26 was measured, with fp8 and random weights of large deviation.
 _ROUNDED = Limit(5e-1, share=0.5)

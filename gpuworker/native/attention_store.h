@@ -10,7 +10,7 @@
 
 namespace quire {
 
-// Where a slot of a head lies, as an index into [layer, block, kv_head, block_size]; slot = block * block_size + offset.
+// The index of a slot of a head in [layer, block, kv_head, block_size]; slot = block * block_size + offset.
 inline int64_t slot_index(const quire_cache& cache, int layer, int64_t slot, int kv_head) {
   const int64_t block = slot / cache.block_size, offset = slot % cache.block_size;
   return ((layer * static_cast<int64_t>(cache.num_blocks) + block) * cache.num_kv_heads + kv_head) * cache.block_size +

@@ -17,12 +17,12 @@ namespace quire {
 
 constexpr int kLanes = 16;
 
-// bfloat16 as it lies in memory: the upper half of a float.
+// bfloat16 in memory: the upper half of a float.
 struct bf16 {
   uint16_t bits;
 };
 
-// IEEE half precision as it lies in memory.
+// IEEE half precision in memory.
 struct f16 {
   uint16_t bits;
 };
