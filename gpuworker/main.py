@@ -76,7 +76,7 @@ class Worker:
         return self._attached() and not self._servicer.draining
 
     def _debug_state(self) -> dict[str, object]:
-        """Return what `quire debug dump` shows of the worker: the load of its engine."""
+        """Return the worker's part of `quire debug dump`: the load of its engine."""
         load = None if self._engine is None else asdict(self._engine.load())
         return {"draining": self._servicer.draining, "live_sequences": self._servicer.live_sequences, "engine": load}
 

@@ -84,5 +84,5 @@ class AttentionBackend(LayerSink, Protocol):
     """Attention over one KV cache. One thread uses it; steps and layers come in order."""
 
     def begin(self, step: AttentionMetadata) -> None:
-        """Plan what all layers of the step share. The caller does this before the first layer."""
+        """Plan the work that all layers of the step share. The caller does this before the first layer."""
         ...

@@ -75,9 +75,9 @@ class TritonAttention:
         self._padded_buffers.reserve(room.integers, heads.partial_floats(room.partials))
 
     def begin_padded(self, step: AttentionMetadata, num_heads: int, dtype: torch.dtype) -> Launches:
-        """Plan a step of decodes alone for a CUDA graph; outside of the graph. Returns what tells graphs apart.
+        """Plan a step of decodes alone for a CUDA graph, outside of the graph; return the key of its graph.
 
-        Raises ValueError where the step has prefills or was not reserved for.
+        Raises ValueError where the step has prefills or exceeds the reserved rows.
         """
         if step.num_decodes != step.num_rows:
             raise ValueError("only steps of decodes are padded")

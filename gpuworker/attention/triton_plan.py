@@ -46,7 +46,7 @@ class Room:
 
     @classmethod
     def of(cls, work: WorkList) -> Room:
-        """Return exactly what a work list takes."""
+        """Return the exact room of a work list."""
         return cls(len(work.queries), len(work.single), len(work.many), work.partials)
 
     @classmethod
@@ -74,7 +74,7 @@ class Room:
         return (self.single + self.many) * ITEM_FIELDS + self.queries * QUERY_FIELDS
 
     def launches(self, work: WorkList) -> Launches:
-        """Return what a work list launches when it is padded to this."""
+        """Return the launches of a work list that is padded to this room."""
         return Launches(self.single, self.many if len(work.many) else 0, self.queries if work.merged else 0)
 
 

@@ -70,7 +70,7 @@ class Heads:
         return (self.tile_k, self.tile_v) != (self.head_dim_k, self.head_dim_v)
 
     def partial_floats(self, count: int) -> int:
-        """Return what so many partial results take: the outputs of all heads and the weight of each."""
+        """Return the floats of so many partial results: the outputs of all heads and the weight of each."""
         return count * self.num_heads * (self.head_dim_v + 1)
 
 
@@ -105,7 +105,7 @@ def _power_below(n: int) -> int:
 
 
 def chip_of(device: torch.device) -> Chip:
-    """Return what a device is; a CPU, where kernels run in Triton's interpreter, is a tiny one."""
+    """Return the properties of a device; a CPU, where kernels run in Triton's interpreter, counts as a tiny chip."""
     if device.type != "cuda":
         return Chip(90, 2, 227 << 10)
     major, minor = torch.cuda.get_device_capability(device)

@@ -42,7 +42,7 @@ _LARGEST_HEADER: Final = 100 << 20
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where one tensor lies: a file, the offset of its first byte in it, and what it is."""
+    """The place of one tensor: a file, the offset of its first byte, its type and its shape."""
 
     path: Path
     offset: int
@@ -79,7 +79,7 @@ class StoredTensors:
         return name in self._found
 
     def __getitem__(self, name: str) -> StoredTensor:
-        """Return where a tensor lies. Raises KeyError."""
+        """Return the place of a tensor. Raises KeyError."""
         return self._found[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -112,7 +112,7 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of one file. Raises InvalidConfig when it is not what the format says."""
+    """Return the tensors of one file. Raises InvalidConfig for a file that violates the format."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")

@@ -80,5 +80,5 @@ class StepRunner(Protocol):
         ...
 
     def close(self) -> None:
-        """Finish what was submitted and free the device."""
+        """Finish the submitted steps and free the device."""
         ...

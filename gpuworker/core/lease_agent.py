@@ -82,7 +82,7 @@ class LeaseAgent:
             raise InvalidRequest(FieldViolation("sampling.max_tokens", text))
 
     def cancel(self, sequence: SequenceId, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        """End a sequence, in whatever phase it is; nothing when it is unknown or has ended already."""
+        """End a sequence in any phase; nothing when it is unknown or has ended already."""
         found = self._sequences.get(sequence)
         if found is not None and found.phase is not SequencePhase.DRAINING_FINISH:
             self._end(found, FinishCause(reason))
@@ -174,7 +174,7 @@ class LeaseAgent:
         return plan
 
     def _return_excess(self) -> None:
-        """Give back what lies in the pool above the lease target, last leased first; without a session it stays."""
+        """Return the blocks of the pool above the lease target, last leased first; without a session they stay."""
         pool = self._blocks.pool
         if self._report.state is SessionState.OPEN and len(pool) > self._lease_target:
             self._report.give_back([pool.pop() for _ in range(len(pool) - self._lease_target)])
@@ -204,7 +204,10 @@ class LeaseAgent:
         return self._completion(tokens, computed)
 
     def departures(self) -> Completion:
-        """Return what ended since the last completion without a step: call it after `apply` and `cancel`."""
+        """Return the sequences that ended since the last completion without a step.
+
+        Call it after `apply` and `cancel`.
+        """
         return self._completion({}, 0)
 
     def _completion(self, tokens: dict[SequenceId, tuple[int, ...]], computed: int) -> Completion:
@@ -230,7 +233,7 @@ class LeaseAgent:
         tokens[sequence.id] = sampled
 
     def _close_blocks(self, sequence: Sequence, row: ScheduledRow) -> None:
-        """Seal each block whose last slot this row wrote, as the snapshot names it; none past what was accepted."""
+        """Seal each block whose last slot this row wrote, by its id in the snapshot; none past the accepted tokens."""
         end = row.start + row.length
         if sequence.hashed:
             for index in range(row.start >> self._block_shift, min(end, len(sequence.tokens)) >> self._block_shift):
@@ -361,7 +364,10 @@ class LeaseAgent:
         return self._live(sequence).phase
 
     def usage(self, sequence: SequenceId) -> Usage:
-        """Return what a live sequence has cost so far. Raises NotFound; for an ended one see SequenceFinished."""
+        """Return the tokens that a live sequence has cost so far.
+
+        Raises NotFound; for an ended sequence see SequenceFinished.
+        """
         return self._live(sequence).usage()
 
     def _live(self, sequence: SequenceId) -> Sequence:

@@ -25,7 +25,7 @@ class LeaseSession:
         self.attach = attach
 
     def connect(self) -> tuple[Attach, Inventory]:
-        """Start a new session, whatever became of the last; return its first two messages. Call between two steps."""
+        """Start a new session, regardless of the last one; return its first two messages. Call between two steps."""
         self.session += 1
         self.open = False
         inventory = self.agent.inventory()
@@ -50,7 +50,7 @@ class LeaseSession:
         return self.agent.apply(batch)
 
     def lose(self, session: int) -> None:
-        """Handle the loss of a session, for whatever reason; nothing when it is not the current one."""
+        """Handle the loss of a session; nothing when it is not the current one."""
         if self.is_current(session):
             self.open = False
             self.agent.detach()
@@ -62,7 +62,7 @@ class LeaseSession:
         self.agent.detach()
 
     def take_report(self) -> tuple[int, Report] | None:
-        """Return the session and its next report; None when there is nothing to say or no session."""
+        """Return the session and its next report; None when there is nothing to report or no session."""
         report = self.agent.take_report() if self.open else None
         return None if report is None else (self.session, report)
 

@@ -138,7 +138,7 @@ class Engine:
         self.wake()
 
     def cancel(self, sequence: SequenceId, reason: FinishReason) -> None:
-        """End a sequence early, in whatever state it is; unknown ones are ignored."""
+        """End a sequence early, in any state; unknown ones are ignored."""
         self._commands.append((sequence, reason))
         self.wake()
 

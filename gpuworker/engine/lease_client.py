@@ -144,7 +144,7 @@ class LeaseClient:
     # ------------------------------------------------------------ engine's thread
 
     def poll(self) -> list[LeaseEvent]:
-        """Return what arrived since the last call, in order; a Connected voids everything before it."""
+        """Return the events since the last call, in order; a Connected voids everything before it."""
         arrived: list[LeaseEvent] = []
         while self._events:
             number, event = self._events.popleft()
@@ -225,7 +225,7 @@ class LeaseClient:
         return delay * self._rng.uniform(0.5, 1.0)
 
     async def _connect(self) -> None:
-        """Open one stream and serve it until it ends, for whatever reason."""
+        """Open one stream and serve it until it ends for any reason."""
         async with open_channel(self._address) as channel:
             call: _Call = kvmanager_pb2_grpc.KvManagerServiceStub(channel).Session()
             try:
@@ -237,7 +237,7 @@ class LeaseClient:
                 call.cancel()
 
     async def _serve(self, connection: _Connection) -> None:
-        """Serve a stream until either side ends it. Raises what it ended with, if that was an error."""
+        """Serve a stream until either side ends it. Raises the error that ended the stream, if any."""
         self._connection = connection
         self._post(Connected())
         reader, writer = asyncio.create_task(self._read(connection)), asyncio.create_task(self._write(connection))

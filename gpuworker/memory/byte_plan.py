@@ -17,7 +17,7 @@ _CONTEXTS = (1024, 4096, 16384)
 
 
 def bytes_per_block(geometry: KvGeometry, block_size: int) -> int:
-    """Return what one block takes in all layers, K, V and their scales together, in bytes."""
+    """Return the bytes of one block in all layers, K, V and their scales together."""
     per_head = (geometry.head_dim_k + geometry.head_dim_v) * KV_BYTES[geometry.dtype]
     if geometry.dtype in SCALED:
         per_head += 2 * _SCALE_BYTES
@@ -26,7 +26,7 @@ def bytes_per_block(geometry: KvGeometry, block_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class BytePlan:
-    """Bytes on one device, and what fits in the blocks."""
+    """The uses of one device's memory in bytes, and the capacity of the blocks."""
 
     device: str
     total: int

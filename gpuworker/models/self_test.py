@@ -183,7 +183,7 @@ def _limit(model: TransformersModel, kv_dtype: str = "float32") -> Limit:
 
 
 def _compare(ours: torch.Tensor, expected: torch.Tensor, limit: Limit, how: str) -> None:
-    """Refuse logits [N, vocab] that differ from what is expected by more than the limit."""
+    """Refuse logits [N, vocab] that differ from the expected ones by more than the limit."""
     centred = expected - expected.mean(dim=-1, keepdim=True)
     errors = (ours - expected).norm(dim=-1) / centred.norm(dim=-1).clamp_min(1e-6)
     error = float(errors.quantile(limit.share))

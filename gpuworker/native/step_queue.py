@@ -37,7 +37,7 @@ class StepQueue:
         return number
 
     def wait(self, number: int) -> tuple[int, Times]:
-        """Wait until a call is over; return what it returned and the time it took."""
+        """Wait until a call is over; return its result and the time it took."""
         times = Times()
         status: int = self._wait(self._queue, number, ctypes.byref(times))
         return status, times

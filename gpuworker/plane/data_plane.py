@@ -1,4 +1,4 @@
-"""The interface between a worker's process and whatever runs its steps; importable without torch."""
+"""The interface between a worker's process and its data plane; importable without torch."""
 
 from __future__ import annotations
 

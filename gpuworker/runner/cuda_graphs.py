@@ -203,7 +203,7 @@ class GraphLauncher:
 
     @torch.inference_mode()
     def _capture(self, size: int, recorder: Recorder) -> None:
-        """Capture what a step of this size may launch. Only the first, of rows without context, also runs."""
+        """Capture the graphs of a step of this size. Only the first, of rows without context, also runs."""
         for nth, step in enumerate(self._parts.inputs.rehearsals(size)):
             planned = self._parts.plan(step)
             if (size, planned) not in self._forward:

@@ -96,7 +96,7 @@ class StepExecutor(Protocol):
         ...
 
     def close(self) -> None:
-        """Finish what was submitted."""
+        """Finish the submitted steps."""
         ...
 
 

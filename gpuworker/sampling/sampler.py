@@ -80,7 +80,7 @@ class SamplingBatch:
             self.temperatures = np.array(wanted, dtype=np.float32)
 
     def at(self, positions: Int64Array, batch_index: Int32Array, masks: GrammarBitmask | None = None) -> SamplePoint:
-        """Return what the rows need to sample the tokens at `positions` [S], after those at `batch_index` [S]."""
+        """Return the inputs for sampling the tokens at `positions` [S], after those at `batch_index` [S]."""
         rows, ids, until = self._ends
         early = positions[rows] < until
         uniform = uniforms(self._seeds[self._random], positions[self._random])
@@ -250,7 +250,7 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def token_logprobs(sampled: SampledTokens, batch: SamplingBatch) -> dict[int, TokenLogprobs]:
-    """Return the log-probabilities of each row that asked for them, by its index in the batch."""
+    """Return the log-probabilities of each row whose request includes them, by its index in the batch."""
     found = sampled.logprobs
     if found is None:
         return {}

@@ -32,7 +32,7 @@ def sampling_params(message: pb.Submit) -> SamplingParams:
 
 
 def constraint_of(message: pb.Submit) -> Constraint | None:
-    """Return what the output of a sequence must match, if anything."""
+    """Return the constraint on a sequence's output, if any."""
     kind = message.WhichOneof("constraint")
     return None if kind is None else Constraint(ConstraintKind(kind), getattr(message, kind))
 
@@ -46,7 +46,7 @@ class SubmitLimits:
     block_size: int
 
     def check(self, new: NewSequence) -> None:
-        """Raise InvalidRequest for what would end the engine or a step, and with it every sequence of the worker."""
+        """Raise InvalidRequest for values that would fail the engine or a step, and so every sequence of the worker."""
         if max(new.tokens) >= self.vocab_size:
             what = f"token id {max(new.tokens)}; expected 0 to {self.vocab_size - 1}"
             raise InvalidRequest(FieldViolation("prompt_token_ids", what))

@@ -40,7 +40,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[EngineLoad], float]], ...] = (
 
 
 def lease_round_trips(registry: CollectorRegistry) -> Callable[[float], None]:
-    """Register the histogram of round trips to the KV manager, and return what takes one, in seconds."""
+    """Register the histogram of round trips to the KV manager; return the function that observes one, in seconds."""
     return Histogram(
         "quire:lease_round_trip_seconds",
         "Seconds from a report to the KV manager until the grants that answer it are here.",

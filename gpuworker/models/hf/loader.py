@@ -103,7 +103,7 @@ def read_config(directory: Path) -> PretrainedConfig:
 
 
 def refuse_unsupported(config: PretrainedConfig) -> None:
-    """Raise Unsupported for what a short self-test would not show.
+    """Raise Unsupported for options whose effect a short self-test would not show.
 
     These are layers and rope scalings that depend on more than a token's position and the keys before it.
     """

@@ -63,7 +63,7 @@ class Prepacking:
 
 
 def prepack(model: TransformersModel) -> Prepacking:
-    """Replace the linear layers of a model that can be, on CPU, and say so in the log."""
+    """Replace the replaceable linear layers of a model on CPU, and log the result."""
     done = Prepacking()
     if model.device.type != "cpu":
         return done
