@@ -15,7 +15,7 @@ from tests.support.gpuworker.engine_harness import PATIENCE
 
 
 class ManualRunner:
-    """Runs a step on command. Every row samples 7, or the tokens in `draws`."""
+    """Runs a step on command. Every row of a step samples the token that `draws` returns for its plan, 7 by default."""
 
     def __init__(self, draws: Callable[[StepPlan], int] = lambda plan: 7) -> None:
         self._draws = draws
