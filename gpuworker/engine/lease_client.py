@@ -124,7 +124,7 @@ class LeaseClient:
         self._events: deque[tuple[int, LeaseEvent]] = deque()
         self._connection: _Connection | None = None
         self._connections = 0
-        self._polled = 0  # the connection whose Connected the engine received last
+        self._polled = 0  # the connection whose Connected the engine saw last
         self._delay = FIRST_DELAY_S
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
@@ -225,7 +225,7 @@ class LeaseClient:
         return delay * self._rng.uniform(0.5, 1.0)
 
     async def _connect(self) -> None:
-        """Open one stream and serve it until it ends for any reason."""
+        """Open one stream and serve it until it ends, for whatever reason."""
         async with open_channel(self._address) as channel:
             call: _Call = kvmanager_pb2_grpc.KvManagerServiceStub(channel).Session()
             try:
