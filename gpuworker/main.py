@@ -54,7 +54,7 @@ def assemble(settings: GpuWorkerSettings) -> DataPlane:
 
 
 class Worker:
-    """One worker from its first port to its last token."""
+    """The life of one worker: start, service, drain and stop."""
 
     def __init__(self, settings: GpuWorkerSettings, channel: LeaseChannel | None) -> None:
         self.settings, self._given_channel = settings, channel
@@ -74,7 +74,7 @@ class Worker:
         return self._attached() and not self._servicer.draining
 
     def _debug_state(self) -> dict[str, object]:
-        """Return what `quire debug dump` shows of the worker: the load of its engine."""
+        """Return the worker's part of `quire debug dump`: the load of its engine."""
         load = None if self._engine is None else asdict(self._engine.load())
         return {"draining": self._servicer.draining, "live_sequences": self._servicer.live_sequences, "engine": load}
 
@@ -148,11 +148,11 @@ class Worker:
             await asyncio.sleep(_POLL_SECONDS)
 
     def _running(self) -> bool:
-        """Whether anything goes on that is worth waiting for."""
+        """Whether any work remains that a drain must wait for."""
         return self._servicer.live_sequences > 0 and self._engine is not None and not self._engine.ended.done()
 
     async def _drain(self) -> None:
-        """Take no new sequences, finish those that run, then go."""
+        """Refuse new sequences, finish the running ones, then return."""
         assert self._engine is not None
         self._servicer.drain()
         await self._server.health.drain()
@@ -180,7 +180,6 @@ def run(settings: GpuWorkerSettings, channel: LeaseChannel | None = None) -> int
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `quire-gpuworker`."""
     return run(load_or_exit(GpuWorkerSettings, argv, prog="quire-gpuworker"))
 
 

@@ -21,11 +21,11 @@ class SerialThread:
         self._thread.start()
 
     def put(self, work: Callable[[], None]) -> None:
-        """Queue work behind all that was put before."""
+        """Queue work behind all earlier work."""
         self._queue.put(work)
 
     def close(self) -> None:
-        """Finish what was put, and end the thread; a second call does nothing."""
+        """Finish the queued work, and end the thread; a second call does nothing."""
         self._queue.put(None)
         self._thread.join()
 

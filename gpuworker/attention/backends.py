@@ -71,8 +71,8 @@ def backends_on(device_type: str) -> list[str]:
 def make_backend(name: str, cache: KvCache, options: BackendOptions = _ANY_BITS) -> AttentionBackend:
     """Return the backend called `name` on `cache`; "auto" is the fastest that runs on this cache here.
 
-    Raises InvalidConfig for a name that is unknown or that does not run here, Unsupported when what is left cannot be
-    deterministic and must.
+    Raises InvalidConfig for a name that is unknown or that does not run here. Raises Unsupported when determinism is
+    required and no remaining backend offers it.
     """
     able = [each for each in backends_on(cache.keys.device.type) if BACKENDS[each].runs(cache)]
     if name not in ("auto", *able):

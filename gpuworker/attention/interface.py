@@ -49,12 +49,10 @@ class AttentionMetadata:
 
     @property
     def num_rows(self) -> int:
-        """R."""
         return len(self.context_len)
 
     @property
     def num_tokens(self) -> int:
-        """T."""
         return len(self.slot_mapping)
 
 
@@ -69,7 +67,7 @@ class DeviceTables:
 
 
 class LayerSink(Protocol):
-    """What takes the calls of a model's attention layers: a backend, or the recorder of the self-test."""
+    """Receives the calls of a model's attention layers: a backend, or the recorder of the self-test."""
 
     def write_and_attend(
         self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -86,5 +84,5 @@ class AttentionBackend(LayerSink, Protocol):
     """Attention over one KV cache. One thread uses it; steps and layers come in order."""
 
     def begin(self, step: AttentionMetadata) -> None:
-        """Plan what all layers of the step share. The caller does this before the first layer."""
+        """Plan the work that all layers of the step share. The caller does this before the first layer."""
         ...

@@ -70,7 +70,7 @@ class RowsStruct(ctypes.Structure):
 
 
 def cache_struct(cache: KvCache) -> CacheStruct:
-    """Return the pools as C sees them; they must outlive it.
+    """Return the pools as C sees them; the pools must outlive the result.
 
     Raises NativeUnavailable for a cache that the library cannot read.
     """
@@ -93,13 +93,12 @@ def cache_struct(cache: KvCache) -> CacheStruct:
 
 
 def runs(cache: KvCache) -> bool:
-    """Tell whether native attention can run on this cache here."""
     fits = cache.keys.dtype in TYPES and max(cache.geometry.head_dim_k, cache.geometry.head_dim_v) <= _MAX_HEAD_DIM
     return fits and cache.keys.device.type == "cpu" and native.best() is not None
 
 
 def step_struct(step: AttentionMetadata) -> StepStruct:
-    """Return what the step computes as C sees it; the step's arrays must outlive it."""
+    """Return the step as C sees it; the step's arrays must outlive the result."""
     arrays = (step.query_start, step.context_len, step.block_table, step.slot_mapping)
     table = step.block_table
     return StepStruct(
@@ -108,13 +107,13 @@ def step_struct(step: AttentionMetadata) -> StepStruct:
 
 
 def layer_struct(layer: LayerAttention) -> LayerStruct:
-    """Return how a layer attends as C sees it; its sinks (float32, contiguous) must outlive it."""
+    """Return the layer as C sees it; its sinks (float32, contiguous) must outlive the result."""
     sinks = None if layer.sinks is None else layer.sinks.data_ptr()
     return LayerStruct(layer.layer, layer.window or 0, layer.scale, layer.softcap or 0.0, sinks)
 
 
 def rows_struct(tensor: torch.Tensor) -> RowsStruct:
-    """Return [T, heads, d], contiguous along d, as C sees it; the tensor must outlive it."""
+    """Return a [T, heads, d] tensor, contiguous along d, as C sees it; the tensor must outlive the result."""
     return RowsStruct(tensor.data_ptr(), tensor.stride(0), tensor.stride(1), TYPES[tensor.dtype])
 
 
@@ -124,7 +123,7 @@ class NativeAttention:
     def __init__(
         self, cache: KvCache, deterministic: bool = False, threads: int = 0, library: ctypes.CDLL | None = None
     ) -> None:
-        """Bind to a cache; 0 threads are as many as torch has when a step begins, no library is the best one.
+        """Bind to a cache. `threads` 0 means torch's number when a step begins; `library` None means the best one.
 
         Raises NativeUnavailable where there is no library, or none for this cache.
         """
@@ -139,7 +138,7 @@ class NativeAttention:
         weakref.finalize(self, self._library.quire_attention_free, self.plan)
 
     def begin(self, step: AttentionMetadata) -> None:
-        """Hold the step; its work list is made when the first layer says how many heads there are."""
+        """Keep the step; the first layer gives the number of heads, and only then the work list is made."""
         self._held = step
         self.step = step_struct(step)
         self._planned_heads = 0
@@ -153,7 +152,6 @@ class NativeAttention:
     def write_and_attend(
         self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """See `AttentionBackend`."""
         if query.shape[1] != self._planned_heads:
             self.plan_step(query.shape[1])
         if layer.sinks is not None:

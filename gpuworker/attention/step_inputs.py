@@ -67,7 +67,7 @@ class StagedStep:
         return kept
 
     def on(self, device: torch.device) -> StepInputs:
-        """Move it to the device: on CPU nothing moves, elsewhere it is queued behind what runs."""
+        """Move the step to the device; on CPU nothing moves, elsewhere the transfer waits behind the running work."""
         rows = self.rows
         first = self.batch_index.astype(np.int64) * self.table_width  # of each row in the token table
         take = first[rows.row_of_token] + rows.positions

@@ -73,7 +73,6 @@ class TorchAttention:
     def write_and_attend(
         self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """See `AttentionBackend`."""
         for pool, new in zip(self._pools, (key, value), strict=True):
             pool.write(layer.layer, self._writes, new.reshape(-1, new.shape[-1]))
         if self._permutation is not None:
@@ -249,7 +248,7 @@ def _fused(
 def _explicit(
     layer: LayerAttention, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
 ) -> torch.Tensor:
-    """Attend with the scores at hand, for what the fused kernel does not know: softcap and sinks."""
+    """Attend with explicit scores: the fused kernel supports neither softcap nor sinks."""
     rows, kv_heads, group, count, _ = query.shape
     at_once = max(1, _MAX_SCORES // (rows * kv_heads * group * keys.shape[2]))
     parts = []

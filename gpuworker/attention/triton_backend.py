@@ -61,7 +61,7 @@ class TritonAttention:
         self._plan: DevicePlan | None = None
 
     def begin(self, step: AttentionMetadata) -> None:
-        """Plan the step, for layers like the last one that attended; others plan again when they come."""
+        """Plan the step for layers like the last one that attended; layers of another kind plan again."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         self._step, last, self._plan = step, self._plan, None
@@ -75,9 +75,9 @@ class TritonAttention:
         self._padded_buffers.reserve(room.integers, heads.partial_floats(room.partials))
 
     def begin_padded(self, step: AttentionMetadata, num_heads: int, dtype: torch.dtype) -> Launches:
-        """Plan a step of decodes alone for a CUDA graph; outside of the graph. Returns what tells graphs apart.
+        """Plan a step of decodes alone for a CUDA graph, outside of the graph; return the key of its graph.
 
-        Raises ValueError where the step has prefills or was not reserved for.
+        Raises ValueError where the step has prefills or exceeds the reserved rows.
         """
         if step.num_decodes != step.num_rows:
             raise ValueError("only steps of decodes are padded")
@@ -94,13 +94,12 @@ class TritonAttention:
     def write_and_attend(
         self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """See `AttentionBackend`."""
         assert self._step is not None
         write_kv(self._cache, layer.layer, self._step.device.slot_mapping, key, value)
         return self.attend(layer, query)
 
     def rope_write_and_attend(self, layer: LayerAttention, qkv: torch.Tensor, rope: Rope) -> torch.Tensor:
-        """Norm and turn queries and keys, write K and V, and attend: what `write_and_attend` does, from one product.
+        """Norm queries and keys, apply rope, write K and V, and attend, all from the fused qkv product.
 
         qkv [T, -1] has, for each token, its query heads, its key heads, its value heads.
         """

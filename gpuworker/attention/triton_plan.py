@@ -46,7 +46,7 @@ class Room:
 
     @classmethod
     def of(cls, work: WorkList) -> Room:
-        """Return exactly what a work list takes."""
+        """Return the exact room of a work list."""
         return cls(len(work.queries), len(work.single), len(work.many), work.partials)
 
     @classmethod
@@ -61,7 +61,6 @@ class Room:
         return cls(rows, single, many, single + many * stack)
 
     def admits(self, work: WorkList) -> bool:
-        """Tell whether a work list fits in."""
         return (
             len(work.queries) == self.queries
             and len(work.single) <= self.single
@@ -75,7 +74,7 @@ class Room:
         return (self.single + self.many) * ITEM_FIELDS + self.queries * QUERY_FIELDS
 
     def launches(self, work: WorkList) -> Launches:
-        """Return what a work list launches when it is padded to this."""
+        """Return the launches of a work list that is padded to this room."""
         return Launches(self.single, self.many if len(work.many) else 0, self.queries if work.merged else 0)
 
 
@@ -89,14 +88,13 @@ class PlanBuffers:
 
     @torch.inference_mode(False)  # a tensor made in that mode could be filled in no other
     def reserve(self, integers: int, floats: int) -> None:
-        """Make room; what lay there before is lost when that moves the memory."""
+        """Make room; the present contents are lost when the memory moves."""
         if not self.has(integers, 0):
             self._tables = torch.empty(2 * integers, dtype=torch.int32, device=self._device)
         if not self.has(0, floats):
             self._partials = torch.empty(floats, dtype=torch.float32, device=self._device)
 
     def has(self, integers: int, floats: int) -> bool:
-        """Tell whether so much fits in."""
         return integers <= len(self._tables) and floats <= len(self._partials)
 
     def load(self, work: WorkList, room: Room, launches: Launches, tuning: Tuning, heads: Heads) -> DevicePlan:

@@ -57,12 +57,11 @@ class Heads:
 
     @property
     def tile_v(self) -> int:
-        """head_dim_v, likewise."""
+        """head_dim_v, rounded up to what a matrix product takes."""
         return max(16, power_of_two(self.head_dim_v))
 
     @property
     def widest(self) -> int:
-        """The wider one."""
         return max(self.tile_k, self.tile_v)
 
     @property
@@ -71,7 +70,7 @@ class Heads:
         return (self.tile_k, self.tile_v) != (self.head_dim_k, self.head_dim_v)
 
     def partial_floats(self, count: int) -> int:
-        """Return what so many partial results take: the outputs of all heads and the weight of each."""
+        """Return the floats of so many partial results: the outputs of all heads and the weight of each."""
         return count * self.num_heads * (self.head_dim_v + 1)
 
 
@@ -106,7 +105,7 @@ def _power_below(n: int) -> int:
 
 
 def chip_of(device: torch.device) -> Chip:
-    """Return what a device is; a CPU, where kernels run in Triton's interpreter, is a tiny one."""
+    """Return the properties of a device; a CPU, where kernels run in Triton's interpreter, counts as a tiny chip."""
     if device.type != "cuda":
         return Chip(90, 2, 227 << 10)
     major, minor = torch.cuda.get_device_capability(device)
@@ -116,7 +115,6 @@ def chip_of(device: torch.device) -> Chip:
 
 
 def tuning(chip: Chip, heads: Heads) -> Tuning:
-    """Choose for a chip and a layer."""
     single, many = _single(chip, heads), _many(chip, heads)
     programs = chip.multiprocessors
     return Tuning(
@@ -168,8 +166,8 @@ def _many(chip: Chip, heads: Heads) -> KernelShape:
 def _shape(chip: Chip, heads: Heads, block_m: int, tile: int, warps: int) -> KernelShape:
     """Load two tiles ahead, where shared memory beside the queries allows it.
 
-    Triton counts stages of loads that hang on loads: blocks come before what lies in them, so that a tile ahead takes
-    two. The matrix units of sm_90 and later read K and V where they lie, which keeps one more buffer busy.
+    Triton counts a stage for each load that depends on another: block ids are loaded before their contents, so a tile
+    ahead takes two stages. The matrix units of sm_90 and later read K and V in place, which occupies one more buffer.
     """
     if heads.query_bytes == 4:
         tile = 16

@@ -119,7 +119,7 @@ def work_list(step: AttentionMetadata, block_size: int, single: Cut, many: Cut, 
 
 
 def _decodes_alone(rows: _Blocks, queries: Int32Array, single: Cut) -> WorkList:
-    """Cut a step of decodes that share nothing: what most steps are, and the engine waits for it."""
+    """Cut a step of decodes that share nothing. Most steps are of this kind, and the engine waits for the result."""
     parts, size = rows.chunks(single)
     partials, merged = _number(queries, parts)
     none = np.empty((0, ITEM_FIELDS), dtype=np.int32)

@@ -6,7 +6,7 @@ inputs, or one for each block of rows and columns; weight_zero_point of the same
   2^(bits-1); weight_shape, N and K; weight_zero_point packed the same way along the outputs; weight_g_idx [K] if the
   inputs were reordered (act-order);
 * int-quantized, float-quantized, naive-quantized: weight [N, K] in int8 or fp8.
-What it says of activations and of the cache does not change the weights and is not followed.
+Entries about activations and about the cache do not change the weights and are ignored.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _BITS: Final = (2, 4, 8)
 _FORMATS: Final = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 _DENSE: Final = (None, "dense")
 _PARTS: Final = ("weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "weight_g_idx")
-# Of activations, of K and V, of the output: calibrated numbers of those who quantise them as the checkpoint says.
+# Calibrated scales of activations, of K and V, and of the output; Quire does not use them.
 _NOT_FOLLOWED: Final = ("input_", "output_", "k_", "v_", "q_")
 _FLOAT8: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
 _log = logging.getLogger(__name__)
@@ -90,7 +90,6 @@ def _block(config: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def _read_packed(stored: StoredTensors, layer: str) -> QuantisedLinear:
-    """Return the weight of a layer in pack-quantized format."""
     packed, scales = stored[f"{layer}.weight_packed"].map(), stored[f"{layer}.weight_scale"].map()
     outputs, inputs = (int(size) for size in stored[f"{layer}.weight_shape"].map())
     # Layers may differ: their shapes tell the bits. A row is padded to whole words.

@@ -19,7 +19,7 @@ EVERY_S: Final = 2.0
 def telling_progress(
     directory: Path, every: float = EVERY_S, say: Callable[[str], None] | None = None
 ) -> Iterator[None]:
-    """Say how much of the checkpoint is loaded while the block runs; on a terminal transformers draws its own bar."""
+    """Report the progress of the load while the block runs; on a terminal transformers draws its own bar."""
     if sys.stderr.isatty():
         yield
         return

@@ -78,9 +78,7 @@ class ScaledFloats:
 class Packed(Protocol):
     """A weight as its format stores it."""
 
-    def dequantise(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weight in `dtype`."""
-        ...
+    def dequantise(self, dtype: torch.dtype) -> torch.Tensor: ...
 
 
 @dataclass(slots=True)
@@ -92,12 +90,12 @@ class Found:
 
 
 def refuse(path: str, value: object, why: str) -> Unsupported:
-    """Return the refusal of a checkpoint: which field of its config.json, what it says, and why that will not do."""
+    """Return the error that refuses a checkpoint: the field of its config.json, the value, and the reason."""
     return Unsupported(f"this checkpoint cannot be loaded: {path} is {value!r}; {why}")
 
 
 def setting(config: Mapping[str, Any], key: str, default: object = None) -> Any:
-    """Return a field of the quantisation's configuration; null counts as not there."""
+    """Return a field of the quantisation's configuration; null counts as absent."""
     found = config.get(key)
     return default if found is None else found
 

@@ -42,7 +42,7 @@ _LARGEST_HEADER: Final = 100 << 20
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where one tensor lies: a file, the offset of its first byte in it, and what it is."""
+    """The place of one tensor: a file, the offset of its first byte, its type and its shape."""
 
     path: Path
     offset: int
@@ -51,7 +51,6 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its data."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def map(self) -> torch.Tensor:
@@ -77,24 +76,20 @@ class StoredTensors:
             self._found |= _read_header(path)
 
     def __contains__(self, name: object) -> bool:
-        """Tell whether there is a tensor of this name."""
         return name in self._found
 
     def __getitem__(self, name: str) -> StoredTensor:
-        """Return where a tensor lies. Raises KeyError."""
+        """Return the place of a tensor. Raises KeyError."""
         return self._found[name]
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the names."""
         return iter(sorted(self._found))
 
     def __len__(self) -> int:
-        """Return how many tensors there are."""
         return len(self._found)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors together."""
         return sum(tensor.nbytes for tensor in self._found.values())
 
 
@@ -117,7 +112,7 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of one file. Raises InvalidConfig when it is not what the format says."""
+    """Return the tensors of one file. Raises InvalidConfig for a file that violates the format."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")

@@ -49,12 +49,10 @@ class Checkpoint:
             self._found = _READERS[self.format](self.stored, config)
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the names of weights."""
         plain = (name for name in self.stored if name not in self._found.parts and name not in self._found.weights)
         return iter(sorted([*plain, *self._found.weights]))
 
     def __contains__(self, name: object) -> bool:
-        """Tell whether there is a weight of this name."""
         return name in self._found.weights or (name in self.stored and name not in self._found.parts)
 
     @property
@@ -76,9 +74,9 @@ class Checkpoint:
 
 
 def quantisation_of(directory: Path) -> dict[str, Any] | None:
-    """Return what a checkpoint says of its quantisation; None when it is not quantised.
+    """Return the quantisation entry of a checkpoint's configuration; None when it is not quantised.
 
-    It stands in config.json, at the top or under the text model of several; older GPTQ has a file of its own.
+    The entry is in config.json, at the top or under the text model of several; older GPTQ has a file of its own.
     """
     config = _json(directory / "config.json")
     for part in (config, config.get("text_config") or {}):

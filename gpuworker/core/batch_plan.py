@@ -21,7 +21,7 @@ class ScheduledRow(NamedTuple):
     """One sequence's part of a step: positions start .. start+length-1 are computed and their K/V written.
 
     `blocks` is a snapshot of the block table and covers position start+length-1; TRIMMED stands for blocks that no
-    layer reads any more. When `samples`, the last position holds the last known token and the next one is sampled.
+    layer reads any more. When `samples`, the last position holds the last token so far and the next one is sampled.
     """
 
     sequence: SequenceId
@@ -68,7 +68,7 @@ class StepRunner(Protocol):
     """
 
     def add(self, sequence: SequenceId, tokens: Sequence[int], sampling: SamplingParams, prompt_tokens: int) -> None:
-        """Take over a sequence that was admitted: its known tokens, of which the first `prompt_tokens` are prompt."""
+        """Take over an admitted sequence with all its tokens, of which the first `prompt_tokens` are prompt."""
         ...
 
     def remove(self, sequence: SequenceId) -> None:
@@ -80,5 +80,5 @@ class StepRunner(Protocol):
         ...
 
     def close(self) -> None:
-        """Finish what was submitted and free the device."""
+        """Finish the submitted steps and free the device."""
         ...

@@ -17,7 +17,7 @@ from common.types import TRIMMED, BlockHash, BlockId
 
 
 class Content(NamedTuple):
-    """What a sealed block holds: its hash, its parent's (None at the start of a chain), depth and step of last use."""
+    """The content of a sealed block: its hash, its parent's (None for a first block), depth and step of last use."""
 
     hash: BlockHash
     parent: BlockHash | None
@@ -36,7 +36,7 @@ class BlockStates:
         self.content: dict[BlockId, Content] = {}
 
     def lease(self, block: BlockId) -> None:
-        """Take a block into the pool. Its claim goes now: no inventory may offer the content of an unbound block."""
+        """Add a block to the pool and drop its claim: no inventory may offer the content of an unbound block."""
         self.drop_claim(block)
         self.pool.append(block)
 
@@ -45,7 +45,7 @@ class BlockStates:
         self.content.pop(block, None)
 
     def bind(self) -> BlockId | None:
-        """Take the head of the pool into a row, empty; None when the pool is."""
+        """Empty the head of the pool and move it to a block table; None when the pool is empty."""
         if not self.pool:
             return None
         block = self.pool.popleft()
@@ -71,13 +71,13 @@ class BlockStates:
         self.fill[dst] = min(self.fill[src], slots)
 
     def hold(self, block_table: Iterable[BlockId]) -> None:
-        """Count a row as holder of its blocks."""
+        """Count a block table as holder of its blocks."""
         for block in block_table:
             self.held += not self.holders[block]
             self.holders[block] += 1
 
     def let_go(self, block_table: Iterable[BlockId], step: int) -> None:
-        """Count a row as gone; what its blocks hold was last used at `step`."""
+        """Stop counting a block table as holder; `step` is the last use of the contents of its blocks."""
         for block in block_table:
             if block != TRIMMED:
                 self.holders[block] -= 1
@@ -101,11 +101,11 @@ class BlockStates:
         return tuple(found)
 
     def parent_index(self, content: Content, index: dict[BlockHash, int]) -> int | None:
-        """Return where the parent's claim stands, -1 at the start of a chain, None when nobody claims the parent."""
+        """Return where the parent's claim stands, -1 for a first block, None when no block claims the parent."""
         return -1 if content.parent is None else index.get(content.parent)
 
     def refuse_held(self, granted: list[BlockId]) -> None:
-        """Raise ProtocolViolation when a block is granted that a row or the pool has, or granted twice."""
+        """Raise ProtocolViolation when a grant repeats a block, or names one that a block table or the pool has."""
         if not granted:
             return
         taken = set(self.pool)

@@ -51,7 +51,7 @@ class LeaseAgent:
         self._preempted: list[SequenceId] = []
         self._forgotten: list[SequenceId] = []
 
-    # ------------------------------------------------------------ what clients ask for
+    # ------------------------------------------------------------ requests of clients
 
     def submit(self, new: NewSequence) -> None:
         """Queue a sequence for blocks. Raises InvalidRequest with the numbers when it could never run."""
@@ -82,7 +82,7 @@ class LeaseAgent:
             raise InvalidRequest(FieldViolation("sampling.max_tokens", text))
 
     def cancel(self, sequence: SequenceId, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        """End a sequence, in whatever phase it is; nothing when it is unknown or has ended already."""
+        """End a sequence in any phase; nothing when it is unknown or has ended already."""
         found = self._sequences.get(sequence)
         if found is not None and found.phase is not SequencePhase.DRAINING_FINISH:
             self._end(found, FinishCause(reason))
@@ -139,7 +139,7 @@ class LeaseAgent:
         return True
 
     def _uncover_last_known(self, sequence: Sequence, n_shared: int) -> None:
-        """Leave the slot of the last known token unfilled in a copied block: its logits must be computed."""
+        """Leave the slot of the last token unfilled in a copied block: its logits must be computed."""
         index, offset = divmod(len(sequence.tokens) - 1, self.config.block_size)
         if n_shared <= index < len(sequence.block_table):
             block = sequence.block_table[index]
@@ -174,13 +174,13 @@ class LeaseAgent:
         return plan
 
     def _return_excess(self) -> None:
-        """Give back what lies in the pool above the lease target, last leased first; without a session it stays."""
+        """Return the blocks of the pool above the lease target, last leased first; without a session they stay."""
         pool = self._blocks.pool
         if self._report.state is SessionState.OPEN and len(pool) > self._lease_target:
             self._report.give_back([pool.pop() for _ in range(len(pool) - self._lease_target)])
 
     def complete(self, result: StepResult) -> Completion:
-        """Take in the oldest step in flight: deliver tokens, seal blocks, let drained sequences go."""
+        """Process the result of the oldest step in flight: deliver tokens, seal blocks, let drained sequences go."""
         plan = self._in_flight.popleft()
         if plan.step != result.step:
             raise ValueError(f"step {result.step} completed, but {plan.step} is the oldest in flight")
@@ -204,7 +204,10 @@ class LeaseAgent:
         return self._completion(tokens, computed)
 
     def departures(self) -> Completion:
-        """Return what ended since the last completion without a step: call it after `apply` and `cancel`."""
+        """Return the sequences that ended since the last completion without a step.
+
+        Call it after `apply` and `cancel`.
+        """
         return self._completion({}, 0)
 
     def _completion(self, tokens: dict[SequenceId, tuple[int, ...]], computed: int) -> Completion:
@@ -230,7 +233,7 @@ class LeaseAgent:
         tokens[sequence.id] = sampled
 
     def _close_blocks(self, sequence: Sequence, row: ScheduledRow) -> None:
-        """Seal each block whose last slot this row wrote, as the snapshot names it; none past what was accepted."""
+        """Seal each block whose last slot this row wrote, by its id in the snapshot; none past the accepted tokens."""
         end = row.start + row.length
         if sequence.hashed:
             for index in range(row.start >> self._block_shift, min(end, len(sequence.tokens)) >> self._block_shift):
@@ -257,7 +260,10 @@ class LeaseAgent:
     # ------------------------------------------------------------ how sequences leave
 
     def _end(self, sequence: Sequence, ending: FinishCause) -> None:
-        """Say that a sequence is over and keep it out of later steps; its row stays until no step in flight has it."""
+        """Report a sequence's end and keep it out of later steps.
+
+        Its block table stays until no step in flight has it.
+        """
         if sequence.phase is SequencePhase.RUNNING:
             self._halt(sequence)
         sequence.phase = SequencePhase.DRAINING_FINISH
@@ -266,14 +272,14 @@ class LeaseAgent:
         self._finished.append(SequenceFinished(sequence.id, ending.reason, usage, ending.stop_token, ending.message))
 
     def _halt(self, sequence: Sequence) -> None:
-        """Leave a sequence out of later steps. It stalls no more, and must not seem to when it comes back."""
+        """Leave a sequence out of later steps and of the stalled set, so that it does not come back as stalled."""
         self._scheduler.remove(sequence)
         stalled = self._report.stalled
         if sequence.id in stalled:
             self._report.stalled = tuple(each for each in stalled if each != sequence.id)
 
     def _leave_if_idle(self, sequence: Sequence) -> None:
-        """Release the row of a draining sequence, unless a step in flight contains it."""
+        """Release the block table of a draining sequence, unless a step in flight contains it."""
         if not sequence.draining or sequence.in_flight:
             return
         if sequence.block_table:
@@ -293,7 +299,10 @@ class LeaseAgent:
     # ------------------------------------------------------------ sessions
 
     def detach(self) -> None:
-        """The session is lost. Steps go on with rows and pool; pending content goes, the next inventory has it all."""
+        """Handle the loss of the session: steps go on with block tables and pool.
+
+        Pending content is dropped, because the next inventory has it all.
+        """
         self._report.state = SessionState.DETACHED
         self._report.discard()
 
@@ -313,7 +322,7 @@ class LeaseAgent:
         self._report.state = SessionState.OPEN
 
     def take_report(self) -> Report | None:
-        """Return what the manager must hear now; None when there is nothing to say, or no session to say it in."""
+        """Return the next report; None when there is nothing to report, or no session."""
         if self._report.state is not SessionState.OPEN:
             return None
         return self._report.take(self._scheduler.lease_want(self.config.runway_slots))
@@ -331,7 +340,6 @@ class LeaseAgent:
         return len(self._in_flight)
 
     def counts(self) -> Counts:
-        """Return levels for metrics."""
         draining = sum(s.draining for s in self._sequences.values())
         running = self._scheduler.running
         return Counts(
@@ -356,7 +364,10 @@ class LeaseAgent:
         return self._live(sequence).phase
 
     def usage(self, sequence: SequenceId) -> Usage:
-        """Return what a live sequence has cost so far. Raises NotFound; for an ended one see SequenceFinished."""
+        """Return the tokens that a live sequence has cost so far.
+
+        Raises NotFound; for an ended sequence see SequenceFinished.
+        """
         return self._live(sequence).usage()
 
     def _live(self, sequence: SequenceId) -> Sequence:

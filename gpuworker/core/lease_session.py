@@ -25,14 +25,14 @@ class LeaseSession:
         self.attach = attach
 
     def connect(self) -> tuple[Attach, Inventory]:
-        """Start a new session, whatever became of the last; return its first two messages. Call between two steps."""
+        """Start a new session, regardless of the last one; return its first two messages. Call between two steps."""
         self.session += 1
         self.open = False
         inventory = self.agent.inventory()
         return replace(self.attach, session=self.session, epoch_seen=self.epoch_seen), inventory
 
     def accept(self, session: int, ok: AttachOk) -> bool:
-        """Take up the session with a manager that answered; False when the answer is void or the manager outdated."""
+        """Open the session that a manager accepted; False when the answer is void or the manager outdated."""
         if not self.is_current(session):
             return False
         if not self.accepts_epoch(ok.epoch):
@@ -50,7 +50,7 @@ class LeaseSession:
         return self.agent.apply(batch)
 
     def lose(self, session: int) -> None:
-        """A session is lost, for whatever reason; nothing when it is not the current one."""
+        """Handle the loss of a session; nothing when it is not the current one."""
         if self.is_current(session):
             self.open = False
             self.agent.detach()
@@ -62,14 +62,14 @@ class LeaseSession:
         self.agent.detach()
 
     def take_report(self) -> tuple[int, Report] | None:
-        """Return the session and its next report; None when there is nothing to say or no session."""
+        """Return the session and its next report; None when there is nothing to report or no session."""
         report = self.agent.take_report() if self.open else None
         return None if report is None else (self.session, report)
 
     def is_current(self, session: int) -> bool:
-        """Whether a message belongs to the session that counts."""
+        """Whether a message belongs to the current session."""
         return session == self.session
 
     def accepts_epoch(self, epoch: int) -> bool:
-        """Whether a manager is at least as new as the newest that was obeyed."""
+        """Whether a manager is at least as new as the newest one accepted so far."""
         return epoch >= self.epoch_seen

@@ -35,7 +35,6 @@ class ReportBuilder:
 
     @property
     def recording(self) -> bool:
-        """Whether content is kept for the session."""
         return self.state is not SessionState.DETACHED
 
     def discard(self) -> None:
@@ -56,52 +55,54 @@ class ReportBuilder:
         self._computed: list[tuple[SequenceId, int]] = []
 
     def reserve(self, reserve: Reserve) -> None:
-        """A sequence waits for blocks."""
         if self.recording:
             self._reserve.append(reserve)
 
     def bind(self, bound: Iterable[tuple[SequenceId, BlockId]]) -> None:
-        """Rows took blocks from the pool, in this order."""
+        """Record blocks that block tables took from the pool, in this order."""
         if self.recording:
             self._bind.extend(bound)
 
     def seal(self, block: BlockId, key: BlockHash) -> None:
-        """A block is full and computed."""
+        """Record a block that is full and computed."""
         if self.recording:
             self._seal.append((block, key))
 
     def trim(self, sequence: SequenceId, blocks: int) -> None:
-        """The first `blocks` of a row are out of every window."""
+        """Record that the first `blocks` blocks of a sequence are outside every window."""
         if self.recording:
             self._trim[sequence] = blocks
 
     def give_back(self, blocks: Iterable[BlockId]) -> None:
-        """Blocks of the pool go back, unbound."""
+        """Record blocks of the pool that are given back unbound."""
         if self.recording:
             self._returned.extend(blocks)
 
     def preempted(self, sequence: SequenceId, num_tokens: int) -> None:
-        """A row is gone, its sequence waits again with `num_tokens` tokens."""
+        """Record that a sequence lost its block table and waits again with `num_tokens` tokens."""
         if self.recording:
             self._preempted.append((sequence, num_tokens))
 
     def finished(self, sequence: SequenceId, reason: FinishReason) -> None:
-        """A sequence is gone, with its row if it had one."""
+        """Record the end of a sequence, whether or not it had a block table."""
         if self.recording:
             self._finished.append((sequence, reason))
 
     def applied(self) -> None:
-        """A batch took effect: a worker that is still stalled must say so, or the manager would wait for it."""
+        """Record that a batch took effect: a worker that is still stalled must report it again.
+
+        Without that report the manager would wait for the worker.
+        """
         self._applied = True
 
     def computed(self, plan: StepPlan) -> None:
-        """A step completed; keep every few steps how far each of its rows has come."""
+        """Count a completed step; every few steps, record how far each of its rows has come."""
         self._step = plan.step
         if self.recording and plan.step % COMPUTED_EVERY == 0:
             self._computed = [(row.sequence, row.start + row.length) for row in plan.rows]
 
     def take(self, lease_want: int) -> Report | None:
-        """Return the next report, with the level `lease_want`; None when nothing is to be said, or in no session."""
+        """Return the next report, with the level `lease_want`; None without content or without a session."""
         if self.state is not SessionState.OPEN or not self._worth_sending(lease_want):
             return None
         stalled = self.stalled if self.stalled != self._told_stalled else None

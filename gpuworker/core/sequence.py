@@ -93,11 +93,11 @@ class Sequence:
 
     @property
     def draining(self) -> bool:
-        """Whether the sequence is out of all later plans and keeps its row only for steps in flight."""
+        """Whether the sequence is out of all later plans and keeps its block table only for steps in flight."""
         return self.phase in (SequencePhase.DRAINING_FINISH, SequencePhase.DRAINING_PREEMPT)
 
     def start(self, block_table: tuple[BlockId, ...], cached_tokens: int) -> None:
-        """Run on `block_table`. Hits count at the first admission only; what a later one repeats is recomputed work."""
+        """Run on `block_table`. Only the first admission counts cached tokens: later ones repeat its work."""
         self.phase = SequencePhase.RUNNING
         self.block_table = list(block_table)
         self.snapshot = block_table
@@ -107,20 +107,19 @@ class Sequence:
             self.cached_tokens = cached_tokens
 
     def requeue(self) -> None:
-        """Wait again, after a preemption, with every token that is known."""
+        """Wait again, after a preemption, with all tokens so far."""
         self.phase = SequencePhase.WAITING
         self.recompute_below = max(self.recompute_below, self.num_computed_tokens)
         self.block_table, self.snapshot, self.num_computed_tokens = [], None, 0
         self.preemptions += 1
 
     def blocks(self) -> tuple[BlockId, ...]:
-        """Return the row as a tuple, made anew only after it changed."""
+        """Return the block table as a tuple, rebuilt only after a change."""
         if self.snapshot is None:
             self.snapshot = tuple(self.block_table)
         return self.snapshot
 
     def append_block(self, block: BlockId) -> None:
-        """Add a block at the end of the row."""
         self.block_table.append(block)
         self.snapshot = None
 
@@ -136,7 +135,7 @@ class Sequence:
         return new.stop.ending(token, length - self.prompt_tokens, length, self.limit)
 
     def reserve(self) -> Reserve:
-        """Return what the manager must know to queue this sequence, at its present length."""
+        """Return the reservation that queues this sequence at the manager, at its present length."""
         new = self.new
         return Reserve(
             sequence=new.sequence,

@@ -1,7 +1,7 @@
 """Composes one step: decodes come first, chunks of prompts fill the rest of one token budget.
 
-Readiness is a property of blocks: a sequence computes from its first slot that nobody has filled, whichever sequence
-filled the slots before. A shared prefix has no owner, so nothing is lost when one of the sequences that share it ends.
+Readiness is a property of blocks: a sequence computes from its first unfilled slot on, whichever sequence filled the
+earlier slots. A shared prefix has no owner, so nothing is lost when one of the sequences that share it ends.
 """
 
 from __future__ import annotations
@@ -47,15 +47,12 @@ class StepScheduler:
 
     @property
     def running(self) -> int:
-        """How many sequences are running."""
         return len(self.decoding) + len(self.prefilling)
 
     def add(self, sequence: Sequence) -> None:
-        """Let an admitted sequence take part in steps."""
         insort(self.prefilling, sequence, key=_seniority)
 
     def remove(self, sequence: Sequence) -> None:
-        """Leave a sequence out of all later steps."""
         (self.prefilling if sequence in self.prefilling else self.decoding).remove(sequence)
 
     def compose(self) -> Composition:
@@ -110,7 +107,7 @@ class StepScheduler:
             insort(self.decoding, sequence, key=_seniority)
 
     def advance(self, sequence: Sequence) -> None:
-        """Move past positions that any row has filled; the last known token is left for the sequence itself."""
+        """Move past positions that any row has filled; the sequence computes its last token itself."""
         last, size, fill = len(sequence.tokens) - 1, self.block_size, self.blocks.fill
         block_table = sequence.block_table
         while sequence.num_computed_tokens < last:

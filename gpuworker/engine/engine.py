@@ -58,7 +58,7 @@ class _Gathered:
         return bool(self.tokens or self.admitted or self.finished or self.preempted or self.chunks)
 
     def pack(self, step: int) -> EngineOutputs:
-        """Return it all, and forget it."""
+        """Return the gathered outputs and clear them."""
         outputs = EngineOutputs(
             step,
             tuple(self.admitted),
@@ -116,7 +116,6 @@ class Engine:
     # ------------------------------------------------------------ any thread
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -139,7 +138,7 @@ class Engine:
         self.wake()
 
     def cancel(self, sequence: SequenceId, reason: FinishReason) -> None:
-        """End a sequence early, in whatever state it is; unknown ones are ignored."""
+        """End a sequence early, in any state; unknown ones are ignored."""
         self._commands.append((sequence, reason))
         self.wake()
 
@@ -160,7 +159,7 @@ class Engine:
     def _run(self) -> None:
         try:
             while True:
-                self._wake.clear()  # before the queues are read: whatever comes later wakes the thread again
+                self._wake.clear()  # before the queues are read: later entries wake the thread again
                 if self._stopping and not self._flights and not self._commands:
                     break
                 if not self.turn():
@@ -314,7 +313,7 @@ class Engine:
                 self._outputs.chunks.append(chunk)
 
     def _settle(self, completion: Completion) -> None:
-        """Take over what ended or lost its blocks."""
+        """Process sequences that ended or lost their blocks."""
         for end in completion.finished:
             self._outputs.finished.append(end)
             self._requests.pop(end.sequence, None)
@@ -325,7 +324,7 @@ class Engine:
             self._in_runner.discard(sequence)
 
     def _fail(self, failure: EngineFailure) -> None:
-        """A step failed: the KV content is unknown. End every sequence, and begin again as a new incarnation."""
+        """Handle a failed step, which voids the KV content: end every sequence and begin a new incarnation."""
         log.error("a step failed; every sequence of this worker ends: %s", failure)
         for flight in self._flights:
             flight.result.exception()  # the steps queued behind it have failed too, or fail at once

@@ -75,11 +75,10 @@ class _Connection:
     answered: bool = False
     sent: int = 0
     received: int = 0
-    # When the latest messages were queued, by number; an old message without an answer is forgotten.
+    # When the latest messages were queued, by number; old messages without an answer are dropped.
     queued: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_UNANSWERED))
 
     def put(self, message: kvmanager_pb2.SessionRequest) -> None:
-        """Queue a message for the writer."""
         assert self.session is not None
         self.sent += 1
         self.queued.append((self.sent, time.perf_counter()))
@@ -146,7 +145,7 @@ class LeaseClient:
     # ------------------------------------------------------------ engine's thread
 
     def poll(self) -> list[LeaseEvent]:
-        """Return what arrived since the last call, in order; a Connected voids everything before it."""
+        """Return the events since the last call, in order; a Connected voids everything before it."""
         arrived: list[LeaseEvent] = []
         while self._events:
             number, event = self._events.popleft()
@@ -178,7 +177,7 @@ class LeaseClient:
     def _offer(self, number: int, attach: Attach, inventory: Inventory) -> None:
         connection = self._connection
         if connection is None or connection.number != number:
-            self._post(Detached(attach.session))  # its connection is gone; the next connection asks again
+            self._post(Detached(attach.session))  # its connection is gone; the next connection requests a new Attach
             return
         if connection.session is not None:  # a stream carries one session
             self._post(Detached(attach.session))
@@ -238,7 +237,7 @@ class LeaseClient:
                 call.cancel()
 
     async def _serve(self, connection: _Connection) -> None:
-        """Serve a stream until either side ends it. Raises what it ended with, if that was an error."""
+        """Serve a stream until either side ends it. Raises the error that ended the stream, if any."""
         self._connection = connection
         self._post(Connected())
         reader, writer = asyncio.create_task(self._read(connection)), asyncio.create_task(self._write(connection))
@@ -264,7 +263,7 @@ class LeaseClient:
             try:
                 await connection.call.write(message)
             except (aio.AioRpcError, asyncio.InvalidStateError):
-                return  # the reader sees why
+                return  # the reader reports the cause
 
     async def _read(self, connection: _Connection) -> None:
         async for response in connection.call:

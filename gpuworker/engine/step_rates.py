@@ -63,7 +63,7 @@ class StepRates:
 
     @property
     def mixed_times(self) -> StepTimes:
-        """The times of steps that prefilled something."""
+        """The times of steps with prefill."""
         return self._mixed.times()
 
     def predict(self, plan: StepPlan) -> float:
@@ -74,12 +74,11 @@ class StepRates:
         return self.decode_step + self.prefill_token * prefilled
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
-        """Take in a completed step."""
         prefilled = prefill_tokens(plan)
         (self._mixed if prefilled else self._decodes).add(seconds)
         if prefilled == 0 or seconds < self.decode_step:
-            # A whole step, prefill and all, that is quicker than a decode is said to be: decodes were disturbed when
-            # that was learnt, and where requests ask for one token no other step ever shows it.
+            # A step with prefill that is quicker than the learnt decode step shows that disturbed steps were learnt.
+            # Where every request asks for one token, no step of decodes alone corrects the average.
             self.decode_step = _blend(self.decode_step, seconds)
         elif prefilled >= _ENOUGH_PREFILL:
             self.prefill_token = _blend(self.prefill_token, max(0.0, seconds - self.decode_step) / prefilled)

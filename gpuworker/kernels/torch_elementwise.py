@@ -11,7 +11,7 @@ from torch.nn.functional import silu
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return x / sqrt(mean(x²) + eps) * weight over the last axis, whatever stands before it."""
+    """Return x / sqrt(mean(x²) + eps) * weight over the last axis, for any leading axes."""
     exact = x.float()
     scaled = exact * torch.rsqrt(exact.square().mean(dim=-1, keepdim=True) + eps)
     return (scaled * weight.float()).to(x.dtype)

@@ -74,13 +74,13 @@ def write_kv(cache: KvCache, layer: int, slots: torch.Tensor, key: torch.Tensor,
 
 @triton.jit
 def made_finite(x, LARGEST: tl.constexpr):
-    """Return float32 x with 0 for NaN and ±LARGEST for what lies beyond it."""
+    """Return float32 x with 0 for NaN and ±LARGEST for larger magnitudes."""
     return tl.minimum(tl.maximum(tl.where(x == x, x, 0.0), -LARGEST), LARGEST)
 
 
 @triton.jit
 def inverse_scale(amax, LARGEST: tl.constexpr):
-    """Return what a head's values are multiplied with before they are stored, 0 for a head of zeros."""
+    """Return the factor by which a head's values are multiplied before they are stored, 0 for a head of zeros."""
     return tl.where(amax > _SMALLEST_AMAX, LARGEST / tl.maximum(amax, _SMALLEST_AMAX), 0.0)
 
 

@@ -47,7 +47,7 @@ def rope_and_write(
     """Write K and V of a layer into the cache and return the queries, [T, num_heads, head_dim].
 
     qkv [T, (num_heads + 2 * kv_heads) * head_dim], rows contiguous: queries, keys, values; table as of `rope_table`;
-    positions [T]; slots [T] int32, where -1 is written nowhere. Halves of a head turn together (x_i with x_{i + d/2}).
+    positions [T]; slots [T] int32, where -1 is written nowhere. Halves of a head rotate in pairs (x_i, x_{i + d/2}).
     K and V heads have one size, of the cache.
     """
     geometry = cache.geometry
@@ -92,13 +92,13 @@ def rope_and_write(
 
 
 def rope_warps(group: int, head_dim: int) -> int:
-    """Return how many warps turn one group of heads: about 8 values a thread, loaded as 16 bytes."""
+    """Return how many warps apply rope to one group of heads: about 8 values a thread, loaded as 16 bytes."""
     return min(max(int(triton.next_power_of_2(group * head_dim)) // 256, 1), 8)
 
 
 @triton.jit
 def _apply_rope(first, second, cos, sin):
-    """Turn the halves of heads by the angles of their position."""
+    """Rotate the halves of heads by the angles of their position."""
     return first * cos - second * sin, second * cos + first * sin
 
 

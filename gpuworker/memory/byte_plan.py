@@ -17,7 +17,7 @@ _CONTEXTS = (1024, 4096, 16384)
 
 
 def bytes_per_block(geometry: KvGeometry, block_size: int) -> int:
-    """Return what one block takes in all layers, K, V and their scales together, in bytes."""
+    """Return the bytes of one block in all layers, K, V and their scales together."""
     per_head = (geometry.head_dim_k + geometry.head_dim_v) * KV_BYTES[geometry.dtype]
     if geometry.dtype in SCALED:
         per_head += 2 * _SCALE_BYTES
@@ -26,7 +26,7 @@ def bytes_per_block(geometry: KvGeometry, block_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class BytePlan:
-    """Bytes on one device, and what fits in the blocks."""
+    """The uses of one device's memory in bytes, and the capacity of the blocks."""
 
     device: str
     total: int
@@ -45,7 +45,6 @@ class BytePlan:
 
     @property
     def kv(self) -> int:
-        """Bytes of the KV cache."""
         return self.num_blocks * self.block_bytes
 
     def sequences_of(self, tokens: int) -> int:
@@ -53,7 +52,6 @@ class BytePlan:
         return self.num_blocks // -(-tokens // self.block_size)
 
     def lines(self) -> list[str]:
-        """Return the plan as lines of text."""
         left = self.free - self.activations - self.graphs - self.token_table - self.kv
         blocks = (
             f"{self.num_blocks} blocks of {self.block_size} slots in {self.kv_dtype}, {in_words(self.block_bytes)} each"
@@ -76,7 +74,7 @@ class BytePlan:
 
 
 def in_words(count: int) -> str:
-    """Return a number of bytes as people read it, e.g. "1.5 GiB"."""
+    """Return a number of bytes with its unit, e.g. "1.5 GiB"."""
     for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if abs(count) >= unit:
             return f"{count / unit:.1f} {name}"

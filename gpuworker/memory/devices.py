@@ -95,7 +95,6 @@ def free_bytes(device: torch.device) -> int:
 
 
 def total_bytes(device: torch.device) -> int:
-    """Return the memory of the device in bytes."""
     if device.type == "cuda":
         total: int = torch.cuda.mem_get_info(device)[1]
         return total

@@ -26,7 +26,7 @@ _CUTS: Sequence[tuple[int, ...]] = ((33, 1, 30, 32), (7, 64, 1, 24), (1,) * _TOK
 
 
 def refuse_unequal_bits(model: StepModel, geometry: KvGeometry, backend: Callable[[KvCache], AttentionBackend]) -> None:
-    """Raise Unsupported, saying where, when the bits of some logits depend on how steps are composed."""
+    """Raise Unsupported, with the place, when the bits of some logits depend on how steps are composed."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(model.vocab_size, (_ROWS, _TOKENS), generator=generator).to(model.device)
     alone = _run(model, geometry, backend, tokens[:1], (_TOKENS,))
@@ -57,7 +57,7 @@ def _run(
     starts = np.cumsum(lengths, axis=1, dtype=np.int32) - lengths
     logits = []
     for start, length in zip(starts.T, lengths.T, strict=True):
-        # Decodes stand first, as attention wants them; the first sequence behind its like, unlike when it is alone.
+        # Decodes stand first, as attention requires. Among its kind the first sequence comes last, unlike when alone.
         order = np.array(sorted(range(rows), key=lambda row: (length[row] > 1, row == 0)))
         packed = pack_rows(start[order], length[order], table[order], _BLOCK_SIZE)
         positions, *tables = to_device([packed.positions, *attention_arrays(packed)], device)

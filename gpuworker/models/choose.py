@@ -107,7 +107,7 @@ def why_not_native(config: PretrainedConfig, source: ModelSource, device: torch.
 def _open(
     directory: Path, config: PretrainedConfig, source: ModelSource, device: torch.device, backend: Backend
 ) -> tuple[LlamaModel, KvGeometry]:
-    """Load a model and test it. Raises Unsupported, saying why, where it does not come out right."""
+    """Load a model and test it. Raises Unsupported, with the reason, when the test fails."""
     spec, precision = llama_spec(config), precision_of(source, config)
     assert spec is not None
     load = load_native if device.type == "cpu" else load_on_gpu

@@ -41,9 +41,9 @@ class Limit:
 
 
 _EXACT = Limit(2e-3)
-# In 16 bits a token may go to another expert, which throws a few positions off; wrong attention throws off about half.
+# In 16 bits a token may go to another expert, which changes a few positions; wrong attention changes about half.
 _ROUGH = Limit(2e-1, share=0.8)
-# What rounding K and V alone may change: 0.26 was seen, with fp8 and weights drawn widely.
+# The largest change by rounding K and V alone: 0.26 was measured, with fp8 and random weights of large deviation.
 _ROUNDED = Limit(5e-1, share=0.5)
 
 
@@ -57,7 +57,6 @@ class CallRecorder:
     def write_and_attend(
         self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """See `AttentionBackend`."""
         self.layers.append(layer)
         self.shapes.append((key.shape[1], key.shape[2], value.shape[2]))
         return attend_packed(layer, query, key, value)
@@ -72,7 +71,6 @@ class RoundedAttention:
     def write_and_attend(
         self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """See `AttentionBackend`."""
         return attend_packed(layer, query, as_kept(key, self._kv_dtype), as_kept(value, self._kv_dtype))
 
 
@@ -99,8 +97,8 @@ def self_test(
 ) -> KvGeometry:
     """Run the test and return the shape of a token's K/V as the layers really make it.
 
-    With an `other` model it is that one, of the same weights, that runs on the cache and is held to `model`; `rough`:
-    it rounds more than its type says. Raises Unsupported, saying why, when the model cannot be served.
+    `other` is a model of the same weights that runs on the cache instead and is compared with `model`; `rough` means
+    that it rounds more than its type does. Raises Unsupported, with the reason, when the model cannot be served.
     """
     try:
         return _run(model, backend, other or model, rough)
@@ -130,7 +128,7 @@ def _run(
 
 
 def _rounded_logits(model: TransformersModel, tokens: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Return logits [2, T, vocab] on K and V rounded to the cache's type; refuse a type that the model cannot bear."""
+    """Return logits [2, T, vocab] on K and V rounded to the cache's type; refuse a type with too large an error."""
     everything, attention = torch.arange(_TOKENS, device=model.device), RoundedAttention(model.kv_dtype)
     rounded = torch.stack([model.forward(row, everything, everything, attention) for row in tokens])
     what = f"{model.config.model_type} cannot be served with K and V in {model.kv_dtype}: rounded to it"
@@ -185,7 +183,7 @@ def _limit(model: TransformersModel, kv_dtype: str = "float32") -> Limit:
 
 
 def _compare(ours: torch.Tensor, expected: torch.Tensor, limit: Limit, how: str) -> None:
-    """Refuse logits [N, vocab] that differ from what is expected by more than the limit."""
+    """Refuse logits [N, vocab] that differ from the expected ones by more than the limit."""
     centred = expected - expected.mean(dim=-1, keepdim=True)
     errors = (ours - expected).norm(dim=-1) / centred.norm(dim=-1).clamp_min(1e-6)
     error = float(errors.quantile(limit.share))

@@ -13,14 +13,10 @@ class StepModel(Protocol):
     """A causal language model over a paged cache. Used by one thread."""
 
     @property
-    def device(self) -> torch.device:
-        """Where its weights are."""
-        ...
+    def device(self) -> torch.device: ...
 
     @property
-    def vocab_size(self) -> int:
-        """Width of the logits."""
-        ...
+    def vocab_size(self) -> int: ...
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, sink: AttentionBackend, /

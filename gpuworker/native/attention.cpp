@@ -33,7 +33,7 @@ const float* widen(const T* from, int count, float* to) {
   return to;
 }
 
-// A head of a token as floats: where it lies, or converted to `to`, which has room for a multiple of kLanes.
+// A head of a token as floats: in place, or converted to `to`, which has room for a multiple of kLanes.
 const float* as_floats(const Rows& rows, int64_t token, int head, int count, float* to) {
   const int64_t at = token * rows.token_stride + head * rows.head_stride;
   switch (rows.type) {

@@ -1,4 +1,4 @@
-// The C interface of paged attention: opens the parallel region around what attention.h offers to a team.
+// The C interface of paged attention: opens the parallel region around the functions of attention.h.
 #include "attention.h"
 #include "attention_plan.h"
 #include "simd.h"
@@ -55,7 +55,7 @@ float quire_read(const void* from, int64_t bytes, int32_t threads) {
   run_team(threads, [&](const Team& team) {
     const float sum = read_part(static_cast<const float*>(from), team.share(bytes / 4, kGrain));
     if (team.rank() == 0) total.store(sum);
-    if (sum == 1.0f) total.store(sum);  // so that no member's reads are thought useless
+    if (sum == 1.0f) total.store(sum);  // keeps the compiler from removing the reads
   });
   return total.load();
 }

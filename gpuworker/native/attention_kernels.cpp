@@ -1,4 +1,4 @@
-// What the two attention kernels share; see attention_kernels.h.
+// The common parts of the two attention kernels; see attention_kernels.h.
 #include "attention_kernels.h"
 
 namespace quire {

@@ -1,4 +1,4 @@
-// What the two attention kernels share: what they work on, where blocks lie, and what becomes of a finished query.
+// The common parts of the two attention kernels: their inputs, the addresses of blocks, and the end of a query.
 #pragma once
 
 #include "attention_plan.h"
@@ -24,7 +24,7 @@ constexpr int kRuns = kTile / kRun;
 
 // Of the 64 positions from `base` (a multiple of 64): each run's first slot as an index into
 // [layer, block, kv_head, block_size]. Runs outside the item repeat its first or last one: they are masked later, and
-// memory that nobody wrote is not read.
+// unwritten memory is not read.
 void find_runs(const Work&, const Item&, int base, int64_t* runs);
 
 // Result of a query's head over some positions: acc = sum of 2^(score - most) · value, sum that of the powers.
@@ -38,13 +38,13 @@ inline float* part_at(const Work& work, int32_t part, int head) {
   return work.parts + (static_cast<size_t>(part) * work.plan.num_heads + head) * part_floats(work.cache);
 }
 
-// total := total and part together. The same arithmetic wherever it is called: it decides what `deterministic` means.
+// total := total and part together. Every caller uses this one arithmetic, on which `deterministic` depends.
 void fold(Part& total, const Part& part, int head_dim_v);
 
 // Writes acc / sum, with the head's sink in the denominator, to the output. Overwrites acc.
 void finish(const Work&, int32_t token, int head, Part& part);
 
-// Writes a result where the query says: to its part, or finished to the output.
+// Writes a result to the query's part, or, finished, to the output.
 void deliver(const Work&, const Query&, int head, Part& part);
 
 // The query of a head as floats; `to` has room for a multiple of 32, filled up with zeros.
@@ -64,8 +64,8 @@ inline void prefetch(const void* from, size_t bytes) {
   for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch(p + at, 0, 3);
 }
 
-// Fetches runs of K or V, a few lines at a time between other work: a core has so many requests under way and no more,
-// and what comes after them waits, so that requests in bursts take turns with the arithmetic instead of hiding behind it.
+// Fetches runs of K or V, a few lines at a time between other work. A core has a limited number of requests in flight;
+// bursts of requests would wait for each other, and the arithmetic would wait for them.
 class Fetcher {
  public:
   // So many calls of some() fetch all `bytes` of each of kRuns runs; with no calls to come, nothing.

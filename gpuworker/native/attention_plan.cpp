@@ -28,7 +28,7 @@ namespace {
 // Slots that are worth a piece of their own; lanes from which on a tile of queries beats one query after the other; lanes
 // of a deterministic piece, which always takes one after the other.
 constexpr int kMinChunk = 128, kTileLanes = 14, kFixedLanes = 32;
-// Pieces a member, at least, where the costs allow: the rest of an unlucky draw is then a small part of the whole.
+// The least number of pieces a member, where the costs allow: uneven work then ends in a small part of the whole.
 constexpr int kPiecesEach = 4;
 // Positions that a prefix must share, and reads that sharing must save, to be worth parts that are merged later.
 constexpr int kMinShared = 64, kMinSaved = 256;
@@ -68,7 +68,7 @@ class Planner {
   void close_span(int row, int begin, int end, int count) {
     const int lanes = count * heads_;
     const bool tiles = !plan_.deterministic && lanes >= kTileLanes;
-    // Nanoseconds a slot, as measured at head_dim 64: few lanes wait for memory, a vector of lanes costs what it costs.
+    // Nanoseconds a slot, as measured at head_dim 64: few lanes wait for memory, more lanes cost a vector each.
     const float slot = tiles ? 8.0f + 12.0f * ((lanes + 15) / 16) : std::max(9.0f, 1.0f + 1.3f * lanes);
     spans_.push_back({row, begin, end, static_cast<int32_t>(queries_.size()) - count, count, tiles, slot * (end - begin), 1});
   }
@@ -109,7 +109,7 @@ class Planner {
     return static_cast<int>(std::mismatch(table(a), table(a) + most, table(b)).first - table(a));
   }
 
-  // Rows rows[from : to] agree in their first `depth` blocks, which others have taken care of.
+  // Rows rows[from : to] agree in their first `depth` blocks, which earlier spans cover.
   void share(const std::vector<int>& rows, const std::vector<int>& alike, size_t from, size_t to, int depth) {
     if (to - from < 2) return;
     const int common = *std::min_element(alike.begin() + from + 1, alike.begin() + to);
@@ -148,7 +148,7 @@ class Planner {
       const int length = span.end - span.begin;
       if (plan_.members == 1 || span.cost <= limit) continue;
       if (plan_.deterministic) {
-        // Parts are merged as they would have been folded: one by one. So each is one fold, and only decodes are cut.
+        // Parts are merged in the order of the folds, one by one. So each part is one fold, and only decodes are cut.
         if (span.count == 1) span.chunks = (span.end + kFold - 1) / kFold - span.begin / kFold;
       } else {
         span.chunks = std::max(1, std::min(static_cast<int>(span.cost / limit) + 1, length / kMinChunk));

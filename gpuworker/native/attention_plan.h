@@ -29,7 +29,7 @@ struct Item {
   int32_t begin, end;    // positions that any of its queries attends to here
   int32_t query, count;  // its queries: window.queries[query : query + count]
   int32_t head, heads;   // query heads head : head + heads, which share a K/V head
-  bool tiles;            // which kernel: a tile of queries against tiles of keys, or one query after the other
+  bool tiles;            // the kernel: a tile of queries against tiles of keys, or one query after the other
   float cost;
 };
 
@@ -46,7 +46,7 @@ struct Window {
   int32_t parts = 0;
 };
 
-// Hands out pieces as Queue does, and starts again by itself once every member has been told that there are no more.
+// Hands out pieces as Queue does, and restarts once every member has received -1.
 class Tickets {
  public:
   // Returns a number below `count`, or -1.
@@ -62,7 +62,7 @@ class Tickets {
   alignas(64) std::atomic<int64_t> next_{0};
 };
 
-// Memory that grows and never shrinks, aligned to a cache line; what it held is lost when it grows.
+// Memory that grows and never shrinks, aligned to a cache line; its contents are lost when it grows.
 class Arena {
  public:
   void reserve(size_t floats);

@@ -42,7 +42,7 @@ struct Wide {
     return sums(acc);
   }
 
-  // Writes weights; what `accumulate` has to multiply by is returned.
+  // Writes weights; returns the factor for `accumulate`.
   static float pack_weights(const Vec (&p)[4], float* to) {
     for (int i = 0; i < 4; ++i) p[i].store(to + i * kLanes);
     return 1.0f;
@@ -158,7 +158,7 @@ struct Int8Numbers {
     return {_mm512_cvtepi32_ps(_mm512_castps_si512(whole))};
   }
 
-  // To the 16 bits that the largest fills; returns the step. 127 · 32767 · 512 stays below 2^31.
+  // Rounds to 16 bits, which the largest number fills; returns the step. 127 · 32767 · 512 stays below 2^31.
   static float pack_query(float* query, int dim) {
     Vec most = Vec::zero();
     for (int i = 0; i < dim; i += kLanes) most = max(most, abs(Vec::load(query + i)));
@@ -216,7 +216,7 @@ struct Pairs {
     return Numbers::sums(acc);
   }
 
-  // Even and odd pairs of slots have accumulators of their own: a chain of sums is as slow as each of them is late.
+  // Even and odd pairs of slots have separate accumulators: dependent sums wait for the latency of each addition.
   template <int Q, int Columns, bool Whole>
   static void accumulate(const Number* const* runs, int dim, int column, const Lanes<Q>& lanes, Fetcher& fetcher) {
     Acc low[2][Q][Columns], high[2][Q][Columns];
@@ -506,7 +506,7 @@ class RowsKernel {
 
 template <typename Kind>
 void run(const Work& work, const Item& item, const Item* before, const Item* after, float* scratch) {
-  // An item of tiles between would have taken the fetched lines' place.
+  // An item of tiles in between would have evicted the fetched lines.
   RowsKernel<Kind>(work, item, scratch).run(before && !before->tiles, after && !after->tiles ? after : nullptr);
 }
 

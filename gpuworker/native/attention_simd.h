@@ -1,5 +1,5 @@
-// What attention needs of vectors beyond simd.h: powers of two, masks by position, sums of sixteen vectors at once, and
-// (AVX-512) dot products of pairs of bf16 or of 16-bit integers.
+// The vector operations of attention beyond simd.h: powers of two, masks by position, sums of sixteen vectors at once,
+// and (AVX-512) dot products of pairs of bf16 or of 16-bit integers.
 #pragma once
 
 #include <limits>
@@ -13,7 +13,7 @@
 namespace quire {
 
 constexpr float kLog2E = 1.44269504f;
-// Stands for the largest score where there is none yet: finite, so that differences are numbers.
+// The largest score before the first one: finite, so that differences are numbers.
 constexpr float kNoScore = -1e30f;
 constexpr float kMasked = -std::numeric_limits<float>::infinity();
 
@@ -79,7 +79,7 @@ inline Vec counting() {
 
 #if defined(__AVX512F__)
 
-// Lane i is the sum of the lanes of a[i], by shuffles and `add` of what lies in registers: floats or integers.
+// Lane i is the sum of the lanes of a[i], by shuffles and `add` on registers of floats or integers.
 template <typename Add>
 inline __m512 sum_lanes(const __m512 (&a)[kLanes], Add add) {
   __m512 fours[4];
@@ -144,7 +144,7 @@ struct Interleaved {
 inline Interleaved interleave(__m512i a, __m512i b) {
   return {_mm512_unpacklo_epi16(a, b), _mm512_unpackhi_epi16(a, b)};
 }
-// What was accumulated on the two halves of Interleaved, in the order of the numbers: 0-15 and 16-31.
+// The sums accumulated on the two halves of Interleaved, in the order of the numbers: 0-15 and 16-31.
 inline void in_order(__m512 low, __m512 high, Vec& first, Vec& second) {
   const __m512i lower = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
   const __m512i upper = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);

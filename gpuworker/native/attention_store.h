@@ -10,15 +10,15 @@
 
 namespace quire {
 
-// Where a slot of a head lies, as an index into [layer, block, kv_head, block_size]; slot = block * block_size + offset.
+// The index of a slot of a head in [layer, block, kv_head, block_size]; slot = block * block_size + offset.
 inline int64_t slot_index(const quire_cache& cache, int layer, int64_t slot, int kv_head) {
   const int64_t block = slot / cache.block_size, offset = slot % cache.block_size;
   return ((layer * static_cast<int64_t>(cache.num_blocks) + block) * cache.num_kv_heads + kv_head) * cache.block_size +
          offset;
 }
 
-// The number itself if it is finite, 0 for NaN, ±most for what is larger: what is written to the cache is finite, so that
-// a masked slot weighs nothing whoever wrote it (0 * inf is not 0).
+// The number itself if it is finite, 0 for NaN, ±most for larger numbers. Numbers in the cache are finite, so that a
+// masked slot adds nothing (0 * inf is not 0).
 inline float finite(float x, float most) { return x != x ? 0.0f : x < -most ? -most : x > most ? most : x; }
 inline Vec finite(Vec x, float most) { return min(max(number_or_zero(x), Vec::all(-most)), Vec::all(most)); }
 
@@ -46,7 +46,7 @@ inline float store_int8(int8_t* to, const float* from, int count) {
   return scale;
 }
 
-// k [head_dim_k], v [head_dim_v]. May be called by several threads, each for (slot, head)s of its own.
+// k [head_dim_k], v [head_dim_v]. Several threads may call this, each for other (slot, head) pairs.
 inline void store_slot(const quire_cache& cache, int layer, int64_t slot, int kv_head, const float* k, const float* v) {
   const int64_t index = slot_index(cache, layer, slot, kv_head);
   const int dk = cache.head_dim_k, dv = cache.head_dim_v;

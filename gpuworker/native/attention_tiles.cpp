@@ -4,7 +4,7 @@
 // Vectors run across lanes: scores [slot][lane], weights [slot][lane], sums [column][lane]. So a number of K or of V is
 // broadcast straight from its block, maxima and sums of the softmax need no shuffles, and each lane has limits of its own.
 // Where pairs can be multiplied (bf16 caches; int8 too, whose numbers are bf16 numbers), a broadcast is two neighbouring
-// columns of K, or two slots of V, which are interleaved first. Else what is not float is widened tile by tile.
+// columns of K, or two slots of V, which are interleaved first. Otherwise numbers other than float are widened by tile.
 #include <type_traits>
 
 #include "attention_kernels.h"
@@ -128,7 +128,7 @@ class TilesKernel {
   static void put(float& to, float x) { to = x; }
   static void put(bf16& to, float x) { to = to_bf16(x); }
 
-  // Where the runs of a tile lie that is to be loaded next.
+  // The addresses of the runs of the tile that is loaded next.
   void find_next(int base) {
     find_runs(work_, item_, base, next_runs_);
     for (int run = 0; run < kRuns; ++run) {
@@ -137,7 +137,7 @@ class TilesKernel {
     }
   }
 
-  // K of each run as `score` wants it, and V as `accumulate` does.
+  // K of each run in the layout of `score`, and V in that of `accumulate`.
   void load_tile(int base) {
     slots_ = std::min(kTile, padded(item_.end - base, kRun));
     for (int run = 0; run < slots_ / kRun; ++run) {
@@ -404,7 +404,7 @@ class TilesKernel {
 
   void close() {
     for (int lane = 0; lane < lanes_; ++lane) {
-      float* row = scores_;  // done with
+      float* row = scores_;  // no longer needed
       for (int i = 0; i < dv_; ++i) row[i] = sums_[i * wide_ + lane];
       Part part{most_[lane], sum_[lane], row};
       deliver(work_, query_of(lane), head_of(lane), part);

@@ -39,14 +39,14 @@ class NoCompiler(Exception):
 
 
 def library(level: str) -> Path:
-    """Return where the library of a level lies once it is built."""
+    """Return the path of a level's library after the build."""
     return BUILT / f"libquire_cpu.{level}.so"
 
 
 def build(force: bool = False) -> list[Path]:
-    """Compile what has changed, several files at a time; return the libraries, one for each level.
+    """Compile changed files, several at a time; return the libraries, one for each level.
 
-    Raises NoCompiler, with the compiler's words.
+    Raises NoCompiler, with the compiler's message.
     """
     BUILT.mkdir(exist_ok=True)
     with (BUILT / "lock").open("w") as lock:
@@ -61,7 +61,7 @@ def build(force: bool = False) -> list[Path]:
 
 
 def _fingerprint(source: Path, command: list[str]) -> str:
-    """Return what an object depends on: its source, all headers, and the command."""
+    """Return a digest of an object's inputs: its source, all headers, and the command."""
     digest = hashlib.sha256(shlex.join(command).encode())
     for path in [source, *sorted(SOURCE.glob("*.h"))]:
         digest.update(path.name.encode() + path.read_bytes())

@@ -23,7 +23,7 @@ inline bool before(const Candidate& a, const Candidate& b) {
   return a.weight > b.weight || (a.weight == b.weight && a.id < b.id);
 }
 
-// What one thread works with; counts are zero between two rows.
+// The scratch memory of one thread; counts are zero between two rows.
 struct Scratch {
   std::vector<float> weights;
   std::vector<int32_t> known, output;
@@ -99,7 +99,7 @@ double exponentials(const float* x, int64_t n, float temperature, float most, st
   return sum;
 }
 
-// ------------------------------------------------------------------ before the draw
+// ------------------------------------------------------------------ before sampling
 
 void penalise(const quire_draw_row& row, const int32_t* tokens, int64_t known, float* logits, int64_t vocab) {
   Scratch& scratch = Scratch::mine();
@@ -123,7 +123,7 @@ void penalise(const quire_draw_row& row, const int32_t* tokens, int64_t known, f
 
 constexpr int64_t kWord = 32;  // tokens in a word of a mask
 
-// Leaves nothing to what the row's mask does not allow.
+// Forbids all tokens that the row's mask does not allow.
 void forbid(const quire_masks& masks, int64_t index, float* logits, int64_t vocab) {
   if (masks.of[index] < 0) return;
   const uint32_t* bits = masks.bits + masks.of[index] * masks.words;
@@ -140,7 +140,7 @@ void forbid(const quire_masks& masks, int64_t index, float* logits, int64_t voca
   }
 }
 
-// Waits until the masks are filled. The forward is done: the team has nothing else to do, so it need not spin for long.
+// Waits until the masks are filled. The forward is done and the team is idle, so the wait need not spin for long.
 void await(const quire_masks& masks) {
   std::atomic<uint32_t>& ready = *reinterpret_cast<std::atomic<uint32_t>*>(masks.ready);
   *masks.waited = 0.0;
@@ -166,7 +166,7 @@ void best_of(const float* x, int64_t n, size_t count, std::vector<Candidate>& fo
   found.clear();
   count = std::min<size_t>(count, n);
   if (!count) return;
-  // The heap's top is the last of those that are kept. Ids rise, so an equal one that comes later stays out.
+  // The heap's top is the last of the kept ones. Ids rise, so a later equal value is left out.
   int64_t i = 0;
   for (; i < static_cast<int64_t>(count); ++i) found.push_back({x[i], static_cast<int32_t>(i)});
   std::make_heap(found.begin(), found.end(), before);
@@ -196,7 +196,7 @@ void tell_logprobs(const quire_draw& draw, int64_t index, const float* logits, i
   }
 }
 
-// ------------------------------------------------------------------ the draw
+// ------------------------------------------------------------------ sampling
 
 // A number in [0, 1) with 53 random bits for (seed, position): splitmix64, keyed twice, as `uniforms` in sampler.py.
 uint64_t mix(uint64_t x) {
@@ -262,8 +262,8 @@ size_t best_that_reach(double limit, std::vector<Candidate>& found) {
   return begin - found.begin();
 }
 
-// Leaves in `found` what the row may draw, by rising id: the first top_k, of those the fewest whose share reaches top_p,
-// of those the ones at least min_p times as likely as the first, whose weight is 1.
+// Leaves in `found` the tokens that the row may sample, by rising id: the first top_k, of those the fewest whose share
+// reaches top_p, of those the ones at least min_p times as likely as the first, whose weight is 1.
 void truncate(const quire_draw_row& row, int64_t vocab, double total, Scratch& scratch) {
   std::vector<Candidate>& found = scratch.candidates;
   double whole = total;

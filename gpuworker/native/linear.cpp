@@ -1,4 +1,4 @@
-// The product: work handed out in tasks of one block of rows and one or two panels, and what becomes of the sums.
+// The product: tasks of one block of rows and one or two panels, and the stores of the sums.
 #include "linear.h"
 
 #include <algorithm>
@@ -126,8 +126,8 @@ class Product {
     tile.first = step == 0;
     tile.sums_stride = kSums;
     tile.x_sums_stride = layout_.groups;
-    // A single tile passes each weight once and brings what it soon needs; of several, each brings its part of the
-    // next block.
+    // A single tile reads each weight once and prefetches its own next lines; of several tiles, each prefetches its
+    // part of the next block.
     tile.near = task.tiles == 1;
     tile.panel_end = layout_.panel(w_, task.panel) + layout_.panel_bytes;
     tile.next = b.next ? b.next : tile.panel_end;
@@ -155,7 +155,7 @@ class Product {
     }
   }
 
-  // Makes floats of the integers of a block, in the layout of the float kind; the scales keep their place.
+  // Converts the integers of a block to floats, in the layout of the float kind; the scales keep their place.
   void unpack(Tile& tile, Scratch& scratch) const;
 
   int64_t input_bytes_each() const {
@@ -167,7 +167,7 @@ class Product {
     return out_.store == QUIRE_STORE_BF16 || out_.store == QUIRE_STORE_SILU_BF16 ? 2 : 4;
   }
 
-  // Has the lines that will be written come while the sums are computed: each row's are on a page of their own.
+  // Prefetches the output lines while the sums are computed: the lines of each row are on a separate page.
   void fetch_outputs(const Task& task, int64_t begin, int64_t end) const {
     const int64_t each = output_bytes_each(), bytes = task.panels * layout_.unit * each;
     for (int64_t r = begin; r < end; ++r) {
@@ -279,7 +279,7 @@ void linear(const Team&, Queue& queue, const quire_linear& w, const Input& x, in
   const Product product(w, x, rows, out);
   const Plan& plan = product.plan();
   Scratch& scratch = scratch_of_thread();
-  // One task ahead: the end of a task brings the start of the next one from memory.
+  // One task ahead: the end of a task prefetches the start of the next one.
   int64_t now = queue.take();
   while (now < plan.tasks) {
     const int64_t then = queue.take();

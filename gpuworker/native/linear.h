@@ -1,8 +1,8 @@
 // Products of activations with packed weights, y = x · Wᵀ: packing, and the product for a team or as one call.
 //
 // A weight W [N, K] is packed once into panels of 32 of its rows ("columns" of the product), K-major, so that a panel
-// is read from start to end. Every output is one chain of additions over k in an order that the weight alone decides:
-// the number of rows in the batch, the place of a row in it and the number of threads change no bit of a result.
+// is read from start to end. Every output is one sequence of additions over k, in an order that the weight alone
+// decides: the number of rows in the batch, a row's place in it and the number of threads change no bit of a result.
 #pragma once
 
 #include <stddef.h>
@@ -25,7 +25,7 @@ enum quire_linear_kind {
   QUIRE_LINEAR_W8A8 = 6
 };
 
-// A packed weight. Fill in all but `memory`, ask for its bytes, give zeroed memory aligned to 64 bytes, and pack.
+// A packed weight. Fill in all but `memory`, query its bytes, provide zeroed memory aligned to 64 bytes, and pack.
 typedef struct {
   int32_t kind;      // quire_linear_kind
   int32_t group;     // inputs (k) that share a scale, a multiple of 32 that divides k; 0: one scale for each of the n
@@ -37,7 +37,7 @@ typedef struct {
   void *memory;
 } quire_linear;
 
-// Rows of a weight as they lie in a checkpoint; several sources stand one below the other (or paired).
+// Rows of a weight in the layout of a checkpoint; several sources stand one below the other (or paired).
 typedef struct {
   const void *data;     // [rows, k] of `type`, a row every `row_stride` elements; QUIRE_I8 for all the integer kinds
   const float *scales;  // integer kinds: [rows, groups] (groups = 1 without groups), dense
@@ -48,7 +48,7 @@ typedef struct {
   int32_t reserved;
 } quire_source;
 
-// What becomes of a result. The SILU stores give n / 2 columns silu(gate) · up of a paired weight.
+// How a result is stored. The SILU stores give n / 2 columns silu(gate) · up of a paired weight.
 enum quire_store {
   QUIRE_STORE_F32 = 0,
   QUIRE_STORE_BF16 = 1,
@@ -68,7 +68,7 @@ QUIRE_API int32_t quire_linear_pack(const quire_linear *linear, const quire_sour
 QUIRE_API size_t quire_linear_scratch(const quire_linear *linear, int64_t rows);
 
 // out = x · Wᵀ (+ bias), as `store` says: x [rows, k] of x_type (QUIRE_F32 or QUIRE_BF16), out [rows, n]; strides in
-// elements. `scratch` is aligned to 64 bytes. Returns 0, or 1 for an argument that it does not know.
+// elements. `scratch` is aligned to 64 bytes. Returns 0, or 1 for an unsupported argument.
 QUIRE_API int32_t quire_linear_run(const quire_linear *linear, const void *x, int32_t x_type, int64_t x_stride,
                                    int64_t rows, void *out, int64_t out_stride, int32_t store, void *scratch,
                                    int32_t threads);
@@ -83,7 +83,7 @@ namespace quire {
 
 // Activations as a weight takes them: rows of float, of bf16, or of 8-bit numbers with a scale.
 //
-// Rows of the float and bf16 kinds without zeros may be written without put_row by whoever has them (`data`, `stride`);
+// Callers may write rows of the float and bf16 kinds without zeros directly, without put_row (`data`, `stride`);
 // k elements must be followed by zeros up to row_elements(). Otherwise put_row makes a row from floats.
 struct Input {
   void* data;

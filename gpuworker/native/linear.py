@@ -45,7 +45,7 @@ class Kind(IntEnum):
 
 
 class Store(IntEnum):
-    """quire_store: what becomes of a result."""
+    """quire_store: how a result is stored."""
 
     F32 = 0
     BF16 = 1
@@ -125,7 +125,7 @@ class Arena:
     """Memory given out in pieces, which fill huge pages together. The rest of a mapping is never touched."""
 
     def __init__(self, chunk: int = _CHUNK) -> None:
-        """Map `chunk` bytes at a time, or what a larger piece takes."""
+        """Map `chunk` bytes at a time, or more for a larger piece."""
         self.nbytes = 0  # given out
         self._chunk, self._chunks, self._left = chunk, list[Memory](), 0
 
@@ -191,9 +191,9 @@ class PackedLinear:
         return out
 
     def bound(self, x: torch.Tensor, store: Store, out: torch.Tensor) -> Callable[[], None]:
-        """Return the call that multiplies what then stands in `x`; it lasts as long as this object and both tensors.
+        """Return the call that multiplies the contents of `x` at the time of the call.
 
-        Raises ValueError when they do not fit.
+        The call lasts as long as this object and both tensors. Raises ValueError when they do not fit.
         """
         shape = (len(x), self.n // 2 if store.gated else self.n)
         if x.stride(1) != 1 or x.shape[1] != self.k or out.shape != shape or out.dtype != store.dtype:
@@ -229,7 +229,7 @@ def declared(library: ctypes.CDLL | None) -> ctypes.CDLL:
 
 
 def _prepared(rows: Rows, kind: Kind) -> Rows:
-    """Return the source with what C reads as it reads it. Raises ValueError when the kind wants something else."""
+    """Return the source with arrays in the form that C reads. Raises ValueError when they do not suit the kind."""
     weight = rows.weight
     bias = None if rows.bias is None else rows.bias.float().contiguous()
     if isinstance(weight, torch.Tensor):

@@ -1,4 +1,4 @@
-// How packed weights lie in memory: panels of 32 columns, K-major, then a PanelEnd for each panel.
+// The memory layout of packed weights: panels of 32 columns, K-major, then a PanelEnd for each panel.
 //
 // A panel is a row of "steps": as many k as one load of the kind's loader takes (linear_tile.h), for 32 columns. With
 // groups, each group starts with its 32 scales and, with zeros, 32 values of -zero · scale. The order inside a step
@@ -20,7 +20,7 @@ constexpr bool kDotProducts = true;  // pairs of bf16 and quads of bytes are mul
 constexpr bool kDotProducts = false;
 #endif
 
-// What each panel needs once its sums are complete.
+// The inputs of a panel's last step, after its sums are complete.
 struct PanelEnd {
   float scales[kPanel];         // integer kinds without groups
   float bias[kPanel];
@@ -48,7 +48,7 @@ inline int64_t step_bytes(int32_t kind) {
   return kPanel * step_inputs(kind) * each;
 }
 
-// Where weight (k, column) of a panel lies: the byte, and for int4 the bits in the 16-bit word that starts there.
+// The place of weight (k, column) of a panel: the byte, and for int4 the bits in the 16-bit word that starts there.
 struct Place {
   int64_t byte;
   int shift;

@@ -36,8 +36,8 @@ struct Tile {
   int64_t sums_stride;     // elements from panel to panel
   const float* x_sums;     // weights with zeros: [row][group], from this block's first group
   int64_t x_sums_stride;   // elements from row to row
-  // What to bring into the caches meanwhile. With `near`, what comes kNear bytes later in the panel, and at `panel_end`
-  // what the next task begins with. Else `ahead_lines` lines from `ahead` on for each kChunk steps, for the L2 cache.
+  // The lines to prefetch meanwhile. With `near`, those kNear bytes later in the panel, and at `panel_end` the first of
+  // the next task. Else `ahead_lines` lines from `ahead` on for each kChunk steps, for the L2 cache.
   bool near;
   const uint8_t* panel_end;
   const uint8_t* next;

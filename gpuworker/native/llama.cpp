@@ -76,7 +76,7 @@ void* row_of(const Input& in, int64_t row) { return static_cast<char*>(in.data) 
 // Of the inputs of a product that takes them as floats.
 int64_t item_size(const quire_linear& w) { return input_type(w) == QUIRE_F32 ? 4 : 2; }
 
-// Writes the zeros behind the k inputs of a row that others write, if its product reads any.
+// Writes the zeros behind the k inputs of a row, if its product reads any; other functions write the inputs.
 void pad_row(const quire_linear& w, const Input& in, int64_t row) {
   const int64_t size = item_size(w), padding = row_elements(w) - w.k;
   if (padding) std::memset(static_cast<char*>(row_of(in, row)) + w.k * size, 0, padding * size);
@@ -102,10 +102,10 @@ void norm_row(const float* x, const float* weight, float eps, const quire_linear
 
 // ---------------------------------------------------------------- memory
 
-// Where everything of a step lies in scratch memory. What layers have in common is as large as the largest needs.
+// The layout of a step's scratch memory. Parts that layers share have the size of the largest.
 struct Scratch {
   float* residual;      // [T, hidden]
-  float* kept;          // [S, hidden], the residual stream of the tokens whose logits are wanted
+  float* kept;          // [S, hidden], the residual stream of the tokens whose logits are computed
   float* qkv;           // [T, (heads + 2 kv_heads) · head_dim]
   float* wide;          // [T, inputs of `output` or `down`], for products that take their inputs by put_row
   void *normed, *attended, *attended_kept, *inner, *head;
@@ -154,7 +154,7 @@ Scratch lay_out(const quire_llama& model, int64_t tokens, int64_t kept, void* me
 
 // ---------------------------------------------------------------- the step
 
-// Adds up, on the first member, what passes from mark to mark.
+// Adds up, on the first member, the time from mark to mark.
 class Clock {
  public:
   Clock(double* seconds, const Team& team) : seconds_(team.rank() == 0 ? seconds : nullptr) {
@@ -216,7 +216,7 @@ class Step {
     int products;  // so far; all members count alike
   };
 
-  // One product, between barriers. Two queues take turns: while one is used, nobody looks at the other.
+  // One product, between barriers. Two queues alternate: while one is used, no member reads the other.
   void multiply(Member& me, const quire_linear& w, const Input& in, int64_t rows, const Output& out) {
     const int turn = me.products++ % 2;
     if (me.team.rank() == 0) queues_[1 - turn].reset();
@@ -291,7 +291,7 @@ class Step {
     return in;
   }
 
-  // Goes on with the kept tokens alone: copies what attention gave them, and their residual stream.
+  // Continues with the kept tokens alone: copies their attention outputs and their residual stream.
   Input gather(Member& me, const quire_llama_layer& layer, const Input& from) {
     const quire_linear& w = layer.output;
     const Input in = input_at(w, run_.num_keep, scratch_.attended_kept);
@@ -351,7 +351,7 @@ class Step {
     for (int64_t row = 0; row < rows; ++row) pad_row(w, in, row);
   }
 
-  // Makes inputs of what lies in `wide`. A barrier at its end.
+  // Converts `wide` to inputs. A barrier at its end.
   void put_rows(Member& me, const quire_linear& w, const Input& in, int64_t rows) {
     const Range part = me.team.share(rows);
     for (int64_t row = part.begin; row < part.end; ++row) put_row(w, in, row, scratch_.wide + row * w.k);

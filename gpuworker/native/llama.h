@@ -1,8 +1,7 @@
 // The forward of a step of a model of the Llama family (Llama, Qwen2, Qwen3, Mistral): one call, one parallel region.
 //
-// The residual stream is float32; what goes into a product has that product's type. All work but attention is done row
-// by row, so a row's numbers do not depend on what stands beside it in the step; for attention see `begin` in
-// attention.h.
+// The residual stream is float32; the input of a product has that product's type. All work but attention is done row by
+// row, so a row's numbers do not depend on other rows of the step; for attention see `begin` in attention.h.
 #pragma once
 
 #include "linear.h"
@@ -31,7 +30,7 @@ typedef struct {
   int32_t embedding_type, num_positions;
 } quire_llama;
 
-// Where the time of a step goes; the norm before a product counts as QUIRE_PHASE_NORM, also the embedding.
+// The phases of a step; QUIRE_PHASE_NORM includes the norms before products, and the embedding.
 enum quire_llama_phase {
   QUIRE_PHASE_NORM,
   QUIRE_PHASE_QKV,
@@ -46,7 +45,7 @@ enum quire_llama_phase {
 
 typedef struct {
   const int64_t *token_ids, *positions;  // [T]
-  const int64_t *keep;                   // [num_keep], rising: the tokens whose logits are wanted
+  const int64_t *keep;                   // [num_keep], rising: the tokens whose logits are computed
   float *logits;                         // [num_keep, vocab]
   void *scratch;                         // quire_llama_scratch bytes, aligned to 64
   double *seconds;                       // [QUIRE_NUM_PHASES] to add to, or null
@@ -58,8 +57,8 @@ enum quire_llama_refusal { QUIRE_LLAMA_DONE = 0, QUIRE_LLAMA_BAD_TOKEN = 1, QUIR
 // Bytes of scratch for steps of up to so many tokens, of which up to num_keep are kept.
 QUIRE_API size_t quire_llama_scratch(const quire_llama *model, int64_t tokens, int64_t num_keep);
 
-// Computes the step that `attention` has been begun for, on as many threads: writes K and V, and the logits of the kept
-// tokens. Refuses, having computed nothing, a token outside of the vocabulary and a position that `rotary` lacks.
+// Computes the step for which `attention` was begun, on as many threads: writes K and V, and the logits of the kept
+// tokens. Refuses a token outside of the vocabulary, and a position that `rotary` lacks, before any computation.
 QUIRE_API int32_t quire_llama_forward(const quire_llama *model, quire_attention *attention, const quire_llama_run *run);
 
 #ifdef __cplusplus

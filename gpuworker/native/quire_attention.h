@@ -1,4 +1,4 @@
-// The C interface of paged attention; see attention.h, which is what C++ code calls inside a team.
+// The C interface of paged attention; C++ code inside a team calls attention.h instead.
 #pragma once
 
 #include "quire_cpu.h"
@@ -14,12 +14,12 @@ typedef struct {
   int32_t type;
 } quire_rows;
 
-// The work lists of a step. The one thing here that the caller must free.
+// The work lists of a step. The caller must free them; nothing else here needs that.
 typedef struct quire_attention quire_attention;
 QUIRE_API quire_attention *quire_attention_new(void);
 QUIRE_API void quire_attention_free(quire_attention *);
 
-// Starts a step. The structs are copied, what they point to must stay until the step's last layer.
+// Starts a step. The structs are copied; the memory that they point to must stay until the step's last layer.
 QUIRE_API void quire_attention_begin(quire_attention *, const quire_cache *, const quire_step *, int32_t num_heads,
                                      int32_t threads, int32_t deterministic);
 
@@ -27,8 +27,8 @@ QUIRE_API void quire_attention_begin(quire_attention *, const quire_cache *, con
 QUIRE_API void quire_attention_layer(quire_attention *, const quire_layer *, const quire_rows *query,
                                      const quire_rows *key, const quire_rows *value, const quire_rows *out);
 
-// Reads `bytes` from `from` (both multiples of 64) once, in a parallel region of its own, and returns a sum of it: what
-// attention over a cache of that size cannot be faster than.
+// Reads `bytes` from `from` (both multiples of 64) once, in a parallel region of its own, and returns a sum of it. The
+// time of this read is a lower bound for attention over a cache of that size.
 QUIRE_API float quire_read(const void *from, int64_t bytes, int32_t threads);
 
 #ifdef __cplusplus

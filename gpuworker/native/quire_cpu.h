@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-// How numbers lie in memory.
+// The types of numbers in memory.
 enum quire_type { QUIRE_F32 = 0, QUIRE_BF16 = 1, QUIRE_F16 = 2, QUIRE_I8 = 3 };
 
 // The paged K/V of all layers: pools [layer, block, kv_head, block_size, head_dim]; scale pools

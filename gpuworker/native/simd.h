@@ -1,4 +1,4 @@
-// Sixteen floats at a time, on whatever this file is compiled for: AVX-512 (with bf16 dot products), AVX2 or plain C++.
+// Sixteen floats at a time, for the compiled instruction set: AVX-512 (with bf16 dot products), AVX2 or plain C++.
 //
 // The library is built once for each level (build.py) and the loader takes the best one that the processor can run, so
 // nothing here is decided at run time. Loads and stores are unaligned; the `count` forms touch only the first elements.
@@ -17,12 +17,12 @@ namespace quire {
 
 constexpr int kLanes = 16;
 
-// bfloat16 as it lies in memory: the upper half of a float.
+// bfloat16 in memory: the upper half of a float.
 struct bf16 {
   uint16_t bits;
 };
 
-// IEEE half precision as it lies in memory.
+// IEEE half precision in memory.
 struct f16 {
   uint16_t bits;
 };

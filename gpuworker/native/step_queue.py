@@ -37,13 +37,13 @@ class StepQueue:
         return number
 
     def wait(self, number: int) -> tuple[int, Times]:
-        """Wait until a call is over; return what it returned and the time it took."""
+        """Wait until a call is over; return its result and the time it took."""
         times = Times()
         status: int = self._wait(self._queue, number, ctypes.byref(times))
         return status, times
 
     def close(self) -> None:
-        """Make what was put, and end the thread; closing twice is nothing."""
+        """Make the queued calls, and end the thread; a second call does nothing."""
         queue, self._queue = self._queue, None
         if queue:
             self._stop(queue)

@@ -46,8 +46,8 @@ inline void wake_all(std::atomic<uint32_t>&) {}
 
 constexpr int kSpins = 500;  // some 10 microseconds
 
-// Where members of a team wait for each other. They spin for as long as members come apart on cores of their own; then
-// they sleep: whoever is missing has lost its core to other work, and may need the one that a waiting member spins on.
+// A barrier of a team. Members first spin, for the time by which members on separate cores are apart. Then they sleep:
+// a missing member has lost its core to other work, and may need the core on which a waiting member spins.
 class Barrier {
  public:
   void wait(int size) {
@@ -79,7 +79,7 @@ class Team {
   int rank() const { return rank_; }
   int size() const { return size_; }
 
-  // Waits for all members; what they wrote before it is seen after it.
+  // Waits for all members; their earlier writes are visible afterwards.
   void barrier() const {
     if (size_ > 1) barrier_->wait(size_);
   }
@@ -96,8 +96,8 @@ class Team {
   Barrier* barrier_;
 };
 
-// Hands out [0, count) piece by piece to whoever comes: a member that is slow, because its core has other work, takes
-// less. Reset it by one member, with a barrier before the next use.
+// Hands out [0, count) piece by piece on demand: a member that is slow, because its core has other work, takes less.
+// One member resets the queue, with a barrier before the next use.
 class Queue {
  public:
   void reset() { next_.store(0, std::memory_order_relaxed); }

@@ -1,5 +1,5 @@
-// A whole step as one call: block copies, the tokens to start from, the model's forward, and the draw. So that it can be
-// queued (step_queue.h) behind the step that draws those tokens.
+// A whole step as one call: block copies, the tokens to start from, the model's forward, and sampling. The call can be
+// queued (step_queue.h) behind the step that samples those tokens.
 #pragma once
 
 #include "draw.h"
@@ -18,14 +18,14 @@ typedef struct {
   quire_take take;        // its token_ids are those of `run`
   quire_step step;
   quire_llama_run run;    // its logits are those of `draw`
-  quire_draw draw;        // of no rows when none samples
+  quire_draw draw;        // without rows when no row samples
   int32_t num_copies, threads, deterministic, reserved;
 } quire_whole_step;
 
-// Runs it; `step` is a quire_whole_step. Returns what quire_llama_forward does. A step without rows only copies.
+// Runs the step; `step` is a quire_whole_step. Returns what quire_llama_forward does. A step without rows only copies.
 QUIRE_API int32_t quire_run_step(void *step);
 
-// Bytes of a quire_whole_step and of a quire_draw_row, for who describes them in another language.
+// Bytes of a quire_whole_step and of a quire_draw_row, for callers that describe them in another language.
 QUIRE_API int64_t quire_whole_step_bytes(void);
 QUIRE_API int64_t quire_draw_row_bytes(void);
 

@@ -51,11 +51,9 @@ class ModelPlane(DataPlane):
 
     @property
     def grammars(self) -> GrammarCompiler | None:
-        """See `DataPlane`."""
         return self.runner.grammars
 
     def mask_lateness(self) -> MaskLateness:
-        """See `DataPlane`."""
         return self.runner.mask_lateness
 
 
@@ -137,7 +135,7 @@ def _launcher(
 
 
 def _fixed_arithmetic(model: TransformersModel | LlamaModel, geometry: KvGeometry, backend: BackendFactory) -> str:
-    """Return what decides the bits of the model's logits. Raises Unsupported where other things in a step do."""
+    """Return what decides the bits of the model's logits. Raises Unsupported where other parts of a step do too."""
     if model.arithmetic is None:
         raise Unsupported(
             f"--deterministic cannot be kept: this {model.config.model_type} is not run by the native CPU path, and the"

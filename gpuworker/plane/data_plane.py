@@ -1,4 +1,4 @@
-"""The interface between a worker's process and whatever runs its steps; importable without torch."""
+"""The interface between a worker's process and its data plane; importable without torch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class DataPlane:
 
     @property
     def grammars(self) -> GrammarCompiler | None:
-        """What compiles the constraints of requests; None where the runner follows none."""
+        """The compiler of requests' constraints; None where the runner supports none."""
         return None
 
     def mask_lateness(self) -> MaskLateness:
@@ -89,11 +89,10 @@ class DataPlane:
         )
 
     def start_lines(self) -> list[str]:
-        """Return the lines on its memory that a worker prints before it serves."""
+        """Return the lines about memory that a worker prints before it serves."""
         return self.memory.lines()
 
     def info(self, attach: Attach) -> pb.WorkerInfo:
-        """Return the description of the worker."""
         facts = self.facts
         return pb.WorkerInfo(
             worker_id=attach.worker_id,
@@ -114,7 +113,6 @@ class DataPlane:
         )
 
     def memory_message(self) -> pb.MemoryPlan:
-        """Return the byte plan."""
         memory = self.memory
         return pb.MemoryPlan(
             total=memory.total,
@@ -130,5 +128,5 @@ class DataPlane:
 
 
 def default_worker_id(port: int) -> str:
-    """Return the name of a worker that was given none."""
+    """Return the name of a worker for which no option gives one."""
     return f"{socket.gethostname()}-{port}"

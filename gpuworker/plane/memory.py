@@ -88,7 +88,7 @@ def plan_memory(
 
 
 def mapped_weight_bytes() -> int:
-    """Return the bytes of weights that lie on pages of their files: in memory, and to the system as good as free."""
+    """Return the bytes of weights on pages of their files: they are in memory, but the system can drop them."""
     return sum(each.rss for each in psutil.Process().memory_maps() if each.path.endswith(".safetensors"))
 
 
@@ -144,7 +144,7 @@ def _activations(model: TransformersModel | LlamaModel, geometry: KvGeometry, op
 
 
 def _estimate(model: TransformersModel | LlamaGpuModel, geometry: KvGeometry, options: MemoryOptions) -> int:
-    """Return what a step needs on CPU, from shapes.
+    """Return the bytes that a step needs on CPU, from shapes.
 
     Hidden states and MLP of all tokens; one layer's K/V gathered for the longest context, with its mask; logits.
     """

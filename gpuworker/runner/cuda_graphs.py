@@ -43,19 +43,13 @@ class GraphModel(Protocol):
     """A model whose forward can be captured: no shape depends on data, and nothing waits for the device."""
 
     @property
-    def device(self) -> torch.device:
-        """Where its weights are."""
-        ...
+    def device(self) -> torch.device: ...
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The type of its logits."""
-        ...
+    def dtype(self) -> torch.dtype: ...
 
     @property
-    def vocab_size(self) -> int:
-        """Width of the logits."""
-        ...
+    def vocab_size(self) -> int: ...
 
     def logits(
         self,
@@ -77,19 +71,21 @@ class Recorder(Protocol):
     """Turns work into a function that repeats it on the same tensors."""
 
     def record(self, work: Callable[[], None], run: bool) -> Replay:
-        """Return what repeats `work`; with `run` it is done now, too, so that libraries take their workspaces."""
+        """Return a function that repeats `work`.
+
+        With `run`, `work` also runs now, so that libraries allocate their workspaces.
+        """
         ...
 
 
 class CudaRecorder:
-    """Captures CUDA graphs that share memory: one replays at a time, and none reads what another left."""
+    """Captures CUDA graphs that share memory: one replays at a time, and none reads what another left in it."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # one stream: each stream keeps memory of its own
 
     def record(self, work: Callable[[], None], run: bool) -> Replay:
-        """See `Recorder`."""
         if run:
             current = torch.cuda.current_stream()
             self._stream.wait_stream(current)
@@ -107,7 +103,6 @@ class RepeatingRecorder:
     """Repeats the work kernel by kernel, on devices without CUDA graphs."""
 
     def record(self, work: Callable[[], None], run: bool) -> Replay:
-        """See `Recorder`."""
         if run:
             work()
         return work
@@ -167,11 +162,9 @@ class GraphLauncher:
 
     @property
     def count(self) -> int:
-        """How many graphs there are."""
         return len(self._forward) + len(self._greedy) + len(self._random)
 
     def launch(self, step: LaidOutStep) -> SampledTokens:
-        """See `StepLauncher`."""
         size = self.size_of(step)
         if size is None:
             return self._beneath.launch(step)
@@ -210,7 +203,7 @@ class GraphLauncher:
 
     @torch.inference_mode()
     def _capture(self, size: int, recorder: Recorder) -> None:
-        """Capture what a step of this size may launch. Only the first, of rows without context, also runs."""
+        """Capture the graphs of a step of this size. Only the first, of rows without context, also runs."""
         for nth, step in enumerate(self._parts.inputs.rehearsals(size)):
             planned = self._parts.plan(step)
             if (size, planned) not in self._forward:

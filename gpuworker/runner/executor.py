@@ -29,7 +29,7 @@ from gpuworker.sampling.sampler import token_logprobs
 
 @dataclass(frozen=True, slots=True)
 class RunnerStep:
-    """A plan as arrays, for the S sequences that sample; `result` is what the engine waits for."""
+    """A plan as arrays, for the S sequences that sample; the engine waits for `result`."""
 
     number: int
     generation: int
@@ -39,7 +39,7 @@ class RunnerStep:
     result: Future[StepResult]
 
     def tell(self, sampled: SampledTokens, seconds: float) -> None:
-        """Give the engine the sampled tokens by sequence; the tensors are on the host."""
+        """Set the result: the sampled tokens by sequence; the tensors are on the host."""
         logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]] = {
             self.sequences[row]: (found,) for row, found in token_logprobs(sampled, self.work.sampling).items()
         }
@@ -96,13 +96,13 @@ class StepExecutor(Protocol):
         ...
 
     def close(self) -> None:
-        """Finish what was submitted."""
+        """Finish the submitted steps."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutorParts:
-    """What an executor runs steps with. `threads` compute on a CPU; the runner reads `failures`."""
+    """The parts that an executor runs steps with. `threads` compute on a CPU; the runner reads `failures`."""
 
     model: StepModel
     cache: KvCache

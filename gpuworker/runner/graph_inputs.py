@@ -82,11 +82,11 @@ class GraphInputs:
 
     @property
     def num_bytes(self) -> int:
-        """What they take on the device."""
+        """Bytes of the inputs on the device."""
         return 4 * (self._landing.numel() + self._block_table.numel() + self._query_start.numel())
 
     def rows(self, size: int) -> RowFields:
-        """Return what the graph of this size reads of each row."""
+        """Return the fields that the graph of this size reads of each row."""
         return RowFields(*(view[:size] for _, view in _views(self._fields)))
 
     def rehearsals(self, size: int) -> Iterator[AttentionMetadata]:
@@ -128,7 +128,7 @@ class GraphInputs:
     def _fill(
         self, size: int, fields: Mapping[str, npt.NDArray[np.generic] | None], block_table: Int32Array
     ) -> AttentionMetadata:
-        """Fill the inputs, what is not given with padding, and send them; block_table [R, width]."""
+        """Fill the inputs, with padding for what is absent, and send them; block_table [R, width]."""
         buffer = self._buffers[0]
         self._buffers.reverse()
         if buffer.sent is not None:
@@ -158,7 +158,7 @@ class GraphInputs:
         )
 
     def _send(self, buffer: _HostBuffer, size: int, width: int) -> None:
-        """Move what was filled: what all rows have to where graphs read it, block tables on into their wide table."""
+        """Transfer the filled inputs: fields of rows to where graphs read them, block tables to their wide table."""
         begin = _PER_ROW * self._rows
         end = begin + size * width
         self._landing[:end].copy_(buffer.words[:end], non_blocking=True)

@@ -45,7 +45,6 @@ class EagerLauncher:
         self._model, self._attention, self._tokens = model, attention, tokens
 
     def launch(self, step: LaidOutStep) -> SampledTokens:
-        """See `StepLauncher`."""
         inputs = step.inputs or step.staged.on(self._model.device)
         self._attention.begin(inputs.metadata)
         token_ids = self._tokens.take(inputs.take)

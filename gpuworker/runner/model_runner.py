@@ -67,7 +67,7 @@ class ModelRunner:
         self.executor = executor(ExecutorParts(model, cache, attention, self._tokens, self._failures, threads))
 
     def constrain(self, grammars: GrammarCompiler) -> None:
-        """Take sequences with constraints, too, which these compile; call it once, before the first sequence."""
+        """Accept sequences with constraints too, which `grammars` compiles. Call once, before the first sequence."""
         self.grammars, self._masks = grammars, GrammarMaskThread(grammars)
 
     @property
@@ -78,8 +78,10 @@ class ModelRunner:
     # ------------------------------------------------------------ the port
 
     def add(self, sequence: SequenceId, tokens: Sequence[int], sampling: SamplingParams, prompt_tokens: int) -> None:
-        """See `StepRunner`. Raises ValueError for three mistakes of the caller: no batch index is free, the tokens
-        do not fit, or the sequence has a constraint and the runner has no grammars.
+        """Implement `StepRunner`.
+
+        Raises ValueError for three mistakes of the caller: no batch index is free, the tokens do not fit, or the
+        sequence has a constraint and the runner has no grammars.
         """
         if len(tokens) >= self._tokens.width:
             raise ValueError(f"sequence {sequence} has {len(tokens)} tokens; {self._tokens.width - 1} fit")
@@ -93,7 +95,7 @@ class ModelRunner:
         self.executor.write(self._batch.add(sequence, row).index, np.array(tokens, dtype=np.int32), self._generation)
 
     def remove(self, sequence: SequenceId) -> None:
-        """See `StepRunner`; an unknown sequence is ignored."""
+        """Implement `StepRunner`; an unknown sequence is ignored."""
         left = self._batch.remove(sequence)
         if self._masks is not None and left is not None and left.params.constraint is not None:
             self._masks.remove(sequence)
@@ -102,13 +104,11 @@ class ModelRunner:
             self._generation += 1
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
-        """See `StepRunner`."""
         step = self._lay_out(plan)
         self.executor.submit(step)
         return step.result
 
     def close(self) -> None:
-        """See `StepRunner`."""
         self.executor.close()
         if self._masks is not None:
             self._masks.close()
@@ -146,7 +146,7 @@ class ModelRunner:
 
 
 def _begun() -> Future[StepResult]:
-    """Return a future that nobody can cancel."""
+    """Return a future that cannot be cancelled."""
     future: Future[StepResult] = Future()
     future.set_running_or_notify_cancel()
     return future

@@ -64,7 +64,7 @@ class _Described:
 
 
 class StepTimes(NamedTuple):
-    """Seconds: between the step before and this one, in this one, and in its forward (0 unless the model counts)."""
+    """Seconds between the previous step and this one, in this step, and in its forward (0 unless the model counts)."""
 
     idle_before: float
     took: float
@@ -86,11 +86,10 @@ class NativeExecutor:
         self._collector = SerialThread("quire-collector")
 
     def write(self, batch_index: int, tokens: npt.NDArray[np.int32], generation: int) -> None:
-        """See `StepExecutor`: at once, because no unfinished step contains the sequence."""
+        """Implement `StepExecutor`: at once, because no unfinished step contains the sequence."""
         self._tokens.write(batch_index, tokens)
 
     def submit(self, step: RunnerStep) -> None:
-        """See `StepExecutor`."""
         if self._failures.failed(step.generation):
             self._collector.put(lambda: self._refuse(step))
             return
@@ -99,7 +98,6 @@ class NativeExecutor:
         self._collector.put(lambda: self._collect(number, step, described))
 
     def close(self) -> None:
-        """See `StepExecutor`."""
         self._collector.close()  # it waits for all queued steps
         self._queue.close()
 

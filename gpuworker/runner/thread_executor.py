@@ -48,15 +48,12 @@ class ThreadExecutor:
         self._collector = SerialThread("quire-collector")
 
     def write(self, batch_index: int, tokens: npt.NDArray[np.int32], generation: int) -> None:
-        """See `StepExecutor`."""
         self._thread.put(lambda: self._write(batch_index, tokens, generation))
 
     def submit(self, step: RunnerStep) -> None:
-        """See `StepExecutor`."""
         self._thread.put(lambda: self._run(step))
 
     def close(self) -> None:
-        """See `StepExecutor`."""
         self._thread.close()
         self._collector.close()
 
@@ -81,7 +78,7 @@ class ThreadExecutor:
             self._failures.fail(step, error)
 
     def _launch(self, step: RunnerStep) -> _Launched:
-        """Copy blocks and have the step computed."""
+        """Copy blocks and launch the step."""
         self._failures.refuse(step.generation)
         begun = time.perf_counter()
         if step.copies:

@@ -19,14 +19,14 @@ _WORD = 32  # tokens in a word of a mask
 
 
 class MaskListener(Protocol):
-    """Learns the outcome of each step that has masks, before the engine does."""
+    """Receives the outcome of each step that has masks, before the engine does."""
 
     def sampled(self, masks: GrammarBitmask, tokens: Sequence[int]) -> None:
         """Take in the sampled tokens of the C constrained rows of a step."""
         ...
 
     def failed(self, masks: GrammarBitmask) -> None:
-        """Take note that a step sampled nothing."""
+        """Handle a step that sampled nothing."""
         ...
 
 
@@ -34,8 +34,8 @@ class GrammarBitmask:
     """The masks of the C constrained rows among the S rows of a step that sample.
 
     `rows` [C] are their indices, `positions` [C] those of their tokens. The memory has the layout of the native
-    library's quire_masks. `bits` [C, ceil(vocab / 32)]: bit i of word w allows token 32 w + i. Nobody reads `bits` or
-    `ended` before the masks are open.
+    library's quire_masks. `bits` [C, ceil(vocab / 32)]: bit i of word w allows token 32 w + i. `bits` and `ended` are
+    read only after the masks are open.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class GrammarBitmask:
     # ------------------------------------------------------------ the executor
 
     def sampled(self, tokens: Sequence[int]) -> None:
-        """Report the tokens of the S rows to the listener, before the engine learns of them."""
+        """Report the tokens of the S rows to the listener, before the engine receives them."""
         self._listener.sampled(self, [tokens[row] for row in self.rows])
 
     def failed(self) -> None:
-        """Report to the listener that the step sampled nothing, before the engine learns of it."""
+        """Report to the listener that the step sampled nothing, before the engine receives the failure."""
         self._listener.failed(self)
 
 

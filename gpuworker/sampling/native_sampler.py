@@ -122,7 +122,6 @@ class NativeSample:
             self.call.masks = ctypes.pointer(_describe_masks(masks))
 
     def point_at(self, logits: torch.Tensor) -> None:
-        """Set the logits that the call samples from."""
         self.call.logits, self.call.logits_stride = logits.data_ptr(), logits.stride(0)
 
     def run(self, logits: torch.Tensor) -> None:

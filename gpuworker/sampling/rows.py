@@ -56,7 +56,7 @@ class SampledRow:
 
 @dataclass(frozen=True, slots=True)
 class RowLogprobs:
-    """Log-probabilities of the rows that asked for them; n rows, k tokens each."""
+    """Log-probabilities of the rows whose requests include them; n rows, k tokens each."""
 
     rows: Int64Array  # [n], index into the batch
     sampled: torch.Tensor  # [n]

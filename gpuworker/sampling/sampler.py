@@ -67,7 +67,7 @@ class SamplingBatch:
             [tuple((t, float(u)) for t in row.early_ends) for row, u in zip(rows, until, strict=True)]
         )
         self.constrained = _where([row.params.constraint is not None for row in rows])
-        """The rows with a constraint: `at` wants masks where there are any."""
+        """The rows with a constraint: where there are any, `at` needs masks."""
         adjusted = len(self._penalised), len(self.constrained), self._bias[0].size, self._ends[0].size
         self.plain = not (len(self._asking) or len(self._random) or any(adjusted))
         self._prepared = False
@@ -80,14 +80,13 @@ class SamplingBatch:
             self.temperatures = np.array(wanted, dtype=np.float32)
 
     def at(self, positions: Int64Array, batch_index: Int32Array, masks: GrammarBitmask | None = None) -> SamplePoint:
-        """Return what the rows need to sample the tokens at `positions` [S], after those at `batch_index` [S]."""
+        """Return the inputs for sampling the tokens at `positions` [S], after those at `batch_index` [S]."""
         rows, ids, until = self._ends
         early = positions[rows] < until
         uniform = uniforms(self._seeds[self._random], positions[self._random])
         return SamplePoint(positions, batch_index, uniform, rows[early], ids[early], masks)
 
     def prepare(self) -> None:
-        """Lay out the parameters on the device."""
         if self._prepared:
             return
         self._prepared = True
@@ -106,7 +105,7 @@ class SamplingBatch:
     def sample(self, logits: torch.Tensor, point: SamplePoint, table: torch.Tensor) -> SampledTokens:
         """Sample a token for every row; overwrites logits [S, vocab] float32.
 
-        `table` [max_num_seqs, width] has the known tokens.
+        `table` [max_num_seqs, width] has the tokens so far.
         """
         self.prepare()
         if self.native is not None:
@@ -125,7 +124,6 @@ class SamplingBatch:
         return SampledTokens(tokens, self._logprobs(logits, tokens) if len(self._asking) else None)
 
     def sampled(self, native: NativeSample) -> SampledTokens:
-        """Return the result of the native library."""
         at = self._asking
         arrays = native.logprobs[at], native.top_ids[at], native.top[at]
         found = RowLogprobs(at, *map(torch.from_numpy, arrays)) if len(at) else None
@@ -252,7 +250,7 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def token_logprobs(sampled: SampledTokens, batch: SamplingBatch) -> dict[int, TokenLogprobs]:
-    """Return the log-probabilities of each row that asked for them, by its index in the batch."""
+    """Return the log-probabilities of each row whose request includes them, by its index in the batch."""
     found = sampled.logprobs
     if found is None:
         return {}

@@ -35,8 +35,6 @@ class Truncation:
 
     @staticmethod
     def of(params: Sequence[SamplingParams], device: torch.device) -> Truncation:
-        """Return the bounds of rows in tensors."""
-
         def column(values: list[float]) -> torch.Tensor:
             return sent(torch.tensor(values, dtype=torch.float64), device)[:, None]
 
@@ -50,7 +48,6 @@ class Truncation:
         )
 
     def rows(self, index: torch.Tensor) -> Truncation:
-        """Return the bounds of some of the rows."""
         bounds = self.top_k[index], self.top_p[index], self.min_p[index]
         return Truncation(*bounds, self.widest, self.of_whole, self.unbounded)
 
@@ -60,11 +57,12 @@ def sample_truncated(
 ) -> torch.Tensor:
     """Return one token a row, sampled from a part of the vocabulary; scaled [n, vocab] is logits over temperature.
 
-    In order of falling probability, ties by rising id: the first top_k; of those the fewest whose share reaches top_p;
-    of those the ones that are at least min_p times as likely as the first. Only the best `sort_first` are sorted at
-    first, and more for the rows that may keep more. Off the CPU nobody waits to see which rows those are: where some
-    row has no top_k, all is sorted at once; else ties with the last token kept that are not among the best count as
-    less likely than it.
+    The part is cut in order of falling probability, ties by rising id: the first top_k; of those the fewest whose share
+    reaches top_p; of those the ones that are at least min_p times as likely as the first.
+
+    Only the best `sort_first` are sorted at first, and more for the rows that may keep more. Off the CPU no step waits
+    for the host: if some row has no top_k, all is sorted at once; if every row has one, tokens outside the best that
+    tie with the last kept token count as less likely.
     """
     vocab, in_one_go = scaled.shape[1], scaled.device.type != "cpu"
     width = vocab if in_one_go and bounds.unbounded else min(vocab, max(sort_first, bounds.widest))

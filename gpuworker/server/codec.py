@@ -32,7 +32,7 @@ def sampling_params(message: pb.Submit) -> SamplingParams:
 
 
 def constraint_of(message: pb.Submit) -> Constraint | None:
-    """Return what the output of a sequence must match, if anything."""
+    """Return the constraint on a sequence's output, if any."""
     kind = message.WhichOneof("constraint")
     return None if kind is None else Constraint(ConstraintKind(kind), getattr(message, kind))
 
@@ -46,7 +46,7 @@ class SubmitLimits:
     block_size: int
 
     def check(self, new: NewSequence) -> None:
-        """Raise InvalidRequest for what would end the engine or a step, and with it every sequence of the worker."""
+        """Raise InvalidRequest for values that would fail the engine or a step, and so every sequence of the worker."""
         if max(new.tokens) >= self.vocab_size:
             what = f"token id {max(new.tokens)}; expected 0 to {self.vocab_size - 1}"
             raise InvalidRequest(FieldViolation("prompt_token_ids", what))
@@ -59,8 +59,9 @@ class SubmitLimits:
 def engine_request(
     message: pb.Submit, sequence: SequenceId, fork_of: SequenceId | None, max_model_len: int, traceparent: str
 ) -> EngineRequest:
-    """Return the engine's form of a submit. Raises InvalidRequest when its parts contradict each other,
-    ProtocolViolation when they are not what they are packed as.
+    """Return the engine's form of a submit.
+
+    Raises InvalidRequest when its parts contradict each other, ProtocolViolation when packed fields are malformed.
     """
     tokens = unpack_u32(message.prompt_token_ids)
     before = message.output_tokens_before
@@ -99,7 +100,6 @@ def engine_request(
 
 
 def load_message(load: EngineLoad, draining: bool) -> pb.Load:
-    """Return what heartbeats carry."""
     return pb.Load(
         running=load.running,
         waiting=load.waiting,

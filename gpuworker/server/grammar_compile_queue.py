@@ -30,7 +30,7 @@ class GrammarCompileQueue:
         return any(message.handle == handle for waiting in self._waiting.values() for message, _ in waiting)
 
     def put(self, message: pb.Submit, constraint: Constraint, came: float) -> None:
-        """Have `compiled` called: at once if the constraint was compiled before."""
+        """Compile the constraint, then call `compiled`: at once if the constraint was compiled before."""
         if constraint in self._waiting:
             self._waiting[constraint].append((message, came))
         elif (grammar := self._compiler.compiled(constraint)) is not None:
@@ -41,7 +41,7 @@ class GrammarCompileQueue:
             work.add_done_callback(lambda done: self._done(constraint, done))
 
     def withdraw(self, handle: int) -> pb.Submit | None:
-        """Take back a submit that waits; None when none of this handle does."""
+        """Take back a waiting submit; None when none of this handle waits."""
         for waiting in self._waiting.values():
             for index, (message, _) in enumerate(waiting):
                 if message.handle == handle:
@@ -49,7 +49,6 @@ class GrammarCompileQueue:
         return None
 
     def clear(self) -> None:
-        """Take back all that wait."""
         for waiting in self._waiting.values():
             waiting.clear()
 

@@ -40,7 +40,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[EngineLoad], float]], ...] = (
 
 
 def lease_round_trips(registry: CollectorRegistry) -> Callable[[float], None]:
-    """Register the histogram of round trips to the KV manager, and return what takes one, in seconds."""
+    """Register the histogram of round trips to the KV manager; return the function that observes one, in seconds."""
     return Histogram(
         "quire:lease_round_trip_seconds",
         "Seconds from a report to the KV manager until the grants that answer it are here.",
@@ -57,7 +57,6 @@ class EngineCollector:
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every metric."""
         load = self._load()
         for name, text, value in _GAUGES:
             yield GaugeMetricFamily(name, text, value=float(value(load)))
@@ -78,7 +77,6 @@ class MaskCollector:
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every metric."""
         steps, late, seconds = self._lateness()
         yield CounterMetricFamily("quire:constrained_steps", "Steps with constrained sequences.", value=steps)
         yield CounterMetricFamily("quire:late_mask_steps", "Those of them whose draw waited for masks.", value=late)
@@ -86,6 +84,6 @@ class MaskCollector:
 
 
 def _buckets(times: StepTimes) -> list[tuple[str, float]]:
-    """Return (upper bound, steps up to it), as Prometheus wants them."""
+    """Return (upper bound, steps up to it), the form that prometheus_client expects."""
     bounds = (*map(str, STEP_BOUNDS), "+Inf")
     return list(zip(bounds, accumulate(times.counts), strict=True))

@@ -47,7 +47,6 @@ class OutputBuffer:
             self._logprobs.append(logprobs_to_proto(one))
 
     def admitted(self, handle: int, admit: Admit, reserve_seconds: float) -> None:
-        """Append that a sequence got its blocks."""
         self._admitted.append(
             pb.SequenceAdmitted(
                 handle=handle,
@@ -60,11 +59,9 @@ class OutputBuffer:
         )
 
     def preempted(self, handle: int) -> None:
-        """Append that a sequence lost its blocks and waits again."""
         self._preempted.append(handle)
 
     def finished(self, handle: int, end: SequenceFinished) -> None:
-        """Append the end of a sequence."""
         self._finished.append(
             pb.SequenceFinished(
                 handle=handle,
@@ -76,7 +73,7 @@ class OutputBuffer:
         )
 
     def take(self) -> pb.StepOutputs:
-        """Return everything gathered as one message, and start anew."""
+        """Return everything gathered as one message, and clear it."""
         self._seq += 1
         message = pb.StepOutputs(
             seq=self._seq,

@@ -70,12 +70,12 @@ class RouterStream:
 
     @property
     def sequences(self) -> frozenset[SequenceId]:
-        """Those that have not finished."""
+        """The sequences that have not finished."""
         return frozenset(self._live)
 
     @property
     def compiling(self) -> int:
-        """How many wait for their constraints to be compiled; they are not among the sequences yet."""
+        """The number of sequences whose constraints are being compiled; `sequences` does not contain them."""
         return 0 if self._compile_queue is None else len(self._compile_queue)
 
     # ------------------------------------------------------------ from the router
@@ -138,7 +138,7 @@ class RouterStream:
         return SequenceSpans(self._tracer, message.traceparent, attributes)
 
     def cancel(self, message: pb.Cancel) -> None:
-        """End a sequence that the router no longer wants; unknown handles are ignored."""
+        """End a sequence at the router's request; unknown handles are ignored."""
         sequence = self._by_handle.get(message.handle)
         reason = finish_from_proto(message.reason, unknown=FinishReason.CANCELLED)
         if sequence is not None:
@@ -149,7 +149,7 @@ class RouterStream:
             self.ready.set()
 
     def close(self) -> None:
-        """The router is gone, or the worker goes: cancel what is left; its router hears of the stream's end alone."""
+        """Cancel the remaining sequences when the router or the worker goes; the router sees only the stream's end."""
         self.closed = True
         self.ready.set()
         if self._compile_queue is not None:
@@ -160,12 +160,12 @@ class RouterStream:
     # ------------------------------------------------------------ to the router
 
     def push(self, message: pb.StreamResponse) -> None:
-        """Send a message of its own, before gathered outputs."""
+        """Queue a message that is sent before gathered outputs."""
         self._first.append(message)
         self.ready.set()
 
     def beat(self, load: pb.Load) -> None:
-        """Send a heartbeat; one that a slow router has not got yet is replaced."""
+        """Queue a heartbeat; it replaces one that a slow router has not received."""
         self._heartbeat = pb.StreamResponse(heartbeat=pb.Heartbeat(load=load))
         self.ready.set()
 
@@ -182,7 +182,7 @@ class RouterStream:
         return None
 
     def deliver(self, outputs: EngineOutputs) -> None:
-        """Take over what concerns this stream's sequences, in the order in which a router must see it."""
+        """Queue the outputs of this stream's sequences, in the order in which a router must see them."""
         for admit in outputs.admitted:
             self._deliver_admit(admit)
         self._trace_chunks(outputs)

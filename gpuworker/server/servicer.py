@@ -50,21 +50,20 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
         self.draining = False
 
     def serve(self, serving: Serving) -> None:
-        """Begin to take sequences."""
         self._serving = serving
 
     def drain(self) -> None:
-        """Take no new streams; tell the routers of the old ones at once to send nothing more."""
+        """Accept no new streams; ask the routers of open streams at once to send nothing more."""
         self.draining = True
         self.beat()
 
     def beat(self) -> None:
-        """Tell every router the load as it is now, before the next heartbeat is due."""
+        """Send the present load to every router, before the next heartbeat is due."""
         for stream in self._streams:
             self._beat_once(stream)
 
     def close(self) -> None:
-        """End every stream; what still runs is cancelled here, and its routers' to resubmit elsewhere."""
+        """End every stream. Sequences that still run are cancelled here; their routers resubmit them elsewhere."""
         for stream in self._streams:
             stream.close()
 
@@ -112,7 +111,7 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
         request_iterator: AsyncIterator[pb.StreamRequest],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[pb.StreamResponse]:
-        """Serve one router until it goes; what it leaves behind is cancelled."""
+        """Serve one router until it goes; its remaining sequences are cancelled."""
         serving = self._ready()
         await self._greet(serving.engine.attach.identity, request_iterator)
         own = self._owner.__setitem__

@@ -32,11 +32,11 @@ class SequenceSpans:
 
     @property
     def reserve_traceparent(self) -> str:
-        """What the KV manager hangs its own span under."""
+        """The parent of the KV manager's span."""
         return traceparent_of(trace.set_span_in_context(self._reserve)) if self._reserve is not None else ""
 
     def admitted(self, admit: Admit) -> None:
-        """End the wait for blocks."""
+        """End the span of the wait for blocks."""
         if self._reserve is None:
             self._root.add_event("admitted again", {"quire.cached_tokens": admit.cached_tokens})
             return
@@ -53,7 +53,6 @@ class SequenceSpans:
         self._reserve = None
 
     def preempted(self) -> None:
-        """Note that the sequence lost its blocks."""
         self._root.add_event("preempted")
 
     def chunk(self, chunk: Chunk) -> None:

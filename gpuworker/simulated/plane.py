@@ -1,6 +1,6 @@
 """Builds a data plane without a model, from the configuration of a checkpoint alone; no torch, no weights.
 
-Such a worker serves the same checkpoint as a real one, so that router and KV manager need not know of the simulation.
+Such a worker serves the same checkpoint as a real one, so router and KV manager do not depend on the simulation.
 Its arithmetic has another name, so the two never share a pool or an entry of the prefix index.
 """
 
@@ -31,7 +31,6 @@ class SimulatedPlane(DataPlane):
     """A data plane that takes no memory."""
 
     def start_lines(self) -> list[str]:
-        """See `DataPlane`."""
         memory = self.memory
         blocks = f"{memory.num_blocks} blocks of {memory.block_size} slots, as if kept in {memory.kv_dtype}"
         return [f"simulated steps, {self.settings.simulate}: no weights, no K/V; {blocks}"]
@@ -57,7 +56,7 @@ def simulated_tokens(directory: Path) -> SimulatedTokens:
 
 
 def _byte_plan(settings: GpuWorkerSettings, geometry: KvGeometry, context: int, max_num_seqs: int) -> BytePlan:
-    """Return a plan of as many blocks as the options ask for, or as fit in 1 GiB; they take no memory."""
+    """Return a plan of as many blocks as the options request, or as fit in 1 GiB; they take no memory."""
     size = settings.block_size
     num_blocks = settings.kv_blocks or (settings.kv_memory or _KV_BYTES) // bytes_per_block(geometry, size)
     longest = min(settings.max_model_len or context, context)

@@ -29,18 +29,15 @@ class SimulatedRunner:
         self._thread = SerialThread("simulated-step")
 
     def add(self, sequence: SequenceId, tokens: Sequence[int], sampling: SamplingParams, prompt_tokens: int) -> None:
-        """See `StepRunner`."""
         self._phases[sequence] = self._tokens.phase(sampling.seed)
         if sampling.logprobs is not None:
             self._telling.add(sequence)
 
     def remove(self, sequence: SequenceId) -> None:
-        """See `StepRunner`."""
         del self._phases[sequence]
         self._telling.discard(sequence)
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
-        """See `StepRunner`."""
         future: Future[StepResult] = Future()
         future.set_running_or_notify_cancel()
         sampled = self._sample(plan)
@@ -53,7 +50,6 @@ class SimulatedRunner:
         return future
 
     def close(self) -> None:
-        """See `StepRunner`."""
         self._thread.close()
 
     def _sample(self, plan: StepPlan) -> dict[SequenceId, tuple[int, ...]]:

@@ -44,7 +44,7 @@ class SimulatedTokens:
         return ids[place : place + count]
 
     def place(self, token: int) -> int | None:
-        """Return where a token stands in the cycle; None when it is none of them."""
+        """Return where a token stands in the cycle; None for a token outside it."""
         return self._places.get(token)
 
     def expected(self, seed: int, position: int, count: int) -> tuple[int, ...]:

@@ -93,7 +93,7 @@ class GrammarMaskThread:
         self._thread.put(lambda: self._take_in(masks, tokens))
 
     def failed(self, masks: GrammarBitmask) -> None:
-        """Follow the sequences of a step no more: it failed, and they end with it."""
+        """Stop following the sequences of a failed step; they end with it."""
         self._thread.put(lambda: self._lose(masks))
 
     # ------------------------------------------------------------ the mask thread
@@ -170,7 +170,7 @@ class GrammarMaskThread:
 
     @contextmanager
     def _ending_what_fails(self, sequences: Iterable[SequenceId]) -> Iterator[None]:
-        """Let whatever is raised end these sequences, and neither the thread nor others."""
+        """End these sequences on any error; the thread and the other sequences continue."""
         try:
             yield
         except QuireError as refused:  # the constraint was not checked before

@@ -1,7 +1,7 @@
-"""Tiny checkpoints with random weights in Hugging Face format, with a tokenizer, and what transformers makes of them.
+"""Tiny checkpoints with random weights in Hugging Face format, with a tokenizer, and their outputs under transformers.
 
-Weights are drawn widely (0.3), so that greedy outputs vary from token to token and the two best logits lie well apart.
-A checkpoint is made once per process, in a temporary directory that goes away with it.
+Weights are sampled with a large deviation (0.3), so that greedy outputs vary from token to token and the two best
+logits lie well apart. A checkpoint is made once per process, in a temporary directory that goes away with it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _GPT_SHAPE: dict[str, Any] = {
 }
 _COMMON: dict[str, Any] = {"initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": EOS, "pad_token_id": 0}
 
-# What Quire serves and, below, what it must refuse.
+# The kinds that Quire serves and, below, those that it must refuse.
 SERVED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", _SHAPE),
     "qwen3": ("Qwen3Config", {**_SHAPE, "head_dim": 32}),

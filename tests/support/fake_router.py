@@ -59,7 +59,7 @@ HELLO = (admitted(cached=4), tokens("Hel", 1, 2), tokens("lo", 3), finished(3))
 
 @dataclass
 class RouterDouble(rpc.InferenceServiceServicer):
-    """Each call plays the next script, the last one for ever; calls, their metadata and time left are recorded."""
+    """Each call plays the next script, the last one repeatedly; calls, their metadata and time left are recorded."""
 
     scripts: Sequence[Sequence[Step]] = (HELLO,)
     requests: list[Any] = field(default_factory=list)
@@ -134,7 +134,7 @@ class Face:
     """One of the two clients, called the same way by tests: the blocking one runs on a thread."""
 
     client: Client | AsyncClient
-    # Streams that were left: one that nobody holds is cancelled by its finaliser, closed or not.
+    # Abandoned streams, kept here: the finaliser of an unreferenced stream would cancel it, closed or not.
     left: list[Stream | AsyncStream] = field(default_factory=list)
 
     async def call(self, method: str, *args: Any, **options: Any) -> Any:
@@ -143,7 +143,7 @@ class Face:
         return await asyncio.to_thread(getattr(self.client, method), *args, **options)
 
     async def chunks(self, prompt: Any, most: int = 1_000, **options: Any) -> tuple[list[Chunk], Completion]:
-        """Return up to `most` chunks and what the stream knew when it was left."""
+        """Return up to `most` chunks, and the state of the stream when the reader left it."""
         if isinstance(self.client, AsyncClient):
             seen = []
             async with self.client.stream(prompt, **options) as stream:

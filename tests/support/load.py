@@ -40,7 +40,6 @@ async def started(suite: Suite, requests: Sequence[pb.GenerateRequest]) -> list[
 
 
 def kill(suite: Suite, name: str, number: signal.Signals = signal.SIGKILL) -> None:
-    """Send a signal to a process of the suite."""
     pid = suite.stack.children[name].pid
     assert pid is not None
     os.kill(pid, number)

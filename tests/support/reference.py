@@ -1,4 +1,4 @@
-"""What transformers makes of a prompt on the demo model, one at a time in float32: the oracle of end-to-end tests."""
+"""The outputs of transformers for a prompt on the demo model, each alone in float32: the oracle of end-to-end tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole suite for tests: real processes on free ports, and a client that gathers what a stream says."""
+"""A whole suite for tests: real processes on free ports, and a client that gathers the events of a stream."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PATIENCE = 180.0
 
 @dataclass
 class Outcome:
-    """What one request's stream brought."""
+    """The events of one request's stream."""
 
     admitted: pb.Admitted | None = None
     tokens: list[int] = field(default_factory=list)
@@ -64,7 +64,6 @@ class Suite:
     async def generate(
         self, request: pb.GenerateRequest, timeout: float = PATIENCE, first_token: asyncio.Event | None = None
     ) -> Outcome:
-        """Stream one request to its end; `first_token` is set when its first token comes."""
         return await stream(self.channel, request, timeout, first_token)
 
     async def pools(self) -> list[kvmanager_pb2.Pool]:
@@ -72,7 +71,7 @@ class Suite:
         return list((await self.manager.GetPool(kvmanager_pb2.GetPoolRequest(), timeout=PATIENCE)).pools)
 
     async def until_all_free(self, workers: int) -> None:
-        """Wait until no block is in a row or leased, on any worker; fail with the counts if that never comes."""
+        """Wait until no worker has a block in a block table or leased; fail with the counts if that never comes."""
         pools: list[kvmanager_pb2.Pool] = []
         try:
             async with asyncio.timeout(PATIENCE):

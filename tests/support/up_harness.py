@@ -1,4 +1,4 @@
-"""`quire up` as a process of its own, and what a person sees of it."""
+"""`quire up` as a process of its own, and its output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ READY_SECONDS = 180.0
 def quire(
     *words: str, timeout: float = 240.0, environ: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end."""
     command = module_command("cli.main", *words)
     env = {**os.environ, **(environ or {})}
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, env=env, cwd=cwd)
@@ -63,21 +62,21 @@ class Up:
                     self._more.notify_all()
 
     def until(self, words: str) -> None:
-        """Wait until it says these words; fail with all that it said when it never does."""
+        """Wait until the output has these words; fail with the whole output when they never come."""
         with self._more:
             said = self._more.wait_for(lambda: any(words in line for line in self.lines), READY_SECONDS)
         assert said, "".join(self.lines)
 
     def close(self) -> None:
-        """End it, if it still runs."""
+        """End the process, if it still runs."""
         self.process.kill()
         self.process.wait()
         self._reader.join()
 
     def children(self) -> list[psutil.Process]:
-        """Return every process below it."""
+        """Return every descendant process."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def child(self, word: str) -> psutil.Process:
-        """Return the process below it whose command has this word."""
+        """Return the descendant process whose command has this word."""
         return next(each for each in self.children() if word in " ".join(each.cmdline()))

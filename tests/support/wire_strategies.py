@@ -108,7 +108,7 @@ rejections = st.builds(
 
 @st.composite
 def cached_blocks(draw: st.DrawFn) -> tuple[lease.CachedBlock, ...]:
-    """Claims; what a parent's index means is not the wire's business."""
+    """Cached blocks; parent indices are arbitrary, because the wire does not interpret them."""
     count = draw(st.integers(0, 40))
     return tuple(
         lease.CachedBlock(draw(blocks), draw(hashes), draw(st.integers(-2, index)), draw(u32)) for index in range(count)

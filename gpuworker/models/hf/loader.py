@@ -71,7 +71,7 @@ def load_model(source: ModelSource, device: torch.device) -> TransformersModel:
 
 
 def precision_of(source: ModelSource, config: PretrainedConfig) -> Precision:
-    """Return the precision that a source asks for. Raises InvalidConfig for a name that is not known."""
+    """Return the precision that a source asks for. Raises InvalidConfig for an unknown name."""
     of_checkpoint = config.dtype if isinstance(config.dtype, torch.dtype) else None
     return resolve_precision(source.dtype, source.kv_cache_dtype, source.quantization, of_checkpoint)
 
@@ -103,7 +103,7 @@ def read_config(directory: Path) -> PretrainedConfig:
 
 
 def refuse_unsupported(config: PretrainedConfig) -> None:
-    """Raise Unsupported for what a short self-test would not show.
+    """Raise Unsupported for options whose effect a short self-test would not show.
 
     These are layers and rope scalings that depend on more than a token's position and the keys before it.
     """
@@ -119,10 +119,10 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
 
 
 def context_limit(config: PretrainedConfig) -> int:
-    """Return how many positions the model can be run at: what its position embeddings span, 2048 if it does not say.
+    """Return how many positions the model can run: the span of its position embeddings, 2048 if that is not given.
 
     "longrope" changes the embedding of every position at once when a batch passes its original length, so that K/V of
-    shorter sequences would no longer fit: such a model is run up to that length.
+    shorter sequences would no longer fit. Such a model runs up to that length.
     """
     text = config.get_text_config()
     limit = int(getattr(text, "max_position_embeddings", 0) or 0) or _DEFAULT_LIMIT
@@ -186,7 +186,7 @@ class _Unread:
 
 
 def _without_quantisation(config: PretrainedConfig) -> PretrainedConfig:
-    """Return a copy that says nothing of quantisation: transformers would want the library that wrote it."""
+    """Return a copy without the quantisation entry, for which transformers would require the library that wrote it."""
     plain = copy.deepcopy(config)
     for part in (plain, plain.get_text_config()):
         for name in ("quantization_config", "compression_config"):
@@ -195,7 +195,7 @@ def _without_quantisation(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def random_module(config: PretrainedConfig, dtype: torch.dtype, seed: int, device: torch.device) -> PreTrainedModel:
-    """Return a model whose weights are drawn from a seed, as transformers initialises them."""
+    """Return a model with random weights from a seed, as transformers initialises them."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), device:
         torch.manual_seed(seed)

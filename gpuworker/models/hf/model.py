@@ -19,7 +19,7 @@ from gpuworker.attention.interface import LayerAttention, LayerSink
 from gpuworker.memory.devices import dtype_name
 
 IMPLEMENTATION = "quire"
-# Inputs of attention functions that change what is attended and that no backend knows.
+# Inputs of attention functions that change what is attended and that no backend supports.
 _UNKNOWN_OPTIONS = ("position_bias", "indices", "block_indices")
 
 
@@ -44,12 +44,11 @@ class TransformersModel:
 
     @property
     def arithmetic(self) -> str | None:
-        """What decides the bits of its logits, in words; None: so does what else is in the step (torch's products)."""
+        """What decides the bits of its logits; None where the rest of the step does too (torch's products)."""
         return None
 
     @property
     def vocab_size(self) -> int:
-        """Width of the logits."""
         return int(self.config.vocab_size)
 
     @torch.inference_mode()

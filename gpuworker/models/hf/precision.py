@@ -27,7 +27,7 @@ class Precision:
     quantization: str = "none"
 
     def __post_init__(self) -> None:
-        """Refuse what no option gives: the caller's mistake."""
+        """Refuse values that no option gives: they are a mistake of the caller."""
         if self.kv_dtype not in CACHE_DTYPES or self.quantization not in QUANTIZATIONS:
             raise ValueError(f"{self.kv_dtype!r} or {self.quantization!r} is no precision")
 
@@ -37,7 +37,7 @@ def resolve_precision(
 ) -> Precision:
     """Return the precision that options ask for; `of_checkpoint` is what "auto" of `dtype` stands for.
 
-    Raises InvalidConfig for a name that is not known.
+    Raises InvalidConfig for an unknown name.
     """
     if quantization not in QUANTIZATIONS:
         what = f"{quantization!r}; expected one of {', '.join(QUANTIZATIONS)}"

@@ -57,14 +57,13 @@ class Prepacking:
     copied_bytes: int = 0
 
     def __str__(self) -> str:
-        """Return it in words, for the log."""
         what = f"{self.layers} of {self.total} linear layers prepacked for oneDNN, {self.packed_bytes / _MIB:.0f} MiB"
         copied = f", {self.copied_bytes / _MIB:.0f} MiB of it beside embeddings that keep the same weight"
         return what + (copied if self.copied_bytes else "")
 
 
 def prepack(model: TransformersModel) -> Prepacking:
-    """Replace the linear layers of a model that can be, on CPU, and say so in the log."""
+    """Replace the replaceable linear layers of a model on CPU, and log the result."""
     done = Prepacking()
     if model.device.type != "cpu":
         return done
@@ -105,7 +104,7 @@ class _Place:
 
 
 def _places(module: nn.Module) -> list[_Place]:
-    """Return the plain linear layers without hooks, but those that stand in several places."""
+    """Return the plain linear layers without hooks, except those that stand in several places."""
     found = [
         _Place(parent, name, layer)
         for parent in module.modules()

@@ -48,25 +48,23 @@ class LlamaCpuModel:
 
     @property
     def vocab_size(self) -> int:
-        """Width of the logits."""
         return self.packed.spec.vocab_size
 
     @property
     def arithmetic(self) -> str:
-        """What decides the bits of its logits, in words."""
+        """What decides the bits of its logits."""
         return f"native {native.level_of(self.packed.library)}, {dtype_name(self.dtype)}, {self.packed.kinds_in_words}"
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights."""
         return self.packed.num_bytes
 
     def scratch_bytes(self, tokens: int, kept: int) -> int:
-        """Return what a step of so many tokens needs beside weights and logits, in bytes."""
+        """Return the bytes that a step of so many tokens needs beside weights and logits."""
         return int(self.packed.library.quire_llama_scratch(self.packed.struct, tokens, kept))
 
     def reserve(self, tokens: int, kept: int) -> None:
-        """Have memory for steps of up to so many tokens, and keep it: fresh pages cost more than a small step."""
+        """Allocate memory for steps of up to so many tokens, and keep it: fresh pages cost more than a small step."""
         needed = self.scratch_bytes(tokens, kept)
         if needed > len(self._scratch):
             self._scratch = torch.empty(needed, dtype=torch.uint8)
@@ -80,7 +78,7 @@ class LlamaCpuModel:
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, sink: AttentionBackend
     ) -> torch.Tensor:
-        """See `StepModel`; `keep` rises. What is returned is overwritten by the next forward."""
+        """Implement `StepModel`; `keep` rises. The next forward overwrites the result."""
         if not isinstance(sink, NativeAttention):
             raise EngineFailure(f"the native model attends by native attention, not by {type(sink).__name__}")
         described = self.describe(token_ids.contiguous(), positions.contiguous(), keep.contiguous())
@@ -105,7 +103,7 @@ class LlamaCpuModel:
         return DescribedRun(run, self._logits, spent, (token_ids, positions, keep, self._scratch))
 
     def add_up(self, done: DescribedRun) -> None:
-        """Add the time of a run's phases, if it was taken."""
+        """Add the times of a run's phases, if they were taken."""
         if self.seconds is not None:
             for name, more in zip(PHASES, done.spent, strict=True):
                 self.seconds[name] = self.seconds.get(name, 0.0) + more

@@ -25,19 +25,15 @@ from gpuworker.models.llama.spec import LlamaSpec, llama_spec, rope_table
 
 
 class Elementwise(Protocol):
-    """The module `torch_elementwise`, or `triton_elementwise` with kernels of the same names."""
+    """The module `torch_elementwise`, which documents the functions, or `triton_elementwise` with the same names."""
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See `torch_elementwise`."""
-        ...
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
 
-    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See `torch_elementwise`."""
-        ...
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor: ...
 
-    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """See `torch_elementwise`."""
-        ...
+    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor: ...
 
 
 @runtime_checkable
@@ -80,7 +76,6 @@ class LlamaGpuModel:
 
     @property
     def vocab_size(self) -> int:
-        """Width of the logits."""
         return self.spec.vocab_size
 
     @property
@@ -101,7 +96,6 @@ class LlamaGpuModel:
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, sink: LayerSink
     ) -> torch.Tensor:
-        """See `StepModel`."""
         return self.logits(token_ids, positions, keep, sink).float()
 
     @torch.inference_mode()

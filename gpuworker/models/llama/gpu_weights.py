@@ -25,7 +25,7 @@ from gpuworker.models.llama.weights import (
 
 @dataclass(frozen=True, slots=True)
 class GpuLayer:
-    """One layer; what the model does not have is None."""
+    """The weights of one layer; those that the model does not have are None."""
 
     attention_norm: torch.Tensor  # [hidden]
     qkv: torch.Tensor  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]
@@ -61,7 +61,6 @@ class GpuWeights:
 
     @property
     def num_bytes(self) -> int:
-        """What they take."""
         return sum(tensor.numel() * tensor.itemsize for tensor in self.tensors())
 
 

@@ -18,9 +18,9 @@ import torch
 from gpuworker.native import library as native
 from gpuworker.native.linear import Kind, LinearStruct, Memory, Store, declared
 
-# Weights are read in turn from so much memory; what a cache may keep of it is less than what it serves in between.
+# Calls read weights in turn from so much memory that no cache keeps a weight until its next use.
 _BYTES: Final = 128 << 20
-# The fastest call of each kind counts, of at least so many and for at least so long.
+# The fastest call of each kind counts, among at least so many calls in at least so many seconds.
 _TURNS: Final = 6
 _SECONDS: Final = 0.006
 _FILL: Final = 0x3C  # makes small numbers of bytes, halves and floats alike
@@ -45,7 +45,6 @@ class LinearChoice:
     seconds: Mapping[Kind, tuple[float, ...]]
 
     def __str__(self) -> str:
-        """Return it in words, for the log."""
         timed = (
             f"{kind.name} {'/'.join(f'{second * 1e6:.0f}' for second in seconds)}"
             for kind, seconds in self.seconds.items()
@@ -85,7 +84,7 @@ def _struct(shape: LinearShape, kind: Kind) -> LinearStruct:
 def _seconds(
     library: ctypes.CDLL, memory: Memory, linears: Sequence[LinearStruct], rows: int, threads: int
 ) -> list[float]:
-    """Return the seconds of a call for each; they take turns, so that what disturbs one disturbs all."""
+    """Return the seconds of a call for each; calls take turns, so that a disturbance affects all alike."""
     calls = [_Call(library, memory, linear, rows, threads) for linear in linears]
     best, until, turn = [math.inf] * len(calls), time.perf_counter() + _SECONDS * len(calls), 0
     while turn <= _TURNS or time.perf_counter() < until:

@@ -59,7 +59,7 @@ class LinearReader:
         return (tensor if tensor.dtype in _READABLE else tensor.float()).contiguous()
 
     def choose(self, linears: Iterable[FusedLinear], library: ctypes.CDLL) -> None:
-        """With "auto", time the kinds that lose little for each shape, and say in the log which it will be."""
+        """With "auto", time the kinds that lose little for each shape, and log the choice."""
         if self._quantization != "auto":
             return
         shapes = sorted({(linear.outputs, linear.inputs) for linear in linears})
@@ -83,7 +83,7 @@ class LinearReader:
         return [self._floats(weight) if isinstance(weight, IntegerWeight) else weight for weight in weights]
 
     def _kind(self, linear: FusedLinear) -> Kind:
-        """Return how a linear is held that is not stored in integers."""
+        """Return how a linear is held that the checkpoint does not store in integers."""
         if self._quantization == "none":
             return KINDS[self.dtype]
         if self._quantization == "auto":
@@ -107,7 +107,7 @@ class LinearReader:
         return self.tensor(linear.biases[index], (linear.sizes[index],)) if linear.bias else None
 
     def _stored(self, linear: FusedLinear) -> LinearWeight | None:
-        """Return the integers that are stored, if all parts have such as fit together and nothing else is asked for."""
+        """Return the stored integers, if all parts have some that fit together and no option asks for another kind."""
         found = [self._integers_of(name) for name in linear.weights]
         whole = [each for each in found if each is not None and _fits(each)]
         if len(whole) < len(found) or len({(each.bits, each.group_size) for each in whole}) > 1:
@@ -126,7 +126,7 @@ class LinearReader:
 
 
 def _fits(stored: QuantisedLinear) -> bool:
-    """Tell whether the library can multiply by these integers: inputs in order, groups of a size that it knows."""
+    """Return whether the library can multiply by these integers: inputs in order, groups of a supported size."""
     whole = stored.scales.shape[1] == 1 and stored.zeros is None
     return stored.group_of is None and (whole or stored.group_size % _GRAIN == 0)
 
@@ -143,7 +143,7 @@ def _integer_weights(stored: Sequence[QuantisedLinear]) -> list[IntegerWeight]:
 
 
 def in_words(kinds: Iterable[tuple[str, Kind]]) -> str:
-    """Return how linears are held, given the role and kind of each, in words."""
+    """Return the text for the log that says how linears are held, given the role and kind of each."""
     by_role: dict[str, set[str]] = {}
     for role, kind in kinds:
         by_role.setdefault(role, set()).add(kind.name)

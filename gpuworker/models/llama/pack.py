@@ -59,7 +59,6 @@ class PackedModel:
 
     @property
     def kinds_in_words(self) -> str:
-        """How the linears hold their weights."""
         return in_words((linear.role, Kind(getattr(holder, linear.role).kind)) for linear, holder in self.linears())
 
     @property
@@ -73,7 +72,7 @@ class PackedModel:
         return self.arena.nbytes + sum(tensor.nbytes for tensor in self._kept)
 
     def keep(self, tensor: torch.Tensor) -> int:
-        """Keep a tensor as long as the model; return where it lies."""
+        """Keep a tensor as long as the model; return its address."""
         self._kept.append(tensor)
         return tensor.data_ptr()
 
@@ -122,5 +121,5 @@ def _fill_norms(packed: PackedModel, tensors: LayerTensors, layer: LlamaLayerStr
 
 
 def _norm(packed: PackedModel, name: str | None, size: int, reader: LinearReader) -> int | None:
-    """Copy a norm as float32; return where it lies."""
+    """Copy a norm as float32; return its address."""
     return None if name is None else packed.keep(reader.tensor(name, (size,)).to(torch.float32, copy=True))

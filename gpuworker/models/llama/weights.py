@@ -27,12 +27,12 @@ class FusedLinear:
 
     @property
     def paired(self) -> bool:
-        """Whether it is two parts, gate and up, whose outputs are joined pairwise."""
+        """Whether the linear has two parts, gate and up, whose outputs are joined pairwise."""
         return self.role == "gate_up"
 
     @property
     def last(self) -> bool:
-        """Whether it makes the logits."""
+        """Whether the linear makes the logits."""
         return self.role == "head"
 
     @property
@@ -66,17 +66,15 @@ class LayerTensors:
 
     @property
     def linears(self) -> tuple[FusedLinear, ...]:
-        """All four, in the order in which a step runs them."""
+        """The linears in the order in which a step runs them."""
         return (self.qkv, self.output, self.gate_up, self.down)
 
     @property
     def norms(self) -> tuple[str | None, ...]:
-        """All four."""
         return (self.attention_norm, self.mlp_norm, self.query_norm, self.key_norm)
 
 
 def layer_tensors(spec: LlamaSpec, layer: int) -> LayerTensors:
-    """Return what a layer consists of."""
     attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
     hidden, inner, dim = spec.hidden_size, spec.intermediate_size, spec.head_dim
     heads, kv = spec.num_heads * dim, spec.num_kv_heads * dim

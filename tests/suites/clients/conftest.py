@@ -1,4 +1,4 @@
-"""One suite on the demo model for every client that Quire did not write; no test may disturb it."""
+"""One suite on the demo model for every foreign client; no test may disturb it."""
 
 from __future__ import annotations
 

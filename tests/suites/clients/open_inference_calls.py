@@ -1,4 +1,7 @@
-"""Calls of the Open Inference Protocol's own stubs: run by .clients/bin/python, told by JSON on stdin where to call."""
+"""Calls of the Open Inference Protocol's own stubs.
+
+.clients/bin/python runs this script, which reads the address as JSON on stdin.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,6 @@ def request(told: dict[str, Any], n: int) -> Any:
 
 
 def error(stub: Any, wrong: Any) -> list[str]:
-    """Return status and message of a request that is refused."""
     try:
         stub.ModelInfer(wrong, timeout=PATIENCE_S)
     except grpc.RpcError as refused:

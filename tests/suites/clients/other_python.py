@@ -1,4 +1,4 @@
-"""Runs clients in .clients, an environment of their own: a script of ours is told what to call, and prints answers."""
+"""Runs clients in .clients, an environment of their own: a script reads the calls to make, and prints the answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LIMIT_S = 120.0
 
 
 def need_clients() -> None:
-    """Skip, or fail, where the environment is not there."""
+    """Skip, or fail, where the environment is missing."""
     if not PYTHON.exists():
         missing(".clients", "make clients")
 

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Served:
-    """Where the suite is: HOST:PORT of gRPC, the URL of HTTP (without /v1), the name of the model."""
+    """The addresses of the suite: HOST:PORT of gRPC, the URL of HTTP (without /v1), and the name of the model."""
 
     address: str
     http_url: str
@@ -68,7 +68,7 @@ def served_suite(state_dir: Path) -> Iterator[Served]:
     def run() -> None:
         try:
             asyncio.run(serve())
-        except BaseException as error:  # whoever waits for the start must hear of it
+        except BaseException as error:  # the waiting caller of the start must get it
             if started.done():
                 raise
             started.set_exception(error)

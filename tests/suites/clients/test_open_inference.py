@@ -1,4 +1,4 @@
-"""The protocol as others have it: stubs of its working group call a suite, and every declaration of ours is theirs."""
+"""The protocol against its upstream: stubs of its working group call a suite, and all declarations are the same."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STREAMING = {"ModelStreamInfer", "ModelConfig"}
 
 @pytest.fixture(scope="session", autouse=True)
 def clients() -> None:
-    """Look for the clients before a suite is started for them."""
+    """Check for the clients before a suite is started for them."""
     need_clients()
 
 
@@ -36,7 +36,7 @@ def test_the_working_groups_stubs_are_answered_in_typed_contents(served: Served)
 
 
 def test_the_wire_is_that_of_tritonclient() -> None:
-    """Every field, method and enum value is there: name, number, type and label."""
+    """Every field, method and enum value is present: name, number, type and label."""
     theirs = files(answers_of("triton_calls.py", {"wire": True})["wire"])
     ours = declared()
     fields, numbers = dict(fields_of(ours.message_type)), values(ours)
@@ -64,7 +64,7 @@ def declared() -> FileDescriptorProto:
 
 
 def files(packed: list[str]) -> list[FileDescriptorProto]:
-    """Return what another client has, all of the package that ours is of."""
+    """Return the files of the other client that belong to Quire's package."""
     read = [FileDescriptorProto.FromString(base64.b64decode(each)) for each in packed]
     assert {each.package for each in read} == {"inference"}
     return read

@@ -132,7 +132,7 @@ def python(*words: str, cwd: str | Path = "/") -> str:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The Python of a fresh environment that has the wheel of protos/ alone."""
+    """The Python of a fresh environment with the wheel of protos/ alone."""
     folder = tmp_path_factory.mktemp("alone")
     quiet = ("--disable-pip-version-check", "--quiet")
     python(sys.executable, "-m", "pip", "wheel", *quiet, "--no-deps", "-w", str(folder), str(ROOT / "protos"))

@@ -22,7 +22,7 @@ Call = Callable[[str], Any]
 
 @pytest.fixture(scope="session", autouse=True)
 def tritonclient() -> None:
-    """Look for the client before a suite is started for it."""
+    """Check for the client before a suite is started for it."""
     need_clients()
 
 
@@ -50,7 +50,7 @@ def call(served: Served, prompts: list[dict[str, Any]]) -> Call:
 
 
 def quires_own(served: Served, ids: list[int], max_tokens: int) -> Outcome:
-    """Return what Quire's own API answers."""
+    """Return the answer of Quire's own API."""
     return served.run(lambda suite: suite.generate(greedy(ids, max_tokens)))
 
 
@@ -167,7 +167,7 @@ def test_a_cancelled_stream_gives_every_block_back(call: Call, served: Served) -
 
 
 def cancelled_requests(served: Served) -> float:
-    """Return how many requests of clients that went away the router has counted."""
+    """Return the router's count of requests whose clients went away."""
     metrics = httpx.get(f"{served.http_url}/metrics").text
     (count,) = re.findall(r'^quire:request_failure_total\{reason="CANCELLED"\} (.*)$', metrics, re.MULTILINE)
     return float(count)

@@ -1,6 +1,6 @@
-"""Calls of `tritonclient`, which Quire did not write: run by .clients/bin/python, told by JSON on stdin what to call.
+"""Calls of `tritonclient`: run by .clients/bin/python, which reads the names of the calls as JSON on stdin.
 
-One JSON object is printed, an entry for each method that was named; test_tritonclient.py has what they must be.
+The script prints one JSON object, with an entry for each named method; test_tritonclient.py checks the entries.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EXTRAS = ("finish_reason", "num_input_tokens", "num_output_tokens", "output_ids"
 
 
 class Calls:
-    """Everything that is called, with the client, the model's name and the prompts."""
+    """All calls, with the client, the model's name and the prompts."""
 
     def __init__(self, told: dict[str, Any]) -> None:
         self.address, self.model, self.prompts = told["address"], told["model"], told["prompts"]
@@ -150,7 +150,7 @@ class Calls:
         return texts
 
     def errors(self) -> dict[str, list[str]]:
-        """Return status and message of requests that are wrong."""
+        """Return status and message of each invalid request."""
         ids = tensor("input_ids", np.array([1, 2], np.int64), "INT64")
         long = inputs(self.prompts[0]["text"], **GREEDY, max_tokens=2000)
         return {
@@ -162,7 +162,7 @@ class Calls:
         }
 
     def errors_on_a_stream(self) -> list[dict[str, Any]]:
-        """Return what a stream says of a wrong request and of a good one after it."""
+        """Return the responses of a stream to an invalid request and to a valid one after it."""
         came: queue.Queue[dict[str, Any]] = queue.Queue()
         self.client.start_stream(
             lambda result, error: came.put(read(result) if error is None else {"error": str(error)})
@@ -199,24 +199,20 @@ class Calls:
 
 
 def tensor(name: str, values: Any, datatype: str) -> Any:
-    """Return an input."""
     made = triton.InferInput(name, list(values.shape), datatype)
     made.set_data_from_numpy(values)
     return made
 
 
 def flag(name: str, value: bool = True) -> Any:
-    """Return an input of one BOOL."""
     return tensor(name, np.array([value]), "BOOL")
 
 
 def text_of(name: str, text: str) -> Any:
-    """Return an input of one BYTES."""
     return tensor(name, np.array([text.encode()], np.object_), "BYTES")
 
 
 def sampling(**given: Any) -> Any:
-    """Return the input of sampling parameters."""
     return text_of("sampling_parameters", json.dumps(given))
 
 
@@ -246,7 +242,7 @@ def wire() -> list[str]:
 
 
 def main() -> None:
-    """Make the calls that were asked for, and print what came of each."""
+    """Make the requested calls, and print their results."""
     told = json.load(sys.stdin)
     if told.get("wire"):
         json.dump({"wire": wire()}, sys.stdout)

@@ -1,4 +1,4 @@
-"""One suite, disturbed again and again while it streams: what is killed, wiped, doubled or stopped changes no token."""
+"""One suite, disturbed again and again while it streams: kills, wipes, duplicates and stops change no token."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 async def eventually(holds: Callable[[], Awaitable[bool]], seconds: float = PATIENCE) -> None:
-    """Return once it holds; for what only other processes bring about."""
+    """Return once the condition holds; for conditions that only other processes bring about."""
     async with asyncio.timeout(seconds):
         while not await holds():  # noqa: ASYNC110
             await asyncio.sleep(0.05)
@@ -51,7 +51,7 @@ async def identity_of(suite: Suite) -> PoolIdentity:
 
 
 def assert_reference(asked: Sequence[list[int]], outcomes: Sequence[Outcome], count: int = COUNT) -> None:
-    """Compare every stream with what transformers draws."""
+    """Compare every stream with the greedy tokens of transformers."""
     assert_greedy(asked, [outcome.tokens for outcome in outcomes], count)
 
 
@@ -100,7 +100,7 @@ def _until_missing(entry: tuple[int, int], held: Sequence[set[tuple[int, int]]])
 
 
 class Index:
-    """What a router would believe, read key by key; and what the manager says of the same chains."""
+    """The index as a router reads it, key by key, and the manager's own map of the same block hashes."""
 
     def __init__(self, suite: Suite, redis: Redis, identity: PoolIdentity) -> None:
         self._suite, self._redis, self._identity = suite, redis, identity
@@ -132,7 +132,7 @@ class Index:
         return {match.worker_id: match.hit_blocks for match in matches}
 
     async def number(self, key: str) -> int:
-        """Return the value of a counter, 0 when it is gone."""
+        """Return the value of a counter, 0 when it is absent."""
         return int(await self._redis.get(key) or 0)
 
 
@@ -159,7 +159,7 @@ async def test_a_wiped_redis_fails_no_request_and_is_filled_again(suite: Suite) 
         assert set(await index.owners()) == {"worker-0", "worker-1"}
         for tokens, outcome in zip(whole, outcomes, strict=True):
             assert outcome.admitted is not None
-            # The last token that was drawn is never computed, and a block is registered when all of it is.
+            # The last sampled token is never computed, and a block is registered only when it is fully computed.
             assert (await index.hits(tokens))[outcome.admitted.worker_id] == (len(tokens) - 1) // 16
         assert await index.number(fence) == await index.number(index_format.epoch_key(identity.namespace)) > before
         for worker_id in await index.owners():

@@ -1,4 +1,4 @@
-"""The official OpenAI client on a real suite: structured output, log-probabilities, stops, seeds, and hanging up."""
+"""The official OpenAI client on a real suite: structured output, log-probabilities, stops, seeds, disconnects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients say and what the model answers is in no log line, even at debug level, and in no trace."""
+"""The text of clients and the model's answers appear in no log line, even at debug level, and in no trace."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def traceparent(sampled: bool) -> tuple[str, str]:
 
 
 async def spans_of(suite: Suite, trace_id: str, wanted: set[str]) -> list[decision_pb2.Span]:
-    """Return the spans of a trace once these have come."""
+    """Return the spans of a trace once these have arrived."""
     stub = decision_pb2_grpc.DecisionServiceStub(suite.channel)
     async with asyncio.timeout(PATIENCE):
         while True:
@@ -58,7 +58,7 @@ async def spans_of(suite: Suite, trace_id: str, wanted: set[str]) -> list[decisi
 
 
 async def spans_now(stub: decision_pb2_grpc.DecisionServiceStub, trace_id: str) -> list[decision_pb2.Span]:
-    """Return the spans of a trace that have come so far."""
+    """Return the spans of a trace that have arrived so far."""
     try:
         return list((await stub.GetTrace(decision_pb2.GetTraceRequest(trace_id=trace_id), timeout=PATIENCE)).spans)
     except grpc.aio.AioRpcError as error:
@@ -68,7 +68,7 @@ async def spans_now(stub: decision_pb2_grpc.DecisionServiceStub, trace_id: str) 
 
 
 def assert_said_nowhere(suite: Suite, messages: list[Message], *texts: str) -> None:
-    """Look for each text in all lines of all processes and in protos of any kind."""
+    """Search all lines of all processes, and protos of any kind, for each text."""
     assert {line.partition(":")[0] for line in suite.lines} >= PROCESSES, "nobody said anything"
     assert any('"level": "debug"' in line for line in suite.lines)
     everything = [*suite.lines, *map(str, messages)]
@@ -78,7 +78,7 @@ def assert_said_nowhere(suite: Suite, messages: list[Message], *texts: str) -> N
 
 
 async def ask(suite: Suite, parent: str) -> Outcome:
-    """Ask something with a secret in it."""
+    """Send a request that contains a secret."""
     request = chat(f"Where does {SECRET} live?", system_text(), max_tokens=24)
     request.traceparent = parent
     return await suite.generate(request)

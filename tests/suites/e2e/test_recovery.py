@@ -1,4 +1,4 @@
-"""Real processes are killed under load: the KV manager, Redis, a worker. Streams go on, and no token changes."""
+"""Real processes are killed under load: the KV manager, Redis, a worker. Streams continue, and no token changes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def test_a_killed_manager_breaks_none_of_64_streams(tmp_path: Path) -> Non
         kill(suite, "kvmanager")
         outcomes = await asyncio.gather(*tasks)
         assert await epoch(suite) > before
-        # Sequences that ended while nobody managed them, and those that went on, are all accounted for.
+        # All sequences are accounted for: those that ended without a manager, and those that continued.
         await suite.until_all_free(workers=1)
         again = await suite.generate(greedy(asked[1], 8))
         assert again.admitted is not None
@@ -132,7 +132,7 @@ async def test_a_worker_that_joins_is_found_through_redis(tmp_path: Path) -> Non
 
 
 def constrained(prompt: list[int], seed: int) -> inference_pb2.GenerateRequest:
-    """Return a request, drawn at random, whose whole output must match; some hundred tokens."""
+    """Return a request at random temperature whose whole output must match; some hundred tokens."""
     request = greedy(prompt, 200)
     request.sampling.temperature, request.sampling.seed, request.regex = 1.0, seed, CODES
     return request
@@ -142,7 +142,7 @@ CODES = "([a-z]{2}[0-9]{3} ){30}"
 
 
 async def test_constraints_are_followed_on_by_another_worker(tmp_path: Path) -> None:
-    """It takes in what was drawn before: the same text comes as from an undisturbed run."""
+    """The new worker first consumes the earlier output: the text is the same as from an undisturbed run."""
     options = StackOptions(model=CHECKPOINT, workers=2, worker_flags=FLAGS)
     requests = [constrained(prompt, seed) for seed, prompt in enumerate(prompts(16, seed=7))]
     async with running_suite(tmp_path, options) as suite:

@@ -1,4 +1,4 @@
-"""Three routers on one port, two workers: all serve, the figures and traces of all are told by any, one is killed."""
+"""Three routers on one port, two workers: all serve, each reports the metrics and traces of all, one is killed."""
 
 from __future__ import annotations
 

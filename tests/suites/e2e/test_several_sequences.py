@@ -1,4 +1,4 @@
-"""n > 1 on a real suite, through both APIs: shared blocks, a last one of one's own, draws by seed alone."""
+"""n > 1 on a real suite, through both APIs: shared blocks, a private last block, samples by seed alone."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ async def until_all_run(call: Any, n: int) -> None:
 
 
 async def rows(suite: Suite) -> list[list[int]]:
-    """Return the blocks of every sequence that runs, as the KV manager has them."""
+    """Return the block table of every running sequence, as the KV manager has it."""
     answer = await suite.manager.GetBlockTable(kvmanager_pb2.GetBlockTableRequest(), timeout=PATIENCE)
     return [list(table.block_ids) for table in answer.tables]
 
@@ -138,7 +138,7 @@ async def test_only_the_tokens_after_the_last_full_block_are_computed_more_than_
     assert [each.cached_tokens for each in usage] == [0, full, full, full]
     first, *later = await prefill_chunks(one_worker, answer.admitted.trace_id, sequences=4)
     assert first == (0, len(ids))
-    # One that is granted together with the first finds no block yet to copy, and computes the rest itself.
+    # A sequence granted together with the first has no block to copy yet, and computes the rest itself.
     assert len(later) == 3
     assert set(later) <= {(full, len(ids) - full), (len(ids) - 1, 1)}
 
@@ -171,7 +171,7 @@ async def test_draws_follow_from_seed_and_index_alone(one_worker: Suite) -> None
     assert len({tuple(each) for each in four}) == 4
     assert await outputs(one_worker, request(ids, n=4)) == four
     assert await outputs(one_worker, request(ids, n=1)) == four[:1]
-    # What a copied block holds is what a sequence of its own computes.
+    # A copied block holds the same values as a sequence computes alone.
     for index in range(4):
         assert await outputs(one_worker, request(ids, n=1, seed=_signed(fold_seed(SEED, index)))) == [four[index]]
     await one_worker.until_all_free(workers=1)

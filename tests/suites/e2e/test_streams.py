@@ -1,4 +1,4 @@
-"""The whole suite at work: many streams at once, cancels, deadlines, shared prefixes, and nothing left behind."""
+"""A whole suite under load: many streams at once, cancels, deadlines, shared prefixes, and no state left behind."""
 
 from __future__ import annotations
 

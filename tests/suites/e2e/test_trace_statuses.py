@@ -57,7 +57,7 @@ async def statuses(suite: Suite, trace_id: str, wanted: Collection[str]) -> dict
             await asyncio.sleep(0.05)
 
 
-# What gRPC sends of 1.005 s is 1.01: then the router hears of the client's end before its own timer.
+# gRPC sends 1.005 s as 1.01: then the client's end reaches the router before its own timer fires.
 @pytest.mark.parametrize("first", [0.3, 0.31, 0.32, 1.005])
 async def test_an_expired_request_is_expired_in_every_span(suite: Suite, first: float) -> None:
     async def attempt(seconds: float) -> None:

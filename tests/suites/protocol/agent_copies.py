@@ -23,7 +23,6 @@ def shallow(thing: T) -> T:
 
 
 def copy_agent(agent: LeaseAgent) -> LeaseAgent:
-    """Return an independent copy."""
     twin = shallow(agent)
     twin._sequences = {key: _copy_sequence(each) for key, each in agent._sequences.items()}
     twin._blocks = _copy_blocks(agent._blocks)

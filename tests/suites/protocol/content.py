@@ -1,7 +1,7 @@
-"""What block slots hold, exactly: the K/V of the last token of a known sequence of tokens, and nothing else.
+"""The exact content of block slots: the K/V of the last token of a known sequence of tokens.
 
-A prefix is a node of one tree of tokens, shared by all worlds; a slot holds a node or 0, nothing. Two rows may share a
-slot if and only if their tokens up to there are the same, which is to say: the node is the same.
+A prefix is a node of one tree of tokens, shared by all worlds; a slot holds a node or 0, nothing. Two sequences may
+share a slot if and only if their tokens up to there are the same, that is, if the node is the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ _nodes_of_keys: dict[BlockHash, int] = {}
 
 
 def child(node: int, token: int) -> int:
-    """Return the prefix `node` followed by `token`."""
     found = _children.get((node, token))
     if found is None:
         found = _children[node, token] = len(_parents)
@@ -33,7 +32,6 @@ def child(node: int, token: int) -> int:
 
 
 def path(tokens: tuple[int, ...]) -> list[int]:
-    """Return the prefix that ends at each token."""
     nodes, node = [], NOTHING
     for token in tokens:
         node = child(node, token)
@@ -42,7 +40,6 @@ def path(tokens: tuple[int, ...]) -> list[int]:
 
 
 def token_of(node: int) -> int:
-    """Return the last token of a prefix."""
     return _tokens[node]
 
 
@@ -55,7 +52,7 @@ def ancestor(node: int, steps: int) -> int:
 
 @cache
 def link(node: int, block_size: int) -> bytes:
-    """Return the 32-byte link of a prefix of whole blocks."""
+    """Return the 32-byte digest of a prefix of whole blocks."""
     if node == NOTHING:
         return ROOT_LINK
     tokens, at = [], node
@@ -69,7 +66,7 @@ def link(node: int, block_size: int) -> bytes:
 
 @cache
 def key(node: int, block_size: int) -> BlockHash:
-    """Return the key of the block that ends a prefix of whole blocks."""
+    """Return the hash of the block that ends a prefix of whole blocks."""
     return block_hash_of(link(node, block_size))
 
 
@@ -87,7 +84,6 @@ class Device:
         self.slots = [[NOTHING] * block_size for _ in range(num_blocks)]
 
     def copy_block(self, src: int, dst: int) -> None:
-        """Copy all slots of a block."""
         self.slots[dst] = self.slots[src].copy()
 
     def block_key(self, block: int) -> BlockHash | None:
@@ -103,7 +99,6 @@ class Device:
         return key(slots[-1], self.block_size)
 
     def clone(self) -> Device:
-        """Return an independent copy."""
         twin = Device(0, self.block_size)
         twin.slots = [slots.copy() for slots in self.slots]
         return twin

@@ -43,14 +43,14 @@ class Index:
         return self.fence
 
     def check(self, epoch: int) -> None:
-        """Refuse whoever does not hold the fence."""
+        """Refuse a manager that does not hold the fence."""
         if epochs.is_replaced(epoch, self.fence):
             raise Replaced
         if self.fence != epoch:
             raise Wiped
 
     def register(self, epoch: int, generation: int) -> None:
-        """Make a generation the one that counts."""
+        """Make a generation the live one."""
         self.check(epoch)
         self.generation = generation
 
@@ -62,15 +62,13 @@ class Index:
         self.entries = frozenset(kept | {(key, generation) for key in call.adds})
 
     def live(self) -> set[BlockHash]:
-        """Return what a reader sees: entries of the live generation."""
+        """Return the entries that a reader sees: those of the live generation."""
         return {key for key, generation in self.entries if generation == self.generation}
 
     def wipe(self) -> None:
-        """Lose everything."""
         self.counter, self.fence, self.generation, self.entries = None, None, ABSENT, frozenset()
 
     def clone(self) -> Index:
-        """Return an independent copy."""
         return Index(self.counter, self.fence, self.generation, self.entries)
 
 
@@ -83,7 +81,7 @@ class Publisher:
     net: NetChanges = field(default_factory=NetChanges)
 
     def follow(self, events: tuple[IndexEvent, ...]) -> None:
-        """Note changes of membership."""
+        """Record changes of membership."""
         for event in events:
             match event:
                 case Stored():
@@ -113,11 +111,10 @@ class Publisher:
 
     @property
     def settled(self) -> bool:
-        """Whether the index has all that this publisher knows."""
+        """Whether the index has every change of this publisher."""
         return self.registered and not len(self.net)
 
     def clone(self) -> Publisher:
-        """Return an independent copy."""
         return Publisher(self.generation, self.registered, NetChanges(dict(self.net._pending)))
 
     def state_key(self) -> tuple[object, ...]:

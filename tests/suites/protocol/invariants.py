@@ -56,7 +56,7 @@ def check(world: World) -> None:
 
 
 def audit(ledger: Ledger) -> None:
-    """I1, I5, I8: the manager's own audit of its books."""
+    """I1, I5, I8: the manager's own audit of its state."""
     try:
         ledger.check_invariants()
     except ProtocolViolation as broken:

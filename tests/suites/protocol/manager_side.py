@@ -17,7 +17,7 @@ class ManagerSide(State):
     """Events of the manager processes."""
 
     def start_manager(self) -> None:
-        """A manager process that has just taken its epoch."""
+        """Start a manager process, which takes its epoch."""
         config = ManagerConfig(
             runway_slots=self.scenario.runway_slots, runway_reach=self.scenario.runway_reach, watermark=0.0
         )
@@ -86,7 +86,7 @@ class ManagerSide(State):
         manager.core.adopt_epoch(self.index.acquire(least, own, self.random_jump()))
 
     def republish(self, manager: ModelManager) -> None:
-        """After a rebuild: the whole membership, under a new generation."""
+        """Publish the whole membership under a new generation, after a rebuild."""
         session = manager.session()
         if session is not None and session.ready:
             self.generations += 1
@@ -110,7 +110,7 @@ class ManagerSide(State):
             self.start_manager()
 
     def flush(self, number: int) -> bool:
-        """A manager writes one call to the index."""
+        """Let a manager make one call to the index."""
         manager = self.managers[number]
         try:
             return manager.publisher.flush(self.index, manager.core.epoch)

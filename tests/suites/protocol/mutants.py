@@ -112,14 +112,14 @@ class Mutant:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Put the simpler rule in place."""
+        """Use the simpler rule during the block."""
         with ExitStack() as stack:
             for owner, attribute, value in self.patches:
                 stack.enter_context(mock.patch.object(owner, attribute, value))
             yield
 
     def run(self) -> Found:
-        """Search with the simpler rule in place."""
+        """Search with the simpler rule."""
         with self.applied():
             return self.search.run()
 

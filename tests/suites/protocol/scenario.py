@@ -31,7 +31,7 @@ class Request:
 
     @property
     def outputs(self) -> tuple[int, ...]:
-        """All tokens that the request must deliver, if nobody cancels it."""
+        """All tokens that the request must deliver unless it is cancelled."""
         return _outputs(self)
 
 

@@ -18,7 +18,7 @@ PEACE_ROUNDS = 400
 
 @dataclass(slots=True)
 class Found:
-    """What a search saw. `violation` is None when every invariant held; `trace` leads to the violation."""
+    """The result of a search. `violation` is None when every invariant held; `trace` leads to the violation."""
 
     states: int = 0
     steps: int = 0

@@ -73,7 +73,7 @@ class ModelManager:
 
 
 class State:
-    """What a world is at one moment; the sides of the protocol add what they do."""
+    """The whole state of a world; the two sides of the protocol add their events."""
 
     policies: ClassVar[LedgerPolicies] = DEFAULT_POLICIES
     """The policies of every ledger; a mutant puts its own here."""
@@ -97,7 +97,6 @@ class State:
 
     @property
     def agent(self) -> LeaseAgent:
-        """The worker's core."""
         return self.worker.agent
 
     @property

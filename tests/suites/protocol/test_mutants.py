@@ -1,4 +1,4 @@
-"""Each simpler rule is noticed by its search, and by an invariant that says what is wrong with it."""
+"""The search of each simpler rule finds a violation, of the invariant that the rule breaks."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class WorkerSide(State):
     """Events of the worker process."""
 
     def start_worker(self) -> None:
-        """A worker process with an empty device: a new incarnation."""
+        """Start a worker process with an empty device: a new incarnation."""
         sizes = self.scenario
         self.incarnation += 1
         config = AgentConfig(
@@ -90,7 +90,7 @@ class WorkerSide(State):
         return True
 
     def _write(self, plan: StepPlan) -> None:
-        """Every row's writes, then every row's reads, each compared slot by slot."""
+        """Make every row's writes, then every row's reads; compare each read slot by slot."""
         size, slots, claimed = self.scenario.block_size, self.device.slots, self.agent._blocks.content
         for row in plan.rows:
             nodes = self.paths[row.sequence]
@@ -118,7 +118,7 @@ class WorkerSide(State):
         return token
 
     def complete(self, _: int) -> bool:
-        """The oldest step's results arrive."""
+        """Deliver the results of the oldest step."""
         (_plan, result), *rest = self.flights
         self.flights = tuple(rest)
         self._settle(self.agent.complete(result))
@@ -152,7 +152,7 @@ class WorkerSide(State):
         return True
 
     def _worth_keeping(self) -> list[Link]:
-        """Of the broken links keep the last that still has messages: older ones add nothing but states."""
+        """Keep only the last broken link that still has messages: older ones add nothing but states."""
         return [link for link in self.links if link.to_manager or link.to_worker][-1:]
 
     def to_worker(self, number: int) -> bool:

@@ -44,7 +44,7 @@ class World(WorkerSide, ManagerSide):
     # ------------------------------------------------------------ events
 
     def events(self) -> list[Event]:
-        """List what may happen now; some of it may turn out to change nothing."""
+        """List the possible events; some of them may turn out to change nothing."""
         found: list[Event] = [("submit", 0)] if self.unsubmitted else []
         found += [("plan", 0)] if len(self.flights) < 2 else []
         found += [("complete", 0)] if self.flights else []
@@ -57,7 +57,7 @@ class World(WorkerSide, ManagerSide):
         return found
 
     def faults(self) -> list[Event]:
-        """List the faults that may happen now."""
+        """List the possible faults."""
         found: list[Event] = []
         if self.faults_in_all:
             left = [kind for kind in FAULTS if self.faults_left.get(kind)]
@@ -96,7 +96,6 @@ class World(WorkerSide, ManagerSide):
     # ------------------------------------------------------------ faults
 
     def cancel(self, request: int) -> bool:
-        """A client goes away."""
         sequence = next(s for s, r in self.request_of.items() if r == request)
         self.agent.cancel(sequence)
         self._settle(self.agent.departures())
@@ -118,26 +117,23 @@ class World(WorkerSide, ManagerSide):
         return True
 
     def manager_crash(self, number: int) -> bool:
-        """A manager dies and forgets everything."""
         self.end_manager(self.managers[number])
         return True
 
     def hand_over(self, _: int) -> bool:
-        """A second manager starts; the worker is told of it. The first one lives and does not notice."""
+        """A second manager starts, and the worker's link breaks. The first manager continues without notice."""
         self.start_manager()
         if self.link is not None:
             self._lose(self.link)
         return True
 
     def wipe(self, _: int) -> bool:
-        """Redis loses everything."""
         self.index.wipe()
         return True
 
     # ------------------------------------------------------------ copies
 
     def clone(self) -> World:
-        """Return an independent copy."""
         twin = World.__new__(World)
         twin.__dict__.update(self.__dict__)
         twin.index, twin.device = self.index.clone(), self.device.clone()

@@ -1,8 +1,7 @@
-"""Compiles what production launches, for chips that are not there.
+"""Compiles production kernels for chips that this machine does not have.
 
-The host code runs as it is, on CPU tensors; a driver that knows nothing but its chip takes the place of Triton's own,
-and each launch ends when its kernel is compiled. So what is compiled is what would have run: tiles, types,
-specialisation and all.
+The host code runs unchanged, on CPU tensors; a driver that only describes its chip replaces Triton's own, and each
+launch ends when its kernel is compiled. So tiles, types and specialisation are those of production.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _MATRIX_UNITS = ("tcgen05.mma", "wgmma.mma_async", "mma.sync")
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a kernel takes of its chip."""
+    """The resources that a kernel takes of its chip."""
 
     kernel: str
     warps: int
@@ -43,11 +42,11 @@ class Compiled:
     stack_bytes: int  # a thread; spilled registers lie here
     shared_bytes: int  # a program
     matrix_unit: str  # the instruction that multiplies tiles: mma, wgmma (sm_90), tcgen05 (sm_100), or none
-    loads_ahead: bool  # whether global memory is copied to shared memory behind the program's back
+    loads_ahead: bool  # whether global memory is copied to shared memory asynchronously
 
 
 class ChipDriver:
-    """Says which chip there is; can neither allocate nor launch."""
+    """Describes a chip; can neither allocate nor launch."""
 
     def __init__(self, chip: Chip) -> None:
         self._chip = chip

@@ -1,4 +1,4 @@
-"""What production launches, compiled for three generations of chips: nothing spills, all fits, the right units work.
+"""Production kernels, compiled for three generations of chips: nothing spills, all fits, the right units work.
 
 Run in a process of their own (`pytest tests/suites/triton_compiled`): compiling and interpreting do not mix.
 """

@@ -24,10 +24,8 @@ ROWS = ((900, 1), (3, 20))
 
 
 class Workload(Protocol):
-    """Something that launches kernels."""
-
     def prepared(self, chip: Chip) -> Callable[[], object]:
-        """Return what launches them on this chip."""
+        """Return a function that launches the kernels on this chip."""
         ...
 
 
@@ -59,7 +57,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class LlamaLayer:
-    """What stands between the matrix products of a Llama-like layer."""
+    """The kernels between the matrix products of a Llama-like layer."""
 
     num_heads: int
     num_kv_heads: int
@@ -114,5 +112,5 @@ Results = dict[tuple[int, str], "Future[list[Compiled]]"]
 
 
 def compiled(chip: int, name: str) -> list[Compiled]:
-    """Return what a workload launches on a chip, in the order of the launches."""
+    """Return the kernels that a workload launches on a chip, in the order of the launches."""
     return compile_launches(CHIPS[chip], WORKLOADS[name].prepared(CHIPS[chip]))

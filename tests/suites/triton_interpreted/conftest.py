@@ -1,4 +1,4 @@
-"""The kernels run in Triton's interpreter, which must be asked for before the first of them is defined."""
+"""The kernels run in Triton's interpreter, which must be enabled before the first kernel is defined."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def test_layers_with_other_heads_plan_again() -> None:
     attention = TritonAttention(few.cache)
     attention.begin(few.metadata)
     for step in (few, many, few):
-        # Both steps have drawn the same past; what differs is written by the layer itself.
+        # Both steps start from the same past; the layer itself writes the differences.
         out = attention.write_and_attend(PLAIN, step.query, step.key, step.value)
         np.testing.assert_allclose(out.numpy(), reference(step, PLAIN), atol=2e-5)
 

@@ -1,4 +1,4 @@
-"""What the kernels write into the cache: split and turned heads, quantised values with their scales, finite numbers."""
+"""What the kernels write into the cache: heads split and after rope, quantised values with scales, finite numbers."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ INVERSE_FREQUENCY = 100.0 ** -(torch.arange(DIM // 2) / (DIM // 2))
 
 
 def apply_rope(x: torch.Tensor, norm_weight: torch.Tensor | None) -> torch.Tensor:
-    """Norm and turn heads [T, n, DIM] in float64."""
+    """Norm heads [T, n, DIM] and apply rope to them, in float64."""
     x = x.double()
     if norm_weight is not None:
         x = x / (x.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt() * norm_weight.double()

@@ -1,4 +1,4 @@
-"""The GPU benchmarks run through, small and interpreted: what they compute is right, what they time is nothing."""
+"""The GPU benchmarks run, small and interpreted: their results are right, and their timings mean nothing."""
 
 from __future__ import annotations
 

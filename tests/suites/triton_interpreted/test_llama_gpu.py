@@ -84,4 +84,4 @@ def test_padded_decodes_draw_what_kernels_draw_one_by_one() -> None:
 
 def test_each_way_to_plan_has_a_graph() -> None:
     graphs = Decoding(make_case("llama"), graphs=True).graphs
-    assert graphs.count == 3 + 2  # short contexts, contexts that are cut, shared blocks; and two ways to draw
+    assert graphs.count == 3 + 2  # short contexts, contexts that are cut, shared blocks; plus two ways to sample

@@ -1,4 +1,4 @@
-"""Cascade attention: rows on shared blocks give what they give apart, and steps padded for CUDA graphs likewise."""
+"""Cascade attention: rows on shared blocks give the same results as apart, and so do steps padded for CUDA graphs."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def with_padding(step: Step) -> Step:
 
 
 class Recorded:
-    """Stands for a kernel: launches it, and can repeat its launches."""
+    """Replaces a kernel: launches it, and can repeat its launches."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         module = triton_cache if hasattr(triton_cache, name) else triton_attention

@@ -17,7 +17,7 @@ EOS = 99
 
 
 def keys(tokens: range | list[int], block_size: int) -> tuple[BlockHash, ...]:
-    """Keys of the full blocks of `tokens`, from the root that every prompt here has."""
+    """Return the hashes of the full blocks of `tokens`, from the root that every prompt here has."""
     return tuple(
         block_hash_of(parent_digest)
         for parent_digest in block_digests(root_digest("m", "t", block_size), list(tokens), block_size)
@@ -25,7 +25,7 @@ def keys(tokens: range | list[int], block_size: int) -> tuple[BlockHash, ...]:
 
 
 class Driver:
-    """An attached agent on a tiny pool, and short words for what its manager and its engine do."""
+    """An attached agent on a tiny pool, and short methods for the actions of its manager and its engine."""
 
     def __init__(self, num_blocks: int = 8, block_size: int = 4, lease_target: int = 0, **config: Any) -> None:
         self.block_size = block_size
@@ -76,7 +76,7 @@ class Driver:
         return [(r.sequence, r.start, r.length, r.blocks, r.samples) for r in self.plan().rows]
 
     def complete(self, plan: StepPlan, token: int = 50) -> Completion:
-        """Complete a step in which every sampling row drew `token`."""
+        """Complete a step in which every sampling row sampled `token`."""
         sampled: dict[SequenceId, tuple[int, ...]] = {row.sequence: (token,) for row in plan.rows if row.samples}
         completion = self.agent.complete(StepResult(plan.step, sampled))
         self.agent.check_invariants()

@@ -149,7 +149,7 @@ class EngineDriver:
         return [self.results[sequence].tokens for sequence in started]
 
     def assert_all_free(self) -> None:
-        """Wait until the ledger holds neither rows nor leases nor a queue; fail with its counts if that never comes."""
+        """Wait until the ledger has no block table, lease or queue; fail with its counts if that never comes."""
         assert isinstance(self.channel, EmbeddedChannel)
         assert self.channel.ledger is not None
         ledger, deadline = self.channel.ledger, time.monotonic() + PATIENCE

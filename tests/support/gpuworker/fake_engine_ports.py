@@ -1,4 +1,4 @@
-"""Doubles of the engine's neighbours: runners whose steps end when told or at once, a manager the test speaks for."""
+"""Doubles of the engine's ports: runners whose steps end on command or at once, and a manager that the test plays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.gpuworker.engine_harness import PATIENCE
 
 
 class ManualRunner:
-    """Runs a step when told to. It draws 7 for every row, or what `draws` says."""
+    """Runs a step on command. Every row of a step samples the token that `draws` returns for its plan, 7 by default."""
 
     def __init__(self, draws: Callable[[StepPlan], int] = lambda plan: 7) -> None:
         self._draws = draws
@@ -65,7 +65,7 @@ class ManualRunner:
         return StepResult(plan.step, {r.sequence: (self._draws(plan),) for r in plan.rows if r.samples})
 
     def release(self) -> None:
-        """Complete what runs, and from now on each step as it is submitted."""
+        """Complete the running steps, and from now on each step as it is submitted."""
         with self._changed:
             self._released = True
             running, self.submitted = self.submitted, deque()
@@ -81,7 +81,7 @@ class ManualRunner:
 
 
 class InstantRunner(ManualRunner):
-    """Runs each step as it is submitted."""
+    """Runs each step at once when it is submitted."""
 
     def __init__(self, draws: Callable[[StepPlan], int] = lambda plan: 7) -> None:
         super().__init__(draws)
@@ -89,7 +89,7 @@ class InstantRunner(ManualRunner):
 
 
 class ScriptedChannel:
-    """A manager that the test speaks for."""
+    """A manager that the test plays."""
 
     def __init__(self) -> None:
         self.events: deque[LeaseEvent] = deque()

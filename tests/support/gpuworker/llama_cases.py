@@ -1,4 +1,4 @@
-"""Tiny models of the Llama family with every switch that the native path knows, and steps to run them through."""
+"""Tiny models of the Llama family with every option that the native path supports, and steps to run them through."""
 
 from __future__ import annotations
 
@@ -65,7 +65,6 @@ class Case:
     spec: LlamaSpec
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a weight by its name in Hugging Face format."""
         tensors: dict[str, torch.Tensor] = self.transformers_model.module.state_dict()
         return tensors[name]
 

@@ -1,6 +1,6 @@
-"""JSON schemas drawn at random, nested up to three deep: of every kind whose documents can be short, and few others.
+"""Random JSON schemas, nested up to three deep: of every kind whose documents can be short, and few others.
 
-The digits of a number that is no multiple of anything have no bound, nor have names of properties that are free.
+The digits of a number without a multipleOf have no bound, nor have the names of free properties.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ CONSTANTS = ["red", "", "ünïcode", 'a "word"', 0, -7, 2.5, True, None, [1, "b"
 
 
 class SchemaMaker:
-    """Draws schemas from a seed."""
+    """Makes random schemas from a seed."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)

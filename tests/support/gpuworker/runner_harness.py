@@ -122,6 +122,6 @@ class Driver:
                 self.take(flying.pop(0).result(timeout=60))
 
     def take(self, result: StepResult) -> None:
-        """Append what a step drew."""
+        """Append the sampled tokens of a step."""
         for sequence, tokens in result.sampled.items():
             self._streams[sequence].output.extend(tokens)

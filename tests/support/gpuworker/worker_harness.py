@@ -116,7 +116,7 @@ class Served:
         self.address = ""
 
     def serve(self, limits: SubmitLimits = LIMITS, grammars: GrammarCompiler | None = None) -> None:
-        """Say that the model is loaded."""
+        """Report the model as loaded."""
         info = lambda: pb.WorkerInfo(worker_id="w0", incarnation=self.engine.attach.incarnation)  # noqa: E731
         self.servicer.serve(Serving(self.engine, info, limits, pb.MemoryPlan(total=7), grammars))
 

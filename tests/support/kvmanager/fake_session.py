@@ -1,4 +1,4 @@
-"""One Session stream, message by message, so that a test can say the right thing and the wrong one."""
+"""One Session stream, message by message, so that a test can send valid messages and invalid ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TIMEOUT_S = 120.0
 
 
 def attach_of(worker_id: str = "w0", **changes: Any) -> Attach:
-    """Return an Attach of a worker with 8 blocks, changed as told."""
+    """Return an Attach of a worker with 8 blocks, with the given changes."""
     attach = Attach(worker_id, worker_id.encode().ljust(16, b"."), 1, 0, IDENTITY, 8, f"127.0.0.1:1{worker_id[-1]}")
     return replace(attach, **changes)
 
@@ -61,7 +61,7 @@ class RawWorker:
         await self.send(kvmanager_pb2.SessionRequest(attach=attach_to_proto(self.worker)))
 
     async def attached(self, inventory: Inventory = EMPTY) -> GrantBatch:
-        """Attach, and return the first batch, which tells the lease target."""
+        """Attach, and return the first batch, which carries the lease target."""
         answer = await self.attach(inventory)
         assert answer.WhichOneof("message") == "attach_ok", answer
         return await self.batch()

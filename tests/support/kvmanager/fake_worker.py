@@ -51,7 +51,7 @@ class Live:
 
 
 class FakeWorker:
-    """Rows, lease pool and content of one worker. Every method leaves it between two steps."""
+    """The block tables, lease pool and content of one worker. Every method leaves the worker between two steps."""
 
     def __init__(
         self, num_blocks: int, block_size: int, vocabulary: int = 2, window: int = 0, runway: int = 32

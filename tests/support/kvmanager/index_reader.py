@@ -1,4 +1,4 @@
-"""The prefix index as a whole, read key by key; a router only looks up what it asks for."""
+"""Reads the whole prefix index, key by key; a router looks up single hashes only."""
 
 from __future__ import annotations
 

@@ -31,14 +31,14 @@ def make_ledger(
     policies: LedgerPolicies = DEFAULT_POLICIES,
     **options: Any,
 ) -> Ledger:
-    """Return a ledger without runway beyond what the worker asks for, so that block ids are easy to follow."""
+    """Return a ledger without runway beyond the worker's own want, so that block ids are easy to follow."""
     options.setdefault("runway_reach", options.get("runway_slots", 32))
     config = LedgerConfig(num_blocks, block_size, **options)
     return Ledger(config, clock or ManualClock(), counted_ids(), policies)
 
 
 def hashes(tokens: Sequence[int], block_size: int = 16, root: bytes = ROOT) -> tuple[BlockHash, ...]:
-    """Return the keys of the full blocks of `tokens`."""
+    """Return the hashes of the full blocks of `tokens`."""
     return tuple(map(block_hash_of, block_digests(root, tokens, block_size)))
 
 
@@ -55,7 +55,7 @@ def reserve(number: int, tokens: Sequence[int], max_len: int = 0, block_size: in
 
 
 def play(ledger: Ledger, **columns: Any) -> GrantBatch | None:
-    """Apply a report, check the books, schedule, check again, and return the batch."""
+    """Apply a report, check the ledger's state, schedule, check again, and return the batch."""
     ledger.apply(Report(**columns))
     ledger.check_invariants()
     batch = ledger.schedule()
@@ -70,7 +70,7 @@ def admit(ledger: Ledger, *reserves: Reserve) -> tuple[Admit, ...]:
 
 
 def seal(ledger: Ledger, number: int, block_hashes: Sequence[BlockHash]) -> None:
-    """Report the leading blocks of a row as computed and sealed."""
+    """Report the leading blocks of a sequence as computed and sealed."""
     table = ledger.block_table(SequenceId(number))
     assert table is not None
     play(ledger, seal=tuple(zip(table.block_ids, block_hashes, strict=False)))
@@ -90,7 +90,7 @@ def run_through(ledger: Ledger, number: int, tokens: Sequence[int], block_size: 
 
 
 def block_table(ledger: Ledger, number: int) -> tuple[BlockId, ...]:
-    """Return the row of a live sequence."""
+    """Return the block table of a live sequence."""
     table = ledger.block_table(SequenceId(number))
     assert table is not None
     return table.block_ids

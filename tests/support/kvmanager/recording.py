@@ -1,7 +1,7 @@
 """A recorded life of one ledger as JSON: every report with the batch, decisions and events that followed.
 
-Record again, after a change of policy that is meant, with `python -m tests.support.kvmanager.recording`; the difference
-is then part of the review.
+After an intended change of policy, record again with `python -m tests.support.kvmanager.recording`; the difference is
+then part of the review.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _reserve_of(data: dict[str, Any]) -> Reserve:
 
 
 def answer(ledger: Ledger, report: Report) -> tuple[GrantBatch | None, dict[str, Any]]:
-    """Apply a report; return the batch, and everything that the ledger says as JSON has it."""
+    """Apply a report; return the batch, and all outputs of the ledger in the form of `jsonable`."""
     ledger.apply(report)
     batch = ledger.schedule()
     ledger.check_invariants()

@@ -1,4 +1,4 @@
-"""The core tests' small worker (content and all) driven over a real stream, so that a session has a life of its own."""
+"""The core tests' fake worker over a real stream."""
 
 from __future__ import annotations
 

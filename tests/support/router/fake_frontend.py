@@ -1,4 +1,4 @@
-"""A Frontend that plays a script, in place of admission, routing and workers; it records what it was asked."""
+"""A Frontend that plays a script, in place of admission, routing and workers, and records its requests."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class ScriptedFrontend:
         self.reset()
 
     def reset(self) -> None:
-        """Go back to the script of a short answer; forget what was asked."""
+        """Return to the script of a short answer; clear the recorded requests."""
         self.script: Script = lambda request: [admitted(request), tokens("Hello"), tokens(" world"), finished(2)]
         self.requests: list[ValidatedRequest] = []
-        # Set when the script waits, and when a request has ended, however it ended.
+        # Set when the script waits, and when a request has ended for any reason.
         self.reached, self.closed = asyncio.Event(), asyncio.Event()
         self.ended = 0
 

@@ -1,4 +1,4 @@
-"""A GPU worker's side of the router's stream, over real gRPC, that does what a test tells it."""
+"""A GPU worker's side of the router's stream, over real gRPC, under the control of a test."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PATIENCE_S = 120.0
 
 @dataclass
 class FakeWorker(rpc.GpuWorkerServiceServicer):
-    """Records what the router says; answers when told to, or at once while `automatic`.
+    """Records the router's messages; answers on command, or at once while `automatic`.
 
     An automatic worker samples 100, 101, 102, ... by output position: a continued sequence then shows whether a token
     was lost or repeated.
@@ -41,7 +41,7 @@ class FakeWorker(rpc.GpuWorkerServiceServicer):
     max_model_len: int = 256
     automatic: bool = False
     greets: bool = True
-    # What every new stream is refused with.
+    # The error that refuses every new stream.
     refuses: QuireError | None = None
     port: int = 0
     incarnation: bytes = field(default_factory=lambda: secrets.token_bytes(16))
@@ -59,19 +59,19 @@ class FakeWorker(rpc.GpuWorkerServiceServicer):
     # ------------------------------------------------------------ life
 
     async def start(self) -> None:
-        """Listen, on the port of the last time if there was one."""
+        """Listen, on the previous port if there was one."""
         self._server = RpcServer(["quire.gpuworker.v1.GpuWorkerService"])
         rpc.add_GpuWorkerServiceServicer_to_server(self, self._server.server)
         self.port = await self._server.start("127.0.0.1", self.port)
 
     async def kill(self) -> None:
-        """Go away at once."""
+        """Close at once, without a drain."""
         if self._server is not None:
             await self._server.server.stop(None)
             self._server = None
 
     async def restart(self) -> None:
-        """Come back as a new process."""
+        """Start again as a new process."""
         await self.kill()
         self.incarnation = secrets.token_bytes(16)
         await self.start()
@@ -131,7 +131,7 @@ class FakeWorker(rpc.GpuWorkerServiceServicer):
             self._changed.notify_all()
 
     async def until(self, true: Callable[[], bool]) -> None:
-        """Wait until the router has said what makes `true` so."""
+        """Wait until a message of the router makes `true` hold."""
         async with asyncio.timeout(PATIENCE_S), self._changed:
             await self._changed.wait_for(true)
 
@@ -204,7 +204,6 @@ class FakeWorker(rpc.GpuWorkerServiceServicer):
 
 
 def prompt_of(submit: pb.Submit) -> list[int]:
-    """Return the tokens of a submit."""
     return unpack_u32(submit.prompt_token_ids)
 
 

@@ -55,8 +55,6 @@ class Words:
 
 
 class WordAssemblers:
-    """Makes Words."""
-
     def assembler(self, sampling: SamplingParams) -> TextAssembler:
         return Words(sampling.stop)
 
@@ -75,7 +73,7 @@ class FixedIndex:
 
 @dataclass
 class Harness:
-    """The frontend, and what a test looks at."""
+    """The frontend, and the parts of it that a test inspects."""
 
     frontend: RouterFrontend
     dispatcher: Dispatcher
@@ -95,7 +93,7 @@ class Harness:
         return found
 
     def failure(self, name: str) -> str | None:
-        """Return what the one span of this name says went wrong; None when it is ok."""
+        """Return the error status of the one span of this name; None when it is ok."""
         status = self.span(name).status
         return None if status.is_ok else status.description
 
@@ -112,7 +110,7 @@ class Harness:
         await self.until(lambda: len(self.pool.models()) == count)
 
     async def until(self, true: Callable[[], bool]) -> None:
-        """Let everything else run until `true` is so."""
+        """Let all other tasks run until `true` holds."""
         async with asyncio.timeout(PATIENCE_S):
             while not true():  # noqa: ASYNC110 - what is waited for has no event of its own
                 await asyncio.sleep(0)
@@ -176,18 +174,17 @@ async def in_background(harness: Harness, wanted: ValidatedRequest) -> AsyncIter
 
 
 def tokens_of(events: list[GenerateEvent], index: int = 0) -> list[int]:
-    """Return the tokens that a client saw of one sequence."""
     parts = [event.token_ids for event in events if isinstance(event, Tokens) and event.index == index]
     return [token for part in parts for token in part]
 
 
 def text_of(events: list[GenerateEvent], index: int = 0) -> str:
-    """Return the text that a client saw of one sequence."""
+    """Return the text of one sequence as a client received it."""
     return "".join(event.text for event in events if isinstance(event, Tokens) and event.index == index)
 
 
 def ends_of(events: list[GenerateEvent]) -> dict[int, Finished]:
-    """Return how each sequence ended."""
+    """Return the end of each sequence."""
     return {event.index: event for event in events if isinstance(event, Finished)}
 
 

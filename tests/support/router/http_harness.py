@@ -29,7 +29,7 @@ DEADLINE_S = 120.0
 
 
 class Api:
-    """The application and what is behind it; `client` and `http` speak to a server that runs it at `url`."""
+    """The application and the fakes behind it; `client` and `http` speak to a server that runs it at `url`."""
 
     client: AsyncOpenAI
     http: httpx.AsyncClient
@@ -56,7 +56,7 @@ class Api:
         )
 
     def reset(self) -> None:
-        """Let the script be as at first."""
+        """Restore the initial script."""
         self.frontend.reset()
         self.is_ready = True
 
@@ -71,7 +71,7 @@ class Api:
 
 @asynccontextmanager
 async def served_api() -> AsyncIterator[Api]:
-    """Serve it on a free port."""
+    """Serve the application on a free port."""
     made = Api()
     server = await serve_http(made.app, "127.0.0.1", 0)
     made.url = f"http://127.0.0.1:{server.port}"

@@ -32,7 +32,7 @@ ARRIVED = 3.0
 
 @dataclass
 class Api:
-    """The service, what is behind it, and stubs."""
+    """The service, the fakes behind it, and stubs."""
 
     channel: aio.Channel
     stub: rpc.GRPCInferenceServiceStub
@@ -41,7 +41,7 @@ class Api:
     is_ready: bool = True
 
     def reset(self) -> Api:
-        """Go back to the script of a short answer, to the time of the start, and to being ready."""
+        """Restore the script of a short answer, the time of the start, and readiness."""
         self.frontend.reset()
         self.is_ready, self.clock.now = True, ARRIVED
         return self

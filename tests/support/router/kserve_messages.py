@@ -1,4 +1,4 @@
-"""Requests of the Open Inference Protocol as clients make them, and responses as they read them; none of it is ours."""
+"""Requests of the Open Inference Protocol as clients make them, and responses as clients read them."""
 
 from __future__ import annotations
 

@@ -47,11 +47,11 @@ class Dockerfile:
         return cls(stages, chain[::-1])
 
     def of_image(self, instruction: str) -> list[str]:
-        """Return what follows each such instruction in the image's own stages."""
+        """Return the arguments of each such instruction in the image's own stages."""
         return [rest for stage in self.image for name, rest in stage.instructions if name == instruction]
 
     def of_all(self, instruction: str) -> list[str]:
-        """Return what follows each such instruction in any stage."""
+        """Return the arguments of each such instruction in any stage."""
         return [rest for stage in self.stages for name, rest in stage.instructions if name == instruction]
 
     @property

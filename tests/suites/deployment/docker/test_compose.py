@@ -1,4 +1,4 @@
-"""What compose.yaml promises: checked on the project that Compose makes of it."""
+"""The promises of compose.yaml, checked on the project that Compose makes of it."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_each_starts_after_what_it_needs_and_stops_before_it(project: dict[str, 
 
 @pytest.mark.parametrize("name", WORKERS)
 def test_workers_can_be_scaled(project: dict[str, Any], name: str) -> None:
-    """Whatever is fixed, two of them would fight for."""
+    """Two workers would conflict over any fixed name or port."""
     worker = services(project)[name]
     assert not {"container_name", "ports", "hostname"} & worker.keys()
     assert not {"QUIRE_WORKER_ID", "QUIRE_ADVERTISE"} & worker["environment"].keys()
@@ -160,7 +160,7 @@ def test_each_service_accepts_its_environment(project: dict[str, Any], name: str
 
 
 def test_nothing_that_can_be_set_is_taken_for_an_option_of_a_service() -> None:
-    """A variable QUIRE_... that no service knows would stop every service that is started from the same shell."""
+    """A variable QUIRE_... that no service defines would stop every service that is started from the same shell."""
     text = (REPOSITORY / "compose.yaml").read_text()
     assert "${QUIRE_" not in text
 

@@ -1,4 +1,4 @@
-"""What the Dockerfiles promise, as far as it can be seen without building them; hadolint is part of `make lint`."""
+"""The promises of the Dockerfiles, as far as they show without a build; hadolint is part of `make lint`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One suite that has seen a little of everything that its figures count."""
+"""One suite that has produced some of everything that its metrics count."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.suite import Suite, greedy, running_suite
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def tee() -> AsyncIterator[Tee]:
-    """What the suite takes for its collector."""
+    """The collector of the suite."""
     async with running_tee() as running:
         yield running
 

@@ -25,7 +25,7 @@ class Exposed:
 
 
 def targets(suite: Suite) -> dict[str, list[str]]:
-    """Return HOST:PORT of every process that has figures, by job."""
+    """Return HOST:PORT of every process that exposes metrics, by job."""
     options = suite.stack.options
     return {
         "router": [f"{options.host}:{options.http_port}"],
@@ -35,7 +35,7 @@ def targets(suite: Suite) -> dict[str, list[str]]:
 
 
 async def scrape(suite: Suite, headers: Mapping[str, str]) -> dict[str, Exposed]:
-    """Ask every process once."""
+    """Scrape every process once."""
     found: dict[str, Exposed] = {}
     async with httpx.AsyncClient() as http:
         for job, addresses in targets(suite).items():

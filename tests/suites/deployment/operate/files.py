@@ -15,7 +15,7 @@ DOCKER: Final = ROOT / "docker"
 OBSERVABILITY: Final = DOCKER / "observability"
 PROMETHEUS: Final = OBSERVABILITY / "prometheus"
 RUNBOOK: Final = DOCKER / "OPERATING.md"
-# What Grafana puts in place of its variables, for whoever reads a panel's expression without Grafana.
+# The values that Grafana substitutes for its variables, to read a panel's expression without Grafana.
 _VARIABLES: Final = {"$__rate_interval": "1m", "$worker": ".*"}
 
 
@@ -29,7 +29,7 @@ class Expression:
 
 
 def load_yaml(path: Path) -> Any:
-    """Return what a YAML file of one document holds."""
+    """Return the content of a YAML file of one document."""
     return yaml.safe_load(path.read_text())
 
 
@@ -40,7 +40,6 @@ def rules(kind: str) -> list[dict[str, Any]]:
 
 
 def dashboard() -> dict[str, Any]:
-    """Return the dashboard."""
     found: dict[str, Any] = json.loads((OBSERVABILITY / "grafana/dashboards/quire.json").read_text())
     return found
 

@@ -1,4 +1,4 @@
-"""What a set of NetworkPolicies lets through, by the rules of Kubernetes: policies add up, and both ends must allow."""
+"""The connections that NetworkPolicies allow, by the rules of Kubernetes: policies add up, and both ends must allow."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ NAMESPACE_NAME: Final = "kubernetes.io/metadata.name"
 
 @dataclass(frozen=True)
 class Pod:
-    """Somebody who may talk: a name for the test, its labels, those of its namespace."""
+    """One end of a connection: a name for the test, its labels, those of its namespace."""
 
     name: str
     labels: Mapping[str, str]
     namespace: Mapping[str, str]
-    # Whether our policies apply to it; of the others' nothing is known, so they may send and take anything.
+    # Whether Quire's policies apply to the pod. Other pods may send and take anything: their policies are unknown.
     ours: bool = False
 
 

@@ -1,4 +1,4 @@
-"""What an expression in PromQL asks for: its selectors, and which labels its result can have."""
+"""The selectors of an expression in PromQL, and the labels that its result can have."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TARGET_LABELS: Final = frozenset({"job", "instance"})
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """One metric that is asked for: its name, and (label, operator, value) of each matcher."""
+    """One metric in an expression: its name, and (label, operator, value) of each matcher."""
 
     name: str
     matchers: tuple[tuple[str, str, str], ...]

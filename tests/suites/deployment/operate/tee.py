@@ -1,4 +1,4 @@
-"""Stands for the OpenTelemetry collector: takes spans over OTLP and gives them to the router, compressed as it does."""
+"""Replaces the OpenTelemetry collector: takes spans over OTLP and gives them to the router, compressed as it does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
 
 
 class Tee(TraceServiceServicer):
-    """Counts batches by the service that they came from; passes them on once `router` is known."""
+    """Counts batches by the service that sent them; passes them on once `router` is known."""
 
     def __init__(self) -> None:
         self.batches: Counter[str] = Counter()
@@ -28,7 +28,7 @@ class Tee(TraceServiceServicer):
         self.endpoint = ""
 
     async def Export(self, request: Request, context: grpc.aio.ServicerContext[Any, Any]) -> Response:
-        """Pass a batch on, and tell who waits for one."""
+        """Pass a batch on, and wake the tasks that wait for one."""
         for each in request.resource_spans:
             names = [pair.value.string_value for pair in each.resource.attributes if pair.key == "service.name"]
             self.batches.update(names)
@@ -40,7 +40,7 @@ class Tee(TraceServiceServicer):
 
 @asynccontextmanager
 async def running_tee() -> AsyncIterator[Tee]:
-    """Serve on a free port; `endpoint` is what OTEL_EXPORTER_OTLP_ENDPOINT takes."""
+    """Serve on a free port; `endpoint` is the value for OTEL_EXPORTER_OTLP_ENDPOINT."""
     tee, server = Tee(), grpc.aio.server()
     add_TraceServiceServicer_to_server(tee, server)
     port = server.add_insecure_port("127.0.0.1:0")

@@ -1,6 +1,6 @@
 """The configurations of collector and Jaeger: each part that is defined is used, each that is used is defined.
 
-Neither program can be had here to read its own configuration; that is what can be held to without it.
+Neither program is installed here to read its own configuration; these checks work without them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The dashboard and the provisioning around it: Grafana takes wrong ones silently, and shows nothing."""
+"""The dashboard and the provisioning around it: Grafana accepts wrong ones without a message, and shows nothing."""
 
 from __future__ import annotations
 

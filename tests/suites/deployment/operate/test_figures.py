@@ -96,7 +96,7 @@ async def test_every_figure_of_ours_is_looked_at(exposed: dict[str, Exposed]) ->
         "quire:num_blocks",  # the pool's size, which blocks by use add up to
         "quire:decode_step_seconds",  # what the router's choice goes by; the dashboard has the histogram
         "quire:prefill_seconds_per_token",
-        "quire:ignored_seals",  # a manager that waits for a parent: for who hunts a defect
+        "quire:ignored_seals",  # a manager that waits for a parent: only for the search of a defect
         "quire:workers",
     }
     assert families - {_family(name) for name in asked} == unread

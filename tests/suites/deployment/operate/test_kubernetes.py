@@ -34,7 +34,7 @@ SETTINGS: dict[str, type[ServiceSettings]] = {
     "kvmanager": KvManagerSettings,
     "gpuworker": GpuWorkerSettings,
 }
-# The oldest that has all that is used here, and the newest whose schemas there are.
+# The oldest version with every field used here, and the newest version with published schemas.
 KUBERNETES = ("1.30", "1.37")
 # What a service may need after its drain_timeout (common.rpc.server, cli.suite.stack).
 LAST_WORDS_S = 5
@@ -305,7 +305,7 @@ def test_tracing_adds_one_edge_and_options_that_exist(tmp_path: Path) -> None:
     text = f"resources: [{root}/base]\ncomponents: [{root}/components/tracing]\nnamespace: quire\n"
     (tmp_path / "kustomization.yaml").write_text(text)
     traced = Manifests(built(tmp_path))
-    sent = {(name, "prometheus", 4317) for name in SERVICES}  # stands for whoever is in that namespace
+    sent = {(name, "prometheus", 4317) for name in SERVICES}  # represents every pod of that namespace
     assert all_edges(traced) - all_edges(variant("base")) == sent
     for name in SERVICES:
         environment = image_environment(name) | traced.environment(name)

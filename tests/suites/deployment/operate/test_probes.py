@@ -1,4 +1,4 @@
-"""The probes of the Kubernetes manifests, asked of a running suite; and of a worker whose manager is not there."""
+"""The probes of the Kubernetes manifests, on a running suite and on a worker without its manager."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.Health
 
 
 async def answer(address: str, service: str) -> int:
-    """Return what a probe is told, once the process listens."""
+    """Return the status of a probe, once the process listens."""
     async with grpc.aio.insecure_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         request = health_pb2.HealthCheckRequest(service=service)

@@ -1,7 +1,7 @@
-"""A real Prometheus over a running suite: every panel shows something, every rule is healthy, a slow time has a trace.
+"""A real Prometheus over a running suite: every panel shows data, every rule is healthy, a slow time has a trace.
 
-The configuration is that for clusters, with the suite's processes as pods, so that its relabelling is tried too.
-It takes half a minute, so it runs only when asked for: `pytest -m prometheus tests/suites/deployment/operate`.
+The configuration is that for clusters, with the suite's processes as pods, so that its relabelling is tested too. The
+test takes half a minute, so it runs only on request: `pytest -m prometheus tests/suites/deployment/operate`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LOAD_S = 12.0
 
 @asynccontextmanager
 async def prometheus(suite: Suite, folder: Path) -> AsyncIterator[httpx.AsyncClient]:
-    """Run Prometheus on the configuration for clusters, told of its pods, with a second between scrapes."""
+    """Run Prometheus on the configuration for clusters, with the suite's pods, and a second between scrapes."""
     config = load_yaml(PROMETHEUS / "kubernetes.yml")
     config["global"] = {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"}
     config["rule_files"] = [str(PROMETHEUS / "rules/*.yml")]

@@ -25,7 +25,7 @@ needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not in
 
 
 def promtool(*words: str | Path) -> None:
-    """Run it; fail with what it says when it does."""
+    """Run promtool; fail with its output when it fails."""
     done = subprocess.run([str(PROMTOOL), *map(str, words)], capture_output=True, text=True, timeout=240.0, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -38,7 +38,7 @@ async def test_the_router_answers_for_spans_that_came_back_to_it(suite: Suite, t
         async with asyncio.timeout(60.0):
             while not expected <= set(seen):
                 tee.came.clear()
-                with suppress(grpc.aio.AioRpcError):  # nobody knows the trace yet
+                with suppress(grpc.aio.AioRpcError):  # the trace has not arrived yet
                     seen = Counter(span.name for span in (await stub.GetTrace(request, timeout=5.0)).spans)
                 await tee.came.wait()
     except TimeoutError:

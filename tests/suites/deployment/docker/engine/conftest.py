@@ -15,7 +15,7 @@ from tests.suites.deployment.docker.engine.stack import PROJECT, Stack, Transcri
 
 @pytest.fixture(scope="session", autouse=True)
 def engine() -> None:
-    """Say at once, and in few words, that there is no engine or no Compose."""
+    """Fail at once, with a short message, when there is no engine or no Compose."""
     for command in (["docker", "version"], ["docker", "compose", "version"]):
         try:
             done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
@@ -42,7 +42,7 @@ def events() -> Iterator[Events]:
 @pytest.fixture(scope="session")
 def stack(transcript: Transcript) -> Iterator[Stack]:
     running = Stack(transcript)
-    running.take_down()  # what a run left that was cut off
+    running.take_down()  # the remains of an interrupted run
     try:
         yield running
     finally:

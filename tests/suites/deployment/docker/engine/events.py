@@ -1,4 +1,4 @@
-"""What the engine says of a project's containers while it happens: it forgets all but its last 256 events."""
+"""The engine's events of a project's containers, collected as they happen: it keeps only its last 256 events."""
 
 from __future__ import annotations
 

@@ -44,13 +44,13 @@ class Ended:
 
 
 class Transcript:
-    """Says what happens, with the seconds since the beginning, on standard output and to `file`."""
+    """Prints the events, with the seconds since the beginning, on standard output and to `file`."""
 
     def __init__(self, file: TextIO | None = None) -> None:
         self._began, self._file = time.monotonic(), file
 
     def say(self, text: str) -> None:
-        """Print some lines under the time of now."""
+        """Print some lines, with the present time first."""
         clock = f"[{time.monotonic() - self._began:7.1f} s] "
         lines = f"\n{' ' * len(clock)}".join(text.rstrip().splitlines())
         for out in (sys.stdout, self._file):
@@ -60,7 +60,7 @@ class Transcript:
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
-        """Say that something begins, and how long it took."""
+        """Print the begin of something, and at its end the time that it took."""
         self.say(f"{what} ...")
         began = time.monotonic()
         yield
@@ -68,18 +68,18 @@ class Transcript:
 
 
 class Stack:
-    """One Compose project with ports of its own, and what the engine tells of its containers."""
+    """One Compose project with ports of its own, and the engine's view of its containers."""
 
     def __init__(self, transcript: Transcript) -> None:
         self.transcript = transcript
         self.grpc_port, self.http_port = _free_port(), _free_port()
-        # What a person set in the environment for the builds counts; what they serve otherwise does not.
+        # The caller's build variables count; the caller's choice of a model does not.
         kept = {key: value for key, value in os.environ.items() if key not in ("MODEL_DIR", "MODEL_NAME")}
         self._environment = kept | {
             "BIND_ADDRESS": "127.0.0.1",
             "GRPC_PORT": str(self.grpc_port),
             "HTTP_PORT": str(self.http_port),
-            # More than one core each would have three workers and the rest fight for a small machine.
+            # With more than one core each, three workers and the rest would compete for a small machine.
             "WORKER_CPUS": os.environ.get("WORKER_CPUS", "1"),
             "WORKER_MEMORY": os.environ.get("WORKER_MEMORY", "2G"),
         }
@@ -90,7 +90,6 @@ class Stack:
         return self._run(["docker", "compose", "-p", PROJECT, *files, *words], timeout)
 
     def docker(self, *words: str) -> str:
-        """Run `docker`; return what it printed."""
         return self._run(["docker", *words], 60.0)
 
     def _run(self, command: list[str], timeout: float) -> str:
@@ -122,7 +121,7 @@ class Stack:
         return self.compose("ps", "--quiet", service).split()[0]
 
     def inspect(self, container: str) -> dict[str, Any]:
-        """Return what the engine says of a container."""
+        """Return the engine's description of a container."""
         found: dict[str, Any] = json.loads(self.docker("inspect", container))[0]
         return found
 
@@ -202,7 +201,7 @@ class Stack:
 
 
 class Load:
-    """What the client in its container has told last."""
+    """The last report of the client in its container."""
 
     def __init__(self, logs: subprocess.Popen[str]) -> None:
         self._logs, self._changed = logs, threading.Condition()
