@@ -58,7 +58,7 @@ class EngineSettings(Settings):
         "auto",
         description="native: Quire's own forward of the Llama family, in C++ on a CPU, in fused kernels on CUDA; "
         "transformers: the forward of the transformers library with Quire's attention; auto: native where the model "
-        "and the device allow it, and the log says why not",
+        "and the device allow it, and the log has the reason",
     )
     simulate: StepCostWords | None = Field(
         None,
