@@ -10,8 +10,8 @@ CLIENTS := .clients
 NATIVE := $(wildcard gpuworker/native/*.cpp gpuworker/native/*.h gpuworker/native/build.py)
 MODEL  ?= cli/demo_model/checkpoint
 TESTS  ?= tests
-# Processes that run tests: two for each core that this shell may use, as half of a test is waiting; eight at most.
-JOBS   ?= $(shell $(PYTHON) -c 'import os; print(min(8, 2 * len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2 * os.cpu_count()))')
+# Processes that run tests: one for each core that this shell may use, eight at most. Two for each core are slower.
+JOBS   ?= $(shell $(PYTHON) -c 'import os; print(min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()))')
 BENCH  ?= split
 COVERAGE_FLOOR := 95
 # Tests that share a started suite run in one process (tests/conftest.py groups them).
