@@ -15,7 +15,7 @@ JOBS   ?= $(shell $(PYTHON) -c 'import os; print(min(8, len(os.sched_getaffinity
 BENCH  ?= split
 COVERAGE_FLOOR := 95
 # Tests that share a started suite run in one process (tests/conftest.py groups them).
-PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 # More OpenMP threads than cores makes every tensor operation crawl; the tests run several processes at once.
 export OMP_NUM_THREADS ?= 1
 

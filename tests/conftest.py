@@ -6,10 +6,12 @@ import os
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
 from redis.asyncio import Redis
+from xdist.scheduler import LoadScopeScheduling
 
 from common.process.local_redis import LocalRedis
 
@@ -70,19 +72,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         for need, names in _NEEDS.items():
             if _within(item.path, names):
                 item.add_marker(need)
-        if group := _group(item.path):
-            item.add_marker(pytest.mark.xdist_group(group))
     unwanted = [name for name in _ONLY_WHEN_NAMED if name not in config.option.markexpr]
     if config.getoption("fast"):
         unwanted.append("long")
-    # Groups first: they hold the longest tests, and one that began last would keep the other processes waiting.
-    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
     left_out = [item for item in items if any(item.get_closest_marker(name) for name in unwanted)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
@@ -94,6 +91,21 @@ def _group(path: Path) -> str | None:
     if _within(path, _SHARED_BY_FILE):
         return str(path.relative_to(_HERE))
     return next((name for name in _SHARED_BY_FOLDER.split() if _within(path, name)), None)
+
+
+class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]  # pytest-xdist has no types
+    """Hands tests that share a started suite to one process, the largest groups first.
+
+    pytest-xdist's own `loadgroup` renames tests through an attribute that pytest 9.2 no longer reads.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        return _group(_HERE.parent / nodeid.partition("::")[0]) or nodeid
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupScheduling:
+    return GroupScheduling(config, log)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

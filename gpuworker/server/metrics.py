@@ -79,7 +79,9 @@ class MaskCollector:
     def collect(self) -> Iterator[Metric]:
         steps, late, seconds = self._lateness()
         yield CounterMetricFamily("quire:constrained_steps", "Steps with constrained sequences.", value=steps)
-        yield CounterMetricFamily("quire:late_mask_steps", "Steps with constrained rows whose sampling waited for masks.", value=late)
+        yield CounterMetricFamily(
+            "quire:late_mask_steps", "Steps with constrained rows whose sampling waited for masks.", value=late
+        )
         yield CounterMetricFamily("quire:late_mask_seconds", "For how long they waited, in all.", value=seconds)
 
 
