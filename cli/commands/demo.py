@@ -73,15 +73,16 @@ async def show_cache(client: AsyncClient, console: Console) -> str:
 
 
 async def show_trace(channel: grpc.aio.Channel, console: Console, trace_id: str) -> None:
-    """Print the trace of a request once every service has delivered its spans."""
+    """Print the trace of a request once it is whole: every service has delivered spans, and the worker its last."""
     console.print("\n[bold cyan]Where the second request's time went[/]")
     stub = decision_pb2_grpc.DecisionServiceStub(channel)
     request = decision_pb2.GetTraceRequest(trace_id=trace_id)
     answer = decision_pb2.GetTraceResponse()
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 10.0
     while time.monotonic() < deadline:
         answer = await stub.GetTrace(request, timeout=5.0)
-        if {"router", "gpuworker", "kvmanager"} <= {span.service.removeprefix("quire-") for span in answer.spans}:
+        services = {span.service.removeprefix("quire-") for span in answer.spans}
+        if services >= {"router", "gpuworker", "kvmanager"} and any(span.name == "decode" for span in answer.spans):
             break
         await asyncio.sleep(0.1)
     console.print(render_trace(answer))

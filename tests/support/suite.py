@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import grpc
 
 from cli.suite.stack import Stack, StackOptions, free_ports
+from common.errors import Unavailable
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc
 from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
@@ -93,26 +94,30 @@ def _is_idle(pool: kvmanager_pb2.Pool) -> bool:
     return held == 0 and pool.free + pool.cached == pool.num_blocks
 
 
+async def _started(stop: AsyncExitStack, options: StackOptions, lines: list[str]) -> Stack:
+    """Return a suite on free ports. Another process may take a port before the suite binds it: others are tried."""
+    for last in (False, False, False, True):
+        port, http_port, manager_port, *worker_ports = free_ports(3 + options.workers)
+        ports = replace(
+            options, port=port, http_port=http_port, manager_port=manager_port, worker_ports=tuple(worker_ports)
+        )
+        try:
+            return await stop.enter_async_context(Stack(ports, lambda name, line: lines.append(f"{name}: {line}")))
+        except Unavailable as error:
+            if last or "address already in use" not in str(error):
+                raise
+    raise AssertionError("unreachable")
+
+
 @asynccontextmanager
 async def running_suite(state_dir: Path, options: StackOptions) -> AsyncIterator[Suite]:
     """Run a suite on free ports; `options` names the model, the workers and the flags."""
-    port, http_port, manager_port, *worker_ports = free_ports(3 + options.workers)
-    options = replace(
-        options,
-        port=port,
-        http_port=http_port,
-        manager_port=manager_port,
-        worker_ports=tuple(worker_ports),
-        state_dir=state_dir,
-        threads=1,
-        ready_seconds=PATIENCE,
-    )
+    options = replace(options, state_dir=state_dir, threads=1, ready_seconds=PATIENCE)
     lines: list[str] = []
-    async with (
-        Stack(options, lambda name, line: lines.append(f"{name}: {line}")) as stack,
-        grpc.aio.insecure_channel(stack.address) as router,
-        grpc.aio.insecure_channel(f"127.0.0.1:{manager_port}") as manager,
-    ):
+    async with AsyncExitStack() as stop:
+        stack = await _started(stop, options, lines)
+        router = await stop.enter_async_context(grpc.aio.insecure_channel(stack.address))
+        manager = await stop.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{stack.options.manager_port}"))
         yield Suite(stack, lines, router, manager)
 
 

@@ -99,7 +99,8 @@ async def test_a_stream_is_one_admitted_then_tokens_then_one_finished() -> None:
     async with served(FakeWorker(automatic=True)) as service:
         responses = await whole(service.stub, generate(request_id="r1"))
         kinds = [response.WhichOneof("event") for response in responses]
-        assert kinds == ["admitted", "tokens", "tokens", "tokens", "tokens", "finished"]
+        # Tokens that come while the stream is busy leave in one message.
+        assert (kinds[0], set(kinds[1:-1]), kinds[-1]) == ("admitted", {"tokens"}, "finished")
         assert (responses[0].admitted.request_id, responses[0].admitted.prompt_tokens) == ("r1", 5)
         assert responses[0].admitted.miss_reason == types_pb2.MissReason.MISS_REASON_NEVER_SEEN
         assert [token for response in responses for token in response.tokens.token_ids] == [100, 101, 102]
