@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 SERVICE = "quire.gpuworker.v1.GpuWorkerService"
 _POLL_SECONDS = 0.02
-_LAST_WORDS_S = 0.5
+_LAST_REPLIES_S = 0.5
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -160,7 +160,7 @@ class Worker:
         while self._running() and time.monotonic() < deadline:  # noqa: ASYNC110 - it has a deadline
             await asyncio.sleep(_POLL_SECONDS)
         self._servicer.close()
-        await self._server.stop(_LAST_WORDS_S)
+        await self._server.stop(_LAST_REPLIES_S)
         try:
             await asyncio.to_thread(self._engine.stop)
         finally:

@@ -64,7 +64,7 @@ DECISIONS: Final = "quire.decision.v1.DecisionService"
 # A stream of many requests; each may carry a trace of its own.
 _UNTRACED: Final = (f"/{KSERVE_SERVICE}/ModelStreamInfer",)
 _DISCOVERY_TIMEOUT_S: Final = 1.0
-_LAST_WORDS_S: Final = 0.5
+_LAST_REPLIES_S: Final = 0.5
 
 
 class RouterProcess:
@@ -185,7 +185,7 @@ class RouterProcess:
         if not await self.frontend.drain(grace):
             log.warning("stopping although some requests have not finished")
         # Time for the last statuses to leave; health watchers are not waited for.
-        await self._close(_LAST_WORDS_S)
+        await self._close(_LAST_REPLIES_S)
         if closing is not None:
             await closing
         for task in self._tasks:

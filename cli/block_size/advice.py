@@ -74,12 +74,12 @@ def _cost(requests: Sequence[LoggedRequest], logged_size: int, block_size: int, 
     num_tokens = [(each.cached, logged_size, each.prompt) for each in requests if each.cached]
     served = sum(expected_hit(*each, block_size) for each in num_tokens)
     whole = sum(expected_prefix(*each) for each in num_tokens)
-    told = any(each.cached is not None for each in requests)
+    reported = any(each.cached is not None for each in requests)
     return BlockSizeCost(
         block_size=block_size,
         waste=waste.share,
         runway=waste.runway_share,
-        hits=served / prompt if told else None,
+        hits=served / prompt if reported else None,
         missed=(whole - served) / prompt,
         blocks=1000 * blocks / total,
         speed=speed,

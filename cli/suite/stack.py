@@ -24,7 +24,7 @@ Say = Callable[[str, str], None]
 
 _POLL_SECONDS: Final = 0.05
 # Seconds that a service may need beyond its drain_timeout to write its last lines.
-_LAST_WORDS_SECONDS: Final = 5.0
+_LAST_REPLIES_SECONDS: Final = 5.0
 # By service; Redis is none.
 _STOP_ORDER: Final = {"router": 0, "gpuworker": 1, "kvmanager": 2, "": 3}
 
@@ -92,7 +92,7 @@ class Stack:
             child.kill()
 
     async def _start(self, program: Program) -> Child:
-        child = Child(program, self._say, self.options.drain_timeout + _LAST_WORDS_SECONDS, self._on_failed)
+        child = Child(program, self._say, self.options.drain_timeout + _LAST_REPLIES_SECONDS, self._on_failed)
         self.children[program.name] = child
         await child.start()
         return child

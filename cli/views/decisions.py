@@ -22,17 +22,23 @@ def is_decision(event: pb.SpanEvent) -> bool:
 
 def decision_lines(event: pb.SpanEvent, at: str, width: int) -> Iterator[Text]:
     """Yield one line for a decision; where it is wider than `width`, its candidates follow on lines of their own."""
-    told = {key.removeprefix(_PREFIX): value for key, value in event.attributes.items() if key.startswith(_PREFIX)}
-    line = Text.assemble(("◆ ", "yellow"), (f"{at}  ", "dim"), told.get("kind", ""), ": ", (told["chosen"], "bold"))
-    reasons = json.loads(told.get("reasons", "[]"))
+    attributes = {
+        key.removeprefix(_PREFIX): value for key, value in event.attributes.items() if key.startswith(_PREFIX)
+    }
+    line = Text.assemble(
+        ("◆ ", "yellow"), (f"{at}  ", "dim"), attributes.get("kind", ""), ": ", (attributes["chosen"], "bold")
+    )
+    reasons = json.loads(attributes.get("reasons", "[]"))
     if reasons:
         line.append(f" ({', '.join(reasons)})")
-    if "victim" in told or "beneficiary" in told:
-        line.append(f"  {told.get('victim', 'nobody')} gave way to {told.get('beneficiary', 'nobody')}", "yellow")
-    figures = _figures(told)
+    if "victim" in attributes or "beneficiary" in attributes:
+        line.append(
+            f"  {attributes.get('victim', 'nobody')} gave way to {attributes.get('beneficiary', 'nobody')}", "yellow"
+        )
+    figures = _figures(attributes)
     if figures:
         line.append(f"  {figures}", "dim")
-    candidates = [_candidate(json.loads(each)) for each in json.loads(told.get("candidates", "[]"))]
+    candidates = [_candidate(json.loads(each)) for each in json.loads(attributes.get("candidates", "[]"))]
     whole = Text.assemble(line, ("  [", "dim"), (" | ".join(candidates), "dim"), ("]", "dim"))
     if candidates and whole.cell_len <= width:
         yield whole
@@ -40,7 +46,7 @@ def decision_lines(event: pb.SpanEvent, at: str, width: int) -> Iterator[Text]:
     yield line
     for candidate in candidates:
         name = candidate.partition(" ")[0].rstrip(":")
-        yield Text(f"{_INDENT}{'▸' if name == told['chosen'] else ' '} {candidate}", "dim")
+        yield Text(f"{_INDENT}{'▸' if name == attributes['chosen'] else ' '} {candidate}", "dim")
 
 
 def plain_attributes(attributes: Mapping[str, str], leave_out: Collection[str] = ()) -> str:
@@ -61,10 +67,12 @@ def duration(nanoseconds: int) -> str:
     return f"{nanoseconds / 1e9:.0f} s"
 
 
-def _figures(told: Mapping[str, str]) -> str:
-    numbers = sorted((key, value) for key, value in told.items() if key not in _WORDS and not key.startswith("age."))
+def _figures(attributes: Mapping[str, str]) -> str:
+    numbers = sorted(
+        (key, value) for key, value in attributes.items() if key not in _WORDS and not key.startswith("age.")
+    )
     words = [f"{key} {_number(float(value))}" for key, value in numbers]
-    ages = [float(value) for key, value in told.items() if key.startswith("age.")]
+    ages = [float(value) for key, value in attributes.items() if key.startswith("age.")]
     return ", ".join(words + ([f"oldest signal {max(ages):.3g} s"] if ages else []))
 
 

@@ -355,7 +355,7 @@ class LeaseAgent:
             unheld=self.config.num_blocks - self._blocks.held - len(self._blocks.pool),
         )
 
-    def known_tokens(self, sequence: SequenceId) -> tuple[int, ...]:
+    def tokens_of(self, sequence: SequenceId) -> tuple[int, ...]:
         """Return prompt and output so far, for the runner when the sequence is admitted. Raises NotFound."""
         return tuple(self._live(sequence).tokens)
 

@@ -254,7 +254,7 @@ class Engine:
         """Hand admitted sequences to the runner."""
         for admit in applied.admitted:
             request = self._requests[admit.sequence]
-            tokens = self._agent.known_tokens(admit.sequence)
+            tokens = self._agent.tokens_of(admit.sequence)
             self._runner.add(admit.sequence, tokens, request.sampling, request.prompt_tokens)
             self._in_runner.add(admit.sequence)
             self._outputs.admitted.append(admit)

@@ -267,7 +267,7 @@ class Step {
     const bool is_key = head >= model_.num_heads;
     const float* weight = is_key ? layer.key_norm : layer.query_norm;
     if (weight) scale_row(x, weight, rms_factor(x, dim, model_.norm_eps), dim, x);
-    const float* turn = model_.rotary + run_.positions[token] * dim;
+    const float* turn = model_.rope_table + run_.positions[token] * dim;
     rotate(x, turn, turn + half, half);
     if (!is_key) return;
     const float* value = x + static_cast<int64_t>(model_.num_kv_heads) * dim;

@@ -26,7 +26,7 @@ typedef struct {
   const float *final_norm;   // [hidden]
   quire_linear head;         // [vocab, hidden]
   const void *embedding;     // [vocab, hidden] of embedding_type, or null: its rows are those of `head`
-  const float *rotary;       // [num_positions, 2, head_dim / 2], cosines then sines
+  const float *rope_table;  // [num_positions, 2, head_dim / 2], cosines then sines
   int32_t embedding_type, num_positions;
 } quire_llama;
 
@@ -58,7 +58,7 @@ enum quire_llama_refusal { QUIRE_LLAMA_DONE = 0, QUIRE_LLAMA_BAD_TOKEN = 1, QUIR
 QUIRE_API size_t quire_llama_scratch(const quire_llama *model, int64_t tokens, int64_t num_keep);
 
 // Computes the step for which `attention` was begun, on as many threads: writes K and V, and the logits of the kept
-// tokens. Refuses a token outside of the vocabulary, and a position that `rotary` lacks, before any computation.
+// tokens. Refuses a token outside of the vocabulary, and a position that `rope_table` lacks, before any computation.
 QUIRE_API int32_t quire_llama_forward(const quire_llama *model, quire_attention *attention, const quire_llama_run *run);
 
 #ifdef __cplusplus

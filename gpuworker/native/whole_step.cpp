@@ -30,7 +30,7 @@ extern "C" void quire_copy_blocks(const quire_cache* cache, const int32_t* copie
 }
 
 extern "C" int64_t quire_whole_step_bytes(void) { return sizeof(quire_whole_step); }
-extern "C" int64_t quire_draw_row_bytes(void) { return sizeof(quire_draw_row); }
+extern "C" int64_t quire_sample_row_bytes(void) { return sizeof(quire_sample_row); }
 
 extern "C" int32_t quire_run_step(void* argument) {
   quire_whole_step& whole = *static_cast<quire_whole_step*>(argument);
@@ -40,6 +40,6 @@ extern "C" int32_t quire_run_step(void* argument) {
   quire_attention_begin(whole.attention, whole.cache, &whole.step, whole.model->num_heads, whole.threads,
                         whole.deterministic);
   const int32_t status = quire_llama_forward(whole.model, whole.attention, &whole.run);
-  if (status || !whole.draw.count) return status;
-  return quire_draw_tokens(&whole.draw);
+  if (status || !whole.sample.count) return status;
+  return quire_sample_tokens(&whole.sample);
 }

@@ -2,7 +2,7 @@
 // queued (step_queue.h) behind the step that samples those tokens.
 #pragma once
 
-#include "draw.h"
+#include "sample.h"
 #include "llama.h"
 #include "quire_attention.h"
 
@@ -17,17 +17,17 @@ typedef struct {
   const quire_llama *model;
   quire_take take;        // its token_ids are those of `run`
   quire_step step;
-  quire_llama_run run;    // its logits are those of `draw`
-  quire_draw draw;        // without rows when no row samples
+  quire_llama_run run;    // its logits are those of `sample`
+  quire_sample sample;        // without rows when no row samples
   int32_t num_copies, threads, deterministic, reserved;
 } quire_whole_step;
 
 // Runs the step; `step` is a quire_whole_step. Returns what quire_llama_forward does. A step without rows only copies.
 QUIRE_API int32_t quire_run_step(void *step);
 
-// Bytes of a quire_whole_step and of a quire_draw_row, for callers that describe them in another language.
+// Bytes of a quire_whole_step and of a quire_sample_row, for callers that describe them in another language.
 QUIRE_API int64_t quire_whole_step_bytes(void);
-QUIRE_API int64_t quire_draw_row_bytes(void);
+QUIRE_API int64_t quire_sample_row_bytes(void);
 
 // Copies whole blocks of all layers, in order: a source may be the destination of an earlier copy.
 QUIRE_API void quire_copy_blocks(const quire_cache *cache, const int32_t *copies, int32_t count);

@@ -38,7 +38,7 @@ class RunnerStep:
     sequences: tuple[SequenceId, ...]  # [S]
     result: Future[StepResult]
 
-    def tell(self, sampled: SampledTokens, seconds: float) -> None:
+    def report(self, sampled: SampledTokens, seconds: float) -> None:
         """Set the result: the sampled tokens by sequence; the tensors are on the host."""
         logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]] = {
             self.sequences[row]: (found,) for row, found in token_logprobs(sampled, self.work.sampling).items()

@@ -156,7 +156,7 @@ class NativeExecutor:
         try:
             if described.run is not None:
                 self._model.add_up(described.run)
-            step.tell(SampledTokens(_NONE) if sample is None else step.work.sampling.sampled(sample), took)
+            step.report(SampledTokens(_NONE) if sample is None else step.work.sampling.sampled(sample), took)
         except BaseException as error:  # the future of the step must end, whatever the error is
             log.error("step %d failed", step.number, exc_info=True)
             self._failures.fail(step, error)

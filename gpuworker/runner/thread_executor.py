@@ -68,7 +68,7 @@ class ThreadExecutor:
         try:
             launched = self._launch(step)
             if launched.event is None and launched.sampled.logprobs is None:
-                step.tell(launched.sampled, time.perf_counter() - launched.begun)
+                step.report(launched.sampled, time.perf_counter() - launched.begun)
             else:
                 self._collector.put(lambda: self._collect(launched))
         except EngineFailure as failure:
@@ -93,7 +93,7 @@ class ThreadExecutor:
         try:
             if launched.event is not None:
                 launched.event.synchronize()
-            step.tell(launched.sampled, time.perf_counter() - launched.begun)
+            step.report(launched.sampled, time.perf_counter() - launched.begun)
         except BaseException as error:  # as above
             log.error("step %d failed", step.number, exc_info=True)
             self._failures.fail(step, error)

@@ -17,7 +17,7 @@ from gpuworker.native.library import best
 from gpuworker.sampling.masks import GrammarBitmask
 from gpuworker.sampling.rows import SampledRow
 
-ROW = np.dtype(  # quire_draw_row
+ROW = np.dtype(  # quire_sample_row
     [
         ("seed", np.uint64),
         *((name, np.float32) for name in ("temperature", "top_p", "min_p", "repetition", "frequency", "presence")),
@@ -36,7 +36,7 @@ class MaskCall(ctypes.Structure):
 
 
 class SampleCall(ctypes.Structure):
-    """quire_draw."""
+    """quire_sample."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("rows", "bias_ids", "bias_values", "end_ids", "logits")),
@@ -100,7 +100,7 @@ class NativeSample:
         self.top = np.zeros((count, top_count), dtype=np.float32)
         first = batch_index.astype(np.int64) * table.shape[1]
         self._kept = (rows, positions, first, table, masks)
-        self._run = rows.library.quire_draw_tokens
+        self._run = rows.library.quire_sample_tokens
         self.call = SampleCall(
             rows=_pointer(rows.rows),
             bias_ids=_pointer(rows.bias_ids),

@@ -21,14 +21,14 @@ async def reachable_address(host: str, port: int, manager: str) -> str:
     """
     if host not in _EVERY_ADDRESS:
         return f"{host}:{port}"
-    told = False
+    logged = False
     while True:
         try:
             own = await asyncio.to_thread(_address_towards, manager)
         except OSError as error:
-            if not told:
+            if not logged:
                 log.warning("the KV manager %s cannot be found (%s); looking again until it is", manager, error)
-                told = True
+                logged = True
             await asyncio.sleep(_RETRY_SECONDS)
         else:
             return f"[{own}]:{port}" if ":" in own else f"{own}:{port}"

@@ -61,9 +61,9 @@ class ReserveSpans:
             "quire.worker_id": self._worker_id,
             "quire.request_id": reserve.request_id,
             "quire.sequence": sequence,
-            "quire.known_tokens": reserve.num_tokens,
+            "quire.num_tokens": reserve.num_tokens,
             "quire.max_len": reserve.max_len,
-            "quire.chain_blocks": len(reserve.block_hashes),
+            "quire.num_block_hashes": len(reserve.block_hashes),
         }
         self._waiting[sequence] = self._tracer.start_span(
             "kvmanager.reserve", context_from(reserve.traceparent), attributes=attributes, links=tuple(links)

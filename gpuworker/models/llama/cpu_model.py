@@ -121,4 +121,4 @@ class LlamaCpuModel:
         """Extend the rope table to so many positions, at most those of the model; no step runs meanwhile."""
         length = min(positions, int(self.config.max_position_embeddings))
         self._rope_table = rope_table(self.config, length)
-        self.packed.struct.rotary, self.packed.struct.num_positions = self._rope_table.data_ptr(), length
+        self.packed.struct.rope_table, self.packed.struct.num_positions = self._rope_table.data_ptr(), length

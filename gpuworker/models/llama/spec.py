@@ -91,9 +91,9 @@ def rope_table(config: PretrainedConfig, length: int) -> torch.Tensor:
     takes element i of a head with element i + head_dim / 2.
     """
     positions = torch.arange(length)[None]
-    rotary: type[Any] = LlamaRotaryEmbedding  # reads only options that all of the family have
+    embedding: type[Any] = LlamaRotaryEmbedding  # reads only options that all of the family have
     with torch.device("cpu"), torch.inference_mode():
-        cos, sin = rotary(config)(torch.empty(0, dtype=torch.float32), positions)
+        cos, sin = embedding(config)(torch.empty(0, dtype=torch.float32), positions)
     half = cos.shape[-1] // 2
     return torch.stack((cos[0, :, :half], sin[0, :, :half]), dim=1).contiguous().clone()
 

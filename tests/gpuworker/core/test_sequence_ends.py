@@ -122,7 +122,7 @@ def test_behaviour_24_a_preempted_sequence_keeps_its_in_flight_token_and_goes_on
     assert report is not None
     assert report.preempted == ((0, 8),)
     worker.admit(0, [4, 5])
-    assert worker.agent.known_tokens(ONE) == (0, 1, 2, 3, 4, 5, 50, 51)
+    assert worker.agent.tokens_of(ONE) == (0, 1, 2, 3, 4, 5, 50, 51)
     assert worker.rows() == [(0, 0, 8, (4, 5), True)]
 
 

@@ -91,4 +91,4 @@ def test_python_and_c_agree_on_the_sizes_of_what_passes_between_them() -> None:
     library = best()
     assert library is not None
     sizes = ctypes.sizeof(WholeStep), ROW.itemsize
-    assert (library.quire_whole_step_bytes(), library.quire_draw_row_bytes()) == sizes
+    assert (library.quire_whole_step_bytes(), library.quire_sample_row_bytes()) == sizes

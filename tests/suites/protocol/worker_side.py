@@ -168,7 +168,7 @@ class WorkerSide(State):
             for each in message.copy:  # the next plan carries them: nothing stands between on the stream
                 self.device.copy_block(each.src, each.dst)
             for admit in applied.admitted:
-                num_tokens = self.agent.known_tokens(admit.sequence)
+                num_tokens = self.agent.tokens_of(admit.sequence)
                 if len(num_tokens) != len(self.paths[admit.sequence]):
                     raise Violation("delivery", f"sequence {admit.sequence} lost a token that was drawn")
             self._settle(self.agent.departures())

@@ -37,7 +37,7 @@ SETTINGS: dict[str, type[ServiceSettings]] = {
 # The oldest version with every field used here, and the newest version with published schemas.
 KUBERNETES = ("1.30", "1.37")
 # What a service may need after its drain_timeout (common.rpc.server, cli.suite.stack).
-LAST_WORDS_S = 5
+LAST_REPLIES_S = 5
 
 each_variant = pytest.mark.parametrize("name", VARIANTS)
 
@@ -222,7 +222,7 @@ def test_a_pod_may_drain_before_it_is_killed(manifests: Manifests) -> None:
         settings = load(SETTINGS[name], environ=image_environment(name) | manifests.environment(name))
         spec = manifests.pods()[name]["spec"]
         before = spec["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
-        assert spec["terminationGracePeriodSeconds"] >= before + settings.drain_timeout + LAST_WORDS_S
+        assert spec["terminationGracePeriodSeconds"] >= before + settings.drain_timeout + LAST_REPLIES_S
 
 
 # ---------------------------------------------------------------- what a pod may do

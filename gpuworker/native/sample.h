@@ -22,7 +22,7 @@ typedef struct {
   int32_t bias_begin, bias_end;  // its part of bias_ids and bias_values
   int32_t ends_begin, ends_end;  // its part of end_ids
   int32_t ends_from;             // the position from which its end tokens may be sampled
-} quire_draw_row;
+} quire_sample_row;
 
 // The tokens that rows with a constraint may sample; another thread may still fill the masks while sampling begins.
 typedef struct {
@@ -38,7 +38,7 @@ QUIRE_API void quire_masks_open(uint32_t *ready);
 
 // The sampling of all rows of a step.
 typedef struct {
-  const quire_draw_row *rows;  // [count]
+  const quire_sample_row *rows;  // [count]
   const int32_t *bias_ids;
   const float *bias_values;
   const int32_t *end_ids;
@@ -53,10 +53,10 @@ typedef struct {
   float *top;                  // [count, top_count], out
   const quire_masks *masks;    // null where no row has a constraint
   int32_t count, vocab, top_count, threads;
-} quire_draw;
+} quire_sample;
 
-// Samples all rows; `draw` is a quire_draw. Returns 0.
-QUIRE_API int32_t quire_draw_tokens(void *draw);
+// Samples all rows; `sample` is a quire_sample. Returns 0.
+QUIRE_API int32_t quire_sample_tokens(void *sample);
 
 // Reads the tokens that a step computes: token_ids[i] = table[places[i]].
 typedef struct {

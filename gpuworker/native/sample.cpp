@@ -1,4 +1,4 @@
-#include "draw.h"
+#include "sample.h"
 
 #include <algorithm>
 #include <atomic>
@@ -101,7 +101,7 @@ double exponentials(const float* x, int64_t n, float temperature, float most, st
 
 // ------------------------------------------------------------------ before sampling
 
-void penalise(const quire_draw_row& row, const int32_t* tokens, int64_t known, float* logits, int64_t vocab) {
+void penalise(const quire_sample_row& row, const int32_t* tokens, int64_t known, float* logits, int64_t vocab) {
   Scratch& scratch = Scratch::mine();
   scratch.known.resize(std::max<size_t>(scratch.known.size(), vocab));
   scratch.output.resize(scratch.known.size());
@@ -151,14 +151,14 @@ void await(const quire_masks& masks) {
   *masks.waited = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
 }
 
-void adjust(const quire_draw& draw, const quire_draw_row& row, int64_t index, float* logits) {
+void adjust(const quire_sample& sample, const quire_sample_row& row, int64_t index, float* logits) {
   if (row.repetition != 1.0f || row.frequency != 0.0f || row.presence != 0.0f)
-    penalise(row, draw.table + draw.first[index], draw.positions[index], logits, draw.vocab);
-  for (int32_t i = row.bias_begin; i < row.bias_end; ++i) logits[draw.bias_ids[i]] += draw.bias_values[i];
-  if (draw.masks) forbid(*draw.masks, index, logits, draw.vocab);
-  if (draw.positions[index] >= row.ends_from) return;
+    penalise(row, sample.table + sample.first[index], sample.positions[index], logits, sample.vocab);
+  for (int32_t i = row.bias_begin; i < row.bias_end; ++i) logits[sample.bias_ids[i]] += sample.bias_values[i];
+  if (sample.masks) forbid(*sample.masks, index, logits, sample.vocab);
+  if (sample.positions[index] >= row.ends_from) return;
   for (int32_t i = row.ends_begin; i < row.ends_end; ++i)
-    logits[draw.end_ids[i]] = -std::numeric_limits<float>::infinity();
+    logits[sample.end_ids[i]] = -std::numeric_limits<float>::infinity();
 }
 
 // Collects the best `count` of x, in order.
@@ -183,16 +183,16 @@ void best_of(const float* x, int64_t n, size_t count, std::vector<Candidate>& fo
   std::sort_heap(found.begin(), found.end(), before);
 }
 
-void tell_logprobs(const quire_draw& draw, int64_t index, const float* logits, int64_t token) {
+void write_logprobs(const quire_sample& sample, int64_t index, const float* logits, int64_t token) {
   Scratch& scratch = Scratch::mine();
-  const float most = largest(logits, draw.vocab);
-  const double sum = exponentials(logits, draw.vocab, 1.0f, most, scratch.weights);
+  const float most = largest(logits, sample.vocab);
+  const double sum = exponentials(logits, sample.vocab, 1.0f, most, scratch.weights);
   const double norm = static_cast<double>(most) + std::log(sum);
-  draw.logprobs[index] = static_cast<float>(logits[token] - norm);
-  best_of(logits, draw.vocab, draw.rows[index].logprobs, scratch.candidates);
+  sample.logprobs[index] = static_cast<float>(logits[token] - norm);
+  best_of(logits, sample.vocab, sample.rows[index].logprobs, scratch.candidates);
   for (size_t i = 0; i < scratch.candidates.size(); ++i) {
-    draw.top_ids[index * draw.top_count + i] = scratch.candidates[i].id;
-    draw.top[index * draw.top_count + i] = static_cast<float>(scratch.candidates[i].weight - norm);
+    sample.top_ids[index * sample.top_count + i] = scratch.candidates[i].id;
+    sample.top[index * sample.top_count + i] = static_cast<float>(scratch.candidates[i].weight - norm);
   }
 }
 
@@ -214,7 +214,7 @@ double uniform(uint64_t seed, int64_t position) {
 double target_of(double share, double total) { return std::min(share * total, std::nextafter(total, 0.0)); }
 
 // The first id at which the cumulative weight exceeds the target.
-int64_t draw_from_all(const std::vector<float>& weights, double total, double share) {
+int64_t sample_from_all(const std::vector<float>& weights, double total, double share) {
   const double target = target_of(share, total);
   double sum = 0.0;
   size_t block = 0;
@@ -264,7 +264,7 @@ size_t best_that_reach(double limit, std::vector<Candidate>& found) {
 
 // Leaves in `found` the tokens that the row may sample, by rising id: the first top_k, of those the fewest whose share
 // reaches top_p, of those the ones at least min_p times as likely as the first, whose weight is 1.
-void truncate(const quire_draw_row& row, int64_t vocab, double total, Scratch& scratch) {
+void truncate(const quire_sample_row& row, int64_t vocab, double total, Scratch& scratch) {
   std::vector<Candidate>& found = scratch.candidates;
   double whole = total;
   if (row.top_k > 0 && row.top_k < vocab) {
@@ -282,13 +282,13 @@ void truncate(const quire_draw_row& row, int64_t vocab, double total, Scratch& s
   std::sort(found.begin(), found.end(), [](const Candidate& a, const Candidate& b) { return a.id < b.id; });
 }
 
-int64_t draw_at_random(const quire_draw_row& row, const float* logits, int64_t vocab, int64_t position) {
+int64_t sample_at_random(const quire_sample_row& row, const float* logits, int64_t vocab, int64_t position) {
   Scratch& scratch = Scratch::mine();
   const float most = largest(logits, vocab) / row.temperature;
   const double total = exponentials(logits, vocab, row.temperature, most, scratch.weights);
   const double share = uniform(row.seed, position);
   if (row.top_k <= 0 && row.top_p >= 1.0f && row.min_p <= 0.0f)
-    return draw_from_all(scratch.weights, total, share);
+    return sample_from_all(scratch.weights, total, share);
   truncate(row, vocab, total, scratch);
   double sum = 0.0;
   for (const Candidate& each : scratch.candidates) sum += each.weight;
@@ -301,39 +301,39 @@ int64_t draw_at_random(const quire_draw_row& row, const float* logits, int64_t v
   return first_best(logits, vocab);  // all weights are NaN
 }
 
-void draw_row(const quire_draw& draw, int64_t index) {
-  const quire_draw_row& row = draw.rows[index];
-  float* logits = draw.logits + index * draw.logits_stride;
-  adjust(draw, row, index, logits);
-  const int64_t position = draw.positions[index];
+void sample_row(const quire_sample& sample, int64_t index) {
+  const quire_sample_row& row = sample.rows[index];
+  float* logits = sample.logits + index * sample.logits_stride;
+  adjust(sample, row, index, logits);
+  const int64_t position = sample.positions[index];
   const int64_t token =
-      row.temperature > 0.0f ? draw_at_random(row, logits, draw.vocab, position) : first_best(logits, draw.vocab);
-  if (row.logprobs >= 0) tell_logprobs(draw, index, logits, token);
-  draw.tokens[index] = token;
-  draw.table[draw.first[index] + position] = static_cast<int32_t>(token);
+      row.temperature > 0.0f ? sample_at_random(row, logits, sample.vocab, position) : first_best(logits, sample.vocab);
+  if (row.logprobs >= 0) write_logprobs(sample, index, logits, token);
+  sample.tokens[index] = token;
+  sample.table[sample.first[index] + position] = static_cast<int32_t>(token);
 }
 
 // All threads where one would take some hundred microseconds, else one: a region takes a few, and milliseconds on busy
 // cores. Never some of them: OpenMP ends the threads that a smaller team leaves out, and starts others for the next one.
-int threads_for(const quire_draw& draw) {
+int threads_for(const quire_sample& sample) {
   constexpr int64_t kScan = 1, kExponentials = 8, kEnough = 1 << 22;
   int64_t passes = 0;
-  for (int32_t i = 0; i < draw.count; ++i) {
-    const quire_draw_row& row = draw.rows[i];
+  for (int32_t i = 0; i < sample.count; ++i) {
+    const quire_sample_row& row = sample.rows[i];
     passes += kScan + (row.temperature > 0.0f) * kExponentials + (row.logprobs >= 0) * kExponentials;
   }
-  return draw.count > 1 && passes * draw.vocab > kEnough ? draw.threads : 1;
+  return sample.count > 1 && passes * sample.vocab > kEnough ? sample.threads : 1;
 }
 
 }  // namespace
 }  // namespace quire
 
-extern "C" int32_t quire_draw_tokens(void* argument) {
-  const quire_draw& draw = *static_cast<const quire_draw*>(argument);
-  if (draw.masks) quire::await(*draw.masks);
+extern "C" int32_t quire_sample_tokens(void* argument) {
+  const quire_sample& sample = *static_cast<const quire_sample*>(argument);
+  if (sample.masks) quire::await(*sample.masks);
   quire::Queue rows;
-  quire::run_team(quire::threads_for(draw), [&](const quire::Team&) {
-    for (int64_t index; (index = rows.take()) < draw.count;) quire::draw_row(draw, index);
+  quire::run_team(quire::threads_for(sample), [&](const quire::Team&) {
+    for (int64_t index; (index = rows.take()) < sample.count;) quire::sample_row(sample, index);
   });
   return 0;
 }
