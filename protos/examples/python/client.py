@@ -9,7 +9,7 @@ def main(address: str, question: str) -> None:
     """Ask one router a question, three times in different ways."""
     chat = [Message(role="user", content=question)]
     with Client(address, timeout=30.0) as client:
-        # A stream yields text as it is made; at its end it knows the whole answer, and what it cost.
+        # A stream yields text as it is made; at its end it has the whole answer, and what it cost.
         with client.stream(chat, temperature=0.0, max_tokens=32) as stream:
             for chunk in stream:
                 print(chunk.text, end="", flush=True)

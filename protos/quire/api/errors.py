@@ -5,6 +5,9 @@
 QuireError
 ├── InvalidRequest          a request or option is wrong; carries every field violation at once      INVALID_ARGUMENT
 │   └── InvalidConfig       a flag, environment variable or TOML key is wrong (never on the wire)
+│       └── PortTaken       a service cannot listen on a port (never on the wire)
+├── Unauthenticated         the caller showed no key or token that is known here                     UNAUTHENTICATED
+├── PermissionDenied        the caller is known, and its tenant may not do this                      PERMISSION_DENIED
 ├── NotFound                a request, sequence, model or trace id that is unknown                   NOT_FOUND
 ├── AlreadyExists           a request id that is in use                                              ALREADY_EXISTS
 ├── Overloaded              a quota is used up; carries which one, and when to try again             RESOURCE_EXHAUSTED
@@ -81,6 +84,29 @@ class InvalidConfig(InvalidRequest):
     """One or more options are wrong; raised before anything starts."""
 
     reason = "INVALID_CONFIG"
+
+
+class PortTaken(InvalidConfig):
+    """A service cannot listen on a port; `flag` is the option that names it."""
+
+    reason = "PORT_TAKEN"
+
+    def __init__(self, flag: str, host: str, port: int, why: str | None = None) -> None:
+        reason = f" ({why})" if why else ""
+        what = f"cannot listen on {host}:{port}{reason}; expected a free port of this machine (0 takes one)"
+        super().__init__(FieldViolation(flag, what))
+
+
+class Unauthenticated(QuireError):
+    """The caller showed no API key or token that is known here; its message never repeats what was shown."""
+
+    reason = "UNAUTHENTICATED"
+
+
+class PermissionDenied(QuireError):
+    """The caller is known, and its tenant may not do this."""
+
+    reason = "PERMISSION_DENIED"
 
 
 class NotFound(QuireError):

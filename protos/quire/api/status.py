@@ -19,6 +19,7 @@ _PLAIN: Final[Mapping[str, type[errors.QuireError]]] = {
     for each in (
         *(errors.NotFound, errors.AlreadyExists, errors.DeadlineExceeded, errors.Cancelled, errors.Unsupported),
         *(errors.StaleEpoch, errors.ProtocolViolation, errors.EngineFailure),
+        *(errors.Unauthenticated, errors.PermissionDenied),
     )
 }
 # Errors for statuses that did not come from Quire, but from gRPC itself or a proxy.
@@ -29,6 +30,8 @@ _FOREIGN: Final[Mapping[grpc.StatusCode, type[errors.QuireError]]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
     grpc.StatusCode.CANCELLED: errors.Cancelled,
     grpc.StatusCode.UNIMPLEMENTED: errors.Unsupported,
+    grpc.StatusCode.UNAUTHENTICATED: errors.Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: errors.PermissionDenied,
 }
 
 _CODE_OF_NUMBER: Final[Mapping[int, grpc.StatusCode]] = {code.value[0]: code for code in grpc.StatusCode}
@@ -73,7 +76,7 @@ def error_from_status(status: status_pb2.Status) -> errors.QuireError:
     """
     info = _detail(status, error_details_pb2.ErrorInfo)
     if info is None or info.domain != DOMAIN:
-        code = _CODE_OF_NUMBER[status.code]
+        code = _CODE_OF_NUMBER.get(status.code, grpc.StatusCode.UNKNOWN)
         foreign = _FOREIGN.get(code)
         return foreign(status.message) if foreign else errors.QuireError(f"{code.name}: {status.message}")
     if plain := _PLAIN.get(info.reason):

@@ -35,22 +35,31 @@ class MissReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural-log probability of one output token and of the most likely ones, (token id, logprob), best first."""
+    """Natural-log probability of one token and of the most likely ones at its place, (token id, logprob), best first.
+
+    A token of a prompt has its `rank` too: 1 where it is the most likely one. 0 for a token of an output.
+    """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """The tokens that one sequence cost."""
+    """The tokens that one sequence cost. Of those that it drafted, the accepted ones are output. A draft model
+    guessed those of `model_drafted_tokens`."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
     recomputed_tokens: int = 0
     preemptions: int = 0
+    drafted_tokens: int = 0
+    accepted_draft_tokens: int = 0
+    model_drafted_tokens: int = 0
+    accepted_model_draft_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +75,7 @@ class KvGeometry:
 
 
 ANY_ARITHMETIC = "any"
+NO_POOLING = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +89,13 @@ class PoolIdentity:
     hash_version: str = "1"
     arithmetic: str = ANY_ARITHMETIC
     """The arithmetic that fixes the bits of logits, where workers promise equal bits; else ANY_ARITHMETIC."""
+    pooling: str = NO_POOLING
+    """How prompts become vectors, as `common.checkpoint.pooling.Pooling` writes it; NO_POOLING where they continue."""
+
+    @property
+    def embeds(self) -> bool:
+        """Whether workers make vectors of prompts; they generate nothing then."""
+        return self.pooling not in ("", NO_POOLING)
 
     def differences(self, theirs: PoolIdentity) -> tuple[Mismatch, ...]:
         """Return every part in which the two differ, with the flag that changes it."""
@@ -98,14 +115,17 @@ class PoolIdentity:
     def namespace(self) -> str:
         """Key prefix of the index in Redis; two identities that differ in any part have different ones."""
         parts = f"{self.tokenizer_fingerprint} {self.kv_geometry} {self.hash_version} {self.arithmetic}"
+        if self.embeds:
+            parts = f"{parts} {self.pooling}"
         rest = hashlib.sha256(parts.encode())
         return f"{{quire:{self.model_fingerprint[:16]}:{rest.hexdigest()[:16]}:{self.block_size}}}"
 
 
 _IDENTITY_FLAGS = {
     "model_fingerprint": "--model",
-    "tokenizer_fingerprint": "--model",
+    "tokenizer_fingerprint": "--model or --tokenizer",
     "block_size": "--block-size",
     "hash_version": "the Quire version",
     "arithmetic": "--deterministic, --dtype, --quantization or --simulate, or run both on equal processors",
+    "pooling": "--pooling",
 }

@@ -7,8 +7,9 @@
         for chunk in client.stream([{"role": "user", "content": "Hello!"}], temperature=0):
             print(chunk.text, end="", flush=True)
 
-Every error is a `QuireError` (the tree is in quire/api/errors.py) with the details that the server sent. A stream that
-breaks after its first event raises `Interrupted`, which carries the output so far.
+Every error is a `QuireError` (the tree is in quire/api/errors.py) with the details that the server sent. A stream whose
+router dies goes on by itself at another address, or at the same one: `Client(["10.0.0.1:50051", "10.0.0.2:50051"])`.
+Where no router can go on with it, it raises `Interrupted`, which carries the output so far.
 """
 
 from quire.api.errors import (
@@ -27,9 +28,10 @@ from quire.api.errors import (
 )
 from quire.api.types import FinishReason, MissReason, PoolIdentity, TokenLogprobs, Usage
 from quire.client.aio import AsyncClient, AsyncStream
+from quire.client.chat import ChatOptions, Message, ToolCall
 from quire.client.errors import Interrupted, InterruptedByDeadline
-from quire.client.request import Message, Options, Prompt
-from quire.client.results import Chunk, Completion, Model, Output, Status, Timings, Worker
+from quire.client.request import Options, Prompt, ThoughtBudget
+from quire.client.results import Chunk, Completion, Embeddings, Model, Output, Status, Timings, Worker
 from quire.client.retry import Retry
 from quire.client.sync import Client, Stream
 
@@ -38,10 +40,12 @@ __all__ = [
     "AsyncClient",
     "AsyncStream",
     "Cancelled",
+    "ChatOptions",
     "Chunk",
     "Client",
     "Completion",
     "DeadlineExceeded",
+    "Embeddings",
     "EngineFailure",
     "FieldViolation",
     "FinishReason",
@@ -62,8 +66,10 @@ __all__ = [
     "Retry",
     "Status",
     "Stream",
+    "ThoughtBudget",
     "Timings",
     "TokenLogprobs",
+    "ToolCall",
     "Unavailable",
     "Unsupported",
     "Usage",

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from functools import partial
-from typing import Any, TypeVar, Unpack
+from pathlib import Path
+from typing import Any, Unpack
 
 import grpc
 from google.protobuf.message import Message as ProtoMessage
 from grpc import aio
 
 from quire.client.base import BaseClient, BaseStream
-from quire.client.request import Message, Options, Prompt, conversation_of, prompt_of, request_of
-from quire.client.results import Chunk, Completion, Model, Status
+from quire.client.chat import ChatOptions, Message
+from quire.client.request import Options, Prompt, conversation_of, embed_request_of, prompt_of, request_of
+from quire.client.results import Chunk, Completion, Embeddings, Model, Status
 from quire.client.retry import Retry
-from quire.client.setup import DEFAULT_TIMEOUT, Metadata, client_options
+from quire.client.setup import DEFAULT_TIMEOUT, Metadata, client_options, credentials_of, metadata_of
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc
 
-_AnswerT = TypeVar("_AnswerT", bound=ProtoMessage)
 _Call = aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]
 
 
@@ -38,6 +38,7 @@ class AsyncStream(BaseStream[_Call], AsyncIterator[Chunk]):
             if event is None:
                 self._end()
             elif (chunk := self._fold.take(event)) is not None:
+                self._attempts.goes_on()
                 return chunk
         raise StopAsyncIteration
 
@@ -51,10 +52,13 @@ class AsyncStream(BaseStream[_Call], AsyncIterator[Chunk]):
             try:
                 event = await self._call.read()
             except aio.AioRpcError as error:
-                await asyncio.sleep(self._attempts.wait_after(error, self._fold))
+                wait = self._seconds_until_next(error)
+                if wait is None:
+                    return None
+                await asyncio.sleep(wait)
                 if self._closed:  # by another task, while this waited
                     return None
-                self._call = self._start(self._attempts.time_left())
+                self._start_again()
             except asyncio.CancelledError:
                 if self._closed:  # by another task
                     return None
@@ -64,27 +68,34 @@ class AsyncStream(BaseStream[_Call], AsyncIterator[Chunk]):
 
 
 class AsyncClient(BaseClient):
-    """Calls one router over one connection. Create it inside a running event loop.
+    """Calls a router over one connection, and the next one when it breaks. Create it inside a running event loop.
 
     `timeout` is in seconds for a whole call with its retries; each call may set another. Raises QuireErrors.
     """
 
     def __init__(
         self,
-        address: str,
+        address: str | Sequence[str],
         *,
         timeout: float | None = DEFAULT_TIMEOUT,
         retry: Retry = Retry(),  # noqa: B008 - frozen
         credentials: grpc.ChannelCredentials | None = None,
         metadata: Metadata = (),
+        ca: str | Path | None = None,
+        api_key: str | None = None,
     ) -> None:
-        """`address` is HOST:PORT; nothing is sent yet. `credentials` ask for TLS; `metadata` goes with every call."""
-        super().__init__(timeout, retry, metadata)
-        options = client_options()
-        self._channel = (
-            aio.secure_channel(address, credentials, options) if credentials else aio.insecure_channel(address, options)
-        )
-        self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        """`address` is HOST:PORT, or those of a pool's routers; nothing is sent yet. `metadata` goes with every call.
+
+        `ca` names a PEM file and asks for TLS (unset: QUIRE_CA; "": plain text), `credentials` ask for it in full.
+        `api_key` goes with every call (unset: QUIRE_API_KEY; "": none).
+        """
+        super().__init__(address, timeout, retry, metadata_of(metadata, api_key))
+        options, credentials = client_options(), credentials or credentials_of(ca)
+        self._channels = [
+            aio.secure_channel(each, credentials, options) if credentials else aio.insecure_channel(each, options)
+            for each in self._addresses.all
+        ]
+        self._stubs = [inference_pb2_grpc.InferenceServiceStub(channel) for channel in self._channels]
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -95,14 +106,17 @@ class AsyncClient(BaseClient):
     async def aclose(self) -> None:
         """Close the connection; running calls are cancelled."""
         self._budget.end()
-        await self._channel.close()
+        for channel in self._channels:
+            await channel.close()
+
+    def _begin(self, number: int, request: pb.GenerateRequest, timeout: float | None) -> _Call:
+        return self._stubs[number].Generate(request, timeout=timeout, metadata=self._metadata)
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncStream:
         """Begin a request and return its chunks as they come."""
         request = request_of(prompt, options)
-        start = partial(self._stub.Generate, request, metadata=self._metadata)
         attempts = self._attempts(options.get("timeout"))
-        return AsyncStream(lambda timeout: start(timeout=timeout), attempts, request.sampling.n)
+        return AsyncStream(self._begin, request, attempts, self._addresses)
 
     async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """Return the whole answer to a prompt. The call streams, so that Interrupted can carry a partial answer."""
@@ -115,34 +129,49 @@ class AsyncClient(BaseClient):
         """Return the answer to the messages of a chat; a text is one message of the user."""
         return await self.generate(conversation_of(messages), **options)
 
+    async def embed(
+        self, inputs: Sequence[Prompt], *, dimensions: int | None = None, timeout: float | None = None
+    ) -> Embeddings:
+        """Return the vectors of several inputs, from a pool that embeds, with so many leading numbers."""
+        request = embed_request_of(inputs, dimensions)
+        return Embeddings.from_proto(await self._ask("Embed", request, timeout))
+
     async def tokenize(
-        self, prompt: Prompt, *, add_special_tokens: bool = True, timeout: float | None = None
+        self,
+        prompt: Prompt,
+        *,
+        add_special_tokens: bool = True,
+        timeout: float | None = None,
+        **options: Unpack[ChatOptions],
     ) -> tuple[int, ...]:
-        request = pb.TokenizeRequest(prompt=prompt_of(prompt), add_special_tokens=add_special_tokens)
-        return tuple((await self._ask(self._stub.Tokenize, request, timeout)).token_ids)
+        """Return the tokens of a prompt as `generate` would send it."""
+        prompted = prompt_of(prompt, {name: value for name, value in options.items() if value is not None})
+        request = pb.TokenizeRequest(prompt=prompted, add_special_tokens=add_special_tokens)
+        return tuple((await self._ask("Tokenize", request, timeout)).token_ids)
 
     async def detokenize(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, timeout: float | None = None
     ) -> str:
         request = pb.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
-        return (await self._ask(self._stub.Detokenize, request, timeout)).text
+        return str((await self._ask("Detokenize", request, timeout)).text)
 
     async def model(self, *, timeout: float | None = None) -> Model:
-        return Model.from_proto(await self._ask(self._stub.GetModel, pb.GetModelRequest(), timeout))
+        return Model.from_proto(await self._ask("GetModel", pb.GetModelRequest(), timeout))
 
     async def status(self, *, timeout: float | None = None) -> Status:
         """Return the router's queue and its workers."""
-        return Status.from_proto(await self._ask(self._stub.GetStatus, pb.GetStatusRequest(), timeout))
+        return Status.from_proto(await self._ask("GetStatus", pb.GetStatusRequest(), timeout))
 
-    async def _ask(
-        self, method: aio.UnaryUnaryMultiCallable[Any, _AnswerT], request: ProtoMessage, timeout: float | None
-    ) -> _AnswerT:
+    async def _ask(self, method: str, request: ProtoMessage, timeout: float | None) -> Any:
         attempts = self._attempts(timeout)
         while True:
+            number = self._addresses.current
             try:
-                answer = await method(request, timeout=attempts.time_left(), metadata=self._metadata)
+                call = getattr(self._stubs[number], method)
+                answer = await call(request, timeout=attempts.time_left(), metadata=self._metadata)
             except aio.AioRpcError as error:
                 await asyncio.sleep(attempts.wait_after(error))
+                self._addresses.leave(number)
             else:
                 attempts.succeeded()
                 return answer

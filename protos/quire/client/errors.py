@@ -12,10 +12,10 @@ from quire.client.results import Completion
 
 
 class Interrupted(QuireError):
-    """A stream broke after its first event. It is not retried: the caller may have used its tokens.
+    """A stream broke after its first event, and no router could go on with it. It does not begin anew by itself.
 
-    `partial` is the output so far. `meant` is the error of the server or of gRPC that ended the stream. To go on, send
-    the prompt's tokens and `partial.token_ids` as a new prompt.
+    `partial` is the output so far, which the caller may have used. `meant` is the error of the server or of gRPC that
+    ended the stream. To go on, send the prompt's tokens and `partial.token_ids` as a new prompt.
     """
 
     reason = "INTERRUPTED"

@@ -20,6 +20,8 @@ class _Growing:
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    # Whether the text is there that the output held back at its end; it has no tokens.
+    rested: bool = False
     finished: pb.Finished | None = None
 
 
@@ -31,6 +33,7 @@ class Fold:
         self.begun = False
         self._admitted = pb.Admitted()
         self._outputs = [_Growing() for _ in range(max(1, sequences))]
+        self._prompt_logprobs: list[TokenLogprobs] = []
 
     @property
     def complete(self) -> bool:
@@ -43,21 +46,39 @@ class Fold:
             case "tokens":
                 return self._tokens(event.tokens)
             case "finished":
-                self._outputs[event.finished.index].finished = event.finished
+                growing = self._outputs[event.finished.index]
+                known, growing.finished = growing.finished, event.finished
+                if known is not None:  # a resumed stream ends its outputs again
+                    return None
                 return Chunk(event.finished.index, "", (), finish_reason=_reason(event.finished))
             case "admitted":
                 self._admitted = event.admitted
+            case "prompt_logprobs":
+                self._prompt_logprobs += map(_logprobs, event.prompt_logprobs.logprobs)
         return None
+
+    def resume(self) -> pb.Resume:
+        """Return what continues the stream after what is here."""
+        return pb.Resume(
+            request_id=self._admitted.request_id,
+            output_tokens_received=[len(output.token_ids) for output in self._outputs],
+            prompt_logprobs_received=len(self._prompt_logprobs),
+        )
 
     def completion(self) -> Completion:
         admitted = self._admitted
         outputs = tuple(_output(index, growing) for index, growing in enumerate(self._outputs))
         miss = _MISS_REASONS.get(admitted.miss_reason, MissReason.DISABLED) if admitted.miss_reason else None
-        return record(Completion, admitted, miss_reason=miss, outputs=outputs)
+        scored = tuple(self._prompt_logprobs)
+        return record(Completion, admitted, miss_reason=miss, outputs=outputs, prompt_logprobs=scored)
 
-    def _tokens(self, tokens: pb.Tokens) -> Chunk:
+    def _tokens(self, tokens: pb.Tokens) -> Chunk | None:
         ids, logprobs = tuple(tokens.token_ids), tuple(map(_logprobs, tokens.logprobs))
         growing = self._outputs[tokens.index]
+        if not ids:
+            if growing.rested:  # of a resumed stream
+                return None
+            growing.rested = True
         growing.text.append(tokens.text)
         growing.token_ids += ids
         growing.logprobs += logprobs
@@ -87,7 +108,7 @@ def _logprobs(message: types_pb2.TokenLogprobs) -> TokenLogprobs:
     if len(message.top_token_ids) != len(message.top_logprobs):
         raise ProtocolViolation(f"{len(message.top_token_ids)} tokens have {len(message.top_logprobs)} probabilities")
     top = tuple(zip(message.top_token_ids, message.top_logprobs, strict=True))
-    return TokenLogprobs(message.token_id, message.logprob, top)
+    return TokenLogprobs(message.token_id, message.logprob, top, message.rank)
 
 
 def _stopped_by(finished: pb.Finished) -> str | int | None:

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, TypeAlias, TypedDict
+from types import MappingProxyType
+from typing import Any, Final, Required, TypeAlias, TypedDict
 
 from quire.api.errors import FieldViolation, InvalidRequest
+from quire.client.chat import CHAT, ChatOptions, Message, chat_of
 from quire.inference.v1 import inference_pb2 as pb
 from quire.types.v1 import types_pb2
-
-
-class Message(TypedDict):
-    """One message of a chat; `role` is one that the model's chat template accepts (system, user, assistant)."""
-
-    role: str
-    content: str
-
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
 """A text, token ids, or the messages of a chat, which the model's own template renders."""
@@ -42,13 +36,31 @@ class Sampling(TypedDict, total=False):
     logprobs: int | None
     n: int | None
     include_stop: bool | None
+    prompt_logprobs: int | None
+    bad_words: Sequence[str] | None
 
 
-class Options(Sampling, total=False):
+class ThoughtBudget(TypedDict, total=False):
+    """Ends a thought of the model by force once it has `max_tokens` tokens.
+
+    `opener` and `closer` are the marks around a thought, `end` is what then comes; it contains the closer. `is_open`:
+    the prompt ends within the thought. `anywhere`: thoughts may stand anywhere, and all count.
+    """
+
+    max_tokens: Required[int]
+    opener: Required[str]
+    closer: Required[str]
+    end: Required[str]
+    is_open: bool
+    anywhere: bool
+
+
+class Options(Sampling, ChatOptions, total=False):
     """Everything that a request may say besides its prompt; None is the same as absent.
 
-    At most one of `json_schema` (JSON, or a value that becomes JSON), `regex` and `grammar` (Lark's notation) restricts
-    the output. `timeout` is in seconds for the whole call, retries and the caller's pauses between chunks included.
+    At most one of `json_schema` (JSON, or a value that becomes JSON), `regex` and `grammar` (Lark's notation)
+    restricts the output. Special tokens among `kept_special_tokens`, such as `<tool_call>`, stay in its text.
+    `timeout` is in seconds for the whole call, retries and the caller's pauses between chunks included.
     """
 
     json_schema: str | Mapping[str, Any] | bool | None
@@ -57,15 +69,24 @@ class Options(Sampling, total=False):
     priority: int | None
     no_cache: bool | None
     salt: str | None
+    shared_domain: str | None
     request_id: str | None
     traceparent: str | None
+    kept_special_tokens: Sequence[str] | None
+    thought_budget: ThoughtBudget | None
+    prediction: str | None
+    skip_special_tokens: bool | None
+    add_special_tokens: bool | None
+    truncate_prompt_tokens: int | None
     timeout: float | None
 
 
 _SAMPLING: Final = Sampling.__optional_keys__
 _CONSTRAINTS: Final = frozenset({"json_schema", "regex", "grammar"})
-_ENVELOPE: Final = frozenset({"priority", "request_id", "traceparent"})
-_CACHE: Final = frozenset({"no_cache", "salt"})
+_OF_TOKENS: Final = frozenset({"skip_special_tokens", "add_special_tokens", "truncate_prompt_tokens"})
+_OF_THOUGHTS: Final = frozenset({"kept_special_tokens", "thought_budget"})
+_ENVELOPE: Final = frozenset({"priority", "request_id", "traceparent", "prediction"}) | _OF_TOKENS | _OF_THOUGHTS
+_CACHE: Final = frozenset({"no_cache", "salt", "shared_domain"})
 
 
 def request_of(prompt: Prompt, options: Options) -> pb.GenerateRequest:
@@ -83,23 +104,34 @@ def request_of(prompt: Prompt, options: Options) -> pb.GenerateRequest:
     fields = {name: _encoded(name, given[name]) for name in (*constraints, *sorted(given.keys() & _ENVELOPE))}
     _check_fields(pb.GenerateRequest, fields, "")
     return pb.GenerateRequest(
-        prompt=prompt_of(prompt),
+        prompt=prompt_of(prompt, {name: given[name] for name in given.keys() & CHAT}),
         sampling=_filled(types_pb2.SamplingParams, given, _SAMPLING, "sampling."),
         cache=_filled(pb.CacheOptions, given, _CACHE, "cache."),
         **fields,
     )
 
 
-def prompt_of(prompt: Prompt) -> pb.Prompt:
-    """Raises InvalidRequest where the prompt is neither text, nor ids, nor messages."""
+def prompt_of(prompt: Prompt, options: Mapping[str, Any] = MappingProxyType({})) -> pb.Prompt:
+    """Raises InvalidRequest where the prompt is neither text, nor ids, nor messages, which alone have options."""
+    if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
+        return pb.Prompt(chat=chat_of(prompt, options))
+    if options:
+        what = f"is no chat, and {', '.join(sorted(options))} belong to one; send messages, or leave them out"
+        raise InvalidRequest(FieldViolation("prompt", what))
     if isinstance(prompt, str):
         return pb.Prompt(text=prompt)
-    if prompt and isinstance(prompt[0], Mapping):
-        return _chat(prompt)
     try:
         return pb.Prompt(token_ids=pb.TokenIds(ids=prompt))  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
         raise InvalidRequest(FieldViolation("prompt.token_ids.ids", f"are no token ids: {error}")) from error
+
+
+def embed_request_of(inputs: Sequence[Prompt], dimensions: int | None) -> pb.EmbedRequest:
+    """Raises InvalidRequest where an input is no prompt, or a single text stands where a list of them belongs."""
+    if isinstance(inputs, str):
+        raise InvalidRequest(FieldViolation("inputs", "is one text; expected a list of inputs"))
+    _check_fields(pb.EmbedRequest, {"dimensions": dimensions}, "")
+    return pb.EmbedRequest(inputs=map(prompt_of, inputs), dimensions=dimensions)
 
 
 def conversation_of(messages: str | Sequence[Message]) -> Sequence[Message]:
@@ -107,26 +139,11 @@ def conversation_of(messages: str | Sequence[Message]) -> Sequence[Message]:
     return [Message(role="user", content=messages)] if isinstance(messages, str) else messages
 
 
-def _chat(messages: Sequence[Any]) -> pb.Prompt:
-    wrong = [place for place, message in enumerate(messages) if not _is_message(message)]
-    if wrong:
-        what = "expected a role and a content, both texts, and nothing else"
-        raise InvalidRequest(
-            *(FieldViolation(f"prompt.chat.messages[{place}]", f"is {messages[place]!r}; {what}") for place in wrong)
-        )
-    return pb.Prompt(chat=pb.Chat(messages=[pb.ChatMessage(**message) for message in messages]))
-
-
-def _is_message(given: object) -> bool:
-    if not isinstance(given, Mapping) or given.keys() != {"role", "content"}:
-        return False
-    return all(isinstance(value, str) for value in given.values())
-
-
 def _text_to_list(given: dict[str, Any]) -> None:
-    """Replace a single stop string by a list: protobuf would take it for a list of characters."""
-    if isinstance(given.get("stop"), str):
-        given["stop"] = [given["stop"]]
+    """Replace a single string by a list: protobuf would take it for a list of characters."""
+    for name in ("stop", "kept_special_tokens"):
+        if isinstance(given.get(name), str):
+            given[name] = [given[name]]
 
 
 def _encoded(name: str, value: Any) -> Any:

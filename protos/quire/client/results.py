@@ -58,7 +58,8 @@ class Output:
 class Completion:
     """A request and its outputs by index. Text, tokens and finish reason of the first output are attributes too.
 
-    `decision_id` names the routing decision; `trace_id` is the argument of `quire trace`.
+    `decision_id` names the routing decision; `trace_id` is the argument of `quire trace`. Where the request asked for
+    `prompt_logprobs`, they have an entry for each token of the prompt but the first.
     """
 
     request_id: str
@@ -71,6 +72,7 @@ class Completion:
     miss_reason: MissReason | None
     queue_seconds: float
     outputs: tuple[Output, ...]
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
     @property
     def text(self) -> str:
@@ -91,6 +93,18 @@ class Completion:
     @property
     def timings(self) -> Timings:
         return self.outputs[0].timings
+
+
+@dataclass(frozen=True, slots=True)
+class Embeddings:
+    """The vectors of a request's inputs, in their order, and what all of them cost."""
+
+    vectors: tuple[tuple[float, ...], ...]
+    usage: Usage
+
+    @staticmethod
+    def from_proto(message: pb.EmbedResponse) -> Embeddings:
+        return Embeddings(tuple(tuple(each.values) for each in message.embeddings), record(Usage, message.usage))
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +159,7 @@ class Status:
     version: str
     draining: bool
     redis_connected: bool
+    discovery_problem: str
     queued_requests: int
     running_requests: int
     workers: tuple[Worker, ...]

@@ -1,14 +1,21 @@
-"""Channel options of both clients, and the default deadline."""
+"""Channel options, credentials and metadata of both clients, and the default deadline."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Final, TypeAlias
+
+import grpc
 
 from quire.api.channel import Options, channel_options
 
 Metadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
 
 DEFAULT_TIMEOUT: Final = 300.0
+CA_VARIABLE: Final = "QUIRE_CA"
+API_KEY_VARIABLE: Final = "QUIRE_API_KEY"
+_AUTHORIZATION: Final = "authorization"
 
 
 def client_options() -> Options:
@@ -17,3 +24,25 @@ def client_options() -> Options:
     Proxies close connections that ping without a call.
     """
     return list((dict(channel_options()) | {"grpc.keepalive_permit_without_calls": 0}).items())
+
+
+def credentials_of(ca: str | Path | None) -> grpc.ChannelCredentials | None:
+    """Return credentials that trust the CA in a PEM file; None for plain text.
+
+    None means the file in QUIRE_CA, if it is set; "" means plain text. Raises OSError when the file cannot be read.
+    """
+    path = os.environ.get(CA_VARIABLE, "") if ca is None else ca
+    return grpc.ssl_channel_credentials(Path(path).read_bytes()) if path else None
+
+
+def metadata_of(metadata: Metadata, api_key: str | None) -> Metadata:
+    """Return the metadata of every call, with the key unless `metadata` has an authorization of its own.
+
+    None means the key in QUIRE_API_KEY, if it is set; "" means none. Raises ValueError for what no header may have.
+    """
+    key = os.environ.get(API_KEY_VARIABLE, "") if api_key is None else api_key
+    if not key or any(name.lower() == _AUTHORIZATION for name, _ in metadata):
+        return metadata
+    if not key.isascii() or not key.isprintable():
+        raise ValueError("the API key has characters that no header may have; expected printable ASCII")
+    return (*metadata, (_AUTHORIZATION, f"Bearer {key}"))

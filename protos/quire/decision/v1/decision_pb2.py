@@ -22,9 +22,10 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from quire.inference.v1 import inference_pb2 as quire_dot_inference_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n quire/decision/v1/decision.proto\x12\x11quire.decision.v1\"\xd5\x03\n\x0e\x44\x65\x63isionRecord\x12\x13\n\x0b\x64\x65\x63ision_id\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x16\n\x0etime_unix_nano\x18\x03 \x01(\x03\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x0e\n\x06\x63hosen\x18\x05 \x01(\t\x12\x30\n\ncandidates\x18\x06 \x03(\x0b\x32\x1c.quire.decision.v1.Candidate\x12\x0f\n\x07reasons\x18\x07 \x03(\t\x12\x46\n\x0bsignal_ages\x18\x08 \x03(\x0b\x32\x31.quire.decision.v1.DecisionRecord.SignalAgesEntry\x12\x0e\n\x06victim\x18\t \x01(\t\x12\x13\n\x0b\x62\x65neficiary\x18\n \x01(\t\x12?\n\x07\x66igures\x18\x0b \x03(\x0b\x32..quire.decision.v1.DecisionRecord.FiguresEntry\x12\x10\n\x08trace_id\x18\x0c \x01(\t\x1a\x31\n\x0fSignalAgesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a.\n\x0c\x46iguresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x99\x02\n\tCandidate\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\x04\x63ost\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x36\n\x05terms\x18\x03 \x03(\x0b\x32\'.quire.decision.v1.Candidate.TermsEntry\x12\x10\n\x08rejected\x18\x04 \x01(\t\x12:\n\x07\x66igures\x18\x05 \x03(\x0b\x32).quire.decision.v1.Candidate.FiguresEntry\x1a,\n\nTermsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a.\n\x0c\x46iguresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x07\n\x05_cost\"G\n\x14ListDecisionsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\r\n\x05limit\x18\x03 \x01(\r\"M\n\x15ListDecisionsResponse\x12\x34\n\tdecisions\x18\x01 \x03(\x0b\x32!.quire.decision.v1.DecisionRecord\"A\n\x0fGetTraceRequest\x12\x12\n\x08trace_id\x18\x01 \x01(\tH\x00\x12\x14\n\nrequest_id\x18\x02 \x01(\tH\x00\x42\x04\n\x02id\"L\n\x10GetTraceResponse\x12\x10\n\x08trace_id\x18\x01 \x01(\t\x12&\n\x05spans\x18\x02 \x03(\x0b\x32\x17.quire.decision.v1.Span\"\xd3\x02\n\x04Span\x12\x0f\n\x07span_id\x18\x01 \x01(\t\x12\x16\n\x0eparent_span_id\x18\x02 \x01(\t\x12\x0f\n\x07service\x18\x03 \x01(\t\x12\x0c\n\x04name\x18\x04 \x01(\t\x12\x17\n\x0fstart_unix_nano\x18\x05 \x01(\x03\x12\x15\n\rend_unix_nano\x18\x06 \x01(\x03\x12\x0e\n\x06status\x18\x07 \x01(\t\x12\x16\n\x0estatus_message\x18\x08 \x01(\t\x12;\n\nattributes\x18\t \x03(\x0b\x32\'.quire.decision.v1.Span.AttributesEntry\x12,\n\x06\x65vents\x18\n \x03(\x0b\x32\x1c.quire.decision.v1.SpanEvent\x12\r\n\x05links\x18\x0b \x03(\t\x1a\x31\n\x0f\x41ttributesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xa6\x01\n\tSpanEvent\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0etime_unix_nano\x18\x02 \x01(\x03\x12@\n\nattributes\x18\x03 \x03(\x0b\x32,.quire.decision.v1.SpanEvent.AttributesEntry\x1a\x31\n\x0f\x41ttributesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x32\xca\x01\n\x0f\x44\x65\x63isionService\x12\x62\n\rListDecisions\x12\'.quire.decision.v1.ListDecisionsRequest\x1a(.quire.decision.v1.ListDecisionsResponse\x12S\n\x08GetTrace\x12\".quire.decision.v1.GetTraceRequest\x1a#.quire.decision.v1.GetTraceResponseBE\n\x15\x64\x65v.quire.decision.v1P\x01Z*quire.dev/gen/quire/decision/v1;decisionv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n quire/decision/v1/decision.proto\x12\x11quire.decision.v1\x1a\"quire/inference/v1/inference.proto\"\x87\x04\n\x0e\x44\x65\x63isionRecord\x12\x13\n\x0b\x64\x65\x63ision_id\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x16\n\x0etime_unix_nano\x18\x03 \x01(\x03\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x0e\n\x06\x63hosen\x18\x05 \x01(\t\x12\x30\n\ncandidates\x18\x06 \x03(\x0b\x32\x1c.quire.decision.v1.Candidate\x12\x0f\n\x07reasons\x18\x07 \x03(\t\x12\x46\n\x0bsignal_ages\x18\x08 \x03(\x0b\x32\x31.quire.decision.v1.DecisionRecord.SignalAgesEntry\x12\x0e\n\x06victim\x18\t \x01(\t\x12\x13\n\x0b\x62\x65neficiary\x18\n \x01(\t\x12?\n\x07\x66igures\x18\x0b \x03(\x0b\x32..quire.decision.v1.DecisionRecord.FiguresEntry\x12\x10\n\x08trace_id\x18\x0c \x01(\t\x12\x0e\n\x06tenant\x18\r \x01(\t\x12\x0e\n\x06worker\x18\x0e \x01(\t\x12\x10\n\x08sequence\x18\x0f \x01(\x04\x1a\x31\n\x0fSignalAgesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a.\n\x0c\x46iguresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x99\x02\n\tCandidate\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\x04\x63ost\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x36\n\x05terms\x18\x03 \x03(\x0b\x32\'.quire.decision.v1.Candidate.TermsEntry\x12\x10\n\x08rejected\x18\x04 \x01(\t\x12:\n\x07\x66igures\x18\x05 \x03(\x0b\x32).quire.decision.v1.Candidate.FiguresEntry\x1a,\n\nTermsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a.\n\x0c\x46iguresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x07\n\x05_cost\"\xc3\x01\n\x14ListDecisionsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\r\n\x05limit\x18\x03 \x01(\r\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12\x14\n\x0c\x66rom_manager\x18\x05 \x01(\x08\x12\x0e\n\x06worker\x18\x06 \x01(\t\x12\x17\n\x0fsince_unix_nano\x18\x07 \x01(\x03\x12\x17\n\x0funtil_unix_nano\x18\x08 \x01(\x03\x12\x12\n\npage_token\x18\t \x01(\t\"\xb0\x01\n\x15ListDecisionsResponse\x12\x34\n\tdecisions\x18\x01 \x03(\x0b\x32!.quire.decision.v1.DecisionRecord\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12 \n\x18\x63omplete_since_unix_nano\x18\x03 \x01(\x03\x12\x16\n\x0esilent_routers\x18\x04 \x01(\r\x12\x0e\n\x06source\x18\x05 \x01(\t\"\x9f\x01\n\x15WatchDecisionsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x0e\n\x06worker\x18\x04 \x01(\t\x12\x14\n\x0c\x66rom_manager\x18\x05 \x01(\x08\x12.\n\tpositions\x18\x06 \x03(\x0b\x32\x1b.quire.decision.v1.Position\",\n\x08Position\x12\x0e\n\x06source\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\"\xa1\x01\n\x16WatchDecisionsResponse\x12\x34\n\tdecisions\x18\x01 \x03(\x0b\x32!.quire.decision.v1.DecisionRecord\x12-\n\x08position\x18\x02 \x01(\x0b\x32\x1b.quire.decision.v1.Position\x12\x0c\n\x04lost\x18\x03 \x01(\x04\x12\x14\n\x0clost_because\x18\x04 \x01(\t\"p\n\x0e\x45xplainRequest\x12\x34\n\x07request\x18\x01 \x01(\x0b\x32#.quire.inference.v1.GenerateRequest\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\x03 \x01(\x01\"\xec\x03\n\x0f\x45xplainResponse\x12\x0f\n\x07outcome\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\x0c\n\x04tied\x18\x04 \x03(\t\x12-\n\x07workers\x18\x05 \x03(\x0b\x32\x1c.quire.decision.v1.Candidate\x12G\n\x0bsignal_ages\x18\x06 \x03(\x0b\x32\x32.quire.decision.v1.ExplainResponse.SignalAgesEntry\x12\x15\n\rprompt_tokens\x18\x07 \x01(\r\x12\x12\n\nmax_tokens\x18\x08 \x01(\r\x12\x11\n\tsequences\x18\t \x01(\r\x12\x12\n\nblock_size\x18\n \x01(\r\x12\x15\n\rcached_tokens\x18\x0b \x01(\r\x12 \n\x13\x66irst_token_seconds\x18\x0c \x01(\x01H\x00\x88\x01\x01\x12\x17\n\x0frequests_before\x18\r \x01(\r\x12\x16\n\x0eindex_answered\x18\x0e \x01(\x08\x12\x18\n\x10shareable_tokens\x18\x0f \x01(\r\x1a\x31\n\x0fSignalAgesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x16\n\x14_first_token_seconds\"Q\n\x0fGetTraceRequest\x12\x12\n\x08trace_id\x18\x01 \x01(\tH\x00\x12\x14\n\nrequest_id\x18\x02 \x01(\tH\x00\x12\x0e\n\x06tenant\x18\x03 \x01(\tB\x04\n\x02id\"L\n\x10GetTraceResponse\x12\x10\n\x08trace_id\x18\x01 \x01(\t\x12&\n\x05spans\x18\x02 \x03(\x0b\x32\x17.quire.decision.v1.Span\"\xd3\x02\n\x04Span\x12\x0f\n\x07span_id\x18\x01 \x01(\t\x12\x16\n\x0eparent_span_id\x18\x02 \x01(\t\x12\x0f\n\x07service\x18\x03 \x01(\t\x12\x0c\n\x04name\x18\x04 \x01(\t\x12\x17\n\x0fstart_unix_nano\x18\x05 \x01(\x03\x12\x15\n\rend_unix_nano\x18\x06 \x01(\x03\x12\x0e\n\x06status\x18\x07 \x01(\t\x12\x16\n\x0estatus_message\x18\x08 \x01(\t\x12;\n\nattributes\x18\t \x03(\x0b\x32\'.quire.decision.v1.Span.AttributesEntry\x12,\n\x06\x65vents\x18\n \x03(\x0b\x32\x1c.quire.decision.v1.SpanEvent\x12\r\n\x05links\x18\x0b \x03(\t\x1a\x31\n\x0f\x41ttributesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xa6\x01\n\tSpanEvent\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0etime_unix_nano\x18\x02 \x01(\x03\x12@\n\nattributes\x18\x03 \x03(\x0b\x32,.quire.decision.v1.SpanEvent.AttributesEntry\x1a\x31\n\x0f\x41ttributesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x16\n\x14WatchRequestsRequest\"\xae\x02\n\x15WatchRequestsResponse\x12\x0f\n\x07\x61rrived\x18\x01 \x01(\x01\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x15\n\routput_tokens\x18\x03 \x01(\r\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12 \n\x13\x66irst_token_seconds\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x1a\n\x12last_token_seconds\x18\x06 \x01(\x01\x12\x11\n\tworker_id\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x12\n\nblock_size\x18\t \x01(\r\x12\x12\n\x06\x62locks\x18\n \x03(\x06\x42\x02\x10\x01\x12\x0e\n\x06tenant\x18\x0b \x01(\t\x12\x0c\n\x04lost\x18\x0c \x01(\rB\x16\n\x14_first_token_seconds2\xeb\x03\n\x0f\x44\x65\x63isionService\x12\x62\n\rListDecisions\x12\'.quire.decision.v1.ListDecisionsRequest\x1a(.quire.decision.v1.ListDecisionsResponse\x12S\n\x08GetTrace\x12\".quire.decision.v1.GetTraceRequest\x1a#.quire.decision.v1.GetTraceResponse\x12P\n\x07\x45xplain\x12!.quire.decision.v1.ExplainRequest\x1a\".quire.decision.v1.ExplainResponse\x12g\n\x0eWatchDecisions\x12(.quire.decision.v1.WatchDecisionsRequest\x1a).quire.decision.v1.WatchDecisionsResponse0\x01\x12\x64\n\rWatchRequests\x12\'.quire.decision.v1.WatchRequestsRequest\x1a(.quire.decision.v1.WatchRequestsResponse0\x01\x42\x45\n\x15\x64\x65v.quire.decision.v1P\x01Z*quire.dev/gen/quire/decision/v1;decisionv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,38 +41,58 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CANDIDATE_TERMSENTRY']._serialized_options = b'8\001'
   _globals['_CANDIDATE_FIGURESENTRY']._loaded_options = None
   _globals['_CANDIDATE_FIGURESENTRY']._serialized_options = b'8\001'
+  _globals['_EXPLAINRESPONSE_SIGNALAGESENTRY']._loaded_options = None
+  _globals['_EXPLAINRESPONSE_SIGNALAGESENTRY']._serialized_options = b'8\001'
   _globals['_SPAN_ATTRIBUTESENTRY']._loaded_options = None
   _globals['_SPAN_ATTRIBUTESENTRY']._serialized_options = b'8\001'
   _globals['_SPANEVENT_ATTRIBUTESENTRY']._loaded_options = None
   _globals['_SPANEVENT_ATTRIBUTESENTRY']._serialized_options = b'8\001'
-  _globals['_DECISIONRECORD']._serialized_start=56
-  _globals['_DECISIONRECORD']._serialized_end=525
-  _globals['_DECISIONRECORD_SIGNALAGESENTRY']._serialized_start=428
-  _globals['_DECISIONRECORD_SIGNALAGESENTRY']._serialized_end=477
-  _globals['_DECISIONRECORD_FIGURESENTRY']._serialized_start=479
-  _globals['_DECISIONRECORD_FIGURESENTRY']._serialized_end=525
-  _globals['_CANDIDATE']._serialized_start=528
-  _globals['_CANDIDATE']._serialized_end=809
-  _globals['_CANDIDATE_TERMSENTRY']._serialized_start=708
-  _globals['_CANDIDATE_TERMSENTRY']._serialized_end=752
-  _globals['_CANDIDATE_FIGURESENTRY']._serialized_start=479
-  _globals['_CANDIDATE_FIGURESENTRY']._serialized_end=525
-  _globals['_LISTDECISIONSREQUEST']._serialized_start=811
-  _globals['_LISTDECISIONSREQUEST']._serialized_end=882
-  _globals['_LISTDECISIONSRESPONSE']._serialized_start=884
-  _globals['_LISTDECISIONSRESPONSE']._serialized_end=961
-  _globals['_GETTRACEREQUEST']._serialized_start=963
-  _globals['_GETTRACEREQUEST']._serialized_end=1028
-  _globals['_GETTRACERESPONSE']._serialized_start=1030
-  _globals['_GETTRACERESPONSE']._serialized_end=1106
-  _globals['_SPAN']._serialized_start=1109
-  _globals['_SPAN']._serialized_end=1448
-  _globals['_SPAN_ATTRIBUTESENTRY']._serialized_start=1399
-  _globals['_SPAN_ATTRIBUTESENTRY']._serialized_end=1448
-  _globals['_SPANEVENT']._serialized_start=1451
-  _globals['_SPANEVENT']._serialized_end=1617
-  _globals['_SPANEVENT_ATTRIBUTESENTRY']._serialized_start=1399
-  _globals['_SPANEVENT_ATTRIBUTESENTRY']._serialized_end=1448
-  _globals['_DECISIONSERVICE']._serialized_start=1620
-  _globals['_DECISIONSERVICE']._serialized_end=1822
+  _globals['_WATCHREQUESTSRESPONSE'].fields_by_name['blocks']._loaded_options = None
+  _globals['_WATCHREQUESTSRESPONSE'].fields_by_name['blocks']._serialized_options = b'\020\001'
+  _globals['_DECISIONRECORD']._serialized_start=92
+  _globals['_DECISIONRECORD']._serialized_end=611
+  _globals['_DECISIONRECORD_SIGNALAGESENTRY']._serialized_start=514
+  _globals['_DECISIONRECORD_SIGNALAGESENTRY']._serialized_end=563
+  _globals['_DECISIONRECORD_FIGURESENTRY']._serialized_start=565
+  _globals['_DECISIONRECORD_FIGURESENTRY']._serialized_end=611
+  _globals['_CANDIDATE']._serialized_start=614
+  _globals['_CANDIDATE']._serialized_end=895
+  _globals['_CANDIDATE_TERMSENTRY']._serialized_start=794
+  _globals['_CANDIDATE_TERMSENTRY']._serialized_end=838
+  _globals['_CANDIDATE_FIGURESENTRY']._serialized_start=565
+  _globals['_CANDIDATE_FIGURESENTRY']._serialized_end=611
+  _globals['_LISTDECISIONSREQUEST']._serialized_start=898
+  _globals['_LISTDECISIONSREQUEST']._serialized_end=1093
+  _globals['_LISTDECISIONSRESPONSE']._serialized_start=1096
+  _globals['_LISTDECISIONSRESPONSE']._serialized_end=1272
+  _globals['_WATCHDECISIONSREQUEST']._serialized_start=1275
+  _globals['_WATCHDECISIONSREQUEST']._serialized_end=1434
+  _globals['_POSITION']._serialized_start=1436
+  _globals['_POSITION']._serialized_end=1480
+  _globals['_WATCHDECISIONSRESPONSE']._serialized_start=1483
+  _globals['_WATCHDECISIONSRESPONSE']._serialized_end=1644
+  _globals['_EXPLAINREQUEST']._serialized_start=1646
+  _globals['_EXPLAINREQUEST']._serialized_end=1758
+  _globals['_EXPLAINRESPONSE']._serialized_start=1761
+  _globals['_EXPLAINRESPONSE']._serialized_end=2253
+  _globals['_EXPLAINRESPONSE_SIGNALAGESENTRY']._serialized_start=514
+  _globals['_EXPLAINRESPONSE_SIGNALAGESENTRY']._serialized_end=563
+  _globals['_GETTRACEREQUEST']._serialized_start=2255
+  _globals['_GETTRACEREQUEST']._serialized_end=2336
+  _globals['_GETTRACERESPONSE']._serialized_start=2338
+  _globals['_GETTRACERESPONSE']._serialized_end=2414
+  _globals['_SPAN']._serialized_start=2417
+  _globals['_SPAN']._serialized_end=2756
+  _globals['_SPAN_ATTRIBUTESENTRY']._serialized_start=2707
+  _globals['_SPAN_ATTRIBUTESENTRY']._serialized_end=2756
+  _globals['_SPANEVENT']._serialized_start=2759
+  _globals['_SPANEVENT']._serialized_end=2925
+  _globals['_SPANEVENT_ATTRIBUTESENTRY']._serialized_start=2707
+  _globals['_SPANEVENT_ATTRIBUTESENTRY']._serialized_end=2756
+  _globals['_WATCHREQUESTSREQUEST']._serialized_start=2927
+  _globals['_WATCHREQUESTSREQUEST']._serialized_end=2949
+  _globals['_WATCHREQUESTSRESPONSE']._serialized_start=2952
+  _globals['_WATCHREQUESTSRESPONSE']._serialized_end=3254
+  _globals['_DECISIONSERVICE']._serialized_start=3257
+  _globals['_DECISIONSERVICE']._serialized_end=3748
 # @@protoc_insertion_point(module_scope)

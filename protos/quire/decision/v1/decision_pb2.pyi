@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from quire.inference.v1 import inference_pb2 as _inference_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -74,9 +75,14 @@ class DecisionRecord(_message.Message):
     BENEFICIARY_FIELD_NUMBER: _builtins.int
     FIGURES_FIELD_NUMBER: _builtins.int
     TRACE_ID_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    WORKER_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
     decision_id: _builtins.str
     kind: _builtins.str
-    """admission, routing, grant, eviction, preemption, migration, rejection."""
+    """admission, routing, grant, eviction, preemption, migration, rejection, reset, queued (no worker could take the
+    request at once), shortfall (a sequence waits for blocks), outcome (how a request ended, with its seconds by phase).
+    """
     time_unix_nano: _builtins.int
     request_id: _builtins.str
     chosen: _builtins.str
@@ -86,6 +92,12 @@ class DecisionRecord(_message.Message):
     beneficiary: _builtins.str
     trace_id: _builtins.str
     """The trace in which the record is an event; empty if it was not sampled."""
+    tenant: _builtins.str
+    """The tenant of the request; empty where no key showed it. Records of the KV manager have none."""
+    worker: _builtins.str
+    """The worker whose blocks or places it is about, or that was chosen; empty where there is none."""
+    sequence: _builtins.int
+    """The number of the record at the process that made it, from 1; 0 on the public port."""
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___Candidate]: ...
     @_builtins.property
@@ -111,10 +123,13 @@ class DecisionRecord(_message.Message):
         beneficiary: _builtins.str = ...,
         figures: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         trace_id: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        worker: _builtins.str = ...,
+        sequence: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beneficiary", b"beneficiary", "candidates", b"candidates", "chosen", b"chosen", "decision_id", b"decision_id", "figures", b"figures", "kind", b"kind", "reasons", b"reasons", "request_id", b"request_id", "signal_ages", b"signal_ages", "time_unix_nano", b"time_unix_nano", "trace_id", b"trace_id", "victim", b"victim"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beneficiary", b"beneficiary", "candidates", b"candidates", "chosen", b"chosen", "decision_id", b"decision_id", "figures", b"figures", "kind", b"kind", "reasons", b"reasons", "request_id", b"request_id", "sequence", b"sequence", "signal_ages", b"signal_ages", "tenant", b"tenant", "time_unix_nano", b"time_unix_nano", "trace_id", b"trace_id", "victim", b"victim", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -208,22 +223,45 @@ class ListDecisionsRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
     LIMIT_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    FROM_MANAGER_FIELD_NUMBER: _builtins.int
+    WORKER_FIELD_NUMBER: _builtins.int
+    SINCE_UNIX_NANO_FIELD_NUMBER: _builtins.int
+    UNTIL_UNIX_NANO_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Only records of this request."""
     kind: _builtins.str
     """Only records of this kind."""
     limit: _builtins.int
     """Newest records at most; 0 means 100."""
+    tenant: _builtins.str
+    """Only records of this tenant; served by the router."""
+    from_manager: _builtins.bool
+    """The KV manager's records instead of the router's, which the router's admin plane asks for; no other port does."""
+    worker: _builtins.str
+    """Only records about this worker."""
+    since_unix_nano: _builtins.int
+    """Only records made at this time or later, and before that time; 0 leaves a side open."""
+    until_unix_nano: _builtins.int
+    page_token: _builtins.str
+    """As an earlier answer had it in next_page_token: the records before those of that answer. The filters must be the same."""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         kind: _builtins.str = ...,
         limit: _builtins.int = ...,
+        tenant: _builtins.str = ...,
+        from_manager: _builtins.bool = ...,
+        worker: _builtins.str = ...,
+        since_unix_nano: _builtins.int = ...,
+        until_unix_nano: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "limit", b"limit", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_manager", b"from_manager", "kind", b"kind", "limit", b"limit", "page_token", b"page_token", "request_id", b"request_id", "since_unix_nano", b"since_unix_nano", "tenant", b"tenant", "until_unix_nano", b"until_unix_nano", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -234,20 +272,273 @@ class ListDecisionsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DECISIONS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    COMPLETE_SINCE_UNIX_NANO_FIELD_NUMBER: _builtins.int
+    SILENT_ROUTERS_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """For the records before these; empty when there are none."""
+    complete_since_unix_nano: _builtins.int
+    """Every record made since this time is still kept. Older ones may be gone: rings are bounded, and end with their process."""
+    silent_routers: _builtins.int
+    """Routers on the same ports that did not answer; their records are missing."""
+    source: _builtins.str
+    """The process that made the records; empty where several did."""
     @_builtins.property
     def decisions(self) -> _containers.RepeatedCompositeFieldContainer[Global___DecisionRecord]: ...
     def __init__(
         self,
         *,
         decisions: _abc.Iterable[Global___DecisionRecord] | None = ...,
+        next_page_token: _builtins.str = ...,
+        complete_since_unix_nano: _builtins.int = ...,
+        silent_routers: _builtins.int = ...,
+        source: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decisions", b"decisions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete_since_unix_nano", b"complete_since_unix_nano", "decisions", b"decisions", "next_page_token", b"next_page_token", "silent_routers", b"silent_routers", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListDecisionsResponse: _TypeAlias = ListDecisionsResponse  # noqa: Y015
+
+@_typing.final
+class WatchDecisionsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    WORKER_FIELD_NUMBER: _builtins.int
+    FROM_MANAGER_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """As in ListDecisionsRequest."""
+    kind: _builtins.str
+    tenant: _builtins.str
+    worker: _builtins.str
+    from_manager: _builtins.bool
+    @_builtins.property
+    def positions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Position]:
+        """Where an earlier watch stopped: the latest position of each source. A source that is not named begins with the next
+        record that it makes.
+        """
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        kind: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        worker: _builtins.str = ...,
+        from_manager: _builtins.bool = ...,
+        positions: _abc.Iterable[Global___Position] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_manager", b"from_manager", "kind", b"kind", "positions", b"positions", "request_id", b"request_id", "tenant", b"tenant", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchDecisionsRequest: _TypeAlias = WatchDecisionsRequest  # noqa: Y015
+
+@_typing.final
+class Position(_message.Message):
+    """The number of a record of one process, from 1."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    source: _builtins.str
+    """The process; a new name with each of its lives."""
+    sequence: _builtins.int
+    def __init__(
+        self,
+        *,
+        source: _builtins.str = ...,
+        sequence: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Position: _TypeAlias = Position  # noqa: Y015
+
+@_typing.final
+class WatchDecisionsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DECISIONS_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
+    LOST_BECAUSE_FIELD_NUMBER: _builtins.int
+    lost: _builtins.int
+    """Records of this source that were made before these decisions and are gone."""
+    lost_because: _builtins.str
+    """Why they are: ring_moved_on (newer records took their place), or gone (the process of a position, or of an address, does
+    not answer or has ended; how many it made is not known, and `lost` is 0). Empty if none are lost.
+    """
+    @_builtins.property
+    def decisions(self) -> _containers.RepeatedCompositeFieldContainer[Global___DecisionRecord]:
+        """In the order in which one process made them."""
+
+    @_builtins.property
+    def position(self) -> Global___Position:
+        """The source of the decisions, and its last record that this stream has passed, whether or not it matched."""
+
+    def __init__(
+        self,
+        *,
+        decisions: _abc.Iterable[Global___DecisionRecord] | None = ...,
+        position: Global___Position | None = ...,
+        lost: _builtins.int = ...,
+        lost_because: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decisions", b"decisions", "lost", b"lost", "lost_because", b"lost_because", "position", b"position"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchDecisionsResponse: _TypeAlias = WatchDecisionsResponse  # noqa: Y015
+
+@_typing.final
+class ExplainRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    DEADLINE_SECONDS_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """The tenant that would send it. The admin plane needs it where tenants have keys; on the public port it is the caller."""
+    deadline_seconds: _builtins.float
+    """Seconds that the client would allow; 0 for no deadline."""
+    @_builtins.property
+    def request(self) -> _inference_pb2.GenerateRequest:
+        """Its request_id and traceparent count for nothing; `resume` is refused."""
+
+    def __init__(
+        self,
+        *,
+        request: _inference_pb2.GenerateRequest | None = ...,
+        tenant: _builtins.str = ...,
+        deadline_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_seconds", b"deadline_seconds", "request", b"request", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainRequest: _TypeAlias = ExplainRequest  # noqa: Y015
+
+@_typing.final
+class ExplainResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class SignalAgesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    TIED_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    SIGNAL_AGES_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    SEQUENCES_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_SECONDS_FIELD_NUMBER: _builtins.int
+    REQUESTS_BEFORE_FIELD_NUMBER: _builtins.int
+    INDEX_ANSWERED_FIELD_NUMBER: _builtins.int
+    SHAREABLE_TOKENS_FIELD_NUMBER: _builtins.int
+    outcome: _builtins.str
+    """placed: it goes to `worker_id` at once. queued: it waits for a worker. An error otherwise: refused (a limit), too_large
+    (for every pool), no_worker, or too_late (for the deadline).
+    """
+    reason: _builtins.str
+    """Why, in words; empty for placed."""
+    worker_id: _builtins.str
+    """The worker; one of `tied`, of which chance takes one, where several cost the same. Of many, `tied` has those of
+    `workers`.
+    """
+    prompt_tokens: _builtins.int
+    max_tokens: _builtins.int
+    sequences: _builtins.int
+    block_size: _builtins.int
+    cached_tokens: _builtins.int
+    """Of the worker: prompt tokens that it would not compute. As far as this router knows; the KV manager has the last word."""
+    first_token_seconds: _builtins.float
+    """Predicted seconds from now to the first token; unset unless placed."""
+    requests_before: _builtins.int
+    """Requests of the same or a higher priority that wait for a worker."""
+    index_answered: _builtins.bool
+    """Whether the prefix index answered. Without it the hits are what this router remembers."""
+    shareable_tokens: _builtins.int
+    """Prompt tokens in full blocks, of which hits are made; 0 where the request takes none from the cache."""
+    @_builtins.property
+    def tied(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Candidate]:
+        """Workers with their cost terms and hit_blocks, or why they are out, as the record of a decision names them: of many the
+        cheapest, the best holder, and some that are out.
+        """
+
+    @_builtins.property
+    def signal_ages(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Age in seconds of each signal in the costs."""
+
+    def __init__(
+        self,
+        *,
+        outcome: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        worker_id: _builtins.str = ...,
+        tied: _abc.Iterable[_builtins.str] | None = ...,
+        workers: _abc.Iterable[Global___Candidate] | None = ...,
+        signal_ages: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        prompt_tokens: _builtins.int = ...,
+        max_tokens: _builtins.int = ...,
+        sequences: _builtins.int = ...,
+        block_size: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
+        first_token_seconds: _builtins.float | None = ...,
+        requests_before: _builtins.int = ...,
+        index_answered: _builtins.bool = ...,
+        shareable_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_first_token_seconds", b"_first_token_seconds", "first_token_seconds", b"first_token_seconds"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token_seconds", b"_first_token_seconds", "block_size", b"block_size", "cached_tokens", b"cached_tokens", "first_token_seconds", b"first_token_seconds", "index_answered", b"index_answered", "max_tokens", b"max_tokens", "outcome", b"outcome", "prompt_tokens", b"prompt_tokens", "reason", b"reason", "requests_before", b"requests_before", "sequences", b"sequences", "shareable_tokens", b"shareable_tokens", "signal_ages", b"signal_ages", "tied", b"tied", "worker_id", b"worker_id", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__first_token_seconds: _TypeAlias = _typing.Literal["first_token_seconds"]  # noqa: Y015
+    _WhichOneofArgType__first_token_seconds: _TypeAlias = _typing.Literal["_first_token_seconds", b"_first_token_seconds"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__first_token_seconds) -> _WhichOneofReturnType__first_token_seconds | None: ...
+
+Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015
 
 @_typing.final
 class GetTraceRequest(_message.Message):
@@ -255,18 +546,22 @@ class GetTraceRequest(_message.Message):
 
     TRACE_ID_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     trace_id: _builtins.str
     """32 hexadecimal digits."""
     request_id: _builtins.str
+    tenant: _builtins.str
+    """Only a request of this tenant; empty for any."""
     def __init__(
         self,
         *,
         trace_id: _builtins.str = ...,
         request_id: _builtins.str = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "request_id", b"request_id", "trace_id", b"trace_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "request_id", b"request_id", "trace_id", b"trace_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "request_id", b"request_id", "tenant", b"tenant", "trace_id", b"trace_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_id: _TypeAlias = _typing.Literal["trace_id", "request_id"]  # noqa: Y015
     _WhichOneofArgType_id: _TypeAlias = _typing.Literal["id", b"id"]  # noqa: Y015
@@ -417,3 +712,80 @@ class SpanEvent(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SpanEvent: _TypeAlias = SpanEvent  # noqa: Y015
+
+@_typing.final
+class WatchRequestsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchRequestsRequest: _TypeAlias = WatchRequestsRequest  # noqa: Y015
+
+@_typing.final
+class WatchRequestsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ARRIVED_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_SECONDS_FIELD_NUMBER: _builtins.int
+    LAST_TOKEN_SECONDS_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
+    arrived: _builtins.float
+    """Seconds since the call began; below 0 for a request that arrived before."""
+    prompt_tokens: _builtins.int
+    output_tokens: _builtins.int
+    cached_tokens: _builtins.int
+    """Tokens of the prompt that were not computed."""
+    first_token_seconds: _builtins.float
+    """Seconds from the arrival; unset without a token."""
+    last_token_seconds: _builtins.float
+    worker_id: _builtins.str
+    priority: _builtins.int
+    block_size: _builtins.int
+    tenant: _builtins.str
+    """The tenant, named in the same way; empty without one."""
+    lost: _builtins.int
+    """Sequences that are missing before this one, because the caller read too slowly."""
+    @_builtins.property
+    def blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """48-bit names of the full blocks of prompt and output, made with a key of this call: equal names are equal prefixes."""
+
+    def __init__(
+        self,
+        *,
+        arrived: _builtins.float = ...,
+        prompt_tokens: _builtins.int = ...,
+        output_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
+        first_token_seconds: _builtins.float | None = ...,
+        last_token_seconds: _builtins.float = ...,
+        worker_id: _builtins.str = ...,
+        priority: _builtins.int = ...,
+        block_size: _builtins.int = ...,
+        blocks: _abc.Iterable[_builtins.int] | None = ...,
+        tenant: _builtins.str = ...,
+        lost: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_first_token_seconds", b"_first_token_seconds", "first_token_seconds", b"first_token_seconds"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token_seconds", b"_first_token_seconds", "arrived", b"arrived", "block_size", b"block_size", "blocks", b"blocks", "cached_tokens", b"cached_tokens", "first_token_seconds", b"first_token_seconds", "last_token_seconds", b"last_token_seconds", "lost", b"lost", "output_tokens", b"output_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "tenant", b"tenant", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__first_token_seconds: _TypeAlias = _typing.Literal["first_token_seconds"]  # noqa: Y015
+    _WhichOneofArgType__first_token_seconds: _TypeAlias = _typing.Literal["_first_token_seconds", b"_first_token_seconds"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__first_token_seconds) -> _WhichOneofReturnType__first_token_seconds | None: ...
+
+Global___WatchRequestsResponse: _TypeAlias = WatchRequestsResponse  # noqa: Y015

@@ -27,6 +27,8 @@ if _version_not_supported:
 
 class DecisionServiceStub:
     """The router and the KV manager each serve the records that they made. The router also serves traces of the whole suite.
+    The router's port for clients answers about one request, which the caller names by `request_id`, and no other. Where
+    callers have keys, the request must be one of the caller's tenant; a tenant with `admin` is answered about all.
     """
 
     def __init__(self, channel):
@@ -45,10 +47,27 @@ class DecisionServiceStub:
                 request_serializer=quire_dot_decision_dot_v1_dot_decision__pb2.GetTraceRequest.SerializeToString,
                 response_deserializer=quire_dot_decision_dot_v1_dot_decision__pb2.GetTraceResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/quire.decision.v1.DecisionService/Explain',
+                request_serializer=quire_dot_decision_dot_v1_dot_decision__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=quire_dot_decision_dot_v1_dot_decision__pb2.ExplainResponse.FromString,
+                _registered_method=True)
+        self.WatchDecisions = channel.unary_stream(
+                '/quire.decision.v1.DecisionService/WatchDecisions',
+                request_serializer=quire_dot_decision_dot_v1_dot_decision__pb2.WatchDecisionsRequest.SerializeToString,
+                response_deserializer=quire_dot_decision_dot_v1_dot_decision__pb2.WatchDecisionsResponse.FromString,
+                _registered_method=True)
+        self.WatchRequests = channel.unary_stream(
+                '/quire.decision.v1.DecisionService/WatchRequests',
+                request_serializer=quire_dot_decision_dot_v1_dot_decision__pb2.WatchRequestsRequest.SerializeToString,
+                response_deserializer=quire_dot_decision_dot_v1_dot_decision__pb2.WatchRequestsResponse.FromString,
+                _registered_method=True)
 
 
 class DecisionServiceServicer:
     """The router and the KV manager each serve the records that they made. The router also serves traces of the whole suite.
+    The router's port for clients answers about one request, which the caller names by `request_id`, and no other. Where
+    callers have keys, the request must be one of the caller's tenant; a tenant with `admin` is answered about all.
     """
 
     def ListDecisions(self, request, context):
@@ -60,6 +79,33 @@ class DecisionServiceServicer:
 
     def GetTrace(self, request, context):
         """All spans known of one trace, by trace id or by request id. NOT_FOUND when the ring has none; served by the router.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Explain(self, request, context):
+        """What would happen to a request that came now: the worker that it would get, its cached tokens, and the predicted time
+        to its first token. It is checked as Generate checks it; nothing is reserved, and no count of the caller's changes.
+        Served by the router, on the public port for the caller's own tenant. RESOURCE_EXHAUSTED when too many are asked at
+        once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchDecisions(self, request, context):
+        """Records as they are made, by all routers of these ports or by the KV manager. The first message comes at once. A
+        watcher that reads slowly, or resumes late, gets the count of the records that it missed. On the public port for admin
+        tenants. RESOURCE_EXHAUSTED when too many watch.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchRequests(self, request, context):
+        """Each sequence that this router placed and that ends from now on, for a log of arrivals: lengths, times, keyed names;
+        no text, no token. On the router's admin plane alone. RESOURCE_EXHAUSTED while four such calls run.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -78,6 +124,21 @@ def add_DecisionServiceServicer_to_server(servicer, server):
                     request_deserializer=quire_dot_decision_dot_v1_dot_decision__pb2.GetTraceRequest.FromString,
                     response_serializer=quire_dot_decision_dot_v1_dot_decision__pb2.GetTraceResponse.SerializeToString,
             ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=quire_dot_decision_dot_v1_dot_decision__pb2.ExplainRequest.FromString,
+                    response_serializer=quire_dot_decision_dot_v1_dot_decision__pb2.ExplainResponse.SerializeToString,
+            ),
+            'WatchDecisions': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchDecisions,
+                    request_deserializer=quire_dot_decision_dot_v1_dot_decision__pb2.WatchDecisionsRequest.FromString,
+                    response_serializer=quire_dot_decision_dot_v1_dot_decision__pb2.WatchDecisionsResponse.SerializeToString,
+            ),
+            'WatchRequests': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchRequests,
+                    request_deserializer=quire_dot_decision_dot_v1_dot_decision__pb2.WatchRequestsRequest.FromString,
+                    response_serializer=quire_dot_decision_dot_v1_dot_decision__pb2.WatchRequestsResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'quire.decision.v1.DecisionService', rpc_method_handlers)
@@ -88,6 +149,8 @@ def add_DecisionServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class DecisionService:
     """The router and the KV manager each serve the records that they made. The router also serves traces of the whole suite.
+    The router's port for clients answers about one request, which the caller names by `request_id`, and no other. Where
+    callers have keys, the request must be one of the caller's tenant; a tenant with `admin` is answered about all.
     """
 
     @staticmethod
@@ -134,6 +197,87 @@ class DecisionService:
             '/quire.decision.v1.DecisionService/GetTrace',
             quire_dot_decision_dot_v1_dot_decision__pb2.GetTraceRequest.SerializeToString,
             quire_dot_decision_dot_v1_dot_decision__pb2.GetTraceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.decision.v1.DecisionService/Explain',
+            quire_dot_decision_dot_v1_dot_decision__pb2.ExplainRequest.SerializeToString,
+            quire_dot_decision_dot_v1_dot_decision__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchDecisions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/quire.decision.v1.DecisionService/WatchDecisions',
+            quire_dot_decision_dot_v1_dot_decision__pb2.WatchDecisionsRequest.SerializeToString,
+            quire_dot_decision_dot_v1_dot_decision__pb2.WatchDecisionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/quire.decision.v1.DecisionService/WatchRequests',
+            quire_dot_decision_dot_v1_dot_decision__pb2.WatchRequestsRequest.SerializeToString,
+            quire_dot_decision_dot_v1_dot_decision__pb2.WatchRequestsResponse.FromString,
             options,
             channel_credentials,
             insecure,

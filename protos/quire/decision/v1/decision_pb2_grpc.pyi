@@ -13,16 +13,37 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class DecisionServiceStub:
-    """The router and the KV manager each serve the records that they made. The router also serves traces of the whole suite."""
+    """The router and the KV manager each serve the records that they made. The router also serves traces of the whole suite.
+    The router's port for clients answers about one request, which the caller names by `request_id`, and no other. Where
+    callers have keys, the request must be one of the caller's tenant; a tenant with `admin` is answered about all.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListDecisions: _aio.UnaryUnaryMultiCallable[_decision_pb2.ListDecisionsRequest, _decision_pb2.ListDecisionsResponse]
     """Records in the order they were made, newest last, from a bounded ring."""
     GetTrace: _aio.UnaryUnaryMultiCallable[_decision_pb2.GetTraceRequest, _decision_pb2.GetTraceResponse]
     """All spans known of one trace, by trace id or by request id. NOT_FOUND when the ring has none; served by the router."""
+    Explain: _aio.UnaryUnaryMultiCallable[_decision_pb2.ExplainRequest, _decision_pb2.ExplainResponse]
+    """What would happen to a request that came now: the worker that it would get, its cached tokens, and the predicted time
+    to its first token. It is checked as Generate checks it; nothing is reserved, and no count of the caller's changes.
+    Served by the router, on the public port for the caller's own tenant. RESOURCE_EXHAUSTED when too many are asked at
+    once.
+    """
+    WatchDecisions: _aio.UnaryStreamMultiCallable[_decision_pb2.WatchDecisionsRequest, _decision_pb2.WatchDecisionsResponse]
+    """Records as they are made, by all routers of these ports or by the KV manager. The first message comes at once. A
+    watcher that reads slowly, or resumes late, gets the count of the records that it missed. On the public port for admin
+    tenants. RESOURCE_EXHAUSTED when too many watch.
+    """
+    WatchRequests: _aio.UnaryStreamMultiCallable[_decision_pb2.WatchRequestsRequest, _decision_pb2.WatchRequestsResponse]
+    """Each sequence that this router placed and that ends from now on, for a log of arrivals: lengths, times, keyed names;
+    no text, no token. On the router's admin plane alone. RESOURCE_EXHAUSTED while four such calls run.
+    """
 
 class DecisionServiceServicer(metaclass=_abc_1.ABCMeta):
-    """The router and the KV manager each serve the records that they made. The router also serves traces of the whole suite."""
+    """The router and the KV manager each serve the records that they made. The router also serves traces of the whole suite.
+    The router's port for clients answers about one request, which the caller names by `request_id`, and no other. Where
+    callers have keys, the request must be one of the caller's tenant; a tenant with `admin` is answered about all.
+    """
 
     @_abc_1.abstractmethod
     def ListDecisions(
@@ -39,5 +60,38 @@ class DecisionServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_decision_pb2.GetTraceRequest, _abc.Awaitable[_decision_pb2.GetTraceResponse]],
     ) -> _abc.Awaitable[_decision_pb2.GetTraceResponse]:
         """All spans known of one trace, by trace id or by request id. NOT_FOUND when the ring has none; served by the router."""
+
+    @_abc_1.abstractmethod
+    def Explain(
+        self,
+        request: _decision_pb2.ExplainRequest,
+        context: _aio.ServicerContext[_decision_pb2.ExplainRequest, _abc.Awaitable[_decision_pb2.ExplainResponse]],
+    ) -> _abc.Awaitable[_decision_pb2.ExplainResponse]:
+        """What would happen to a request that came now: the worker that it would get, its cached tokens, and the predicted time
+        to its first token. It is checked as Generate checks it; nothing is reserved, and no count of the caller's changes.
+        Served by the router, on the public port for the caller's own tenant. RESOURCE_EXHAUSTED when too many are asked at
+        once.
+        """
+
+    @_abc_1.abstractmethod
+    def WatchDecisions(
+        self,
+        request: _decision_pb2.WatchDecisionsRequest,
+        context: _aio.ServicerContext[_decision_pb2.WatchDecisionsRequest, _abc.AsyncIterator[_decision_pb2.WatchDecisionsResponse]],
+    ) -> _abc.AsyncIterator[_decision_pb2.WatchDecisionsResponse]:
+        """Records as they are made, by all routers of these ports or by the KV manager. The first message comes at once. A
+        watcher that reads slowly, or resumes late, gets the count of the records that it missed. On the public port for admin
+        tenants. RESOURCE_EXHAUSTED when too many watch.
+        """
+
+    @_abc_1.abstractmethod
+    def WatchRequests(
+        self,
+        request: _decision_pb2.WatchRequestsRequest,
+        context: _aio.ServicerContext[_decision_pb2.WatchRequestsRequest, _abc.AsyncIterator[_decision_pb2.WatchRequestsResponse]],
+    ) -> _abc.AsyncIterator[_decision_pb2.WatchRequestsResponse]:
+        """Each sequence that this router placed and that ends from now on, for a log of arrivals: lengths, times, keyed names;
+        no text, no token. On the router's admin plane alone. RESOURCE_EXHAUSTED while four such calls run.
+        """
 
 def add_DecisionServiceServicer_to_server(servicer: DecisionServiceServicer, server: _aio.Server) -> None: ...

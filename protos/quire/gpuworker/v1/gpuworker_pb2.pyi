@@ -27,6 +27,8 @@ class StreamRequest(_message.Message):
     SUBMIT_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
     ACK_FIELD_NUMBER: _builtins.int
+    FIND_FIELD_NUMBER: _builtins.int
+    ADOPT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -34,9 +36,11 @@ class StreamRequest(_message.Message):
     @_builtins.property
     def cancel(self) -> Global___Cancel: ...
     @_builtins.property
-    def ack(self) -> Global___Ack:
-        """Not used yet: see Ack."""
-
+    def ack(self) -> Global___Ack: ...
+    @_builtins.property
+    def find(self) -> Global___Find: ...
+    @_builtins.property
+    def adopt(self) -> Global___Adopt: ...
     def __init__(
         self,
         *,
@@ -44,12 +48,14 @@ class StreamRequest(_message.Message):
         submit: Global___Submit | None = ...,
         cancel: Global___Cancel | None = ...,
         ack: Global___Ack | None = ...,
+        find: Global___Find | None = ...,
+        adopt: Global___Adopt | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "cancel", b"cancel", "hello", b"hello", "message", b"message", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "adopt", b"adopt", "cancel", b"cancel", "find", b"find", "hello", b"hello", "message", b"message", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "cancel", b"cancel", "hello", b"hello", "message", b"message", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "adopt", b"adopt", "cancel", b"cancel", "find", b"find", "hello", b"hello", "message", b"message", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "submit", "cancel", "ack"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "submit", "cancel", "ack", "find", "adopt"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -57,8 +63,8 @@ Global___StreamRequest: _TypeAlias = StreamRequest  # noqa: Y015
 
 @_typing.final
 class Hello(_message.Message):
-    """A worker cancels the sequences of a router that is gone, and reads only the identity of this message. Id and
-    incarnation are reserved for streams that outlive their connection, so that a returning router owns them.
+    """The sequences of a router whose stream is lost are orphans: they run on for the worker's --orphan-grace, and any router
+    of the pool may adopt them. A router that comes back has moved its sequences to other workers: its orphans end.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -68,7 +74,7 @@ class Hello(_message.Message):
     IDENTITY_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     incarnation: _builtins.bytes
-    """Random per router process."""
+    """16 random bytes per router process. A router without them leaves no orphans."""
     @_builtins.property
     def identity(self) -> _types_pb2.PoolIdentity:
         """The pool's identity, unset while the router does not know it. A worker with another identity refuses."""
@@ -111,14 +117,24 @@ class Submit(_message.Message):
     JSON_SCHEMA_FIELD_NUMBER: _builtins.int
     REGEX_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
+    CACHE_DOMAIN_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    EMBEDS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_BEFORE_FIELD_NUMBER: _builtins.int
+    BAD_WORDS_FIELD_NUMBER: _builtins.int
+    THOUGHT_BUDGET_FIELD_NUMBER: _builtins.int
+    THOUGHT_END_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    PREDICTION_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    CONTINUATION_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     request_id: _builtins.str
     index: _builtins.int
     prompt_token_ids: _builtins.bytes
     """Packed little-endian int32."""
     block_hashes: _builtins.bytes
-    """16-byte hashes of the prompt's full blocks, and the 32-byte digest of the last one (or the root), from which the worker
-    hashes the blocks that generation fills.
+    """16-byte hashes of the prompt's full blocks, and the 32-byte digest of the last one (or the root). The worker computes
+    both again from the tokens and `cache_domain`, and refuses a submit that differs.
     """
     parent_digest: _builtins.bytes
     priority: _builtins.int
@@ -133,12 +149,41 @@ class Submit(_message.Message):
     json_schema: _builtins.str
     regex: _builtins.str
     grammar: _builtins.str
+    cache_domain: _builtins.bytes
+    """Roots the chain of block hashes (common/hashing.py); 0 to 32 bytes. Sequences share blocks within a domain only."""
+    tenant: _builtins.str
+    """The tenant and its weight, for the worker's reservation at the KV manager."""
+    weight: _builtins.float
+    embeds: _builtins.bool
+    """Pool the prompt's hidden states and sample nothing: for workers whose identity has a pooling, and for all of theirs."""
+    prompt_logprobs_before: _builtins.int
+    """Tokens of the prompt whose log-probabilities an earlier run has sent: the first ones after the prompt's first token."""
+    prediction_token_ids: _builtins.bytes
+    """What the client expects as output, the output of earlier runs included; packed little-endian int32. It never changes
+    the output.
+    """
     @_builtins.property
     def sampling(self) -> _types_pb2.SamplingParams:
         """Every field is set: the router has filled in defaults."""
 
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Token ids that the output may not contain one after another, each list packed little-endian int32. `sampling` has
+        none.
+        """
+
+    @_builtins.property
+    def thought_budget(self) -> _types_pb2.ThoughtBudget:
+        """`end` is not needed here: its tokens are."""
+
+    @_builtins.property
+    def thought_end_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def continuation(self) -> Global___Continuation:
+        """Unset where no other router may go on with the sequence: then it ends with the stream of this one."""
+
     def __init__(
         self,
         *,
@@ -159,10 +204,20 @@ class Submit(_message.Message):
         json_schema: _builtins.str = ...,
         regex: _builtins.str = ...,
         grammar: _builtins.str = ...,
+        cache_domain: _builtins.bytes = ...,
+        tenant: _builtins.str = ...,
+        weight: _builtins.float = ...,
+        embeds: _builtins.bool = ...,
+        prompt_logprobs_before: _builtins.int = ...,
+        bad_words: _abc.Iterable[_builtins.bytes] | None = ...,
+        thought_budget: _types_pb2.ThoughtBudget | None = ...,
+        thought_end_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        prediction_token_ids: _builtins.bytes = ...,
+        continuation: Global___Continuation | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_fork_of", b"_fork_of", "_timeout_seconds", b"_timeout_seconds", "constraint", b"constraint", "fork_of", b"fork_of", "grammar", b"grammar", "json_schema", b"json_schema", "regex", b"regex", "sampling", b"sampling", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_fork_of", b"_fork_of", "_timeout_seconds", b"_timeout_seconds", "constraint", b"constraint", "continuation", b"continuation", "fork_of", b"fork_of", "grammar", b"grammar", "json_schema", b"json_schema", "regex", b"regex", "sampling", b"sampling", "thought_budget", b"thought_budget", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fork_of", b"_fork_of", "_timeout_seconds", b"_timeout_seconds", "block_hashes", b"block_hashes", "constraint", b"constraint", "eos_token_ids", b"eos_token_ids", "fork_of", b"fork_of", "grammar", b"grammar", "handle", b"handle", "index", b"index", "json_schema", b"json_schema", "no_cache", b"no_cache", "output_tokens_before", b"output_tokens_before", "parent_digest", b"parent_digest", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "regex", b"regex", "request_id", b"request_id", "sampling", b"sampling", "timeout_seconds", b"timeout_seconds", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fork_of", b"_fork_of", "_timeout_seconds", b"_timeout_seconds", "bad_words", b"bad_words", "block_hashes", b"block_hashes", "cache_domain", b"cache_domain", "constraint", b"constraint", "continuation", b"continuation", "embeds", b"embeds", "eos_token_ids", b"eos_token_ids", "fork_of", b"fork_of", "grammar", b"grammar", "handle", b"handle", "index", b"index", "json_schema", b"json_schema", "no_cache", b"no_cache", "output_tokens_before", b"output_tokens_before", "parent_digest", b"parent_digest", "prediction_token_ids", b"prediction_token_ids", "priority", b"priority", "prompt_logprobs_before", b"prompt_logprobs_before", "prompt_token_ids", b"prompt_token_ids", "regex", b"regex", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "thought_budget", b"thought_budget", "thought_end_token_ids", b"thought_end_token_ids", "timeout_seconds", b"timeout_seconds", "traceparent", b"traceparent", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__fork_of: _TypeAlias = _typing.Literal["fork_of"]  # noqa: Y015
     _WhichOneofArgType__fork_of: _TypeAlias = _typing.Literal["_fork_of", b"_fork_of"]  # noqa: Y015
@@ -178,6 +233,62 @@ class Submit(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_constraint) -> _WhichOneofReturnType_constraint | None: ...
 
 Global___Submit: _TypeAlias = Submit  # noqa: Y015
+
+@_typing.final
+class Continuation(_message.Message):
+    """What a router needs, and no worker, to go on with the answer of a request that another router began. Seconds count
+    from the request's arrival at its first router.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STOP_FIELD_NUMBER: _builtins.int
+    KEPT_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    SALT_FIELD_NUMBER: _builtins.int
+    SUBMITTED_SECONDS_FIELD_NUMBER: _builtins.int
+    ADMITTED_SECONDS_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_SECONDS_FIELD_NUMBER: _builtins.int
+    USAGE_BEFORE_FIELD_NUMBER: _builtins.int
+    skip_special_tokens: _builtins.bool
+    salt: _builtins.str
+    """`cache_domain` is the tenant's, narrowed by this."""
+    submitted_seconds: _builtins.float
+    admitted_seconds: _builtins.float
+    """Of earlier runs of the sequence."""
+    first_token_seconds: _builtins.float
+    @_builtins.property
+    def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def kept_special_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def usage_before(self) -> _types_pb2.Usage: ...
+    def __init__(
+        self,
+        *,
+        stop: _abc.Iterable[_builtins.str] | None = ...,
+        kept_special_tokens: _abc.Iterable[_builtins.str] | None = ...,
+        skip_special_tokens: _builtins.bool = ...,
+        salt: _builtins.str = ...,
+        submitted_seconds: _builtins.float = ...,
+        admitted_seconds: _builtins.float | None = ...,
+        first_token_seconds: _builtins.float | None = ...,
+        usage_before: _types_pb2.Usage | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_admitted_seconds", b"_admitted_seconds", "_first_token_seconds", b"_first_token_seconds", "admitted_seconds", b"admitted_seconds", "first_token_seconds", b"first_token_seconds", "usage_before", b"usage_before"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_admitted_seconds", b"_admitted_seconds", "_first_token_seconds", b"_first_token_seconds", "admitted_seconds", b"admitted_seconds", "first_token_seconds", b"first_token_seconds", "kept_special_tokens", b"kept_special_tokens", "salt", b"salt", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "submitted_seconds", b"submitted_seconds", "usage_before", b"usage_before"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__admitted_seconds: _TypeAlias = _typing.Literal["admitted_seconds"]  # noqa: Y015
+    _WhichOneofArgType__admitted_seconds: _TypeAlias = _typing.Literal["_admitted_seconds", b"_admitted_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__first_token_seconds: _TypeAlias = _typing.Literal["first_token_seconds"]  # noqa: Y015
+    _WhichOneofArgType__first_token_seconds: _TypeAlias = _typing.Literal["_first_token_seconds", b"_first_token_seconds"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__admitted_seconds) -> _WhichOneofReturnType__admitted_seconds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__first_token_seconds) -> _WhichOneofReturnType__first_token_seconds | None: ...
+
+Global___Continuation: _TypeAlias = Continuation  # noqa: Y015
 
 @_typing.final
 class Cancel(_message.Message):
@@ -203,26 +314,88 @@ Global___Cancel: _TypeAlias = Cancel  # noqa: Y015
 
 @_typing.final
 class Ack(_message.Message):
-    """The highest `StepOutputs.seq` that the router has taken over, so that a worker which keeps undelivered outputs of
-    orphaned streams may forget older ones. Workers keep none yet: routers do not send it, and workers ignore it.
+    """Sequences that have ended, and whose requests have left the router, so that no client resumes them. Until then the
+    worker keeps what they put out.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    SEQ_FIELD_NUMBER: _builtins.int
-    seq: _builtins.int
+    HANDLES_FIELD_NUMBER: _builtins.int
+    handles: _builtins.bytes
+    """Handles as packed little-endian int32."""
     def __init__(
         self,
         *,
-        seq: _builtins.int = ...,
+        handles: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["seq", b"seq"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handles", b"handles"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Ack: _TypeAlias = Ack  # noqa: Y015
+
+@_typing.final
+class Find(_message.Message):
+    """Asks for the orphans of a request. Found answers it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUERY_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    query: _builtins.int
+    """Chosen by the router, to tell answers apart."""
+    request_id: _builtins.str
+    tenant: _builtins.str
+    """Of the caller. Orphans of another tenant are unknown to it."""
+    def __init__(
+        self,
+        *,
+        query: _builtins.int = ...,
+        request_id: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["query", b"query", "request_id", b"request_id", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Find: _TypeAlias = Find  # noqa: Y015
+
+@_typing.final
+class Adopt(_message.Message):
+    """Continues an orphan on this stream, under a new handle. All that it has put out since its submit comes once more, as
+    StepOutputs, then the rest. NOT_FOUND in Refused where the orphan has gone.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
+    handle: _builtins.int
+    sequence: _builtins.int
+    timeout_seconds: _builtins.float
+    """Seconds from now until the deadline, in place of that of the submit; unset means none."""
+    def __init__(
+        self,
+        *,
+        handle: _builtins.int = ...,
+        sequence: _builtins.int = ...,
+        timeout_seconds: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout_seconds", b"_timeout_seconds", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_seconds", b"_timeout_seconds", "handle", b"handle", "sequence", b"sequence", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__timeout_seconds: _TypeAlias = _typing.Literal["timeout_seconds"]  # noqa: Y015
+    _WhichOneofArgType__timeout_seconds: _TypeAlias = _typing.Literal["_timeout_seconds", b"_timeout_seconds"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__timeout_seconds) -> _WhichOneofReturnType__timeout_seconds | None: ...
+
+Global___Adopt: _TypeAlias = Adopt  # noqa: Y015
 
 @_typing.final
 class StreamResponse(_message.Message):
@@ -232,6 +405,7 @@ class StreamResponse(_message.Message):
     OUTPUTS_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
+    FOUND_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___WorkerHello: ...
     @_builtins.property
@@ -240,6 +414,8 @@ class StreamResponse(_message.Message):
     def heartbeat(self) -> Global___Heartbeat: ...
     @_builtins.property
     def refused(self) -> Global___Refused: ...
+    @_builtins.property
+    def found(self) -> Global___Found: ...
     def __init__(
         self,
         *,
@@ -247,16 +423,116 @@ class StreamResponse(_message.Message):
         outputs: Global___StepOutputs | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
         refused: Global___Refused | None = ...,
+        found: Global___Found | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "outputs", b"outputs", "refused", b"refused"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["found", b"found", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "outputs", b"outputs", "refused", b"refused"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "outputs", b"outputs", "refused", b"refused"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["found", b"found", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "outputs", b"outputs", "refused", b"refused"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "outputs", "heartbeat", "refused"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "outputs", "heartbeat", "refused", "found"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___StreamResponse: _TypeAlias = StreamResponse  # noqa: Y015
+
+@_typing.final
+class Found(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUERY_FIELD_NUMBER: _builtins.int
+    ORPHANS_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    query: _builtins.int
+    held: _builtins.bool
+    """Another router has sequences of the request."""
+    @_builtins.property
+    def orphans(self) -> _containers.RepeatedCompositeFieldContainer[Global___Orphan]:
+        """In the order of their indices."""
+
+    def __init__(
+        self,
+        *,
+        query: _builtins.int = ...,
+        orphans: _abc.Iterable[Global___Orphan] | None = ...,
+        held: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "orphans", b"orphans", "query", b"query"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Found: _TypeAlias = Found  # noqa: Y015
+
+@_typing.final
+class Orphan(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    SUBMIT_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_DROPPED_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_DROPPED_FIELD_NUMBER: _builtins.int
+    SUBMITTED_SECONDS_FIELD_NUMBER: _builtins.int
+    ORPHANED_SECONDS_FIELD_NUMBER: _builtins.int
+    ADMITTED_SECONDS_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_SECONDS_FIELD_NUMBER: _builtins.int
+    LAST_TOKEN_SECONDS_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    """Names it at this worker."""
+    output_tokens: _builtins.int
+    """Output since the submit."""
+    logprobs_dropped: _builtins.int
+    """Leading entries of the log-probabilities that are no longer kept, of the output since the submit, and of the prompt."""
+    prompt_logprobs_dropped: _builtins.int
+    submitted_seconds: _builtins.float
+    """Seconds until now: since the submit came, since its router was lost; and since these, where they have been."""
+    orphaned_seconds: _builtins.float
+    admitted_seconds: _builtins.float
+    first_token_seconds: _builtins.float
+    last_token_seconds: _builtins.float
+    ended: _builtins.bool
+    """Whether it has ended."""
+    @_builtins.property
+    def submit(self) -> Global___Submit:
+        """As it was sent, without handle and block hashes. After the first orphan of an answer: only index, outputs before,
+        continuation, and the prompt where it is another.
+        """
+
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        submit: Global___Submit | None = ...,
+        output_tokens: _builtins.int = ...,
+        logprobs_dropped: _builtins.int = ...,
+        prompt_logprobs_dropped: _builtins.int = ...,
+        submitted_seconds: _builtins.float = ...,
+        orphaned_seconds: _builtins.float = ...,
+        admitted_seconds: _builtins.float | None = ...,
+        first_token_seconds: _builtins.float | None = ...,
+        last_token_seconds: _builtins.float | None = ...,
+        ended: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_admitted_seconds", b"_admitted_seconds", "_first_token_seconds", b"_first_token_seconds", "_last_token_seconds", b"_last_token_seconds", "admitted_seconds", b"admitted_seconds", "first_token_seconds", b"first_token_seconds", "last_token_seconds", b"last_token_seconds", "submit", b"submit"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_admitted_seconds", b"_admitted_seconds", "_first_token_seconds", b"_first_token_seconds", "_last_token_seconds", b"_last_token_seconds", "admitted_seconds", b"admitted_seconds", "ended", b"ended", "first_token_seconds", b"first_token_seconds", "last_token_seconds", b"last_token_seconds", "logprobs_dropped", b"logprobs_dropped", "orphaned_seconds", b"orphaned_seconds", "output_tokens", b"output_tokens", "prompt_logprobs_dropped", b"prompt_logprobs_dropped", "sequence", b"sequence", "submit", b"submit", "submitted_seconds", b"submitted_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__admitted_seconds: _TypeAlias = _typing.Literal["admitted_seconds"]  # noqa: Y015
+    _WhichOneofArgType__admitted_seconds: _TypeAlias = _typing.Literal["_admitted_seconds", b"_admitted_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__first_token_seconds: _TypeAlias = _typing.Literal["first_token_seconds"]  # noqa: Y015
+    _WhichOneofArgType__first_token_seconds: _TypeAlias = _typing.Literal["_first_token_seconds", b"_first_token_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__last_token_seconds: _TypeAlias = _typing.Literal["last_token_seconds"]  # noqa: Y015
+    _WhichOneofArgType__last_token_seconds: _TypeAlias = _typing.Literal["_last_token_seconds", b"_last_token_seconds"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__admitted_seconds) -> _WhichOneofReturnType__admitted_seconds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__first_token_seconds) -> _WhichOneofReturnType__first_token_seconds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__last_token_seconds) -> _WhichOneofReturnType__last_token_seconds | None: ...
+
+Global___Orphan: _TypeAlias = Orphan  # noqa: Y015
 
 @_typing.final
 class WorkerHello(_message.Message):
@@ -294,6 +570,9 @@ class StepOutputs(_message.Message):
     LOGPROB_HANDLES_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     PREEMPTED_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROB_HANDLES_FIELD_NUMBER: _builtins.int
+    STARTED_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     """Dense from 1 in each stream."""
     step: _builtins.int
@@ -303,6 +582,7 @@ class StepOutputs(_message.Message):
     token_ids: _builtins.bytes
     logprob_handles: _builtins.bytes
     preempted: _builtins.bytes
+    prompt_logprob_handles: _builtins.bytes
     @_builtins.property
     def admitted(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceAdmitted]: ...
     @_builtins.property
@@ -311,6 +591,12 @@ class StepOutputs(_message.Message):
 
     @_builtins.property
     def finished(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceFinished]: ...
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprobs]:
+        """Of prompts: the next tokens' log-probabilities, in order, and the handle of each. They come before output tokens."""
+
+    @_builtins.property
+    def started(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceStarted]: ...
     def __init__(
         self,
         *,
@@ -324,10 +610,13 @@ class StepOutputs(_message.Message):
         logprob_handles: _builtins.bytes = ...,
         finished: _abc.Iterable[Global___SequenceFinished] | None = ...,
         preempted: _builtins.bytes = ...,
+        prompt_logprobs: _abc.Iterable[_types_pb2.TokenLogprobs] | None = ...,
+        prompt_logprob_handles: _builtins.bytes = ...,
+        started: _abc.Iterable[Global___SequenceStarted] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "counts", b"counts", "finished", b"finished", "handles", b"handles", "logprob_handles", b"logprob_handles", "logprobs", b"logprobs", "preempted", b"preempted", "seq", b"seq", "step", b"step", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "counts", b"counts", "finished", b"finished", "handles", b"handles", "logprob_handles", b"logprob_handles", "logprobs", b"logprobs", "preempted", b"preempted", "prompt_logprob_handles", b"prompt_logprob_handles", "prompt_logprobs", b"prompt_logprobs", "seq", b"seq", "started", b"started", "step", b"step", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -343,13 +632,19 @@ class SequenceAdmitted(_message.Message):
     DIVERGED_AT_FIELD_NUMBER: _builtins.int
     DECISION_ID_FIELD_NUMBER: _builtins.int
     RESERVE_SECONDS_FIELD_NUMBER: _builtins.int
+    RECOUNTED_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     cached_tokens: _builtins.int
+    """Tokens of the prompt that the sequence need not compute."""
     miss_reason: _types_pb2.MissReason.ValueType
     diverged_at: _builtins.int
     decision_id: _builtins.str
     reserve_seconds: _builtins.float
     """Seconds the sequence waited for blocks at this worker."""
+    recounted: _builtins.bool
+    """The sequence was admitted before, and `cached_tokens` is the number that counts: another sequence was to compute
+    some of them and did not, or computed more. At most once, not after the first output token. Other fields are unset.
+    """
     def __init__(
         self,
         *,
@@ -359,14 +654,48 @@ class SequenceAdmitted(_message.Message):
         diverged_at: _builtins.int = ...,
         decision_id: _builtins.str = ...,
         reserve_seconds: _builtins.float = ...,
+        recounted: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "decision_id", b"decision_id", "diverged_at", b"diverged_at", "handle", b"handle", "miss_reason", b"miss_reason", "reserve_seconds", b"reserve_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "decision_id", b"decision_id", "diverged_at", b"diverged_at", "handle", b"handle", "miss_reason", b"miss_reason", "recounted", b"recounted", "reserve_seconds", b"reserve_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SequenceAdmitted: _TypeAlias = SequenceAdmitted  # noqa: Y015
+
+@_typing.final
+class SequenceStarted(_message.Message):
+    """The first step of an admitted sequence is over."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    WAIT_SECONDS_FIELD_NUMBER: _builtins.int
+    AHEAD_TOKENS_FIELD_NUMBER: _builtins.int
+    AHEAD_OF_FIELD_NUMBER: _builtins.int
+    handle: _builtins.int
+    wait_seconds: _builtins.float
+    """Seconds from its admission to the beginning of that step."""
+    ahead_tokens: _builtins.int
+    """Positions that steps computed for other sequences in that time."""
+    ahead_of: _builtins.str
+    """The id of the request that most of them were for."""
+    def __init__(
+        self,
+        *,
+        handle: _builtins.int = ...,
+        wait_seconds: _builtins.float = ...,
+        ahead_tokens: _builtins.int = ...,
+        ahead_of: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead_of", b"ahead_of", "ahead_tokens", b"ahead_tokens", "handle", b"handle", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SequenceStarted: _TypeAlias = SequenceStarted  # noqa: Y015
 
 @_typing.final
 class SequenceFinished(_message.Message):
@@ -377,11 +706,17 @@ class SequenceFinished(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
+    WRONG_FIELD_FIELD_NUMBER: _builtins.int
+    EMBEDDING_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     reason: _types_pb2.FinishReason.ValueType
     stop_token_id: _builtins.int
     message: _builtins.str
     """For FINISH_REASON_ERROR."""
+    wrong_field: _builtins.str
+    """The field of the submit that is to blame for the error; empty where it is none. No other worker would get further."""
+    embedding: _builtins.bytes
+    """Of a submit that embeds: the pooled vector, packed little-endian float32."""
     @_builtins.property
     def usage(self) -> _types_pb2.Usage: ...
     def __init__(
@@ -392,10 +727,12 @@ class SequenceFinished(_message.Message):
         usage: _types_pb2.Usage | None = ...,
         stop_token_id: _builtins.int | None = ...,
         message: _builtins.str = ...,
+        wrong_field: _builtins.str = ...,
+        embedding: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "stop_token_id", b"stop_token_id", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "handle", b"handle", "message", b"message", "reason", b"reason", "stop_token_id", b"stop_token_id", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "embedding", b"embedding", "handle", b"handle", "message", b"message", "reason", b"reason", "stop_token_id", b"stop_token_id", "usage", b"usage", "wrong_field", b"wrong_field"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_token_id: _TypeAlias = _typing.Literal["stop_token_id"]  # noqa: Y015
     _WhichOneofArgType__stop_token_id: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id"]  # noqa: Y015
@@ -466,6 +803,10 @@ class Load(_message.Message):
     STEPS_FIELD_NUMBER: _builtins.int
     MANAGER_ATTACHED_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    SAMPLED_TOKENS_FIELD_NUMBER: _builtins.int
+    COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     waiting: _builtins.int
     num_blocks: _builtins.int
@@ -482,6 +823,12 @@ class Load(_message.Message):
     steps: _builtins.int
     manager_attached: _builtins.bool
     draining: _builtins.bool
+    sampled_tokens: _builtins.int
+    """Rising counts of this life of the worker: tokens that were sampled, and positions that steps computed."""
+    computed_tokens: _builtins.int
+    drafted_tokens: _builtins.int
+    """As above: guessed tokens that steps verified, and those that were right."""
+    accepted_draft_tokens: _builtins.int
     def __init__(
         self,
         *,
@@ -497,10 +844,14 @@ class Load(_message.Message):
         steps: _builtins.int = ...,
         manager_attached: _builtins.bool = ...,
         draining: _builtins.bool = ...,
+        sampled_tokens: _builtins.int = ...,
+        computed_tokens: _builtins.int = ...,
+        drafted_tokens: _builtins.int = ...,
+        accepted_draft_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_step_seconds", b"decode_step_seconds", "draining", b"draining", "manager_attached", b"manager_attached", "num_blocks", b"num_blocks", "pending_prefill_tokens", b"pending_prefill_tokens", "prefill_seconds_per_token", b"prefill_seconds_per_token", "running", b"running", "step_age_seconds", b"step_age_seconds", "step_predicted_seconds", b"step_predicted_seconds", "steps", b"steps", "unheld_blocks", b"unheld_blocks", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "computed_tokens", b"computed_tokens", "decode_step_seconds", b"decode_step_seconds", "drafted_tokens", b"drafted_tokens", "draining", b"draining", "manager_attached", b"manager_attached", "num_blocks", b"num_blocks", "pending_prefill_tokens", b"pending_prefill_tokens", "prefill_seconds_per_token", b"prefill_seconds_per_token", "running", b"running", "sampled_tokens", b"sampled_tokens", "step_age_seconds", b"step_age_seconds", "step_predicted_seconds", b"step_predicted_seconds", "steps", b"steps", "unheld_blocks", b"unheld_blocks", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -572,6 +923,7 @@ class WorkerInfo(_message.Message):
     PREFIX_CACHING_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.bytes
+    """16 bytes that name the life of the worker's process; the lease protocol has the secret of which they are a hash."""
     address: _builtins.str
     model: _builtins.str
     num_blocks: _builtins.int

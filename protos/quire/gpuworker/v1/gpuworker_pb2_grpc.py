@@ -50,7 +50,8 @@ class GpuWorkerServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Stream(self, request_iterator, context):
-        """One stream per router. The router gives each sequence a handle: handles rise and are not reused within a stream.
+        """One stream per router. The router gives each sequence a handle, 1 to 2^31 - 1, that names no other live sequence of
+        the stream. Handles rise; after the last one comes 1.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

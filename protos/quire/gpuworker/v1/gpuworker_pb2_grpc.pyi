@@ -15,7 +15,9 @@ GRPC_VERSION: str
 class GpuWorkerServiceStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     Stream: _aio.StreamStreamMultiCallable[_gpuworker_pb2.StreamRequest, _gpuworker_pb2.StreamResponse]
-    """One stream per router. The router gives each sequence a handle: handles rise and are not reused within a stream."""
+    """One stream per router. The router gives each sequence a handle, 1 to 2^31 - 1, that names no other live sequence of
+    the stream. Handles rise; after the last one comes 1.
+    """
     GetWorker: _aio.UnaryUnaryMultiCallable[_gpuworker_pb2.GetWorkerRequest, _gpuworker_pb2.GetWorkerResponse]
 
 class GpuWorkerServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -25,7 +27,9 @@ class GpuWorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _abc.AsyncIterator[_gpuworker_pb2.StreamRequest],
         context: _aio.ServicerContext[_abc.AsyncIterator[_gpuworker_pb2.StreamRequest], _abc.AsyncIterator[_gpuworker_pb2.StreamResponse]],
     ) -> _abc.AsyncIterator[_gpuworker_pb2.StreamResponse]:
-        """One stream per router. The router gives each sequence a handle: handles rise and are not reused within a stream."""
+        """One stream per router. The router gives each sequence a handle, 1 to 2^31 - 1, that names no other live sequence of
+        the stream. Handles rise; after the last one comes 1.
+        """
 
     @_abc_1.abstractmethod
     def GetWorker(

@@ -33,28 +33,62 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    KEPT_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    THOUGHT_BUDGET_FIELD_NUMBER: _builtins.int
+    PREDICTION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Set by the client to be able to resume; otherwise the router makes one. ALREADY_EXISTS if it is in use."""
+    """Set by the client to be able to resume; otherwise the router makes one, which begins with `quire-`. A client's own id
+    has 1 to 128 printable ASCII characters and does not begin so. ALREADY_EXISTS if a request of the client has it.
+    """
     json_schema: _builtins.str
-    """A JSON schema, as JSON; `{}` allows any JSON value."""
+    """A JSON schema, as JSON; `{}` allows any JSON value. An object that names its properties has no others, unless the
+    schema has additionalProperties or the router runs with --open-schemas.
+    """
     regex: _builtins.str
     """A regular expression in the syntax of Rust's regex crate, without look-around and back-references."""
     grammar: _builtins.str
     """A context-free grammar in Lark's notation, with the rule `start`."""
     priority: _builtins.int
-    """A higher priority is served first and preempted last. -100 to 100, default 0."""
+    """A higher priority is served first and preempted last. -100 to 100, default 0; lowered to the tenant's maximum, which is
+    0 where no keys are configured.
+    """
     traceparent: _builtins.str
     """W3C trace context; the gRPC metadata key `traceparent` is accepted too."""
+    skip_special_tokens: _builtins.bool
+    """Leave special tokens out of the text of the output. Default true."""
+    add_special_tokens: _builtins.bool
+    """Add the tokens that the tokenizer puts around a text (such as a beginning-of-sequence token). Default true. A chat
+    template writes them itself.
+    """
+    truncate_prompt_tokens: _builtins.int
+    """Keep so many of the prompt's last tokens; -1 keeps what the context leaves before max_tokens, or before one token of
+    output without it.
+    """
+    prediction: _builtins.str
+    """What the client expects as output, such as a file of which a part is to change. Workers with --speculative guess from
+    it, which takes less time where it is right; others ignore it. It never changes the output. At most 65536 characters.
+    """
     @_builtins.property
     def prompt(self) -> Global___Prompt: ...
     @_builtins.property
     def resume(self) -> Global___Resume:
-        """Continue a stream that broke, from the tokens that the client has. Not implemented: the router answers UNIMPLEMENTED."""
+        """Continue a stream whose router died, at any router of the pool. Of the other fields, traceparent alone may be set."""
 
     @_builtins.property
     def sampling(self) -> _types_pb2.SamplingParams: ...
     @_builtins.property
     def cache(self) -> Global___CacheOptions: ...
+    @_builtins.property
+    def kept_special_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Special tokens whose text stays in the output, such as `<tool_call>`; all others are left out. At most 32, of at most
+        64 characters each. Names that are no special tokens have no effect.
+        """
+
+    @_builtins.property
+    def thought_budget(self) -> _types_pb2.ThoughtBudget: ...
     def __init__(
         self,
         *,
@@ -68,15 +102,33 @@ class GenerateRequest(_message.Message):
         priority: _builtins.int = ...,
         cache: Global___CacheOptions | None = ...,
         traceparent: _builtins.str = ...,
+        kept_special_tokens: _abc.Iterable[_builtins.str] | None = ...,
+        skip_special_tokens: _builtins.bool | None = ...,
+        add_special_tokens: _builtins.bool | None = ...,
+        truncate_prompt_tokens: _builtins.int | None = ...,
+        thought_budget: _types_pb2.ThoughtBudget | None = ...,
+        prediction: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "constraint", b"constraint", "grammar", b"grammar", "input", b"input", "json_schema", b"json_schema", "prompt", b"prompt", "regex", b"regex", "resume", b"resume", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_skip_special_tokens", b"_skip_special_tokens", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "add_special_tokens", b"add_special_tokens", "cache", b"cache", "constraint", b"constraint", "grammar", b"grammar", "input", b"input", "json_schema", b"json_schema", "prompt", b"prompt", "regex", b"regex", "resume", b"resume", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "thought_budget", b"thought_budget", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "constraint", b"constraint", "grammar", b"grammar", "input", b"input", "json_schema", b"json_schema", "priority", b"priority", "prompt", b"prompt", "regex", b"regex", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_skip_special_tokens", b"_skip_special_tokens", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "add_special_tokens", b"add_special_tokens", "cache", b"cache", "constraint", b"constraint", "grammar", b"grammar", "input", b"input", "json_schema", b"json_schema", "kept_special_tokens", b"kept_special_tokens", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "regex", b"regex", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "thought_budget", b"thought_budget", "traceparent", b"traceparent", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
+    _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__skip_special_tokens: _TypeAlias = _typing.Literal["skip_special_tokens"]  # noqa: Y015
+    _WhichOneofArgType__skip_special_tokens: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["truncate_prompt_tokens"]  # noqa: Y015
+    _WhichOneofArgType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]  # noqa: Y015
     _WhichOneofReturnType_constraint: _TypeAlias = _typing.Literal["json_schema", "regex", "grammar"]  # noqa: Y015
     _WhichOneofArgType_constraint: _TypeAlias = _typing.Literal["constraint", b"constraint"]  # noqa: Y015
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["prompt", "resume"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__add_special_tokens) -> _WhichOneofReturnType__add_special_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__skip_special_tokens) -> _WhichOneofReturnType__skip_special_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate_prompt_tokens) -> _WhichOneofReturnType__truncate_prompt_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_constraint) -> _WhichOneofReturnType_constraint | None: ...
     @_typing.overload
@@ -137,21 +189,57 @@ Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
 class Chat(_message.Message):
+    """The template sees every field in the form in which transformers' apply_chat_template would pass it."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     MESSAGES_FIELD_NUMBER: _builtins.int
+    TOOLS_JSON_FIELD_NUMBER: _builtins.int
+    DOCUMENTS_JSON_FIELD_NUMBER: _builtins.int
+    TEMPLATE_KWARGS_JSON_FIELD_NUMBER: _builtins.int
+    ADD_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
+    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
+    REASONING_EFFORT_FIELD_NUMBER: _builtins.int
+    tools_json: _builtins.str
+    """Functions that the model may call, as JSON in OpenAI's form: [{"type": "function", "function": {"name": ...}}]. At
+    most 128, and 256 KiB. Only the prompt names them; a `constraint` can force a call.
+    """
+    documents_json: _builtins.str
+    """Texts to answer from, as JSON: [{"title": ..., "text": ...}]. At most 1024."""
+    template_kwargs_json: _builtins.str
+    """Further variables of the template, as a JSON object such as {"enable_thinking": false}. At most 64, and 64 KiB; numbers
+    lie between -1000000 and 1000000.
+    """
+    add_generation_prompt: _builtins.bool
+    """End the prompt where an answer of the assistant begins. Default true, and false with continue_final_message."""
+    continue_final_message: _builtins.bool
+    """End the prompt within the last message, which the output then continues."""
+    reasoning_effort: _builtins.str
+    """none, minimal, low, medium, high, ...: a word for templates that take it. INVALID_ARGUMENT where the template takes
+    none.
+    """
     @_builtins.property
-    def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]: ...
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
+        """At most 4096."""
+
     def __init__(
         self,
         *,
         messages: _abc.Iterable[Global___ChatMessage] | None = ...,
+        tools_json: _builtins.str = ...,
+        documents_json: _builtins.str = ...,
+        template_kwargs_json: _builtins.str = ...,
+        add_generation_prompt: _builtins.bool | None = ...,
+        continue_final_message: _builtins.bool = ...,
+        reasoning_effort: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "documents_json", b"documents_json", "messages", b"messages", "reasoning_effort", b"reasoning_effort", "template_kwargs_json", b"template_kwargs_json", "tools_json", b"tools_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__add_generation_prompt: _TypeAlias = _typing.Literal["add_generation_prompt"]  # noqa: Y015
+    _WhichOneofArgType__add_generation_prompt: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__add_generation_prompt) -> _WhichOneofReturnType__add_generation_prompt | None: ...
 
 Global___Chat: _TypeAlias = Chat  # noqa: Y015
 
@@ -161,42 +249,98 @@ class ChatMessage(_message.Message):
 
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    REASONING_CONTENT_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     content: _builtins.str
+    tool_call_id: _builtins.str
+    """The call that a message of role `tool` answers, and the name of its function."""
+    name: _builtins.str
+    reasoning_content: _builtins.str
+    """What the assistant thought before an earlier answer."""
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
+        """Calls of an earlier answer, in a message of the assistant. At most 128."""
+
     def __init__(
         self,
         *,
         role: _builtins.str = ...,
         content: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
+        tool_call_id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        reasoning_content: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "name", b"name", "reasoning_content", b"reasoning_content", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
 
 @_typing.final
+class ToolCall(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_JSON_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    name: _builtins.str
+    arguments_json: _builtins.str
+    """A JSON object."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments_json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "id", b"id", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
+
+@_typing.final
 class Resume(_message.Message):
+    """The stream begins with Admitted again, goes on with the tokens that the client lacks, and has a Finished for every
+    sequence, also for those whose end the client has seen. A text without token ids is what an output held back at its
+    end: a client that has it passes over it when it comes again. Workers keep a lost router's requests for 10 s
+    (--orphan-grace). NOT_FOUND after that, for a request that ended or that waited for a worker, and for another
+    tenant's. ALREADY_EXISTS while another stream has the request. UNAVAILABLE when a worker did not say whether it has
+    it. INVALID_ARGUMENT for more tokens than there are.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKENS_RECEIVED_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_RECEIVED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """As Admitted has it: one of the client's own, or one that begins with `quire-`."""
+    prompt_logprobs_received: _builtins.int
+    """Log-probabilities of the prompt that it has."""
     @_builtins.property
     def output_tokens_received(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Output tokens that the client already has, by sequence index."""
+        """Output tokens that the client already has, by sequence index; 0 where there is no entry."""
 
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         output_tokens_received: _abc.Iterable[_builtins.int] | None = ...,
+        prompt_logprobs_received: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["output_tokens_received", b"output_tokens_received", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["output_tokens_received", b"output_tokens_received", "prompt_logprobs_received", b"prompt_logprobs_received", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -208,19 +352,27 @@ class CacheOptions(_message.Message):
 
     NO_CACHE_FIELD_NUMBER: _builtins.int
     SALT_FIELD_NUMBER: _builtins.int
+    SHARED_DOMAIN_FIELD_NUMBER: _builtins.int
     no_cache: _builtins.bool
     """Neither look up nor register blocks of this request."""
     salt: _builtins.str
-    """Separates this request's blocks from those without the salt. It narrows the tenant's cache domain, never widens it."""
+    """Separates this request's blocks from those without the salt. It narrows the tenant's cache domain, never widens it.
+    At most 256 characters.
+    """
+    shared_domain: _builtins.str
+    """Share the blocks of this whole request with all tenants that use this domain: for public prompts alone. The operator
+    opens domains by name; PERMISSION_DENIED for any other.
+    """
     def __init__(
         self,
         *,
         no_cache: _builtins.bool = ...,
         salt: _builtins.str = ...,
+        shared_domain: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["no_cache", b"no_cache", "salt", b"salt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["no_cache", b"no_cache", "salt", b"salt", "shared_domain", b"shared_domain"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -233,24 +385,28 @@ class GenerateResponse(_message.Message):
     ADMITTED_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def admitted(self) -> Global___Admitted: ...
     @_builtins.property
     def tokens(self) -> Global___Tokens: ...
     @_builtins.property
     def finished(self) -> Global___Finished: ...
+    @_builtins.property
+    def prompt_logprobs(self) -> Global___PromptLogprobs: ...
     def __init__(
         self,
         *,
         admitted: Global___Admitted | None = ...,
         tokens: Global___Tokens | None = ...,
         finished: Global___Finished | None = ...,
+        prompt_logprobs: Global___PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "event", b"event", "finished", b"finished", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "event", b"event", "finished", b"finished", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["admitted", "tokens", "finished"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["admitted", "tokens", "finished", "prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -274,6 +430,7 @@ class Admitted(_message.Message):
     worker_id: _builtins.str
     prompt_tokens: _builtins.int
     cached_tokens: _builtins.int
+    """As the grant said. The number that counts is in the usage of Finished: some may have been computed after all."""
     queue_seconds: _builtins.float
     """Seconds from arrival at the router until the KV manager granted blocks."""
     decision_id: _builtins.str
@@ -303,6 +460,30 @@ class Admitted(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Admitted: _TypeAlias = Admitted  # noqa: Y015
+
+@_typing.final
+class PromptLogprobs(_message.Message):
+    """The next tokens of the prompt with their log-probabilities. The prompt's first token has none, so that all messages
+    together have one entry less than the prompt has tokens. They precede the Tokens of the sequence with index 0.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprobs]: ...
+    def __init__(
+        self,
+        *,
+        logprobs: _abc.Iterable[_types_pb2.TokenLogprobs] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
 
 @_typing.final
 class Tokens(_message.Message):
@@ -430,19 +611,25 @@ class GenerateUnaryResponse(_message.Message):
 
     ADMITTED_FIELD_NUMBER: _builtins.int
     OUTPUTS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def admitted(self) -> Global___Admitted: ...
     @_builtins.property
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Output]: ...
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprobs]:
+        """As in PromptLogprobs."""
+
     def __init__(
         self,
         *,
         admitted: Global___Admitted | None = ...,
         outputs: _abc.Iterable[Global___Output] | None = ...,
+        prompt_logprobs: _abc.Iterable[_types_pb2.TokenLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "outputs", b"outputs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "outputs", b"outputs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -481,6 +668,127 @@ class Output(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Output: _TypeAlias = Output  # noqa: Y015
+
+@_typing.final
+class EmbedRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    INPUTS_FIELD_NUMBER: _builtins.int
+    DIMENSIONS_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    CACHE_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
+    ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """As of GenerateRequest. Several inputs are several requests, with the id, a hyphen and the place of each."""
+    dimensions: _builtins.int
+    """Keep so many leading numbers of each vector, and scale it to length 1. Default: all, as the pool makes them."""
+    priority: _builtins.int
+    traceparent: _builtins.str
+    add_special_tokens: _builtins.bool
+    """As of GenerateRequest."""
+    truncate_prompt_tokens: _builtins.int
+    """Keep so many of each input's last tokens; -1 keeps what the context holds."""
+    @_builtins.property
+    def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Prompt]:
+        """1 to 2048. Each may fill the model's context."""
+
+    @_builtins.property
+    def cache(self) -> Global___CacheOptions: ...
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        inputs: _abc.Iterable[Global___Prompt] | None = ...,
+        dimensions: _builtins.int | None = ...,
+        priority: _builtins.int = ...,
+        cache: Global___CacheOptions | None = ...,
+        traceparent: _builtins.str = ...,
+        add_special_tokens: _builtins.bool | None = ...,
+        truncate_prompt_tokens: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_dimensions", b"_dimensions", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "add_special_tokens", b"add_special_tokens", "cache", b"cache", "dimensions", b"dimensions", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_dimensions", b"_dimensions", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "add_special_tokens", b"add_special_tokens", "cache", b"cache", "dimensions", b"dimensions", "inputs", b"inputs", "priority", b"priority", "request_id", b"request_id", "traceparent", b"traceparent", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
+    _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__dimensions: _TypeAlias = _typing.Literal["dimensions"]  # noqa: Y015
+    _WhichOneofArgType__dimensions: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions"]  # noqa: Y015
+    _WhichOneofReturnType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["truncate_prompt_tokens"]  # noqa: Y015
+    _WhichOneofArgType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__add_special_tokens) -> _WhichOneofReturnType__add_special_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__dimensions) -> _WhichOneofReturnType__dimensions | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate_prompt_tokens) -> _WhichOneofReturnType__truncate_prompt_tokens | None: ...
+
+Global___EmbedRequest: _TypeAlias = EmbedRequest  # noqa: Y015
+
+@_typing.final
+class EmbedResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EMBEDDINGS_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def embeddings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Embedding]:
+        """In the order of the inputs."""
+
+    @_builtins.property
+    def usage(self) -> _types_pb2.Usage:
+        """Sums over the inputs."""
+
+    def __init__(
+        self,
+        *,
+        embeddings: _abc.Iterable[Global___Embedding] | None = ...,
+        usage: _types_pb2.Usage | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embeddings", b"embeddings", "usage", b"usage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EmbedResponse: _TypeAlias = EmbedResponse  # noqa: Y015
+
+@_typing.final
+class Embedding(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
+    TIMINGS_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    TRACE_ID_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    trace_id: _builtins.str
+    @_builtins.property
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    @_builtins.property
+    def usage(self) -> _types_pb2.Usage: ...
+    @_builtins.property
+    def timings(self) -> Global___Timings: ...
+    def __init__(
+        self,
+        *,
+        values: _abc.Iterable[_builtins.float] | None = ...,
+        usage: _types_pb2.Usage | None = ...,
+        timings: Global___Timings | None = ...,
+        worker_id: _builtins.str = ...,
+        trace_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings", "trace_id", b"trace_id", "usage", b"usage", "values", b"values", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Embedding: _TypeAlias = Embedding  # noqa: Y015
 
 @_typing.final
 class TokenizeRequest(_message.Message):
@@ -537,7 +845,9 @@ class DetokenizeRequest(_message.Message):
     skip_special_tokens: _builtins.bool
     """Default true."""
     @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """At most as many as the model's context has."""
+
     def __init__(
         self,
         *,
@@ -598,10 +908,13 @@ class GetModelResponse(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
+    EMBEDDING_DIMENSIONS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     max_model_len: _builtins.int
     vocab_size: _builtins.int
     has_chat_template: _builtins.bool
+    embedding_dimensions: _builtins.int
+    """Numbers of a vector where the pool embeds, else 0. `identity.pooling` says how they are pooled."""
     @_builtins.property
     def identity(self) -> _types_pb2.PoolIdentity: ...
     @_builtins.property
@@ -615,10 +928,11 @@ class GetModelResponse(_message.Message):
         vocab_size: _builtins.int = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         has_chat_template: _builtins.bool = ...,
+        embedding_dimensions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["eos_token_ids", b"eos_token_ids", "has_chat_template", b"has_chat_template", "identity", b"identity", "max_model_len", b"max_model_len", "model", b"model", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embedding_dimensions", b"embedding_dimensions", "eos_token_ids", b"eos_token_ids", "has_chat_template", b"has_chat_template", "identity", b"identity", "max_model_len", b"max_model_len", "model", b"model", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -649,11 +963,14 @@ class GetStatusResponse(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    DISCOVERY_PROBLEM_FIELD_NUMBER: _builtins.int
     queued_requests: _builtins.int
     running_requests: _builtins.int
     redis_connected: _builtins.bool
     draining: _builtins.bool
     version: _builtins.str
+    discovery_problem: _builtins.str
+    """What the router passes over in the list of workers in Redis, and why; empty if nothing."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
     def __init__(
@@ -665,10 +982,11 @@ class GetStatusResponse(_message.Message):
         draining: _builtins.bool = ...,
         workers: _abc.Iterable[Global___WorkerStatus] | None = ...,
         version: _builtins.str = ...,
+        discovery_problem: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "queued_requests", b"queued_requests", "redis_connected", b"redis_connected", "running_requests", b"running_requests", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["discovery_problem", b"discovery_problem", "draining", b"draining", "queued_requests", b"queued_requests", "redis_connected", b"redis_connected", "running_requests", b"running_requests", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -690,8 +1008,10 @@ class WorkerStatus(_message.Message):
     DECODE_STEP_SECONDS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     HEARTBEAT_AGE_FIELD_NUMBER: _builtins.int
+    MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     address: _builtins.str
+    """HOST:PORT; empty on the router's port for clients."""
     state: _builtins.str
     """connected, connecting, draining, hung, mismatched."""
     running_sequences: _builtins.int
@@ -704,9 +1024,11 @@ class WorkerStatus(_message.Message):
     """Rates learnt from completed steps."""
     decode_step_seconds: _builtins.float
     reason: _builtins.str
-    """Why the router does not use the worker; empty if it does."""
+    """Why the router does not use the worker; empty if it does, and on the router's port for clients."""
     heartbeat_age: _builtins.float
     """Age of the last heartbeat in seconds."""
+    max_num_seqs: _builtins.int
+    """Sequences that may run at once."""
     def __init__(
         self,
         *,
@@ -722,11 +1044,218 @@ class WorkerStatus(_message.Message):
         decode_step_seconds: _builtins.float = ...,
         reason: _builtins.str = ...,
         heartbeat_age: _builtins.float = ...,
+        max_num_seqs: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "decode_step_seconds", b"decode_step_seconds", "heartbeat_age", b"heartbeat_age", "manager_attached", b"manager_attached", "num_blocks", b"num_blocks", "prefill_tokens_per_second", b"prefill_tokens_per_second", "reason", b"reason", "running_sequences", b"running_sequences", "state", b"state", "unheld_blocks", b"unheld_blocks", "waiting_sequences", b"waiting_sequences", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "decode_step_seconds", b"decode_step_seconds", "heartbeat_age", b"heartbeat_age", "manager_attached", b"manager_attached", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "prefill_tokens_per_second", b"prefill_tokens_per_second", "reason", b"reason", "running_sequences", b"running_sequences", "state", b"state", "unheld_blocks", b"unheld_blocks", "waiting_sequences", b"waiting_sequences", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerStatus: _TypeAlias = WorkerStatus  # noqa: Y015
+
+@_typing.final
+class AbortRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """As Admitted has it."""
+    tenant: _builtins.str
+    """On the admin plane: only a request of this tenant or address. Empty: of any."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AbortRequest: _TypeAlias = AbortRequest  # noqa: Y015
+
+@_typing.final
+class AbortResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ABORTED_FIELD_NUMBER: _builtins.int
+    aborted: _builtins.int
+    """Requests that were ended; two tenants may use one id."""
+    def __init__(
+        self,
+        *,
+        aborted: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AbortResponse: _TypeAlias = AbortResponse  # noqa: Y015
+
+@_typing.final
+class GetTokenizerRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KNOWN_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    known_fingerprint: _builtins.str
+    """The fingerprint that the client has. If it is the present one, the answer is one message without files."""
+    def __init__(
+        self,
+        *,
+        known_fingerprint: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["known_fingerprint", b"known_fingerprint"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetTokenizerRequest: _TypeAlias = GetTokenizerRequest  # noqa: Y015
+
+@_typing.final
+class GetTokenizerResponse(_message.Message):
+    """One piece of a file, at most 256 KiB. Files come one after another, each from its beginning."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    FILE_FIELD_NUMBER: _builtins.int
+    CONTENT_FIELD_NUMBER: _builtins.int
+    END_OF_FILE_FIELD_NUMBER: _builtins.int
+    SHA256_FIELD_NUMBER: _builtins.int
+    fingerprint: _builtins.str
+    """Of names and contents of all files, in every message."""
+    file: _builtins.str
+    """Such as tokenizer.json, tokenizer_config.json, chat_template.jinja. Empty where no file follows."""
+    content: _builtins.bytes
+    end_of_file: _builtins.bool
+    """Whether this piece is the last of its file."""
+    sha256: _builtins.bytes
+    """SHA-256 of the whole file, in the last piece."""
+    def __init__(
+        self,
+        *,
+        fingerprint: _builtins.str = ...,
+        file: _builtins.str = ...,
+        content: _builtins.bytes = ...,
+        end_of_file: _builtins.bool = ...,
+        sha256: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "end_of_file", b"end_of_file", "file", b"file", "fingerprint", b"fingerprint", "sha256", b"sha256"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetTokenizerResponse: _TypeAlias = GetTokenizerResponse  # noqa: Y015
+
+@_typing.final
+class GetLoadsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """Empty for all workers."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetLoadsRequest: _TypeAlias = GetLoadsRequest  # noqa: Y015
+
+@_typing.final
+class GetLoadsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUEUED_REQUESTS_FIELD_NUMBER: _builtins.int
+    RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    queued_requests: _builtins.int
+    """Requests inside all routers of this port."""
+    running_requests: _builtins.int
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerLoad]: ...
+    def __init__(
+        self,
+        *,
+        queued_requests: _builtins.int = ...,
+        running_requests: _builtins.int = ...,
+        workers: _abc.Iterable[Global___WorkerLoad] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["queued_requests", b"queued_requests", "running_requests", b"running_requests", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetLoadsResponse: _TypeAlias = GetLoadsResponse  # noqa: Y015
+
+@_typing.final
+class WorkerLoad(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    RUNNING_SEQUENCES_FIELD_NUMBER: _builtins.int
+    WAITING_SEQUENCES_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    USED_BLOCKS_FIELD_NUMBER: _builtins.int
+    FREE_BLOCKS_FIELD_NUMBER: _builtins.int
+    PENDING_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    COMPUTED_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_AGE_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    address: _builtins.str
+    """HOST:PORT."""
+    state: _builtins.str
+    """As in WorkerStatus; the figures are those of a worker that is connected, draining or hung, else 0."""
+    running_sequences: _builtins.int
+    waiting_sequences: _builtins.int
+    num_blocks: _builtins.int
+    used_blocks: _builtins.int
+    """Blocks that sequences or the worker's lease pool hold, and the others, cached ones included."""
+    free_blocks: _builtins.int
+    pending_prefill_tokens: _builtins.int
+    """Prompt tokens of running and waiting sequences that are not computed yet."""
+    output_tokens_per_second: _builtins.float
+    """Over the last seconds: tokens that were sampled, and positions that were computed, those of prompts included."""
+    computed_tokens_per_second: _builtins.float
+    heartbeat_age: _builtins.float
+    """Age of the figures."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        address: _builtins.str = ...,
+        state: _builtins.str = ...,
+        running_sequences: _builtins.int = ...,
+        waiting_sequences: _builtins.int = ...,
+        num_blocks: _builtins.int = ...,
+        used_blocks: _builtins.int = ...,
+        free_blocks: _builtins.int = ...,
+        pending_prefill_tokens: _builtins.int = ...,
+        output_tokens_per_second: _builtins.float = ...,
+        computed_tokens_per_second: _builtins.float = ...,
+        heartbeat_age: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "computed_tokens_per_second", b"computed_tokens_per_second", "free_blocks", b"free_blocks", "heartbeat_age", b"heartbeat_age", "num_blocks", b"num_blocks", "output_tokens_per_second", b"output_tokens_per_second", "pending_prefill_tokens", b"pending_prefill_tokens", "running_sequences", b"running_sequences", "state", b"state", "used_blocks", b"used_blocks", "waiting_sequences", b"waiting_sequences", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerLoad: _TypeAlias = WorkerLoad  # noqa: Y015

@@ -44,6 +44,11 @@ class InferenceServiceStub:
                 request_serializer=quire_dot_inference_dot_v1_dot_inference__pb2.GenerateUnaryRequest.SerializeToString,
                 response_deserializer=quire_dot_inference_dot_v1_dot_inference__pb2.GenerateUnaryResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/quire.inference.v1.InferenceService/Embed',
+                request_serializer=quire_dot_inference_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=quire_dot_inference_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/quire.inference.v1.InferenceService/Tokenize',
                 request_serializer=quire_dot_inference_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
@@ -64,14 +69,29 @@ class InferenceServiceStub:
                 request_serializer=quire_dot_inference_dot_v1_dot_inference__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=quire_dot_inference_dot_v1_dot_inference__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
+        self.Abort = channel.unary_unary(
+                '/quire.inference.v1.InferenceService/Abort',
+                request_serializer=quire_dot_inference_dot_v1_dot_inference__pb2.AbortRequest.SerializeToString,
+                response_deserializer=quire_dot_inference_dot_v1_dot_inference__pb2.AbortResponse.FromString,
+                _registered_method=True)
+        self.GetTokenizer = channel.unary_stream(
+                '/quire.inference.v1.InferenceService/GetTokenizer',
+                request_serializer=quire_dot_inference_dot_v1_dot_inference__pb2.GetTokenizerRequest.SerializeToString,
+                response_deserializer=quire_dot_inference_dot_v1_dot_inference__pb2.GetTokenizerResponse.FromString,
+                _registered_method=True)
+        self.GetLoads = channel.unary_unary(
+                '/quire.inference.v1.InferenceService/GetLoads',
+                request_serializer=quire_dot_inference_dot_v1_dot_inference__pb2.GetLoadsRequest.SerializeToString,
+                response_deserializer=quire_dot_inference_dot_v1_dot_inference__pb2.GetLoadsResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Streams one Admitted, then Tokens as they are made, then one Finished for each sequence. Where the deadline ended one
-        of them, the status after the last Finished is DEADLINE_EXCEEDED.
+        """Streams one Admitted, then PromptLogprobs if they are asked for, then Tokens as they are made, then one Finished for
+        each sequence. Where the deadline ended one of them, the status after the last Finished is DEADLINE_EXCEEDED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -79,6 +99,13 @@ class InferenceServiceServicer:
 
     def GenerateUnary(self, request, context):
         """The same, answered at once when every sequence has finished.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Embed(self, request, context):
+        """Vectors of prompts, from workers with a pooling head; UNIMPLEMENTED, as Generate is there, where the others serve.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -110,6 +137,28 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Abort(self, request, context):
+        """Ends a request that runs or waits at any router of this port. Its stream then ends with CANCELLED. Callers abort
+        their own tenant's requests alone, others are NOT_FOUND to them; the admin plane and admin tenants abort any.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetTokenizer(self, request, context):
+        """The files of the tokenizer in use, for clients that tokenise by themselves.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetLoads(self, request, context):
+        """What each worker has to do, for other balancers. On the admin plane, and for admin tenants.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -122,6 +171,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.GenerateUnary,
                     request_deserializer=quire_dot_inference_dot_v1_dot_inference__pb2.GenerateUnaryRequest.FromString,
                     response_serializer=quire_dot_inference_dot_v1_dot_inference__pb2.GenerateUnaryResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=quire_dot_inference_dot_v1_dot_inference__pb2.EmbedRequest.FromString,
+                    response_serializer=quire_dot_inference_dot_v1_dot_inference__pb2.EmbedResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -142,6 +196,21 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=quire_dot_inference_dot_v1_dot_inference__pb2.GetStatusRequest.FromString,
                     response_serializer=quire_dot_inference_dot_v1_dot_inference__pb2.GetStatusResponse.SerializeToString,
+            ),
+            'Abort': grpc.unary_unary_rpc_method_handler(
+                    servicer.Abort,
+                    request_deserializer=quire_dot_inference_dot_v1_dot_inference__pb2.AbortRequest.FromString,
+                    response_serializer=quire_dot_inference_dot_v1_dot_inference__pb2.AbortResponse.SerializeToString,
+            ),
+            'GetTokenizer': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetTokenizer,
+                    request_deserializer=quire_dot_inference_dot_v1_dot_inference__pb2.GetTokenizerRequest.FromString,
+                    response_serializer=quire_dot_inference_dot_v1_dot_inference__pb2.GetTokenizerResponse.SerializeToString,
+            ),
+            'GetLoads': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetLoads,
+                    request_deserializer=quire_dot_inference_dot_v1_dot_inference__pb2.GetLoadsRequest.FromString,
+                    response_serializer=quire_dot_inference_dot_v1_dot_inference__pb2.GetLoadsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -198,6 +267,33 @@ class InferenceService:
             '/quire.inference.v1.InferenceService/GenerateUnary',
             quire_dot_inference_dot_v1_dot_inference__pb2.GenerateUnaryRequest.SerializeToString,
             quire_dot_inference_dot_v1_dot_inference__pb2.GenerateUnaryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.inference.v1.InferenceService/Embed',
+            quire_dot_inference_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+            quire_dot_inference_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -306,6 +402,87 @@ class InferenceService:
             '/quire.inference.v1.InferenceService/GetStatus',
             quire_dot_inference_dot_v1_dot_inference__pb2.GetStatusRequest.SerializeToString,
             quire_dot_inference_dot_v1_dot_inference__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Abort(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.inference.v1.InferenceService/Abort',
+            quire_dot_inference_dot_v1_dot_inference__pb2.AbortRequest.SerializeToString,
+            quire_dot_inference_dot_v1_dot_inference__pb2.AbortResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTokenizer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/quire.inference.v1.InferenceService/GetTokenizer',
+            quire_dot_inference_dot_v1_dot_inference__pb2.GetTokenizerRequest.SerializeToString,
+            quire_dot_inference_dot_v1_dot_inference__pb2.GetTokenizerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetLoads(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.inference.v1.InferenceService/GetLoads',
+            quire_dot_inference_dot_v1_dot_inference__pb2.GetLoadsRequest.SerializeToString,
+            quire_dot_inference_dot_v1_dot_inference__pb2.GetLoadsResponse.FromString,
             options,
             channel_credentials,
             insecure,

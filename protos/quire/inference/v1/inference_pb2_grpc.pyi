@@ -15,17 +15,27 @@ GRPC_VERSION: str
 class InferenceServiceStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
-    """Streams one Admitted, then Tokens as they are made, then one Finished for each sequence. Where the deadline ended one
-    of them, the status after the last Finished is DEADLINE_EXCEEDED.
+    """Streams one Admitted, then PromptLogprobs if they are asked for, then Tokens as they are made, then one Finished for
+    each sequence. Where the deadline ended one of them, the status after the last Finished is DEADLINE_EXCEEDED.
     """
     GenerateUnary: _aio.UnaryUnaryMultiCallable[_inference_pb2.GenerateUnaryRequest, _inference_pb2.GenerateUnaryResponse]
     """The same, answered at once when every sequence has finished."""
+    Embed: _aio.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]
+    """Vectors of prompts, from workers with a pooling head; UNIMPLEMENTED, as Generate is there, where the others serve."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
     Detokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]
     """INVALID_ARGUMENT names the ids that are not in the vocabulary, as Generate does."""
     GetModel: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetModelRequest, _inference_pb2.GetModelResponse]
     GetStatus: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetStatusRequest, _inference_pb2.GetStatusResponse]
     """Queue, workers and their load, as `quire status` shows it."""
+    Abort: _aio.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]
+    """Ends a request that runs or waits at any router of this port. Its stream then ends with CANCELLED. Callers abort
+    their own tenant's requests alone, others are NOT_FOUND to them; the admin plane and admin tenants abort any.
+    """
+    GetTokenizer: _aio.UnaryStreamMultiCallable[_inference_pb2.GetTokenizerRequest, _inference_pb2.GetTokenizerResponse]
+    """The files of the tokenizer in use, for clients that tokenise by themselves."""
+    GetLoads: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetLoadsRequest, _inference_pb2.GetLoadsResponse]
+    """What each worker has to do, for other balancers. On the admin plane, and for admin tenants."""
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -34,8 +44,8 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GenerateRequest,
         context: _aio.ServicerContext[_inference_pb2.GenerateRequest, _abc.AsyncIterator[_inference_pb2.GenerateResponse]],
     ) -> _abc.AsyncIterator[_inference_pb2.GenerateResponse]:
-        """Streams one Admitted, then Tokens as they are made, then one Finished for each sequence. Where the deadline ended one
-        of them, the status after the last Finished is DEADLINE_EXCEEDED.
+        """Streams one Admitted, then PromptLogprobs if they are asked for, then Tokens as they are made, then one Finished for
+        each sequence. Where the deadline ended one of them, the status after the last Finished is DEADLINE_EXCEEDED.
         """
 
     @_abc_1.abstractmethod
@@ -45,6 +55,14 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_inference_pb2.GenerateUnaryRequest, _abc.Awaitable[_inference_pb2.GenerateUnaryResponse]],
     ) -> _abc.Awaitable[_inference_pb2.GenerateUnaryResponse]:
         """The same, answered at once when every sequence has finished."""
+
+    @_abc_1.abstractmethod
+    def Embed(
+        self,
+        request: _inference_pb2.EmbedRequest,
+        context: _aio.ServicerContext[_inference_pb2.EmbedRequest, _abc.Awaitable[_inference_pb2.EmbedResponse]],
+    ) -> _abc.Awaitable[_inference_pb2.EmbedResponse]:
+        """Vectors of prompts, from workers with a pooling head; UNIMPLEMENTED, as Generate is there, where the others serve."""
 
     @_abc_1.abstractmethod
     def Tokenize(
@@ -75,5 +93,31 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_inference_pb2.GetStatusRequest, _abc.Awaitable[_inference_pb2.GetStatusResponse]],
     ) -> _abc.Awaitable[_inference_pb2.GetStatusResponse]:
         """Queue, workers and their load, as `quire status` shows it."""
+
+    @_abc_1.abstractmethod
+    def Abort(
+        self,
+        request: _inference_pb2.AbortRequest,
+        context: _aio.ServicerContext[_inference_pb2.AbortRequest, _abc.Awaitable[_inference_pb2.AbortResponse]],
+    ) -> _abc.Awaitable[_inference_pb2.AbortResponse]:
+        """Ends a request that runs or waits at any router of this port. Its stream then ends with CANCELLED. Callers abort
+        their own tenant's requests alone, others are NOT_FOUND to them; the admin plane and admin tenants abort any.
+        """
+
+    @_abc_1.abstractmethod
+    def GetTokenizer(
+        self,
+        request: _inference_pb2.GetTokenizerRequest,
+        context: _aio.ServicerContext[_inference_pb2.GetTokenizerRequest, _abc.AsyncIterator[_inference_pb2.GetTokenizerResponse]],
+    ) -> _abc.AsyncIterator[_inference_pb2.GetTokenizerResponse]:
+        """The files of the tokenizer in use, for clients that tokenise by themselves."""
+
+    @_abc_1.abstractmethod
+    def GetLoads(
+        self,
+        request: _inference_pb2.GetLoadsRequest,
+        context: _aio.ServicerContext[_inference_pb2.GetLoadsRequest, _abc.Awaitable[_inference_pb2.GetLoadsResponse]],
+    ) -> _abc.Awaitable[_inference_pb2.GetLoadsResponse]:
+        """What each worker has to do, for other balancers. On the admin plane, and for admin tenants."""
 
 def add_InferenceServiceServicer_to_server(servicer: InferenceServiceServicer, server: _aio.Server) -> None: ...

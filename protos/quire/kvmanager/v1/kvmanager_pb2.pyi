@@ -43,8 +43,9 @@ Global___SequencePhase: _TypeAlias = SequencePhase  # noqa: Y015
 
 @_typing.final
 class SessionRequest(_message.Message):
-    """`bytes` fields that hold numbers are packed little-endian, 32 bits each: signed for block ids and parent indexes,
-    unsigned for everything else. Block hashes are 16 bytes each, concatenated.
+    """`bytes` fields that hold numbers are packed little-endian. Block ids and parent indexes are signed 32-bit integers,
+    sequences and steps unsigned 64-bit ones, everything else is unsigned 32-bit. Block hashes are 16 bytes each,
+    concatenated.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -142,9 +143,12 @@ class Attach(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     PREFIX_CACHING_FIELD_NUMBER: _builtins.int
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
+    RESET_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.bytes
-    """16 bytes: start time in nanoseconds (big-endian), then random."""
+    """16 random bytes, new at each start. They are a secret between worker and manager: they prove that an attach comes
+    from the worker whose session it replaces. Others get a hash of them (WorkerInfo.incarnation).
+    """
     epoch_seen: _builtins.int
     """Highest epoch that the worker has accepted."""
     num_blocks: _builtins.int
@@ -153,6 +157,8 @@ class Attach(_message.Message):
     prefix_caching: _builtins.bool
     max_num_seqs: _builtins.int
     """Sequences that may hold blocks at once."""
+    reset: _builtins.int
+    """The id of the last reset of the prefix cache that this life of the worker carried out; 0: none."""
     @_builtins.property
     def identity(self) -> _types_pb2.PoolIdentity: ...
     def __init__(
@@ -166,10 +172,11 @@ class Attach(_message.Message):
         address: _builtins.str = ...,
         prefix_caching: _builtins.bool = ...,
         max_num_seqs: _builtins.int = ...,
+        reset: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch_seen", b"epoch_seen", "identity", b"identity", "incarnation", b"incarnation", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "prefix_caching", b"prefix_caching", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch_seen", b"epoch_seen", "identity", b"identity", "incarnation", b"incarnation", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "prefix_caching", b"prefix_caching", "reset", b"reset", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -196,6 +203,7 @@ class Inventory(_message.Message):
     cached_parents: _builtins.bytes
     """Index of the parent block's entry in the whole inventory, -1 for the first block of a prompt."""
     cached_last_used: _builtins.bytes
+    """The step of the last use."""
     last: _builtins.bool
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___InventorySequence]: ...
@@ -260,6 +268,9 @@ class Reserve(_message.Message):
     FORK_OF_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    COMPUTES_ALL_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     num_tokens: _builtins.int
     max_len: _builtins.int
@@ -270,6 +281,11 @@ class Reserve(_message.Message):
     """A sequence of the same prompt whose blocks may be shared and copied."""
     request_id: _builtins.str
     traceparent: _builtins.str
+    tenant: _builtins.str
+    """Tenants share a worker's places and blocks by weight; 1 where it is unset."""
+    weight: _builtins.float
+    computes_all: _builtins.bool
+    """The sequence computes all its tokens: it takes no hit, and shares a block only once that is sealed."""
     def __init__(
         self,
         *,
@@ -281,10 +297,13 @@ class Reserve(_message.Message):
         fork_of: _builtins.int | None = ...,
         request_id: _builtins.str = ...,
         traceparent: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        weight: _builtins.float = ...,
+        computes_all: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_fork_of", b"_fork_of", "fork_of", b"fork_of"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fork_of", b"_fork_of", "block_hashes", b"block_hashes", "fork_of", b"fork_of", "max_len", b"max_len", "num_tokens", b"num_tokens", "priority", b"priority", "request_id", b"request_id", "sequence", b"sequence", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fork_of", b"_fork_of", "block_hashes", b"block_hashes", "computes_all", b"computes_all", "fork_of", b"fork_of", "max_len", b"max_len", "num_tokens", b"num_tokens", "priority", b"priority", "request_id", b"request_id", "sequence", b"sequence", "tenant", b"tenant", "traceparent", b"traceparent", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__fork_of: _TypeAlias = _typing.Literal["fork_of"]  # noqa: Y015
     _WhichOneofArgType__fork_of: _TypeAlias = _typing.Literal["_fork_of", b"_fork_of"]  # noqa: Y015
@@ -315,15 +334,16 @@ class Report(_message.Message):
     LEASE_WANT_FIELD_NUMBER: _builtins.int
     COMPUTED_SEQUENCES_FIELD_NUMBER: _builtins.int
     COMPUTED_LENGTHS_FIELD_NUMBER: _builtins.int
+    RESET_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     bind_sequences: _builtins.bytes
-    """Parallel int32 arrays, in order of binding."""
+    """Parallel arrays, in order of binding."""
     bind_blocks: _builtins.bytes
     seal_blocks: _builtins.bytes
     """Parents first."""
     seal_hashes: _builtins.bytes
     trim_sequences: _builtins.bytes
-    """Leading blocks of a block table that left every layer's window: int32 (sequence, blocks trimmed in all)."""
+    """Leading blocks of a block table that left every layer's window: (sequence, blocks trimmed in all)."""
     trim_counts: _builtins.bytes
     returned: _builtins.bytes
     preempted_sequences: _builtins.bytes
@@ -331,8 +351,10 @@ class Report(_message.Message):
     finished_sequences: _builtins.bytes
     lease_want: _builtins.int
     computed_sequences: _builtins.bytes
-    """Tokens of sequences whose K/V is computed; sent every few steps. Preemption records use them."""
+    """Tokens of sequences whose K/V is computed; sent with what may cause a preemption, whose record uses them."""
     computed_lengths: _builtins.bytes
+    reset: _builtins.int
+    """Confirms the reset of this id; 0: nothing to confirm."""
     @_builtins.property
     def reserve(self) -> _containers.RepeatedCompositeFieldContainer[Global___Reserve]: ...
     @_builtins.property
@@ -361,10 +383,11 @@ class Report(_message.Message):
         lease_want: _builtins.int = ...,
         computed_sequences: _builtins.bytes = ...,
         computed_lengths: _builtins.bytes = ...,
+        reset: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stalled", b"_stalled", "stalled", b"stalled"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stalled", b"_stalled", "bind_blocks", b"bind_blocks", "bind_sequences", b"bind_sequences", "computed_lengths", b"computed_lengths", "computed_sequences", b"computed_sequences", "finished_reasons", b"finished_reasons", "finished_sequences", b"finished_sequences", "lease_want", b"lease_want", "preempted_num_tokens", b"preempted_num_tokens", "preempted_sequences", b"preempted_sequences", "reserve", b"reserve", "returned", b"returned", "seal_blocks", b"seal_blocks", "seal_hashes", b"seal_hashes", "stalled", b"stalled", "step", b"step", "trim_counts", b"trim_counts", "trim_sequences", b"trim_sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stalled", b"_stalled", "bind_blocks", b"bind_blocks", "bind_sequences", b"bind_sequences", "computed_lengths", b"computed_lengths", "computed_sequences", b"computed_sequences", "finished_reasons", b"finished_reasons", "finished_sequences", b"finished_sequences", "lease_want", b"lease_want", "preempted_num_tokens", b"preempted_num_tokens", "preempted_sequences", b"preempted_sequences", "reserve", b"reserve", "reset", b"reset", "returned", b"returned", "seal_blocks", b"seal_blocks", "seal_hashes", b"seal_hashes", "stalled", b"stalled", "step", b"step", "trim_counts", b"trim_counts", "trim_sequences", b"trim_sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stalled: _TypeAlias = _typing.Literal["stalled"]  # noqa: Y015
     _WhichOneofArgType__stalled: _TypeAlias = _typing.Literal["_stalled", b"_stalled"]  # noqa: Y015
@@ -472,7 +495,7 @@ Global___IdentityDifference: _TypeAlias = IdentityDifference  # noqa: Y015
 
 @_typing.final
 class GrantBatch(_message.Message):
-    """Columns are applied in the order: lease_target, copy, admit, lease, preempt, cancel."""
+    """Columns are applied in the order: lease_target, copy, admit, lease, reset, preempt, cancel."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -485,6 +508,7 @@ class GrantBatch(_message.Message):
     PREEMPT_SEQUENCES_FIELD_NUMBER: _builtins.int
     PREEMPT_DECISION_IDS_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
+    RESET_FIELD_NUMBER: _builtins.int
     lease_target: _builtins.int
     copy_src: _builtins.bytes
     """Parallel int32 arrays; applied in list order."""
@@ -493,6 +517,10 @@ class GrantBatch(_message.Message):
     lease: _builtins.bytes
     preempt_sequences: _builtins.bytes
     cancel: _builtins.bytes
+    reset: _builtins.int
+    """The id of a reset of the prefix cache; 0: none. The worker claims no more what blocks hold that no block table has,
+    and confirms that in its next report.
+    """
     @_builtins.property
     def admit(self) -> _containers.RepeatedCompositeFieldContainer[Global___Admit]: ...
     @_builtins.property
@@ -509,10 +537,11 @@ class GrantBatch(_message.Message):
         preempt_sequences: _builtins.bytes = ...,
         preempt_decision_ids: _abc.Iterable[_builtins.str] | None = ...,
         cancel: _builtins.bytes = ...,
+        reset: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "cancel", b"cancel", "copy_dst", b"copy_dst", "copy_len", b"copy_len", "copy_src", b"copy_src", "lease", b"lease", "lease_target", b"lease_target", "preempt_decision_ids", b"preempt_decision_ids", "preempt_sequences", b"preempt_sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "cancel", b"cancel", "copy_dst", b"copy_dst", "copy_len", b"copy_len", "copy_src", b"copy_src", "lease", b"lease", "lease_target", b"lease_target", "preempt_decision_ids", b"preempt_decision_ids", "preempt_sequences", b"preempt_sequences", "reset", b"reset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -856,3 +885,312 @@ class Pool(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Pool: _TypeAlias = Pool  # noqa: Y015
+
+@_typing.final
+class ResetPrefixCacheRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResetPrefixCacheRequest: _TypeAlias = ResetPrefixCacheRequest  # noqa: Y015
+
+@_typing.final
+class ResetPrefixCacheResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DROPPED_BLOCKS_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    INDEX_CURRENT_FIELD_NUMBER: _builtins.int
+    dropped_blocks: _builtins.int
+    """Of all workers."""
+    index_current: _builtins.bool
+    """Whether the index in Redis has forgotten the blocks too; where there is no Redis, true. Otherwise it will, once Redis
+    can be reached.
+    """
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerReset]: ...
+    def __init__(
+        self,
+        *,
+        dropped_blocks: _builtins.int = ...,
+        workers: _abc.Iterable[Global___WorkerReset] | None = ...,
+        index_current: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped_blocks", b"dropped_blocks", "index_current", b"index_current", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResetPrefixCacheResponse: _TypeAlias = ResetPrefixCacheResponse  # noqa: Y015
+
+@_typing.final
+class WorkerReset(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    DROPPED_BLOCKS_FIELD_NUMBER: _builtins.int
+    BLOCKS_IN_USE_FIELD_NUMBER: _builtins.int
+    CONFIRMED_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    dropped_blocks: _builtins.int
+    blocks_in_use: _builtins.int
+    """Blocks of running sequences, which stay."""
+    confirmed: _builtins.bool
+    """Whether the worker has confirmed. If it has not, its cached blocks are dropped again when it attaches."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        dropped_blocks: _builtins.int = ...,
+        blocks_in_use: _builtins.int = ...,
+        confirmed: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_in_use", b"blocks_in_use", "confirmed", b"confirmed", "dropped_blocks", b"dropped_blocks", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerReset: _TypeAlias = WorkerReset  # noqa: Y015
+
+@_typing.final
+class SubscribeKvEventsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """Empty for all workers, those that attach later included."""
+    @_builtins.property
+    def after(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvPosition]:
+        """Where an earlier subscription ended, one for each worker. A worker without one begins with a snapshot."""
+
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        after: _abc.Iterable[Global___KvPosition] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SubscribeKvEventsRequest: _TypeAlias = SubscribeKvEventsRequest  # noqa: Y015
+
+@_typing.final
+class KvPosition(_message.Message):
+    """The number of an event. Numbers are dense within a stream of events; a new session of the worker, or a new manager,
+    begins another stream.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    STREAM_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    stream: _builtins.str
+    """Names the stream of events that `number` counts in."""
+    number: _builtins.int
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        stream: _builtins.str = ...,
+        number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "stream", b"stream", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvPosition: _TypeAlias = KvPosition  # noqa: Y015
+
+@_typing.final
+class SubscribeKvEventsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    STREAM_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
+    DETACHED_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    stream: _builtins.str
+    number: _builtins.int
+    """Of the last event in this message; for a snapshot, of the last event that the snapshot contains."""
+    @_builtins.property
+    def snapshot(self) -> Global___KvSnapshot: ...
+    @_builtins.property
+    def changes(self) -> Global___KvChanges: ...
+    @_builtins.property
+    def detached(self) -> Global___KvDetached:
+        """The worker left; its blocks count for nothing until it attaches again, with a snapshot."""
+
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        stream: _builtins.str = ...,
+        number: _builtins.int = ...,
+        snapshot: Global___KvSnapshot | None = ...,
+        changes: Global___KvChanges | None = ...,
+        detached: Global___KvDetached | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "detached", b"detached", "event", b"event", "snapshot", b"snapshot"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "detached", b"detached", "event", b"event", "number", b"number", "snapshot", b"snapshot", "stream", b"stream", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["snapshot", "changes", "detached"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___SubscribeKvEventsResponse: _TypeAlias = SubscribeKvEventsResponse  # noqa: Y015
+
+@_typing.final
+class KvSnapshot(_message.Message):
+    """The whole membership, which replaces what the subscriber has of this worker. Sent in parts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    DEPTHS_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    block_hashes: _builtins.bytes
+    """16-byte hashes, parents first, and the index of each block within its prompt as uint32."""
+    depths: _builtins.bytes
+    last: _builtins.bool
+    reason: _builtins.str
+    """Why there is a snapshot: "first", "attached", or "gap" where the events after the asked number are gone."""
+    def __init__(
+        self,
+        *,
+        block_hashes: _builtins.bytes = ...,
+        depths: _builtins.bytes = ...,
+        last: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "depths", b"depths", "last", b"last", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvSnapshot: _TypeAlias = KvSnapshot  # noqa: Y015
+
+@_typing.final
+class KvChanges(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHANGES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvChange]: ...
+    def __init__(
+        self,
+        *,
+        changes: _abc.Iterable[Global___KvChange] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvChanges: _TypeAlias = KvChanges  # noqa: Y015
+
+@_typing.final
+class KvChange(_message.Message):
+    """One event; changes of a message have the numbers up to its `number`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STORED_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    CLEARED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def stored(self) -> Global___KvBlock: ...
+    @_builtins.property
+    def removed(self) -> Global___KvBlock: ...
+    @_builtins.property
+    def cleared(self) -> Global___KvCleared: ...
+    def __init__(
+        self,
+        *,
+        stored: Global___KvBlock | None = ...,
+        removed: Global___KvBlock | None = ...,
+        cleared: Global___KvCleared | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "cleared", b"cleared", "removed", b"removed", "stored", b"stored"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "cleared", b"cleared", "removed", b"removed", "stored", b"stored"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_change: _TypeAlias = _typing.Literal["stored", "removed", "cleared"]  # noqa: Y015
+    _WhichOneofArgType_change: _TypeAlias = _typing.Literal["change", b"change"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_change) -> _WhichOneofReturnType_change | None: ...
+
+Global___KvChange: _TypeAlias = KvChange  # noqa: Y015
+
+@_typing.final
+class KvBlock(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCK_HASH_FIELD_NUMBER: _builtins.int
+    DEPTH_FIELD_NUMBER: _builtins.int
+    block_hash: _builtins.bytes
+    depth: _builtins.int
+    def __init__(
+        self,
+        *,
+        block_hash: _builtins.bytes = ...,
+        depth: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hash", b"block_hash", "depth", b"depth"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvBlock: _TypeAlias = KvBlock  # noqa: Y015
+
+@_typing.final
+class KvCleared(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvCleared: _TypeAlias = KvCleared  # noqa: Y015
+
+@_typing.final
+class KvDetached(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvDetached: _TypeAlias = KvDetached  # noqa: Y015

@@ -54,6 +54,16 @@ class KvManagerServiceStub:
                 request_serializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.GetPoolRequest.SerializeToString,
                 response_deserializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.GetPoolResponse.FromString,
                 _registered_method=True)
+        self.ResetPrefixCache = channel.unary_unary(
+                '/quire.kvmanager.v1.KvManagerService/ResetPrefixCache',
+                request_serializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.ResetPrefixCacheRequest.SerializeToString,
+                response_deserializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.ResetPrefixCacheResponse.FromString,
+                _registered_method=True)
+        self.SubscribeKvEvents = channel.unary_stream(
+                '/quire.kvmanager.v1.KvManagerService/SubscribeKvEvents',
+                request_serializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.SubscribeKvEventsRequest.SerializeToString,
+                response_deserializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.SubscribeKvEventsResponse.FromString,
+                _registered_method=True)
 
 
 class KvManagerServiceServicer:
@@ -85,6 +95,22 @@ class KvManagerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ResetPrefixCache(self, request, context):
+        """Drops the cached blocks that no sequence uses, on all workers and in the index; running sequences go on. Answered once
+        the workers have confirmed. The router's admin plane passes this call on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SubscribeKvEvents(self, request, context):
+        """Membership of each worker's prefix cache: a snapshot, or what came since a number, and then every change. The
+        router's admin plane passes this call on. Hashes of all tenants are in it, so it is for operators and routers alone.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KvManagerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -107,6 +133,16 @@ def add_KvManagerServiceServicer_to_server(servicer, server):
                     servicer.GetPool,
                     request_deserializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.GetPoolRequest.FromString,
                     response_serializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.GetPoolResponse.SerializeToString,
+            ),
+            'ResetPrefixCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetPrefixCache,
+                    request_deserializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.ResetPrefixCacheRequest.FromString,
+                    response_serializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.ResetPrefixCacheResponse.SerializeToString,
+            ),
+            'SubscribeKvEvents': grpc.unary_stream_rpc_method_handler(
+                    servicer.SubscribeKvEvents,
+                    request_deserializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.SubscribeKvEventsRequest.FromString,
+                    response_serializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.SubscribeKvEventsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -217,6 +253,60 @@ class KvManagerService:
             '/quire.kvmanager.v1.KvManagerService/GetPool',
             quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.GetPoolRequest.SerializeToString,
             quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.GetPoolResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetPrefixCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.kvmanager.v1.KvManagerService/ResetPrefixCache',
+            quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.ResetPrefixCacheRequest.SerializeToString,
+            quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.ResetPrefixCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SubscribeKvEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/quire.kvmanager.v1.KvManagerService/SubscribeKvEvents',
+            quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.SubscribeKvEventsRequest.SerializeToString,
+            quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.SubscribeKvEventsResponse.FromString,
             options,
             channel_credentials,
             insecure,

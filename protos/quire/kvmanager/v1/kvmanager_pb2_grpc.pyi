@@ -20,6 +20,14 @@ class KvManagerServiceStub:
     """Longest cached prefix of a prompt on each attached worker, from the manager's prefix map."""
     GetBlockTable: _aio.UnaryUnaryMultiCallable[_kvmanager_pb2.GetBlockTableRequest, _kvmanager_pb2.GetBlockTableResponse]
     GetPool: _aio.UnaryUnaryMultiCallable[_kvmanager_pb2.GetPoolRequest, _kvmanager_pb2.GetPoolResponse]
+    ResetPrefixCache: _aio.UnaryUnaryMultiCallable[_kvmanager_pb2.ResetPrefixCacheRequest, _kvmanager_pb2.ResetPrefixCacheResponse]
+    """Drops the cached blocks that no sequence uses, on all workers and in the index; running sequences go on. Answered once
+    the workers have confirmed. The router's admin plane passes this call on.
+    """
+    SubscribeKvEvents: _aio.UnaryStreamMultiCallable[_kvmanager_pb2.SubscribeKvEventsRequest, _kvmanager_pb2.SubscribeKvEventsResponse]
+    """Membership of each worker's prefix cache: a snapshot, or what came since a number, and then every change. The
+    router's admin plane passes this call on. Hashes of all tenants are in it, so it is for operators and routers alone.
+    """
 
 class KvManagerServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -51,5 +59,25 @@ class KvManagerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kvmanager_pb2.GetPoolRequest,
         context: _aio.ServicerContext[_kvmanager_pb2.GetPoolRequest, _abc.Awaitable[_kvmanager_pb2.GetPoolResponse]],
     ) -> _abc.Awaitable[_kvmanager_pb2.GetPoolResponse]: ...
+
+    @_abc_1.abstractmethod
+    def ResetPrefixCache(
+        self,
+        request: _kvmanager_pb2.ResetPrefixCacheRequest,
+        context: _aio.ServicerContext[_kvmanager_pb2.ResetPrefixCacheRequest, _abc.Awaitable[_kvmanager_pb2.ResetPrefixCacheResponse]],
+    ) -> _abc.Awaitable[_kvmanager_pb2.ResetPrefixCacheResponse]:
+        """Drops the cached blocks that no sequence uses, on all workers and in the index; running sequences go on. Answered once
+        the workers have confirmed. The router's admin plane passes this call on.
+        """
+
+    @_abc_1.abstractmethod
+    def SubscribeKvEvents(
+        self,
+        request: _kvmanager_pb2.SubscribeKvEventsRequest,
+        context: _aio.ServicerContext[_kvmanager_pb2.SubscribeKvEventsRequest, _abc.AsyncIterator[_kvmanager_pb2.SubscribeKvEventsResponse]],
+    ) -> _abc.AsyncIterator[_kvmanager_pb2.SubscribeKvEventsResponse]:
+        """Membership of each worker's prefix cache: a snapshot, or what came since a number, and then every change. The
+        router's admin plane passes this call on. Hashes of all tenants are in it, so it is for operators and routers alone.
+        """
 
 def add_KvManagerServiceServicer_to_server(servicer: KvManagerServiceServicer, server: _aio.Server) -> None: ...

@@ -102,6 +102,7 @@ class PoolIdentity(_message.Message):
     KV_GEOMETRY_FIELD_NUMBER: _builtins.int
     HASH_VERSION_FIELD_NUMBER: _builtins.int
     ARITHMETIC_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
     model_fingerprint: _builtins.str
     tokenizer_fingerprint: _builtins.str
     block_size: _builtins.int
@@ -109,6 +110,10 @@ class PoolIdentity(_message.Message):
     """Version of the block-hash format; see common/hashing.py."""
     arithmetic: _builtins.str
     """What determines the bits of a token's logits, if the workers of a pool promise equal bits; else "any"."""
+    pooling: _builtins.str
+    """What the workers make of a prompt: "none" generates, all else embeds: "last" or "mean", with ", normalised" where
+    vectors have length 1. Empty counts as "none".
+    """
     @_builtins.property
     def kv_geometry(self) -> Global___KvGeometry: ...
     def __init__(
@@ -120,10 +125,11 @@ class PoolIdentity(_message.Message):
         kv_geometry: Global___KvGeometry | None = ...,
         hash_version: _builtins.str = ...,
         arithmetic: _builtins.str = ...,
+        pooling: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv_geometry", b"kv_geometry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arithmetic", b"arithmetic", "block_size", b"block_size", "hash_version", b"hash_version", "kv_geometry", b"kv_geometry", "model_fingerprint", b"model_fingerprint", "tokenizer_fingerprint", b"tokenizer_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arithmetic", b"arithmetic", "block_size", b"block_size", "hash_version", b"hash_version", "kv_geometry", b"kv_geometry", "model_fingerprint", b"model_fingerprint", "pooling", b"pooling", "tokenizer_fingerprint", b"tokenizer_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -210,6 +216,8 @@ class SamplingParams(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
     INCLUDE_STOP_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    BAD_WORDS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 is greedy. Default 1."""
     top_p: _builtins.float
@@ -219,7 +227,9 @@ class SamplingParams(_message.Message):
     min_p: _builtins.float
     """Keep tokens at least this likely relative to the most likely one. [0, 1], default 0."""
     max_tokens: _builtins.int
-    """Output tokens at most. Default: what the model's context leaves."""
+    """Output tokens at most. Default: what the model's context leaves. 0, with prompt_logprobs alone: the prompt is
+    computed, and nothing is sampled.
+    """
     min_tokens: _builtins.int
     """No end-of-sequence or stop token before this many output tokens. Default 0."""
     repetition_penalty: _builtins.float
@@ -236,15 +246,29 @@ class SamplingParams(_message.Message):
     n: _builtins.int
     """Sequences to sample from the prompt; outputs carry their index. Default 1."""
     include_stop: _builtins.bool
+    prompt_logprobs: _builtins.int
+    """Return the log-probability of each token of the prompt but the first, and of this many most likely ones at its place.
+    0-20. The whole prompt is computed, whatever is cached; its blocks are cached for other requests.
+    """
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Strings that end the output; they are not part of the text unless include_stop is set."""
+        """Strings that end the output; they are not part of the text unless include_stop is set. At most 16, of at most 1024
+        characters each.
+        """
 
     @_builtins.property
-    def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """At most 1024."""
+
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
-        """Added to the logit of a token id. [-100, 100]."""
+        """Added to the logit of a token id. [-100, 100]; at most 1024 entries."""
+
+    @_builtins.property
+    def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Texts that the output may not contain, each as the tokens that it has at the start of a text and after a space. At
+        most 128, of at most 128 characters each. Not together with a constraint.
+        """
 
     def __init__(
         self,
@@ -266,10 +290,12 @@ class SamplingParams(_message.Message):
         logprobs: _builtins.int | None = ...,
         n: _builtins.int | None = ...,
         include_stop: _builtins.bool | None = ...,
+        prompt_logprobs: _builtins.int | None = ...,
+        bad_words: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_include_stop", b"_include_stop", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_include_stop", b"_include_stop", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_include_stop", b"_include_stop", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_include_stop", b"_include_stop", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
     _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
@@ -289,6 +315,8 @@ class SamplingParams(_message.Message):
     _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015
     _WhichOneofReturnType__presence_penalty: _TypeAlias = _typing.Literal["presence_penalty"]  # noqa: Y015
     _WhichOneofArgType__presence_penalty: _TypeAlias = _typing.Literal["_presence_penalty", b"_presence_penalty"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
     _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
@@ -318,6 +346,8 @@ class SamplingParams(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__presence_penalty) -> _WhichOneofReturnType__presence_penalty | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
@@ -331,8 +361,51 @@ class SamplingParams(_message.Message):
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
 @_typing.final
+class ThoughtBudget(_message.Message):
+    """Ends a thought of the model by force. A thought stands between two marks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    OPENER_FIELD_NUMBER: _builtins.int
+    CLOSER_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    IS_OPEN_FIELD_NUMBER: _builtins.int
+    ANYWHERE_FIELD_NUMBER: _builtins.int
+    max_tokens: _builtins.int
+    """Tokens of the output within thoughts; after these comes `end`. 0 ends a thought where it begins."""
+    opener: _builtins.str
+    """The marks before and after a thought, such as <think> and </think>. At most 64 characters each."""
+    closer: _builtins.str
+    end: _builtins.str
+    """What ends a thought by force, the closing mark included. At most 256 characters."""
+    is_open: _builtins.bool
+    """The prompt ends within the thought."""
+    anywhere: _builtins.bool
+    """Thoughts may stand anywhere, and all of them count; otherwise a thought stands at the beginning alone."""
+    def __init__(
+        self,
+        *,
+        max_tokens: _builtins.int = ...,
+        opener: _builtins.str = ...,
+        closer: _builtins.str = ...,
+        end: _builtins.str = ...,
+        is_open: _builtins.bool = ...,
+        anywhere: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["anywhere", b"anywhere", "closer", b"closer", "end", b"end", "is_open", b"is_open", "max_tokens", b"max_tokens", "opener", b"opener"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ThoughtBudget: _TypeAlias = ThoughtBudget  # noqa: Y015
+
+@_typing.final
 class TokenLogprobs(_message.Message):
-    """Log-probabilities (natural logarithm, after penalties and bias, before temperature and truncation) of one output token."""
+    """Log-probabilities (natural logarithm) of one token: of an output after penalties and bias, before temperature and
+    truncation; of a prompt as the model has them.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -340,8 +413,11 @@ class TokenLogprobs(_message.Message):
     LOGPROB_FIELD_NUMBER: _builtins.int
     TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     logprob: _builtins.float
+    rank: _builtins.int
+    """Of a prompt's token: how many tokens are more likely at its place, plus one."""
     @_builtins.property
     def top_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -353,10 +429,11 @@ class TokenLogprobs(_message.Message):
         logprob: _builtins.float = ...,
         top_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         top_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        rank: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "token_id", b"token_id", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "rank", b"rank", "token_id", b"token_id", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -371,12 +448,22 @@ class Usage(_message.Message):
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     RECOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    MODEL_DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_MODEL_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     cached_tokens: _builtins.int
     output_tokens: _builtins.int
     recomputed_tokens: _builtins.int
     """Tokens computed again after preemptions."""
     preemptions: _builtins.int
+    drafted_tokens: _builtins.int
+    """Guessed tokens that steps verified, and those of them that became output."""
+    accepted_draft_tokens: _builtins.int
+    model_drafted_tokens: _builtins.int
+    """Of both, those that a draft model guessed."""
+    accepted_model_draft_tokens: _builtins.int
     def __init__(
         self,
         *,
@@ -385,10 +472,14 @@ class Usage(_message.Message):
         output_tokens: _builtins.int = ...,
         recomputed_tokens: _builtins.int = ...,
         preemptions: _builtins.int = ...,
+        drafted_tokens: _builtins.int = ...,
+        accepted_draft_tokens: _builtins.int = ...,
+        model_drafted_tokens: _builtins.int = ...,
+        accepted_model_draft_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "output_tokens", b"output_tokens", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "accepted_model_draft_tokens", b"accepted_model_draft_tokens", "cached_tokens", b"cached_tokens", "drafted_tokens", b"drafted_tokens", "model_drafted_tokens", b"model_drafted_tokens", "output_tokens", b"output_tokens", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
