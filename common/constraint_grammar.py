@@ -6,18 +6,25 @@ Needs `llguidance`, which the extras of router and worker install; nothing else 
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits
+from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
 from common.types import Constraint, ConstraintKind
 
 # Items of the parser at one token. An ambiguous grammar (`s: s s | /./ |`) makes more with each token. At llguidance's
 # limit of 50,000 one mask took 130 ms, and all sequences of the step wait for it. With 5,000 it is refused at 15 ms.
 _MAX_ITEMS = 5_000
-# A JSON document may have one space between its parts, as most programs write it: that costs fewest tokens, and
-# some models never stop writing blanks when they may.
+# Items of the parser after one token: about four for each property that may come next. llguidance's own limit, 2,000,
+# refuses 500 optional properties.
+_MAX_ROW_ITEMS = 5_000
+# A JSON document may have one space between its parts, as most programs write it. That costs fewest tokens, and some
+# models never stop writing blanks when they may.
 _WHITESPACE: Any = {"whitespace_pattern": " "}
+
+_OF_A_LIMIT = re.compile(r"limit|max is|fuel|too many|too complex|too large", re.IGNORECASE)
 
 
 def grammar_of(constraint: Constraint) -> str:
@@ -33,7 +40,22 @@ def grammar_of(constraint: Constraint) -> str:
             return LLMatcher.grammar_from_regex(constraint.text)
         case ConstraintKind.GRAMMAR:
             # The text is wrapped: llguidance would parse a text that begins with a brace as its own notation.
-            return json.dumps({"grammars": [{"lark_grammar": constraint.text}]})
+            return json.dumps({"grammars": [{"lark_grammar": _lark(constraint.text)}]})
+
+
+def _lark(text: str) -> str:
+    """Return a grammar in Lark's notation; one in GBNF (`root ::= ...`), as llama.cpp has it, is converted."""
+    if "::=" not in text or is_lark_syntax(text):
+        return text
+    try:
+        return gbnf_to_lark(text)
+    except Exception as error:  # noqa: BLE001 - the library raises bare Exception too
+        raise ValueError(f"as GBNF: {error}") from None
+
+
+def passes_a_limit(error: str) -> bool:
+    """Return whether an error of llguidance says that the grammar is too large, and not that a token is wrong."""
+    return _OF_A_LIMIT.search(error) is not None
 
 
 def parser_limits() -> LLParserLimits:
@@ -41,4 +63,4 @@ def parser_limits() -> LLParserLimits:
 
     Verbose errors are off, because they quote tokens of the output.
     """
-    return LLParserLimits(step_max_items=_MAX_ITEMS, verbose_errors=False)
+    return LLParserLimits(step_max_items=_MAX_ITEMS, max_items_in_row=_MAX_ROW_ITEMS, verbose_errors=False)

@@ -3,6 +3,7 @@
     H_k = SHA-256(H_{k-1} || tokens of block k as little-endian int32)
     root = SHA-256(version || model || tokenizer || block size || cache domain || tagged extra keys)
 
+A cache domain is opaque: 0 to 32 bytes that the router derives from the caller. A request's salt narrows it.
 Every part of the root is length-prefixed and tagged, so that a cache domain "foo" never collides with an adapter "foo".
 A block hash (`BlockHash`) is the first 16 bytes of H_k; the digest of the next block uses the full 32 bytes.
 """
@@ -18,23 +19,34 @@ from common.types import BlockHash
 
 HASH_VERSION = b"quire-block-hash-v1"
 KEY_BYTES = 16
+DIGEST_BYTES = 32
+MAX_DOMAIN_BYTES = 32
 
 
 def root_digest(
     model_fingerprint: str,
     tokenizer_fingerprint: str,
     block_size: int,
-    cache_domain: str = "",
+    cache_domain: bytes = b"",
     extra_keys: Iterable[tuple[str, str]] = (),
 ) -> bytes:
     """Return the 32-byte root of a hash chain. `extra_keys` are (tag, value), e.g. ("adapter", "name@version")."""
     digest = hashlib.sha256(HASH_VERSION)
-    parts = [("model", model_fingerprint), ("tokenizer", tokenizer_fingerprint), ("block_size", str(block_size))]
-    parts += [("domain", cache_domain), *(("extra:" + tag, value) for tag, value in extra_keys)]
+    named = [("model", model_fingerprint), ("tokenizer", tokenizer_fingerprint), ("block_size", str(block_size))]
+    parts = [(tag, value.encode()) for tag, value in named]
+    parts += [("domain", cache_domain), *(("extra:" + tag, value.encode()) for tag, value in extra_keys)]
     for tag, value in parts:
-        for field in (tag.encode(), value.encode()):
+        for field in (tag.encode(), value):
             digest.update(len(field).to_bytes(4, "little") + field)
     return digest.digest()
+
+
+def narrowed_domain(cache_domain: bytes, salt: str) -> bytes:
+    """Return the part of a cache domain that requests with this salt share, 32 bytes; the domain itself without one."""
+    if not salt:
+        return cache_domain
+    length = len(cache_domain).to_bytes(4, "little")
+    return hashlib.sha256(b"quire-salt" + length + cache_domain + salt.encode()).digest()
 
 
 def little_endian_int32(tokens: Sequence[int]) -> bytes:
@@ -56,8 +68,13 @@ def block_hash_of(digest: bytes) -> BlockHash:
 
 def block_digests(root: bytes, tokens: Sequence[int], block_size: int) -> list[bytes]:
     """Return the 32-byte links of all full blocks of `tokens`, in order; the partial last block has none."""
+    return packed_digests(root, little_endian_int32(tokens), block_size)
+
+
+def packed_digests(root: bytes, packed: bytes, block_size: int) -> list[bytes]:
+    """Return the same of tokens that are packed as little-endian int32."""
     digests: list[bytes] = []
-    parent, packed, width = root, little_endian_int32(tokens), 4 * block_size
+    parent, width = root, 4 * block_size
     for end in range(width, len(packed) + 1, width):
         parent = hashlib.sha256(parent + packed[end - width : end]).digest()
         digests.append(parent)

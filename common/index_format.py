@@ -4,8 +4,8 @@
     {ns}:w:<slot>                  hash: worker_id, incarnation (hex), address, generation; no TTL
     {ns}:l:<slot>                  liveness of the slot's worker; has a TTL, renewed while the worker is attached
     {ns}:epoch, {ns}:fence         counter of managers, and the epoch of the one that may write
-    quire:discovery:workers        set of all worker ids that ever attached: readers need not scan
-    quire:discovery:worker:<id>    JSON (`DiscoveredWorker`); has a TTL, renewed while attached
+    quire:discovery:workers        set of the ids of attached workers, and for a while of departed ones
+    quire:discovery:worker:<id>    signature and JSON (`DiscoveredWorker`); has a TTL, renewed while attached
 
 `ns` is `PoolIdentity.namespace`, a hash tag: all keys of an index lie in one cluster slot. An entry counts only if its
 generation is that in `{ns}:w:<slot>`. The manager draws a new generation whenever it rebuilds or clears.
@@ -13,19 +13,27 @@ generation is that in `{ns}:w:<slot>`. The manager draws a new generation whenev
 
 from __future__ import annotations
 
+import hmac
 import json
 import struct
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import TypeVar
 
+from common.limits import MAX_DISCOVERY_ENTRY_AGE_S, MAX_DISCOVERY_ENTRY_BYTES, MAX_INDEX_VALUE_BYTES
 from common.types import KvGeometry, PoolIdentity
 
 ENTRY_BYTES = 6
 MAX_SLOTS = 1 << 16
+MAX_GENERATION = (1 << 32) - 1
 DISCOVERY_PREFIX = "quire:discovery:worker:"
 DISCOVERY_WORKERS_KEY = "quire:discovery:workers"
 
+OWNER_FIELDS = ("worker_id", "incarnation", "address", "generation")
+
+_OWNER_KEYS = tuple(name.encode() for name in OWNER_FIELDS)
 _ENTRY = struct.Struct("<HI")
+_PartsT = TypeVar("_PartsT", KvGeometry, PoolIdentity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,34 +90,74 @@ def pack_entry(slot: int, generation: int) -> bytes:
 
 
 def unpack_entries(value: bytes) -> list[tuple[int, int]]:
-    """Return (slot, generation) of each entry; bytes that are no whole entry at the end are ignored."""
-    whole = len(value) - len(value) % ENTRY_BYTES
+    """Return (slot, generation) of each entry; bytes that are no whole entry at the end are ignored, and an excess."""
+    whole = min(len(value) - len(value) % ENTRY_BYTES, MAX_INDEX_VALUE_BYTES)
     return [(slot, generation) for slot, generation in _ENTRY.iter_unpack(value[:whole])]
 
 
 def owner_from_fields(fields: Mapping[bytes, bytes]) -> SlotOwner | None:
     """Return the owner in a slot's hash as redis-py returns it; None when a field is missing or malformed."""
     try:
-        worker_id, incarnation, address, generation = (
-            fields[name].decode() for name in (b"worker_id", b"incarnation", b"address", b"generation")
-        )
-        return SlotOwner(worker_id, incarnation, address, int(generation))
+        worker_id, incarnation, address, generation = (fields[name].decode() for name in _OWNER_KEYS)
+        number = int(generation)
+        return SlotOwner(worker_id, incarnation, address, number) if 0 <= number <= MAX_GENERATION else None
     except (KeyError, ValueError):
         return None
 
 
-def discovered_to_json(worker: DiscoveredWorker) -> str:
-    return json.dumps(asdict(worker))
+def owner_from_values(values: Sequence[bytes | None]) -> SlotOwner | None:
+    """Return the owner from the values of OWNER_FIELDS; None when one is missing or malformed."""
+    return owner_from_fields(
+        {name: value for name, value in zip(_OWNER_KEYS, values, strict=True) if value is not None}
+    )
 
 
-def discovered_from_json(value: bytes | str) -> DiscoveredWorker | None:
-    """Return the worker in a discovery key's value; None when it is malformed (another version wrote it)."""
+def discovered_to_value(worker: DiscoveredWorker, key: bytes | None, now: float) -> str:
+    """Return the value of a discovery key, signed if the pool has a key. `now` is in seconds since 1970."""
+    body = json.dumps(asdict(worker) | {"written": int(now)})
+    return f"{_signature(key, worker.worker_id, body.encode())} {body}"
+
+
+def discovered_from_value(value: bytes, worker_id: str, key: bytes | None, now: float) -> DiscoveredWorker:
+    """Return the worker in the value of a discovery key. Raises ValueError with what is wrong with it.
+
+    With the pool's key, an entry must be signed with it and must not be old: who can write Redis, but has no key, could
+    else give an address of his own, or bring back that of a worker that is gone.
+    """
+    if len(value) > MAX_DISCOVERY_ENTRY_BYTES:
+        raise ValueError(f"it has more than {MAX_DISCOVERY_ENTRY_BYTES} bytes")
+    signature, _, body = value.partition(b" ")
+    if key is not None and not hmac.compare_digest(signature, _signature(key, worker_id, body).encode()):
+        raise ValueError("it is not signed with the pool's key")
+    worker, written = _parsed(body)
+    if worker.worker_id != worker_id:
+        raise ValueError("it names another worker than its key")
+    if key is not None and abs(now - written) > MAX_DISCOVERY_ENTRY_AGE_S:
+        raise ValueError(f"it was written {now - written:.0f} s ago; compare the clocks of manager and router")
+    return worker
+
+
+def _signature(key: bytes | None, worker_id: str, body: bytes) -> str:
+    if key is None:
+        return "-"
+    return hmac.digest(key, b"quire-discovery-v1\0" + worker_id.encode() + b"\0" + body, "sha256").hex()
+
+
+def _parsed(body: bytes) -> tuple[DiscoveredWorker, int]:
     try:
-        parts = json.loads(value)
+        parts = json.loads(body)
         identity = dict(parts["identity"])
-        identity["kv_geometry"] = KvGeometry(**identity["kv_geometry"])
-        return DiscoveredWorker(
-            str(parts["worker_id"]), str(parts["address"]), str(parts["incarnation"]), PoolIdentity(**identity)
-        )
-    except (KeyError, TypeError, ValueError):
-        return None
+        identity["kv_geometry"] = _checked(KvGeometry(**identity["kv_geometry"]))
+        worker_id, address, incarnation = (str(parts[name]) for name in ("worker_id", "address", "incarnation"))
+        worker = DiscoveredWorker(worker_id, address, incarnation, _checked(PoolIdentity(**identity)))
+        return worker, int(parts["written"])
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
+        raise ValueError("it is malformed, or another version wrote it") from None
+
+
+def _checked(parts: _PartsT) -> _PartsT:
+    """Raise TypeError unless each part of a dataclass has the type that is declared; lists in JSON would nest."""
+    for each in fields(parts):
+        if type(getattr(parts, each.name)).__name__ != each.type:
+            raise TypeError(each.name)
+    return parts

@@ -7,20 +7,64 @@ stream is a resync: W sends an inventory, M rebuilds its ledger from that alone.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Protocol
 
 from common.errors import Mismatch
+from common.limits import MAX_EPOCH_LEAD, MAX_FOREIGN_EPOCH
 from common.types import BlockHash, BlockId, FinishReason, MissReason, PoolIdentity, SequenceId, SequencePhase
+
+# ---------------------------------------------------------------- numbers and names from outside
+
+
+def highest_plausible_epoch(known: int) -> int:
+    """Return the highest epoch that a peer may name where `known` is the highest one here.
+
+    Epochs are taken one above another, so a number far above all others comes from no manager. If it were taken, it
+    would soon have no successor.
+    """
+    return max(known, MAX_FOREIGN_EPOCH) + MAX_EPOCH_LEAD
+
+
+def public_incarnation(incarnation: bytes) -> bytes:
+    """Return 16 bytes that name a worker's life in public; its incarnation cannot be computed from them."""
+    return hashlib.sha256(b"quire-incarnation-v1" + incarnation).digest()[:16]
+
+
+# ---------------------------------------------------------------- sizes
+
+
+def window_blocks(window: int, block_size: int) -> int:
+    """Return the blocks that a sequence holds at once where every layer has a window, of `window` slots at most.
+
+    They are those before the next position that it reads, the one that a step in flight fills, and the next one.
+    """
+    return -(-(window - 1) // block_size) + 2
+
+
+def blocks_needed(num_tokens: int, max_len: int, block_size: int, window: int = 0) -> int:
+    """Return the blocks that a sequence of `num_tokens` tokens needs at once; `max_len` bounds prompt and output.
+
+    A router, a worker and a manager refuse a request by this number. The last token of an output is never computed, so
+    it needs no slot. Where nothing is sampled, `num_tokens` is `max_len`, and every token is computed. `window` is
+    above 0 where every layer has one: blocks that left it are released, and prompts get their blocks chunk by chunk.
+    """
+    whole = -(-max(num_tokens, max_len - 1) // block_size)
+    return min(whole, window_blocks(window, block_size)) if window else whole
+
 
 # ---------------------------------------------------------------- W -> M
 
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    """First message of a session. `incarnation` is 16 bytes: start time in ns, then random; `session` counts attaches.
+    """First message of a session. `session` counts attaches.
 
+    `incarnation` is 16 random bytes that worker and manager alone know: they prove that an attach comes from the worker
+    whose session it replaces. Everybody else gets `public_incarnation`.
     `max_num_seqs` bounds the sequences that hold block tables at once (running and draining): M admits no more.
+    `reset` is the id of the last reset of the prefix cache that W carried out in this incarnation; 0: none.
     """
 
     worker_id: str
@@ -32,6 +76,7 @@ class Attach:
     address: str = ""
     prefix_caching: bool = True
     max_num_seqs: int = 256
+    reset: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +85,8 @@ class Reserve:
 
     `block_hashes` has the hashes of its full blocks. If it is empty although a full block exists, the sequence is not
     cached. `fork_of` names a sequence with the same tokens at submission, whose partial last block may be copied.
+    Tenants share the worker by their `weight`, which is above 0. A sequence that `computes_all` its tokens takes no
+    hit, and shares a block only once that is sealed: nothing else may fill its slots.
     """
 
     sequence: SequenceId
@@ -50,6 +97,9 @@ class Reserve:
     fork_of: SequenceId | None = None
     request_id: str = ""
     traceparent: str = ""
+    tenant: str = ""
+    weight: float = 1.0
+    computes_all: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +137,9 @@ class Report:
 
     `seal` lists parents first. `trim` gives (sequence, leading blocks trimmed in all). `stalled` is the complete set of
     sequences that found no block, None when unchanged. `lease_want` is a level: blocks that running sequences will bind
-    within the runway. `computed` gives the computed lengths every few steps, for the record of what a
-    preemption loses. A sequence has at most one `preempted` followed by one `finished`.
+    within the runway. `computed` gives computed lengths with what may cause a preemption, for the record of what that
+    loses. A sequence has at most one `preempted` followed by one `finished`. `reset` confirms the order of that id; 0:
+    nothing to confirm.
     """
 
     step: int = 0
@@ -102,6 +153,7 @@ class Report:
     stalled: tuple[SequenceId, ...] | None = None
     lease_want: int = 0
     computed: tuple[tuple[SequenceId, int], ...] = ()
+    reset: int = 0
 
 
 # ---------------------------------------------------------------- M -> W
@@ -158,12 +210,16 @@ class Preempt:
 
 @dataclass(frozen=True, slots=True)
 class GrantBatch:
-    """The grants and orders of M. W applies the columns in this order, at the cut-off of its next step."""
+    """The grants and orders of M. W applies the columns in this order, at the cut-off of its next step.
+
+    `reset` is the id of a reset of the prefix cache (0: none): W claims no more what blocks hold that no table has.
+    """
 
     lease_target: int
     copy: tuple[Copy, ...] = ()
     admit: tuple[Admit, ...] = ()
     lease: tuple[BlockId, ...] = ()
+    reset: int = 0
     preempt: tuple[Preempt, ...] = ()
     cancel: tuple[SequenceId, ...] = ()
 

@@ -13,18 +13,24 @@ from common.rpc import event_loop
 from common.settings.config import refuse
 from common.settings.options import ServiceSettings
 
+_NO_MEMORY = "out of memory; give the process more (ulimit -v, the container's limit), or choose a smaller model"
+
 
 def run_service(name: str, settings: ServiceSettings, serve: Callable[[], Coroutine[Any, Any, int | None]]) -> int:
     """Run `serve` to its end; return the exit status that it returns (None counts as 0), or 1 after a QuireError.
 
-    `name` is that of the service, such as router. Bad options end the process with status 2 and a line for each.
+    `name` is that of the service, such as router. Options that turn out bad end the process with status 2 and a line
+    for each; a port that another process has ends it with PORT_TAKEN_STATUS.
     """
     stacks_on_signal()
     setup_logging(name, settings.log_level, settings.log_format)
     try:
         return event_loop.run(serve()) or 0
     except InvalidConfig as error:
-        refuse(error)
+        refuse(error, f"quire-{name} cannot start:")
+    except MemoryError:
+        print(f"quire-{name}: {_NO_MEMORY}", file=sys.stderr)  # noqa: T201
+        return 1
     except QuireError as error:
         print(f"quire-{name}: {error}", file=sys.stderr)  # noqa: T201
         return 1

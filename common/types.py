@@ -8,6 +8,7 @@ from typing import NewType
 
 from quire.api.types import (
     ANY_ARITHMETIC,
+    NO_POOLING,
     FinishReason,
     KvGeometry,
     MissReason,
@@ -18,6 +19,8 @@ from quire.api.types import (
 
 __all__ = [
     "ANY_ARITHMETIC",
+    "NO_POOLING",
+    "TENANT_CANDIDATE",
     "TRIMMED",
     "BlockHash",
     "BlockId",
@@ -33,6 +36,8 @@ __all__ = [
     "SamplingParams",
     "SequenceId",
     "SequencePhase",
+    "ShortfallReason",
+    "ThoughtBudget",
     "TokenLogprobs",
     "Usage",
 ]
@@ -41,7 +46,7 @@ BlockId = NewType("BlockId", int)
 """Index of a block in one worker's pool."""
 
 SequenceId = NewType("SequenceId", int)
-"""u32, rising, never reused within one incarnation of a worker."""
+"""Below 2^64, rising, never reused within one incarnation of a worker."""
 
 BlockHash = NewType("BlockHash", bytes)
 """16 bytes: the hash of a full block's content and of everything before it (`common.hashing`)."""
@@ -74,11 +79,29 @@ class Constraint:
 
 
 @dataclass(frozen=True, slots=True)
+class ThoughtBudget:
+    """Ends a thought by force: once thoughts have `max_tokens` tokens, the tokens `end_token_ids` come.
+
+    A thought stands between `opener` and `closer`, at the beginning of the output alone, or `anywhere`. `is_open`: the
+    prompt ends within it.
+    """
+
+    max_tokens: int
+    opener: str
+    closer: str
+    end_token_ids: tuple[int, ...]
+    is_open: bool = False
+    anywhere: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are sampled; every default is filled in. Ranges are in `protos/quire/types/v1/types.proto`.
 
-    `constraint` travels beside the others, not with them: in requests and in submits it has a field of its own.
-    `temperature` 0 is greedy, `top_k` 0 keeps all tokens. `logprobs` None returns none, 0 the sampled token's only.
+    `constraint`, `thought` and `bad_words` travel beside the others: in requests and in submits they have fields of
+    their own. `temperature` 0 is greedy, `top_k` 0 keeps all tokens. `logprobs` None returns none, 0 the sampled
+    token's only; `prompt_logprobs` is the same for the prompt's tokens. `bad_words` are runs of token ids that may not
+    be sampled.
     """
 
     temperature: float = 1.0
@@ -99,6 +122,9 @@ class SamplingParams:
     n: int = 1
     include_stop: bool = False
     constraint: Constraint | None = None
+    thought: ThoughtBudget | None = None
+    prompt_logprobs: int | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
 
 class DecisionKind(StrEnum):
@@ -109,6 +135,22 @@ class DecisionKind(StrEnum):
     PREEMPTION = "preemption"
     MIGRATION = "migration"
     REJECTION = "rejection"
+    RESET = "reset"
+    QUEUED = "queued"
+    SHORTFALL = "shortfall"
+    OUTCOME = "outcome"
+
+
+class ShortfallReason(StrEnum):
+    """Why a sequence was not admitted at once: the first reason of its short-fall."""
+
+    BLOCKS = "too few blocks"
+    PLACES = "no place in the batch"
+    BEHIND = "behind another sequence"
+
+
+# Before the name of a candidate of a short-fall that is a tenant; the others are requests.
+TENANT_CANDIDATE = "tenant "
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,3 +183,7 @@ class Decision:
     beneficiary: str = ""
     figures: tuple[tuple[str, float], ...] = field(default=())
     traceparent: str = ""
+    # The tenant of the request where a key showed it; empty otherwise.
+    tenant: str = ""
+    # The worker whose blocks or places it is about, or that was chosen; empty where there is none.
+    worker: str = ""

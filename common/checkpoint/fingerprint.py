@@ -1,7 +1,7 @@
 """Fingerprints of a checkpoint: everything besides tokens that K/V content depends on. Standard library only.
 
 Two directories with equal weights, configuration and tokenizer have equal fingerprints wherever they lie. Weights enter
-by the header of each safetensors file (names, types, shapes, offsets), its size and a sample of its content: hashing
+by the header of each safetensors file (names, types, shapes, offsets), its size and a sample of its content. Hashing
 hundreds of gigabytes would delay every start. Small files are hashed whole.
 """
 
@@ -11,11 +11,12 @@ import hashlib
 import json
 from pathlib import Path
 
-from common.errors import FieldViolation, InvalidConfig
+from common.checkpoint.files import read_config, refuse_pointers
 
 _WHOLE_FILE_BYTES = 64 << 20
 _SAMPLE_BYTES = 1 << 20
 _SAMPLES = 16
+_WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "gguf_tensors.json")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
 _IGNORED_CONFIG_KEYS = frozenset({"transformers_version", "_name_or_path", "use_cache"})
 
@@ -23,23 +24,26 @@ _IGNORED_CONFIG_KEYS = frozenset({"transformers_version", "_name_or_path", "use_
 def model_fingerprint(directory: Path, dummy_seed: int | None = None) -> str:
     """Return 32 hexadecimal digits for configuration and weights; random weights count by their seed.
 
-    Raises InvalidConfig when the directory holds no config.json.
+    Raises InvalidConfig when the directory holds no config.json, a broken one, or Git LFS pointers.
     """
     digest = hashlib.sha256(b"quire-model-v1")
-    config = _read_config(directory)
+    config = {key: value for key, value in read_config(directory).items() if key not in _IGNORED_CONFIG_KEYS}
     digest.update(json.dumps(config, sort_keys=True).encode())
     if dummy_seed is not None:
         digest.update(b"dummy" + str(dummy_seed).encode())
         return digest.hexdigest()[:32]
-    for path in sorted([*directory.glob("*.safetensors"), *directory.glob("*.bin")]):
+    weights = sorted(path for kind in _WEIGHTS for path in directory.glob(kind))
+    refuse_pointers(weights)
+    for path in weights:
         digest.update(path.name.encode())
         _add_file(digest, path)
     return digest.hexdigest()[:32]
 
 
 def tokenizer_fingerprint(directory: Path) -> str:
-    """Return 32 hexadecimal digits for the tokenizer's files; "none" when the directory has no tokenizer."""
+    """Return 32 hexadecimal digits for the tokenizer's files; "none" without any. Raises InvalidConfig for pointers."""
     found = [directory / name for name in _TOKENIZER_FILES if (directory / name).is_file()]
+    refuse_pointers(found)
     if not found:
         return "none"
     digest = hashlib.sha256(b"quire-tokenizer-v1")
@@ -47,15 +51,6 @@ def tokenizer_fingerprint(directory: Path) -> str:
         digest.update(path.name.encode())
         _add_file(digest, path)
     return digest.hexdigest()[:32]
-
-
-def _read_config(directory: Path) -> dict[str, object]:
-    path = directory / "config.json"
-    if not path.is_file():
-        what = f"no config.json in {directory}; expected a checkpoint in Hugging Face format"
-        raise InvalidConfig(FieldViolation("--model", what))
-    config: dict[str, object] = json.loads(path.read_text())
-    return {key: value for key, value in config.items() if key not in _IGNORED_CONFIG_KEYS}
 
 
 def _add_file(digest: hashlib._Hash, path: Path) -> None:

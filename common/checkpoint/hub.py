@@ -1,10 +1,13 @@
-"""Finds a checkpoint: a folder of this machine, or the name of one on the Hugging Face hub, which is downloaded."""
+"""Finds a checkpoint: a folder or a GGUF file of this machine, or a name on the Hugging Face hub, downloaded."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
+from common.checkpoint.gguf.folder import gguf_folder
+from common.checkpoint.gguf.names import gguf_file, is_local_name
 from common.errors import FieldViolation, InvalidConfig
 
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -13,15 +16,25 @@ _OTHER_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
 
 
 def is_hub_name(model: str) -> bool:
-    """Return whether a name can only be one on the hub: `name` or `owner/name`, and no folder here."""
-    return _HUB_NAME.fullmatch(model) is not None and not Path(model).is_dir()
+    """Return whether a name can only be one on the hub: `name` or `owner/name`, and nothing that is here."""
+    return _HUB_NAME.fullmatch(model) is not None and not is_local_name(model) and not Path(model).exists()
 
 
-def checkpoint_directory(model: str, weights: bool = True) -> Path:
-    """Return the folder of a checkpoint; a hub name is downloaded, without its weights if the caller needs none.
+def without_effect(model: str, revision: str | None) -> Iterator[FieldViolation]:
+    """Yield a violation for a revision of what has none: a folder of this machine."""
+    if revision and Path(model).expanduser().is_dir():
+        what = f"is {revision!r}, and --model {model} is a folder of this machine, which has no revisions; leave it out"
+        yield FieldViolation("--revision", what)
 
-    Raises InvalidConfig when there is neither.
+
+def checkpoint_directory(model: str, weights: bool = True, revision: str | None = None) -> Path:
+    """Return the folder of a checkpoint, for a GGUF file the one that stands for it; a hub name is downloaded.
+
+    `weights`: whether the caller needs them. `revision` is a branch, tag or commit on the hub. Raises InvalidConfig
+    when there is no such model.
     """
+    if (file := gguf_file(model)) is not None:
+        return gguf_folder(file)
     directory = Path(model).expanduser()
     if directory.is_dir():
         return directory
@@ -29,7 +42,8 @@ def checkpoint_directory(model: str, weights: bool = True) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, allow_patterns=[*_OTHER_FILES, *(_WEIGHTS if weights else ())]))
+        patterns = [*_OTHER_FILES, *(_WEIGHTS if weights else ())]
+        return Path(snapshot_download(model, revision=revision or None, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         what = f"{model!r} is no directory here, and the hub did not give it: {' '.join(str(error).split())}"
         raise InvalidConfig(FieldViolation("--model", what)) from error

@@ -1,1 +1,1 @@
-"""Decision records: the ring that keeps them, and their log line."""
+"""Decision records: the ring that keeps them, their log line, and their pages and watches on the wire."""

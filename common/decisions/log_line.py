@@ -27,6 +27,7 @@ def _fields(decision: Decision) -> dict[str, Any]:
     whole = {
         "decision_id": decision.decision_id,
         "request_id": decision.request_id,
+        "tenant": decision.tenant,
         "reasons": list(decision.reasons),
         "victim": decision.victim,
         "beneficiary": decision.beneficiary,

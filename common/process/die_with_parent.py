@@ -2,8 +2,8 @@
 
 On Linux the kernel ends the program (PR_SET_PDEATHSIG). The kernel watches the *thread* that started the program, so
 start it from a thread that lives as long as the process. Elsewhere the program runs unchanged. This file is also the
-launcher: it sets the signal in the new process and lets the program replace it, because code between fork and exec
-mixes badly with threads and gRPC.
+launcher: it sets the signal in the new process and lets the program replace it. Code between fork and exec mixes badly
+with threads and gRPC.
 """
 
 from __future__ import annotations

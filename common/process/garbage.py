@@ -10,8 +10,10 @@ def collect_rarely() -> None:
 
     Services keep a hundred thousand records in rings. A walk over them takes 65 ms, and at the interpreter's own
     thresholds walks were a tenth of a busy router's CPU. The records form no cycles. The few cycles that exist (errors
-    of broken streams) are found in the younger generations.
+    of broken streams) are found in the younger generations. An error of a large request holds megabytes, so the middle
+    generation stays small: under 1,000 hostile requests a router peaked at 469 MiB, and at 632 with walks a tenth as
+    often; its longest turn took 58 ms, and 197.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 50, 1_000)
+    gc.set_threshold(20_000, 5, 1_000)

@@ -7,7 +7,6 @@ One that is started here listens on 127.0.0.1, writes nothing to disk and ends w
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -21,8 +20,10 @@ import redis
 
 from common.errors import Unavailable
 from common.process import die_with_parent
+from common.process.ports import free_ports
+from common.process.redis_users import RedisUrls, RedisUsers
 
-START_TIMEOUT_S: Final = 10.0
+START_TIMEOUT_S: Final = 60.0
 _POLL_S: Final = 0.01
 _LOG_CHARS: Final = 500
 
@@ -56,8 +57,11 @@ class LocalRedis:
     Start it from a thread that lives as long as the server is needed (see die_with_parent).
     """
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self, port: int = 0, users: RedisUsers | None = None, acl_file: Path | None = None) -> None:
+        """With `users`, whose rules stand in `acl_file`, no other user has access."""
         self.port = port or _free_port()
+        self._acl_file = acl_file
+        self.urls = RedisUrls.of(users, f"127.0.0.1:{self.port}") if users else RedisUrls.same(self.url)
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -119,11 +123,13 @@ class LocalRedis:
             # The prefix index expects this of any Redis: under memory pressure, drop the keys that expire next.
             "maxmemory-policy": "volatile-ttl",
         }
+        if self._acl_file is not None:
+            options["aclfile"] = str(self._acl_file.absolute())
         return [str(find_server()), *(word for key, value in options.items() for word in (f"--{key}", value))]
 
     def answers(self, pid: int) -> bool:
         """Return whether this server, and no other process, answers on the port."""
-        with redis.Redis(port=self.port, socket_timeout=1.0) as client:
+        with redis.Redis.from_url(self.urls.operator, socket_timeout=1.0) as client:
             try:
                 return bool(client.info("server")["process_id"] == pid)
             except redis.RedisError:
@@ -131,7 +137,5 @@ class LocalRedis:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+    """Return a port that no outgoing connection can take, also while the server is not running."""
+    return free_ports(1)[0]

@@ -1,21 +1,29 @@
 """Log lines: one JSON object each for machines, or short lines for people; both with the ids of their trace.
 
-The message says what happened, `extra` fields say to what:  log.info("admitted", extra={"request_id": id}).
-A field `traceparent` names the trace where the current span does not. Prompt and output text is never logged: fields
-that would hold it show only their length.
+The message says what happened, `extra` fields say to what:  log.info("admitted", extra={"request_id": id}). A field
+`traceparent` names the trace where the current span does not. Prompt and output text is never logged: fields that would
+hold it show only their length. Passwords of URLs are hidden. Control characters are escaped. Ids and reasons may come
+from peers, and a newline in one of them would start a line that looks like ours.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, Final, Literal, TextIO
 
+from common.untrusted.redaction import redacted
+
 # The attributes of every record; all others came by `extra`.
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+# Characters that end a line, move the cursor or turn the direction of text, somewhere.
+_CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+# A traceback has several lines; the mark distinguishes them from lines of records.
+_INSET: Final = "    | "
 _TEXT_FIELDS: Final = frozenset({"prompt", "text", "messages", "content", "token_ids", "tokens", "output", "stop"})
 _NOISY: Final = {
     "httpx": "WARNING",
@@ -62,7 +70,8 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["exc"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str, ensure_ascii=False)
+        text = json.dumps(line, default=str, ensure_ascii=False)
+        return redacted(_CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
 class TextFormatter(logging.Formatter):
@@ -77,7 +86,10 @@ class TextFormatter(logging.Formatter):
         head = self._head(record)
         fields = {**fields_of(record), **{key: value for key, value in trace_ids(record).items() if key == "trace_id"}}
         line = "  ".join([head, " ".join(f"{key}={value}" for key, value in fields.items())]).rstrip()
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        lines = [escaped(line)]
+        if record.exc_info:
+            lines += [_INSET + escaped(each) for each in self.formatException(record.exc_info).split("\n")]
+        return redacted("\n".join(lines))
 
     def _head(self, record: logging.LogRecord) -> str:
         clock = datetime.fromtimestamp(record.created).astimezone().strftime("%H:%M:%S.%f")[:-3]
@@ -90,6 +102,11 @@ class BareFormatter(TextFormatter):
     def _head(self, record: logging.LogRecord) -> str:
         level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
         return f"{level}{record.getMessage()}"
+
+
+def escaped(text: str) -> str:
+    """Return a text as one line: control characters become escapes such as \\n and \\x1b."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, Any]:

@@ -1,26 +1,34 @@
-"""Metrics of one process, and the tiny HTTP endpoint that serves them: /metrics for Prometheus, /health for probes.
+"""Metrics of one process, and the small HTTP endpoint that serves them, with /health and /live for probes.
 
 Services define their metrics on the registry from `new_registry`, under names that start with `quire:`.
 """
 
 from __future__ import annotations
 
-import asyncio
+import ipaddress
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Final
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, exposition
 from prometheus_client.openmetrics import exposition as openmetrics
 
-from common.errors import FieldViolation, InvalidConfig
+from common.errors import DeadlineExceeded, PermissionDenied, PortTaken, QuireError, Unavailable, Unsupported
+from common.limits import MAX_METRICS_CONNECTIONS, MAX_METRICS_CONNECTIONS_A_PEER
+from common.process.connections import Connections
+from common.process.small_http import Reply, Request, SmallHttpServer, text
 
 PORT_OFFSET: Final = 1000
-_REQUEST_TIMEOUT_S: Final = 5.0
-_MAX_HEADER_BYTES: Final = 16 << 10
-
-Reply = tuple[HTTPStatus, str, bytes]
+# What a POST does; it returns the JSON of the answer.
+Action = Callable[[], Awaitable[object]]
+_FAILED: Final = HTTPStatus.INTERNAL_SERVER_ERROR
+_STATUSES: Final[Mapping[type[QuireError], HTTPStatus]] = {
+    Unavailable: HTTPStatus.SERVICE_UNAVAILABLE,
+    DeadlineExceeded: HTTPStatus.GATEWAY_TIMEOUT,
+    PermissionDenied: HTTPStatus.FORBIDDEN,
+    Unsupported: HTTPStatus.NOT_IMPLEMENTED,
+}
 
 
 def new_registry() -> CollectorRegistry:
@@ -51,57 +59,89 @@ def metrics_port(configured: int | None, grpc_port: int) -> int:
 
 
 class MetricsServer:
-    """Serves GET /metrics and GET /health; `healthy` says whether the process can serve requests."""
+    """Serves GET /metrics, /health and /live; `healthy` says whether the process can serve requests.
+
+    Probes have no certificate, so they ask here and not the gRPC port. /live answers while the event loop turns.
+    """
 
     def __init__(self, registry: CollectorRegistry, healthy: Callable[[], bool]) -> None:
         self._registry, self._healthy = registry, healthy
-        self._server: asyncio.Server | None = None
+        self._pages: dict[str, Callable[[], object]] = {}
+        self._actions: dict[str, Action] = {}
+        self._open_actions = True
+        self.connections = Connections(MAX_METRICS_CONNECTIONS, MAX_METRICS_CONNECTIONS_A_PEER)
+        self._server = SmallHttpServer(self._answer, self.connections)
         self.port = 0
 
-    async def start(self, host: str, port: int) -> int:
-        """Listen and return the port. Raises InvalidConfig when the port is taken."""
+    def add(self, pages: Mapping[str, Callable[[], object]]) -> None:
+        """Serve further paths: each answers with what its function returns, as JSON."""
+        self._pages.update(pages)
+
+    def add_actions(self, actions: Mapping[str, Action], from_elsewhere: bool) -> None:
+        """Serve POST of further paths: each answers with what its function returns, as JSON.
+
+        This port knows no callers. So pages of browsers are refused, and other machines unless `from_elsewhere`.
+        """
+        self._actions.update(actions)
+        self._open_actions = from_elsewhere
+
+    async def start(self, host: str, port: int, flag: str = "--metrics-port") -> int:
+        """Listen and return the port, which the option `flag` names. Raises PortTaken."""
         try:
-            self._server = await asyncio.start_server(self._serve, host, port, limit=_MAX_HEADER_BYTES)
+            self.port = await self._server.start(host, port)
         except OSError as error:
-            what = f"cannot listen on {host}:{port} ({error.strerror}); expected a free port (0 takes one)"
-            raise InvalidConfig(FieldViolation("--metrics-port", what)) from None
-        self.port = self._server.sockets[0].getsockname()[1]
+            raise PortTaken(flag, host, port, error.strerror) from None
         return self.port
 
     async def stop(self) -> None:
-        if self._server is not None:
-            self._server.close()
-            await self._server.wait_closed()
+        await self._server.stop()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _answer(self, request: Request) -> Reply | Awaitable[Reply]:
+        return self._act(request) if request.method == "POST" else self._show(request)
+
+    async def _act(self, request: Request) -> Reply:
+        action = self._actions.get(request.path)
+        if action is None:
+            words = f"POST is for {', '.join(self._actions) or 'nothing here'}"
+            return text(HTTPStatus.METHOD_NOT_ALLOWED, f"{words}; expected GET or HEAD")
+        if request.origin:
+            return text(HTTPStatus.FORBIDDEN, "pages of a browser may not ask for this; expected no Origin header")
+        if not (self._open_actions or is_loopback(request.peer)):
+            words = "from another machine this needs the operator's certificate, which the gRPC admin port asks for"
+            return text(HTTPStatus.FORBIDDEN, f"{words}: quire reset-cache --admin-address HOST:PORT")
         try:
-            async with asyncio.timeout(_REQUEST_TIMEOUT_S):
-                head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-                writer.write(_encode(self._reply(head), with_body=not head[0].startswith("HEAD ")))
-                await writer.drain()
-        except (TimeoutError, ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass  # a client that is slow, gone or sends too much gets no answer
-        finally:
-            writer.close()
+            return _json(HTTPStatus.OK, await action())
+        except QuireError as error:
+            return _json(_status_of(error), {"error": {"message": str(error), "code": error.reason.lower()}})
 
-    def _reply(self, head: list[str]) -> Reply:
-        method, _, rest = head[0].partition(" ")
-        path = rest.partition(" ")[0].partition("?")[0]
-        if method not in ("GET", "HEAD"):
-            return HTTPStatus.METHOD_NOT_ALLOWED, "text/plain", b""
-        if path == "/metrics":
-            accept = next((line[7:] for line in head if line.lower().startswith("accept:")), "")
-            return HTTPStatus.OK, *exposed(self._registry, accept)
-        if path == "/health":
-            status, word = (HTTPStatus.OK, "ok") if self._healthy() else (HTTPStatus.SERVICE_UNAVAILABLE, "not ready")
-            return status, "application/json", json.dumps({"status": word}).encode()
-        return HTTPStatus.NOT_FOUND, "text/plain", b"/metrics and /health are here\n"
+    def _show(self, request: Request) -> Reply:
+        if request.path in self._actions:
+            return text(HTTPStatus.METHOD_NOT_ALLOWED, f"{request.path} changes something; expected POST")
+        if request.path == "/metrics":
+            return Reply(HTTPStatus.OK, *exposed(self._registry, request.accept))
+        if request.path in ("/health", "/live"):
+            well = request.path == "/live" or self._healthy()
+            status, word = (HTTPStatus.OK, "ok") if well else (HTTPStatus.SERVICE_UNAVAILABLE, "not ready")
+            return _json(status, {"status": word})
+        if (page := self._pages.get(request.path)) is not None:
+            return _json(HTTPStatus.OK, page())
+        named = ", ".join(["/metrics", "/health", *self._pages])
+        return text(HTTPStatus.NOT_FOUND, f"{named} and /live are here")
 
 
-def _encode(reply: Reply, with_body: bool) -> bytes:
-    status, content_type, body = reply
-    head = (
-        f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {content_type}\r\n"
-        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-    )
-    return head.encode("latin-1") + (body if with_body else b"")
+def is_loopback(peer: str) -> bool:
+    """Return whether an address is one of this machine's loopback; False for what is no address."""
+    try:
+        address = ipaddress.ip_address(peer.partition("%")[0])
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
+
+
+def _json(status: HTTPStatus, value: object) -> Reply:
+    return Reply(status, "application/json", json.dumps(value, ensure_ascii=False).encode())
+
+
+def _status_of(error: QuireError) -> HTTPStatus:
+    return next((status for kind, status in _STATUSES.items() if isinstance(error, kind)), _FAILED)

@@ -11,12 +11,21 @@ from typing import Final, TypeAlias
 
 from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from common.errors import Unavailable
+from common.rpc.reflection import add_reflection
 
 _STATUS: TypeAlias = health_pb2.HealthCheckResponse
 LIVE: Final = "live"
+
+
+class _ListingServicer(health.aio.HealthServicer):  # type: ignore[misc]  # grpcio-health-checking has no types
+    """grpcio's servicer, with the method that it leaves out."""
+
+    async def List(self, request: health_pb2.HealthListRequest, context: object) -> health_pb2.HealthListResponse:
+        """Return the status of every name, `live` and the whole server ("") included."""
+        statuses = {name: _STATUS(status=status) for name, status in self._server_status.items()}
+        return health_pb2.HealthListResponse(statuses=statuses)
 
 
 class Health:
@@ -27,26 +36,37 @@ class Health:
 
     def __init__(self, services: Sequence[str]) -> None:
         self._names = ("", *services)
-        self._servicer = health.aio.HealthServicer()
+        self._servicer = _ListingServicer()
+        self._ready, self._failing = False, False
 
     async def add_to(self, server: aio.Server) -> None:
         """Register health and reflection; every service is NOT_SERVING from the first moment."""
         await self._set(_STATUS.NOT_SERVING)
         await self._servicer.set(LIVE, _STATUS.SERVING)
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
-        described = (*self._names[1:], health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(described, server)
+        add_reflection((*self._names[1:], health.SERVICE_NAME), server)
 
     async def ready(self) -> None:
-        await self._set(_STATUS.SERVING)
+        """Set SERVING, as soon as no background task is failing."""
+        self._ready = True
+        await self._update()
 
     async def not_ready(self) -> None:
         """Set NOT_SERVING for a while: something that the service needs is missing."""
-        await self._set(_STATUS.NOT_SERVING)
+        self._ready = False
+        await self._update()
+
+    async def failing(self, tasks: tuple[str, ...]) -> None:
+        """Set NOT_SERVING while background tasks are failing (`common/process/supervised.py`)."""
+        self._failing = bool(tasks)
+        await self._update()
 
     async def drain(self) -> None:
         """Set NOT_SERVING for good."""
         await self._servicer.enter_graceful_shutdown()
+
+    async def _update(self) -> None:
+        await self._set(_STATUS.SERVING if self._ready and not self._failing else _STATUS.NOT_SERVING)
 
     async def _set(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for name in self._names:

@@ -18,6 +18,7 @@ import grpc
 from grpc import aio
 
 from common.errors import QuireError
+from common.rpc.malformed import MessageCheck, TolerantDecoder
 from common.rpc.status import abort
 from quire.api.status import error_from_rpc
 
@@ -26,15 +27,17 @@ log = logging.getLogger(__name__)
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"
 # (full method name, context of the RPC) -> what runs around its handler
 Around = Callable[[str, Context], AbstractAsyncContextManager[object]]
+# (request or stream of requests, context of the RPC) -> the same, or InvalidRequest
+Check = Callable[[Any, Context], Any]
 _KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
 
 class AroundInterceptor(aio.ServerInterceptor):
-    """Runs an `Around` around every handler of a server."""
+    """Runs an `Around` around every handler of one server; another server needs an interceptor of its own."""
 
     def __init__(self, around: Around) -> None:
         self._around = around
-        # By method: every call of a method has the same handler.
+        # By method: every call of a method of this server has the same handler.
         self._wrapped: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
 
     async def intercept_service(
@@ -87,17 +90,31 @@ async def send(context: Context, response: Any) -> None:
 
 def _wrap(handler: grpc.RpcMethodHandler[Any, Any], around: Around, method: str) -> grpc.RpcMethodHandler[Any, Any]:
     kind = next(name for name in _KINDS if getattr(handler, name))
-    behaviour = getattr(handler, kind)
     make = getattr(grpc, f"{kind}_rpc_method_handler")
+    check, decode = _message_check(handler, method, streamed=kind.startswith("stream"))
     wrapped: grpc.RpcMethodHandler[Any, Any] = make(
-        _around_behaviour(behaviour, around, method),
-        request_deserializer=handler.request_deserializer,
+        _around_behaviour(getattr(handler, kind), around, method, check),
+        request_deserializer=decode,
         response_serializer=handler.response_serializer,
     )
     return wrapped
 
 
-def _around_behaviour(behaviour: Callable[..., Any], around: Around, method: str) -> Callable[..., Any]:
+def _message_check(
+    handler: grpc.RpcMethodHandler[Any, Any], method: str, streamed: bool
+) -> tuple[Check, Callable[[bytes], Any] | None]:
+    """Return the check of a method's messages, and their decoder. Of several interceptors the innermost one checks."""
+    decode = handler.request_deserializer
+    if decode is None or isinstance(decode, TolerantDecoder):
+        return _unchecked, decode
+    return MessageCheck(method, streamed), TolerantDecoder(decode)
+
+
+def _unchecked(request: Any, _: Context) -> Any:
+    return request
+
+
+def _around_behaviour(behaviour: Callable[..., Any], around: Around, method: str, check: Check) -> Callable[..., Any]:
     """Return `behaviour` with `around` around it, as a coroutine in either case.
 
     A coroutine receives a cancellation while it sends a response. The handler then releases at once what it holds
@@ -106,10 +123,10 @@ def _around_behaviour(behaviour: Callable[..., Any], around: Around, method: str
 
     async def call(request: Any, context: Context) -> Any:
         async with around(method, context):
-            return await behaviour(request, context)
+            return await behaviour(check(request, context), context)
 
     async def write(request: Any, context: Context) -> None:
-        async with around(method, context), aclosing(behaviour(request, context)) as responses:
+        async with around(method, context), aclosing(behaviour(check(request, context), context)) as responses:
             async for response in responses:
                 await send(context, response)
 

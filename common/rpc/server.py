@@ -1,16 +1,23 @@
-"""A gRPC server with the parts of every Quire service: limits, keepalive, health, reflection, errors as statuses."""
+"""A gRPC server with the parts of every Quire service: limits, keepalive, health, TLS, roles, errors as statuses."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeAlias
 
 from grpc import aio
 
-from common.errors import FieldViolation, InvalidConfig
+from common.errors import PortTaken
 from common.rpc.health import Health
 from common.rpc.interceptor import AroundInterceptor, ErrorsToStatuses
 from common.rpc.options import server_options
-from quire.api.channel import channel_options
+from common.rpc.roles import ChecksRole, Role
+from common.rpc.tls import Identity, ServerTls, expecting
+from quire.api.channel import MAX_MESSAGE_BYTES, channel_options
+
+# Opens a channel to HOST:PORT.
+Dial: TypeAlias = Callable[[str], aio.Channel]
 
 
 class RpcServer:
@@ -20,35 +27,50 @@ class RpcServer:
     """
 
     def __init__(
-        self, services: Sequence[str], interceptors: Sequence[aio.ServerInterceptor] = (), reuse_port: bool = False
+        self,
+        services: Sequence[str],
+        interceptors: Sequence[aio.ServerInterceptor] = (),
+        reuse_port: bool = False,
+        most_bytes: int = MAX_MESSAGE_BYTES,
+        tls: ServerTls | None = None,
+        own_tls: ServerTls | None = None,
     ) -> None:
-        """`services` are full names (`quire.inference.v1.InferenceService`); `interceptors` see statuses."""
-        around = [*interceptors, AroundInterceptor(ErrorsToStatuses)]
-        self.server = aio.server(interceptors=around, options=server_options(reuse_port))
+        """`services` are full names (`quire.inference.v1.InferenceService`); `interceptors` see statuses.
+
+        A message to the server has at most `most_bytes`. `tls` is for the port, `own_tls` for the own port. Where
+        either asks callers for certificates, their roles are checked (`roles.py`).
+        """
+        self._tls, self._own_tls = tls, own_tls
+        checked = any(each is not None and each.asks_callers for each in (tls, own_tls))
+        checks = [AroundInterceptor(ChecksRole)] if checked else []
+        around = [*interceptors, AroundInterceptor(ErrorsToStatuses), *checks]
+        self.server = aio.server(interceptors=around, options=server_options(reuse_port, most_bytes))
         self.health = Health(services)
         self.port = self.own_port = 0
 
-    async def start(self, host: str, port: int, own_port: int | None = None) -> int:
-        """Listen, NOT_SERVING yet, and return the port (a free one for 0). Raises InvalidConfig when the port is taken.
+    async def start(self, host: str, port: int, own_port: int | None = None, flag: str = "--port") -> int:
+        """Listen, NOT_SERVING yet, and return the port (a free one for 0). Raises PortTaken.
 
         The server also answers on `own_port`: where others share `port`, that one reaches this process for certain.
+        `flag` is the option that names the port.
         """
         await self.health.add_to(self.server)
-        self.port = self._listen(host, port, "--port")
+        self.port = self._listen(host, port, flag, self._tls)
         if own_port is not None:
-            self.own_port = self._listen(host, own_port, "--own-port")
+            self.own_port = self._listen(host, own_port, "--own-port", self._own_tls)
         await self.server.start()
         return self.port
 
     async def ready(self) -> None:
         await self.health.ready()
 
-    def _listen(self, host: str, port: int, flag: str) -> int:
+    def _listen(self, host: str, port: int, flag: str, tls: ServerTls | None) -> int:
         try:
-            return self.server.add_insecure_port(f"{host}:{port}")
+            if tls is None:
+                return self.server.add_insecure_port(f"{host}:{port}")
+            return self.server.add_secure_port(f"{host}:{port}", tls.server_credentials())
         except RuntimeError:
-            what = f"cannot listen on {host}:{port}; expected a free port of this machine (0 takes one)"
-            raise InvalidConfig(FieldViolation(flag, what)) from None
+            raise PortTaken(flag, host, port) from None
 
     async def stop(self, grace: float) -> None:
         """Set NOT_SERVING, take no new RPC, and give running ones `grace` seconds before they are cancelled."""
@@ -56,6 +78,22 @@ class RpcServer:
         await self.server.stop(grace)
 
 
-def open_channel(address: str, interceptors: Sequence[aio.ClientInterceptor] = ()) -> aio.Channel:
-    """Return a channel to HOST:PORT with Quire's limits; it connects on first use and reconnects by itself."""
-    return aio.insecure_channel(address, options=channel_options(), interceptors=list(interceptors))
+def open_channel(
+    address: str,
+    interceptors: Sequence[aio.ClientInterceptor] = (),
+    identity: Identity | None = None,
+    role: Role = Role.OPERATOR,
+) -> aio.Channel:
+    """Return a channel to HOST:PORT with Quire's limits; it connects on first use and reconnects by itself.
+
+    With an identity both ends show certificates, and the server's must name `role`.
+    """
+    if identity is None:
+        return aio.insecure_channel(address, options=channel_options(), interceptors=list(interceptors))
+    options = [*channel_options(), expecting(role)]
+    return aio.secure_channel(address, identity.channel_credentials(), options, interceptors=list(interceptors))
+
+
+def dialer(identity: Identity | None, role: Role) -> Dial:
+    """Return what opens channels to servers of a role: with TLS, if this service has an identity."""
+    return partial(open_channel, identity=identity, role=role)

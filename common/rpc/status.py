@@ -24,6 +24,8 @@ _MAX_DETAIL_BYTES: Final = 5_000
 
 _CODES: Final[Mapping[type[errors.QuireError], grpc.StatusCode]] = {
     errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    errors.PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
     errors.NotFound: grpc.StatusCode.NOT_FOUND,
     errors.AlreadyExists: grpc.StatusCode.ALREADY_EXISTS,
     errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,

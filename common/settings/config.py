@@ -2,6 +2,7 @@
 
     flag  >  QUIRE_<SERVICE>_<KEY>  >  QUIRE_<KEY>  >  [service] table in the file  >  top level of the file  >  default
 
+QUIRE_<KEY>_FILE names a file with the value of QUIRE_<KEY>. Secrets have no flags.
 The file is named by `--config`, else by QUIRE_CONFIG. All services share environment and file: each service accepts a
 key that any of them has; any other key is an error. Pydantic checks the values and converts them.
 (pydantic-settings reads the same sources, but stops at the first bad value and forgets which source a value came from.)
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import os
 import sys
 import tomllib
@@ -24,13 +26,20 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from common.errors import FieldViolation, InvalidConfig
+from common.errors import FieldViolation, InvalidConfig, PortTaken
+from common.settings.foreign_flags import FOREIGN, advice
 from common.settings.options import Settings
 from common.settings.pydantic_words import expectation
+from common.untrusted.redaction import redacted
+from common.version import quire_version
 
 SettingsT = TypeVar("SettingsT", bound=Settings)
 
 ENV_PREFIX: Final = "QUIRE_"
+# Exit statuses of a program that refuses its options, and of one whose port another process has.
+REFUSED_STATUS: Final = 2
+PORT_TAKEN_STATUS: Final = errno.EADDRINUSE
+_FILE: Final = "_FILE"
 _NO_VALUE: Final = object()
 _DESCRIPTION: Final = (
     "Each option can be a flag, a variable of the environment (its name stands in brackets) or a key of a TOML file; "
@@ -113,8 +122,10 @@ def validate(reading: Reading, settings: type[SettingsT]) -> SettingsT:
         result = settings.model_validate(reading.values)
     except ValidationError as error:
         for problem in error.errors():
-            reading.violate(*_in_words(problem, reading.origins))
+            reading.violate(*_in_words(problem, reading.origins, settings))
         raise InvalidConfig(*reading.violations) from None
+    for impossible in result.problems():
+        reading.violate(reading.origins.get(_key_of(impossible.field), impossible.field), impossible.description)
     if reading.violations:
         raise InvalidConfig(*reading.violations)
     return result
@@ -123,7 +134,7 @@ def validate(reading: Reading, settings: type[SettingsT]) -> SettingsT:
 def load_or_exit(settings: type[SettingsT], argv: Sequence[str] | None = None, prog: str | None = None) -> SettingsT:
     """Return the options of this process; on bad ones print every violation to stderr and exit with status 2.
 
-    `prog` names the command in the help, where that is not the program itself (`quire up`).
+    `prog` names the command in the help, where that is not the program itself (`quire serve`).
     """
     try:
         return load(settings, sys.argv[1:] if argv is None else argv, prog=prog)
@@ -131,13 +142,16 @@ def load_or_exit(settings: type[SettingsT], argv: Sequence[str] | None = None, p
         refuse(error)
 
 
-def refuse(error: InvalidConfig) -> NoReturn:
-    """Print each violation on a line of its own to stderr, and exit with status 2."""
+def refuse(error: InvalidConfig, heading: str = "") -> NoReturn:
+    """Print each violation on a line of its own to stderr, under a heading, and exit with one of the statuses above.
+
+    Without a heading the error came before anything was started.
+    """
     count = len(error.violations)
-    lines = [f"{count} bad option{'s' if count > 1 else ''}; nothing was started."]
+    lines = [heading or f"{count} bad option{'s' if count > 1 else ''}; nothing was started."]
     lines += [f"  {violation.field}: {violation.description}" for violation in error.violations]
     print("\n".join(lines), file=sys.stderr)  # noqa: T201
-    sys.exit(2)
+    sys.exit(PORT_TAKEN_STATUS if isinstance(error, PortTaken) else REFUSED_STATUS)
 
 
 def installed_settings() -> list[type[Settings]]:
@@ -150,9 +164,18 @@ def flag_of(key: str) -> str:
     return "--" + key.replace("_", "-")
 
 
+def _key_of(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
 def env_of(key: str, info: FieldInfo) -> str:
     """Return the environment variable that sets a key: its own name where it has one, else QUIRE_<KEY>."""
     return _extra(info, "env") or ENV_PREFIX + key.upper()
+
+
+def is_secret(info: FieldInfo) -> bool:
+    """Return whether a value is for no eyes: it has no flag, and no message shows it."""
+    return _extra(info, "secret") is not None
 
 
 def _extra(info: FieldInfo, name: str) -> str | None:
@@ -162,11 +185,15 @@ def _extra(info: FieldInfo, name: str) -> str | None:
 
 def build_parser(settings: type[Settings], prog: str | None = None) -> argparse.ArgumentParser:
     """Return the parser of a program's flags; its help shows each default and environment variable."""
-    parser = _Parser(prog, "%(prog)s [--OPTION VALUE ...]", formatter_class=_HelpFormatter, allow_abbrev=False)
+    words = f" [{settings.positional.upper()}]" if settings.positional else ""
+    parser = _Parser(prog, f"%(prog)s{words} [--OPTION VALUE ...]", formatter_class=_HelpFormatter, allow_abbrev=False)
     parser.description = _DESCRIPTION
     parser.add_argument("--config", metavar="FILE", help="TOML file with options (environment: QUIRE_CONFIG)")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {quire_version()}")
     groups: dict[type, argparse._ArgumentGroup] = {}
     for key, info in settings.model_fields.items():
+        if is_secret(info):  # every user of a machine can read the flags of a process
+            continue
         owner = next(base for base in reversed(settings.__mro__) if key in getattr(base, "model_fields", {}))
         if owner not in groups:
             groups[owner] = parser.add_argument_group(owner.__doc__)
@@ -205,6 +232,8 @@ def _add_flag(group: argparse._ArgumentGroup, key: str, info: FieldInfo) -> None
 def _default(info: FieldInfo) -> str:
     if info.is_required():
         return "required; "
+    if _extra(info, "unsaid") is not None:  # the description names the default
+        return ""
     if isinstance(info.default, bool):
         return f"default {'on' if info.default else 'off'}; "
     return "" if info.default in (None, ()) else f"default {info.default}; "
@@ -221,11 +250,11 @@ def _read_flags(
     """Return the flags as key -> (origin, value) and the value of --config; note unknown flags."""
     parser = build_parser(reading.settings, prog)
     try:
-        parsed, rest = parser.parse_known_args(list(argv))
+        parsed, rest = parser.parse_known_args(_without_foreign_flags(reading, argv))
     except InvalidConfig as error:
         reading.violations += error.violations
         return {}, None
-    _refuse_unknown_flags(reading, rest)
+    words = _refuse_unknown_flags(reading, rest)
     found = vars(parsed)
     config = found.pop("config")
     flags: dict[str, tuple[str, Any]] = {}
@@ -234,19 +263,51 @@ def _read_flags(
             reading.violate(flag_of(key), "has no value; expected one after it")
         else:
             flags[key] = (flag_of(key), value)
+    _take_words(reading, words, flags)
     return flags, config
 
 
-def _refuse_unknown_flags(reading: Reading, rest: Sequence[str]) -> None:
+def _take_words(reading: Reading, words: Sequence[str], flags: dict[str, tuple[str, Any]]) -> None:
+    """Let the first word without a flag set the positional option; note the other words."""
+    key = reading.settings.positional
+    for word in words:
+        if not key:
+            reading.violate(word, "was not expected; options start with --")
+        elif key in flags:
+            reading.violate(word, f"was not expected: {flags[key][0]} is {flags[key][1]!r} already")
+        else:
+            flags[key] = (key.upper(), word)
+
+
+def _without_foreign_flags(reading: Reading, argv: Sequence[str]) -> list[str]:
+    """Note each flag of another engine, and return the other words; the value of such a flag goes with it."""
+    kept: list[str] = []
+    after_foreign = False
+    for word in argv:
+        name, has_value, _ = word.partition("=")
+        if name in FOREIGN and _key_of(name) not in reading.settings.model_fields:
+            reading.violate(name, advice(name, reading.settings.model_fields) or "")
+            after_foreign = not has_value
+            continue
+        if not after_foreign or word.startswith("-"):
+            kept.append(word)
+        after_foreign = False
+    return kept
+
+
+def _refuse_unknown_flags(reading: Reading, rest: Sequence[str]) -> list[str]:
+    """Note each unknown flag; return the words that belong to no flag."""
     flags = [flag_of(key) for key in (*reading.settings.model_fields, "config")]
+    words: list[str] = []
     after_flag = False
     for word in rest:
         name, has_value, _ = word.partition("=")
         if word.startswith("-"):
             reading.violate(name, "is no flag here" + _nearest(name, flags))
         elif not after_flag:
-            reading.violate(word, "was not expected; options start with --")
+            words.append(word)
         after_flag = word.startswith("-") and not has_value
+    return words
 
 
 def _read_environment(reading: Reading, environ: Mapping[str, str]) -> None:
@@ -257,10 +318,10 @@ def _read_environment(reading: Reading, environ: Mapping[str, str]) -> None:
     for service, settings in reading.known.items():
         for key, info in settings.model_fields.items():
             general, special = ENV_PREFIX + key.upper(), ENV_PREFIX + f"{service}_{key}".upper()
-            names |= {general, special}
+            names |= {general, special, *(name + _FILE for name in (general, special))}
             if settings is reading.settings:
-                shared |= _first(environ, key, general, env_of(key, info))
-                own |= _first(environ, key, special)
+                shared |= _first(reading, environ, key, general, env_of(key, info))
+                own |= _first(reading, environ, key, special)
     for name in sorted(environ):
         if name.startswith(ENV_PREFIX) and name not in names:
             reading.violate(name, "is an unknown variable" + _nearest(name, names))
@@ -268,9 +329,22 @@ def _read_environment(reading: Reading, environ: Mapping[str, str]) -> None:
     reading.take(own, own=True)
 
 
-def _first(environ: Mapping[str, str], key: str, *names: str) -> dict[str, tuple[str, Any]]:
-    name = next((name for name in names if name in environ), None)
-    return {} if name is None else {key: (name, environ[name])}
+def _first(reading: Reading, environ: Mapping[str, str], key: str, *names: str) -> dict[str, tuple[str, Any]]:
+    """Return the value of the first variable that is set; <NAME>_FILE names a file with the value, such as a secret."""
+    for name in names:
+        if name in environ:
+            return {key: (name, environ[name])}
+        if name + _FILE in environ:
+            return _from_file(reading, key, name + _FILE, Path(environ[name + _FILE]))
+    return {}
+
+
+def _from_file(reading: Reading, key: str, name: str, path: Path) -> dict[str, tuple[str, Any]]:
+    try:
+        return {key: (name, path.read_text().strip())}
+    except (OSError, UnicodeDecodeError) as error:
+        reading.violate(name, f"names {path}, which cannot be read ({error}); expected a file with the value")
+        return {}
 
 
 def _read_file(reading: Reading, path: Path) -> None:
@@ -303,7 +377,7 @@ def _known_keys(
     return {key: (f"{prefix}{key} in {path}", table[key]) for key in sorted(mine)}
 
 
-def _in_words(problem: ErrorDetails, origins: Mapping[str, str]) -> tuple[str, str]:
+def _in_words(problem: ErrorDetails, origins: Mapping[str, str], settings: type[Settings]) -> tuple[str, str]:
     """Return the origin of a value, and its mistake, from one of pydantic's errors."""
     expected = expectation(problem)
     if not problem["loc"]:
@@ -311,7 +385,8 @@ def _in_words(problem: ErrorDetails, origins: Mapping[str, str]) -> tuple[str, s
     key = str(problem["loc"][0])
     if problem["type"] == "missing":
         return flag_of(key), "is missing; it has no default"
-    return origins.get(key, flag_of(key)), f"is {problem['input']!r}; {expected}"
+    shown = "a secret" if is_secret(settings.model_fields[key]) else redacted(repr(problem["input"]))
+    return origins.get(key, flag_of(key)), f"is {shown}; {expected}"
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

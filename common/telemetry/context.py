@@ -28,6 +28,17 @@ def context_from(traceparent: str) -> Context:
     return _PROPAGATOR.extract({"traceparent": traceparent} if traceparent else {}, Context())
 
 
+def parent_of(traceparent: str) -> Context:
+    """Return the context for a child of `traceparent`: with the current span itself where that is the one named.
+
+    A span of this process is then no remote parent, so that its decision to sample is not taken again.
+    """
+    current = trace.get_current_span()
+    own = current.get_span_context()
+    named = f"00-{own.trace_id:032x}-{own.span_id:016x}-{own.trace_flags:02x}"
+    return trace.set_span_in_context(current) if traceparent == named else context_from(traceparent)
+
+
 def span_context_of(traceparent: str) -> SpanContext:
     """Return the target of a link: ids and flags in `traceparent`; the invalid span context when it has none."""
     return trace.get_current_span(context_from(traceparent)).get_span_context() if traceparent else INVALID_SPAN_CONTEXT

@@ -15,16 +15,20 @@ from typing import Final
 
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import (
     BatchSpanProcessor,
     SimpleSpanProcessor,
     SpanExporter,
     SpanExportResult,
 )
-from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.sdk.trace.id_generator import IdGenerator
+from opentelemetry.sdk.trace.sampling import ParentBased, Sampler, TraceIdRatioBased
 from opentelemetry.trace import Tracer
 
+from common.limits import MAX_ATTRIBUTE_CHARS
+from common.rpc.roles import Role
+from common.rpc.tls import Identity, expecting
 from common.settings.options import ServiceSettings
 
 log = logging.getLogger(__name__)
@@ -54,17 +58,21 @@ def setup(
     exporter: SpanExporter | None = None,
     environ: Mapping[str, str] | None = None,
     instance: str = "",
+    sampler: Sampler | None = None,
+    ids: IdGenerator | None = None,
 ) -> Telemetry:
     """Return the tracing of a process. `exporter` receives spans in this process, as each ends; it must be quick.
 
-    `instance` distinguishes processes of one service (a worker's id). Sampling is decided at the head: a request is
-    sampled if its client's traceparent is, and without one at the rate `settings.trace_sample_ratio`.
+    `instance` distinguishes processes of one service (a worker's id). `ids` makes random ids by default. Sampling is
+    decided at the head, by `sampler`. The default follows the traceparent, and samples `settings.trace_sample_ratio` of
+    the requests without one.
     """
     resource = Resource.create(
         {"service.name": f"quire-{service}", "service.instance.id": instance or str(os.getpid())}
     )
-    sampler = ParentBased(TraceIdRatioBased(settings.trace_sample_ratio))
-    provider = TracerProvider(sampler, resource, shutdown_on_exit=False)
+    sampler = sampler or ParentBased(TraceIdRatioBased(settings.trace_sample_ratio))
+    limits = SpanLimits(max_attribute_length=MAX_ATTRIBUTE_CHARS)
+    provider = TracerProvider(sampler, resource, shutdown_on_exit=False, id_generator=ids, span_limits=limits)
     processor = _processor(settings, exporter, os.environ if environ is None else environ)
     if processor is not None:
         provider.add_span_processor(processor)
@@ -75,17 +83,49 @@ def _processor(
     settings: ServiceSettings, exporter: SpanExporter | None, environ: Mapping[str, str]
 ) -> SpanProcessor | None:
     endpoint = next((environ[name] for name in _ENDPOINT_VARIABLES if environ.get(name)), None)
+    identity = None
     if endpoint is None and exporter is not None:
         return SimpleSpanProcessor(exporter)
     if endpoint is None and settings.trace_endpoint is not None:
-        endpoint = f"http://{settings.trace_endpoint}"
+        identity = Identity.of(settings)
+        endpoint = f"{'http' if identity is None else 'https'}://{settings.trace_endpoint}"
     if endpoint is None:
         return None
     # The exporter and its queue log the same failure for each batch; Delivery logs it once.
     logging.getLogger("opentelemetry.exporter.otlp").setLevel(logging.CRITICAL)
     logging.getLogger("opentelemetry.sdk._shared_internal").setLevel(logging.CRITICAL)
-    otlp = OTLPSpanExporter(endpoint, insecure=not endpoint.startswith("https"), timeout=_EXPORT_TIMEOUT_S)
-    return _DeliveringProcessor(Delivery(otlp, endpoint))
+    exporter = _exporter(endpoint) if identity is None else _RenewedExporter(endpoint, identity)
+    return _DeliveringProcessor(Delivery(exporter, endpoint))
+
+
+def _exporter(endpoint: str, identity: Identity | None = None) -> SpanExporter:
+    """Return what sends spans; with an identity, to a router."""
+    if identity is None:
+        return OTLPSpanExporter(endpoint, insecure=not endpoint.startswith("https"), timeout=_EXPORT_TIMEOUT_S)
+    return OTLPSpanExporter(
+        endpoint,
+        credentials=identity.channel_credentials(),
+        timeout=_EXPORT_TIMEOUT_S,
+        channel_options=(expecting(Role.ROUTER),),
+    )
+
+
+class _RenewedExporter(SpanExporter):
+    """Sends spans to a router with mTLS, over a new channel after each change of the certificate."""
+
+    def __init__(self, endpoint: str, identity: Identity) -> None:
+        self._endpoint, self._identity = endpoint, identity
+        self._version, self._exporter = identity.files.current().version, _exporter(endpoint, identity)
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        version = self._identity.files.current().version
+        if version != self._version:
+            self._exporter.shutdown()
+            self._version, self._exporter = version, _exporter(self._endpoint, self._identity)
+        return self._exporter.export(spans)
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
 
 
 class Delivery(SpanExporter):

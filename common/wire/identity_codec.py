@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from common.errors import Mismatch
-from common.types import KvGeometry, PoolIdentity
+from common.errors import Mismatch, ProtocolViolation
+from common.limits import MAX_IDENTITY_CHARS
+from common.types import NO_POOLING, KvGeometry, PoolIdentity
 from quire.kvmanager.v1 import kvmanager_pb2
 from quire.types.v1 import types_pb2
 
@@ -18,6 +19,7 @@ def identity_to_proto(identity: PoolIdentity) -> types_pb2.PoolIdentity:
         block_size=identity.block_size,
         hash_version=identity.hash_version,
         arithmetic=identity.arithmetic,
+        pooling=identity.pooling,
         kv_geometry=types_pb2.KvGeometry(
             num_layers=shape.num_layers,
             num_kv_heads=shape.num_kv_heads,
@@ -30,13 +32,18 @@ def identity_to_proto(identity: PoolIdentity) -> types_pb2.PoolIdentity:
 
 
 def identity_from_proto(message: types_pb2.PoolIdentity) -> PoolIdentity:
+    """Raises ProtocolViolation when a text is longer than any identity has: it becomes part of keys and messages."""
     shape = message.kv_geometry
+    texts = (message.model_fingerprint, message.tokenizer_fingerprint, message.hash_version, message.arithmetic)
+    if max(map(len, (*texts, message.pooling, shape.dtype))) > MAX_IDENTITY_CHARS:
+        raise ProtocolViolation(f"a pool's identity has a text of more than {MAX_IDENTITY_CHARS} characters")
     return PoolIdentity(
         model_fingerprint=message.model_fingerprint,
         tokenizer_fingerprint=message.tokenizer_fingerprint,
         block_size=message.block_size,
         hash_version=message.hash_version,
         arithmetic=message.arithmetic,
+        pooling=message.pooling or NO_POOLING,
         kv_geometry=KvGeometry(
             num_layers=shape.num_layers,
             num_kv_heads=shape.num_kv_heads,

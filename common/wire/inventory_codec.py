@@ -6,10 +6,13 @@ Entries keep their order over chunk borders, so that a cached block's parent ind
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final, TypeVar
 
+from common.errors import ProtocolViolation
 from common.hashing import KEY_BYTES
 from common.lease import CachedBlock, Inventory, InventorySequence
+from common.limits import MAX_WORKER_SEQUENCES
 from common.types import BlockId
 from common.wire import packing
 from common.wire.enum_codec import phase_from_proto, phase_to_proto
@@ -17,10 +20,13 @@ from common.wire.lease_codec import reserve_from_proto, reserve_to_proto
 from quire.kvmanager.v1 import kvmanager_pb2
 
 CHUNK_BYTES: Final = 256 * 1024
-_CLAIM_BYTES: Final = 4 + KEY_BYTES + 4 + 4
+_CLAIM_BYTES: Final = 4 + KEY_BYTES + 4 + 8
 _OVERHEAD_BYTES: Final = 64  # tags and lengths of a chunk's own fields
 _TAG_BYTES: Final = 6  # tag and length of one sequence in a chunk
-_PACKED_FIELDS: Final = ("pool", "cached_blocks", "cached_hashes", "cached_parents", "cached_last_used")
+# The packed columns, and the bytes of an entry in each.
+_PACKED_FIELDS: Final = {
+    "pool": 4, "cached_blocks": 4, "cached_hashes": KEY_BYTES, "cached_parents": 4, "cached_last_used": 8
+}  # fmt: skip
 
 _T = TypeVar("_T")
 
@@ -60,7 +66,7 @@ def _claims_to_proto(cached_blocks: Sequence[CachedBlock]) -> kvmanager_pb2.Inve
         cached_blocks=packing.pack_blocks(each.block for each in cached_blocks),
         cached_hashes=packing.pack_hashes(each.hash for each in cached_blocks),
         cached_parents=packing.pack_blocks(BlockId(each.parent) for each in cached_blocks),
-        cached_last_used=packing.pack_u32(each.last_used & 0xFFFFFFFF for each in cached_blocks),
+        cached_last_used=packing.pack_u64(each.last_used for each in cached_blocks),
     )
 
 
@@ -78,27 +84,62 @@ def _sequence_from_proto(message: kvmanager_pb2.InventorySequence) -> InventoryS
         reserve=reserve_from_proto(message.reserve),
         phase=phase_from_proto(message.phase),
         arrival=message.arrival,
-        block_table=tuple(packing.unpack_blocks(message.block_table)),
+        block_table=tuple(packing.unpack_indexes(message.block_table)),
     )
 
 
+@dataclass(frozen=True, slots=True)
+class InventoryBounds:
+    """How much an inventory may have: chunks, bytes of them, blocks of the worker, sequences."""
+
+    messages: int = 4096
+    bytes: int = 128 << 20
+    blocks: int = 1 << 20
+    sequences: int = MAX_WORKER_SEQUENCES
+
+
 class InventoryAssembler:
-    def __init__(self) -> None:
+    """Puts the chunks of one inventory together. Each is compared with the bounds before it is kept."""
+
+    def __init__(self, bounds: InventoryBounds = InventoryBounds()) -> None:
+        self._bounds = bounds
+        self._messages = self._bytes = 0
         self._sequences: list[InventorySequence] = []
         self._packed: dict[str, bytearray] = {name: bytearray() for name in _PACKED_FIELDS}
 
     def add(self, chunk: kvmanager_pb2.Inventory) -> Inventory | None:
-        """Take the next chunk; return the inventory when it was the last. Raises ProtocolViolation when malformed."""
+        """Take the next chunk; return the inventory when it was the last.
+
+        Raises ProtocolViolation when the chunk is malformed or exceeds a bound.
+        """
+        self._refuse_excess(chunk)
         self._sequences += map(_sequence_from_proto, chunk.sequences)
         for name in _PACKED_FIELDS:
             self._packed[name] += getattr(chunk, name)
         return self._assemble() if chunk.last else None
 
+    def _refuse_excess(self, chunk: kvmanager_pb2.Inventory) -> None:
+        bounds, packed = self._bounds, self._packed
+        self._messages, self._bytes = self._messages + 1, self._bytes + chunk.ByteSize()
+        sizes = (
+            ("messages", self._messages, bounds.messages, "--max-inventory-messages"),
+            ("bytes", self._bytes, bounds.bytes, "--max-inventory-bytes"),
+            ("sequences", len(self._sequences) + len(chunk.sequences), bounds.sequences, ""),
+            *(
+                (f"entries of {name}", (len(packed[name]) + len(getattr(chunk, name))) // width, bounds.blocks, "")
+                for name, width in _PACKED_FIELDS.items()
+            ),
+        )
+        for what, found, most, flag in sizes:
+            if found > most:
+                hint = f" ({flag} of the manager)" if flag else ""
+                raise ProtocolViolation(f"an inventory has {found} {what} so far; expected at most {most}{hint}")
+
     def _assemble(self) -> Inventory:
         packed = {name: bytes(value) for name, value in self._packed.items()}
         blocks, hashes = packing.unpack_blocks(packed["cached_blocks"]), packing.unpack_hashes(packed["cached_hashes"])
-        parents = packing.unpack_blocks(packed["cached_parents"])
-        last_used = packing.unpack_u32(packed["cached_last_used"])
+        parents = packing.unpack_indexes(packed["cached_parents"])
+        last_used = packing.unpack_u64(packed["cached_last_used"])
         packing.parallel("cached_blocks", blocks, hashes, parents, last_used)
         cached_blocks = tuple(map(CachedBlock, blocks, hashes, parents, last_used))
         return Inventory(tuple(self._sequences), tuple(packing.unpack_blocks(packed["pool"])), cached_blocks)

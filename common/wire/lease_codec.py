@@ -5,12 +5,15 @@ Worker and manager both use it. Any invalid message of a peer raises ProtocolVio
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Final
 
 from common.errors import ProtocolViolation
 from common.lease import Admit, Attach, AttachOk, AttachRejected, Copy, GrantBatch, Preempt, Report, Reserve
+from common.limits import MAX_ADDRESS_CHARS, MAX_REQUEST_ID_CHARS, MAX_TENANT_CHARS, MAX_TRACEPARENT_CHARS
 from common.types import BlockHash, BlockId, FinishReason, SequenceId
+from common.untrusted.ids import ID_WORDS, is_id
 from common.wire import packing
 from common.wire.enum_codec import finish_from_proto, finish_to_proto, miss_from_proto, miss_to_proto
 from common.wire.identity_codec import (
@@ -22,6 +25,9 @@ from common.wire.identity_codec import (
 from quire.kvmanager.v1 import kvmanager_pb2
 
 INCARNATION_BYTES: Final = 16
+_NO_SPACES: Final = re.compile(r"[\x21-\x7e]*")
+# Of a tenant; the router's file of tenants has the same bound.
+MAX_WEIGHT: Final = 1000.0
 
 
 # ---------------------------------------------------------------- W -> M
@@ -38,13 +44,17 @@ def attach_to_proto(attach: Attach) -> kvmanager_pb2.Attach:
         address=attach.address,
         prefix_caching=attach.prefix_caching,
         max_num_seqs=attach.max_num_seqs,
+        reset=attach.reset,
     )
 
 
 def attach_from_proto(message: kvmanager_pb2.Attach, session: int) -> Attach:
     """Return the Attach of `session`. Raises ProtocolViolation when it names no worker, incarnation or pool."""
-    if not message.worker_id or len(message.incarnation) != INCARNATION_BYTES:
-        raise ProtocolViolation(f"Attach needs a worker id and an incarnation of {INCARNATION_BYTES} bytes")
+    if not is_id(message.worker_id) or len(message.incarnation) != INCARNATION_BYTES:
+        what = f"Attach needs a worker id of {ID_WORDS} and an incarnation of {INCARNATION_BYTES} bytes"
+        raise ProtocolViolation(what)
+    if len(message.address) > MAX_ADDRESS_CHARS or not _NO_SPACES.fullmatch(message.address):
+        raise ProtocolViolation(f"the worker's address is not HOST:PORT of at most {MAX_ADDRESS_CHARS} characters")
     if not (message.num_blocks and message.max_num_seqs and message.identity.block_size):
         raise ProtocolViolation("Attach needs blocks, a block size and at least one sequence")
     return Attach(
@@ -57,6 +67,7 @@ def attach_from_proto(message: kvmanager_pb2.Attach, session: int) -> Attach:
         address=message.address,
         prefix_caching=message.prefix_caching,
         max_num_seqs=message.max_num_seqs,
+        reset=message.reset,
     )
 
 
@@ -70,10 +81,14 @@ def reserve_to_proto(reserve: Reserve) -> kvmanager_pb2.Reserve:
         fork_of=reserve.fork_of,
         request_id=reserve.request_id,
         traceparent=reserve.traceparent,
+        tenant=reserve.tenant,
+        weight=reserve.weight,
+        computes_all=reserve.computes_all,
     )
 
 
 def reserve_from_proto(message: kvmanager_pb2.Reserve) -> Reserve:
+    """Texts that are longer than any that a router sends are cut: one sequence must not end the session of all."""
     return Reserve(
         sequence=SequenceId(message.sequence),
         num_tokens=message.num_tokens,
@@ -81,9 +96,17 @@ def reserve_from_proto(message: kvmanager_pb2.Reserve) -> Reserve:
         priority=message.priority,
         block_hashes=packing.unpack_hashes(message.block_hashes),
         fork_of=SequenceId(message.fork_of) if message.HasField("fork_of") else None,
-        request_id=message.request_id,
-        traceparent=message.traceparent,
+        request_id=message.request_id[:MAX_REQUEST_ID_CHARS],
+        traceparent=message.traceparent if len(message.traceparent) <= MAX_TRACEPARENT_CHARS else "",
+        tenant=message.tenant[:MAX_TENANT_CHARS],
+        weight=valid_weight(message.weight),
+        computes_all=message.computes_all,
     )
+
+
+def valid_weight(weight: float) -> float:
+    """Return a tenant's weight as it came; 1 where it is unset or no weight at all."""
+    return weight if 0.0 < weight <= MAX_WEIGHT else 1.0
 
 
 def report_to_proto(report: Report) -> kvmanager_pb2.Report:
@@ -95,6 +118,7 @@ def report_to_proto(report: Report) -> kvmanager_pb2.Report:
         finished_sequences=packing.pack_sequences(sequence for sequence, _ in report.finished),
         finished_reasons=(finish_to_proto(reason) for _, reason in report.finished),
         lease_want=report.lease_want,
+        reset=report.reset,
     )
     if report.bind:
         message.bind_sequences = packing.pack_sequences(sequence for sequence, _ in report.bind)
@@ -125,6 +149,7 @@ def report_from_proto(message: kvmanager_pb2.Report) -> Report:
         stalled=None if stalled is None else tuple(stalled),
         lease_want=message.lease_want,
         computed=_unpack_pairs("computed", message.computed_sequences, message.computed_lengths),
+        reset=message.reset,
     )
 
 
@@ -191,6 +216,7 @@ def batch_to_proto(batch: GrantBatch) -> kvmanager_pb2.GrantBatch:
         lease_target=batch.lease_target,
         admit=map(_admit_to_proto, batch.admit),
         lease=packing.pack_blocks(batch.lease),
+        reset=batch.reset,
         cancel=packing.pack_sequences(batch.cancel),
     )
     if batch.copy:
@@ -210,6 +236,7 @@ def batch_from_proto(message: kvmanager_pb2.GrantBatch) -> GrantBatch:
         copy=_unpack_copies(message),
         admit=tuple(map(_admit_from_proto, message.admit)),
         lease=tuple(packing.unpack_blocks(message.lease)),
+        reset=message.reset,
         preempt=_unpack_preempts(message),
         cancel=tuple(packing.unpack_sequences(message.cancel)),
     )

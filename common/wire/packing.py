@@ -1,6 +1,7 @@
-"""Packed arrays in `bytes` fields: little-endian 32-bit integers and 16-byte hashes, concatenated.
+"""Packed arrays in `bytes` fields: little-endian integers and 16-byte hashes, concatenated.
 
-Block ids are signed (-1 is TRIMMED), everything else is unsigned. A repeated field costs some hundred times as much.
+Block ids are signed 32-bit integers (-1 is TRIMMED). What counts for the life of a process, sequences and steps, has 64
+bits and never wraps. Everything else is unsigned and has 32 bits. A repeated field costs some hundred times as much.
 """
 
 from __future__ import annotations
@@ -27,13 +28,23 @@ def unpack_u32(packed: bytes) -> list[int]:
     return _unpack("I", packed)
 
 
+def pack_u64(values: Iterable[int]) -> bytes:
+    """Pack integers of 0 to 2^64 - 1. Raises OverflowError outside that range."""
+    return _pack("Q", values)
+
+
+def unpack_u64(packed: bytes) -> list[int]:
+    """Raises ProtocolViolation when the length is no multiple of 8."""
+    return _unpack("Q", packed)
+
+
 def pack_sequences(sequences: Iterable[SequenceId]) -> bytes:
-    return _pack("I", sequences)
+    return _pack("Q", sequences)
 
 
 def unpack_sequences(packed: bytes) -> list[SequenceId]:
-    """Raises ProtocolViolation when the length is no multiple of 4."""
-    return cast("list[SequenceId]", _unpack("I", packed))
+    """Raises ProtocolViolation when the length is no multiple of 8."""
+    return cast("list[SequenceId]", _unpack("Q", packed))
 
 
 def pack_blocks(blocks: Iterable[BlockId]) -> bytes:
@@ -42,8 +53,16 @@ def pack_blocks(blocks: Iterable[BlockId]) -> bytes:
 
 
 def unpack_blocks(packed: bytes) -> list[BlockId]:
-    """Raises ProtocolViolation when the length is no multiple of 4."""
-    return cast("list[BlockId]", _unpack("i", packed))
+    """Return ids of real blocks. Raises ProtocolViolation for a negative one, or a length that is no multiple of 4."""
+    return cast("list[BlockId]", _at_least(0, _unpack("i", packed)))
+
+
+def unpack_indexes(packed: bytes) -> list[BlockId]:
+    """Return numbers of which -1 is one: block ids where TRIMMED may stand, and indexes of parents.
+
+    Raises ProtocolViolation for any other negative number.
+    """
+    return cast("list[BlockId]", _at_least(-1, _unpack("i", packed)))
 
 
 def pack_hashes(hashes: Iterable[BlockHash]) -> bytes:
@@ -63,6 +82,12 @@ def parallel(what: str, *columns: Sequence[object]) -> None:
         raise ProtocolViolation(f"columns of {what} have lengths {', '.join(str(len(column)) for column in columns)}")
 
 
+def _at_least(least: int, numbers: list[int]) -> list[int]:
+    if numbers and min(numbers) < least:
+        raise ProtocolViolation(f"{min(numbers)} is no block; expected a number from {least} up")
+    return numbers
+
+
 def _pack(code: str, values: Iterable[int]) -> bytes:
     packed = array.array(code, values)
     if _SWAP:
@@ -71,9 +96,10 @@ def _pack(code: str, values: Iterable[int]) -> bytes:
 
 
 def _unpack(code: str, packed: bytes) -> list[int]:
-    if len(packed) % 4:
-        raise ProtocolViolation(f"{len(packed)} bytes hold no whole number of 32-bit integers")
-    values = array.array(code, packed)
+    values = array.array(code)
+    if len(packed) % values.itemsize:
+        raise ProtocolViolation(f"{len(packed)} bytes hold no whole number of {8 * values.itemsize}-bit integers")
+    values.frombytes(packed)
     if _SWAP:
         values.byteswap()
     return values.tolist()

@@ -9,7 +9,7 @@ from common.types import SamplingParams
 from quire.types.v1 import types_pb2
 
 _REPEATED = {"stop", "stop_token_ids", "logit_bias"}
-_ELSEWHERE = {"constraint"}  # a field of the message around it
+_ELSEWHERE = {"constraint", "thought", "bad_words"}  # fields of the message around it
 _SCALARS: tuple[Any, ...] = tuple(
     each.name for each in fields(SamplingParams) if each.name not in _REPEATED | _ELSEWHERE
 )
@@ -35,6 +35,7 @@ def sampling_to_proto(sampling: SamplingParams) -> types_pb2.SamplingParams:
         logprobs=sampling.logprobs,
         n=sampling.n,
         include_stop=sampling.include_stop,
+        prompt_logprobs=sampling.prompt_logprobs,
     )
 
 

@@ -1,0 +1,175 @@
+"""The files of a checkpoint, as strangers' disks have them: JSON that is broken, Git LFS pointers, downloads cut short.
+
+Standard library only: these checks run before a service starts, and before torch is imported.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from common.errors import FieldViolation, InvalidConfig
+
+INDEX: Final = "model.safetensors.index.json"
+_POINTER: Final = b"version https://git-lfs.github.com/spec/"
+_POINTER_BYTES: Final = 1024  # more than any pointer has
+# Weights in formats that are not read; those before the last one are pickles.
+_OTHER_WEIGHTS: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx")
+_LARGEST_HEADER: Final = 100 << 20
+_MOST_NAMED: Final = 3
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """Return config.json of a checkpoint. Raises InvalidConfig when there is none, or it is broken."""
+    path = directory / "config.json"
+    if not path.is_file():
+        what = f"no config.json in {directory}; expected a checkpoint in Hugging Face format"
+        raise InvalidConfig(FieldViolation("--model", what))
+    return read_object(path)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises InvalidConfig for a file that holds anything else."""
+    content = _read_json(path)
+    if not isinstance(content, dict):
+        raise _bad(f"{path} holds a {type(content).__name__}; expected a JSON object: download the file again")
+    return content
+
+
+def read_list(path: Path) -> list[dict[str, Any]]:
+    """Return the list of objects in a JSON file. Raises InvalidConfig for a file that holds anything else."""
+    content = _read_json(path)
+    if not isinstance(content, list) or not all(isinstance(each, dict) for each in content):
+        raise _bad(f"{path} holds something else than a list of JSON objects: download the file again")
+    return content
+
+
+def _read_json(path: Path) -> Any:
+    refuse_pointers([path])
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise _bad(f"{path} cannot be read: {error.strerror}; make it readable for this user") from None
+    except UnicodeDecodeError:
+        raise _bad(f"{path} is not text in UTF-8; expected JSON: download the file again") from None
+    except (ValueError, RecursionError) as error:
+        raise _bad(f"{path} is not valid JSON: {error}; correct it, or download the file again") from None
+
+
+def refuse_pointers(paths: Iterable[Path]) -> None:
+    """Raise InvalidConfig when one of the files is a Git LFS pointer."""
+    if found := [path for path in paths if is_pointer(path)]:
+        raise InvalidConfig(_pointers(found))
+
+
+def is_pointer(path: Path) -> bool:
+    """Return whether a file is what git leaves in place of a large one when Git LFS is not installed."""
+    try:
+        if path.stat().st_size > _POINTER_BYTES:
+            return False
+        with path.open("rb") as file:
+            return file.read(len(_POINTER)) == _POINTER
+    except OSError:
+        return False
+
+
+def weight_problems(directory: Path) -> list[FieldViolation]:
+    """Return why the weights of a checkpoint cannot be read, by the names, sizes and headers of its files.
+
+    A folder with a GGUF file is none of this module's business.
+    """
+    if any(directory.glob("*.gguf")):
+        return []
+    try:
+        found = _weight_files(directory)
+    except InvalidConfig as error:
+        return list(error.violations)
+    if pointers := [path for path in found if is_pointer(path)]:
+        return [_pointers(pointers)]
+    return list(_cut_short(found))
+
+
+def weight_bytes(directory: Path) -> int:
+    """Return the bytes of a checkpoint's weights on disk."""
+    return sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    """Return the safetensors files: those of the index if there is one. Raises InvalidConfig when one is missing."""
+    index = directory / INDEX
+    if index.is_file():
+        names = _names_of(index)
+        if missing := [name for name in names if not (directory / name).is_file()]:
+            what = f"{index} names {_listed(missing)}, not there; finish the download"
+            raise _bad(what)
+        return [directory / name for name in names]
+    whole = directory / "model.safetensors"
+    found = [whole] if whole.is_file() else sorted(directory.glob("*.safetensors"))
+    if not found:
+        raise _bad(_no_weights(directory))
+    return found
+
+
+def _names_of(index: Path) -> list[str]:
+    names = read_object(index).get("weight_map")
+    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+        raise _bad(f'{index} has no "weight_map" of names of tensors and files; download the file again')
+    return sorted(set(names.values()))
+
+
+def _no_weights(directory: Path) -> str:
+    others = sorted(path.name for pattern in _OTHER_WEIGHTS for path in directory.glob(pattern))
+    if not others:
+        return (
+            f"no weights in {directory}; expected *.safetensors: finish the download"
+            " (--load-format dummy runs on random weights)"
+        )
+    convert = "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(DIR)"
+    return f"no *.safetensors in {directory}, and {_listed(others)} is not read; convert by transformers' {convert}"
+
+
+def _cut_short(paths: Iterable[Path]) -> Iterator[FieldViolation]:
+    """Yield a violation for each safetensors file that is shorter than its header says."""
+    for path in paths:
+        size = path.stat().st_size
+        try:
+            expected = _expected_bytes(path)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+            what = f"{path} is no safetensors file: its header cannot be read; download the file again"
+            yield FieldViolation("--model", what)
+            continue
+        if size < expected:
+            what = f"{path} has {size} bytes, and its header promises {expected}; finish the download"
+            yield FieldViolation("--model", what)
+
+
+def _expected_bytes(path: Path) -> int:
+    """Return the size of a safetensors file by its header. Raises ValueError and others for something else."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= _LARGEST_HEADER:
+            raise ValueError("no length")
+        raw = file.read(length)
+    if len(raw) < length:
+        return 8 + length
+    header: dict[str, Any] = json.loads(raw)
+    header.pop("__metadata__", None)
+    return 8 + length + max((int(each["data_offsets"][1]) for each in header.values()), default=0)
+
+
+def _pointers(paths: list[Path]) -> FieldViolation:
+    verb = "is a Git LFS pointer" if len(paths) == 1 else "are Git LFS pointers"
+    names, folder = _listed([path.name for path in paths]), paths[0].parent
+    what = f"{names} in {folder} {verb} of a few lines, not the file itself; run `git lfs pull` in {folder}"
+    return FieldViolation("--model", what)
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:_MOST_NAMED])
+    return shown if len(names) <= _MOST_NAMED else f"{shown} and {len(names) - _MOST_NAMED} more"
+
+
+def _bad(what: str) -> InvalidConfig:
+    return InvalidConfig(FieldViolation("--model", what))

@@ -1,0 +1,206 @@
+"""The configuration of a GGUF file in the words of Hugging Face, and the plain names of its tensors.
+
+Three architectures are read: llama (Mistral too), qwen2 and qwen3. Anything that would change the computation and has
+no place in those configurations is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from common.checkpoint.gguf.header import Header, Tensor
+
+FAMILIES: Final = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+_PLAIN: Final = {
+    EMBEDDING: "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    HEAD: "lm_head.weight",
+}
+_IN_LAYER: Final = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_LAYER_NAME: Final = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>\w+)\.(?P<kind>weight|bias)")
+_UNUSED: Final = re.compile(r"blk\.\d+\.attn_rot_embd|rope_freqs\.weight")
+# Weights in these types are floats; the others are quantised, and computed with in bfloat16 unless an option says more.
+_FLOATS: Final = {"F32": "float32", "F16": "float32", "BF16": "bfloat16"}
+# The bands of Llama 3's rope scaling, the same in all its versions, and the context that its first one was trained on.
+_LOW, _HIGH, _LLAMA3_CONTEXT = 1.0, 4.0, 8192
+_CLOSE: Final = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class PlainTensor:
+    """A tensor under its plain name. With `heads`, the rows of each head are interleaved: element i, then i + half."""
+
+    name: str
+    stored: Tensor
+    heads: int = 0
+
+
+class _Facts:
+    """The metadata of the file's own architecture. Raises InvalidConfig for what is missing."""
+
+    def __init__(self, header: Header) -> None:
+        self.header, self.family = header, str(header.metadata.get("general.architecture"))
+        if self.family not in FAMILIES:
+            known = ", ".join(FAMILIES)
+            raise header.refuse(
+                f"its architecture is {self.family}; of GGUF files {known} are served. Serve the model's checkpoint in"
+                " Hugging Face format instead"
+            )
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.header.metadata.get(f"{self.family}.{key}", default)
+
+    def number(self, key: str, default: int | None = None) -> int:
+        """Return a whole number that is the same for all layers."""
+        found = self.get(key, default)
+        if isinstance(found, list) and len(set(found)) == 1:
+            found = found[0]
+        if not isinstance(found, int) or found < 1:
+            what = f"{self.family}.{key} is {'missing' if found is None else repr(found)}; expected one number"
+            raise self.header.refuse(f"{what} for all layers")
+        return found
+
+
+def configuration(header: Header) -> dict[str, Any]:
+    """Return what config.json would hold. Raises InvalidConfig for a file that cannot be served, saying why."""
+    facts = _Facts(header)
+    _refuse_unknown(facts)
+    tensors = header.tensors
+    if EMBEDDING not in tensors:
+        raise header.refuse(f"it has no tensor {EMBEDDING}: it is no whole model")
+    heads = facts.number("attention.head_count")
+    hidden = facts.number("embedding_length")
+    head_dim = facts.number("attention.key_length", facts.get("rope.dimension_count") or hidden // heads)
+    return {
+        "architectures": [FAMILIES[facts.family]],
+        "model_type": facts.family,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": facts.number("feed_forward_length"),
+        "num_hidden_layers": facts.number("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": facts.number("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "vocab_size": tensors[EMBEDDING].shape[0],
+        "max_position_embeddings": facts.number("context_length"),
+        "rms_norm_eps": _short(facts.get("attention.layer_norm_rms_epsilon", 1e-5)),
+        "rope_parameters": _rope(facts, head_dim),
+        "tie_word_embeddings": HEAD not in tensors,
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
+        "use_sliding_window": False,
+        "dtype": _dtype(tensors),
+        "bos_token_id": header.metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": header.metadata.get("tokenizer.ggml.eos_token_id"),
+    }
+
+
+def plain_tensors(header: Header) -> Iterator[PlainTensor]:
+    """Yield the tensors under the names of a Hugging Face checkpoint. Raises InvalidConfig for one without a name.
+
+    Files of the llama architecture store queries and keys for a rope that turns neighbours, instead of halves of a
+    head.
+    """
+    facts = _Facts(header)
+    turned = facts.family == "llama"
+    heads = facts.number("attention.head_count")
+    of_part = {"attn_q": heads, "attn_k": facts.number("attention.head_count_kv", heads)}
+    for name, stored in header.tensors.items():
+        found = _LAYER_NAME.fullmatch(name)
+        if name in _PLAIN:
+            yield PlainTensor(_PLAIN[name], stored)
+        elif found is not None and found["part"] in _IN_LAYER:
+            plain = f"model.layers.{found['layer']}.{_IN_LAYER[found['part']]}.{found['kind']}"
+            yield PlainTensor(plain, stored, of_part.get(found["part"], 0) if turned else 0)
+        elif not _UNUSED.match(name):
+            raise header.refuse(
+                f"tensor {name} is not of a plain {facts.family} model, so it cannot be served from GGUF"
+            )
+
+
+def _refuse_unknown(facts: _Facts) -> None:
+    header, metadata = facts.header, facts.header.metadata
+    if int(metadata.get("split.count", 1)) > 1:
+        whole = "merge them into one (llama-gguf-split --merge)"
+        raise header.refuse(f"it is one of {metadata['split.count']} files of a model; {whole}")
+    if facts.get("expert_count", 0):
+        raise header.refuse(f"it has {facts.get('expert_count')} experts; of GGUF files only dense models are served")
+    window = facts.get("attention.sliding_window", 0)
+    if window and window < facts.number("context_length"):
+        raise header.refuse(f"its attention sees {window} tokens; of GGUF files only full attention is served")
+
+
+def _dtype(tensors: Mapping[str, Tensor]) -> str:
+    """Return the type to compute in: floats keep what they hold, exactly; quantised weights are known to fewer bits."""
+    kinds = {tensor.type for tensor in tensors.values() if len(tensor.shape) > 1}
+    return "float32" if any(_FLOATS.get(kind) == "float32" for kind in kinds) else "bfloat16"
+
+
+def _rope(facts: _Facts, head_dim: int) -> dict[str, Any]:
+    base: dict[str, Any] = {"rope_type": "default", "rope_theta": _short(facts.get("rope.freq_base", 10000.0))}
+    if facts.get("rope.dimension_count", head_dim) != head_dim:
+        raise facts.header.refuse(f"it rotates {facts.get('rope.dimension_count')} of {head_dim} elements of a head")
+    if ROPE_FACTORS in facts.header.tensors:
+        return base | _llama3(facts, base["rope_theta"], head_dim)
+    kind, factor = facts.get("rope.scaling.type", "none"), facts.get("rope.scaling.factor", 1.0)
+    if kind == "none" or factor in (0.0, 1.0):
+        return base
+    if kind == "linear":
+        return base | {"rope_type": "linear", "factor": factor}
+    if kind == "yarn":
+        original = facts.number("rope.scaling.original_context_length")
+        return base | {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+    raise facts.header.refuse(f"its rope is scaled by {kind}; linear, yarn and that of Llama 3 are served")
+
+
+def _llama3(facts: _Facts, theta: float, head_dim: int) -> dict[str, Any]:
+    """Return the parameters from which Llama 3 makes the divisors of its frequencies that a file stores.
+
+    A frequency of fewer than 1 turn in the original context is divided by the factor, one of more than 4 turns is not.
+    """
+    stored = facts.header.floats(ROPE_FACTORS)
+    factor = max(stored)
+    context = facts.get("rope.scaling.original_context_length", _LLAMA3_CONTEXT)
+    if len(stored) == head_dim // 2:
+        turns = [context / (2 * math.pi * theta ** (2 * index / head_dim)) for index in range(len(stored))]
+        made = (_divisor(each, factor) for each in turns)
+        if all(math.isclose(one, other, rel_tol=_CLOSE) for one, other in zip(stored, made, strict=True)):
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": _LOW,
+                "high_freq_factor": _HIGH,
+                "original_max_position_embeddings": context,
+            }
+    raise facts.header.refuse(f"{ROPE_FACTORS} is not that of Llama 3; no other table of rope factors is served")
+
+
+def _divisor(turns: float, factor: float) -> float:
+    if turns > _HIGH:
+        return 1.0
+    if turns < _LOW:
+        return factor
+    kept = (turns - _LOW) / (_HIGH - _LOW)
+    return 1 / ((1 - kept) / factor + kept)
+
+
+def _short(number: float) -> float:
+    """Return the shortest decimal that a float32 of the file stands for, such as 1e-05."""
+    return float(f"{number:.7g}")

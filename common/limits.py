@@ -1,0 +1,287 @@
+"""Limits on everything that a client or a peer can make grow. docker/OPERATING.md has the table of them.
+
+They are checked before any loop over what they bound. Settings of operators stand in the `config.py` of each service.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+# ------------------------------------------------------------ public requests
+
+# Bytes of a message on the public gRPC ports; a prompt of a million token ids has 3 MB.
+MAX_PUBLIC_MESSAGE_BYTES: Final = 4 << 20
+# Sequences of one request.
+MAX_SEQUENCES: Final = 64
+# Log-probabilities of other tokens beside each sampled one.
+MAX_LOGPROBS: Final = 20
+# Priorities lie between minus this and this.
+MAX_PRIORITY: Final = 100
+# Strings in `stop`; every character of an output is compared with each of them.
+MAX_STOP_STRINGS: Final = 16
+# Characters of a stop string; a table of this length is built for each string.
+MAX_STOP_STRING_CHARS: Final = 1024
+# Ids in `stop_token_ids`; they travel in the submission of every sequence.
+MAX_STOP_TOKEN_IDS: Final = 1024
+# Entries of `logit_bias`; the sampler adds each of them at every step.
+MAX_LOGIT_BIASES: Final = 1024
+# Texts in `bad_words`, and characters of each; the sampler compares the last tokens with each of them at every step.
+MAX_BAD_WORDS: Final = 128
+MAX_BAD_WORD_CHARS: Final = 128
+# Bytes of a constraint; the grammar compiler's work grows with them.
+MAX_CONSTRAINT_BYTES: Final = 64 << 10
+# Characters of a prediction of the output; the router makes tokens of them.
+MAX_PREDICTION_CHARS: Final = 64 << 10
+# Messages of a chat; a template takes some 10 microseconds for each.
+MAX_CHAT_MESSAGES: Final = 4096
+# Tools of a chat; calls in one message of it.
+MAX_TOOLS: Final = 128
+MAX_TOOL_CALLS: Final = 128
+# Bytes of all tools in JSON: some 60,000 tokens.
+MAX_TOOLS_BYTES: Final = 256 << 10
+# Characters of a tool's name, as OpenAI has it.
+MAX_TOOL_NAME_CHARS: Final = 64
+# Documents of a chat.
+MAX_DOCUMENTS: Final = 1024
+# Further variables of a chat template, and their bytes in JSON.
+MAX_TEMPLATE_VARIABLES: Final = 64
+MAX_TEMPLATE_BYTES: Final = 64 << 10
+# A number in them lies between minus this and this: a template may repeat a text so many times, or count so far.
+MAX_TEMPLATE_NUMBER: Final = 1_000_000
+# Special tokens that stay in the text of an output, and characters of each.
+MAX_KEPT_TOKENS: Final = 32
+MAX_KEPT_TOKEN_CHARS: Final = 64
+# Characters of a mark of thoughts, and of the text that ends a thought by force; both are compared token by token.
+MAX_THOUGHT_MARK_CHARS: Final = 64
+MAX_THOUGHT_END_CHARS: Final = 256
+# Pairs of a response's metadata, and characters of a name and of a value, as OpenAI has them.
+MAX_METADATA: Final = 16
+MAX_METADATA_KEY_CHARS: Final = 64
+MAX_METADATA_CHARS: Final = 512
+# Characters of a request id.
+MAX_REQUEST_ID_CHARS: Final = 128
+# Characters of a tenant's name, which the file of tenants declares.
+MAX_TENANT_CHARS: Final = 64
+# Characters of a cache salt; it is hashed with every prompt.
+MAX_SALT_CHARS: Final = 256
+# Characters of a traceparent, 55 today; a longer one is ignored, as the standard asks of a malformed one.
+MAX_TRACEPARENT_CHARS: Final = 256
+# Characters of a client's text that an error quotes.
+MAX_QUOTED_CHARS: Final = 40
+# Characters that are encoded at once before a long text is known to fit the context; about 0.1 s of one thread.
+ENCODED_AT_ONCE_CHARS: Final = 64 << 10
+# Breaks of its worker that a request may be suspected of; then it is refused, and not tried at another worker.
+MAX_STRIKES: Final = 2
+
+# ------------------------------------------------------------ between router and worker
+
+# Bytes of one submission; a larger one would break the stream that all requests of the worker share.
+MAX_SUBMIT_BYTES: Final = 15 << 20
+# Bytes that may wait for a worker that does not read; further requests are refused meanwhile.
+MAX_OUTBOX_BYTES: Final = 128 << 20
+# Requests of one tenant that a router looks for at once, to resume them; each asks every worker.
+MAX_RESUMES_A_TENANT: Final = 256
+# Handles of a stream go up to here and begin again at 1: they are packed as signed 32-bit integers.
+MAX_HANDLE: Final = (1 << 31) - 1
+# Reasons for which a worker is absent that are remembered, so that each is logged once.
+MAX_LOGGED_REASONS: Final = 16
+
+# ------------------------------------------------------------ HTTP
+
+# Bytes of a request line and its headers, trailers included; proxies send up to 32 KiB.
+MAX_HTTP_HEAD_BYTES: Final = 64 << 10
+# Header lines of a request, trailers included.
+MAX_HTTP_HEADERS: Final = 100
+# Requests that a client may send ahead on one connection, beyond the one that is served.
+MAX_HTTP_PIPELINED: Final = 16
+# Seconds from a connection's first moment, or a request's first byte, to the end of its headers. A handshake of TLS
+# has as many before.
+HTTP_HEAD_SECONDS: Final = 10.0
+# Seconds from the end of the headers to the end of the body: 70 kB/s for the largest body.
+HTTP_BODY_SECONDS: Final = 60.0
+# Seconds that a connection may idle between two requests.
+HTTP_IDLE_SECONDS: Final = 5
+# Seconds in which a client must take some of an answer that waits for it; then its connection is cut.
+HTTP_STALL_SECONDS: Final = 60.0
+# Seconds without output after which a stream of events gets a comment; proxies cut silent connections.
+EVENT_SILENCE_SECONDS: Final = 10.0
+# Seconds in which a refused connection is still read, so that the client sees the refusal before the reset.
+HTTP_LINGER_SECONDS: Final = 1.0
+# Connections to a port of metrics and probes, of all and of one address.
+MAX_METRICS_CONNECTIONS: Final = 128
+MAX_METRICS_CONNECTIONS_A_PEER: Final = 32
+# Bytes of a body; docs/decisions/0044 has what parsing costs.
+MAX_HTTP_BODY_BYTES: Final = 4 << 20
+# Values in a body: entries of lists and objects, at every level. A prompt may have 128,000 token ids.
+MAX_HTTP_BODY_VALUES: Final = 135_000
+# Members of objects in a body, at every level; each costs eight times as much as an entry of a list.
+MAX_HTTP_BODY_MEMBERS: Final = 16_384
+# Lists and objects in a body.
+MAX_HTTP_BODY_CONTAINERS: Final = 8_192
+# Levels of lists and objects in a body. A level of a JSON schema takes two.
+MAX_HTTP_BODY_DEPTH: Final = 64
+# Bytes of all bodies in the process whose requests are not answered yet; small bodies do not count.
+MAX_HTTP_BODIES_BYTES: Final = 64 << 20
+SMALL_HTTP_BODY_BYTES: Final = 64 << 10
+# Characters of a text for /tokenize: a prompt of 128,000 tokens.
+MAX_TOKENIZE_CHARS: Final = 512 << 10
+# Inputs of one request for embeddings, as OpenAI has it, and those of them that are at workers at once.
+MAX_EMBEDDING_INPUTS: Final = 2_048
+MAX_EMBEDDINGS_AT_ONCE: Final = 32
+# Sequences of one HTTP body: prompts times n.
+MAX_HTTP_SEQUENCES: Final = 128
+
+# ------------------------------------------------------------ output that waits for a slow reader
+
+# Bytes of one request's output, as Python holds them: 1,500 tokens with 20 log-probabilities each.
+MAX_OUTPUT_BYTES: Final = 4 << 20
+# The same of an answer that is sent as a whole: it waits for the router alone, which encodes it in small parts. To free
+# a million objects takes 0.1 s of one turn.
+MAX_WHOLE_OUTPUT_BYTES: Final = 24 << 20
+# Bytes of all requests' output; beyond it each request ends that has more than SMALL_OUTPUT_BYTES.
+MAX_ALL_OUTPUT_BYTES: Final = 64 << 20
+SMALL_OUTPUT_BYTES: Final = 64 << 10
+# Seconds in which a client that was too slow must take what was sent before; then its call is cancelled.
+OUTPUT_STALL_SECONDS: Final = 60.0
+
+# ------------------------------------------------------------ answers that are sent as a whole
+
+# Bytes of one answer in JSON: 64 sequences of 500 tokens with 20 log-probabilities have 50 MB.
+MAX_ANSWER_BYTES: Final = 64 << 20
+# Bytes of all such answers of a face that are collected or sent; beyond it the next one ends that has more than
+# SMALL_ANSWER_BYTES.
+MAX_ALL_ANSWER_BYTES: Final = 96 << 20
+SMALL_ANSWER_BYTES: Final = 64 << 10
+# Bytes of one answer in a gRPC message: what our own channels take, less its envelope.
+MAX_REPLY_BYTES: Final = (16 << 20) - (64 << 10)
+
+# ------------------------------------------------------------ stored responses
+
+# Bytes of one stored response, with the conversation before it: about 250,000 tokens.
+MAX_RESPONSE_BYTES: Final = 1 << 20
+# Entries and bytes of one tenant, and of all; the oldest makes room.
+MAX_RESPONSES_A_TENANT: Final = 1_000
+MAX_RESPONSES_BYTES_A_TENANT: Final = 16 << 20
+MAX_RESPONSES: Final = 16_384
+MAX_RESPONSES_BYTES: Final = 64 << 20
+# Background responses that a router works on, of one tenant and of all, and as many that have ended and whose events
+# can still be read.
+MAX_BACKGROUND_A_TENANT: Final = 16
+MAX_BACKGROUND: Final = 64
+# Bytes of the events of one of them that can be read again: some 3,000 tokens. Earlier ones are dropped.
+MAX_BACKGROUND_EVENTS_BYTES: Final = 1 << 20
+# Seconds from its creation to the end of a background response.
+BACKGROUND_SECONDS: Final = 3600.0
+
+# ------------------------------------------------------------ constraints of structured output
+
+# Constraints that wait to be examined by a router, of one tenant or peer address, and of all.
+MAX_CONSTRAINTS_A_PEER: Final = 32
+MAX_CONSTRAINTS: Final = 256
+# Constraints that a router examines at once, at most one of each tenant or peer address.
+MAX_CONSTRAINTS_AT_ONCE: Final = 2
+# Seconds of processor time to examine one constraint, so that a busy machine refuses no more than an idle one. Memory
+# grows by about 100 MB a second meanwhile (measured).
+CONSTRAINT_CPU_SECONDS: Final = 3.0
+# Seconds of processor time to try outputs of a constraint that compiles; what is not tried by then is let pass.
+CONSTRAINT_TRIAL_SECONDS: Final = 0.25
+# Seconds on the wall clock, against a process that waits for something that never comes.
+CONSTRAINT_SECONDS: Final = 120.0
+# A valid constraint that takes more seconds of processor time is costly. Few verdicts on costly ones are kept, so that
+# no client can gather many and send them to the workers at once.
+COSTLY_CONSTRAINT_SECONDS: Final = 0.2
+MAX_COSTLY_VERDICTS: Final = 16
+# Constraints of one router that wait for compilation at a worker.
+MAX_GRAMMARS_WAITING: Final = 256
+
+# ------------------------------------------------------------ messages, ids and log lines
+
+MAX_ID_CHARS: Final = 128  # characters of a worker's id: it stands in log lines, metrics and keys of Redis
+MALFORMED_LINE_SECONDS: Final = 10.0  # seconds between two log lines about undecodable messages of one method
+
+# ------------------------------------------------------------ traces and decisions
+
+MAX_SPAN_BYTES: Final = 64 << 10  # bytes of a kept span: a decision over 64 workers, the largest of ours, takes 25 KB
+MAX_ATTRIBUTE_CHARS: Final = 4 << 10  # characters of a text in a span: ten times the longest of our own
+MAX_SPAN_ITEMS: Final = 128  # attributes, events or links of a span, and attributes of an event: the SDK's own limits
+MAX_TRACE_SPANS: Final = 2_000  # spans of a trace from one sender: 64 sequences, each with some preemptions, make 500
+MAX_TRACE_BYTES: Final = 4 << 20  # bytes of a trace from one sender: GetTrace answers with one message
+MAX_EXPORTED_SPANS: Final = 4_096  # spans of one OTLP message: eight batches of the SDK, 40 ms of the event loop
+MAX_SENDER_SHARE: Final = 0.75  # share of the span ring that one sender may hold: the newest traces of others stay
+MAX_LISTED_DECISIONS: Final = 1_000  # records in one answer: a few milliseconds of the event loop
+MAX_LISTED_BYTES: Final = 8 << 20  # bytes of the records in one answer, about; our own channels take 16 MiB
+MAX_WATCHED_DECISIONS: Final = 128  # records in one message to a watcher
+MAX_WATCHED_BYTES: Final = 1 << 20  # bytes of these records, about
+MAX_DECISION_WATCHERS: Final = 16  # watchers of one process's decisions
+MAX_EXPLANATIONS_AT_ONCE: Final = 8  # dry runs at once; each tokenises a prompt and asks the prefix index
+CLIENT_TRACES_PER_SECOND: Final = 1.0  # requests a second that are traced because their client asks for it
+CLIENT_TRACES_BURST: Final = 10  # requests that may be traced at once because their clients ask for it
+
+# ------------------------------------------------------------ tenants
+
+# ------------------------------------------------------------ lease protocol
+
+# Epochs that a peer or Redis may name although nothing here has reached them; no pool starts 4 billion managers.
+MAX_FOREIGN_EPOCH: Final = 1 << 32
+# Epochs beyond that, and beyond the highest one known here: each wipe of Redis skips up to 65,536.
+MAX_EPOCH_LEAD: Final = 1 << 20
+# The highest epoch in a state file; Redis counts exactly up to 2^53.
+MAX_STORED_EPOCH: Final = 1 << 48
+# Characters of HOST:PORT; a DNS name has at most 253.
+MAX_ADDRESS_CHARS: Final = 260
+# Characters of each text of a pool's identity; fingerprints have 64.
+MAX_IDENTITY_CHARS: Final = 1024
+# Sequences of one worker that a manager keeps, about 1 KB each.
+MAX_WORKER_SEQUENCES: Final = 1 << 18
+# Messages that may wait for a worker that does not read its lease stream; then the session ends.
+MAX_UNREAD_MESSAGES: Final = 8192
+
+# ------------------------------------------------------------ worker
+
+# Streams of routers at a worker, those included that ended and whose sequences still run. Each router process has one.
+MAX_ROUTER_STREAMS: Final = 64
+# Seconds from the opening of a router's stream to its hello.
+ROUTER_HELLO_SECONDS: Final = 10.0
+# Ids in one list of a submission, ends of the checkpoint included; the router's own limits are lower.
+MAX_SUBMIT_IDS: Final = 16_384
+# Sequences of one router that have not ended: a router's whole queue, each request with 16 sequences.
+MAX_STREAM_SEQUENCES: Final = 16_384
+# Bytes of their prompts and constraints: 16 million tokens, which take some 0.6 GB as Python's integers.
+MAX_STREAM_PROMPT_BYTES: Final = 64 << 20
+# Bytes of outputs that a router has not read: 5 million tokens, or 170,000 tokens with 20 log-probabilities each.
+MAX_STREAM_OUTPUT_BYTES: Final = 64 << 20
+# Sequences that have ended and whose outputs a router may not have passed on, of one router, and their bytes.
+MAX_ENDED_SEQUENCES: Final = 4096
+MAX_ENDED_BYTES: Final = 32 << 20
+# Bytes of the log-probabilities of one sequence that are kept for another router, as Python holds them: 740 tokens with
+# 20 each. A client that lags further behind cannot go on at another router.
+MAX_KEPT_LOGPROBS_BYTES: Final = 2 << 20
+# Sequences of lost routers that run on for a while, of one tenant and in all; bytes of their prompts and outputs.
+MAX_ORPHANS_A_TENANT: Final = 1024
+MAX_ORPHANS: Final = 2048
+MAX_ORPHAN_BYTES_A_TENANT: Final = 32 << 20
+MAX_ORPHAN_BYTES: Final = 64 << 20
+# Bytes of what a sequence's submit carries for another router: stop strings and names of special tokens.
+MAX_CONTINUATION_BYTES: Final = 128 << 10
+# Messages that a KV manager has not read: some 20 s of reports; then the session begins anew from an inventory.
+MAX_LEASE_OUTBOX: Final = 4096
+# Bytes of one message with outputs: what a router takes over in one turn of its loop, up to 11,000 tokens or 330 with
+# 20 log-probabilities each.
+MAX_OUTPUT_MESSAGE_BYTES: Final = 128 << 10
+
+# ------------------------------------------------------------ Redis
+
+# Workers that discovery reads in one poll; of a larger set, as many drawn at random.
+MAX_DISCOVERED_WORKERS: Final = 1024
+# Bytes of the set of worker ids in Redis, as MEMORY USAGE counts them.
+MAX_DISCOVERY_SET_BYTES: Final = 1 << 20
+# Bytes of one worker's entry for discovery; as written it has about 800.
+MAX_DISCOVERY_ENTRY_BYTES: Final = 8192
+# Seconds between the writing of a signed entry and its reading, by the clocks of two machines.
+MAX_DISCOVERY_ENTRY_AGE_S: Final = 300
+# Refused entries that are named in one log line and in the status.
+MAX_NAMED_ENTRIES: Final = 8
+# Bytes of one block's value in the prefix index that count: 1,024 workers.
+MAX_INDEX_VALUE_BYTES: Final = 6 << 10
+# Bytes of one field that names the worker of a slot in the prefix index; as written they have at most 260.
+MAX_INDEX_OWNER_BYTES: Final = 512

@@ -1,0 +1,13 @@
+"""The version of the installed package. Imports the standard library alone."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+
+def quire_version() -> str:
+    """Return the version of the package; "source" where it is not installed."""
+    try:
+        return version("quire")
+    except PackageNotFoundError:
+        return "source"
