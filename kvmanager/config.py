@@ -7,11 +7,22 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from common.settings.options import BlockSize, Count, Fraction, LoadFormat, Port, Seconds, ServiceSettings
-from kvmanager.core.config import Runway
+from common.decisions.ring import DEFAULT_RING_BYTES
+from common.settings.options import (
+    BlockSize,
+    Bytes,
+    Count,
+    Fraction,
+    LoadFormat,
+    Port,
+    Seconds,
+    TokenizerFolder,
+)
+from common.settings.pool_key import PoolSettings
+from kvmanager.core.config import DEFAULT_EVICTION, EvictionName, Runway
 
 
-class KvManagerSettings(ServiceSettings):
+class KvManagerSettings(PoolSettings):
     """options of the KV manager"""
 
     service: ClassVar[str] = "kvmanager"
@@ -22,14 +33,35 @@ class KvManagerSettings(ServiceSettings):
         None,
         description="folder of the checkpoint that workers must serve; unset: what the first worker to attach serves",
     )
+    tokenizer: TokenizerFolder | None = Field(
+        None, description="folder of the tokenizer that workers must use instead of the model's"
+    )
     load_format: LoadFormat = Field("auto", description="dummy: workers have random weights; matters only with a model")
     seed: int = Field(0, description="seed of dummy weights")
     block_size: BlockSize = Field(16, description="slots in a block; the same on every service")
     watermark: Fraction = Field(0.01, description="share of blocks kept free when a sequence is admitted")
+    eviction_policy: EvictionName = Field(
+        DEFAULT_EVICTION,
+        description="which cached blocks leave first; utility: those least likely to be used again soon, as learned; "
+        "frequency: those used least often; lru: those released longest ago",
+    )
     runway: Runway = Field(
         "auto", description="auto: lease ahead of need; max: reserve each request's whole length up front"
     )
     runway_slots: Count = Field(32, description="slots of every running sequence that the lease pool covers")
+    max_workers: Count = Field(512, description="workers that may be attached at once")
+    max_blocks_per_worker: Count = Field(
+        1 << 20,
+        description="blocks that one worker may have; a ledger takes about 630 bytes for each, and some 400 for "
+        "each of up to four times as many that it evicted",
+    )
+    max_blocks: Count = Field(1 << 23, description="blocks that all workers may have together")
+    max_inventory_bytes: Bytes = Field(128 << 20, description="size of the inventory of a worker that attaches")
+    max_inventory_messages: Count = Field(4096, description="messages that may carry an inventory")
+    attach_timeout: Seconds = Field(
+        60.0, description="seconds between two messages of a worker until its inventory is complete"
+    )
     prefix_ttl: Seconds = Field(3600.0, description="seconds that an index entry lives without renewal")
     lease_ttl: Seconds = Field(5.0, description="seconds that a discovery lease lives without renewal")
     decision_ring: Count = Field(100_000, description="decision records kept in memory")
+    decision_ring_bytes: Bytes = Field(DEFAULT_RING_BYTES, description="memory of the decision records, about")

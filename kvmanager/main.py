@@ -14,15 +14,19 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from common.checkpoint.fingerprint import model_fingerprint, tokenizer_fingerprint
+from common.checkpoint.gguf.names import served_folder
 from common.clock import SystemClock
 from common.decisions.ring import DecisionRing
 from common.errors import StaleEpoch
 from common.process.debug import dumps_on_signal
 from common.process.garbage import collect_rarely
 from common.process.metrics import MetricsServer, metrics_port, new_registry
+from common.process.supervised import Supervisor
 from common.rpc.server import RpcServer
+from common.rpc.tls import Identity
 from common.service import run_service
 from common.settings.config import load_or_exit
+from common.settings.pool_key import pool_key_of
 from common.telemetry.provider import setup as setup_telemetry
 from common.telemetry.server_spans import server_spans
 from common.types import PoolIdentity
@@ -38,6 +42,7 @@ from kvmanager.metrics import ManagerMetrics
 from kvmanager.ports import IndexStore
 from kvmanager.servicer import KvManagerServicer
 from kvmanager.sessions.attachments import Attachments
+from kvmanager.sessions.handler import SessionLimits
 from quire.decision.v1 import decision_pb2_grpc
 from quire.kvmanager.v1 import kvmanager_pb2_grpc
 
@@ -55,12 +60,15 @@ class ManagerProcess:
     def __init__(self, settings: KvManagerSettings, on_stale: Callable[[StaleEpoch], None]) -> None:
         self.settings, clock = settings, SystemClock()
         self._telemetry = setup_telemetry("kvmanager", settings)
-        self.ring = DecisionRing(settings.decision_ring)
+        source, most = f"m-{secrets.token_hex(4)}", settings.decision_ring
+        self.ring = DecisionRing(most, settings.decision_ring_bytes, source, clock.time_ns())
         epoch_file = EpochFile(settings.state_dir)
         epoch_file.check()
         times = PublisherTimes(settings.prefix_ttl, settings.lease_ttl)
-        self.index = IndexWriter(epoch_file, _store_opener(settings), clock, times, on_stale)
-        manager = Manager(_manager_config(settings), clock, _decision_ids())
+        self.supervisor = Supervisor(self._show)
+        key = pool_key_of(settings)
+        self.index = IndexWriter(epoch_file, _store_opener(settings), clock, times, on_stale, key, self.supervisor)
+        manager = Manager(_manager_config(settings), clock, _decision_ids(source))
         self.attachments = Attachments(
             manager, self.index, self.ring, self._telemetry.tracer, configured_identity(settings)
         )
@@ -69,13 +77,18 @@ class ManagerProcess:
     def _server(self) -> RpcServer:
         registry = new_registry()
         figures = ManagerMetrics(registry, self.attachments, self.settings.block_size)
-        self.metrics = MetricsServer(registry, lambda: not self.attachments.draining)
+        self.metrics = MetricsServer(registry, lambda: not self.attachments.draining and not self.supervisor.failing)
         spans = server_spans(self._telemetry.tracer, untraced=(servicer.SESSION_METHOD,))
-        server = RpcServer([servicer.SERVICE, decision_servicer.SERVICE], [spans])
-        service = KvManagerServicer(self.attachments, figures.observe_report)
+        services, identity = [servicer.SERVICE, decision_servicer.SERVICE], Identity.of(self.settings)
+        server = RpcServer(services, [spans], tls=identity)
+        service = KvManagerServicer(self.attachments, figures.observe_report, _session_limits(self.settings))
         kvmanager_pb2_grpc.add_KvManagerServiceServicer_to_server(service, server.server)
         decision_pb2_grpc.add_DecisionServiceServicer_to_server(DecisionServicer(self.ring), server.server)
         return server
+
+    async def _show(self, failing: tuple[str, ...]) -> None:
+        """Let health say whether all background tasks run."""
+        await (self.server.health.not_ready() if failing else self.server.health.ready())
 
     async def start(self) -> str:
         """Listen and serve; return one line about it. Raises InvalidConfig when a port is taken."""
@@ -120,8 +133,9 @@ def configured_identity(settings: KvManagerSettings) -> dict[str, object]:
     parts["block_size"] = settings.block_size
     if settings.model is not None:
         seed = settings.seed if settings.load_format == "dummy" else None
-        parts["model_fingerprint"] = model_fingerprint(settings.model, seed)
-        parts["tokenizer_fingerprint"] = tokenizer_fingerprint(settings.model)
+        folder = served_folder(settings.model)
+        parts["model_fingerprint"] = model_fingerprint(folder, seed)
+        parts["tokenizer_fingerprint"] = tokenizer_fingerprint(settings.tokenizer or folder)
     return parts
 
 
@@ -131,20 +145,28 @@ def _manager_config(settings: KvManagerSettings) -> ManagerConfig:
         runway_slots=settings.runway_slots,
         runway_reach=4 * settings.runway_slots,
         watermark=settings.watermark,
+        eviction=settings.eviction_policy,
+        max_workers=settings.max_workers,
+        max_blocks_per_worker=settings.max_blocks_per_worker,
+        max_blocks=settings.max_blocks,
     )
 
 
+def _session_limits(settings: KvManagerSettings) -> SessionLimits:
+    return SessionLimits(settings.max_inventory_messages, settings.max_inventory_bytes, settings.attach_timeout)
+
+
 def _store_opener(settings: KvManagerSettings) -> Callable[[str], IndexStore] | None:
-    url = settings.redis_url
+    url, ca = settings.redis_url, settings.redis_ca
     if not url:
         return None
-    return lambda namespace: RedisIndexStore(open_redis(url), namespace, settings.prefix_ttl, settings.lease_ttl)
+    return lambda namespace: RedisIndexStore(open_redis(url, ca), namespace, settings.prefix_ttl, settings.lease_ttl)
 
 
-def _decision_ids() -> Callable[[], str]:
-    """Return a source of ids that differ from those of any other process."""
-    prefix, numbers = f"m-{secrets.token_hex(4)}", itertools.count(1)
-    return lambda: f"{prefix}-{next(numbers)}"
+def _decision_ids(source: str) -> Callable[[], str]:
+    """Return ids that differ from those of any other process."""
+    numbers = itertools.count(1)
+    return lambda: f"{source}-{next(numbers)}"
 
 
 def _without_secrets(url: str) -> str:

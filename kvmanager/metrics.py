@@ -24,9 +24,14 @@ _TOTALS: Final = {
     "prefix_cache_hits": "Tokens of prompts that were found, in full blocks, once a request.",
     "recompute_cache_queries": "Tokens that were looked up again after a preemption, in full blocks.",
     "recompute_cache_hits": "Tokens that were found again after a preemption, in full blocks.",
+    "prefix_cache_reset_blocks": "Cached blocks that resets of the prefix cache dropped.",
     "ignored_seals": "Sealed blocks whose parent was not cached.",
 }
-_FIELDS: Final = {"num_preemptions": "preemptions", "kv_evictions": "evictions"}
+_FIELDS: Final = {
+    "num_preemptions": "preemptions",
+    "kv_evictions": "evictions",
+    "prefix_cache_reset_blocks": "reset_blocks",
+}
 # The ledgers count blocks. vLLM's counters of these names, which dashboards read, count tokens.
 _BLOCK_FIELDS: Final = {
     "prefix_cache_queries": "prefix_query_blocks",

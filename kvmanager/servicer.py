@@ -2,35 +2,46 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from grpc import aio
 
 from common.errors import FieldViolation, InvalidRequest, NotFound
 from common.hashing import KEY_BYTES
 from common.rpc.interceptor import send
+from common.rpc.roles import peer_of
 from common.types import BlockHash, SequenceId
 from common.wire.packing import unpack_hashes
 from kvmanager.codec import match_to_proto, pool_to_proto, table_to_proto
 from kvmanager.core.block_table import BlockTable
 from kvmanager.core.ledger import Ledger
 from kvmanager.sessions.attachments import Attachments
-from kvmanager.sessions.handler import SessionHandler
+from kvmanager.sessions.handler import DEFAULT_LIMITS, SessionHandler, SessionLimits
+from kvmanager.sessions.kv_event_codec import item_to_proto
+from kvmanager.sessions.kv_events import Position
 from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
 
 SERVICE = "quire.kvmanager.v1.KvManagerService"
 SESSION_METHOD = f"/{SERVICE}/Session"
 
 _Context = aio.ServicerContext[Any, Any]
+# Seconds within which workers confirm a reset, and the index forgets the blocks.
+_CONFIRM_S: Final = 10.0
+_INDEX_S: Final = 5.0
+_ID_BITS: Final = 63
 
 
 class KvManagerServicer(kvmanager_pb2_grpc.KvManagerServiceServicer):
     """`observe` receives the seconds that each report took."""
 
-    def __init__(self, attachments: Attachments, observe: Callable[[float], None]) -> None:
-        self._attachments, self._observe = attachments, observe
+    def __init__(
+        self, attachments: Attachments, observe: Callable[[float], None], limits: SessionLimits = DEFAULT_LIMITS
+    ) -> None:
+        self._attachments, self._observe, self._limits = attachments, observe, limits
 
     # A coroutine that writes, not a generator: gRPC leaves a generator whose RPC is cancelled to the garbage collector.
     async def Session(  # type: ignore[override]
@@ -38,7 +49,10 @@ class KvManagerServicer(kvmanager_pb2_grpc.KvManagerServiceServicer):
     ) -> None:
         """Serve a worker's stream. The headers go first: they show the worker that a manager answers."""
         await context.send_initial_metadata(())
-        await SessionHandler(self._attachments, request_iterator, self._observe).serve(partial(send, context))
+        handler = SessionHandler(
+            self._attachments, request_iterator, self._observe, limits=self._limits, peer=peer_of(context)
+        )
+        await handler.serve(partial(send, context))
 
     async def Lookup(self, request: kvmanager_pb2.LookupRequest, context: _Context) -> kvmanager_pb2.LookupResponse:
         """Return the cached prefix of a prompt on each worker. It changes nothing, not even the order of eviction."""
@@ -66,6 +80,32 @@ class KvManagerServicer(kvmanager_pb2_grpc.KvManagerServiceServicer):
         ledgers = self._attachments.ledgers(request.worker_id)
         pools = [pool_to_proto(worker_id, ledger.pool()) for worker_id, ledger in ledgers]
         return kvmanager_pb2.GetPoolResponse(epoch=self._attachments.index.epoch, pools=pools)
+
+    async def ResetPrefixCache(
+        self, request: kvmanager_pb2.ResetPrefixCacheRequest, context: _Context
+    ) -> kvmanager_pb2.ResetPrefixCacheResponse:
+        """Drop the cached blocks that no sequence uses, on every worker, and wait until the index has none of them."""
+        number = secrets.randbits(_ID_BITS) + 1
+        resets = await self._attachments.reset_cache(number, _CONFIRM_S)
+        current = await self._attachments.index.flush(_INDEX_S)
+        return kvmanager_pb2.ResetPrefixCacheResponse(
+            dropped_blocks=sum(each.dropped_blocks for each in resets),
+            workers=[kvmanager_pb2.WorkerReset(**asdict(each)) for each in resets],
+            index_current=current,
+        )
+
+    async def SubscribeKvEvents(
+        self, request: kvmanager_pb2.SubscribeKvEventsRequest, context: _Context
+    ) -> AsyncIterator[kvmanager_pb2.SubscribeKvEventsResponse]:
+        """Send each worker's membership, or what came since a position, and then every change."""
+        after = {each.worker_id: Position(each.stream, each.number) for each in request.after}
+        hub = self._attachments.events
+        subscription = hub.subscribe(request.worker_id, after)
+        try:
+            async for item in subscription.items():
+                yield item_to_proto(item)
+        finally:
+            hub.unsubscribe(subscription)
 
 
 def _block_hashes(packed: bytes) -> tuple[BlockHash, ...]:

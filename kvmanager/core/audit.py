@@ -22,6 +22,7 @@ def audit(state: LedgerState) -> None:
     _references(state)
     _prefix_map(state)
     _pending(state)
+    _remembered(state)
     _sequences(state)
 
 
@@ -76,15 +77,21 @@ def _references(state: LedgerState) -> None:
 
 def _prefix_map(state: LedgerState) -> None:
     """Check that the map holds exactly the registered blocks and, with each hash, its parent."""
+    children = Counter(entry.parent for entry in state.cache.entries.values())
     copies = {block: key for key, entry in state.cache.entries.items() for block in entry.blocks}
     hashes = {block.id: block.hash for block in state.block_pool.blocks if block.hash is not None}
     _check(copies == hashes, "the prefix map and the blocks' hashes disagree")
-    for entry in state.cache.entries.values():
+    for key, entry in state.cache.entries.items():
+        _check(entry.children == children[key], "the children of a hash are miscounted")
         _check(bool(entry.blocks), "a hash is in the map without a block")
+        in_use = [state.block_pool.blocks[block].state is BlockState.IN_USE for block in entry.blocks]
+        _check(len(in_use) == 1 or all(in_use), "a cached block has the content of another block")
         if entry.parent != ROOT:
             parent = state.cache.entries.get(entry.parent)
             _check(parent is not None, "a hash is in the map without its parent")
             _check(parent is not None and parent.depth + 1 == entry.depth, "a depth is not its parent's plus one")
+            held = parent is not None and state.block_pool.blocks[parent.blocks[0]].state is BlockState.IN_USE
+            _check(held or not any(in_use), "a child is in use whose parent is not")
 
 
 def _pending(state: LedgerState) -> None:
@@ -98,8 +105,22 @@ def _pending(state: LedgerState) -> None:
         )
 
 
+def _remembered(state: LedgerState) -> None:
+    """Check that the remembered match is the one that a look-up gives."""
+    sequence = state.sequences.get(state.remembered.sequence) if state.remembered is not None else None
+    found = state.recall(sequence) if sequence is not None else None
+    if sequence is None or found is None:
+        return
+    blocks = state.block_pool.blocks
+    hits = state.cache.longest(sequence.block_hashes, sequence.num_tokens // state.config.block_size)
+    _check(found.hits == hits[: found.match.hit_blocks], "a remembered match has other blocks than a look-up")
+    cached = sum(blocks[block].state is BlockState.CACHED for block in found.hits)
+    _check(found.cached_hits == cached, "a remembered match counts other cached blocks than a look-up")
+
+
 def _sequences(state: LedgerState) -> None:
     """Check that running totals, queue and preemptions agree with the sequences."""
+    _tenants(state)
     phases = Counter(sequence.phase for sequence in state.sequences.values())
     running = [each for each in state.sequences.values() if each.phase is SequencePhase.RUNNING]
     _check(state.running == len(running), "the count of running sequences is wrong")
@@ -115,3 +136,16 @@ def _sequences(state: LedgerState) -> None:
             bool(each.block_table) == (each.phase is not SequencePhase.WAITING),
             f"{each.name} is {each.phase.value} with {len(each.block_table)} blocks",
         )
+
+
+def _tenants(state: LedgerState) -> None:
+    """Check that what each tenant holds is what its sequences hold."""
+    sequences = state.sequences.values()
+    running = [each for each in sequences if each.phase is SequencePhase.RUNNING]
+    counted = {name: (use.live, use.running, use.blocks) for name, use in state.tenants.items()}
+    live, runs = Counter(each.tenant for each in sequences), Counter(each.tenant for each in running)
+    blocks: Counter[str] = Counter()
+    for each in running:
+        blocks[each.tenant] += each.own_blocks
+    held = {name: (count, runs[name], blocks[name]) for name, count in live.items()}
+    _check(counted == held, "what the tenants hold is miscounted")

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from common.lease import Admit, Copy
 from common.types import BlockHash, BlockId, Candidate, DecisionKind, MissReason, SequencePhase
 from kvmanager.core import fork
-from kvmanager.core.block import BlockState
+from kvmanager.core.block import Block, BlockState
 from kvmanager.core.ledger_state import LedgerState
 from kvmanager.core.prefix_cache import PrefixMatch
+from kvmanager.core.remembered_match import RememberedMatch
 from kvmanager.core.sequence import Sequence
+from kvmanager.core.shares import TenantShares
+from kvmanager.core.shortfall import explain_waits
 
 _NAMED = 8
 """Evicted blocks that a record lists at most; its figures have the total number."""
@@ -30,21 +33,22 @@ class BlockGranter:
     """Admits in queue order, hits first, then fresh blocks, all or nothing. It has no state of its own."""
 
     def admit(self, state: LedgerState) -> tuple[list[Copy], list[Admit]]:
-        """Admit from the head of the queue while it fits; no sequence is passed over."""
+        """Admit the next sequence while it fits; no sequence is passed over."""
         copies: list[Copy] = []
         admits: list[Admit] = []
         state.blocked_by = ""
         if not state.queue:
+            state.queue.unexplained.clear()
             return copies, admits
         if state.preempting or state.live_stalled():
             state.blocked_by = "deferred"
             return copies, admits
         fresh: set[BlockId] = set()
         while state.queue:
-            if state.admitted >= state.config.max_num_seqs:
-                state.blocked_by = "deferred"
+            sequence = self.next(state)
+            if state.admitted >= self.places(state, sequence):
+                state.blocked_by = "places"
                 break
-            sequence = state.sequences[state.queue.first]
             plan = self.plan(state, sequence)
             if plan is None:
                 state.blocked_by = "capacity"
@@ -55,7 +59,36 @@ class BlockGranter:
             if source is not None:
                 length = fork.copy_length(sequence.num_tokens, state.config.block_size)
                 copies.append(Copy(source, sequence.block_table[len(plan.hits)], length))
+        if state.queue.unexplained:
+            self._explain_waits(state)
         return copies, admits
+
+    def _explain_waits(self, state: LedgerState) -> None:
+        """Record why those that joined the queue and were not admitted wait."""
+        if state.queue:
+            explain_waits(state, self.next(state), lambda each: self._fresh(state, each))
+        state.queue.unexplained.clear()
+
+    def next(self, state: LedgerState) -> Sequence:
+        """Return the sequence that is admitted next: the highest priority, then the tenant of the least load.
+
+        Tenants of one load go by arrival. One must wait.
+        """
+        heads = [state.sequences[each] for each in state.queue.heads()]
+        if len(heads) == 1:
+            return heads[0]
+        shares = TenantShares(state)
+        return min(heads, key=lambda each: (shares.load(each.tenant), each.arrival))
+
+    def places(self, state: LedgerState, sequence: Sequence) -> int:
+        """Return how many sequences may hold a block table if this one is to be among them.
+
+        A tenant at its share or over it leaves some places free, so that the others need not wait for a preemption.
+        """
+        places = state.config.max_num_seqs
+        if len(state.tenants) > 1 and TenantShares(state).load(sequence.tenant) >= 1.0:
+            places -= state.config.spare_places
+        return places
 
     # ------------------------------------------------------------ hits
 
@@ -73,30 +106,67 @@ class BlockGranter:
         return present[: match.hit_blocks], match
 
     def fork_parent(self, state: LedgerState, sequence: Sequence) -> Sequence | None:
-        """Return the sequence that this one was forked from while that one holds a block table."""
-        if sequence.fork_of is None:
+        """Return the sequence that this one was forked from while that one holds a block table to share."""
+        if sequence.fork_of is None or sequence.computes_all:
             return None
         parent = state.sequences.get(sequence.fork_of)
-        return None if parent is None or parent.phase is SequencePhase.WAITING else parent
+        if parent is None or parent.phase is SequencePhase.WAITING or parent.computes_all:
+            return None
+        return parent
 
     def plan(self, state: LedgerState, sequence: Sequence) -> GrantPlan | None:
         """Return how the sequence would be admitted; None when there are not enough blocks for all of it."""
-        available = state.block_pool.available
-        if not available:
+        if not state.block_pool.available:
             return None
-        config = state.config
-        hits, match = self.match(state, sequence.block_hashes, sequence.num_tokens, sequence.cacheable)
+        plan, missing = self._demand(state, sequence)
+        return None if missing > 0 else plan
+
+    def missing_blocks(self, state: LedgerState, sequence: Sequence) -> int:
+        """Return how many blocks are missing for the admission of a sequence; 0 or less when there are enough."""
+        return self._demand(state, sequence)[1]
+
+    def _demand(self, state: LedgerState, sequence: Sequence) -> tuple[GrantPlan, int]:
+        """Return how the sequence would be admitted, and how many blocks are missing for that; remember a match."""
+        found = self._found(state, sequence)
+        plan, missing = self._plan(state, sequence, found)
+        if missing > 0 and found is not state.remembered:
+            state.remember(sequence, found)
+        return plan, missing
+
+    def _fresh(self, state: LedgerState, sequence: Sequence) -> int:
+        return self._plan(state, sequence, self._found(state, sequence))[0].fresh
+
+    def _found(self, state: LedgerState, sequence: Sequence) -> RememberedMatch:
+        return state.recall(sequence) or self._match_anew(state, sequence)
+
+    def _plan(self, state: LedgerState, sequence: Sequence, found: RememberedMatch) -> tuple[GrantPlan, int]:
+        config, available = state.config, state.block_pool.available
+        hits, cached_hits = found.hits, found.cached_hits
         parent = self.fork_parent(state, sequence)
         if parent is not None:
             shared = fork.shared_full_blocks(parent, config.hits_of(sequence.num_tokens))
-            hits = max(hits, shared, key=len)
-        needed = sequence.max_blocks if config.runway == "max" else config.blocks_for(sequence.num_tokens)
+            if len(shared) > len(hits):
+                hits, cached_hits = shared, 0
+        needed = self._wanted(state, sequence, len(hits))
         fresh = needed - len(hits)
         grows = needed < sequence.max_blocks
         slack = max(int(grows), config.watermark_blocks) if state.running else 0
+        return GrantPlan(hits, fresh, found.match), fresh + slack - (available - cached_hits)
+
+    def _wanted(self, state: LedgerState, sequence: Sequence, hits: int) -> int:
+        """Return the blocks with which a sequence is admitted, `hits` shared ones included."""
+        config = state.config
+        if config.runway == "max" and not config.window:
+            return sequence.max_blocks
+        whole = -(-sequence.num_tokens // config.block_size)
+        # A fork may share more than its window; its partial last block comes after that.
+        return min(whole, max(config.admission_blocks(sequence.num_tokens), hits + 1))
+
+    def _match_anew(self, state: LedgerState, sequence: Sequence) -> RememberedMatch:
+        hits, match = self.match(state, sequence.block_hashes, sequence.num_tokens, sequence.takes_hits)
         blocks = state.block_pool.blocks
         cached_hits = sum(blocks[block].state is BlockState.CACHED for block in hits)
-        return GrantPlan(hits, fresh, match) if fresh + slack <= available - cached_hits else None
+        return RememberedMatch(sequence.id, sequence.num_tokens, hits, match, cached_hits)
 
     def copy_source(
         self, state: LedgerState, sequence: Sequence, plan: GrantPlan, fresh: set[BlockId]
@@ -118,6 +188,7 @@ class BlockGranter:
     def grant(self, state: LedgerState, sequence: Sequence, plan: GrantPlan) -> Admit:
         """Give the sequence its block table. Hits are referenced before anything is evicted for the fresh blocks."""
         pool = state.block_pool
+        state.remembered = None
         for block in plan.hits:
             pool.hold(pool.blocks[block])
         evicted = self.make_free(state, plan.fresh, sequence)
@@ -144,19 +215,49 @@ class BlockGranter:
         missing = count - len(state.block_pool.free)
         if missing <= 0:
             return 0
-        evicted = [self.evict(state) for _ in range(missing)]
+        name = beneficiary.name if beneficiary else ""
+        evicted = [self.evict(state, name) for _ in range(min(missing, _NAMED))]
+        for _ in range(missing - len(evicted)):
+            self.uncache(state, name)
         figures = {"evicted": float(missing), "cached": float(len(state.block_pool.cached)), "wanted": float(count)}
-        reasons = ("no block is free", "released longest ago, leaves first")
-        named = ", ".join(each.name for each in evicted[:_NAMED]) + (" and more" if missing > _NAMED else "")
-        state.decisions.record(DecisionKind.EVICTION, named, beneficiary, reasons, figures, tuple(evicted[:_NAMED]))
+        order = state.block_pool.cached
+        reasons = ("no block is free", order.reason, f"policy {order.name}")
+        named = ", ".join(each.name for each in evicted) + (" and more" if missing > _NAMED else "")
+        state.decisions.record(DecisionKind.EVICTION, named, beneficiary, reasons, figures, tuple(evicted))
         return missing
 
-    def evict(self, state: LedgerState) -> Candidate:
+    def drop_cached(self, state: LedgerState) -> int:
+        """Free every cached block and return how many there were.
+
+        An idle pool forgets all with one event. Otherwise the blocks go leaves first, as in an eviction.
+        """
+        pool, dropped = state.block_pool, len(state.block_pool.cached)
+        if pool.in_use:
+            # Nothing is learned of their uses: they go for another reason than want of room.
+            for block in sorted((pool.blocks[each] for each in pool.cached), key=state.cache.depth_of, reverse=True):
+                state.cache.evict(block)
+                pool.free_cached(block)
+        else:
+            state.cache.clear()
+            pool.free_all_cached()
+        state.totals.reset_blocks += dropped
+        figures = {"dropped": float(dropped), "in_use": float(state.block_pool.in_use)}
+        reasons = ("an operator reset the prefix cache", "blocks in use stay")
+        state.decisions.record(DecisionKind.RESET, f"{dropped} cached blocks", None, reasons, figures)
+        return dropped
+
+    def evict(self, state: LedgerState, beneficiary: str = "") -> Candidate:
         """Free the next block in the order of eviction and drop its content; return the record of the block."""
+        block, depth = self.uncache(state, beneficiary)
+        figures = state.block_pool.cached.why(block.id)
+        return Candidate(f"block {block.id}", terms=(("depth", float(depth)),), figures=figures)
+
+    def uncache(self, state: LedgerState, beneficiary: str) -> tuple[Block, int]:
+        """Free the next block in the order of eviction; return it and the depth of what it held."""
         block = state.block_pool.uncache()
-        depth = state.cache.evict(block)
+        depth = state.cache.evict(block, beneficiary, state.block_pool.cached.mark_of(block.id))
         state.totals.evictions += 1
-        return Candidate(f"block {block.id}", terms=(("depth", float(depth)),))
+        return block, depth
 
     # ------------------------------------------------------------ the lease pool
 
@@ -173,14 +274,25 @@ class BlockGranter:
         return [pool.lease() for _ in range(min(target - pool.leased, spare))]
 
 
+def _await(state: LedgerState, hits: list[BlockId]) -> int:
+    """Leave hits on blocks that are not sealed to be counted once they are; return how many there are."""
+    unsealed = [block for block in map(state.block_pool.blocks.__getitem__, hits) if block.hash is None]
+    for block in unsealed:
+        block.awaited += 1
+    return len(unsealed)
+
+
 def _record_grant(state: LedgerState, sequence: Sequence, plan: GrantPlan, evicted: int) -> str:
     match, hits = plan.match, len(plan.hits)
-    asked = sequence.cacheable and state.config.caches
+    awaited = _await(state, plan.hits[: match.hit_blocks]) if not sequence.recompute else 0
+    asked = sequence.takes_hits and state.config.caches
     queried = min(sequence.num_tokens // state.config.block_size, len(sequence.block_hashes)) if asked else 0
-    state.totals.count_admission(queried, match.hit_blocks, match.miss_reason.value, sequence.recompute)
+    state.totals.count_admission(queried, match.hit_blocks - awaited, match.miss_reason.value, sequence.recompute)
     reasons = [match.miss_reason.value]
     if match.miss_reason is MissReason.DIVERGED_AT:
         reasons.append(f"never seen from block {match.diverged_at} on")
+    if sequence.computes_all:
+        reasons.append("computes all its tokens, for their log-probabilities")
     if sequence.recompute:
         reasons.append("computed again after a preemption")
     figures = {
@@ -193,4 +305,5 @@ def _record_grant(state: LedgerState, sequence: Sequence, plan: GrantPlan, evict
         "waited_seconds": state.clock.monotonic() - sequence.queued_at,
     }
     chosen = f"{hits} shared and {plan.fresh} fresh blocks"
-    return state.decisions.record(DecisionKind.GRANT, chosen, sequence, tuple(reasons), figures)
+    kind = DecisionKind.GRANT
+    return state.decisions.record(kind, chosen, sequence, tuple(reasons), figures, beneficiary=match.evicted_for)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from common.errors import ProtocolViolation
 from common.types import BlockId
 from kvmanager.core.block import Block, BlockState
-from kvmanager.core.eviction import EvictionOrder
+from kvmanager.core.eviction.interface import EvictionOrder
 from kvmanager.core.free_list import FreeList
 
 
@@ -14,11 +14,12 @@ class BlockPool:
 
     __slots__ = ("blocks", "cached", "free", "leased")
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, cached: EvictionOrder) -> None:
+        """Make a pool of free blocks; `cached` is empty."""
         ids = [BlockId(block) for block in range(num_blocks)]
         self.blocks = [Block(block) for block in ids]
         self.free = FreeList(num_blocks, ids)
-        self.cached = EvictionOrder(num_blocks)
+        self.cached = cached
         self.leased = 0
 
     @property
@@ -67,8 +68,10 @@ class BlockPool:
     def hold(self, block: Block) -> None:
         """Add a reference to a block in use or in the cache."""
         if block.state is BlockState.CACHED:
-            self.cached.remove(block.id)
+            self.cached.take(block)
             block.state = BlockState.IN_USE
+        elif block.hash is not None:
+            self.cached.used(block)
         block.refs += 1
 
     def drop(self, block: Block) -> bool:
@@ -78,7 +81,7 @@ class BlockPool:
             return False
         if block.hash is not None:
             block.state = BlockState.CACHED
-            self.cached.append(block.id)
+            self.cached.add(block)
             return False
         block.state = BlockState.FREE
         self.free.append(block.id)
@@ -86,10 +89,27 @@ class BlockPool:
 
     def uncache(self) -> Block:
         """Free the cached block that is next in the order of eviction; the caller forgets its hash."""
-        block = self.blocks[self.cached.popleft()]
+        block = self.blocks[self.cached.pop()]
         block.state = BlockState.FREE
         self.free.append(block.id)
         return block
+
+    def free_cached(self, block: Block) -> None:
+        """Free a cached block, wherever it stands in the order of eviction; the caller forgets its hash."""
+        self.cached.discard(block)
+        block.state = BlockState.FREE
+        self.free.append(block.id)
+
+    def replace_cached(self, old: Block, by: Block) -> None:
+        """Free a cached block whose content a block in use has."""
+        self.cached.replaced(old, by)
+        old.state = BlockState.FREE
+        self.free.append(old.id)
+
+    def free_all_cached(self) -> None:
+        """Free every cached block; the caller has forgotten all hashes."""
+        for block_id in list(self.cached):
+            self.free_cached(self.blocks[block_id])
 
     def _leased(self, block_id: BlockId, verb: str) -> Block:
         block = self.get(block_id)

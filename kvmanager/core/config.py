@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
+
+from common.lease import blocks_needed
 
 Runway = Literal["auto", "max"]
+EvictionName = Literal["lru", "frequency", "utility"]
+
+DEFAULT_EVICTION: Final[EvictionName] = "utility"
+"""What `bench.eviction` found to be best."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +22,7 @@ class LedgerConfig:
     blocks ahead of need: for `runway_slots` also by evicting, up to `runway_reach` from free blocks alone. "max" gives
     each sequence all blocks of its max_len at admission. `watermark` is the part of the pool that an admission leaves
     free for the growth of those that run; `ghosts` bounds the memory of evicted hashes (0: four for each block).
+    `eviction` names the policy of `eviction/choice.py`.
     """
 
     num_blocks: int
@@ -28,13 +35,24 @@ class LedgerConfig:
     runway_reach: int = 128
     watermark: float = 0.01
     ghosts: int = 0
+    eviction: EvictionName = DEFAULT_EVICTION
 
-    def blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self.block_size)
+    def admission_blocks(self, num_tokens: int) -> int:
+        """Return the blocks with which a sequence of so many tokens is admitted.
+
+        Where every layer has a window, they are those of the first positions: the sequence binds the others as it goes
+        on, and releases those that left the window.
+        """
+        return blocks_needed(num_tokens, num_tokens, self.block_size, self.window)
 
     def hits_of(self, num_tokens: int) -> int:
         """Return how many leading full blocks of a sequence may be shared: not the one that holds its last token."""
         return (num_tokens - 1) // self.block_size
+
+    @property
+    def spare_places(self) -> int:
+        """Places that tenants over their share leave free: about one in sixteen, none of very few."""
+        return (self.max_num_seqs + 8) // 16
 
     @property
     def caches(self) -> bool:

@@ -7,13 +7,17 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(slots=True)
 class Totals:
-    """Rising counters. Prefix statistics count once a request, at admission, in blocks; recompute is counted apart."""
+    """Rising counters. Prefix statistics count once a request, in blocks; recompute is counted apart.
+
+    A hit counts at admission, or when the block is sealed if another sequence was still to fill it.
+    """
 
     preemptions: int = 0
     evictions: int = 0
     admissions: int = 0
     rejections: int = 0
     ignored_seals: int = 0
+    reset_blocks: int = 0
     prefix_query_blocks: int = 0
     prefix_hit_blocks: int = 0
     recompute_query_blocks: int = 0

@@ -29,20 +29,28 @@ class DecisionLog:
         reasons: tuple[str, ...],
         figures: Figures,
         candidates: tuple[Candidate, ...] = (),
+        beneficiary: str = "",
     ) -> str:
-        """Add a record about `subject` (None: the worker as a whole) and return its id."""
+        """Add a record about `subject` (None: the worker as a whole) and return its id.
+
+        The beneficiary of an eviction is its subject.
+        """
         return self._add(
             Decision(
                 self._ids(), kind, self._clock.time_ns(), chosen, subject.request_id if subject else "", candidates,
                 reasons, figures=tuple(figures.items()), traceparent=subject.traceparent if subject else "",
-                beneficiary=subject.name if subject and kind is DecisionKind.EVICTION else "",
+                beneficiary=subject.name if subject and kind is DecisionKind.EVICTION else beneficiary,
             )
         )  # fmt: skip
 
     def preempted(
-        self, victim: Sequence, beneficiary: Sequence, figures: Figures, candidates: tuple[Candidate, ...]
+        self,
+        victim: Sequence,
+        beneficiary: Sequence,
+        reasons: tuple[str, ...],
+        figures: Figures,
+        candidates: tuple[Candidate, ...],
     ) -> str:
-        reasons = ("pool is used up", "lowest priority, then latest arrival")
         return self._add(
             Decision(
                 self._ids(), DecisionKind.PREEMPTION, self._clock.time_ns(), victim.name, victim.request_id, candidates,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from functools import partial
 
 from common.clock import Clock
-from common.lease import GrantBatch, Inventory, Report
+from common.lease import GrantBatch, Inventory, Preempt, Report
 from common.types import BlockHash, Decision, SequenceId
 from kvmanager.core import runway
 from kvmanager.core.audit import audit
@@ -53,29 +54,42 @@ class Ledger:
         """Decide what to grant and order; None when there is nothing to send. Call it after each report and rebuild."""
         state, granter = self.state, self.policies.granter
         pool = state.block_pool
-        want = self._runway_terms().want
-        refill = pool.leased < want
-        lease = granter.lease(state, want - pool.leased) if refill else []
+        terms, stalled = self._runway_terms()
+        refill = runway.is_short(terms, pool.leased, stalled)
+        lease = granter.lease(state, terms.want - pool.leased) if refill else []
         preempt = self.policies.preemption.preempt(state)
         copies, admits = granter.admit(state)
+        preempt = preempt or self._preempt_for_next()
         target = self.lease_target(refill)
         if refill:
             lease += granter.lease_further(state, target)
         cancel, state.refused = tuple(state.refused), []
-        if target == state.last_sent_target and not (lease or preempt or admits or cancel):
+        reset = state.resets.take()
+        if target == state.last_sent_target and not (lease or preempt or admits or cancel or reset):
             return None
         state.last_sent_target = target
-        return GrantBatch(target, tuple(copies), tuple(admits), tuple(lease), preempt, cancel)
+        return GrantBatch(target, tuple(copies), tuple(admits), tuple(lease), reset, preempt, cancel)
+
+    def _preempt_for_next(self) -> tuple[Preempt, ...]:
+        """Order a preemption for the sequence that is next and cannot be admitted, if it is entitled to one."""
+        state, granter = self.state, self.policies.granter
+        if state.blocked_by not in ("capacity", "places"):
+            return ()
+        sequence = granter.next(state)
+        missing = partial(granter.missing_blocks, state, sequence) if state.blocked_by == "capacity" else lambda: 0
+        return self.policies.preemption.preempt_for(state, sequence, missing)
 
     def lease_target(self, refill: bool) -> int:
         state = self.state
         pressed = state.blocked_by == "capacity"
-        return runway.next_target(self._runway_terms(), state.last_sent_target, refill, pressed)
+        terms, _ = self._runway_terms()
+        return runway.next_target(terms, state.last_sent_target, refill, pressed, state.block_pool.leased)
 
-    def _runway_terms(self) -> runway.RunwayTerms:
+    def _runway_terms(self) -> tuple[runway.RunwayTerms, int]:
+        """Return the bounds of the lease pool, and how many sequences are stalled."""
         state = self.state
         stalled = len(state.live_stalled())
-        return runway.runway_terms(state.config, state.lease_want, stalled, state.growth, state.running)
+        return runway.runway_terms(state.config, state.lease_want, stalled, state.growth, state.running), stalled
 
     # ------------------------------------------------------------ operators
 
@@ -84,13 +98,23 @@ class Ledger:
 
         Only this ledger forgets. The worker's next inventory brings back the content that the worker still holds.
         """
-        pool = self.state.block_pool
-        if pool.in_use:
+        if self.state.block_pool.in_use:
             return False
-        self.state.cache.clear()
-        while pool.cached:
-            pool.uncache()
+        self.policies.granter.drop_cached(self.state)
         return True
+
+    def reset_cache(self, number: int) -> int:
+        """Drop every cached block that no sequence uses; return how many. Call `schedule` next.
+
+        `number` is the id of the reset, which no other one of this manager has. The worker gets it in the next batch.
+        """
+        self.state.resets.wanted = number
+        return self.policies.granter.drop_cached(self.state)
+
+    @property
+    def reset_pending(self) -> bool:
+        """Whether the worker has still to confirm the latest reset."""
+        return self.state.resets.pending
 
     def lookup(self, block_hashes: Items[BlockHash], num_tokens: int) -> PrefixMatch:
         """Return the hits that a prompt of `num_tokens` tokens would have now, and why there are no more."""

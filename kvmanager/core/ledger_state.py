@@ -6,26 +6,46 @@ The policies of `policies.py` decide which change happens when; each of them tak
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from common.clock import Clock
 from common.errors import ProtocolViolation
-from common.lease import Reserve
+from common.lease import Reserve, blocks_needed
+from common.limits import MAX_WORKER_SEQUENCES
 from common.types import BlockHash, DecisionKind, SequenceId, SequencePhase
-from kvmanager.core.block import ROOT, Block
+from kvmanager.core.block import ROOT, Block, BlockState
 from kvmanager.core.block_pool import BlockPool
 from kvmanager.core.config import LedgerConfig
 from kvmanager.core.counts import Totals
 from kvmanager.core.decisions import DecisionLog
+from kvmanager.core.eviction.choice import order_of
+from kvmanager.core.eviction.interface import NO_MARK
 from kvmanager.core.prefix_cache import PrefixCache
+from kvmanager.core.remembered_match import RememberedMatch
+from kvmanager.core.reset import ResetOrder
 from kvmanager.core.sequence import Sequence
 from kvmanager.core.waiting_queue import WaitingQueue
 
-BlockedBy = Literal["", "capacity", "deferred"]
-"""Why the head of the queue was not admitted: too few blocks, or a limit, a stall or a preemption came first."""
+BlockedBy = Literal["", "capacity", "places", "deferred"]
+"""Why the next sequence was not admitted: too few blocks, no place, or a stall or a preemption came first."""
 
 NEVER_SENT = None
 """Last sent lease target of a worker that has received none since its attach: the next batch is always sent."""
+
+
+class TenantUse(NamedTuple):
+    """What the sequences of a tenant hold: how many live, how many of these run, and the own blocks of the latter.
+
+    The weight is that of the first of them. Values are never changed in place, so that a copy of the dict is a copy.
+    """
+
+    weight: float
+    live: int = 0
+    running: int = 0
+    blocks: int = 0
+
+    def more(self, running: int, blocks: int) -> TenantUse:
+        return TenantUse(self.weight, self.live, self.running + running, self.blocks + blocks)
 
 
 class LedgerState:
@@ -36,8 +56,9 @@ class LedgerState:
     """
 
     __slots__ = (
-        "admitted", "block_pool", "blocked_by", "cache", "clock", "config", "decisions", "growth", "last_sent_target",
-        "lease_want", "next_arrival", "preempting", "queue", "refused", "running", "sequences", "stalled", "totals",
+        "admitted", "block_pool", "blocked_by", "cache", "clock", "config", "decisions", "eviction", "growth",
+        "last_sent_target", "lease_want", "next_arrival", "preempting", "queue", "refused", "remembered", "resets",
+        "running", "sequences", "stalled", "tenants", "totals",
     )  # fmt: skip
 
     def __init__(self, config: LedgerConfig, clock: Clock, decision_ids: Callable[[], str]) -> None:
@@ -46,19 +67,25 @@ class LedgerState:
         self.decisions = DecisionLog(clock, decision_ids)
         self.totals = Totals()
         self.cache = PrefixCache([], config.ghosts or 4 * config.num_blocks)
+        self.eviction = order_of(config.eviction, config.num_blocks, self.cache.entries)
         self.empty()
 
     def empty(self) -> None:
         """Forget sequences and levels and free every block; event numbers, ghosts and totals go on."""
-        self.block_pool = BlockPool(self.config.num_blocks)
+        self.eviction.empty()
+        self.block_pool = BlockPool(self.config.num_blocks, self.eviction)
         self.cache.rebase(self.block_pool.blocks)
         self.sequences: dict[SequenceId, Sequence] = {}
+        # Those with a live sequence.
+        self.tenants: dict[str, TenantUse] = {}
         self.queue = WaitingQueue()
         self.preempting: set[SequenceId] = set()
         self.stalled: tuple[SequenceId, ...] = ()
         self.refused: list[SequenceId] = []
         self.last_sent_target: int | None = NEVER_SENT
         self.lease_want = 0
+        self.resets = ResetOrder()
+        self.remembered: RememberedMatch | None = None
         self.growth = self.running = self.admitted = self.next_arrival = 0
         self.blocked_by: BlockedBy = ""
 
@@ -70,18 +97,37 @@ class LedgerState:
             raise ProtocolViolation(f"sequence {reserve.sequence} was reserved twice")
         if not 0 < reserve.num_tokens <= reserve.max_len:
             raise ProtocolViolation(f"sequence {reserve.sequence} has {reserve.num_tokens} of {reserve.max_len} tokens")
+        if len(reserve.block_hashes) > reserve.num_tokens // self.config.block_size:
+            raise ProtocolViolation(
+                f"sequence {reserve.sequence} has {len(reserve.block_hashes)} hashes for {reserve.num_tokens} tokens"
+            )
+        if len(self.sequences) >= MAX_WORKER_SEQUENCES:
+            raise ProtocolViolation(f"the worker has more than {MAX_WORKER_SEQUENCES} sequences at once")
         sequence = Sequence(reserve, arrival, self.config.block_size, self.clock.monotonic())
         self.next_arrival = max(self.next_arrival, arrival + 1)
         self.sequences[sequence.id] = sequence
+        use = self.tenants.get(sequence.tenant) or TenantUse(sequence.weight)
+        self.tenants[sequence.tenant] = use._replace(weight=sequence.weight, live=use.live + 1)
         return sequence
+
+    def forget(self, sequence: Sequence) -> None:
+        """Remove a live sequence, whose block table was released or never granted."""
+        del self.sequences[sequence.id]
+        use = self.tenants[sequence.tenant]
+        if use.live > 1:
+            self.tenants[sequence.tenant] = use._replace(live=use.live - 1)
+        else:
+            del self.tenants[sequence.tenant]
 
     def queue_or_refuse(self, sequence: Sequence) -> None:
         """Queue a sequence. Refuse it for good when the whole pool could not hold it; those behind it proceed."""
-        needed, there = sequence.max_blocks, self.config.num_blocks
+        config = self.config
+        needed = blocks_needed(sequence.num_tokens, sequence.max_len, config.block_size, config.window)
+        there = config.num_blocks
         if needed <= there:
             self.queue.add(sequence)
             return
-        del self.sequences[sequence.id]
+        self.forget(sequence)
         self.refused.append(sequence.id)
         self.totals.rejections += 1
         reason = f"{sequence.max_len} tokens need {needed} blocks; the pool has {there}"
@@ -95,6 +141,7 @@ class LedgerState:
         if phase is SequencePhase.RUNNING:
             self.running += 1
             self.growth += sequence.growth
+            self.count_use(sequence, 1, sequence.own_blocks)
         elif phase is SequencePhase.DRAINING_PREEMPT:
             self.preempting.add(sequence.id)
 
@@ -103,9 +150,14 @@ class LedgerState:
         if sequence.phase is SequencePhase.RUNNING:
             self.running -= 1
             self.growth -= sequence.growth
+            self.count_use(sequence, -1, -sequence.own_blocks)
         sequence.phase = phase
         if phase is SequencePhase.DRAINING_PREEMPT:
             self.preempting.add(sequence.id)
+
+    def count_use(self, sequence: Sequence, running: int, blocks: int) -> None:
+        """Count what a tenant's running sequences hold more than before."""
+        self.tenants[sequence.tenant] = self.tenants[sequence.tenant].more(running, blocks)
 
     def live_stalled(self) -> list[SequenceId]:
         """Return the stalled sequences that still run; one that left must not block admission."""
@@ -115,19 +167,88 @@ class LedgerState:
         sequence = self.sequences.get(sequence_id)
         return sequence is not None and sequence.phase is SequencePhase.RUNNING
 
+    # ------------------------------------------------------------ remembered matches
+
+    def recall(self, sequence: Sequence) -> RememberedMatch | None:
+        """Return the match of a sequence from an earlier attempt to admit it, if that still holds."""
+        found = self.remembered
+        if found is None or found.sequence != sequence.id or found.num_tokens != sequence.num_tokens:
+            return None
+        return found if self.cache.watched else None
+
+    def remember(self, sequence: Sequence, found: RememberedMatch) -> None:
+        """Keep the match of a sequence that cannot be admitted now."""
+        self.remembered = found
+        self.cache.watched = frozenset(sequence.block_hashes[: len(found.hits) + 1])
+
     # ------------------------------------------------------------ blocks
 
     def append_block(self, block: Block, sequence: Sequence) -> None:
         """Append a block without content to a block table. Others may share it at once if its hash is known.
 
         The block of the last known token is not shared. If a sharer filled that slot first, the sequence could never
-        compute its logits, because a slot is written once.
+        compute its logits, because a slot is written once. So it is with all blocks of one that computes all tokens.
         """
-        index, block_hashes = len(sequence.block_table), sequence.block_hashes
+        index = len(sequence.block_table)
         self.describe(block, sequence, index)
         sequence.block_table.append(block.id)
-        if index < len(block_hashes) and index < self.config.hits_of(sequence.num_tokens) and self.config.caches:
-            self.cache.expect(block, block_hashes[index])
+        self.expect(block, sequence, index)
+
+    def expect(self, block: Block, sequence: Sequence, index: int) -> None:
+        """Let others share a block that the sequence is about to fill, where its hash is known."""
+        shared = 0 if sequence.computes_all else self.config.hits_of(sequence.num_tokens)
+        if index < min(shared, len(sequence.block_hashes)) and self.config.caches:
+            self.cache.expect(block, sequence.block_hashes[index])
+
+    def may_publish(self, block: Block, block_hash: BlockHash, parent: BlockHash) -> bool:
+        """Return whether a block in use may be registered: after its parent, at its own depth, under a hash of its own.
+
+        A block whose hash another content has is not shared, and nothing after it.
+        """
+        cache = self.cache
+        if not self.config.caches or not cache.has_parent(parent) or cache.depth_after(parent) != block.index:
+            return False
+        if cache.is_ambiguous(block_hash, parent):
+            cache.forget_pending(block)
+            return False
+        return True
+
+    def publish(self, block: Block, block_hash: BlockHash, parent: BlockHash) -> None:
+        """Register a block in use. A cached copy of its content is free from now on."""
+        cache, pool = self.cache, self.block_pool
+        ghost = cache.register(block, block_hash, parent)
+        before = cache.entries[parent].blocks[0] if parent else None
+        pool.cached.registered(block, before, ghost.mark if ghost else NO_MARK)
+        self._count_awaited(block)
+        first = pool.blocks[cache.entries[block_hash].blocks[0]]
+        if first.state is BlockState.CACHED:
+            cache.evict(first)
+            pool.replace_cached(first, block)
+
+    def release(self, block: Block) -> None:
+        """Drop a reference. Of several blocks with one content, the one that is released last stays cached.
+
+        The others are in use then and come later in the order of eviction, so a parent still outlives its children.
+        """
+        if block.refs == 1 and block.hash is not None:
+            self.cache.touch(block.hash)
+            if self.cache.has_twin(block):
+                self.cache.evict(block)
+        if self.block_pool.drop(block):
+            self.cache.forget_pending(block)
+            block.awaited = 0
+
+    def _count_awaited(self, block: Block) -> None:
+        """Count hits on a block that was not sealed when they were granted.
+
+        Where the sequence that was to fill it has left, one of those that shared the block has filled it.
+        """
+        if block.awaited:
+            owner = self.sequences.get(block.owner)
+            table = owner.block_table if owner is not None else ()
+            filled = block.index < len(table) and table[block.index] == block.id
+            self.totals.prefix_hit_blocks += block.awaited - (not filled)
+            block.awaited = 0
 
     def describe(self, block: Block, sequence: Sequence, index: int) -> None:
         """Set the index, owner and parent hash of a block, as far as the sequence's block hashes are known."""

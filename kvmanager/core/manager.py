@@ -15,20 +15,27 @@ from common.errors import IdentityMismatch, NotFound
 from common.lease import Attach, AttachOk, AttachRejected, Inventory
 from common.types import PoolIdentity
 from kvmanager.core import epochs
-from kvmanager.core.config import LedgerConfig, Runway
+from kvmanager.core.config import DEFAULT_EVICTION, EvictionName, LedgerConfig, Runway
 from kvmanager.core.ledger import Ledger
 from kvmanager.core.policies import DEFAULT_POLICIES, LedgerPolicies
 
 
 @dataclass(frozen=True, slots=True)
 class ManagerConfig:
-    """The configuration that all ledgers of this manager share. `identity` None: the first attach fixes it."""
+    """The configuration that all ledgers of this manager share. `identity` None: the first attach fixes it.
+
+    `max_blocks` bounds the blocks of all workers together: a ledger has a record for each block.
+    """
 
     identity: PoolIdentity | None = None
     runway: Runway = "auto"
     runway_slots: int = 32
     runway_reach: int = 128
     watermark: float = 0.01
+    eviction: EvictionName = DEFAULT_EVICTION
+    max_workers: int = 512
+    max_blocks_per_worker: int = 1 << 20
+    max_blocks: int = 1 << 23
 
 
 @dataclass(slots=True)
@@ -63,6 +70,8 @@ class Manager:
         self._registrations: dict[str, WorkerRegistration] = {}
         self.identity = config.identity
         self.epoch = epoch
+        # The id of the latest reset of the prefix cache; 0: there was none.
+        self.last_reset = 0
 
     # ------------------------------------------------------------ epoch
 
@@ -78,7 +87,7 @@ class Manager:
 
     def attach(self, attach: Attach) -> WorkerRegistration | AttachRejected:
         """Register a worker whose ledger waits for the inventory, or return why the worker is refused."""
-        rejected = self._refusal(attach)
+        rejected = self.refusal(attach)
         if rejected is not None:
             return rejected
         self.identity = self.identity or attach.identity
@@ -87,7 +96,8 @@ class Manager:
         self._registrations[attach.worker_id] = registration
         return registration
 
-    def _refusal(self, attach: Attach) -> AttachRejected | None:
+    def refusal(self, attach: Attach) -> AttachRejected | None:
+        """Return why a worker may not attach now, or None."""
         if self.identity is not None:
             mismatches = self.identity.differences(attach.identity)
             if mismatches:
@@ -96,6 +106,17 @@ class Manager:
             return AttachRejected("an attach needs a worker id, at least one block and at least one sequence")
         if attach.worker_id in self._registrations:
             return AttachRejected(f"a session of worker {attach.worker_id} is live", retry=True)
+        return self._too_large(attach)
+
+    def _too_large(self, attach: Attach) -> AttachRejected | None:
+        config, others = self._config, self._registrations.values()
+        if attach.num_blocks > config.max_blocks_per_worker:
+            return _exceeds(f"{attach.num_blocks} blocks", config.max_blocks_per_worker, "--max-blocks-per-worker")
+        if len(others) >= config.max_workers:
+            return _exceeds("one worker more", config.max_workers, "--max-workers", retry=True)
+        blocks = attach.num_blocks + sum(each.attach.num_blocks for each in others)
+        if blocks > config.max_blocks:
+            return _exceeds(f"{blocks} blocks with all other workers", config.max_blocks, "--max-blocks", retry=True)
         return None
 
     def _ledger_config(self, attach: Attach) -> LedgerConfig:
@@ -110,6 +131,7 @@ class Manager:
             runway_slots=config.runway_slots,
             runway_reach=config.runway_reach,
             watermark=config.watermark,
+            eviction=config.eviction,
         )
 
     def complete(self, registration: WorkerRegistration, inventory: Inventory) -> AttachOk:
@@ -123,6 +145,8 @@ class Manager:
                 f"worker {attach.worker_id} has accepted epoch {attach.epoch_seen}; take a higher one than {self.epoch}"
             )
         registration.ledger.rebuild(inventory)
+        if self.last_reset and registration.attach.reset != self.last_reset:
+            registration.ledger.reset_cache(self.last_reset)
         registration.ready = True
         return AttachOk(self.epoch, registration.ledger.lease_target(refill=False))
 
@@ -142,6 +166,22 @@ class Manager:
         if not self._registrations:
             self.identity = self._config.identity
 
+    def reset_cache(self, number: int) -> dict[str, int]:
+        """Drop the cached blocks of all attached workers that no sequence uses; return how many by worker.
+
+        Workers that are away are reset when they attach. `number` is above 0, and no other reset has it.
+        """
+        self.begin_reset(number)
+        return {worker: self.reset_worker(worker) for worker in self.workers()}
+
+    def begin_reset(self, number: int) -> None:
+        """Reset every worker that attaches from now on; call `reset_worker` for those that are attached."""
+        self.last_reset = number
+
+    def reset_worker(self, worker_id: str) -> int:
+        """Carry out the latest reset at one worker, and return how many blocks went. Raises NotFound."""
+        return self.ledger(worker_id).reset_cache(self.last_reset)
+
     def ledger(self, worker_id: str) -> Ledger:
         """Return the ledger of an attached worker. Raises NotFound."""
         registration = self._registrations.get(worker_id)
@@ -152,3 +192,7 @@ class Manager:
     def workers(self) -> tuple[str, ...]:
         """Return the ids of the attached workers, sorted."""
         return tuple(sorted(worker for worker, each in self._registrations.items() if each.ready))
+
+
+def _exceeds(what: str, most: int, flag: str, retry: bool = False) -> AttachRejected:
+    return AttachRejected(f"the worker brings {what}; the manager takes at most {most} ({flag})", retry=retry)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from common.errors import ProtocolViolation
 from common.lease import CachedBlock, Inventory, InventorySequence
 from common.types import TRIMMED, BlockHash, BlockId, SequencePhase
-from kvmanager.core.block import ROOT, BlockState
-from kvmanager.core.eviction import Restored, order_after_rebuild
+from kvmanager.core.block import ROOT, Block, BlockState
+from kvmanager.core.eviction.restored import Restored, order_after_rebuild
 from kvmanager.core.ledger_state import LedgerState
 from kvmanager.core.sequence import Sequence
 
@@ -29,7 +29,7 @@ class InventoryLoader:
         for block_id in self.eviction_order(cached):
             state.block_pool.free.remove(block_id)
             state.block_pool.blocks[block_id].state = BlockState.CACHED
-            state.block_pool.cached.append(block_id)
+            state.block_pool.cached.add(state.block_pool.blocks[block_id])
         # The worker keeps its present runway until its first report.
         state.lease_want = len(inventory.pool)
 
@@ -45,7 +45,10 @@ class InventoryLoader:
         return order_after_rebuild(restored)
 
     def _restore_cached_blocks(self, state: LedgerState, cached_blocks: tuple[CachedBlock, ...]) -> list[Restored]:
-        """Register cached blocks whose parent is registered; return those that no block table holds."""
+        """Register cached blocks whose parent is registered; return those that no block table holds.
+
+        A block that no block table holds stays free when another one has its content.
+        """
         cached: list[Restored] = []
         if not state.config.caches:
             return cached
@@ -56,13 +59,16 @@ class InventoryLoader:
             parent = (
                 cached_blocks[entry.parent].hash if 0 <= entry.parent < number else ROOT if entry.parent == -1 else None
             )
-            if parent is None or not self.adopts(state, parent):
+            if parent is None or not self.adopts(state, parent) or state.cache.is_ambiguous(entry.hash, parent):
                 continue
-            state.cache.register(block, entry.hash, parent)
-            if block.state is BlockState.FREE:
-                block.index = state.cache.entries[entry.hash].depth
-                cached.append(Restored(block.id, block.index, entry.last_used))
-        return cached
+            depth = state.cache.depth_after(parent)
+            if block.state is BlockState.FREE and entry.hash not in state.cache.entries:
+                block.index = depth
+                state.cache.register(block, entry.hash, parent)
+                cached.append(Restored(block.id, depth, entry.last_used))
+            elif block.state is BlockState.IN_USE and block.index == depth:
+                _restore_in_use(state, block, entry.hash, parent)
+        return [each for each in cached if state.block_pool.blocks[each.block].hash is not None]
 
 
 def _register(state: LedgerState, entry: InventorySequence) -> Sequence:
@@ -73,6 +79,14 @@ def _register(state: LedgerState, entry: InventorySequence) -> Sequence:
     if entry.phase is SequencePhase.WAITING:
         state.queue_or_refuse(sequence)
     return sequence
+
+
+def _restore_in_use(state: LedgerState, block: Block, block_hash: BlockHash, parent: BlockHash) -> None:
+    """Register a block of a block table. Another block with its content, if no block table holds it, stays free."""
+    state.cache.register(block, block_hash, parent)
+    first = state.block_pool.blocks[state.cache.entries[block_hash].blocks[0]]
+    if first.state is BlockState.FREE:
+        state.cache.evict(first)
 
 
 def _restore_table(state: LedgerState, sequence: Sequence, table: tuple[BlockId, ...]) -> None:
@@ -108,7 +122,7 @@ def _restore_lease(state: LedgerState, block_id: BlockId) -> None:
 
 def _restore_content(state: LedgerState, sequence: Sequence, table: tuple[BlockId, ...]) -> None:
     """Set the present or future content of a table's blocks; hashes of sealed blocks extend the block hashes."""
-    block_hashes, full = sequence.block_hashes, state.config.hits_of(sequence.num_tokens)
+    block_hashes = sequence.block_hashes
     for index, block_id in enumerate(table):
         if block_id == TRIMMED:
             continue
@@ -116,8 +130,7 @@ def _restore_content(state: LedgerState, sequence: Sequence, table: tuple[BlockI
         if block.parent is None:
             state.describe(block, sequence, index)
         if block.hash is None:
-            if index < min(full, len(block_hashes)) and state.config.caches:
-                state.cache.expect(block, block_hashes[index])
+            state.expect(block, sequence, index)
         elif index == len(block_hashes):
             block_hashes.append(block.hash)
         elif index < len(block_hashes) and block_hashes[index] != block.hash:

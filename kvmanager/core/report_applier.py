@@ -44,6 +44,7 @@ class ReportApplier:
         if report.stalled is not None:
             self.stall(state, report.stalled)
         state.lease_want = report.lease_want
+        state.resets.confirmed = report.reset or state.resets.confirmed
         for sequence_id, length in report.computed:
             if sequence_id in state.sequences:
                 state.sequences[sequence_id].computed = length
@@ -68,18 +69,19 @@ class ReportApplier:
             state.append_block(state.block_pool.bind(block_id), sequence)
             if sequence.phase is SequencePhase.RUNNING:
                 state.growth -= 1
+                state.count_use(sequence, 0, 1)
 
     def seal(self, state: LedgerState, seals: Iterable[tuple[BlockId, BlockHash]]) -> None:
         """Register full, computed blocks whose parent is registered; count and ignore the others."""
         for block_id, block_hash in seals:
             block = state.block_pool.get(block_id)
             parent = state.parent_of(block) if block.state is BlockState.IN_USE and block.hash is None else None
-            if parent is None or not state.config.caches or not state.cache.has_parent(parent):
+            if parent is None or not state.may_publish(block, block_hash, parent):
                 state.totals.ignored_seals += 1
                 continue
             if block.pending not in (None, block_hash):
                 raise ProtocolViolation(f"block {block_id} was sealed with another hash than its prompt's")
-            state.cache.register(block, block_hash, parent)
+            state.publish(block, block_hash, parent)
             owner = state.sequences.get(block.owner)
             if owner is not None and block.index == len(owner.block_hashes):
                 owner.block_hashes.append(block_hash)
@@ -96,7 +98,10 @@ class ReportApplier:
             for index in range(sequence.trimmed, count):
                 self.release(state, table[index])
                 table[index] = TRIMMED
+            held = sequence.own_blocks
             sequence.trimmed = max(sequence.trimmed, count)
+            if sequence.phase is SequencePhase.RUNNING:
+                state.count_use(sequence, 0, sequence.own_blocks - held)
 
     def take_back(self, state: LedgerState, blocks: Iterable[BlockId]) -> None:
         """Free leased blocks that the worker returned."""
@@ -123,13 +128,14 @@ class ReportApplier:
     def finish(self, state: LedgerState, finished: Iterable[tuple[SequenceId, FinishReason]]) -> None:
         """Forget sequences and release their block tables; an unknown id was forgotten before."""
         for sequence_id, _ in finished:
-            sequence = state.sequences.pop(sequence_id, None)
+            sequence = state.sequences.get(sequence_id)
             if sequence is None:
                 continue
             if sequence.phase is SequencePhase.WAITING:
                 state.queue.remove(sequence)
             else:
                 self.release_table(state, sequence)
+            state.forget(sequence)
 
     def stall(self, state: LedgerState, stalled: tuple[SequenceId, ...]) -> None:
         state.stalled = stalled
@@ -148,6 +154,4 @@ class ReportApplier:
         sequence.trimmed = sequence.n_shared = 0
 
     def release(self, state: LedgerState, block_id: BlockId) -> None:
-        block = state.block_pool.blocks[block_id]
-        if state.block_pool.drop(block):
-            state.cache.forget_pending(block)
+        state.release(state.block_pool.blocks[block_id])

@@ -1,7 +1,7 @@
 """The runway policy: how many blocks the worker leases ahead of need. Safety does not depend on it.
 
 The worker reports how many blocks its running sequences will bind within the next `runway_slots` slots. That many are
-leased, from free blocks and then by evicting; up to `runway_reach` slots more come from free blocks alone, and only
+leased, from free blocks and then by evicting. Up to `runway_reach` slots more come from free blocks alone, and only
 while no sequence waits for blocks.
 """
 
@@ -31,12 +31,26 @@ def runway_terms(config: LedgerConfig, lease_want: int, stalled: int, growth: in
     return RunwayTerms(want, min(growth, want + further))
 
 
-def next_target(terms: RunwayTerms, last_sent: int | None, refill: bool, pressed: bool) -> int:
+def is_short(terms: RunwayTerms, leased: int, stalled: int) -> bool:
+    """Whether to lease more: a quarter of what is wanted is used up, or a stalled sequence finds no block.
+
+    So a refill is worth its message, and three quarters of the runway are left when it is granted.
+    """
+    return leased < (terms.want if stalled else _enough(terms))
+
+
+def _enough(terms: RunwayTerms) -> int:
+    return terms.want - terms.want // 4
+
+
+def next_target(terms: RunwayTerms, last_sent: int | None, refill: bool, pressed: bool, leased: int) -> int:
     """Return the lease target. The last sent target stays while it is within bounds, which saves messages.
 
-    With `pressed` (a sequence waits for blocks), nothing beyond `want` is kept. A `refill` goes up to the reach.
+    With `pressed` (a sequence waits for blocks), nothing beyond `want` is kept. A `refill` goes up to the reach. A
+    target above the reach stays, too, while no block is to be returned and at least half of the target is leased.
     """
     reach = terms.want if pressed else terms.reach
-    if last_sent is not None and not refill and terms.want <= last_sent <= reach:
-        return last_sent
-    return reach
+    if last_sent is None or refill or last_sent < _enough(terms):
+        return reach
+    kept = last_sent <= reach or (leased <= reach and last_sent <= 2 * leased)
+    return last_sent if kept else reach

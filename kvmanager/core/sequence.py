@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from common.lease import Reserve
+from common.lease import Reserve, blocks_needed
 from common.types import BlockHash, BlockId, SequenceId, SequencePhase
 
 
 class Sequence:
-    """A sequence of `num_tokens` tokens that may grow to `max_blocks` blocks.
+    """A sequence of `num_tokens` tokens whose block table may grow to `max_blocks` places, trimmed ones included.
 
     `block_hashes` has the hashes of the full blocks and grows as blocks are sealed. `cacheable` is False when the
-    client asked that nothing of the sequence be cached. `computed` is the length that the worker reported last, for
-    traces. `recompute` is set by a preemption: the next admission is then not a new query of the prefix cache.
+    client asked that nothing of the sequence be cached; `computes_all` is that of `Reserve`. `computed` is the length
+    that the worker reported last, for traces. `recompute` is set by a preemption: the next admission is then not a new
+    query of the prefix cache.
     """
 
     __slots__ = (
@@ -20,6 +21,7 @@ class Sequence:
         "block_table",
         "cacheable",
         "computed",
+        "computes_all",
         "fork_of",
         "id",
         "max_blocks",
@@ -32,19 +34,23 @@ class Sequence:
         "queued_at",
         "recompute",
         "request_id",
+        "tenant",
         "traceparent",
         "trimmed",
+        "weight",
     )  # fmt: skip
 
     def __init__(self, reserve: Reserve, arrival: int, block_size: int, queued_at: float) -> None:
         self.id: SequenceId = reserve.sequence
         self.num_tokens = reserve.num_tokens
         self.max_len = reserve.max_len
-        self.max_blocks = -(-reserve.max_len // block_size)
+        self.max_blocks = blocks_needed(reserve.num_tokens, reserve.max_len, block_size)
         self.priority = reserve.priority
         self.block_hashes: list[BlockHash] = list(reserve.block_hashes)
         self.cacheable = bool(reserve.block_hashes) or reserve.num_tokens < block_size
+        self.computes_all = reserve.computes_all
         self.fork_of = reserve.fork_of
+        self.tenant, self.weight = reserve.tenant, reserve.weight
         self.request_id = reserve.request_id
         self.traceparent = reserve.traceparent
         self.arrival = arrival
@@ -63,6 +69,15 @@ class Sequence:
         return self.request_id or f"sequence {self.id}"
 
     @property
+    def takes_hits(self) -> bool:
+        return self.cacheable and not self.computes_all
+
+    @property
     def growth(self) -> int:
         """Blocks that the sequence may still bind."""
         return self.max_blocks - len(self.block_table)
+
+    @property
+    def own_blocks(self) -> int:
+        """Blocks that the sequence holds beside those that it shares or has released."""
+        return len(self.block_table) - max(self.n_shared, self.trimmed)

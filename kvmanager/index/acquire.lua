@@ -2,11 +2,11 @@
 -- KEYS: epoch counter, fence.
 -- ARGV: least epoch that the caller may take; the epoch that the caller held (0: none); a random jump.
 -- Returns {1, epoch taken} or {0, fence of the manager that replaced the caller}.
-local fence = tonumber(redis.call('GET', KEYS[2]) or '0')
-local held = tonumber(ARGV[2])
-if held > 0 and fence > held then return {0, fence} end
-local counter = redis.call('GET', KEYS[1])
-local epoch = math.max(tonumber(counter or '0') + 1, fence + 1, tonumber(ARGV[1]))
+local least, held = tonumber(ARGV[1]), tonumber(ARGV[2])
+local replaced_by = epoch_in(KEYS[2], held) or 0
+if held > 0 and replaced_by > held then return {0, replaced_by} end
+local counter, fence = epoch_in(KEYS[1], least), epoch_in(KEYS[2], least) or 0
+local epoch = math.max((counter or 0) + 1, fence + 1, least)
 if not counter then epoch = epoch + tonumber(ARGV[3]) end
 local text = string.format('%.0f', epoch)
 redis.call('SET', KEYS[1], text)

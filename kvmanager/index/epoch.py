@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from common.errors import InvalidConfig
+from common.errors import InvalidConfig, ProtocolViolation
+from common.lease import highest_plausible_epoch
 from kvmanager.core import epochs
 from kvmanager.index.state_file import EpochFile
 from kvmanager.ports import IndexStore, IndexUnavailable
@@ -31,12 +32,27 @@ class EpochKeeper:
         self.epoch = 0
 
     async def for_attach(self, seen: int) -> int:
-        """Return the epoch for the answer to a worker that has accepted `seen`; takes a higher one if need be."""
+        """Return the epoch for the answer to a worker that has accepted `seen`; takes a higher one if need be.
+
+        Raises ProtocolViolation when no manager can have given `seen`.
+        """
         async with self._lock:
+            self._refuse_implausible(seen)
             if epochs.must_rise(self.epoch, seen, self._answered):
                 await self._take(seen)
             self._answered = True
             return self.epoch
+
+    def _refuse_implausible(self, seen: int) -> None:
+        own = max(self.epoch, self._floor)
+        if seen <= highest_plausible_epoch(own):
+            return
+        highest = highest_plausible_epoch(max(own, self._stored()))
+        if seen > highest:
+            raise ProtocolViolation(
+                f"the worker has accepted epoch {seen}; no manager of this pool can have one above {highest}. "
+                "Start the worker anew: it then accepts any epoch"
+            )
 
     async def fenced(self) -> int:
         """Return the epoch under which the index may be written, after taking one there if that was not done yet.
@@ -55,7 +71,7 @@ class EpochKeeper:
             return self.epoch
 
     async def _take(self, seen: int, need_index: bool = False) -> None:
-        epoch = epochs.next_epoch(own=max(self.epoch, self._floor), seen=seen, stored=self._file.read())
+        epoch = epochs.next_epoch(own=max(self.epoch, self._floor), seen=seen, stored=self._stored())
         if self._store is not None:
             try:
                 epoch = await self._store.acquire(epoch, self._fence)
@@ -67,6 +83,13 @@ class EpochKeeper:
         self._remember(epoch)
         self.epoch, self._answered = epoch, False
         log.info("took epoch %d", epoch)
+
+    def _stored(self) -> int:
+        try:
+            return self._file.read()
+        except InvalidConfig as error:  # the start has read the file; the own epoch is at least what it held then
+            log.error("the stored epoch is lost: %s", error)
+            return 0
 
     def _remember(self, epoch: int) -> None:
         try:

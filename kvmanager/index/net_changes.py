@@ -1,7 +1,7 @@
 """The net effect of many membership events on the prefix index, in an order that keeps the index prefix-closed.
 
-Kinds of a pending change: ADDED when the index did not have the hash before, KEPT when it may (a removal must be sent
-then), REMOVED. An addition that is removed again before it was sent leaves nothing.
+A pending change is ADDED when the index did not have the hash before, and KEPT when it may (a removal must be sent
+then). Else it is REMOVED. An addition that is removed again before it was sent leaves nothing.
 """
 
 from __future__ import annotations

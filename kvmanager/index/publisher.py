@@ -18,7 +18,7 @@ from typing import Final
 from common.backoff import Backoff
 from common.clock import Clock
 from common.errors import StaleEpoch
-from common.index_format import DiscoveredWorker, discovered_to_json
+from common.index_format import DiscoveredWorker, discovered_to_value
 from kvmanager.core.index_events import IndexSnapshot
 from kvmanager.index.epoch import EpochKeeper
 from kvmanager.index.worker_feed import WorkerFeed
@@ -63,7 +63,10 @@ class PrefixPublisher:
         clock: Clock,
         times: PublisherTimes = PublisherTimes(),
         draw_generation: Callable[[], int] = lambda: secrets.randbits(32),
+        pool_key: bytes | None = None,
     ) -> None:
+        """`pool_key` signs what discovery reads."""
+        self._pool_key = pool_key
         self._store, self._epochs, self._clock, self._times = store, epochs, clock, times
         self._draw = draw_generation
         self._feeds: list[WorkerFeed] = []
@@ -114,10 +117,7 @@ class PrefixPublisher:
     # ------------------------------------------------------------ the task
 
     def stop(self) -> None:
-        """Make `run` end soon. Also cancel its task for speed, but a cancellation alone is not enough.
-
-        Before Python 3.12 a cancellation gets lost when it meets the end of `asyncio.wait_for`, which redis-py uses.
-        """
+        """Make `run` end soon, also where its task loses a cancellation (see `cancel_and_wait`)."""
         self._stopping = True
         self._wake.set()
 
@@ -210,7 +210,10 @@ class PrefixPublisher:
         if now < self._renew_at:
             return
         slots = {feed.slot: feed.worker.worker_id for feed in self._feeds if feed.slot is not None}
-        discovery = {feed.worker.worker_id: discovered_to_json(feed.worker) for feed in self._feeds}
+        written = self._clock.time_ns() / 1e9
+        discovery = {
+            feed.worker.worker_id: discovered_to_value(feed.worker, self._pool_key, written) for feed in self._feeds
+        }
         await self._store.renew(epoch, slots, discovery)
         await self._retire(epoch, until=now)
         if now - self._refresh_at > self._times.prefix_ttl / 2:

@@ -1,8 +1,8 @@
 """The Lua scripts that change the prefix index; each checks the fence and acts in one atomic step.
 
-Every script but ACQUIRE begins with `fenced.lua`. It returns {fence} when the caller's epoch is not the fence, else
-{fence, result}. Keys that a script derives from the namespace are not among KEYS: all keys of a namespace share a hash
-tag and therefore a cluster slot.
+Every script begins with `epoch_in.lua`, and every one but ACQUIRE with `fenced.lua` too. `fenced.lua` returns {fence}
+when the caller's epoch is not the fence, else {fence, result}. Keys that a script derives from the namespace are not
+among KEYS. All keys of a namespace share a hash tag and therefore a cluster slot.
 """
 
 from __future__ import annotations
@@ -10,16 +10,24 @@ from __future__ import annotations
 from importlib.resources import files
 from typing import Final
 
+from common.limits import MAX_EPOCH_LEAD, MAX_FOREIGN_EPOCH
+
+_NUMBERS: Final = f"local MAX_FOREIGN_EPOCH, MAX_EPOCH_LEAD = {MAX_FOREIGN_EPOCH}, {MAX_EPOCH_LEAD}\n"
+
 
 def _source(name: str) -> str:
     return files("kvmanager.index").joinpath(f"{name}.lua").read_text(encoding="utf-8")
 
 
+def _with_epochs(*names: str) -> str:
+    return _NUMBERS + "".join(map(_source, ("epoch_in", *names)))
+
+
 def _fenced(name: str) -> str:
-    return _source("fenced") + _source(name)
+    return _with_epochs("fenced", name)
 
 
-ACQUIRE: Final = _source("acquire")
+ACQUIRE: Final = _with_epochs("acquire")
 REGISTER: Final = _fenced("register")
 UPDATE: Final = _fenced("update")
 RENEW: Final = _fenced("renew")

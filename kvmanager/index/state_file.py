@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Final
 
 from common.errors import FieldViolation, InvalidConfig
+from common.limits import MAX_STORED_EPOCH
+
+_LONGEST: Final = 64  # bytes; more than any epoch has
 
 
 class EpochFile:
@@ -17,11 +21,15 @@ class EpochFile:
     def read(self) -> int:
         """Return the epoch last written, 0 if none was. Raises InvalidConfig when the file cannot be used."""
         try:
-            return int(self._path.read_text())
+            with self._path.open(encoding="ascii") as file:
+                return _epoch_of(file.read(_LONGEST))
         except FileNotFoundError:
             return 0
         except (OSError, ValueError) as error:
-            what = f"{self._path} cannot be read ({error}); expected one number; remove the file to start anew"
+            what = (
+                f"{self._path} cannot be read ({error}); expected one number; remove the file to start anew: "
+                "Redis and the workers know the epoch too"
+            )
             raise InvalidConfig(FieldViolation("--state-dir", what)) from None
 
     def check(self) -> None:
@@ -42,6 +50,13 @@ class EpochFile:
         except OSError as error:
             what = f"{self._path} cannot be written ({error}); expected a folder for files that outlive the process"
             raise InvalidConfig(FieldViolation("--state-dir", what)) from None
+
+
+def _epoch_of(text: str) -> int:
+    epoch = int(text)
+    if not 0 <= epoch <= MAX_STORED_EPOCH:
+        raise ValueError(f"{epoch} is no epoch: the highest is {MAX_STORED_EPOCH}")
+    return epoch
 
 
 def _sync(directory: Path) -> None:

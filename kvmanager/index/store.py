@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Final
+from pathlib import Path
+from typing import Final, cast
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
@@ -15,6 +16,7 @@ from redis.exceptions import RedisError
 
 from common import index_format
 from common.errors import StaleEpoch
+from common.process.redis_tls import redis_tls
 from kvmanager.index import scripts as index_scripts
 from kvmanager.ports import FenceLost, IndexCall, IndexUnavailable, WorkerEntry
 
@@ -22,11 +24,18 @@ _Argument = str | bytes | int
 
 TIMEOUT_S: Final = 2.0
 _EPOCH_JUMP: Final = 1 << 16
+# Members of the set of workers that a renewal looks at; the set is clean after some renewals.
+_DRAWN: Final = 512
 
 
-def open_redis(url: str) -> Redis:
-    """Return a client with short timeouts and no retries: the publisher retries, with its changes of that moment."""
-    return Redis.from_url(url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S, retry=Retry(NoBackoff(), 0))
+def open_redis(url: str, ca: Path | None = None) -> Redis:
+    """Return a client with short timeouts and no retries: the publisher retries, with its changes of that moment.
+
+    `ca` is for rediss://.
+    """
+    return Redis.from_url(
+        url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S, retry=Retry(NoBackoff(), 0), **redis_tls(ca)
+    )
 
 
 class RedisIndexStore:
@@ -80,11 +89,25 @@ class RedisIndexStore:
         await self._call(self._renew, epoch, keys, [self._lease_ms, *slots.values()])
         with _unavailable():
             async with self._redis.pipeline(transaction=False) as pipeline:
-                if discovery:
-                    pipeline.sadd(index_format.DISCOVERY_WORKERS_KEY, *discovery)
                 for worker_id, value in discovery.items():
                     pipeline.set(index_format.discovery_key(worker_id), value, px=self._lease_ms)
+                if discovery:
+                    pipeline.sadd(index_format.DISCOVERY_WORKERS_KEY, *discovery)
                 await pipeline.execute()
+            await self._forget_departed()
+
+    async def _forget_departed(self) -> None:
+        """Take some workers without an entry out of the set: a manager that was killed could not retire its own."""
+        drawn = await cast(
+            "Awaitable[list[bytes]]", self._redis.srandmember(index_format.DISCOVERY_WORKERS_KEY, _DRAWN)
+        )
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for worker_id in drawn:
+                pipeline.exists(index_format.discovery_key("").encode() + worker_id)
+            found = await pipeline.execute()
+        departed = [worker_id for worker_id, exists in zip(drawn, found, strict=True) if not exists]
+        if departed:
+            await self._redis.srem(index_format.DISCOVERY_WORKERS_KEY, *departed)
 
     async def retire(self, epoch: int, slot: int, generation: int, worker_id: str) -> None:
         keys = [index_format.slot_key(self._namespace, slot), index_format.liveness_key(self._namespace, slot)]
@@ -104,7 +127,8 @@ class RedisIndexStore:
             return int(result[0])
         if fence > epoch:
             raise StaleEpoch(f"a manager of epoch {fence} has taken over from this one, of epoch {epoch}")
-        raise FenceLost(f"the index was wiped: its fence is {fence or 'gone'}, this manager's epoch {epoch}")
+        found = fence or "gone, or no number that a manager can have written"
+        raise FenceLost(f"the index was wiped or overwritten: its fence is {found}; this manager's epoch is {epoch}")
 
 
 @contextmanager

@@ -9,18 +9,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
 
 from common.clock import Clock
 from common.errors import StaleEpoch
 from common.index_format import DiscoveredWorker
-from common.lease import Attach
+from common.lease import Attach, public_incarnation
+from common.process.supervised import Supervisor, cancel_and_wait
 from kvmanager.core.index_events import IndexEvent, IndexSnapshot
 from kvmanager.index.epoch import EpochKeeper
 from kvmanager.index.publisher import PrefixPublisher, PublisherTimes
 from kvmanager.index.state_file import EpochFile
 from kvmanager.index.worker_feed import WorkerFeed
 from kvmanager.ports import IndexStore
+
+_LEAVE_S: Final = 5.0  # for the last write; one that takes longer has failed
 
 
 @dataclass(slots=True)
@@ -32,14 +37,13 @@ class _Namespace:
     store: IndexStore | None = None
     publisher: PrefixPublisher | None = None
     task: asyncio.Task[None] | None = None
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def close(self) -> None:
         """Stop publishing; unwritten changes are lost."""
         if self.task is not None and self.publisher is not None:
             self.publisher.stop()
-            self.task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self.task
+            await cancel_and_wait(self.task)
         if self.store is not None:
             await self.store.close()
 
@@ -47,7 +51,9 @@ class _Namespace:
         """Stop publishing after the last worker of this namespace has left, and make its entries dead."""
         if self.task is not None and self.publisher is not None:
             self.publisher.stop()
-            await self.task
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LEAVE_S):
+                    await self.ended.wait()
             await self.publisher.retire_all()
         await self.close()
 
@@ -55,7 +61,8 @@ class _Namespace:
 class IndexWriter:
     """Epoch and publisher of one namespace. `open_store` makes the store of a namespace; None: there is no Redis.
 
-    `on_stale` is called once, when another manager has taken over.
+    `on_stale` is called once, when another manager has taken over. `supervisor` keeps the publisher running. `pool_key`
+    signs what discovery reads.
     """
 
     def __init__(
@@ -65,7 +72,11 @@ class IndexWriter:
         clock: Clock,
         times: PublisherTimes,
         on_stale: Callable[[StaleEpoch], None],
+        pool_key: bytes | None = None,
+        supervisor: Supervisor | None = None,
     ) -> None:
+        self._supervisor = supervisor or Supervisor()
+        self._pool_key = pool_key
         self._file, self._open_store, self._clock, self._times = file, open_store, clock, times
         self._on_stale: Callable[[StaleEpoch], None] | None = on_stale
         self._namespace: _Namespace | None = None
@@ -102,7 +113,8 @@ class IndexWriter:
         """Begin to publish a worker; None without Redis."""
         if self.publisher is None:
             return None
-        worker = DiscoveredWorker(attach.worker_id, attach.address, attach.incarnation.hex(), attach.identity)
+        life = public_incarnation(attach.incarnation).hex()
+        worker = DiscoveredWorker(attach.worker_id, attach.address, life, attach.identity)
         return self.publisher.open(worker, snapshot)
 
     def push(self, feed: WorkerFeed, events: tuple[IndexEvent, ...]) -> None:
@@ -130,16 +142,17 @@ class IndexWriter:
         await asyncio.gather(*self._leaving, return_exceptions=True)
         if self._namespace is not None:
             await self._namespace.close()
+        await self._supervisor.aclose()
 
     def _begin(self, name: str) -> _Namespace:
         store = self._open_store(name) if self._open_store else None
         namespace = _Namespace(name, EpochKeeper(self._file, store, floor=self.epoch), store)
         if store is not None:
-            publisher = PrefixPublisher(store, namespace.epochs, self._clock, self._times)
+            publisher = PrefixPublisher(store, namespace.epochs, self._clock, self._times, pool_key=self._pool_key)
             if self.publisher is not None:
                 publisher.counts = self.publisher.counts  # a counter must not fall
             namespace.publisher = publisher
-            namespace.task = asyncio.create_task(self._publish(publisher), name="prefix-publisher")
+            namespace.task = self._supervisor.run("prefix-publisher", partial(self._publish, namespace, publisher))
         return namespace
 
     def _leave(self, namespace: _Namespace) -> None:
@@ -147,12 +160,15 @@ class IndexWriter:
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
 
-    async def _publish(self, publisher: PrefixPublisher) -> None:
+    async def _publish(self, namespace: _Namespace, publisher: PrefixPublisher) -> None:
+        """Publish to the end, and then wait to be cancelled: the supervisor would begin it again."""
         try:
             await publisher.run()
         except StaleEpoch as error:
             if publisher is self.publisher:  # another manager may serve a namespace that this one has left
                 self._stale(error)
+        namespace.ended.set()
+        await asyncio.Event().wait()
 
     def _stale(self, error: StaleEpoch) -> None:
         """Call `on_stale` once; an attach and the publisher can both find that another manager has taken over."""

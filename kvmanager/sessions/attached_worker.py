@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from common.errors import ProtocolViolation
@@ -12,6 +13,7 @@ from kvmanager.core.index_events import IndexEvent
 from kvmanager.core.manager import Manager, WorkerRegistration
 from kvmanager.index.worker_feed import WorkerFeed
 from kvmanager.index.writer import IndexWriter
+from kvmanager.sessions.kv_events import KvEventHub
 from kvmanager.sessions.reserve_spans import ReserveSpans
 
 
@@ -41,10 +43,12 @@ class AttachedWorker:
         index: IndexWriter,
         sink: DecisionSink,
         spans: ReserveSpans,
+        events: KvEventHub,
     ) -> None:
         self._manager, self.registration, self._index = manager, registration, index
-        self._sink, self._spans = sink, spans
+        self._sink, self._spans, self._events = sink, spans, events
         self._feed: WorkerFeed | None = None
+        self._reset_settled = asyncio.Event()
 
     @property
     def attach(self) -> Attach:
@@ -65,8 +69,20 @@ class AttachedWorker:
         """Apply a report and schedule. Raises ProtocolViolation."""
         if not self.registration.ready:
             raise ProtocolViolation("a report came before the inventory was complete")
-        self.registration.ledger.apply(report)
+        ledger = self.registration.ledger
+        ledger.apply(report)
+        if report.reset and not ledger.reset_pending:
+            self._reset_settled.set()
         return self._scheduled(report)
+
+    def order_reset(self) -> Effects:
+        """Return what a reset of the ledger's cache caused, with the batch that orders it."""
+        self._reset_settled.clear()
+        return self._scheduled(Report())
+
+    async def reset_settled(self) -> None:
+        """Return once the worker has confirmed the reset, or its session is over."""
+        await self._reset_settled.wait()
 
     def _scheduled(self, message: Report | Inventory) -> Effects:
         ledger = self.registration.ledger
@@ -76,19 +92,24 @@ class AttachedWorker:
     def settle(self, effects: Effects) -> None:
         """Pass on the other effects of a message. Call it after the answer has left."""
         for decision in effects.decisions:
-            self._sink.record(decision)
+            self._sink.record(replace(decision, worker=self.attach.worker_id))
         if isinstance(effects.message, Inventory):
             self._spans.opened(effects.message, effects.batch, effects.decisions)
             if self.current:
                 self._feed = self._index.open_feed(self.attach, self.registration.ledger.index_snapshot)
+                self._events.attached(self.attach, self.registration.ledger.index_snapshot)
         else:
             self._spans.reported(effects.message, effects.batch, effects.decisions)
+        if self.current and effects.events:
+            self._events.changed(self.attach.worker_id, effects.events)
         if self._feed is not None and effects.events:
             self._index.push(self._feed, effects.events)
 
     def close(self) -> None:
         """Forget the ledger. The worker's next inventory has everything that the worker holds."""
         self._manager.detach(self.registration)
+        self._events.left(self.attach)
+        self._reset_settled.set()
         self._spans.close()
         if self._feed is not None:
             self._index.close_feed(self._feed)

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from opentelemetry.trace import Tracer
 
 from common.errors import NotFound
 from common.lease import Attach, AttachRejected
+from common.rpc.roles import Peer
 from common.types import PoolIdentity
 from kvmanager.core.ledger import Ledger
 from kvmanager.core.manager import Manager, WorkerRegistration
 from kvmanager.core.past_totals import PastTotals
 from kvmanager.index.writer import IndexWriter
-from kvmanager.sessions.attached_worker import AttachedWorker, DecisionSink
+from kvmanager.sessions.attached_worker import AttachedWorker, DecisionSink, Effects
+from kvmanager.sessions.kv_events import KvEventHub
 from kvmanager.sessions.reserve_spans import ReserveSpans
 
 log = logging.getLogger(__name__)
@@ -33,10 +37,21 @@ class SessionCounts:
 
 @dataclass(frozen=True, slots=True)
 class StreamEnds:
-    """How a session ends its stream: at once, or by a request to the worker to leave."""
+    """How a session ends its stream (at once, or when the worker leaves on request), and sends orders."""
 
     end: Callable[[str], None]
     drain: Callable[[], None]
+    order: Callable[[Effects], None]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReset:
+    """What a reset of the prefix cache did at one worker."""
+
+    worker_id: str
+    dropped_blocks: int
+    blocks_in_use: int
+    confirmed: bool
 
 
 @dataclass(slots=True)
@@ -61,27 +76,34 @@ class Attachments:
     counts: SessionCounts = field(default_factory=SessionCounts)
     draining: bool = False
     past: PastTotals = field(default_factory=PastTotals)
+    events: KvEventHub = field(default_factory=KvEventHub)
     _opening: int = 0
     _live: dict[str, _Live] = field(default_factory=dict)
     _departure: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def open(self, attach: Attach, stream: StreamEnds) -> AttachedWorker | AttachRejected:
-        """Open a session, or return the refusal. Raises StaleEpoch when another manager has taken over."""
+    async def open(
+        self, attach: Attach, stream: StreamEnds, peer: Peer | None = None
+    ) -> AttachedWorker | AttachRejected:
+        """Open a session, or return the refusal. Raises StaleEpoch when another manager has taken over.
+
+        `peer` is what the worker's certificate allows; None without TLS.
+        """
         self._opening += 1
         try:
-            return await self._open(attach, stream)
+            return await self._open(attach, stream, peer)
         finally:
             self._opening -= 1
             self._forget_identity()
 
-    async def _open(self, attach: Attach, stream: StreamEnds) -> AttachedWorker | AttachRejected:
-        registration = self._refusal(attach.identity) or await self._attach(attach)
+    async def _open(self, attach: Attach, stream: StreamEnds, peer: Peer | None) -> AttachedWorker | AttachRejected:
+        refusal = self._foreign_id(attach, peer) or self._refusal(attach)
+        registration = refusal or await self._attach(attach)
         if isinstance(registration, AttachRejected):
             self.counts.refused += 1
             log.warning("refused worker", extra={"worker_id": attach.worker_id, "reason": registration.reason})
             return registration
         spans = ReserveSpans(self.tracer, attach.worker_id)
-        worker = AttachedWorker(self.manager, registration, self.index, self.sink, spans)
+        worker = AttachedWorker(self.manager, registration, self.index, self.sink, spans, self.events)
         self._live[attach.worker_id] = _Live(worker, stream)
         self.counts.opened += 1
         return worker
@@ -109,6 +131,7 @@ class Attachments:
     def drain(self) -> None:
         """Refuse new sessions, and ask every worker to leave and attach again later."""
         self.draining = True
+        self.events.close()
         for live in tuple(self._live.values()):
             live.stream.drain()
 
@@ -117,6 +140,24 @@ class Attachments:
         while self._live:
             self._departure.clear()
             await self._departure.wait()
+
+    async def reset_cache(self, number: int, seconds: float) -> tuple[WorkerReset, ...]:
+        """Drop cached blocks that no sequence uses, and wait until the workers have confirmed that.
+
+        A worker that does not confirm within `seconds` is reset again when it attaches. `number` names the reset.
+        """
+        self.manager.begin_reset(number)
+        ordered: list[tuple[AttachedWorker, int]] = []
+        for live in tuple(self._live.values()):
+            if live.worker.current and live.worker.registration.ready:
+                ordered.append((live.worker, self.manager.reset_worker(live.worker.attach.worker_id)))
+                live.stream.order(live.worker.order_reset())
+                await asyncio.sleep(0)  # a large pool takes a tenth of a second: reports of the others go between
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                for worker, _ in ordered:
+                    await worker.reset_settled()
+        return tuple(_reset_of(worker, dropped) for worker, dropped in ordered)
 
     def ledgers(self, worker_id: str = "") -> Iterator[tuple[str, Ledger]]:
         """Yield worker ids with their ledgers, sorted; of one worker if it is named. Raises NotFound if unknown."""
@@ -137,20 +178,46 @@ class Attachments:
         if not self._live and not self._opening:
             self.manager.forget_identity()
 
-    def _refusal(self, theirs: PoolIdentity) -> AttachRejected | None:
+    def _refusal(self, attach: Attach) -> AttachRejected | None:
+        """Return why a worker may not attach. Nothing has changed by then, the epoch included."""
         if self.draining:
             return AttachRejected("the manager is shutting down; attach again later", retry=True)
-        mismatches = self._expected(theirs).differences(theirs)
+        mismatches = self._expected(attach.identity).differences(attach.identity)
         if mismatches:
             return AttachRejected("; ".join(map(str, mismatches)), mismatches)
+        return None if self._replaced_by(attach) else self.manager.refusal(attach)
+
+    def _foreign_id(self, attach: Attach, peer: Peer | None) -> AttachRejected | None:
+        """Refuse an id that the worker's certificate does not allow."""
+        worker_id = attach.worker_id
+        if peer is None or worker_id in peer.worker_ids:
+            return None
+        if peer.worker_ids:
+            own = ", ".join(sorted(peer.worker_ids))
+            return AttachRejected(f"the certificate is that of worker {own}; expected this id and not {worker_id}")
+        if worker_id in self._live and not self._replaced_by(attach):
+            what = f"worker {worker_id} is attached; expected another id, or a certificate that names this one"
+            return AttachRejected(what, retry=True)
         return None
 
     def _leave_for(self, attach: Attach) -> None:
         """Close a session whose worker has opened a later one. A worker has one session, so the old one is broken."""
-        live = self._live.get(attach.worker_id)
-        if live is None:
-            return
-        old = live.worker.attach
-        if old.incarnation == attach.incarnation and old.session < attach.session:
+        live = self._replaced_by(attach)
+        if live is not None:
             self.close(live.worker)
             live.stream.end("the worker has opened another session")
+
+    def _replaced_by(self, attach: Attach) -> _Live | None:
+        """Return the session that an attach replaces. The incarnation of a session is the worker's secret."""
+        live = self._live.get(attach.worker_id)
+        if live is None:
+            return None
+        old = live.worker.attach
+        own = hmac.compare_digest(old.incarnation, attach.incarnation)
+        return live if own and old.session < attach.session else None
+
+
+def _reset_of(worker: AttachedWorker, dropped: int) -> WorkerReset:
+    ledger = worker.registration.ledger
+    confirmed = worker.current and not ledger.reset_pending
+    return WorkerReset(worker.attach.worker_id, dropped, ledger.pool().in_use, confirmed)

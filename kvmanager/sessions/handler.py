@@ -10,10 +10,15 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final
 
 from common.errors import ProtocolViolation, Unavailable
 from common.lease import AttachRejected
-from common.wire.inventory_codec import InventoryAssembler
+from common.limits import MAX_UNREAD_MESSAGES
+from common.rpc.roles import Peer
+from common.wire.inventory_codec import InventoryAssembler, InventoryBounds
 from common.wire.lease_codec import (
     attach_from_proto,
     attach_ok_to_proto,
@@ -28,21 +33,39 @@ from quire.kvmanager.v1 import kvmanager_pb2
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class SessionLimits:
+    """What a worker may send until its inventory is complete; `silence` is the seconds between two messages."""
+
+    inventory_messages: int = 4096
+    inventory_bytes: int = 128 << 20
+    silence: float = 60.0
+
+
+DEFAULT_LIMITS: Final = SessionLimits()
+
+
 class SessionHandler:
-    """Serves one stream until it ends. `observe` receives the seconds that each report took."""
+    """Serves one stream until it ends. `observe` receives the seconds that each report took.
+
+    `peer` is the worker by its certificate; None without TLS.
+    """
 
     def __init__(
         self,
         attachments: Attachments,
         requests: AsyncIterator[kvmanager_pb2.SessionRequest],
         observe: Callable[[float], None],
+        limits: SessionLimits = DEFAULT_LIMITS,
+        peer: Peer | None = None,
     ) -> None:
-        self._attachments, self._requests, self._observe = attachments, requests, observe
+        self._attachments, self._observe, self._peer = attachments, observe, peer
+        self._limits, self._messages = limits, aiter(requests)
         self._outbox: asyncio.Queue[kvmanager_pb2.SessionResponse | None] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._reader: asyncio.Task[None] | None = None
         self._worker: AttachedWorker | None = None
-        self._inventory = InventoryAssembler()
+        self._inventory: InventoryAssembler | None = None
         self._session = self._received = self._sent = 0
         self._broken, self._over = "", False
         self._failure: BaseException | None = None
@@ -78,13 +101,22 @@ class SessionHandler:
             self._reader.cancel()
 
     def _drain(self) -> None:
-        self._send(kvmanager_pb2.SessionResponse(drain=kvmanager_pb2.Drain()))
+        with suppress(ProtocolViolation):  # the session has ended for another reason
+            self._send(kvmanager_pb2.SessionResponse(drain=kvmanager_pb2.Drain()))
+
+    def _order(self, effects: Effects) -> None:
+        """Send what no report asked for. A worker that does not read loses its session, and attaches again."""
+        assert self._worker is not None
+        try:
+            self._answer(self._worker, effects)
+        except ProtocolViolation as error:
+            self._end(str(error))
 
     # ------------------------------------------------------------ messages
 
     async def _read(self) -> None:
         try:
-            async for request in self._requests:
+            while (request := await self._next()) is not None:
                 if not await self._take(request):
                     return
         except ProtocolViolation as error:
@@ -92,6 +124,16 @@ class SessionHandler:
             worker_id = self._worker.attach.worker_id if self._worker else ""
             log.error("ended a session: %s", error, extra={"worker_id": worker_id})
             raise
+
+    async def _next(self) -> kvmanager_pb2.SessionRequest | None:
+        """Return the next message, None at the end. A session that is open may be silent, one that begins may not."""
+        ready = self._worker is not None and self._worker.registration.ready
+        try:
+            async with asyncio.timeout(None if ready else self._limits.silence):
+                return await anext(self._messages, None)
+        except TimeoutError:
+            what = "the rest of the inventory" if self._worker is not None else "an attach"
+            raise ProtocolViolation(f"no message for {self._limits.silence:g} s; expected {what}") from None
 
     async def _take(self, request: kvmanager_pb2.SessionRequest) -> bool:
         """Take one message; return whether the stream goes on."""
@@ -118,19 +160,27 @@ class SessionHandler:
     async def _take_attach(self, request: kvmanager_pb2.SessionRequest) -> bool:
         self._session = request.session
         attach = attach_from_proto(request.attach, request.session)
-        opened = await self._attachments.open(attach, StreamEnds(self._end, self._drain))
+        opened = await self._attachments.open(attach, StreamEnds(self._end, self._drain, self._order), self._peer)
         if isinstance(opened, AttachRejected):
             self._send(kvmanager_pb2.SessionResponse(attach_rejected=rejected_to_proto(opened)))
             return False
         self._worker = opened
+        self._inventory = InventoryAssembler(self._bounds(opened))
         if self._over:  # the stream ended meanwhile, and the cancellation was lost
             self._attachments.close(opened)
         return not self._over
 
+    def _bounds(self, worker: AttachedWorker) -> InventoryBounds:
+        limits = self._limits
+        return InventoryBounds(limits.inventory_messages, limits.inventory_bytes, worker.attach.num_blocks)
+
     def _take_inventory(self, worker: AttachedWorker, chunk: kvmanager_pb2.Inventory) -> None:
+        if self._inventory is None:
+            raise ProtocolViolation("a session has one inventory")
         inventory = self._inventory.add(chunk)
         if inventory is None:
             return
+        self._inventory = None  # its parts are in the ledger now
         ok, effects = worker.complete(inventory)
         self._send(kvmanager_pb2.SessionResponse(attach_ok=attach_ok_to_proto(ok)))
         figures = {
@@ -153,6 +203,8 @@ class SessionHandler:
         self._loop.call_soon(worker.settle, effects)
 
     def _send(self, message: kvmanager_pb2.SessionResponse) -> None:
+        if self._outbox.qsize() >= MAX_UNREAD_MESSAGES:
+            raise ProtocolViolation(f"{MAX_UNREAD_MESSAGES} messages wait for the worker, which does not read them")
         self._sent += 1
         message.session, message.seq, message.ack = self._session, self._sent, self._received
         self._outbox.put_nowait(message)

@@ -1,8 +1,8 @@
 """Spans of one session's waits for blocks. Requests that are not sampled leave nothing.
 
 `kvmanager.reserve` lasts from a sequence's arrival in the queue (or its return to it by preemption) to its admission.
-`kvmanager.preempt`, in the trace of the request that needed the blocks, lasts from the order to the victim's report;
-the two requests' spans link to each other.
+`kvmanager.preempt`, in the trace of the request that needed the blocks, lasts from the order to the victim's report.
+The two requests' spans link to each other.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""The order of eviction: one LRU list of released blocks.
-
-A released block table is appended tail first, so a child always stands before a copy of its parent. Plain LRU therefore
-evicts leaves first, without a tree or a search. After a rebuild the order of release is unknown; the order by depth,
-deepest first, keeps the rule.
-"""
+"""The order of eviction after a rebuild, when the order of release is unknown: deepest first keeps children first."""
 
 from __future__ import annotations
 
@@ -11,13 +6,6 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from common.types import BlockId
-from kvmanager.core.free_list import FreeList
-
-
-class EvictionOrder(FreeList):
-    """Cached blocks, the next to be evicted first."""
-
-    __slots__ = ()
 
 
 class Restored(NamedTuple):

@@ -1,0 +1,1 @@
+"""The order in which cached blocks are evicted: one interface, several policies."""

@@ -1,0 +1,54 @@
+"""The least recently used block goes first: one list of released blocks.
+
+A released block table is added tail first, so a child always stands before a copy of its parent. So plain LRU evicts
+leaves first, without a count of children.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from common.types import BlockId
+from kvmanager.core.block import Block
+from kvmanager.core.eviction.interface import NO_MARK, Mark
+from kvmanager.core.free_list import FreeList
+
+
+class LeastRecentlyUsed(FreeList):
+    """Cached blocks, the next to be evicted first."""
+
+    __slots__ = ()
+
+    name: ClassVar[str] = "lru"
+    reason: ClassVar[str] = "released longest ago, leaves first"
+
+    def add(self, block: Block) -> None:
+        self.append(block.id)
+
+    def take(self, block: Block) -> None:
+        self.remove(block.id)
+
+    def discard(self, block: Block) -> None:
+        self.remove(block.id)
+
+    def replaced(self, old: Block, by: Block) -> None:
+        self.remove(old.id)
+
+    def empty(self) -> None:
+        while self:
+            self.popleft()
+
+    def pop(self) -> BlockId:
+        return self.popleft()
+
+    def registered(self, block: Block, parent: BlockId | None, mark: Mark) -> None:
+        """Change nothing: only the order of release counts."""
+
+    def used(self, block: Block) -> None:
+        """Change nothing: only the order of release counts."""
+
+    def mark_of(self, block: BlockId) -> Mark:
+        return NO_MARK
+
+    def why(self, block: BlockId) -> tuple[tuple[str, float], ...]:
+        return ()

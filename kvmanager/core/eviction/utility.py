@@ -1,0 +1,176 @@
+"""Predicted utility: the leaf goes that is worth the least by its class and age (`classes.py`, `lifetimes.py`).
+
+The best of all leaves is not searched. Some leaves are picked at random, those of the least worth among them are kept
+for the next choice, and the blocks before an evicted leaf follow it while they have its class and age.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar, Final
+
+from common.types import BlockHash, BlockId
+from kvmanager.core.block import Block
+from kvmanager.core.eviction.classes import CLASSES, MOST_USES, class_of
+from kvmanager.core.eviction.interface import Mark, no_leaf
+from kvmanager.core.eviction.leaves import LeafSet
+from kvmanager.core.eviction.lifetimes import Lifetimes, bucket_of
+from kvmanager.core.prefix_cache import Entry
+
+_PICKED: Final = 32
+_KEPT: Final = 32
+_FIRST_LESSON: Final = 256
+_LESSON: Final = 4096
+_ABSENT: Final = -1
+
+
+class PredictedUtility:
+    """Time is counted in blocks that were released; all blocks of one release have one time.
+
+    `uses` and `tip` are explained in `classes.py`: a tip is the last block of a chain that nothing has extended.
+    """
+
+    __slots__ = (
+        "_born", "_due", "_entries", "_entry", "_follower", "_gone", "_kept", "_klass", "_leaves", "_length",
+        "_lifetimes", "_now", "_num_blocks", "_origin", "_period", "_released", "_run", "_tip", "_uses",
+    )  # fmt: skip
+
+    name: ClassVar[str] = "utility"
+    reason: ClassVar[str] = "least likely to be used again soon, leaves first"
+
+    def __init__(self, num_blocks: int, entries: dict[BlockHash, Entry]) -> None:
+        self._num_blocks, self._entries = num_blocks, entries
+        self._lifetimes = Lifetimes(CLASSES)
+        self._now = self._run = self._gone = 0
+        self._period, self._due = max(_LESSON, num_blocks // 2), _FIRST_LESSON
+        self.empty()
+
+    def empty(self) -> None:
+        count = self._num_blocks
+        self._uses, self._tip = [1] * count, [False] * count
+        self._origin, self._born = [0] * count, [0] * count
+        self._released, self._klass = [_ABSENT] * count, [0] * count
+        self._entry: list[Entry | None] = [None] * count
+        self._leaves, self._kept = LeafSet(count), list[BlockId]()
+        self._follower: BlockId | None = None
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __contains__(self, block: BlockId) -> bool:
+        return self._released[block] != _ABSENT
+
+    def __iter__(self) -> Iterator[BlockId]:
+        return (BlockId(number) for number, time in enumerate(self._released) if time != _ABSENT)
+
+    # ------------------------------------------------------------ what happens to blocks
+
+    def registered(self, block: Block, parent: BlockId | None, mark: Mark) -> None:
+        number = block.id
+        uses, origin, born = 1, 0, self._now
+        if parent is not None:
+            if self._tip[parent]:
+                self._tip[parent] = False
+                uses, origin, born = self._uses[parent], self._origin[parent], self._born[parent]
+            else:
+                origin = self._uses[parent]
+        if mark:
+            klass, released, before, then = mark
+            self._lifetimes.regret(klass, self._now - released)
+            if before >= uses:
+                uses, born = min(before + 1, MOST_USES), then
+        self._uses[number], self._origin[number], self._born[number] = uses, origin, born
+        self._tip[number] = True
+
+    def used(self, block: Block) -> None:
+        uses = self._uses[block.id]
+        if uses < MOST_USES:
+            self._uses[block.id] = uses + 1
+
+    def add(self, block: Block) -> None:
+        number = block.id
+        assert block.hash is not None
+        entry = self._entries[block.hash]
+        if entry.children:
+            self._tip[number] = False
+        else:  # the release of another block table begins
+            self._now += self._run
+            self._run = 0
+            self._leaves.add(number)
+        self._entry[number] = entry
+        self._klass[number] = class_of(self._uses[number], self._origin[number], self._now - self._born[number])
+        self._released[number] = self._now
+        self._run += 1
+        self._length += 1
+
+    def take(self, block: Block) -> None:
+        number = block.id
+        self._lifetimes.reuse(self._klass[number], self._now - self._released[number])
+        self.discard(block)
+        self.used(block)
+
+    def discard(self, block: Block) -> None:
+        number = block.id
+        if number in self._leaves:
+            self._leaves.remove(number)
+        if number == self._follower:
+            self._follower = None
+        self._released[number] = _ABSENT
+        self._entry[number] = None
+        self._length -= 1
+
+    def replaced(self, old: Block, by: Block) -> None:
+        self._uses[by.id], self._born[by.id] = self._uses[old.id], self._born[old.id]
+        self.discard(old)
+
+    # ------------------------------------------------------------ eviction
+
+    def pop(self) -> BlockId:
+        if not self._length:
+            raise IndexError("nothing is cached")
+        number = self._least() if self._follower is None else self._follower
+        entry = self._entry[number]
+        assert entry is not None
+        self._leaves.remove(number)
+        self._gone = self._released[number]
+        self._released[number], self._entry[number] = _ABSENT, None
+        self._length -= 1
+        self._lifetimes.evict(self._klass[number])
+        self._follower = self._expose(number, entry)
+        return number
+
+    def _expose(self, number: BlockId, entry: Entry) -> BlockId | None:
+        """Make a leaf of the block before a popped one, if that was its last child; return it if it goes next."""
+        above = self._entries.get(entry.parent)
+        if above is None or above.children > 1:
+            return None
+        parent = above.blocks[0]
+        if self._released[parent] == _ABSENT:
+            return None
+        self._leaves.add(parent)
+        alike = self._klass[parent] == self._klass[number] and self._released[parent] == self._gone
+        return parent if alike else None
+
+    def _least(self) -> BlockId:
+        """Return the leaf of the least worth among those that were kept and some that are picked at random."""
+        if self._now >= self._due:
+            self._lifetimes.learn()
+            self._due = self._now + min(self._now, self._period)
+        leaves, classes, released = self._leaves, self._klass, self._released
+        worths, now = self._lifetimes.worth, self._now
+        picked = {each for each in self._kept if each in leaves}
+        picked.update(leaves.pick(_PICKED))
+        if not picked:
+            raise no_leaf()
+        ranked = sorted(
+            (worths[classes[each]][bucket_of(now - released[each])], released[each], each) for each in picked
+        )
+        self._kept = [each for _, _, each in ranked[1 : _KEPT + 1]]
+        return ranked[0][2]
+
+    def mark_of(self, block: BlockId) -> Mark:
+        return self._klass[block], self._gone, self._uses[block], self._born[block]
+
+    def why(self, block: BlockId) -> tuple[tuple[str, float], ...]:
+        return ("age", float(self._now - self._gone)), ("uses", float(self._uses[block]))

@@ -1,0 +1,26 @@
+"""The match of a sequence that waits for blocks, for as long as nothing changes on which it depends.
+
+A long prompt has thousands of blocks. Its match would otherwise be made anew at each report while it waits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.types import BlockId, SequenceId
+from kvmanager.core.prefix_cache import PrefixMatch
+
+
+@dataclass(frozen=True, slots=True)
+class RememberedMatch:
+    """The hits of a sequence, and how many of them no sequence holds.
+
+    The prefix cache watches the hashes of the hits, and the first hash that is no hit. The match holds until a block of
+    one of these hashes is registered, evicted, expected, given up, taken into use or released.
+    """
+
+    sequence: SequenceId
+    num_tokens: int
+    hits: list[BlockId]
+    match: PrefixMatch
+    cached_hits: int
