@@ -1,8 +1,8 @@
 """The interface of attention and cache write that every backend implements (torch, Triton, C++).
 
 A backend is bound to a KV cache. The caller announces each step once with `begin`, where the backend plans the work
-that all layers share, and then calls the backend once per layer. A call writes K and V of all tokens of the step into
-their slots before it attends, so that a row may read what another row of the same step has just written.
+that all layers share. Then it calls the backend once per layer. A call writes K and V of all tokens of the step into
+their slots before it attends. So a row may read what another row of the same step has just written.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Finds rows of a step that begin with the same blocks, so that their prefix is attended once (cascade attention).
 
-Blocks are shared by id alone: the manager gives two sequences one block where their tokens up to it are the same, so
-the block tables suffice. Prefixes nest: all rows may share a system prompt and some of them a document.
+Blocks are shared by id alone, so the block tables suffice. The manager gives two sequences one block where their tokens
+up to it are the same. Prefixes nest: all rows may share a system prompt and some of them a document.
 """
 
 from __future__ import annotations

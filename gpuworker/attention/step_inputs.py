@@ -6,7 +6,7 @@ The engine's thread does this while the previous step runs, so the work does not
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -47,24 +47,37 @@ class StepInputs:
     metadata: AttentionMetadata
     positions: torch.Tensor  # [T]
     take: torch.Tensor  # [T], where each token stands in the token table
-    keep: torch.Tensor  # [S], index of the last token of each row that samples
-    put: torch.Tensor  # [S], the places of their samples in the token table
+    keep: torch.Tensor  # [S + K], index of each token whose logits are wanted; [K], of those that are pooled
+    put: torch.Tensor  # [S], the places of the samples in the token table
+
+
+_NO_TOKENS = np.empty(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class StagedStep:
-    """A step's arrays on the host, ready for the device. `samples` [R] marks the rows that sample."""
+    """A step's arrays on the host, ready for the device. `samples` [R] marks the rows that sample.
+
+    The logits of further tokens are wanted, too: those at `scored`.
+    """
 
     rows: PackedRows
     batch_index: Int32Array  # [R]
     samples: npt.NDArray[np.bool_]  # [R]
     table_width: int
+    scored: Int32Array = field(default_factory=lambda: _NO_TOKENS)  # [K]
+    pooled: Int32Array | None = None  # [K], index of each token whose hidden state is pooled; no row samples then
 
     @property
     def keep(self) -> Int32Array:
-        """Index of the last token of each row that samples, [S]."""
+        """Index of the last token of each row that samples [S], then of those that are scored [K].
+
+        Where tokens are pooled, it is their index alone.
+        """
+        if self.pooled is not None:
+            return self.pooled
         kept: Int32Array = self.rows.query_start[1:][self.samples] - np.int32(1)
-        return kept
+        return np.concatenate((kept, self.scored)) if len(self.scored) else kept
 
     def on(self, device: torch.device) -> StepInputs:
         """Move the step to the device; on CPU nothing moves, elsewhere the transfer waits behind the running work."""

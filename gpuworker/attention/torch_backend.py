@@ -176,7 +176,7 @@ def attend_packed(layer: LayerAttention, query: torch.Tensor, key: torch.Tensor,
 
 
 def _sees(query: torch.Tensor, at: torch.Tensor, window: int | None) -> torch.Tensor:
-    """Tell which positions a query sees: its own and those before it, inside its window."""
+    """Return which positions a query sees: its own and those before it, inside its window."""
     seen = at <= query
     return seen if window is None else seen & (at > query - window)
 

@@ -1,10 +1,10 @@
 """The kernels of paged attention in Triton: one that attends, for decodes and prefills alike, and one that merges.
 
 A program of the first computes one item of the work list (gpuworker/attention/work_list.py) for one K/V head. The query
-heads that share the K/V head are adjacent rows of one tile, so that K and V are read once for all of them. The softmax
-is computed on the way (online), in powers of two: exp(x) = 2^(x log2 e), with the factor folded into the scale.
-Quantised K and V are never scaled back as tiles: a slot's K scale multiplies its column of scores, its V scale its
-column of weights.
+heads that share the K/V head are adjacent rows of one tile: K and V are read once for all of them. The softmax is
+computed on the way (online), in powers of two: exp(x) = 2^(x log2 e), with the factor folded into the scale. Quantised
+K and V are never scaled back as tiles. A slot's K scale multiplies its column of scores, its V scale its column of
+weights.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -151,7 +151,7 @@ def _attend_tiles(
             value = tl.load(value_at)
         value = _widened(value, query.dtype)
         if QUANTISED and ONE_QUERY and BY_WORDS:
-            # Keeps the compiler from widening V byte by byte in the layout of the matrix unit: as it was loaded, in
+            # Keeps the compiler from widening V byte by byte in the layout of the matrix unit. As it was loaded, in
             # whole words, a tile takes a seventh less instructions, and loads are of 16 bytes.
             value *= tl.full((1, 1), one, query.dtype)
         acc = tl.dot(weights.to(query.dtype), value, acc, input_precision=PRECISION)

@@ -1,9 +1,9 @@
 """The attention backend in Triton: plans a step once, then launches two to four kernels a layer.
 
-CUDA graphs: `begin_padded` in place of `begin` keeps the plan of a step of decodes in buffers that never move, padded
-to what any step of as many rows may need. Capture one graph for each number of rows and `Launches` that it returns,
-and replay it after `begin_padded` has returned these again. The tensors of the step's `DeviceTables` must stay where
-they were captured; a padding row has context 0 and slot -1, and attends to nothing: its output is zero.
+For CUDA graphs, `begin_padded` in place of `begin` keeps the plan of a step of decodes in buffers that never move. The
+plan is padded to what any step of as many rows may need. Capture one graph for each number of rows and `Launches` that
+it returns, and replay it after `begin_padded` has returned these again. The tensors of the step's `DeviceTables` must
+stay where they were captured. A padding row has context 0 and slot -1, and attends to nothing: its output is zero.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gpuworker.kernels.triton_rope import QkNorm, rope_and_write
 from gpuworker.memory.byte_plan import bytes_per_block
 from gpuworker.memory.kv_cache import KvCache
 
-# What attending a shared prefix apart must save a layer, in bytes of K and V: the kernels that it adds take about as
+# What attending a shared prefix apart must save a layer, in bytes of K and V. The kernels that it adds take about as
 # long as reading this much.
 CASCADE_BYTES = 16 << 20
 # Parts that a program of the merge reads at once.

@@ -13,7 +13,7 @@ from triton.runtime import driver
 
 from gpuworker.attention.work_list import Cut
 
-# What a tile of a decode loads, K and V together: two ahead in each of three programs of a multiprocessor cover the
+# What a tile of a decode loads, K and V together. Two ahead in each of three programs of a multiprocessor cover the
 # latency of HBM several times.
 _STAGE_BYTES = 32 << 10
 # Quantised elements of K or V that four warps widen at once without running out of registers.

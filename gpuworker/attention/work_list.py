@@ -1,9 +1,9 @@
 """Cuts the attention of a step into items of about equal work, on the host, once for all layers.
 
-An item is a few queries and a chunk of the context that they see; a program of the attention kernel computes one item
-of one K/V head. Where the context of a query is cut (split-KV, or a shared prefix apart from its tail), its items write
-partial results, which a second kernel merges. Tables have fixed widths, so that a CUDA graph may read them: padding
-does nothing.
+An item is a few queries and a chunk of the context that they see. A program of the attention kernel computes one item
+of one K/V head. The context of a query may be cut (split-KV, or a shared prefix apart from its tail). Its items then
+write partial results, which a second kernel merges. Tables have fixed widths, so that a CUDA graph may read them:
+padding does nothing.
 """
 
 from __future__ import annotations

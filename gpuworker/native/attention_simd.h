@@ -1,14 +1,10 @@
-// The vector operations of attention beyond simd.h: powers of two, masks by position, sums of sixteen vectors at once,
-// and (AVX-512) dot products of pairs of bf16 or of 16-bit integers.
+// The vector operations of attention beyond simd.h: powers of two, masks by position, and the interleaving of rows for
+// dot products of pairs.
 #pragma once
 
 #include <limits>
 
 #include "simd.h"
-
-#if defined(__AVX512BF16__) && defined(__AVX512VNNI__) && defined(__AVX512BW__)
-#define QUIRE_PAIRS 1
-#endif
 
 namespace quire {
 
@@ -77,41 +73,6 @@ inline Vec counting() {
   return Vec::load(lanes);
 }
 
-#if defined(__AVX512F__)
-
-// Lane i is the sum of the lanes of a[i], by shuffles and `add` on registers of floats or integers.
-template <typename Add>
-inline __m512 sum_lanes(const __m512 (&a)[kLanes], Add add) {
-  __m512 fours[4];
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    const __m512 *p = a + 4 * i;
-    const __m512d x = _mm512_castps_pd(add(_mm512_unpacklo_ps(p[0], p[1]), _mm512_unpackhi_ps(p[0], p[1])));
-    const __m512d y = _mm512_castps_pd(add(_mm512_unpacklo_ps(p[2], p[3]), _mm512_unpackhi_ps(p[2], p[3])));
-    fours[i] = add(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
-  }
-  const auto parts = [&](__m512 x, __m512 y) {
-    return add(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xdd));
-  };
-  return parts(parts(fours[0], fours[1]), parts(fours[2], fours[3]));
-}
-inline Vec sums(const Vec (&a)[kLanes]) {
-  __m512 floats[kLanes];
-#pragma GCC unroll 16
-  for (int i = 0; i < kLanes; ++i) floats[i] = a[i].v;
-  return {sum_lanes(floats, [](__m512 x, __m512 y) { return _mm512_add_ps(x, y); })};
-}
-
-#else
-
-inline Vec sums(const Vec (&a)[kLanes]) {
-  float lanes[kLanes];
-  for (int i = 0; i < kLanes; ++i) lanes[i] = a[i].sum();
-  return Vec::load(lanes);
-}
-
-#endif
-
 // x where first <= position < end, else kMasked.
 #if defined(__AVX512F__)
 inline Vec keep_between(Vec x, Vec position, Vec first, Vec end) {
@@ -135,9 +96,9 @@ inline Vec keep_between(Vec x, Vec position, Vec first, Vec end) {
 }
 #endif
 
-#if defined(QUIRE_PAIRS)
+#if defined(__AVX512F__)
 
-// Two bf16 rows a and b of 32 numbers, interleaved: within each 128-bit part numbers 0-3 go to `low`, 4-7 to `high`.
+// Two rows a and b of 32 numbers of 16 bits, interleaved: within each 128-bit part numbers 0-3 go to `low`, 4-7 to `high`.
 struct Interleaved {
   __m512i low, high;
 };
@@ -154,19 +115,19 @@ inline void in_order(__m512 low, __m512 high, Vec& first, Vec& second) {
 
 inline __mmask32 first32(int count) { return count >= 32 ? ~0u : (1u << count) - 1u; }
 
-// acc + a.even · b.even + a.odd · b.odd for each pair of bf16.
-inline __m512 dot_bf16(__m512 acc, __m512i a, __m512i b) {
-  __m512bh x, y;
-  std::memcpy(&x, &a, 64);
-  std::memcpy(&y, &b, 64);
-  return _mm512_dpbf16_ps(acc, x, y);
+#endif
+#if defined(__AVX2__) && !defined(__AVX512F__)
+
+// The same of 16 numbers.
+struct Interleaved {
+  __m256i low, high;
+};
+inline Interleaved interleave(__m256i a, __m256i b) {
+  return {_mm256_unpacklo_epi16(a, b), _mm256_unpackhi_epi16(a, b)};
 }
-// The numbers of `low`, then those of `high`, rounded to bf16.
-inline __m512i round_bf16(Vec low, Vec high) {
-  const __m512bh both = _mm512_cvtne2ps_pbh(high.v, low.v);
-  __m512i out;
-  std::memcpy(&out, &both, 64);
-  return out;
+inline Vec in_order(__m256i low, __m256i high) {
+  return {_mm256_cvtepi32_ps(_mm256_permute2x128_si256(low, high, 0x20)),
+          _mm256_cvtepi32_ps(_mm256_permute2x128_si256(low, high, 0x31))};
 }
 
 #endif

@@ -7,50 +7,10 @@
 // columns of K, or two slots of V, which are interleaved first. Otherwise numbers other than float are widened by tile.
 #include <type_traits>
 
-#include "attention_kernels.h"
+#include "attention_tile_kinds.h"
 
 namespace quire {
 namespace {
-
-#if defined(__AVX512F__)
-constexpr int kVectors = 4;  // of lanes at once, if the item has that many
-constexpr int rows_at_once(int vectors) { return vectors == 1 ? 16 : vectors == 2 ? 8 : 4; }
-#else
-constexpr int kVectors = 1;
-constexpr int rows_at_once(int) { return 4; }
-#endif
-
-// Sums `steps` products of broadcast a[row][step] and vectors b[step][vector], for `Rows` rows and `V` vectors of lanes.
-// row(r) says where row r begins; steps are `a_step` numbers apart in it.
-struct Floats {
-  using Number = float;
-  using Acc = Vec;
-  static Acc zero() { return Vec::zero(); }
-  static Acc from(Vec v) { return v; }
-  static Vec to_vec(Acc acc) { return acc; }
-  static Acc load(const Number* p) { return Vec::load(p); }
-  static Acc broadcast(const Number* p) { return Vec::all(*p); }
-  static Acc dot(Acc acc, Acc a, Acc b) { return fma(a, b, acc); }
-  static constexpr int kPer = 1;  // numbers in a step
-};
-
-#if defined(QUIRE_PAIRS)
-struct Bf16Pairs {
-  using Number = bf16;
-  using Acc = __m512;
-  static Acc zero() { return _mm512_setzero_ps(); }
-  static Acc from(Vec v) { return v.v; }
-  static Vec to_vec(Acc acc) { return {acc}; }
-  static __m512i load(const Number* p) { return _mm512_loadu_si512(p); }
-  static __m512i broadcast(const Number* p) {
-    float both;
-    std::memcpy(&both, p, 4);
-    return _mm512_castps_si512(_mm512_set1_ps(both));
-  }
-  static Acc dot(Acc acc, __m512i a, __m512i b) { return dot_bf16(acc, a, b); }
-  static constexpr int kPer = 2;
-};
-#endif
 
 template <typename Kind, typename Stored>
 class TilesKernel {
@@ -186,7 +146,7 @@ class TilesKernel {
 
   // Two slots after the other, column by column: [slot / 2][column][2].
   void interleave_run(int run, const Stored* v) {
-#if defined(QUIRE_PAIRS)
+#if defined(QUIRE_BF16_DOTS)
     const int stride = padded(dv_, 32);
     for (int pair = 0; pair < 2; ++pair) {
       Number* to = values_ + (run * 2 + pair) * 2 * stride;
@@ -203,15 +163,6 @@ class TilesKernel {
     (void)run, (void)v;
 #endif
   }
-#if defined(QUIRE_PAIRS)
-  static __m512i row32(const bf16* from, int count) { return _mm512_maskz_loadu_epi16(first32(count), from); }
-  static __m512i row32(const int8_t* from, int count) {
-    const __m256i bytes = _mm256_maskz_loadu_epi8(first32(count), from);
-    const Vec low{_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes)))};
-    const Vec high{_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1)))};
-    return round_bf16(low, high);
-  }
-#endif
 
   template <typename Body>
   void for_vectors(Body&& body) const {
@@ -227,30 +178,30 @@ class TilesKernel {
   // How often `score` and `accumulate` fetch.
   int score_calls() const {
     int calls = 0;
-    for_vectors([&](auto vectors, int) { calls += (slots_ + rows_at_once(vectors) - 1) / rows_at_once(vectors); });
+    for_vectors([&](auto vectors, int) { calls += row_steps(rows_at_once(vectors), slots_); });
     return calls * ((dk_ + kFetchSteps * kPer - 1) / (kFetchSteps * kPer));
   }
   int value_calls() const {
     int calls = 0;
-    for_vectors([&](auto vectors, int) { calls += dv_ / rows_at_once(vectors) + dv_ % rows_at_once(vectors); });
+    for_vectors([&](auto vectors, int) { calls += row_steps(rows_at_once(vectors), dv_); });
     return calls * ((slots_ + kFetchSteps * kPer - 1) / (kFetchSteps * kPer));
   }
 
   // scores [slot][lane] = K · queries · factor.
   void score() {
     for_vectors([&](auto vectors, int lane) {
-      constexpr int V = decltype(vectors)::value, R = rows_at_once(V);
-      for (int slot = 0; slot < slots_; slot += R) score_some<V, R>(slot, lane);
+      constexpr int V = decltype(vectors)::value;
+      for_rows<rows_at_once(V)>(slots_, [&](int slot, auto rows) { score_some<V, decltype(rows)::value>(slot, lane); });
     });
   }
 
   template <int V, int R>
   __attribute__((always_inline)) void score_some(int slot, int lane) {
     typename Kind::Acc acc[R][V];
-    const Number* rows[R / kRun];
-    const int highest = slots_ / kRun - 1;
-#pragma GCC unroll 4
-    for (int i = 0; i < R / kRun; ++i) rows[i] = key_runs_[std::min(slot / kRun + i, highest)];
+    constexpr int kStep = R % kRun ? 1 : kRun;  // rows of one pointer
+    const Number* rows[R / kStep];
+#pragma GCC unroll 16
+    for (int i = 0; i < R; i += kStep) rows[i / kStep] = key_runs_[(slot + i) / kRun] + (slot + i) % kRun * key_stride_;
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
@@ -262,7 +213,7 @@ class TilesKernel {
       for (const int end = std::min(dk_, i + kFetchSteps * kPer); i < end; i += kPer, query += wide_ * kPer) {
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
-          const auto one = Kind::broadcast(rows[r / kRun] + (r % kRun) * key_stride_ + i);
+          const auto one = Kind::broadcast(rows[r / kStep] + r % kStep * key_stride_ + i);
 #pragma GCC unroll 4
           for (int v = 0; v < V; ++v) {
             acc[r][v] = Kind::dot(acc[r][v], one, Kind::load(query + v * kLanes * kPer));
@@ -338,27 +289,18 @@ class TilesKernel {
       a.store(weights_ + slot * wide_ + lane);
       b.store(weights_ + (slot + 1) * wide_ + lane);
     } else {
-#if defined(QUIRE_PAIRS)
+#if defined(QUIRE_BF16_DOTS)
       const __m512i both = _mm512_permutexvar_epi16(alternate(), round_bf16(a, b));
       std::memcpy(static_cast<void*>(weights_ + slot * wide_ + lane * 2), &both, 64);
 #endif
     }
   }
-#if defined(QUIRE_PAIRS)
-  static __m512i alternate() {
-    alignas(64) static const uint16_t from[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                                  8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-    return _mm512_load_si512(from);
-  }
-#endif
 
   // sums [column][lane] = sums · keep + V · weights.
   void accumulate() {
     for_vectors([&](auto vectors, int lane) {
-      constexpr int V = decltype(vectors)::value, R = rows_at_once(V);
-      int column = 0;
-      for (; column + R <= dv_; column += R) accumulate_some<V, R>(column, lane);
-      for (; column < dv_; ++column) accumulate_some<V, 1>(column, lane);
+      constexpr int V = decltype(vectors)::value;
+      for_rows<rows_at_once(V)>(dv_, [&](int column, auto rows) { accumulate_some<V, decltype(rows)::value>(column, lane); });
     });
   }
 
@@ -442,7 +384,7 @@ void attend_tiles(const Work& work, const Item& item, float* scratch) {
   switch (work.cache.type) {
     case QUIRE_F32: return run<Floats, float>(work, item, scratch);
     case QUIRE_F16: return run<Floats, f16>(work, item, scratch);
-#if defined(QUIRE_PAIRS)
+#if defined(QUIRE_BF16_DOTS)
     case QUIRE_BF16: return run<Bf16Pairs, bf16>(work, item, scratch);
     default: return run<Bf16Pairs, int8_t>(work, item, scratch);
 #else

@@ -7,9 +7,11 @@ standard library alone: it runs inside an isolated build environment.
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -18,20 +20,29 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parent
-BUILT = SOURCE / "built"
+# Set by tests.support.sanitized: this level alone is built, and loaded, with checks of every access.
+SANITIZED = os.environ.get("NATIVE_SANITIZED", "")
+BUILT = SOURCE / ("built_sanitized" if SANITIZED else "built")
+_CHECKS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g1", "-O1"]
+_LINK = _CHECKS if SANITIZED else []
 _COMMON = ["-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"]
 _COMMON += ["-fvisibility=hidden", "-fno-gnu-unique"]
 _COMMON += ["-Wall", "-Wextra", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
+_COMMON += _LINK
+_SAID_EVERY = 20
+_INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 _AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]
-_AVX512 = [
-    *_AVX2,
-    *(f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "vnni", "bf16")),
-    "-mprefer-vector-width=512",
-]
+_AVX512 = [*_AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "vl", "dq")), "-mprefer-vector-width=512"]
+_VNNI = [*_AVX512, "-mavx512vnni"]
 # From the plainest to the best; the loader tries them from the end.
 LEVELS: dict[str, list[str]] = {"scalar": []}
 if platform.machine().lower() in ("x86_64", "amd64"):
-    LEVELS |= {"avx2": _AVX2, "avx512": _AVX512}
+    LEVELS |= {"avx2": _AVX2, "avx512": _AVX512, "avx512_vnni": _VNNI, "avx512_bf16": [*_VNNI, "-mavx512bf16"]}
+# A level differs from the one before it by a macro: sources that do not read it are not compiled again.
+_BEFORE = {"avx512_vnni": ("avx512", "__AVX512VNNI__"), "avx512_bf16": ("avx512_vnni", "__AVX512BF16__")}
+if SANITIZED:
+    _BEFORE = {}
+    LEVELS = {SANITIZED: LEVELS[SANITIZED]}
 
 
 class NoCompiler(Exception):
@@ -43,17 +54,23 @@ def library(level: str) -> Path:
     return BUILT / f"libquire_cpu.{level}.so"
 
 
-def build(force: bool = False) -> list[Path]:
+def build(force: bool = False, progress: bool = False) -> list[Path]:
     """Compile changed files, several at a time; return the libraries, one for each level.
 
+    With `progress` a line is printed for every _SAID_EVERY files.
     Raises NoCompiler, with the compiler's message.
     """
     BUILT.mkdir(exist_ok=True)
     with (BUILT / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # tests and installations may come at once
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            units = [(level, path) for level in LEVELS for path in sorted(SOURCE.glob("*.cpp"))]
-            compiled = list(pool.map(lambda unit: _compile(unit[0], unit[1], force), units))
+            paths = sorted(SOURCE.glob("*.cpp"))
+            units = [(level, path) for level in LEVELS for path in paths if _compiled_at(level, path) == level]
+            compiled = []
+            for done in pool.map(lambda unit: _compile(unit[0], unit[1], force), units):
+                compiled.append(done)
+                if progress and any(compiled) and len(compiled) % _SAID_EVERY == 0:
+                    print(f"    {len(compiled)} of {len(units)} files compiled", flush=True)  # noqa: T201
             missing = not all(library(level).is_file() for level in LEVELS)
             if any(compiled) or missing:
                 list(pool.map(_link, LEVELS))
@@ -61,14 +78,37 @@ def build(force: bool = False) -> list[Path]:
 
 
 def _fingerprint(source: Path, command: list[str]) -> str:
-    """Return a digest of an object's inputs: its source, all headers, and the command."""
+    """Return a digest of an object's inputs: its source, the headers that it includes, and the command."""
     digest = hashlib.sha256(shlex.join(command).encode())
-    for path in [source, *sorted(SOURCE.glob("*.h"))]:
+    for path in sorted(_read_with(source)):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
 
 
-def _compiler() -> list[str]:
+@functools.cache
+def _read_with(source: Path) -> frozenset[Path]:
+    """Return a source and the headers of this folder that it includes, at any depth."""
+    found, left = {source}, [source]
+    while left:
+        names = _INCLUDE.findall(left.pop().read_text())
+        fresh = {SOURCE / name for name in names} - found
+        found |= fresh
+        left += fresh
+    return frozenset(found)
+
+
+@functools.cache
+def _compiled_at(level: str, source: Path) -> str:
+    """Return the level whose object file of a source serves this level too."""
+    if level not in _BEFORE:
+        return level
+    before, macro = _BEFORE[level]
+    differs = any(macro in path.read_text() for path in _read_with(source))
+    return level if differs else _compiled_at(before, source)
+
+
+def compiler() -> list[str]:
+    """Return the command that compiles. Raises NoCompiler."""
     named = shlex.split(os.environ.get("CXX", ""))
     if named:
         return named
@@ -79,13 +119,13 @@ def _compiler() -> list[str]:
 
 
 def _object(level: str, path: Path) -> Path:
-    return BUILT / f"{path.stem}.{level}.o"
+    return BUILT / f"{path.stem}.{_compiled_at(level, path)}.o"
 
 
 def _compile(level: str, source: Path, force: bool) -> bool:
     """Compile one file for one level unless that is done; return whether it was to be done."""
     made = _object(level, source)
-    command = [*_compiler(), *_COMMON, *LEVELS[level], "-c", str(source), "-o", str(made)]
+    command = [*compiler(), *_COMMON, *LEVELS[level], "-c", str(source), "-o", str(made)]
     stamp, wanted = made.with_suffix(".stamp"), _fingerprint(source, command)
     if not force and made.is_file() and stamp.is_file() and stamp.read_text() == wanted:
         return False
@@ -99,7 +139,7 @@ def _link(level: str) -> None:
     objects = [str(_object(level, path)) for path in sorted(SOURCE.glob("*.cpp"))]
     # Without -fopenmp: the library takes the OpenMP that torch has loaded, not a second one.
     fresh = library(level).with_suffix(".new")
-    _run([*_compiler(), "-shared", *objects, "-o", str(fresh)])
+    _run([*compiler(), "-shared", *_LINK, *objects, "-o", str(fresh)])
     fresh.replace(library(level))  # a process that has the old one mapped keeps it
 
 
@@ -112,5 +152,9 @@ def _run(command: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    for built in build(force="--force" in sys.argv):
-        print(built)  # noqa: T201
+    try:
+        libraries = build("--force" in sys.argv, "--progress" in sys.argv)
+    except NoCompiler as reason:
+        sys.exit(str(reason))
+    if "--progress" not in sys.argv:
+        print(*libraries, sep="\n")  # noqa: T201

@@ -1,8 +1,8 @@
 """Loads the native library of CPU kernels (gpuworker/native), or says why that failed.
 
 The library shares torch's OpenMP pool: two pools on the same cores stall each other. The build makes one library for
-each level of vector instructions. The loader takes the best one that this processor can run, and every call into it
-releases the GIL.
+each level of vector instructions. The loader takes the best one that this processor can run, or the one that
+`use_level` names. Every call into the library releases the GIL.
 """
 
 from __future__ import annotations
@@ -10,31 +10,42 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import types
 from pathlib import Path
 
 import torch  # noqa: F401 - brings the OpenMP library that ours resolves against
 
-from gpuworker.native.build import LEVELS, library
+from gpuworker.native.build import library
+from gpuworker.native.levels import levels_here, why_missing, why_not
 
-ABI_VERSION = 2
-_NEEDS = {
-    "scalar": frozenset[str](),
-    "avx2": frozenset({"avx2", "fma", "f16c", "bmi2"}),
-    "avx512": frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16"}),
-}
+__all__ = ["ABI_VERSION", "NativeUnavailable", "best", "level_of", "levels_here", "load", "use_level"]
+
+ABI_VERSION = 8
 _OPENMP_NAMES = ("libgomp", "libiomp5", "libomp")
 _log = logging.getLogger(__name__)
+_asked = types.SimpleNamespace(level="auto")
 
 
 class NativeUnavailable(Exception):
     """The library cannot be used here; the text says why."""
 
 
+def use_level(level: str) -> None:
+    """Make `best` return the library of a level, or with "auto" that of the best one. Raises NativeUnavailable."""
+    if level != "auto" and (reason := why_not(level)) is not None:
+        raise NativeUnavailable(f"level {level}: {reason}")
+    _asked.level = level
+    best.cache_clear()
+
+
 @functools.cache
 def best() -> ctypes.CDLL | None:
-    """Return the library of the best level that this processor runs; None, with a log line, when there is none."""
+    """Return the library of the best level that this processor runs, or of the level that `use_level` named.
+
+    None, with a log line, when there is none.
+    """
+    level = levels_here()[-1] if _asked.level == "auto" else _asked.level
     try:
-        level = levels_here()[-1]
         loaded = load(level)
     except NativeUnavailable as reason:
         _log.warning("no native CPU kernels, so the torch ones run, which are several times slower: %s", reason)
@@ -47,8 +58,8 @@ def best() -> ctypes.CDLL | None:
 def load(level: str) -> ctypes.CDLL:
     """Return the library of one level. Raises NativeUnavailable."""
     path = library(level)
-    if not path.is_file():
-        raise NativeUnavailable(f"{path.name} was not built (is there a C++ compiler? run `make install`)")
+    if missing := why_missing(level):
+        raise NativeUnavailable(missing)
     _share_openmp()
     try:
         loaded = ctypes.CDLL(str(path))
@@ -60,24 +71,9 @@ def load(level: str) -> ctypes.CDLL:
     return loaded
 
 
-@functools.cache
-def levels_here() -> tuple[str, ...]:
-    """Return the levels that this processor can run, from the plainest to the best."""
-    flags = _processor_flags()
-    return tuple(level for level in LEVELS if _NEEDS[level] <= flags)
-
-
 def level_of(loaded: ctypes.CDLL) -> str:
     """Return the level of a loaded library."""
     return next(level for level in reversed(levels_here()) if load(level) is loaded)
-
-
-def _processor_flags() -> frozenset[str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return frozenset()
-    return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), []))
 
 
 def _share_openmp() -> None:

@@ -4,18 +4,27 @@
 #include <algorithm>
 #include <cstring>
 
+#include "linear_bytes.h"
 #include "linear_layout.h"
 #include "linear_tile.h"
 
 namespace quire {
 namespace {
 
-// Tiles of a task: few enough that their inputs stay in the L2 cache while the panels pass by.
-constexpr int64_t kBlockTiles = 10;
-constexpr int64_t kSums = kBlockTiles * kTileRows * kPanel;
+// Rows of a task: few enough that their inputs stay in the L2 cache while the panels pass by.
+constexpr int64_t kBlockRows = (140 + kTileRows - 1) / kTileRows * kTileRows;
+constexpr int64_t kSums = kBlockRows * kPanel;
+constexpr int64_t kL1Inputs = 128;
 
-// Beyond so many tiles a block of integer weights is made floats once for all of them; the sums are the same.
-constexpr int64_t kTilesUnpacking = 2;
+// Beyond so many rows a block of integer weights, and without dot products of bf16 one of bf16 weights, is made floats
+// once for all of them; the sums are the same. Tiles of groups wait less for their integers: only half of the columns is
+// converted at a time.
+constexpr int64_t kRowsUnpacking = 2 * kTileRows, kBf16RowsUnpacking = 5 * kTileRows;
+#if defined(__AVX512F__)
+constexpr int64_t kGroupRowsUnpacking = 8 * kGroupTileRows;
+#else
+constexpr int64_t kGroupRowsUnpacking = kRowsUnpacking;
+#endif
 
 struct Scratch {
   alignas(64) float sums[2 * kSums];
@@ -36,8 +45,11 @@ struct Plan {
   int64_t rows, tiles, blocks, panels, per_task, tasks_of_block, tasks;
 
   Plan(const Layout& layout, int64_t all_rows) : rows(all_rows), panels(layout.panels) {
-    tiles = (rows + kTileRows - 1) / kTileRows;
-    blocks = (tiles + kBlockTiles - 1) / kBlockTiles;
+    const int64_t of_tile = layout.groups ? kGroupTileRows : kTileRows, of_block = kBlockRows / of_tile;
+    tiles = (rows + of_tile - 1) / of_tile;
+    // One row more than has room for all columns is faster as two tiles than as one whose halves take turns.
+    if (kWholeRows < kTileRows && rows == kWholeRows + 1) tiles = 2;
+    blocks = (tiles + of_block - 1) / of_block;
     per_task = rows <= kPairRows ? 2 : 1;
     tasks_of_block = (panels + per_task - 1) / per_task;
     tasks = blocks * tasks_of_block;
@@ -66,7 +78,7 @@ void put(Vec value, T* at, int64_t count) {
 
 // Both halves of a row of a panel. Where they are one line of the cache, it is written at once.
 void put_both(const Vec (&values)[2], bf16* at, int64_t count) {
-#if defined(__AVX512BF16__)
+#if defined(QUIRE_BF16_DOTS)
   if (count >= kPanel) {
     const __m512bh both = _mm512_cvtne2ps_pbh(values[1].v, values[0].v);
     std::memcpy(at, &both, sizeof both);
@@ -90,7 +102,7 @@ void add(Vec value, float* at, int64_t count) {
 class Product {
  public:
   Product(const quire_linear& w, const Input& x, int64_t rows, const Output& out)
-      : w_(w), layout_(w), plan_(layout_, rows), x_(x), out_(out) {}
+      : w_(w), layout_(w), plan_(layout_, rows), x_(x), out_(out), block_steps_(steps_of_block(layout_, rows)) {}
 
   const Layout& layout() const { return layout_; }
   const Plan& plan() const { return plan_; }
@@ -98,8 +110,8 @@ class Product {
   // `next` is the panel that this member takes afterwards, null when there is none.
   void run(const Task& task, const uint8_t* next, Scratch& scratch) const {
     const uint8_t* panel = layout_.panel(w_, task.panel);
-    for (int64_t step = 0; step < layout_.steps; step += layout_.block_steps) {
-      const int64_t steps = std::min(layout_.block_steps, layout_.steps - step), after = step + steps;
+    for (int64_t step = 0; step < layout_.steps; step += block_steps_) {
+      const int64_t steps = std::min(block_steps_, layout_.steps - step), after = step + steps;
       const uint8_t* ahead = after < layout_.steps ? panel + layout_.offset(after) : next;
       block(task, {step, steps, ahead, next, after == layout_.steps}, scratch);
     }
@@ -112,6 +124,13 @@ class Product {
     const uint8_t* next;   // where the next task's panel begins
     bool last;             // its sums are complete
   };
+
+  // Where halves of the columns take turns, a block of floats fits the L1 cache. The order of sums stays.
+  static int64_t steps_of_block(const Layout& layout, int64_t rows) {
+    if (rows <= kWholeRows || kTileRows == kWholeRows || activation_bytes(layout.kind) < 4) return layout.block_steps;
+    const int64_t least = layout.groups ? layout.group_steps : kChunk;
+    return std::max(kL1Inputs / step_inputs(layout.kind) / least, int64_t{1}) * least;
+  }
 
   void block(const Task& task, const Block& b, Scratch& scratch) const {
     const int64_t step = b.step, steps = b.steps;
@@ -128,18 +147,18 @@ class Product {
     tile.x_sums_stride = layout_.groups;
     // A single tile reads each weight once and prefetches its own next lines; of several tiles, each prefetches its
     // part of the next block.
-    tile.near = task.tiles == 1;
+    tile.near = task.tiles == 1 && task.rows <= kWholeRows;
     tile.panel_end = layout_.panel(w_, task.panel) + layout_.panel_bytes;
     tile.next = b.next ? b.next : tile.panel_end;
     const int64_t chunk_bytes = kChunk * step_bytes(w_.kind);
     tile.ahead_lines = static_cast<int>((chunk_bytes / 64 + task.tiles - 1) / task.tiles);
     const int64_t ahead_part = tile.groups * (tile.steps / kChunk) * tile.ahead_lines * 64;
     int32_t kind = w_.kind;
-    if (is_weight_only(kind) && task.tiles > kTilesUnpacking) {
+    if (unpacked(kind) != kind && task.rows > rows_unpacking()) {
       unpack(tile, scratch);
       kind = unpacked(kind);
     }
-    const int64_t x_offset = step * step_inputs(w_.kind) * input_bytes_each();
+    const int64_t x_offset = step * step_inputs(w_.kind) * activation_bytes(w_.kind);
     for (int64_t i = 0; i < task.tiles; ++i) {
       const int64_t begin = plan_.row(task.tile + i) - task.row, end = plan_.row(task.tile + i + 1) - task.row;
       tile.x = static_cast<const uint8_t*>(x_.data) + (task.row + begin) * x_.stride + x_offset;
@@ -155,13 +174,13 @@ class Product {
     }
   }
 
-  // Converts the integers of a block to floats, in the layout of the float kind; the scales keep their place.
-  void unpack(Tile& tile, Scratch& scratch) const;
-
-  int64_t input_bytes_each() const {
-    if (w_.kind == QUIRE_LINEAR_W8A8) return kDotProducts ? 1 : 2;
-    return is_bf16(w_.kind) ? 2 : 4;
+  int64_t rows_unpacking() const {
+    if (w_.kind == QUIRE_LINEAR_BF16) return kBf16RowsUnpacking;
+    return layout_.groups ? kGroupRowsUnpacking : kRowsUnpacking;
   }
+
+  // Converts the numbers of a block to floats, in the layout of the float kind; the scales keep their place.
+  void unpack(Tile& tile, Scratch& scratch) const;
 
   int64_t output_bytes_each() const {
     return out_.store == QUIRE_STORE_BF16 || out_.store == QUIRE_STORE_SILU_BF16 ? 2 : 4;
@@ -221,6 +240,7 @@ class Product {
   const Plan plan_;
   const Input& x_;
   const Output& out_;
+  const int64_t block_steps_;
 };
 
 template <typename Loader>
@@ -231,15 +251,8 @@ void unpack_group(const uint8_t* from, int64_t steps, uint8_t* to) {
     Loader::load(from, w);
     for (int s = 0; s < Loader::kSub; ++s) {
       for (int half = 0; half < 2; ++half) {
-        if (std::is_same<typename Loader::Math, F32Math>::value || kDotProducts) {
-          std::memcpy(to, &w[s][half], vector);
-          to += vector;
-        } else {
-          Vec value;
-          std::memcpy(&value, &w[s][half], sizeof value);
-          value.store(reinterpret_cast<bf16*>(to));
-          to += vector / 2;
-        }
+        std::memcpy(to, &w[s][half], vector);
+        to += vector;
       }
     }
   }
@@ -255,6 +268,7 @@ void Product::unpack(Tile& tile, Scratch& scratch) const {
     from += layout_.head;
     to += layout_.head;
     switch (w_.kind) {
+      case QUIRE_LINEAR_BF16: unpack_group<Bf16Loader>(from, tile.steps, to); break;
       case QUIRE_LINEAR_I8_F32: unpack_group<I8F32Loader>(from, tile.steps, to); break;
       case QUIRE_LINEAR_I8_BF16: unpack_group<I8Bf16Loader>(from, tile.steps, to); break;
       case QUIRE_LINEAR_I4_F32: unpack_group<I4F32Loader>(from, tile.steps, to); break;

@@ -13,8 +13,9 @@
 extern "C" {
 #endif
 
-// How a weight is stored and in what type it is multiplied. Activations are float32 for *_F32, bfloat16 for *_BF16,
-// 8-bit integers with a scale for each row for W8A8. Sums are float32 (W8A8: int32, exact).
+// How a weight is stored and in what type it is multiplied. Activations are float32 for *_F32, bfloat16 for *_BF16 where
+// the level has dot products of bf16 (else float32), 8-bit integers with a scale for each row for W8A8. Sums are float32
+// (W8A8: int32, exact).
 enum quire_linear_kind {
   QUIRE_LINEAR_F32 = 0,
   QUIRE_LINEAR_BF16 = 1,
@@ -29,7 +30,7 @@ enum quire_linear_kind {
 typedef struct {
   int32_t kind;      // quire_linear_kind
   int32_t group;     // inputs (k) that share a scale, a multiple of 32 that divides k; 0: one scale for each of the n
-  int32_t has_zeros; // weights are (q - zero) · scale; needs groups
+  int32_t has_zeros; // weights are q · scale + shift, such as those with a zero point; needs groups
   int32_t has_bias;
   int32_t paired;    // two sources of n / 2 rows each, gate then up, for the SILU stores
   int32_t reserved;
@@ -41,7 +42,7 @@ typedef struct {
 typedef struct {
   const void *data;     // [rows, k] of `type`, a row every `row_stride` elements; QUIRE_I8 for all the integer kinds
   const float *scales;  // integer kinds: [rows, groups] (groups = 1 without groups), dense
-  const float *zeros;   // [rows, groups] or null
+  const float *shifts;  // [rows, groups] or null; that of a zero point is -zero · scale
   const float *bias;    // [rows] or null (counts as zeros)
   int64_t rows, row_stride;
   int32_t type;         // quire_type
@@ -80,6 +81,8 @@ QUIRE_API int32_t quire_linear_run(const quire_linear *linear, const void *x, in
 #include "threads.h"
 
 namespace quire {
+
+constexpr int kPanel = 32;  // columns
 
 // Activations as a weight takes them: rows of float, of bf16, or of 8-bit numbers with a scale.
 //

@@ -79,7 +79,7 @@ class SourceStruct(ctypes.Structure):
     """quire_source."""
 
     _fields_ = (
-        *((name, _pointer) for name in ("data", "scales", "zeros", "bias")),
+        *((name, _pointer) for name in ("data", "scales", "shifts", "bias")),
         ("rows", _int64),
         ("row_stride", _int64),
         ("type", _int32),
@@ -89,11 +89,12 @@ class SourceStruct(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class IntegerWeight:
-    """(values - zeros) · scales: integers of 8 bits, or of 4 ([-8, 7]); groups are runs of equal length along K."""
+    """(values - zeros) · scales + minimums: integers of 8 bits, or of 4 ([-8, 7]); groups are equal runs along K."""
 
     values: torch.Tensor  # int8 [N, K]
     scales: torch.Tensor  # float32 [N, groups]
     zeros: torch.Tensor | None = None  # [N, groups] on the scale of `values`
+    minimums: torch.Tensor | None = None  # float32 [N, groups]
 
     @property
     def shape(self) -> torch.Size:
@@ -246,26 +247,34 @@ def _prepared(rows: Rows, kind: Kind) -> Rows:
 
 
 def _finer(weight: IntegerWeight) -> IntegerWeight:
-    """Return the weight with groups of at most 1024 inputs, the longer ones cut into equal parts."""
-    group = weight.values.shape[1] // weight.scales.shape[1]
+    """Return the weight with groups of at most 1024 inputs, longer ones cut into equal parts; zeros are minimums."""
+    group, shifts = weight.values.shape[1] // weight.scales.shape[1], _shifts(weight)
     parts = 1
-    if weight.scales.shape[1] > 1 or weight.zeros is not None:
+    if weight.scales.shape[1] > 1 or shifts is not None:
         sizes = (size for size in range(_LARGEST_GROUP, 0, -32) if group % size == 0)
         parts = group // next(sizes, group) if group > _LARGEST_GROUP else 1
     scales = weight.scales.float().repeat_interleave(parts, dim=1).contiguous()
-    zeros = None if weight.zeros is None else weight.zeros.float().repeat_interleave(parts, dim=1).contiguous()
-    return IntegerWeight(weight.values.contiguous(), scales, zeros)
+    finer = None if shifts is None else shifts.repeat_interleave(parts, dim=1).contiguous()
+    return IntegerWeight(weight.values.contiguous(), scales, minimums=finer)
+
+
+def _shifts(weight: IntegerWeight) -> torch.Tensor | None:
+    """Return what is added to each weight of a group, for its zero and its minimum together: float32 [N, groups]."""
+    if weight.zeros is None:
+        return weight.minimums
+    of_zeros = -weight.zeros.float() * weight.scales.float()
+    return of_zeros if weight.minimums is None else of_zeros + weight.minimums
 
 
 def _grouping(weight: torch.Tensor | IntegerWeight) -> tuple[int, bool]:
-    """Return the inputs of a group, 0 when there is one scale for each output, and whether there are zeros."""
+    """Return the inputs of a group, 0 when there is one scale for each output, and whether there are minimums."""
     if isinstance(weight, torch.Tensor):
         return 0, False
     inputs, groups = weight.values.shape[1], weight.scales.shape[1]
     if inputs % groups:
         raise ValueError(f"{inputs} inputs cannot be shared out among {groups} groups")
-    grouped = groups > 1 or weight.zeros is not None
-    return (inputs // groups if grouped else 0), weight.zeros is not None
+    grouped = groups > 1 or weight.minimums is not None
+    return (inputs // groups if grouped else 0), weight.minimums is not None
 
 
 def _source(rows: Rows) -> SourceStruct:
@@ -273,7 +282,7 @@ def _source(rows: Rows) -> SourceStruct:
     if isinstance(weight, torch.Tensor):
         shape = (weight.shape[0], weight.stride(0), _TYPES[weight.dtype])
         return SourceStruct(weight.data_ptr(), None, None, bias, *shape, 0)
-    zeros = None if weight.zeros is None else weight.zeros.data_ptr()
+    shifts = None if weight.minimums is None else weight.minimums.data_ptr()
     values = weight.values
     shape = (values.shape[0], values.stride(0), _TYPES[values.dtype])
-    return SourceStruct(values.data_ptr(), weight.scales.data_ptr(), zeros, bias, *shape, 0)
+    return SourceStruct(values.data_ptr(), weight.scales.data_ptr(), shifts, bias, *shape, 0)

@@ -6,11 +6,6 @@
 namespace quire {
 namespace {
 
-int64_t element_bytes(int32_t kind) {
-  if (kind == QUIRE_LINEAR_W8A8) return kDotProducts ? 1 : 2;
-  return is_bf16(kind) ? 2 : 4;
-}
-
 // Sixteen of `count` values from `begin`; zeros after the last.
 template <typename T>
 Vec part(const T* x, int64_t begin, int64_t count) {
@@ -44,7 +39,7 @@ void quantise(const T* x, int64_t count, int64_t padded, uint8_t* row, float* sc
     alignas(64) int8_t q[kLanes];
     (part(x, begin, count) * inverse).store(q);
     for (int64_t i = 0; i < std::min<int64_t>(kLanes, padded - begin); ++i) {
-      if (kDotProducts) {
+      if (kByteDots) {
         row[begin + i] = static_cast<uint8_t>(q[i] + 128);
       } else {
         reinterpret_cast<int16_t*>(row)[begin + i] = q[i];
@@ -79,7 +74,7 @@ void put_any_row(const quire_linear& w, const Input& in, int64_t m, const T* x) 
   const int64_t padded = row_elements(w);
   if (w.kind == QUIRE_LINEAR_W8A8) {
     quantise(x, w.k, padded, row, in.scales + m);
-  } else if (is_bf16(w.kind)) {
+  } else if (pairs_bf16(w.kind)) {
     copy_row(x, w.k, padded, reinterpret_cast<bf16*>(row));
     if (sums) sum_groups(w, reinterpret_cast<bf16*>(row), sums);
   } else {
@@ -94,14 +89,14 @@ size_t rounded(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
 quire_type input_type(const quire_linear& w) {
   if (w.kind == QUIRE_LINEAR_W8A8) return QUIRE_I8;
-  return is_bf16(w.kind) ? QUIRE_BF16 : QUIRE_F32;
+  return pairs_bf16(w.kind) ? QUIRE_BF16 : QUIRE_F32;
 }
 
 int64_t row_elements(const quire_linear& w) { return Layout(w).steps * step_inputs(w.kind); }
 
 int64_t input_stride(const quire_linear& w) {
   // An odd number of lines: rows of a tile then lie in different sets of the cache.
-  const int64_t lines = (row_elements(w) * element_bytes(w.kind) + 63) / 64;
+  const int64_t lines = (row_elements(w) * activation_bytes(w.kind) + 63) / 64;
   return (lines | 1) * 64;
 }
 

@@ -1,23 +1,30 @@
 // The memory layout of packed weights: panels of 32 columns, K-major, then a PanelEnd for each panel.
 //
 // A panel is a row of "steps": as many k as one load of the kind's loader takes (linear_tile.h), for 32 columns. With
-// groups, each group starts with its 32 scales and, with zeros, 32 values of -zero · scale. The order inside a step
+// groups, each group starts with its 32 scales and, with zeros, its 32 shifts. The order inside a step
 // suits the instructions of the level that the library is built for; nothing outside reads it.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
+#include "bf16_dots.h"
+#include "byte_dots.h"
 #include "linear.h"
 
 namespace quire {
 
-constexpr int kPanel = 32;
-
-#if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
-constexpr bool kDotProducts = true;  // pairs of bf16 and quads of bytes are multiplied and added at once
+// Whether pairs of bf16, and quads of bytes, are multiplied and added at once. Without the first, bf16 weights meet
+// activations in float32.
+#if defined(QUIRE_BF16_DOTS)
+constexpr bool kBf16Dots = true;
 #else
-constexpr bool kDotProducts = false;
+constexpr bool kBf16Dots = false;
+#endif
+#if defined(QUIRE_BYTE_DOTS)
+constexpr bool kByteDots = true;
+#else
+constexpr bool kByteDots = false;
 #endif
 
 // The inputs of a panel's last step, after its sums are complete.
@@ -33,13 +40,23 @@ inline bool is_weight_only(int32_t kind) { return is_i4(kind) || is_i8(kind); }
 inline bool is_bf16(int32_t kind) {
   return kind == QUIRE_LINEAR_BF16 || kind == QUIRE_LINEAR_I8_BF16 || kind == QUIRE_LINEAR_I4_BF16;
 }
-// The kind that a weight-only kind becomes when a block of it is unpacked for reuse.
-inline int32_t unpacked(int32_t kind) { return is_bf16(kind) ? QUIRE_LINEAR_BF16 : QUIRE_LINEAR_F32; }
+// Whether activations are pairs of bf16 in the products of a kind.
+inline bool pairs_bf16(int32_t kind) { return kBf16Dots && is_bf16(kind); }
+// The kind that a block becomes when it is unpacked for many rows; the kind itself where there is nothing to gain.
+inline int32_t unpacked(int32_t kind) {
+  if (kind == QUIRE_LINEAR_W8A8) return kind;
+  return pairs_bf16(kind) ? QUIRE_LINEAR_BF16 : QUIRE_LINEAR_F32;
+}
+// Bytes of one activation as the products of a kind read it.
+inline int64_t activation_bytes(int32_t kind) {
+  if (kind == QUIRE_LINEAR_W8A8) return kByteDots ? 1 : 2;
+  return pairs_bf16(kind) ? 2 : 4;
+}
 
 inline int64_t step_inputs(int32_t kind) {
   if (is_i4(kind)) return 4;
-  if (kind == QUIRE_LINEAR_W8A8) return kDotProducts ? 4 : 2;
-  return is_bf16(kind) && kDotProducts ? 2 : 1;
+  if (kind == QUIRE_LINEAR_W8A8) return kByteDots ? 4 : 2;
+  return pairs_bf16(kind) ? 2 : 1;
 }
 
 inline int64_t step_bytes(int32_t kind) {
@@ -56,7 +73,7 @@ struct Place {
 inline Place place(int32_t kind, int64_t k, int64_t column) {
   const int64_t inputs = step_inputs(kind), step = k / inputs, rest = k % inputs;
   const int64_t start = step * step_bytes(kind);
-  if (kind == QUIRE_LINEAR_I4_BF16 && kDotProducts) {
+  if (kind == QUIRE_LINEAR_I4_BF16 && kBf16Dots) {
     // Word 2c + i holds input i of each of two pairs, for column c and for column 16 + c.
     return {start + (2 * (column % 16) + rest % 2) * 2, static_cast<int>(rest / 2 * 2 + column / 16) * 4};
   }
@@ -83,7 +100,7 @@ struct Layout {
     group_steps = w.group ? w.group / inputs : steps;
     head = groups ? kPanel * 4 * (w.has_zeros ? 2 : 1) : 0;
     panel_bytes = (steps * step_bytes(kind) + groups * head + 63) / 64 * 64;
-    const int64_t most = (is_bf16(kind) || kind == QUIRE_LINEAR_W8A8 ? kBlockInputs * 2 : kBlockInputs) / inputs;
+    const int64_t most = (activation_bytes(kind) < 4 ? kBlockInputs * 2 : kBlockInputs) / inputs;
     block_steps = groups ? std::max<int64_t>(most / group_steps, 1) * group_steps : most;
   }
 

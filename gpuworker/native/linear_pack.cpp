@@ -83,7 +83,7 @@ void pack_scales(const quire_linear& w, const Layout& layout, const Origin& from
     const int64_t at = from.row * layout.groups + g;
     float* head = reinterpret_cast<float*>(panel + layout.offset(g * layout.group_steps));
     head[column] = source.scales[at];
-    if (w.has_zeros) head[kPanel + column] = -source.zeros[at] * source.scales[at];
+    if (w.has_zeros) head[kPanel + column] = source.shifts[at];
   }
 }
 
@@ -93,7 +93,7 @@ void pack_end(const quire_linear& w, const Layout& layout, const Origin& from, i
   end.scales[column] = whole && !layout.groups ? source.scales[from.row] : 1.0f;
   end.bias[column] = source.bias ? source.bias[from.row] : 0.0f;
   end.compensation[column] = 0;
-  if (w.kind == QUIRE_LINEAR_W8A8 && kDotProducts) {
+  if (w.kind == QUIRE_LINEAR_W8A8 && kByteDots) {
     const int8_t* row = static_cast<const int8_t*>(source.data) + from.row * source.row_stride;
     int32_t sum = 0;
     for (int64_t i = 0; i < w.k; ++i) sum += row[i];
@@ -107,7 +107,7 @@ bool fits(const quire_linear& w, const quire_source* sources, int count) {
   for (int i = 0; i < count; ++i) {
     rows += sources[i].rows;
     if ((sources[i].type == QUIRE_I8) != whole || (whole && !sources[i].scales)) return false;
-    if (w.has_zeros && !sources[i].zeros) return false;
+    if (w.has_zeros && !sources[i].shifts) return false;
   }
   if (w.paired && (count != 2 || sources[0].rows != sources[1].rows)) return false;
   return rows == w.n && w.memory != nullptr;

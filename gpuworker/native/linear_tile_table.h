@@ -24,7 +24,8 @@ class TileTable {
   std::array<TileFunction, kPairRows> two_;
 };
 
-// For the integer kinds.
+// For the integer kinds, and for the one with integer activations.
 TileFunction whole_tile_function(int32_t kind, int rows, int panels);
+TileFunction byte_tile_function(int rows, int panels);
 
 }  // namespace quire

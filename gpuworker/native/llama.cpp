@@ -3,156 +3,16 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
-#include <vector>
 
 #include "attention.h"
 #include "attention_plan.h"
+#include "experts.h"
 #include "llama_embedding.h"
+#include "llama_memory.h"
+#include "llama_rows.h"
 
 namespace quire {
 namespace {
-
-// ---------------------------------------------------------------- rows
-
-// 1 / sqrt(mean(x²) + eps), the factor of an RMS norm.
-float rms_factor(const float* x, int64_t count, float eps) {
-  Vec low = Vec::zero(), high = Vec::zero();
-  int64_t i = 0;
-  for (; i + 2 * kLanes <= count; i += 2 * kLanes) {
-    const Vec a = Vec::load(x + i), b = Vec::load(x + i + kLanes);
-    low = fma(a, a, low);
-    high = fma(b, b, high);
-  }
-  float total = (low + high).sum();
-  for (; i < count; ++i) total += x[i] * x[i];
-  return 1.0f / std::sqrt(total / static_cast<float>(count) + eps);
-}
-
-float as(float x, float) { return x; }
-bf16 as(float x, bf16) { return to_bf16(x); }
-
-// out = x · factor · weight, in the type of `out`, which may be x itself.
-template <typename T>
-void scale_row(const float* x, const float* weight, float factor, int64_t count, T* out) {
-  const Vec by = Vec::all(factor);
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) (Vec::load(x + i) * by * Vec::load(weight + i)).store(out + i);
-  for (; i < count; ++i) out[i] = as(x[i] * factor * weight[i], T());
-}
-
-template <typename T>
-void widen_row(const void* from, int64_t row, int64_t count, float* out) {
-  const T* x = static_cast<const T*>(from) + row * count;
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) Vec::load(x + i).store(out + i);
-  for (; i < count; ++i) {
-    T padded[kLanes] = {};
-    float lanes[kLanes];
-    padded[0] = x[i];
-    Vec::load(padded).store(lanes);
-    out[i] = lanes[0];
-  }
-}
-
-// Rotates a head in place: element i with element i + half, by the angle whose cosine and sine are given.
-void rotate(float* head, const float* cosine, const float* sine, int half) {
-  float* second = head + half;
-  int i = 0;
-  for (; i + kLanes <= half; i += kLanes) {
-    const Vec a = Vec::load(head + i), b = Vec::load(second + i), c = Vec::load(cosine + i), s = Vec::load(sine + i);
-    (a * c - b * s).store(head + i);
-    fma(b, c, a * s).store(second + i);
-  }
-  for (; i < half; ++i) {
-    const float a = head[i], b = second[i];
-    head[i] = a * cosine[i] - b * sine[i];
-    second[i] = b * cosine[i] + a * sine[i];
-  }
-}
-
-void* row_of(const Input& in, int64_t row) { return static_cast<char*>(in.data) + row * in.stride; }
-
-// Of the inputs of a product that takes them as floats.
-int64_t item_size(const quire_linear& w) { return input_type(w) == QUIRE_F32 ? 4 : 2; }
-
-// Writes the zeros behind the k inputs of a row, if its product reads any; other functions write the inputs.
-void pad_row(const quire_linear& w, const Input& in, int64_t row) {
-  const int64_t size = item_size(w), padding = row_elements(w) - w.k;
-  if (padding) std::memset(static_cast<char*>(row_of(in, row)) + w.k * size, 0, padding * size);
-}
-
-// Norms a row of the residual stream into row `to` of the inputs of a product.
-void norm_row(const float* x, const float* weight, float eps, const quire_linear& w, const Input& in, int64_t to) {
-  const float factor = rms_factor(x, w.k, eps);
-  if (needs_put_row(w)) {
-    static thread_local std::vector<float> normed;
-    normed.resize(w.k);
-    scale_row(x, weight, factor, w.k, normed.data());
-    put_row(w, in, to, normed.data());
-    return;
-  }
-  if (input_type(w) == QUIRE_F32) {
-    scale_row(x, weight, factor, w.k, static_cast<float*>(row_of(in, to)));
-  } else {
-    scale_row(x, weight, factor, w.k, static_cast<bf16*>(row_of(in, to)));
-  }
-  pad_row(w, in, to);
-}
-
-// ---------------------------------------------------------------- memory
-
-// The layout of a step's scratch memory. Parts that layers share have the size of the largest.
-struct Scratch {
-  float* residual;      // [T, hidden]
-  float* kept;          // [S, hidden], the residual stream of the tokens whose logits are computed
-  float* qkv;           // [T, (heads + 2 kv_heads) · head_dim]
-  float* wide;          // [T, inputs of `output` or `down`], for products that take their inputs by put_row
-  void *normed, *attended, *attended_kept, *inner, *head;
-  size_t bytes;
-};
-
-template <typename Of>
-size_t most(const quire_llama& model, Of of) {
-  size_t found = 0;
-  for (int n = 0; n < model.num_layers; ++n) found = std::max<size_t>(found, of(model.layers[n]));
-  return found;
-}
-
-int64_t qkv_width(const quire_llama& m) { return static_cast<int64_t>(m.num_heads + 2 * m.num_kv_heads) * m.head_dim; }
-
-Scratch lay_out(const quire_llama& model, int64_t tokens, int64_t kept, void* memory) {
-  char* base = static_cast<char*>(memory);
-  size_t used = 0;
-  auto take = [&](size_t bytes) {
-    char* at = base + used;
-    used += (bytes + 63) / 64 * 64;
-    return at;
-  };
-  auto floats = [&](int64_t count) { return reinterpret_cast<float*>(take(count * sizeof(float))); };
-  using Layer = const quire_llama_layer&;
-  const int64_t hidden = model.hidden;
-  const size_t widest = most(model, [](Layer layer) {
-    const int64_t attended = needs_put_row(layer.output) ? layer.output.k : 0;
-    return std::max(attended, needs_put_row(layer.down) ? layer.down.k : 0);
-  });
-  Scratch out;
-  out.residual = floats(tokens * hidden);
-  out.kept = floats(kept * hidden);
-  out.qkv = floats(tokens * qkv_width(model));
-  out.wide = floats(tokens * widest);
-  out.normed = take(most(model, [&](Layer layer) {
-    return std::max(input_bytes(layer.qkv, tokens), input_bytes(layer.gate_up, tokens));
-  }));
-  out.attended = take(most(model, [&](Layer layer) { return input_bytes(layer.output, tokens); }));
-  out.attended_kept = take(most(model, [&](Layer layer) { return input_bytes(layer.output, kept); }));
-  out.inner = take(most(model, [&](Layer layer) { return input_bytes(layer.down, tokens); }));
-  out.head = take(input_bytes(model.head, kept));
-  out.bytes = used;
-  return out;
-}
-
-// ---------------------------------------------------------------- the step
 
 // Adds up, on the first member, the time from mark to mark.
 class Clock {
@@ -179,7 +39,8 @@ class Step {
  public:
   Step(const quire_llama& model, AttentionPlan& plan, const quire_llama_run& run)
       : model_(model), cache_(plan.cache), step_(plan.step), plan_(plan), run_(run),
-        scratch_(lay_out(model, plan.step.num_tokens, run.num_keep, run.scratch)) {
+        scratch_(lay_out(model, plan.step.num_tokens, run.num_keep, run.scratch)),
+        experts_(model, std::max<int64_t>(plan.step.num_tokens, run.num_keep), scratch_.experts) {
     all_kept_ = run.num_keep == step_.num_tokens;
     for (int n = 0; all_kept_ && n < run.num_keep; ++n) all_kept_ = run.keep[n] == n;
   }
@@ -204,9 +65,17 @@ class Step {
       }
       multiply(me, layer.output, attended, rows, {residual, model_.hidden, QUIRE_STORE_ADD_F32});
       me.clock.mark(QUIRE_PHASE_OUTPUT);
-      mlp(me, layer, residual, rows);
+      if (layer.experts) {
+        experts(me, layer, residual, rows);
+      } else {
+        mlp(me, layer, residual, rows);
+      }
     }
-    logits(me, residual);
+    if (run_.hidden) {
+      hidden(me, residual);
+    } else {
+      logits(me, residual);
+    }
   }
 
  private:
@@ -252,6 +121,10 @@ class Step {
     multiply(me, layer.qkv, in, rows, {scratch_.qkv, qkv_width(model_), QUIRE_STORE_F32});
     me.clock.mark(QUIRE_PHASE_QKV);
     const int64_t heads = model_.num_heads + model_.num_kv_heads;
+    if (model_.joint_norm) {
+      norm_jointly(me, layer, rows);
+      me.team.barrier();
+    }
     const Range part = me.team.share(rows * heads);
     for (int64_t item = part.begin; item < part.end; ++item) turn_head(n, layer, item / heads, item % heads);
     if (!needs_put_row(layer.output)) pad_rows(me, layer.output, input_at(layer.output, rows, scratch_.attended), rows);
@@ -259,18 +132,33 @@ class Step {
     me.clock.mark(QUIRE_PHASE_ROPE);
   }
 
-  // Norms and rotates one head of one token; a key goes on into the cache, and its value with it.
+  // Norms all queries of a token as one row, and all its keys.
+  void norm_jointly(Member& me, const quire_llama_layer& layer, int64_t rows) {
+    const int64_t queries = static_cast<int64_t>(model_.num_heads) * model_.head_dim;
+    const int64_t keys = static_cast<int64_t>(model_.num_kv_heads) * model_.head_dim;
+    const Range part = me.team.share(rows);
+    for (int64_t token = part.begin; token < part.end; ++token) {
+      float* query = scratch_.qkv + token * qkv_width(model_);
+      float* key = query + queries;
+      scale_row(query, layer.query_norm, rms_factor(query, queries, model_.norm_eps), queries, query);
+      scale_row(key, layer.key_norm, rms_factor(key, keys, model_.norm_eps), keys, key);
+    }
+  }
+
+  // Norms, clips and rotates one head of one token; a key goes on into the cache, and its value with it.
   void turn_head(int n, const quire_llama_layer& layer, int64_t token, int64_t head) {
     const int dim = model_.head_dim, half = dim / 2;
     float* row = scratch_.qkv + token * qkv_width(model_);
     float* x = row + head * dim;
     const bool is_key = head >= model_.num_heads;
     const float* weight = is_key ? layer.key_norm : layer.query_norm;
-    if (weight) scale_row(x, weight, rms_factor(x, dim, model_.norm_eps), dim, x);
+    if (weight && !model_.joint_norm) scale_row(x, weight, rms_factor(x, dim, model_.norm_eps), dim, x);
+    if (model_.clip > 0.0f) clip_row(x, model_.clip, dim);
     const float* turn = model_.rope_table + run_.positions[token] * dim;
     rotate(x, turn, turn + half, half);
     if (!is_key) return;
-    const float* value = x + static_cast<int64_t>(model_.num_kv_heads) * dim;
+    float* value = x + static_cast<int64_t>(model_.num_kv_heads) * dim;
+    if (model_.clip > 0.0f) clip_row(value, model_.clip, dim);
     store_slot(cache_, n, step_.slot_mapping[token], static_cast<int>(head) - model_.num_heads, x, value);
   }
 
@@ -327,6 +215,28 @@ class Step {
     me.clock.mark(QUIRE_PHASE_DOWN);
   }
 
+  void experts(Member& me, const quire_llama_layer& layer, float* residual, int64_t rows) {
+    const quire_experts& w = *layer.experts;
+    const Input in = input_at(w.router, rows, scratch_.normed);
+    norm(me, layer.mlp_norm, w.router, in, rows, residual);
+    multiply(me, w.router, in, rows, {experts_.logits(), w.count, QUIRE_STORE_F32});
+    experts_.gate_up(me.team, w, in, rows);
+    me.clock.mark(QUIRE_PHASE_GATE_UP);
+    experts_.down(me.team, w, rows, residual);
+    me.clock.mark(QUIRE_PHASE_DOWN);
+  }
+
+  // Norms the kept rows as the head would take them, in float32.
+  void hidden(Member& me, const float* residual) {
+    const int64_t size = model_.hidden;
+    const Range part = me.team.share(run_.num_keep);
+    for (int64_t row = part.begin; row < part.end; ++row) {
+      const float* x = residual + row * size;
+      scale_row(x, model_.final_norm, rms_factor(x, size, model_.norm_eps), size, run_.hidden + row * size);
+    }
+    me.clock.mark(QUIRE_PHASE_HEAD);
+  }
+
   void logits(Member& me, const float* residual) {
     const Input in = input_at(model_.head, run_.num_keep, scratch_.head);
     norm(me, model_.final_norm, model_.head, in, run_.num_keep, residual);
@@ -363,7 +273,8 @@ class Step {
   const quire_step& step_;
   AttentionPlan& plan_;
   const quire_llama_run& run_;
-  const Scratch scratch_;
+  const LlamaScratch scratch_;
+  Experts experts_;
   Queue queues_[2];
   bool all_kept_;
 };
@@ -378,10 +289,6 @@ int32_t refusal(const quire_llama& model, const quire_llama_run& run, int64_t to
 
 }  // namespace
 }  // namespace quire
-
-extern "C" size_t quire_llama_scratch(const quire_llama* model, int64_t tokens, int64_t num_keep) {
-  return quire::lay_out(*model, tokens, num_keep, nullptr).bytes;
-}
 
 extern "C" int32_t quire_llama_forward(const quire_llama* model, quire_attention* attention,
                                        const quire_llama_run* run) {

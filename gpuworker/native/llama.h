@@ -1,4 +1,5 @@
-// The forward of a step of a model of the Llama family (Llama, Qwen2, Qwen3, Mistral): one call, one parallel region.
+// The forward of a step of a model of the Llama family (Llama, Qwen2, Qwen3, Mistral, Mixtral, Qwen3-MoE, OLMoE), in
+// one call and one parallel region.
 //
 // The residual stream is float32; the input of a product has that product's type. All work but attention is done row by
 // row, so a row's numbers do not depend on other rows of the step; for attention see `begin` in attention.h.
@@ -11,10 +12,25 @@
 extern "C" {
 #endif
 
+// Experts in place of a layer's MLP: a row goes through the `top_k` of the largest router logits, and adds up their
+// outputs by weight.
+typedef struct {
+  quire_linear gate_up, down;  // gate_up is paired
+} quire_expert;
+
+typedef struct {
+  quire_linear router;       // [count, hidden], of kind QUIRE_LINEAR_F32
+  const quire_expert *each;  // [count]
+  int32_t count, top_k;
+  int32_t normalised;        // weights are a softmax over the chosen experts; 0: over all
+  int32_t reserved;
+} quire_experts;
+
 typedef struct {
   quire_linear qkv, output, gate_up, down;  // qkv: q, k, v one below the other; gate_up is paired
+  const quire_experts *experts;             // null, or what runs in place of gate_up and down
   const float *attention_norm, *mlp_norm;   // [hidden]
-  const float *query_norm, *key_norm;       // [head_dim], or null: queries and keys are not normed
+  const float *query_norm, *key_norm;       // [head_dim], or null: queries and keys are not normed; see joint_norm
   int32_t window;                           // positions that a query sees; 0: all
   int32_t reserved;
 } quire_llama_layer;
@@ -28,6 +44,8 @@ typedef struct {
   const void *embedding;     // [vocab, hidden] of embedding_type, or null: its rows are those of `head`
   const float *rope_table;  // [num_positions, 2, head_dim / 2], cosines then sines
   int32_t embedding_type, num_positions;
+  float clip;          // queries, keys and values are brought into [-clip, clip] before rope; 0: they are not
+  int32_t joint_norm;  // all query heads are normed as one row, and all key heads: weights [heads · head_dim]
 } quire_llama;
 
 // The phases of a step; QUIRE_PHASE_NORM includes the norms before products, and the embedding.
@@ -37,16 +55,17 @@ enum quire_llama_phase {
   QUIRE_PHASE_ROPE,  // and the cache write
   QUIRE_PHASE_ATTENTION,
   QUIRE_PHASE_OUTPUT,
-  QUIRE_PHASE_GATE_UP,
-  QUIRE_PHASE_DOWN,
+  QUIRE_PHASE_GATE_UP,  // with experts: their choice, and the gathering of rows too
+  QUIRE_PHASE_DOWN,     // with experts: the sum of outputs too
   QUIRE_PHASE_HEAD,
   QUIRE_NUM_PHASES
 };
 
 typedef struct {
   const int64_t *token_ids, *positions;  // [T]
-  const int64_t *keep;                   // [num_keep], rising: the tokens whose logits are computed
+  const int64_t *keep;                   // [num_keep]: the tokens whose logits are computed
   float *logits;                         // [num_keep, vocab]
+  float *hidden;                         // [num_keep, hidden], the last norm's output in place of logits, or null
   void *scratch;                         // quire_llama_scratch bytes, aligned to 64
   double *seconds;                       // [QUIRE_NUM_PHASES] to add to, or null
   int64_t num_keep;
@@ -57,8 +76,9 @@ enum quire_llama_refusal { QUIRE_LLAMA_DONE = 0, QUIRE_LLAMA_BAD_TOKEN = 1, QUIR
 // Bytes of scratch for steps of up to so many tokens, of which up to num_keep are kept.
 QUIRE_API size_t quire_llama_scratch(const quire_llama *model, int64_t tokens, int64_t num_keep);
 
-// Computes the step for which `attention` was begun, on as many threads: writes K and V, and the logits of the kept
-// tokens. Refuses a token outside of the vocabulary, and a position that `rope_table` lacks, before any computation.
+// Computes the step for which `attention` was begun, on as many threads: writes K and V, and the logits (or the hidden
+// states) of the kept tokens. Refuses a token outside of the vocabulary, and a position that `rope_table` lacks, before
+// any computation.
 QUIRE_API int32_t quire_llama_forward(const quire_llama *model, quire_attention *attention, const quire_llama_run *run);
 
 #ifdef __cplusplus

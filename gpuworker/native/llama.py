@@ -13,11 +13,28 @@ _int32, _int64, _float, _pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_floa
 
 
 class Refusal(IntEnum):
-    """quire_llama_refusal: why a step was not computed."""
+    """quire_llama_refusal and quire_step_refusal: why a step was not computed."""
 
     NONE = 0
     TOKEN = 1
     POSITION = 2
+    BLOCK = 3
+
+
+class ExpertStruct(ctypes.Structure):
+    """quire_expert."""
+
+    _fields_ = (("gate_up", LinearStruct), ("down", LinearStruct))
+
+
+class ExpertsStruct(ctypes.Structure):
+    """quire_experts."""
+
+    _fields_ = (
+        ("router", LinearStruct),
+        ("each", ctypes.POINTER(ExpertStruct)),
+        *((name, _int32) for name in ("count", "top_k", "normalised", "reserved")),
+    )
 
 
 class LlamaLayerStruct(ctypes.Structure):
@@ -25,6 +42,7 @@ class LlamaLayerStruct(ctypes.Structure):
 
     _fields_ = (
         *((name, LinearStruct) for name in ("qkv", "output", "gate_up", "down")),
+        ("experts", ctypes.POINTER(ExpertsStruct)),
         *((name, _pointer) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm")),
         ("window", _int32),
         ("reserved", _int32),
@@ -45,6 +63,8 @@ class LlamaStruct(ctypes.Structure):
         ("rope_table", _pointer),
         ("embedding_type", _int32),
         ("num_positions", _int32),
+        ("clip", _float),
+        ("joint_norm", _int32),
     )
 
 
@@ -52,7 +72,7 @@ class LlamaRunStruct(ctypes.Structure):
     """quire_llama_run."""
 
     _fields_ = (
-        *((name, _pointer) for name in ("token_ids", "positions", "keep", "logits", "scratch")),
+        *((name, _pointer) for name in ("token_ids", "positions", "keep", "logits", "hidden", "scratch")),
         ("seconds", ctypes.POINTER(ctypes.c_double)),
         ("num_keep", _int64),
     )

@@ -7,97 +7,11 @@
 #include <limits>
 #include <vector>
 
-#include "simd.h"
+#include "sample_numbers.h"
 #include "threads.h"
 
 namespace quire {
 namespace {
-
-struct Candidate {
-  float weight;
-  int32_t id;
-};
-
-// Falling weight, of equal weights rising id.
-inline bool before(const Candidate& a, const Candidate& b) {
-  return a.weight > b.weight || (a.weight == b.weight && a.id < b.id);
-}
-
-// The scratch memory of one thread; counts are zero between two rows.
-struct Scratch {
-  std::vector<float> weights;
-  std::vector<int32_t> known, output;
-  std::vector<Candidate> candidates;
-
-  static Scratch& mine() {
-    thread_local Scratch scratch;
-    return scratch;
-  }
-};
-
-inline Vec load_padded(const float* from, int64_t count, float pad) {
-  float lanes[kLanes];
-  std::fill(std::copy(from, from + count, lanes), lanes + kLanes, pad);
-  return Vec::load(lanes);
-}
-
-// Rows are scanned in blocks, most of which one comparison leaves out.
-constexpr int64_t kBlock = 256;
-
-float largest(const float* x, int64_t n) {
-  Vec most = Vec::all(-std::numeric_limits<float>::infinity());
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) most = max(most, Vec::load(x + i));
-  if (i < n) most = max(most, load_padded(x + i, n - i, -std::numeric_limits<float>::infinity()));
-  float lanes[kLanes];
-  most.store(lanes);
-  return *std::max_element(lanes, lanes + kLanes);
-}
-
-int64_t first_best(const float* x, int64_t n) {
-  float most = -std::numeric_limits<float>::infinity();
-  int64_t block = 0;
-  for (int64_t i = 0; i < n; i += kBlock) {
-    const float here = largest(x + i, std::min(kBlock, n - i));
-    if (here > most) most = here, block = i;
-  }
-  for (int64_t i = block; i < std::min(block + kBlock, n); ++i)
-    if (x[i] == most) return i;
-  return 0;  // nothing above minus infinity
-}
-
-// The sum of a block, whose size is a whole number of vectors: sixteen sums in double, added up in order of lane.
-double sum_of_block(const float* x) {
-  double lanes[kLanes] = {}, sum = 0.0;
-  for (int64_t i = 0; i < kBlock; i += kLanes)
-    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += x[i + lane];
-  for (double lane : lanes) sum += lane;
-  return sum;
-}
-
-// e^x, and 0 for x below -87, minus infinity included.
-inline Vec exp_or_zero(Vec x) {
-  const Vec one = Vec::all(1.0f);
-  return exp(x) * max(min((x + Vec::all(87.0f)) * Vec::all(1e30f), one), Vec::zero());
-}
-
-// weights[i] = exp(x[i] / temperature - most), then zeros up to a whole number of blocks; returns their sum, block by
-// block.
-double exponentials(const float* x, int64_t n, float temperature, float most, std::vector<float>& weights) {
-  weights.resize((n + kBlock - 1) / kBlock * kBlock);
-  const Vec divisor = Vec::all(temperature), shift = Vec::all(most);
-  const int64_t whole = n / kLanes * kLanes;
-  for (int64_t i = 0; i < whole; i += kLanes)
-    exp_or_zero(Vec::load(x + i) / divisor - shift).store(weights.data() + i);
-  if (whole < n) {
-    const Vec rest = load_padded(x + whole, n - whole, -std::numeric_limits<float>::infinity());
-    exp_or_zero(rest / divisor - shift).store(weights.data() + whole);
-  }
-  std::fill(weights.begin() + n, weights.end(), 0.0f);
-  double sum = 0.0;
-  for (size_t i = 0; i < weights.size(); i += kBlock) sum += sum_of_block(weights.data() + i);
-  return sum;
-}
 
 // ------------------------------------------------------------------ before sampling
 
@@ -116,27 +30,49 @@ void penalise(const quire_sample_row& row, const int32_t* tokens, int64_t known,
     value = value > 0.0f ? value / row.repetition : value * row.repetition;
     value -= static_cast<float>(scratch.output[id]) * row.frequency;
     if (scratch.output[id]) value -= row.presence;
-    logits[id] = value;
+    logits[id] = bounded(value);
     scratch.known[id] = scratch.output[id] = 0;
   }
 }
 
 constexpr int64_t kWord = 32;  // tokens in a word of a mask
 
-// Forbids all tokens that the row's mask does not allow.
-void forbid(const quire_masks& masks, int64_t index, float* logits, int64_t vocab) {
-  if (masks.of[index] < 0) return;
-  const uint32_t* bits = masks.bits + masks.of[index] * masks.words;
-  for (int64_t first = 0; first < vocab; first += kWord) {
+// Forbids the tokens of a block that the mask `bits` does not allow.
+void forbid_in(const uint32_t* bits, int64_t begin, int64_t end, float* logits) {
+  for (int64_t first = begin; first < end; first += kWord) {
     const uint32_t word = bits[first / kWord];
     if (word == UINT32_MAX) continue;
-    const int64_t count = std::min(kWord, vocab - first);
-    if (!word) {
-      std::fill_n(logits + first, count, -std::numeric_limits<float>::infinity());
-      continue;
-    }
+    const int64_t count = std::min(kWord, end - first);
     for (int64_t i = 0; i < count; ++i)
       if (!(word >> i & 1)) logits[first + i] = -std::numeric_limits<float>::infinity();
+  }
+}
+
+// Finds the blocks in which the row's mask allows tokens, and forbids their other tokens. The logits of other blocks are
+// not read any more.
+void forbid(const quire_masks& masks, int64_t index, float* logits, int64_t vocab, Blocks& open) {
+  const uint32_t* bits = masks.bits + masks.of[index] * masks.words;
+  open.clear();
+  for (int64_t first = 0; first < vocab; first += kBlock) {
+    const int64_t end = std::min(first + kBlock, vocab);
+    uint32_t some = 0;
+    for (int64_t word = first / kWord; word * kWord < end; ++word) some |= bits[word];
+    if (!some) continue;
+    open.push_back(static_cast<int32_t>(first));
+    forbid_in(bits, first, end, logits);
+  }
+}
+
+// Forbids each token that would complete a bad word of the row, after output that ends with the rest of the word.
+void forbid_words(const quire_sample& sample, const quire_sample_row& row, int64_t index, float* logits) {
+  const int32_t* known = sample.table + sample.first[index] + sample.positions[index];
+  const int64_t output = sample.positions[index] - row.prompt_tokens;
+  for (int32_t word = row.words_begin; word < row.words_end; ++word) {
+    const int32_t* begin = sample.word_ids + sample.word_begins[word];
+    const int32_t* last = sample.word_ids + sample.word_begins[word + 1] - 1;
+    const int64_t rest = last - begin;
+    if (rest <= output && std::equal(begin, last, known - rest))
+      logits[*last] = -std::numeric_limits<float>::infinity();
   }
 }
 
@@ -151,49 +87,49 @@ void await(const quire_masks& masks) {
   *masks.waited = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
 }
 
+// Leaves in the scratch memory which blocks the row may sample.
 void adjust(const quire_sample& sample, const quire_sample_row& row, int64_t index, float* logits) {
   if (row.repetition != 1.0f || row.frequency != 0.0f || row.presence != 0.0f)
     penalise(row, sample.table + sample.first[index], sample.positions[index], logits, sample.vocab);
   for (int32_t i = row.bias_begin; i < row.bias_end; ++i) logits[sample.bias_ids[i]] += sample.bias_values[i];
-  if (sample.masks) forbid(*sample.masks, index, logits, sample.vocab);
+  Blocks& open = Scratch::mine().open;
+  if (sample.masks && sample.masks->of[index] >= 0)
+    forbid(*sample.masks, index, logits, sample.vocab, open);
+  else
+    open_all(sample.vocab, open);
+  forbid_words(sample, row, index, logits);
   if (sample.positions[index] >= row.ends_from) return;
   for (int32_t i = row.ends_begin; i < row.ends_end; ++i)
     logits[sample.end_ids[i]] = -std::numeric_limits<float>::infinity();
 }
 
-// Collects the best `count` of x, in order.
-void best_of(const float* x, int64_t n, size_t count, std::vector<Candidate>& found) {
-  found.clear();
-  count = std::min<size_t>(count, n);
-  if (!count) return;
-  // The heap's top is the last of the kept ones. Ids rise, so a later equal value is left out.
-  int64_t i = 0;
-  for (; i < static_cast<int64_t>(count); ++i) found.push_back({x[i], static_cast<int32_t>(i)});
-  std::make_heap(found.begin(), found.end(), before);
-  while (i < n) {
-    const int64_t end = std::min(i + kBlock, n);
-    if (!(largest(x + i, end - i) > found.front().weight)) i = end;
-    for (; i < end; ++i) {
-      if (!(x[i] > found.front().weight)) continue;
-      std::pop_heap(found.begin(), found.end(), before);
-      found.back() = {x[i], static_cast<int32_t>(i)};
-      std::push_heap(found.begin(), found.end(), before);
-    }
+// Writes the log-probabilities of the best `count` tokens of open blocks; returns that of a token. What lacks to `count`
+// is minus infinity.
+float write_logprobs(const float* logits, int64_t vocab, int64_t token, size_t count, int32_t* top_ids, float* top) {
+  Scratch& scratch = Scratch::mine();
+  count = std::min<size_t>(count, vocab);  // the arrays have no more
+  const float most = largest_of(logits, vocab, scratch.open);
+  const double sum = exponentials(logits, vocab, 1.0f, most, scratch.open, scratch.weights);
+  const double norm = static_cast<double>(most) + std::log(sum);
+  best_of(logits, vocab, count, scratch.open, scratch.candidates);
+  const size_t known = scratch.candidates.size();
+  for (size_t i = 0; i < count; ++i) {
+    top_ids[i] = i < known ? scratch.candidates[i].id : 0;
+    top[i] = i < known ? static_cast<float>(scratch.candidates[i].weight - norm)
+                       : -std::numeric_limits<float>::infinity();
   }
-  std::sort_heap(found.begin(), found.end(), before);
+  return static_cast<float>(logits[token] - norm);
 }
 
-void write_logprobs(const quire_sample& sample, int64_t index, const float* logits, int64_t token) {
-  Scratch& scratch = Scratch::mine();
-  const float most = largest(logits, sample.vocab);
-  const double sum = exponentials(logits, sample.vocab, 1.0f, most, scratch.weights);
-  const double norm = static_cast<double>(most) + std::log(sum);
-  sample.logprobs[index] = static_cast<float>(logits[token] - norm);
-  best_of(logits, sample.vocab, sample.rows[index].logprobs, scratch.candidates);
-  for (size_t i = 0; i < scratch.candidates.size(); ++i) {
-    sample.top_ids[index * sample.top_count + i] = scratch.candidates[i].id;
-    sample.top[index * sample.top_count + i] = static_cast<float>(scratch.candidates[i].weight - norm);
-  }
+void score_row(const quire_score& score, int64_t index) {
+  const float* logits = score.logits + index * score.logits_stride;
+  const int64_t token = score.targets[index], first = index * score.top_count;
+  open_all(score.vocab, Scratch::mine().open);
+  score.logprobs[index] = write_logprobs(logits, score.vocab, token, score.top_count, score.top_ids + first,
+                                         score.top + first);
+  int32_t rank = 1;
+  for (int32_t i = 0; i < score.vocab; ++i) rank += logits[i] > logits[token];
+  score.ranks[index] = rank;
 }
 
 // ------------------------------------------------------------------ sampling
@@ -214,15 +150,17 @@ double uniform(uint64_t seed, int64_t position) {
 double target_of(double share, double total) { return std::min(share * total, std::nextafter(total, 0.0)); }
 
 // The first id at which the cumulative weight exceeds the target.
-int64_t sample_from_all(const std::vector<float>& weights, double total, double share) {
+int64_t sample_from_all(const std::vector<float>& weights, double total, double share, const Blocks& open) {
+  if (open.empty()) return 0;
   const double target = target_of(share, total);
   double sum = 0.0;
-  size_t block = 0;
-  for (; block + kBlock < weights.size(); block += kBlock) {
-    const double next = sum + sum_of_block(weights.data() + block);
+  size_t at = 0;
+  for (; at + 1 < open.size(); ++at) {
+    const double next = sum + sum_of_block(weights.data() + open[at]);
     if (next > target) break;
     sum = next;
   }
+  const size_t block = open[at];
   size_t last = block;
   for (size_t i = block; i < block + kBlock; ++i) {
     sum += weights[i];
@@ -232,9 +170,9 @@ int64_t sample_from_all(const std::vector<float>& weights, double total, double 
   return static_cast<int64_t>(last);  // added up in order of id, the block is a little less than by lanes
 }
 
-void at_least(const std::vector<float>& weights, double bound, std::vector<Candidate>& found) {
+void at_least(const std::vector<float>& weights, double bound, const Blocks& open, std::vector<Candidate>& found) {
   found.clear();
-  for (size_t block = 0; block < weights.size(); block += kBlock) {
+  for (const size_t block : open) {
     if (!(largest(weights.data() + block, kBlock) >= bound)) continue;
     for (size_t i = block; i < block + kBlock; ++i)
       if (weights[i] >= bound && weights[i] > 0.0f) found.push_back({weights[i], static_cast<int32_t>(i)});
@@ -268,13 +206,13 @@ void truncate(const quire_sample_row& row, int64_t vocab, double total, Scratch&
   std::vector<Candidate>& found = scratch.candidates;
   double whole = total;
   if (row.top_k > 0 && row.top_k < vocab) {
-    best_of(scratch.weights.data(), vocab, row.top_k, found);
+    best_of(scratch.weights.data(), vocab, row.top_k, scratch.open, found);
     whole = 0.0;
     for (const Candidate& each : found) whole += each.weight;
   } else {
     // All tokens lighter than this are together less than what top_p leaves out, so none of them is in.
     const double tail = row.top_p < 1.0f ? (1.0 - row.top_p) * total / static_cast<double>(vocab) : 0.0;
-    at_least(scratch.weights, std::max<double>(tail, row.min_p), found);
+    at_least(scratch.weights, std::max<double>(tail, row.min_p), scratch.open, found);
   }
   if (row.top_p < 1.0f) found.resize(best_that_reach(row.top_p * whole, found));
   const auto unlikely = [&](const Candidate& each) { return each.weight < row.min_p; };
@@ -284,11 +222,12 @@ void truncate(const quire_sample_row& row, int64_t vocab, double total, Scratch&
 
 int64_t sample_at_random(const quire_sample_row& row, const float* logits, int64_t vocab, int64_t position) {
   Scratch& scratch = Scratch::mine();
-  const float most = largest(logits, vocab) / row.temperature;
-  const double total = exponentials(logits, vocab, row.temperature, most, scratch.weights);
+  const float most = bounded(largest_of(logits, vocab, scratch.open) / row.temperature);
+  const double total = exponentials(logits, vocab, row.temperature, most, scratch.open, scratch.weights);
+  if (!std::isfinite(total)) return first_best(logits, vocab, scratch.open);  // some logits are NaN: sorting needs an order
   const double share = uniform(row.seed, position);
   if (row.top_k <= 0 && row.top_p >= 1.0f && row.min_p <= 0.0f)
-    return sample_from_all(scratch.weights, total, share);
+    return sample_from_all(scratch.weights, total, share, scratch.open);
   truncate(row, vocab, total, scratch);
   double sum = 0.0;
   for (const Candidate& each : scratch.candidates) sum += each.weight;
@@ -298,7 +237,7 @@ int64_t sample_at_random(const quire_sample_row& row, const float* logits, int64
     sum += each.weight;
     if (sum > target) return each.id;
   }
-  return first_best(logits, vocab);  // all weights are NaN
+  return first_best(logits, vocab, scratch.open);  // no token is left
 }
 
 void sample_row(const quire_sample& sample, int64_t index) {
@@ -306,23 +245,33 @@ void sample_row(const quire_sample& sample, int64_t index) {
   float* logits = sample.logits + index * sample.logits_stride;
   adjust(sample, row, index, logits);
   const int64_t position = sample.positions[index];
-  const int64_t token =
-      row.temperature > 0.0f ? sample_at_random(row, logits, sample.vocab, position) : first_best(logits, sample.vocab);
-  if (row.logprobs >= 0) write_logprobs(sample, index, logits, token);
+  const int64_t token = row.temperature > 0.0f ? sample_at_random(row, logits, sample.vocab, position)
+                                               : first_best(logits, sample.vocab, Scratch::mine().open);
+  if (row.logprobs >= 0) {
+    const int64_t first = index * sample.top_count;
+    sample.logprobs[index] = write_logprobs(logits, sample.vocab, token, row.logprobs, sample.top_ids + first,
+                                            sample.top + first);
+  }
   sample.tokens[index] = token;
   sample.table[sample.first[index] + position] = static_cast<int32_t>(token);
 }
 
+constexpr int64_t kScan = 1, kExponentials = 8;
+
 // All threads where one would take some hundred microseconds, else one: a region takes a few, and milliseconds on busy
 // cores. Never some of them: OpenMP ends the threads that a smaller team leaves out, and starts others for the next one.
+int threads_for(int64_t rows, int64_t passes, int64_t vocab, int threads) {
+  constexpr int64_t kEnough = 1 << 22;
+  return rows > 1 && passes * vocab > kEnough ? threads : 1;
+}
+
 int threads_for(const quire_sample& sample) {
-  constexpr int64_t kScan = 1, kExponentials = 8, kEnough = 1 << 22;
   int64_t passes = 0;
   for (int32_t i = 0; i < sample.count; ++i) {
     const quire_sample_row& row = sample.rows[i];
     passes += kScan + (row.temperature > 0.0f) * kExponentials + (row.logprobs >= 0) * kExponentials;
   }
-  return sample.count > 1 && passes * sample.vocab > kEnough ? sample.threads : 1;
+  return threads_for(sample.count, passes, sample.vocab, sample.threads);
 }
 
 }  // namespace
@@ -334,6 +283,16 @@ extern "C" int32_t quire_sample_tokens(void* argument) {
   quire::Queue rows;
   quire::run_team(quire::threads_for(sample), [&](const quire::Team&) {
     for (int64_t index; (index = rows.take()) < sample.count;) quire::sample_row(sample, index);
+  });
+  return 0;
+}
+
+extern "C" int32_t quire_score_tokens(void* argument) {
+  const quire_score& score = *static_cast<const quire_score*>(argument);
+  quire::Queue rows;
+  const int threads = quire::threads_for(score.count, score.count * quire::kExponentials, score.vocab, score.threads);
+  quire::run_team(threads, [&](const quire::Team&) {
+    for (int64_t index; (index = rows.take()) < score.count;) quire::score_row(score, index);
   });
   return 0;
 }

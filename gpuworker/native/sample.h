@@ -22,6 +22,7 @@ typedef struct {
   int32_t bias_begin, bias_end;  // its part of bias_ids and bias_values
   int32_t ends_begin, ends_end;  // its part of end_ids
   int32_t ends_from;             // the position from which its end tokens may be sampled
+  int32_t words_begin, words_end;  // its part of word_begins: runs of tokens that its output may not have
 } quire_sample_row;
 
 // The tokens that rows with a constraint may sample; another thread may still fill the masks while sampling begins.
@@ -42,6 +43,8 @@ typedef struct {
   const int32_t *bias_ids;
   const float *bias_values;
   const int32_t *end_ids;
+  const int32_t *word_ids;     // the tokens of all bad words, none of them empty
+  const int32_t *word_begins;  // [words + 1], where each word begins there, and where the last one ends
   float *logits;               // [count, vocab], overwritten
   int64_t logits_stride;       // elements
   int32_t *table;              // the token table; sampled tokens are written into it
@@ -57,6 +60,21 @@ typedef struct {
 
 // Samples all rows; `sample` is a quire_sample. Returns 0.
 QUIRE_API int32_t quire_sample_tokens(void *sample);
+
+// The log-probabilities of known tokens.
+typedef struct {
+  const float *logits;     // [count, vocab]
+  const int64_t *targets;  // [count], within the vocabulary
+  float *logprobs;         // [count], out
+  int32_t *ranks;          // [count], out: how many tokens are more likely, plus one
+  int32_t *top_ids;        // [count, top_count], out: the best, of equal ones the lowest ids first
+  float *top;              // [count, top_count], out
+  int64_t logits_stride;   // elements
+  int32_t count, vocab, top_count, threads;
+} quire_score;
+
+// Scores all rows; `score` is a quire_score. Returns 0.
+QUIRE_API int32_t quire_score_tokens(void *score);
 
 // Reads the tokens that a step computes: token_ids[i] = table[places[i]].
 typedef struct {

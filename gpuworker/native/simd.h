@@ -1,4 +1,4 @@
-// Sixteen floats at a time, for the compiled instruction set: AVX-512 (with bf16 dot products), AVX2 or plain C++.
+// Sixteen floats at a time, for the compiled instruction set: AVX-512, AVX2 or plain C++.
 //
 // The library is built once for each level (build.py) and the loader takes the best one that the processor can run, so
 // nothing here is decided at run time. Loads and stores are unaligned; the `count` forms touch only the first elements.
@@ -63,14 +63,12 @@ struct Vec {
   }
   void store(float* p) const { _mm512_storeu_ps(p, v); }
   void store(bf16* p) const {
-#if defined(__AVX512BF16__)
-    __m256bh half = _mm512_cvtneps_pbh(v);
-    std::memcpy(p, &half, 32);
-#else
-    float lanes[kLanes];
-    store(lanes);
-    for (int i = 0; i < kLanes; ++i) p[i] = to_bf16(lanes[i]);
-#endif
+    // As to_bf16, lane by lane.
+    const __m512i bits = _mm512_castps_si512(v), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+    const __m512i kept = _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x400000));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_srli_epi32(kept, 16)));
   }
   void store(f16* p) const {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
@@ -126,10 +124,16 @@ struct Vec {
     _mm256_storeu_ps(p, a);
     _mm256_storeu_ps(p + 8, b);
   }
-  void store(bf16* p) const {
-    float lanes[kLanes];
-    store(lanes);
-    for (int i = 0; i < kLanes; ++i) p[i] = to_bf16(lanes[i]);
+  void store(bf16* p) const {  // as to_bf16, lane by lane
+    auto half = [](__m256 x) {
+      const __m256i bits = _mm256_castps_si256(x), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+      const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+      const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+      const __m256 kept = _mm256_blendv_ps(_mm256_castsi256_ps(rounded), _mm256_castsi256_ps(quiet), _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+      return _mm256_srli_epi32(_mm256_castps_si256(kept), 16);
+    };
+    const __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(half(a), half(b)), 0xd8);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), words);
   }
   void store(f16* p) const {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
@@ -184,6 +188,12 @@ inline Vec scale2(Vec x, Vec n) {
 
 #else
 
+#if defined(__aarch64__)
+using Half = __fp16;  // GCC before 13 has no _Float16 in C++ on ARM
+#else
+using Half = _Float16;
+#endif
+
 struct Vec {
   float v[kLanes];
 
@@ -207,7 +217,7 @@ struct Vec {
   static Vec load(const f16* p) {
     Vec out;
     for (int i = 0; i < kLanes; ++i) {
-      _Float16 half;
+      Half half;
       std::memcpy(&half, &p[i], 2);
       out.v[i] = static_cast<float>(half);
     }
@@ -219,7 +229,7 @@ struct Vec {
   }
   void store(f16* p) const {
     for (int i = 0; i < kLanes; ++i) {
-      _Float16 half = static_cast<_Float16>(v[i]);
+      Half half = static_cast<Half>(v[i]);
       std::memcpy(&p[i], &half, 2);
     }
   }

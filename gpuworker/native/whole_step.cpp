@@ -15,6 +15,27 @@ void copy_in(const quire_cache& cache, void* pool, int64_t block_bytes, int32_t 
   }
 }
 
+bool within(const int32_t* ids, int64_t count, int64_t end) {
+  bool all = true;
+  for (int64_t i = 0; i < count; ++i) all &= ids[i] >= 0 && ids[i] < end;
+  return all;
+}
+
+// Whether the cache has all blocks and slots that the step reads and writes.
+bool within_cache(const quire_whole_step& whole) {
+  const quire_cache& cache = *whole.cache;
+  const quire_step& step = whole.step;
+  if (!within(whole.copies, 2 * static_cast<int64_t>(whole.num_copies), cache.num_blocks)) return false;
+  if (!step.num_rows) return true;
+  const int64_t slots = static_cast<int64_t>(cache.num_blocks) * cache.block_size;
+  bool all = within(step.slot_mapping, step.num_tokens, slots);
+  for (int64_t row = 0; row < step.num_rows; ++row) {
+    const int64_t blocks = (static_cast<int64_t>(step.context_len[row]) + cache.block_size - 1) / cache.block_size;
+    all &= blocks <= step.max_blocks && within(step.block_table + row * step.max_blocks, blocks, cache.num_blocks);
+  }
+  return all;
+}
+
 }  // namespace
 
 extern "C" void quire_copy_blocks(const quire_cache* cache, const int32_t* copies, int32_t count) {
@@ -34,12 +55,14 @@ extern "C" int64_t quire_sample_row_bytes(void) { return sizeof(quire_sample_row
 
 extern "C" int32_t quire_run_step(void* argument) {
   quire_whole_step& whole = *static_cast<quire_whole_step*>(argument);
+  if (!within_cache(whole)) return QUIRE_STEP_BAD_BLOCK;
   quire_copy_blocks(whole.cache, whole.copies, whole.num_copies);
   if (!whole.step.num_rows) return 0;
   quire_take_tokens(&whole.take);
   quire_attention_begin(whole.attention, whole.cache, &whole.step, whole.model->num_heads, whole.threads,
                         whole.deterministic);
   const int32_t status = quire_llama_forward(whole.model, whole.attention, &whole.run);
-  if (status || !whole.sample.count) return status;
-  return quire_sample_tokens(&whole.sample);
+  if (status) return status;
+  if (whole.score.count) quire_score_tokens(&whole.score);
+  return whole.sample.count ? quire_sample_tokens(&whole.sample) : 0;
 }

@@ -19,10 +19,15 @@ typedef struct {
   quire_step step;
   quire_llama_run run;    // its logits are those of `sample`
   quire_sample sample;        // without rows when no row samples
+  quire_score score;          // without rows when no prompt is scored; its logits come behind those of `sample`
   int32_t num_copies, threads, deterministic, reserved;
 } quire_whole_step;
 
-// Runs the step; `step` is a quire_whole_step. Returns what quire_llama_forward does. A step without rows only copies.
+// A block or a slot that the cache does not have; beside the refusals of llama.h.
+enum quire_step_refusal { QUIRE_STEP_BAD_BLOCK = 3 };
+
+// Runs the step; `step` is a quire_whole_step. Returns what quire_llama_forward does, or QUIRE_STEP_BAD_BLOCK before
+// anything is read or written. A step without rows only copies.
 QUIRE_API int32_t quire_run_step(void *step);
 
 // Bytes of a quire_whole_step and of a quire_sample_row, for callers that describe them in another language.

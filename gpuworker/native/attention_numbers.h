@@ -1,0 +1,217 @@
+// How attention of few queries multiplies the numbers of a cache: as floats, to which any type is widened; as pairs of
+// bf16; or as pairs of 16-bit integers (int8: query and weights are rounded to 16 bits, which is finer than bf16).
+//
+// Each struct has: a row's vectors (`load`, all kColumns numbers or the first `count`), a packed query (`query`), sums of
+// products (`dot`, `reduce`), and the packing of a query and of the weights of 64 slots, which return the step of a
+// packed integer, or 1. The numbers of levels: AVX-512 and AVX2 multiply integers in pairs, AVX-512 with bf16 dot products
+// bf16 too. A level that has none of these widens.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "attention_bf16.h"
+#include "attention_kernels.h"
+#include "byte_dots.h"
+
+namespace quire {
+
+// Slots whose scores are computed at once for so many lanes: their sums fill the registers.
+#if defined(__AVX512F__)
+constexpr int slots_at_once(int lanes) { return lanes == 4 ? 4 : 8; }
+#elif defined(__AVX2__)
+constexpr int slots_at_once(int lanes) { return lanes == 1 ? 8 : lanes == 4 ? 2 : 4; }
+#else
+constexpr int slots_at_once(int) { return 4; }
+#endif
+
+// Sums of a vector's lanes, kUnit vectors at once. Each sum is added up in the same order.
+#if defined(__AVX512F__)
+
+constexpr int kUnit = 8;
+using FloatSums = __m512;
+inline FloatSums dot_floats(FloatSums acc, Vec a, Vec b) { return _mm512_fmadd_ps(a.v, b.v, acc); }
+inline FloatSums no_floats() { return _mm512_setzero_ps(); }
+
+template <typename Add>
+inline __m256 sum_unit(const __m512* a, Add add) {
+  __m512 fours[2];
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    const __m512* p = a + 4 * i;
+    const __m512d x = _mm512_castps_pd(add(_mm512_unpacklo_ps(p[0], p[1]), _mm512_unpackhi_ps(p[0], p[1])));
+    const __m512d y = _mm512_castps_pd(add(_mm512_unpacklo_ps(p[2], p[3]), _mm512_unpackhi_ps(p[2], p[3])));
+    fours[i] = add(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+  }
+  const auto parts = [&](__m512 x, __m512 y) {
+    return add(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xdd));
+  };
+  const __m512 both = parts(fours[0], fours[1]);
+  return _mm512_castps512_ps256(parts(both, both));
+}
+inline void reduce_floats(const FloatSums* a, float* to) {
+  _mm256_storeu_ps(to, sum_unit(a, [](__m512 x, __m512 y) { return _mm512_add_ps(x, y); }));
+}
+
+#elif defined(__AVX2__)
+
+constexpr int kUnit = 4;
+using FloatSums = __m256;
+inline FloatSums dot_floats(FloatSums acc, Vec a, Vec b) {
+  return _mm256_fmadd_ps(a.b, b.b, _mm256_fmadd_ps(a.a, b.a, acc));
+}
+inline FloatSums no_floats() { return _mm256_setzero_ps(); }
+inline void reduce_floats(const FloatSums* a, float* to) {
+  const __m256 four = _mm256_hadd_ps(_mm256_hadd_ps(a[0], a[1]), _mm256_hadd_ps(a[2], a[3]));
+  _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(four), _mm256_extractf128_ps(four, 1)));
+}
+
+#else
+
+constexpr int kUnit = 1;
+using FloatSums = Vec;
+inline FloatSums dot_floats(FloatSums acc, Vec a, Vec b) { return fma(a, b, acc); }
+inline FloatSums no_floats() { return Vec::zero(); }
+inline void reduce_floats(const FloatSums* a, float* to) { *to = a->sum(); }
+
+#endif
+
+// Numbers of type T, widened as they are read.
+template <typename T>
+struct WideNumbers {
+  using Number = T;
+  using Acc = FloatSums;
+  static constexpr int kColumns = kLanes;
+  static constexpr bool kScaled = std::is_same<T, int8_t>::value;
+  static Acc zero() { return no_floats(); }
+  static Vec load(const T* p) { return Vec::load(p); }
+  static Vec load(const T* p, int count) { return load_first(p, count); }
+  static Vec query(const float* q, int column) { return Vec::load(q + column); }
+  static Acc dot(Acc acc, Vec k, Vec q) { return dot_floats(acc, k, q); }
+  static void reduce(const Acc* a, float* to) { reduce_floats(a, to); }
+  static float pack_query(float*, int) { return 1.0f; }
+  static float pack_weights(const Vec (&p)[4], float* to) {
+    for (int i = 0; i < 4; ++i) p[i].store(to + i * kLanes);
+    return 1.0f;
+  }
+};
+
+#if defined(QUIRE_BF16_DOTS)
+
+struct Bf16Numbers {
+  using Number = bf16;
+  using Acc = __m512;
+  static constexpr int kColumns = 32;
+  static constexpr bool kScaled = false;
+  static Acc zero() { return _mm512_setzero_ps(); }
+  static __m512i load(const bf16* p, int count) { return _mm512_maskz_loadu_epi16(first32(count), p); }
+  static __m512i load(const bf16* p) { return _mm512_loadu_si512(p); }
+  static __m512i query(const float* q, int column) { return _mm512_loadu_si512(q + column / 2); }
+  static Acc dot(Acc acc, __m512i a, __m512i b) { return dot_bf16(acc, a, b); }
+  static Acc sum(Acc a, Acc b) { return _mm512_add_ps(a, b); }
+  static void reduce(const Acc* a, float* to) { reduce_floats(a, to); }
+
+  static float pack_query(float* query, int dim) {  // in place: 32 bf16 lie where 16 floats did
+    for (int i = 0; i < dim; i += 32) {
+      const __m512i both = round_bf16(Vec::load(query + i), Vec::load(query + i + kLanes));
+      std::memcpy(query + i / 2, &both, 64);
+    }
+    return 1.0f;
+  }
+  static float pack_weights(const Vec (&p)[4], float* to) {
+    for (int i = 0; i < 2; ++i) {
+      const __m512i both = round_bf16(p[2 * i], p[2 * i + 1]);
+      std::memcpy(to + i * kLanes, &both, 64);
+    }
+    return 1.0f;
+  }
+};
+
+#endif
+#if defined(__AVX512F__) || defined(__AVX2__)
+
+// Rounds numbers to 16 bits, of which the largest magnitude takes 32767, in place or to `to`; returns the step.
+// 127 · 32767 · 512 stays below 2^31.
+inline void store16(Vec x, float* to) {
+#if defined(__AVX512F__)
+  const __m256i halves = _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x.v));
+#else
+  const __m256i parts = _mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b));
+  const __m256i halves = _mm256_permute4x64_epi64(parts, 0xd8);
+#endif
+  std::memcpy(to, &halves, 32);
+}
+inline float pack_query16(float* query, int dim) {
+  Vec most = Vec::zero();
+  for (int i = 0; i < dim; i += kLanes) most = max(most, abs(Vec::load(query + i)));
+  const float largest = most.max(), steps = largest > 0.0f ? 32767.0f / largest : 0.0f;
+  for (int i = 0; i < dim; i += kLanes) store16(Vec::load(query + i) * Vec::all(steps), query + i / 2);
+  return largest / 32767.0f;
+}
+inline float pack_weights16(const Vec (&p)[4], float* to) {
+  const float largest = max(max(p[0], p[1]), max(p[2], p[3])).max();
+  const Vec steps = Vec::all(largest > 0.0f ? 32767.0f / largest : 0.0f);
+  for (int i = 0; i < 4; ++i) store16(p[i] * steps, to + i * kLanes / 2);
+  return largest / 32767.0f;
+}
+
+struct Int8Numbers {
+  using Number = int8_t;
+  static constexpr bool kScaled = true;
+  static float pack_query(float* query, int dim) { return pack_query16(query, dim); }
+  static float pack_weights(const Vec (&p)[4], float* to) { return pack_weights16(p, to); }
+
+#if defined(__AVX512F__)
+  using Acc = __m512i;
+  static constexpr int kColumns = 32;
+  static Acc zero() { return _mm512_setzero_si512(); }
+  static __m512i load(const int8_t* p, int count) {
+    return _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(first32(count), p));
+  }
+  static __m512i load(const int8_t* p) {
+    return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  static __m512i query(const float* q, int column) { return _mm512_loadu_si512(q + column / 2); }
+  static Acc sum(Acc a, Acc b) { return _mm512_add_epi32(a, b); }
+#if defined(QUIRE_BYTE_DOTS)
+  static Acc dot(Acc acc, __m512i a, __m512i b) { return _mm512_dpwssd_epi32(acc, a, b); }
+#else
+  static Acc dot(Acc acc, __m512i a, __m512i b) { return _mm512_add_epi32(acc, _mm512_madd_epi16(a, b)); }
+#endif
+  static void reduce(const Acc* a, float* to) {
+    __m512 bits[kUnit];
+#pragma GCC unroll 8
+    for (int i = 0; i < kUnit; ++i) bits[i] = _mm512_castsi512_ps(a[i]);
+    const __m256 whole = sum_unit(bits, [](__m512 x, __m512 y) {
+      return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(x), _mm512_castps_si512(y)));
+    });
+    _mm256_storeu_ps(to, _mm256_cvtepi32_ps(_mm256_castps_si256(whole)));
+  }
+#else
+  using Acc = __m256i;
+  static constexpr int kColumns = 16;
+  static Acc zero() { return _mm256_setzero_si256(); }
+  static __m256i load(const int8_t* p, int count) {
+    int8_t padded[kColumns] = {};
+    std::memcpy(padded, p, std::min(count, kColumns));
+    return load(padded);
+  }
+  static __m256i load(const int8_t* p) {
+    return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  static __m256i query(const float* q, int column) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q + column / 2));
+  }
+  static Acc sum(Acc a, Acc b) { return _mm256_add_epi32(a, b); }
+  static Acc dot(Acc acc, __m256i a, __m256i b) { return _mm256_add_epi32(acc, _mm256_madd_epi16(a, b)); }
+  static void reduce(const Acc* a, float* to) {
+    const __m256i four = _mm256_hadd_epi32(_mm256_hadd_epi32(a[0], a[1]), _mm256_hadd_epi32(a[2], a[3]));
+    const __m128i whole = _mm_add_epi32(_mm256_castsi256_si128(four), _mm256_extracti128_si256(four, 1));
+    _mm_storeu_ps(to, _mm_cvtepi32_ps(whole));
+  }
+#endif
+};
+
+#endif
+
+}  // namespace quire

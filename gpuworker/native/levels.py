@@ -1,0 +1,63 @@
+"""Which native library suits this processor, and whether it was built. Imports no torch."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+from gpuworker.native.build import LEVELS, NoCompiler, compiler, library
+
+_AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2"})
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
+# From the plainest to the best, with the flags of /proc/cpuinfo that each needs.
+_NEEDS = {
+    "scalar": frozenset[str](),
+    "avx2": _AVX2,
+    "avx512": _AVX512,
+    "avx512_vnni": _AVX512 | {"avx512_vnni"},
+    "avx512_bf16": _AVX512 | {"avx512_vnni", "avx512_bf16"},
+}
+NAMES = tuple(_NEEDS)
+INSTALL_COMPILER = "install a C++ compiler (Debian: apt-get install g++), then run `make install`"
+
+
+@functools.cache
+def levels_here() -> tuple[str, ...]:
+    """Return the levels that this processor can run, from the plainest to the best."""
+    return levels_of(processor_flags())
+
+
+def levels_of(flags: frozenset[str]) -> tuple[str, ...]:
+    """Return the levels that a processor with these flags can run, from the plainest to the best."""
+    return tuple(level for level in LEVELS if _NEEDS[level] <= flags)
+
+
+def why_not(level: str, flags: frozenset[str] | None = None) -> str | None:
+    """Return why a level cannot be used on a processor (this one unless `flags` are given), and what to do."""
+    flags = processor_flags() if flags is None else flags
+    if lacking := sorted(_NEEDS[level] - flags):
+        return f"this processor lacks {', '.join(lacking)}; it runs {', '.join(levels_of(flags))}"
+    return why_missing(level)
+
+
+def why_missing(level: str) -> str | None:
+    """Return why the library of a level is not there, and what to do; None where it is."""
+    path = library(level)
+    if path.is_file():
+        return None
+    try:
+        found = compiler()[0]
+    except NoCompiler:
+        return f"{path.name} was not built, for there is no C++ compiler: {INSTALL_COMPILER}"
+    return f"{path.name} was not built, although {found} is there: run `make install`"
+
+
+def processor_flags() -> frozenset[str]:
+    """Return the flags of /proc/cpuinfo, "Features" on ARM; none where that cannot be read."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(
+        next((line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features"))), [])
+    )

@@ -1,0 +1,142 @@
+// The products of 8-bit weights with 8-bit activations: quads of bytes where the processor has dot products of them; else
+// bytes are widened to pairs of 16-bit numbers.
+#pragma once
+
+#include "byte_dots.h"
+#include "linear_math.h"
+
+namespace quire {
+
+#if defined(__AVX512F__)
+
+// With dot products of bytes: quads; inputs are 128 + q, which `compensation` takes off in the end. Else pairs of 16 bits.
+struct I8Math {
+  using Sum = __m512i;
+  using Weight = __m512i;
+  static constexpr int64_t kInputBytes = 4;
+  static constexpr bool kGroups = false;
+  static __m512i input(const uint8_t* p) { return broadcast4(p); }
+  static Sum zero() { return _mm512_setzero_si512(); }
+  static Sum load(const float* p) { return _mm512_loadu_si512(p); }
+  static void store(Sum s, float* p) { _mm512_storeu_si512(p, s); }
+#if defined(QUIRE_BYTE_DOTS)
+  static Sum add(Sum s, Weight w, __m512i x) { return _mm512_dpbusd_epi32(s, x, w); }
+#else
+  static Sum add(Sum s, Weight w, __m512i x) { return _mm512_add_epi32(s, _mm512_madd_epi16(w, x)); }
+#endif
+  static Sum minus(Sum s, Sum t) { return _mm512_sub_epi32(s, t); }
+  static Vec value(Sum s) { return {_mm512_cvtepi32_ps(s)}; }
+};
+
+#elif defined(__AVX2__)
+
+struct I8Math {  // pairs of 16-bit numbers
+  struct Sum {
+    __m256i a, b;
+  };
+  using Weight = Sum;
+  static constexpr int64_t kInputBytes = 4;
+  static constexpr bool kGroups = false;
+  static __m256i input(const uint8_t* p) {
+    int32_t pair;
+    std::memcpy(&pair, p, 4);
+    return _mm256_set1_epi32(pair);
+  }
+  static Sum zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+  static Sum load(const float* p) {
+    auto half = [](const float* q) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q)); };
+    return {half(p), half(p + 8)};
+  }
+  static void store(Sum s, float* p) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), s.a);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 8), s.b);
+  }
+  static Sum add(Sum s, Weight w, __m256i x) {
+    return {_mm256_add_epi32(s.a, _mm256_madd_epi16(w.a, x)), _mm256_add_epi32(s.b, _mm256_madd_epi16(w.b, x))};
+  }
+  static Sum minus(Sum s, Sum t) { return {_mm256_sub_epi32(s.a, t.a), _mm256_sub_epi32(s.b, t.b)}; }
+  static Vec value(Sum s) { return {_mm256_cvtepi32_ps(s.a), _mm256_cvtepi32_ps(s.b)}; }
+};
+
+#else
+
+struct I8Math {
+  struct Sum {
+    int32_t v[kLanes];
+  };
+  struct Weight {
+    int16_t v[kLanes][2];
+  };
+  struct Pair {
+    int16_t v[2];
+  };
+  static constexpr int64_t kInputBytes = 4;
+  static constexpr bool kGroups = false;
+  static Pair input(const uint8_t* p) {
+    Pair pair;
+    std::memcpy(&pair, p, 4);
+    return pair;
+  }
+  static Sum zero() { return {}; }
+  static Sum load(const float* p) {
+    Sum s;
+    std::memcpy(&s, p, sizeof s);
+    return s;
+  }
+  static void store(Sum s, float* p) { std::memcpy(p, &s, sizeof s); }
+  static Sum add(Sum s, const Weight& w, Pair x) {
+    for (int i = 0; i < kLanes; ++i) s.v[i] += w.v[i][0] * x.v[0] + w.v[i][1] * x.v[1];
+    return s;
+  }
+  static Sum minus(Sum s, const Sum& t) {
+    for (int i = 0; i < kLanes; ++i) s.v[i] -= t.v[i];
+    return s;
+  }
+  static Vec value(const Sum& s) {
+    return each([&](int i) { return static_cast<float>(s.v[i]); });
+  }
+};
+
+#endif
+
+#if defined(QUIRE_BYTE_DOTS)
+
+struct W8A8Loader {
+  using Math = I8Math;
+  static constexpr int kSub = 1, kBytes = 128;
+  static void load(const uint8_t* p, __m512i (&w)[kSub][2]) {
+    w[0][0] = _mm512_loadu_si512(p);
+    w[0][1] = _mm512_loadu_si512(p + 64);
+  }
+};
+
+#else
+
+// The 16-bit numbers of two inputs of sixteen columns.
+inline I8Math::Weight widened_pairs(const int8_t* p) {
+#if defined(__AVX512F__)
+  return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__AVX2__)
+  auto widen = [](const int8_t* q) {
+    return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(q)));
+  };
+  return {widen(p), widen(p + 16)};
+#else
+  I8Math::Weight w;
+  for (int i = 0; i < 2 * kLanes; ++i) w.v[i / 2][i % 2] = p[i];
+  return w;
+#endif
+}
+
+struct W8A8Loader {
+  using Math = I8Math;
+  static constexpr int kSub = 1, kBytes = 64;
+  static void load(const uint8_t* p, I8Math::Weight (&w)[kSub][2]) {
+    w[0][0] = widened_pairs(reinterpret_cast<const int8_t*>(p));
+    w[0][1] = widened_pairs(reinterpret_cast<const int8_t*>(p) + 32);
+  }
+};
+
+#endif
+
+}  // namespace quire
