@@ -26,7 +26,7 @@ def telling_progress(
     disable_progress_bar()
     count, done = _Count(), threading.Event()
     before = set_tqdm_hook(count.watch)
-    size = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    size = sum(path.stat().st_size for kind in ("*.safetensors", "*.gguf") for path in directory.glob(kind))
     teller = threading.Thread(target=_tell, args=(count, size, every, say or _print, done), daemon=True)
     teller.start()
     try:

@@ -1,6 +1,6 @@
 """What a quantised checkpoint stores for one weight, apart from how a format packs it: integers or fp8, and scales.
 
-weight = (value - zero) · scale, where runs of inputs ("groups") of an output share zero and scale.
+weight = (value - zero) · scale + minimum, where runs of inputs ("groups") of an output share zero, scale and minimum.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class QuantisedLinear:
     scales: torch.Tensor  # float32 [N, groups]
     zeros: torch.Tensor | None = None  # int16 [N, groups] on the scale of `values`; None: all 0
     group_of: torch.Tensor | None = None  # int64 [K]
+    minimums: torch.Tensor | None = None  # float32 [N, groups]; None: all 0
 
     def __post_init__(self) -> None:
         """Raise Unsupported where the group of an input is unknown."""
@@ -47,7 +48,10 @@ class QuantisedLinear:
             exact = self.values[rows].float()
             if self.zeros is not None:
                 exact = self._by_group(torch.Tensor.sub_, exact, self.zeros[rows].float())
-            out[rows] = self._by_group(torch.Tensor.mul_, exact, self.scales[rows])
+            exact = self._by_group(torch.Tensor.mul_, exact, self.scales[rows])
+            if self.minimums is not None:
+                exact = self._by_group(torch.Tensor.add_, exact, self.minimums[rows])
+            out[rows] = exact
         return out
 
     def _by_group(self, apply: Operation, exact: torch.Tensor, of_group: torch.Tensor) -> torch.Tensor:

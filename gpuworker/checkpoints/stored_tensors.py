@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -69,10 +69,11 @@ class StoredTensor:
 class StoredTensors:
     """All tensors of a checkpoint folder by name, in the order of their names; of one file or of several."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, found: Mapping[str, StoredTensor] | None = None) -> None:
+        """Read the headers of the folder's safetensors; `found` has the tensors of a file in another format."""
         self.directory = directory
-        self._found: dict[str, StoredTensor] = {}
-        for path in _files(directory):
+        self._found = dict(found or {})
+        for path in _files(directory) if found is None else ():
             self._found |= _read_header(path)
 
     def __contains__(self, name: object) -> bool:

@@ -16,6 +16,7 @@ import torch
 from gpuworker.checkpoints import awq as quantised_awq
 from gpuworker.checkpoints import compressed_tensors as quantised_compressed
 from gpuworker.checkpoints import fp8 as quantised_fp8
+from gpuworker.checkpoints import gguf
 from gpuworker.checkpoints import gptq as quantised_gptq
 from gpuworker.checkpoints import mxfp4 as quantised_mxfp4
 from gpuworker.checkpoints.quantised import Found, QuantisedLinear, refuse
@@ -38,6 +39,10 @@ class Checkpoint:
 
     def __init__(self, directory: Path) -> None:
         """Read the headers. Raises InvalidConfig for files that are no safetensors, Unsupported for unknown formats."""
+        if gguf.is_gguf(directory):
+            self.format = "gguf"
+            self.stored, self._found = gguf.find(directory)
+            return
         self.stored = StoredTensors(directory)
         config = quantisation_of(directory)
         self.format = str(config.get("quant_method", "")) if config else ""

@@ -6,14 +6,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from common.lease import blocks_needed
 from common.types import KvGeometry
 
-GIB, MIB, KIB = 1 << 30, 1 << 20, 1 << 10
+TIB, GIB, MIB, KIB = 1 << 40, 1 << 30, 1 << 20, 1 << 10
 # The types of K and V, and the bytes of one number. The last two carry a float32 scale for each (slot, head).
 KV_BYTES: Final[Mapping[str, int]] = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
 SCALED: Final = ("int8", "fp8")
 _SCALE_BYTES = 4
 _CONTEXTS = (1024, 4096, 16384)
+# Rows of logits that score prompts in one step: more would cost memory, fewer would make many small steps.
+_LEAST_SCORED, _MOST_SCORED, _SCORED_BYTES = 16, 256, 64 << 20
+
+
+def max_scored_tokens(vocab_size: int) -> int:
+    """Return how many tokens of prompts a step scores at most: so many rows of float32 logits as fit, within bounds."""
+    return max(_LEAST_SCORED, min(_SCORED_BYTES // (4 * vocab_size), _MOST_SCORED))
 
 
 def bytes_per_block(geometry: KvGeometry, block_size: int) -> int:
@@ -22,6 +30,15 @@ def bytes_per_block(geometry: KvGeometry, block_size: int) -> int:
     if geometry.dtype in SCALED:
         per_head += 2 * _SCALE_BYTES
     return geometry.num_layers * block_size * geometry.num_kv_heads * per_head
+
+
+def longest_sequence(wanted: int, num_blocks: int, block_size: int, window: int) -> int:
+    """Return the length of the longest sequence that a pool holds, at most `wanted` tokens.
+
+    Where every layer has a window, a pool that holds the window holds every length.
+    """
+    fits = blocks_needed(wanted, wanted, block_size, window) <= num_blocks
+    return wanted if fits else num_blocks * block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +59,22 @@ class BytePlan:
     max_model_len: int
     max_num_seqs: int
     graphs: int = 0
+    window: int = 0
 
     @property
     def kv(self) -> int:
         return self.num_blocks * self.block_bytes
 
+    @property
+    def left(self) -> int:
+        """Bytes that nothing of the plan uses."""
+        return self.free - self.activations - self.graphs - self.token_table - self.kv
+
     def sequences_of(self, tokens: int) -> int:
         """Return how many sequences of this many tokens fit at once."""
-        return self.num_blocks // -(-tokens // self.block_size)
+        return self.num_blocks // blocks_needed(tokens, tokens, self.block_size, self.window)
 
     def lines(self) -> list[str]:
-        left = self.free - self.activations - self.graphs - self.token_table - self.kv
         blocks = (
             f"{self.num_blocks} blocks of {self.block_size} slots in {self.kv_dtype}, {in_words(self.block_bytes)} each"
         )
@@ -67,7 +89,7 @@ class BytePlan:
             *([f"  CUDA graphs  {in_words(self.graphs):>10}"] if self.graphs else []),
             f"  token table  {in_words(self.token_table):>10}",
             f"  KV cache     {in_words(self.kv):>10}  {blocks}",
-            f"  left         {in_words(left):>10}",
+            f"  left         {in_words(self.left):>10}",
             f"longest context: {self.max_model_len} tokens ({limit})",
             f"sequences that fit at once: {', '.join(fits)}; at most {self.max_num_seqs} run in a step",
         ]
@@ -75,7 +97,7 @@ class BytePlan:
 
 def in_words(count: int) -> str:
     """Return a number of bytes with its unit, e.g. "1.5 GiB"."""
-    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+    for unit, name in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if abs(count) >= unit:
             return f"{count / unit:.1f} {name}"
     return f"{count} B"

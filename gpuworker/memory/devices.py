@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import torch
 
 from common.errors import FieldViolation, InvalidConfig
 from common.process.cores import threads_of_each
+from gpuworker.memory.host_memory import available_bytes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # The types of K and V in a cache. The last two carry a float32 scale for each (slot, head): stored = value / scale.
 QUANTISED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 CACHE_DTYPES = DTYPES | QUANTISED_DTYPES
-# Limit and use of a container's memory in bytes, in the second and in the first version of control groups.
-_CGROUP_MEMORY = (
-    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
-    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
-)
 
 
 def pick_device(name: str) -> torch.device:
@@ -75,7 +70,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def default_threads() -> int:
-    """Return the number of threads for tensor operations on CPU: OMP_NUM_THREADS, else one less than the cores."""
+    """Return the number of threads for tensor operations on CPU: OMP_NUM_THREADS, else as the cores have it."""
     asked = os.environ.get("OMP_NUM_THREADS", "")
     return int(asked) if asked.isdigit() and int(asked) else threads_of_each()
 
@@ -85,13 +80,7 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free: int = torch.cuda.mem_get_info(device)[0]
         return free
-    import psutil
-
-    available = int(psutil.virtual_memory().available)
-    for limit, used in _CGROUP_MEMORY:
-        if limit.is_file() and (most := limit.read_text().strip()).isdigit():
-            available = min(available, max(0, int(most) - int(used.read_text())))
-    return available
+    return available_bytes()
 
 
 def total_bytes(device: torch.device) -> int:

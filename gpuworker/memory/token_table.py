@@ -25,10 +25,10 @@ class TokenTable:
         self.tensor = self.flat[:-1].view(max_num_seqs, width)  # for readers of whole rows
         self._array: npt.NDArray[np.int32] | None = self.flat.numpy() if device.type == "cpu" else None
 
-    def write(self, batch_index: int, tokens: Sequence[int] | npt.NDArray[np.int32]) -> None:
-        """Set the first tokens of a row."""
+    def write(self, batch_index: int, tokens: Sequence[int] | npt.NDArray[np.int32], first: int = 0) -> None:
+        """Set the tokens of a row from position `first` on."""
         known = torch.from_numpy(np.asarray(tokens, dtype=np.int32))
-        self.tensor[batch_index, : len(known)].copy_(sent(known, self.flat.device))
+        self.tensor[batch_index, first : first + len(known)].copy_(sent(known, self.flat.device))
 
     def take(self, places: torch.Tensor) -> torch.Tensor:
         """Return the tokens at places [T] int64 as [T] int64."""

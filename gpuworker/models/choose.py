@@ -1,8 +1,8 @@
 """The choice between the native path and transformers, and the start-up test of the native path.
 
-A model takes the native path under three conditions: the path knows every option of its configuration, the checkpoint
-has the tensors, and a few of its layers compute what transformers computes from the same weights. Otherwise the model
-runs on transformers, and the log says why.
+A model takes the native path under three conditions. The path supports every option of its configuration, and the
+checkpoint has the tensors. A few of its layers compute what transformers computes from the same weights. Otherwise the
+model runs on transformers, and the log says why.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from gpuworker.models.hf.loader import (
     context_limit,
     precision_of,
     random_module,
-    read_config,
 )
 from gpuworker.models.hf.model import TransformersModel
 from gpuworker.models.hf.precision import Precision
 from gpuworker.models.llama.cpu_model import LlamaCpuModel
 from gpuworker.models.llama.gpu_model import LlamaGpuModel
 from gpuworker.models.llama.gpu_weights import fused_weights
-from gpuworker.models.llama.linears import KINDS, IntegersOf, LinearReader
+from gpuworker.models.llama.linears import IntegersOf, LinearReader
 from gpuworker.models.llama.pack import pack_model
 from gpuworker.models.llama.reference import WeightsOf, reference_part, tested_layers
 from gpuworker.models.llama.spec import LlamaSpec, llama_spec, why_not_llama
-from gpuworker.models.llama.weights import TensorOf
-from gpuworker.models.self_test import self_test
+from gpuworker.models.llama.weights import TensorOf, with_merged_experts, without_prefix
+from gpuworker.models.self_test import SHORTEST, self_test
+from gpuworker.models.threshold_test import beyond_thresholds
 from gpuworker.native import library as native
 
 Backend = Callable[[KvCache], AttentionBackend]
@@ -68,7 +68,7 @@ def open_native(
     `model_impl` asks for the native path and the model cannot take it.
     """
     directory = checkpoint_directory(source.model)
-    config = read_config(directory)
+    config = source.config(directory)
     reason = "that was asked for" if model_impl == "transformers" else why_not_native(config, source, device)
     if reason is None:
         try:
@@ -87,7 +87,7 @@ def open_native(
 
 def why_not_native(config: PretrainedConfig, source: ModelSource, device: torch.device) -> str | None:
     """Return why a model cannot take the native path here, before any of its weights is read; None when it can."""
-    precision = precision_of(source, config)
+    precision = native_precision(source, config, device)
     if device.type not in ("cpu", "cuda"):
         return f"the native paths are for CPUs and CUDA, not for {device}"
     if (reason := why_not_llama(config)) is not None:
@@ -95,34 +95,72 @@ def why_not_native(config: PretrainedConfig, source: ModelSource, device: torch.
     if device.type == "cuda":
         asked = precision.quantization
         return None if asked in ("none", "auto") else f"on CUDA linears are not quantised at start, to {asked} or else"
-    if precision.dtype not in KINDS:
-        return (
-            f"the native path computes in {' or '.join(map(dtype_name, KINDS))}, not in {dtype_name(precision.dtype)}"
-        )
     if CACHE_DTYPES[precision.kv_dtype] not in TYPES:
         return f"native attention has no cache of {precision.kv_dtype}"
     return "the native library is not there" if native.best() is None else None
 
 
+def native_precision(source: ModelSource, config: PretrainedConfig, device: torch.device) -> Precision:
+    """Return the precision of the native path. A CPU computes float16 in float32, to which each weight widens exactly.
+
+    K and V are then kept in float32 too, unless the options name their type.
+    """
+    asked = precision_of(source, config)
+    if device.type != "cpu" or asked.dtype != torch.float16:
+        return asked
+    kv_dtype = dtype_name(torch.float32) if source.kv_cache_dtype == "auto" else asked.kv_dtype
+    return replace(asked, dtype=torch.float32, kv_dtype=kv_dtype)
+
+
 def _open(
     directory: Path, config: PretrainedConfig, source: ModelSource, device: torch.device, backend: Backend
 ) -> tuple[LlamaModel, KvGeometry]:
-    """Load a model and test it. Raises Unsupported, with the reason, when the test fails."""
-    spec, precision = llama_spec(config), precision_of(source, config)
-    assert spec is not None
-    load = load_native if device.type == "cpu" else load_on_gpu
+    """Load a model and test it. Raises Unsupported, with the reason, when a test fails."""
+    precision = native_precision(source, config, device)
     try:
         with telling_progress(directory):
             weights = _reader(directory, config, source, precision, device)
-            model, weights_of = load(config, spec, weights, precision, device)
-            part: torch.nn.Module = reference_part(config, spec, weights.tensor, weights_of, precision.dtype)
-            reference = TransformersModel(cast("PreTrainedModel", part.to(device)), precision.kv_dtype)
+            loaded = _load(config, weights, precision, device)
     except (KeyError, OSError, ValueError, RuntimeError) as error:
         raise Unsupported(f"its weights are not what the native path expects: {error}") from error
+    if precision.dtype != precision_of(source, config).dtype:
+        _log.info("%s: float16 is computed in float32, K and V are kept in %s", config.model_type, precision.kv_dtype)
+    if isinstance(loaded.model, LlamaCpuModel):
+        _log.info("%s: %s", config.model_type, loaded.model.packed.kinds_in_words)
+    geometry = _tested(loaded, backend)
+    beyond_thresholds(config, lambda tiny, length: _tested(_tiny(tiny, device), backend, length))
+    windows = loaded.spec.windows
+    widest = 0 if None in windows else max(window or 0 for window in windows)
+    return loaded.model, replace(geometry, num_layers=loaded.spec.num_layers, window=widest)
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """A native model, and the model of `tested_layers` on the same weights that transformers runs."""
+
+    spec: LlamaSpec
+    model: LlamaModel
+    reference: TransformersModel
+
+
+def _load(config: PretrainedConfig, weights: Weights, precision: Precision, device: torch.device) -> _Loaded:
+    spec, load = llama_spec(config), load_native if device.type == "cpu" else load_on_gpu
+    assert spec is not None
+    model, weights_of = load(config, spec, weights, precision, device)
+    part: torch.nn.Module = reference_part(config, spec, weights.tensor, weights_of, precision.dtype)
+    return _Loaded(spec, model, TransformersModel(cast("PreTrainedModel", part.to(device)), precision.kv_dtype))
+
+
+def _tested(loaded: _Loaded, backend: Backend, length: int = SHORTEST) -> KvGeometry:
+    model = loaded.model
     rough = isinstance(model, LlamaCpuModel) and model.packed.rounds_activations
-    geometry = self_test(reference, backend, model.only(tested_layers(spec)), rough=rough)
-    widest = 0 if None in spec.windows else max(window or 0 for window in spec.windows)
-    return model, replace(geometry, num_layers=spec.num_layers, window=widest)
+    return self_test(loaded.reference, backend, model.only(tested_layers(loaded.spec)), rough=rough, length=length)
+
+
+def _tiny(config: PretrainedConfig, device: torch.device) -> _Loaded:
+    """Return a model with random weights in float32."""
+    precision = Precision(torch.float32, dtype_name(torch.float32))
+    return _load(config, _random_weights(config, precision, 0, device), precision, device)
 
 
 def load_native(
@@ -132,9 +170,7 @@ def load_native(
     library = native.best()
     assert library is not None
     reader = LinearReader(weights.tensor, weights.integers, precision.dtype, precision.quantization)
-    model = LlamaCpuModel(config, pack_model(library, spec, reader), precision.kv_dtype)
-    _log.info("%s: %s", config.model_type, model.packed.kinds_in_words)
-    return model, reader.dequantised
+    return LlamaCpuModel(config, pack_model(library, spec, reader), precision.kv_dtype), reader.dequantised
 
 
 def load_on_gpu(
@@ -151,7 +187,16 @@ def _reader(
 ) -> Weights:
     """Return the source of a model's weights: the files, or the random weights that transformers would make."""
     if source.load_format == "dummy":
-        state = random_module(config, precision.dtype, source.seed, device).state_dict()
-        return Weights(state.__getitem__)
+        return _random_weights(config, precision, source.seed, device)
     checkpoint = Checkpoint(directory)
-    return Weights(lambda name: checkpoint.tensor(name, precision.dtype), checkpoint.integers)
+    prefix = without_prefix(checkpoint)
+    names = frozenset(prefix + name for name in checkpoint)
+    return Weights(
+        with_merged_experts(names, lambda name: checkpoint.tensor(name.removeprefix(prefix), precision.dtype)),
+        lambda name: checkpoint.integers(name.removeprefix(prefix)),
+    )
+
+
+def _random_weights(config: PretrainedConfig, precision: Precision, seed: int, device: torch.device) -> Weights:
+    tensors = random_module(config, precision.dtype, seed, device).state_dict()
+    return Weights(with_merged_experts(tensors, tensors.__getitem__))

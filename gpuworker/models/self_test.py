@@ -1,10 +1,10 @@
 """The start-up self-test: does the model on a paged cache compute what it computes by itself?
 
 A model whose attention bypasses the backend, or reaches it without an input that it depends on, runs without an
-exception and writes nonsense. So before serving, two sequences of sixteen random tokens are run three ways: by the
-model's own eager attention; one of them packed, through a recorder of all calls; and both side by side, in chunks and
-single tokens, through a small paged cache. The model is refused unless every layer called once and all logits agree. A
-cache of a narrower type is compared with the model on K and V rounded to that type.
+exception and writes nonsense. So before serving, two sequences of random tokens are run three ways: by the model's own
+eager attention; one of them packed, through a recorder of all calls; and both side by side, in chunks and single
+tokens, through a small paged cache. The model is refused unless every layer called once and all logits agree. A cache
+of a narrower type is compared with the model on K and V rounded to that type. `threshold_test` runs longer sequences.
 """
 
 from __future__ import annotations
@@ -22,14 +22,12 @@ from gpuworker.attention.step_inputs import attention_arrays, attention_metadata
 from gpuworker.attention.torch_backend import attend_packed
 from gpuworker.memory.devices import CACHE_DTYPES, QUANTISED_DTYPES, dtype_name
 from gpuworker.memory.kv_cache import KvCache
+from gpuworker.models.hf.loader import context_limit
 from gpuworker.models.hf.model import TransformersModel
 from gpuworker.models.step_model import StepModel
 
-_TOKENS = 16
+SHORTEST = 16
 _BLOCK_SIZE = 4
-_BLOCK_TABLE = np.array([[6, 1, 4, 3], [0, 5, 2, 7]], dtype=np.int32)
-# Per step: start and length of the two sequences. Two prefills; a decode beside a chunk; two decodes.
-_STEPS = (((0, 9), (0, 6)), ((9, 1), (6, 9)), ((10, 1), (15, 1)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,33 +92,39 @@ def self_test(
     other: StepModel | None = None,
     *,
     rough: bool = False,
+    length: int = SHORTEST,
 ) -> KvGeometry:
     """Run the test and return the shape of a token's K/V as the layers really make it.
 
     `other` is a model of the same weights that runs on the cache instead and is compared with `model`; `rough` means
-    that it rounds more than its type does. Raises Unsupported, with the reason, when the model cannot be served.
+    that it rounds more than its type does. Sequences have `length` tokens, at least 16 and a multiple of 4.
+    Raises Unsupported, with the reason, when the model cannot be served.
     """
     try:
-        return _run(model, backend, other or model, rough)
+        return _run(model, backend, other or model, rough, length)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise Unsupported(f"{model.config.model_type} fails its self-test: {error!r}") from error
 
 
 def _run(
-    model: TransformersModel, backend: Callable[[KvCache], AttentionBackend], on_cache: StepModel, rough: bool
+    model: TransformersModel,
+    backend: Callable[[KvCache], AttentionBackend],
+    on_cache: StepModel,
+    rough: bool,
+    length: int,
 ) -> KvGeometry:
     generator = torch.Generator().manual_seed(0)
     kind = model.config.model_type
-    tokens = torch.randint(model.vocab_size, (2, _TOKENS), generator=generator).to(model.device)
+    tokens = torch.randint(model.vocab_size, (2, length), generator=generator).to(model.device)
     reference = model.reference_logits(tokens)
     recorder = CallRecorder()
-    everything = torch.arange(_TOKENS, device=model.device)
+    everything = torch.arange(length, device=model.device)
     packed = model.forward(tokens[0], everything, everything, recorder)
     geometry = _geometry(model, recorder)
     _compare(packed, reference[0], _limit(model), f"{kind} cannot be served: run packed")
     if model.kv_dtype != dtype_name(model.dtype):
         reference = _rounded_logits(model, tokens, reference)
-    attention = backend(KvCache(geometry, _BLOCK_TABLE.size, _BLOCK_SIZE, model.device))
+    attention = backend(KvCache(geometry, tokens.numel() // _BLOCK_SIZE, _BLOCK_SIZE, model.device))
     chunked, of_eager = _run_chunked(on_cache, attention, tokens, reference)
     limit = _ROUGH if rough else _limit(model, model.kv_dtype)
     _compare(chunked, of_eager, limit, f"{kind} cannot be served: run through the paged cache")
@@ -129,7 +133,7 @@ def _run(
 
 def _rounded_logits(model: TransformersModel, tokens: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     """Return logits [2, T, vocab] on K and V rounded to the cache's type; refuse a type with too large an error."""
-    everything, attention = torch.arange(_TOKENS, device=model.device), RoundedAttention(model.kv_dtype)
+    everything, attention = torch.arange(tokens.shape[1], device=model.device), RoundedAttention(model.kv_dtype)
     rounded = torch.stack([model.forward(row, everything, everything, attention) for row in tokens])
     what = f"{model.config.model_type} cannot be served with K and V in {model.kv_dtype}: rounded to it"
     _compare(rounded.flatten(0, 1), reference.flatten(0, 1), _ROUNDED, what)
@@ -154,10 +158,18 @@ def _geometry(model: TransformersModel, recorder: CallRecorder) -> KvGeometry:
 
 
 def _check_windows(model: TransformersModel, recorder: CallRecorder) -> None:
-    kinds = getattr(model.config, "layer_types", None) or ()
+    """Refuse a model whose masks have a window that its layers do not report: the cache would attend beyond it."""
+    config, kinds = model.config, getattr(model.config, "layer_types", None) or ()
     for layer in recorder.layers:
         if layer.layer < len(kinds) and kinds[layer.layer] == "sliding_attention" and layer.window is None:
-            raise Unsupported(f"{model.config.model_type}: layer {layer.layer} slides, but does not say its window")
+            raise Unsupported(f"{config.model_type}: layer {layer.layer} slides, but does not say its window")
+    window = getattr(config, "sliding_window", None) or 0
+    slides = not kinds and 0 < window < context_limit(config)
+    if slides and all(layer.window is None for layer in recorder.layers):
+        raise Unsupported(
+            f"{config.model_type} cannot be served: its configuration has a sliding_window of {window}, and no layer"
+            " says that it slides; without sliding_window (null) it would attend to everything"
+        )
 
 
 def _run_chunked(
@@ -165,9 +177,11 @@ def _run_chunked(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logits of all positions that the steps compute, [N, vocab], and those of `reference`."""
     ours, theirs = [], []
-    for step in _STEPS:
+    blocks = tokens.numel() // _BLOCK_SIZE
+    block_table = np.random.default_rng(0).permutation(blocks).astype(np.int32).reshape(2, -1)
+    for step in _steps(tokens.shape[1]):
         start, length = np.array(step, dtype=np.int32).T
-        rows = pack_rows(start, length, _BLOCK_TABLE, _BLOCK_SIZE)
+        rows = pack_rows(start, length, block_table, _BLOCK_SIZE)
         *tables, row, position = to_device([*attention_arrays(rows), rows.row_of_token, rows.positions], model.device)
         attention.begin(attention_metadata(rows, tables))
         keep = torch.arange(len(position), device=model.device)
@@ -175,6 +189,15 @@ def _run_chunked(
         ours.append(logits.clone())  # the next step may overwrite them
         theirs.append(reference[row, position])
     return torch.cat(ours), torch.cat(theirs)
+
+
+def _steps(length: int) -> tuple[tuple[tuple[int, int], tuple[int, int]], ...]:
+    """Return, for each step, start and length of the two sequences.
+
+    Two prefills, a long and a short one; a decode beside a long chunk; two decodes, one of them at the end.
+    """
+    long = length - 7
+    return ((0, long), (0, 6)), ((long, 1), (6, long)), ((long + 1, 1), (length - 1, 1))
 
 
 def _limit(model: TransformersModel, kv_dtype: str = "float32") -> Limit:

@@ -1,4 +1,4 @@
-"""The port through which the runner computes logits, whichever code runs the model."""
+"""The ports through which the runner computes logits or hidden states, whichever code runs the model."""
 
 from __future__ import annotations
 
@@ -26,4 +26,17 @@ class StepModel(Protocol):
         token_ids and positions are [T] int64, the rows of a step one after the other; `sink` attends; its `begin`
         was called for the step.
         """
+        ...
+
+
+class EmbeddingModel(StepModel, Protocol):
+    """A step model whose last hidden states can be pooled."""
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    def hidden_states(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, sink: AttentionBackend, /
+    ) -> torch.Tensor:
+        """Return float32 [S, hidden_size] after the last norm, where `forward` returns the logits of it."""
         ...

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from common.checkpoint.hub import checkpoint_directory
@@ -25,6 +26,12 @@ from gpuworker.models.hf.prepacked import prepack
 LOAD_FORMATS = get_args(LoadFormat)
 _LAYER_KINDS = {"full_attention", "sliding_attention"}
 _DEFAULT_LIMIT = 2048
+_MOST_CHARACTERS = 300  # of an error of transformers
+# What transformers raises for a configuration that its class accepts and its model does not, or that needs a package.
+_RAISED = (
+    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError),
+    ValueError,
+)
 _log = logging.getLogger(__name__)
 
 
@@ -42,6 +49,19 @@ class ModelSource:
     seed: int = 0
     kv_cache_dtype: str = "auto"
     quantization: str = "none"
+    pooled: bool = False
+    """Only hidden states are wanted: the head counts for nothing, and the checkpoint may lack it."""
+
+    def config(self, directory: Path) -> PretrainedConfig:
+        """Return the configuration of the checkpoint. A head that is not wanted shares the embedding's weights.
+
+        Raises as `read_config` does.
+        """
+        config = read_config(directory)
+        if self.pooled:
+            for part in (config, config.get_text_config()):
+                part.tie_word_embeddings = True
+        return config
 
 
 def load_model(source: ModelSource, device: torch.device) -> TransformersModel:
@@ -50,20 +70,23 @@ def load_model(source: ModelSource, device: torch.device) -> TransformersModel:
     Raises InvalidConfig when the checkpoint cannot be read, Unsupported when its kind cannot run on a paged cache.
     """
     directory = checkpoint_directory(source.model)
-    config = read_config(directory)
+    config = source.config(directory)
     refuse_unsupported(config)
     precision = precision_of(source, config)
     if source.load_format not in LOAD_FORMATS:
         what = f"{source.load_format!r}; expected one of {', '.join(LOAD_FORMATS)}"
         raise InvalidConfig(FieldViolation("--load-format", what))
     _refuse_quantization(precision, config)
+    if precision.dtype == torch.float16 and device.type == "cpu":
+        what = "%s runs on transformers in float16, which is slow on a CPU; --dtype bfloat16 or float32 is faster"
+        _log.warning(what, config.model_type)
     try:
         with telling_progress(directory):
             if source.load_format == "dummy":
                 module = random_module(config, precision.dtype, source.seed, device)
             else:
                 module = _stored_model(directory, config, precision.dtype, device)
-    except (OSError, ValueError, RuntimeError) as error:
+    except _RAISED as error:
         raise InvalidConfig(FieldViolation("--model", f"cannot load {directory}: {error}")) from error
     model = TransformersModel(module, precision.kv_dtype)
     prepack(model)
@@ -97,8 +120,10 @@ def read_config(directory: Path) -> PretrainedConfig:
         raise InvalidConfig(FieldViolation("--model", what))
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(directory)
-    except (OSError, ValueError, KeyError) as error:
-        raise InvalidConfig(FieldViolation("--model", f"cannot read {directory}/config.json: {error}")) from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, StrictDataclassError) as error:
+        why = " ".join(f"{error}".split())[:_MOST_CHARACTERS]
+        what = f"{directory}/config.json is no configuration that transformers reads: {why}; correct it"
+        raise InvalidConfig(FieldViolation("--model", what)) from error
     return config
 
 
@@ -108,6 +133,9 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
     These are layers and rope scalings that depend on more than a token's position and the keys before it.
     """
     text = config.get_text_config()
+    if differing := getattr(text, "per_layer_attributes", None):
+        what = f"{text.model_type} has layers that differ in {', '.join(sorted(differing))}"
+        raise Unsupported(f"{what}; only layers of one shape can be served")
     unknown = set(getattr(text, "layer_types", None) or ()) - _LAYER_KINDS
     if unknown:
         kinds, known = ", ".join(sorted(unknown)), " and ".join(sorted(_LAYER_KINDS))
@@ -129,9 +157,7 @@ def context_limit(config: PretrainedConfig) -> int:
     for part in _rope_parameters(text):
         if part.get("rope_type") == "longrope":
             of_config = getattr(text, "original_max_position_embeddings", limit)
-            original = int(part.get("original_max_position_embeddings") or of_config)
-            _log.warning("longrope: running up to its original length of %d positions, not %d", original, limit)
-            return original
+            return int(part.get("original_max_position_embeddings") or of_config)
     return limit
 
 

@@ -70,6 +70,26 @@ class TransformersModel:
         logits: torch.Tensor = output.logits[0]
         return (logits if self._keeps_logits else logits[keep]).float()
 
+    @property
+    def hidden_size(self) -> int:
+        """Numbers of a token's hidden state."""
+        return int(self.config.hidden_size)
+
+    @torch.inference_mode()
+    def hidden_states(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, sink: LayerSink
+    ) -> torch.Tensor:
+        """Return float32 [S, hidden_size]: what the model without its head gives for the tokens that `keep` indexes."""
+        token = _sink.set(sink)
+        try:
+            output = self.module.base_model(
+                input_ids=token_ids[None], position_ids=positions[None], use_cache=False, return_dict=True
+            )
+        finally:
+            _sink.reset(token)
+        hidden: torch.Tensor = output.last_hidden_state[0]
+        return hidden[keep].float()
+
     @torch.inference_mode()
     def reference_logits(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return float32 logits [N, T, vocab] of N sequences, [N, T], by the model's own eager attention."""

@@ -24,10 +24,11 @@ _FIRST_POSITIONS: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class DescribedRun:
-    """A forward in the form that the library takes: its logits, the times of its phases, and the memory it uses."""
+    """A forward in the form that the library takes: its results, the times of its phases, and the memory it uses."""
 
     run: LlamaRunStruct
-    logits: torch.Tensor
+    out: torch.Tensor
+    """Logits, or hidden states."""
     spent: ctypes.Array[ctypes.c_double]
     kept: tuple[torch.Tensor, ...]
 
@@ -51,6 +52,10 @@ class LlamaCpuModel:
         return self.packed.spec.vocab_size
 
     @property
+    def hidden_size(self) -> int:
+        return self.packed.spec.hidden_size
+
+    @property
     def arithmetic(self) -> str:
         """What decides the bits of its logits."""
         return f"native {native.level_of(self.packed.library)}, {dtype_name(self.dtype)}, {self.packed.kinds_in_words}"
@@ -65,11 +70,14 @@ class LlamaCpuModel:
 
     def reserve(self, tokens: int, kept: int) -> None:
         """Allocate memory for steps of up to so many tokens, and keep it: fresh pages cost more than a small step."""
+        self._reserve_scratch(tokens, kept)
+        if kept > len(self._logits):
+            self._logits = torch.empty(kept, self.vocab_size)
+
+    def _reserve_scratch(self, tokens: int, kept: int) -> None:
         needed = self.scratch_bytes(tokens, kept)
         if needed > len(self._scratch):
             self._scratch = torch.empty(needed, dtype=torch.uint8)
-        if kept > len(self._logits):
-            self._logits = torch.empty(kept, self.vocab_size)
 
     def only(self, layers: Sequence[int]) -> LlamaCpuModel:
         """Return a model of some of the layers on the same weights."""
@@ -78,29 +86,49 @@ class LlamaCpuModel:
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, sink: AttentionBackend
     ) -> torch.Tensor:
-        """Implement `StepModel`; `keep` rises. The next forward overwrites the result."""
+        """Implement `StepModel`. The next forward overwrites the result."""
+        return self._forward(self.describe(token_ids.contiguous(), positions.contiguous(), keep.contiguous()), sink)
+
+    def hidden_states(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, sink: AttentionBackend
+    ) -> torch.Tensor:
+        """Implement `EmbeddingModel`."""
+        described = self.describe_hidden(token_ids.contiguous(), positions.contiguous(), keep.contiguous())
+        return self._forward(described, sink)
+
+    def _forward(self, described: DescribedRun, sink: AttentionBackend) -> torch.Tensor:
         if not isinstance(sink, NativeAttention):
             raise EngineFailure(f"the native model attends by native attention, not by {type(sink).__name__}")
-        described = self.describe(token_ids.contiguous(), positions.contiguous(), keep.contiguous())
         sink.plan_step(self.packed.spec.num_heads)
-        self._run(described.run, sink.plan, positions)
+        self._run(described.run, sink.plan, described.kept[1])
         self.add_up(described)
-        return described.logits[: len(keep)]
+        return described.out[: described.run.num_keep]
 
     def describe(self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> DescribedRun:
         """Return a forward of contiguous tensors for the library, on memory that later ones use too."""
         self.reserve(len(token_ids), len(keep))
+        return self._describe(token_ids, positions, keep, self._logits, logits=self._logits.data_ptr())
+
+    def describe_hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> DescribedRun:
+        """Return a forward to hidden states, which are on memory of their own: later steps may run before a reader."""
+        self._reserve_scratch(len(token_ids), len(keep))
+        out = torch.empty(len(keep), self.hidden_size)
+        return self._describe(token_ids, positions, keep, out, hidden=out.data_ptr())
+
+    def _describe(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, out: torch.Tensor, **results: int
+    ) -> DescribedRun:
         spent = (ctypes.c_double * len(PHASES))()
         run = LlamaRunStruct(
             token_ids=token_ids.data_ptr(),
             positions=positions.data_ptr(),
             keep=keep.data_ptr(),
-            logits=self._logits.data_ptr(),
             scratch=self._scratch.data_ptr(),
             seconds=None if self.seconds is None else spent,
             num_keep=len(keep),
+            **results,
         )
-        return DescribedRun(run, self._logits, spent, (token_ids, positions, keep, self._scratch))
+        return DescribedRun(run, out, spent, (token_ids, positions, keep, self._scratch))
 
     def add_up(self, done: DescribedRun) -> None:
         """Add the times of a run's phases, if they were taken."""

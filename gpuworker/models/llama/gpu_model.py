@@ -1,16 +1,16 @@
-"""The native path on a GPU: Llama, Qwen2, Qwen3 and Mistral in torch's matrix products and fused Triton kernels.
+"""The native path on a GPU: the Llama family in torch's matrix products and fused Triton kernels.
 
-A layer is four products and five kernels: norm with the residual added; qkv to queries, and keys and values in the
-cache; attention; norm again; gated SiLU. After the attention of the last layer, only sampled tokens go on. On a device
-without Triton, and over an attention that does not fuse, the same operations run in plain torch. The tests compare both
-with transformers.
+A layer is four products and five kernels. They are: norm with the residual added; qkv to queries, and keys and values
+in the cache; attention; norm again; gated SiLU. A layer with experts has `triton_experts` in place of its last two
+products. After the attention of the last layer, only sampled tokens go on. On a device without Triton, and over an
+attention that does not fuse, the same operations run in plain torch. The tests compare both with transformers.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -18,7 +18,8 @@ from torch.nn.functional import embedding, linear
 from transformers import PretrainedConfig
 
 from gpuworker.attention.interface import LayerAttention, LayerSink
-from gpuworker.kernels import torch_elementwise
+from gpuworker.kernels import torch_elementwise, torch_experts
+from gpuworker.kernels.experts import Experts
 from gpuworker.kernels.rope import Rope
 from gpuworker.models.llama.gpu_weights import GpuLayer, GpuWeights
 from gpuworker.models.llama.spec import LlamaSpec, llama_spec, rope_table
@@ -34,6 +35,20 @@ class Elementwise(Protocol):
     ) -> torch.Tensor: ...
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor: ...
+
+
+class ExpertProducts(Protocol):
+    """The module `torch_experts`, which documents the function, or `triton_experts` with the same name."""
+
+    def mix_experts(self, x: torch.Tensor, experts: Experts) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """What runs between the matrix products of a layer, and the products by expert."""
+
+    elementwise: Elementwise = torch_elementwise
+    experts: ExpertProducts = torch_experts
 
 
 @runtime_checkable
@@ -62,7 +77,7 @@ class LlamaGpuModel:
         weights: GpuWeights,
         kv_dtype: str,
         max_positions: int,
-        elementwise: Elementwise | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
         spec = llama_spec(config)
         if spec is None:
@@ -71,7 +86,8 @@ class LlamaGpuModel:
         self.device, self.dtype = weights.embedding.device, weights.embedding.dtype
         table = rope_table(config, max_positions)  # [max_positions, 2, head_dim / 2]
         self._table = table.to(self.device).flatten(1)
-        self._fused = elementwise or elementwise_on(self.device)
+        kernels = kernels or kernels_on(self.device)
+        self._fused, self._experts = kernels.elementwise, kernels.experts
         self._attention = _attention_of(spec)
 
     @property
@@ -86,8 +102,7 @@ class LlamaGpuModel:
     def only(self, layers: Sequence[int]) -> LlamaGpuModel:
         """Return a model of some of the layers on the same weights."""
         part = copy.copy(self)
-        windows = tuple(self.spec.windows[layer] for layer in layers)
-        part.spec = replace(self.spec, num_layers=len(layers), windows=windows)
+        part.spec = self.spec.only(layers)
         part.weights = replace(self.weights, layers=tuple(self.weights.layers[layer] for layer in layers))
         part._attention = _attention_of(part.spec)
         return part
@@ -112,6 +127,23 @@ class LlamaGpuModel:
         They are written to `out` where it is given. Otherwise as `forward`; token_ids and positions may be int32. No
         shape depends on what a tensor holds, and nothing waits for the device.
         """
+        return torch.mm(self._normed(token_ids, positions, keep, sink), self.weights.head.t(), out=out)
+
+    @property
+    def hidden_size(self) -> int:
+        return self.spec.hidden_size
+
+    @torch.inference_mode()
+    def hidden_states(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, sink: LayerSink
+    ) -> torch.Tensor:
+        """Implement `EmbeddingModel`."""
+        return self._normed(token_ids, positions, keep, sink).float()
+
+    def _normed(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None, sink: LayerSink
+    ) -> torch.Tensor:
+        """Return what the head takes, [S, hidden_size]."""
         weights, eps = self.weights, self.spec.norm_eps
         residual = embedding(token_ids, weights.embedding)
         hidden = self._fused.rms_norm(residual, weights.layers[0].attention_norm, eps)
@@ -122,10 +154,18 @@ class LlamaGpuModel:
                 attended, residual = attended.index_select(0, keep), residual.index_select(0, keep)
             hidden = linear(attended, layer.out, layer.out_bias)
             hidden = self._fused.add_rms_norm(hidden, residual, layer.mlp_norm, eps)
-            inner = self._fused.silu_and_mul(linear(hidden, layer.gate_up, layer.gate_up_bias))
-            hidden = linear(inner, layer.down, layer.down_bias)
-            hidden = self._fused.add_rms_norm(hidden, residual, next_norm, eps)
-        return torch.mm(hidden, weights.head.t(), out=out)
+            hidden = self._fused.add_rms_norm(self._mlp(layer, hidden), residual, next_norm, eps)
+        return hidden
+
+    def _mlp(self, layer: GpuLayer, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the output of a layer's MLP, or of its experts, [T, hidden]."""
+        if layer.router is not None:
+            options = self.spec.experts
+            assert options is not None
+            held = Experts(layer.router, layer.gate_up, layer.down, options.top_k, options.normalised)
+            return self._experts.mix_experts(hidden, held)
+        inner = self._fused.silu_and_mul(linear(hidden, layer.gate_up, layer.gate_up_bias))
+        return linear(inner, layer.down, layer.down_bias)
 
     def _attend(
         self,
@@ -137,24 +177,39 @@ class LlamaGpuModel:
     ) -> torch.Tensor:
         """Return [T, num_heads, head_dim] for hidden [T, hidden]."""
         qkv = linear(hidden, layer.qkv, layer.qkv_bias)
-        rope = Rope(self._table, positions, layer.query_norm, layer.key_norm, self.spec.norm_eps)
+        norms = (layer.query_norm, layer.key_norm)
+        if self.spec.joint_norm:
+            self._norm_jointly(layer, qkv)
+            norms = (None, None)
+        if self.spec.clip is not None:
+            qkv.clamp_(-self.spec.clip, self.spec.clip)
+        rope = Rope(self._table, positions, *norms, self.spec.norm_eps)
         if isinstance(sink, RopeAttention):
             return sink.rope_write_and_attend(attention, qkv, rope)
         heads = (self.spec.num_heads, self.spec.num_kv_heads, self.spec.num_kv_heads)
         query, key, value = qkv.unflatten(1, (-1, self.spec.head_dim)).split(heads, dim=1)
         return sink.write_and_attend(
-            attention, rope.apply_rope(query, layer.query_norm), rope.apply_rope(key, layer.key_norm), value
+            attention, rope.apply_rope(query, rope.query_norm), rope.apply_rope(key, rope.key_norm), value
         )
+
+    def _norm_jointly(self, layer: GpuLayer, qkv: torch.Tensor) -> None:
+        """Norm all queries of a token as one row, and all its keys, in place."""
+        assert layer.query_norm is not None
+        assert layer.key_norm is not None
+        sizes = (self.spec.query_norm_size, self.spec.key_norm_size)
+        query, key, _ = qkv.tensor_split((sizes[0], sum(sizes)), dim=1)
+        for heads, weight in ((query, layer.query_norm), (key, layer.key_norm)):
+            heads.copy_(self._fused.rms_norm(heads, weight, self.spec.norm_eps))
 
 
 def _attention_of(spec: LlamaSpec) -> list[LayerAttention]:
     return [LayerAttention(n, spec.scale, window) for n, window in enumerate(spec.windows)]
 
 
-def elementwise_on(device: torch.device) -> Elementwise:
+def kernels_on(device: torch.device) -> Kernels:
     """Return the fused kernels of a device, plain torch where Triton has none."""
     if device.type != "cuda":
-        return torch_elementwise
-    from gpuworker.kernels import triton_elementwise
+        return Kernels()
+    from gpuworker.kernels import triton_elementwise, triton_experts
 
-    return triton_elementwise
+    return Kernels(triton_elementwise, triton_experts)

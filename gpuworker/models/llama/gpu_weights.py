@@ -1,7 +1,7 @@
 """The weights of a model of the Llama family on a GPU, with products of the same input fused.
 
-q, k and v of a layer are one matrix, gate and up another: one product of twice the width instead of two, and fewer
-launches. Matrices stay [out, in] as in checkpoints; cuBLAS reads either order equally fast.
+q, k and v of a layer are one matrix, gate and up another. One wide product replaces two or three, with fewer launches.
+Matrices stay [out, in] as in checkpoints; cuBLAS reads either order equally fast.
 """
 
 from __future__ import annotations
@@ -25,16 +25,20 @@ from gpuworker.models.llama.weights import (
 
 @dataclass(frozen=True, slots=True)
 class GpuLayer:
-    """The weights of one layer; those that the model does not have are None."""
+    """The weights of one layer; those that the model does not have are None.
+
+    A layer with experts has a router, and its gate_up and down have one more axis before the others: the experts.
+    """
 
     attention_norm: torch.Tensor  # [hidden]
     qkv: torch.Tensor  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]
     qkv_bias: torch.Tensor | None
-    query_norm: torch.Tensor | None  # [head_dim]
+    query_norm: torch.Tensor | None  # [head_dim]; [num_heads * head_dim] where the norm is joint
     key_norm: torch.Tensor | None
     out: torch.Tensor  # [hidden, num_heads * head_dim]
     out_bias: torch.Tensor | None
     mlp_norm: torch.Tensor  # [hidden]
+    router: torch.Tensor | None  # [experts, hidden]
     gate_up: torch.Tensor  # [2 * intermediate, hidden]
     gate_up_bias: torch.Tensor | None
     down: torch.Tensor  # [hidden, intermediate]
@@ -79,6 +83,11 @@ def _layer(names: LayerTensors, joined: Callable[..., torch.Tensor]) -> GpuLayer
     def bias(linear: FusedLinear) -> torch.Tensor | None:
         return joined(*linear.biases) if linear.bias else None
 
+    def mlp(linears: Sequence[FusedLinear]) -> torch.Tensor:
+        made = joined(*(name for linear in linears for name in linear.weights))
+        return made if names.router is None else made.unflatten(0, (len(linears), -1))
+
+    single = names.mlps[0]  # experts have no biases
     return GpuLayer(
         attention_norm=joined(names.attention_norm),
         qkv=joined(*names.qkv.weights),
@@ -88,10 +97,11 @@ def _layer(names: LayerTensors, joined: Callable[..., torch.Tensor]) -> GpuLayer
         out=joined(*names.output.weights),
         out_bias=bias(names.output),
         mlp_norm=joined(names.mlp_norm),
-        gate_up=joined(*names.gate_up.weights),
-        gate_up_bias=bias(names.gate_up),
-        down=joined(*names.down.weights),
-        down_bias=bias(names.down),
+        router=None if names.router is None else joined(names.router),
+        gate_up=mlp([each.gate_up for each in names.mlps]),
+        gate_up_bias=bias(single.gate_up),
+        down=mlp([each.down for each in names.mlps]),
+        down_bias=bias(single.down),
     )
 
 
@@ -110,9 +120,9 @@ def random_weights(spec: LlamaSpec, dtype: torch.dtype, device: torch.device, se
     """
     generator = torch.Generator(device).manual_seed(seed)
 
-    def matrix(rows: int, columns: int) -> torch.Tensor:
-        made = torch.empty((rows, columns), dtype=dtype, device=device)
-        return made.normal_(0.0, columns**-0.5, generator=generator)
+    def matrix(*shape: int) -> torch.Tensor:
+        made = torch.empty(shape, dtype=dtype, device=device)
+        return made.normal_(0.0, shape[-1] ** -0.5, generator=generator)
 
     def ones(size: int) -> torch.Tensor:
         return torch.ones(size, dtype=dtype, device=device)
@@ -120,24 +130,27 @@ def random_weights(spec: LlamaSpec, dtype: torch.dtype, device: torch.device, se
     def bias(size: int, there: bool) -> torch.Tensor | None:
         return torch.zeros(size, dtype=dtype, device=device) if there else None
 
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    width, heads = spec.num_heads * spec.head_dim, spec.num_heads + 2 * spec.num_kv_heads
-    layers = tuple(
-        GpuLayer(
+    def layer(number: int) -> GpuLayer:
+        experts = spec.experts if spec.has_experts(number) else None
+        inner = spec.intermediate_size if experts is None else experts.intermediate_size
+        count = () if experts is None else (experts.count,)
+        return GpuLayer(
             attention_norm=ones(hidden),
             qkv=matrix(heads * spec.head_dim, hidden),
             qkv_bias=bias(heads * spec.head_dim, spec.qkv_bias),
-            query_norm=ones(spec.head_dim) if spec.qk_norm else None,
-            key_norm=ones(spec.head_dim) if spec.qk_norm else None,
+            query_norm=ones(spec.query_norm_size) if spec.qk_norm else None,
+            key_norm=ones(spec.key_norm_size) if spec.qk_norm else None,
             out=matrix(hidden, width),
             out_bias=bias(hidden, spec.o_bias),
             mlp_norm=ones(hidden),
-            gate_up=matrix(2 * inner, hidden),
-            gate_up_bias=bias(2 * inner, spec.mlp_bias),
-            down=matrix(hidden, inner),
-            down_bias=bias(hidden, spec.mlp_bias),
+            router=None if experts is None else matrix(experts.count, hidden),
+            gate_up=matrix(*count, 2 * inner, hidden),
+            gate_up_bias=bias(2 * inner, spec.mlp_bias and experts is None),
+            down=matrix(*count, hidden, inner),
+            down_bias=bias(hidden, spec.mlp_bias and experts is None),
         )
-        for _ in range(spec.num_layers)
-    )
+
+    hidden, width, heads = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_heads + 2 * spec.num_kv_heads
+    layers = tuple(layer(number) for number in range(spec.num_layers))
     embedding = matrix(spec.vocab_size, hidden)
     return GpuWeights(embedding, layers, ones(hidden), embedding if spec.tied else matrix(spec.vocab_size, hidden))

@@ -17,18 +17,24 @@ from typing import Final
 import torch
 
 from gpuworker.checkpoints.quantised import QuantisedLinear
+from gpuworker.models.llama.accepted_losses import by_error, by_type
 from gpuworker.models.llama.linear_choice import LinearShape, choose
-from gpuworker.models.llama.quantise import int4_by_group, int8_by_output
+from gpuworker.models.llama.quantise import int4_by_group, int8_by_output, rounding_error
 from gpuworker.models.llama.weights import FusedLinear, TensorOf
 from gpuworker.native.linear import IntegerWeight, Kind, Rows
 
 KINDS: Final = {torch.float32: Kind.F32, torch.bfloat16: Kind.BF16}
 _INT8: Final = {torch.float32: Kind.I8_F32, torch.bfloat16: Kind.I8_BF16}
 _INT4: Final = {torch.float32: Kind.I4_F32, torch.bfloat16: Kind.I4_BF16}
+# What "auto" chooses among, beside the model's own type, by the name of the option that asks for it.
+_QUANTISED: Final = {"int8": _INT8, "w8a8": dict.fromkeys(KINDS, Kind.W8A8)}
+_NAMES: Final = {kind: name for name, kinds in _QUANTISED.items() for kind in kinds.values()}
 _READABLE: Final = (torch.float32, torch.bfloat16, torch.float16)
 _GROUPS: Final = (128, 64, 32)  # inputs that share a scale in four bits: the first that divides them all
 _GRAIN: Final = 32  # a group of inputs is a multiple of this many
-_log = logging.getLogger(__name__)
+CHOICES: Final = __name__
+"""The log that says what "auto" chose, and why."""
+_log = logging.getLogger(CHOICES)
 
 IntegersOf = Callable[[str], QuantisedLinear | None]
 """Gives a weight of a checkpoint by its name as the integers that are stored; None where it is not stored so."""
@@ -50,6 +56,7 @@ class LinearReader:
         self._tensor_of, self._integers_of = tensor_of, integers_of
         self.dtype, self._quantization = dtype, quantization
         self._chosen: dict[tuple[int, int], Kind] = {}
+        self._held: set[FusedLinear] = set()
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Return a tensor in a type that the library reads. Raises KeyError, ValueError for another shape."""
@@ -62,8 +69,11 @@ class LinearReader:
         """With "auto", time the kinds that lose little for each shape, and log the choice."""
         if self._quantization != "auto":
             return
+        verdicts = {name: by_type(name) for name in _QUANTISED}
+        _log.info("auto takes what loses at most 1 %%: %s", "; ".join(each.why for each in verdicts.values()))
+        accepted = [_QUANTISED[name][self.dtype] for name, each in verdicts.items() if each.accepted]
         shapes = sorted({(linear.outputs, linear.inputs) for linear in linears})
-        kinds = (KINDS[self.dtype], _INT8[self.dtype], Kind.W8A8)
+        kinds = (KINDS[self.dtype], *accepted)
         timed = choose([LinearShape(*shape) for shape in shapes], kinds, torch.get_num_threads(), library=library)
         for shape, choice in zip(shapes, timed, strict=True):
             _log.info("%s", choice)
@@ -73,9 +83,17 @@ class LinearReader:
         """Return the weights of a linear as they are to be packed."""
         stored = self._stored(linear)
         if stored is not None:
+            self._held.add(linear)
             return stored
         kind = self._kind(linear)
-        return LinearWeight(kind, tuple(self._rows(linear, index, kind) for index in range(len(linear.parts))))
+        found = self._packed_as(kind, linear)
+        if self._quantization == "auto" and kind.whole and self._loses_too_much(linear, found):
+            return self._packed_as(KINDS[self.dtype], linear)
+        return found
+
+    def holds_integers(self, linear: FusedLinear) -> bool:
+        """Return whether a linear that was read is held as the integers that the checkpoint stores."""
+        return linear in self._held
 
     def dequantised(self, linear: FusedLinear) -> list[torch.Tensor]:
         """Return the weights of a linear's parts in the model's type, as its products see them."""
@@ -92,6 +110,20 @@ class LinearReader:
             return Kind.W8A8
         four_bits = self._quantization == "int4" and not linear.last and linear.inputs % _GROUPS[-1] == 0
         return (_INT4 if four_bits else _INT8)[self.dtype]
+
+    def _packed_as(self, kind: Kind, linear: FusedLinear) -> LinearWeight:
+        return LinearWeight(kind, tuple(self._rows(linear, index, kind) for index in range(len(linear.parts))))
+
+    def _loses_too_much(self, linear: FusedLinear, found: LinearWeight) -> bool:
+        """Return whether weights round worse than "auto" accepts, and log why."""
+        shapes = ((size, linear.inputs) for size in linear.sizes)
+        weights = map(self.tensor, linear.weights, shapes)
+        pairs = zip(weights, (rows.weight for rows in found.parts), strict=True)
+        error = max(rounding_error(weight, whole) for weight, whole in pairs if isinstance(whole, IntegerWeight))
+        verdict = by_error(_NAMES[found.kind], error)
+        if not verdict.accepted:
+            _log.info("%s stays in %s: %s", linear.parts[0], KINDS[self.dtype].name, verdict.why)
+        return not verdict.accepted
 
     def _rows(self, linear: FusedLinear, index: int, kind: Kind) -> Rows:
         weight = self.tensor(linear.weights[index], (linear.sizes[index], linear.inputs))
@@ -122,24 +154,32 @@ class LinearReader:
     def _floats(self, weight: IntegerWeight) -> torch.Tensor:
         group = weight.values.shape[1] // weight.scales.shape[1]
         zeros = None if weight.zeros is None else weight.zeros.to(torch.int16)
-        return QuantisedLinear("", 8, group, weight.values, weight.scales, zeros).dequantise(self.dtype)
+        whole = QuantisedLinear("", 8, group, weight.values, weight.scales, zeros, minimums=weight.minimums)
+        return whole.dequantise(self.dtype)
 
 
 def _fits(stored: QuantisedLinear) -> bool:
     """Return whether the library can multiply by these integers: inputs in order, groups of a supported size."""
-    whole = stored.scales.shape[1] == 1 and stored.zeros is None
+    whole = stored.scales.shape[1] == 1 and not _shifted(stored)
     return stored.group_of is None and (whole or stored.group_size % _GRAIN == 0)
 
 
 def _integer_weights(stored: Sequence[QuantisedLinear]) -> list[IntegerWeight]:
-    """Return the parts of a linear; where one has zeros, all have them."""
-    zeros = any(each.zeros is not None for each in stored)
+    """Return the parts of a linear; where one has zeros or minimums, all have some."""
+    shifted = any(map(_shifted, stored))
     return [
         IntegerWeight(
-            each.values, each.scales, torch.zeros_like(each.scales) if zeros and each.zeros is None else each.zeros
+            each.values,
+            each.scales,
+            torch.zeros_like(each.scales) if shifted and not _shifted(each) else each.zeros,
+            each.minimums,
         )
         for each in stored
     ]
+
+
+def _shifted(stored: QuantisedLinear) -> bool:
+    return stored.zeros is not None or stored.minimums is not None
 
 
 def in_words(kinds: Iterable[tuple[str, Kind]]) -> str:

@@ -1,13 +1,14 @@
 """Packs the weights of a model of the Llama family for the native forward, straight from the pages of its files.
 
-A tensor of the checkpoint is read once and released when it is packed. Only an embedding that is not also the last
-linear, packed in floats, stays on the pages of its file: a step reads a few rows of it.
+A tensor of the checkpoint is read once and released when it is packed. An embedding that is not also the last linear,
+as the checkpoint stores it, stays on the pages of its file: a step reads a few rows of it.
 """
 
 from __future__ import annotations
 
 import copy
 import ctypes
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -15,7 +16,7 @@ import torch
 from transformers.utils.logging import tqdm
 
 from gpuworker.models.llama.linears import LinearReader, in_words
-from gpuworker.models.llama.spec import LlamaSpec
+from gpuworker.models.llama.spec import ExpertsSpec, LlamaSpec
 from gpuworker.models.llama.weights import (
     EMBEDDING,
     FINAL_NORM,
@@ -24,10 +25,12 @@ from gpuworker.models.llama.weights import (
     head_tensors,
     layer_tensors,
 )
-from gpuworker.native.linear import Arena, Kind, LinearStruct, PackedLinear
-from gpuworker.native.llama import LlamaLayerStruct, LlamaStruct, bind
+from gpuworker.native.linear import Arena, Kind, LinearStruct, PackedLinear, Rows
+from gpuworker.native.llama import ExpertsStruct, ExpertStruct, LlamaLayerStruct, LlamaStruct, bind
 
 _TYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # quire_type
+Holder = LlamaLayerStruct | ExpertStruct | LlamaStruct
+"""A structure with linears as its fields, by their roles."""
 
 
 class PackedModel:
@@ -46,15 +49,31 @@ class PackedModel:
             vocab=spec.vocab_size,
             norm_eps=spec.norm_eps,
             scale=spec.scale,
+            clip=spec.clip or 0.0,
+            joint_norm=spec.joint_norm,
             layers=self.layers,
         )
+        self._experts: list[ExpertsStruct] = []
+        if spec.experts is not None:
+            self._describe(spec.experts)
         self.arena = Arena()
         self._kept: list[torch.Tensor] = []
 
-    def linears(self) -> Iterator[tuple[FusedLinear, LlamaLayerStruct | LlamaStruct]]:
+    def _describe(self, experts: ExpertsSpec) -> None:
+        for layer in itertools.compress(self.layers, experts.layers):
+            each = (ExpertStruct * experts.count)()
+            options = {"top_k": experts.top_k, "normalised": experts.normalised}
+            self._experts.append(ExpertsStruct(each=each, count=experts.count, **options))
+            layer.experts = ctypes.pointer(self._experts[-1])
+
+    def linears(self) -> Iterator[tuple[FusedLinear, Holder]]:
         """Yield all linears in the order in which a step runs them, and the structure that each is a field of."""
         for index, layer in enumerate(self.layers):
-            yield from ((linear, layer) for linear in layer_tensors(self.spec, index).linears)
+            tensors = layer_tensors(self.spec, index)
+            yield from ((linear, layer) for linear in (tensors.qkv, tensors.output))
+            mlps: Sequence[Holder] = layer.experts[0].each[: len(tensors.mlps)] if tensors.router else (layer,)
+            for mlp, holder in zip(tensors.mlps, mlps, strict=True):
+                yield from ((linear, holder) for linear in (mlp.gate_up, mlp.down))
         yield head_tensors(self.spec), self.struct
 
     @property
@@ -98,11 +117,19 @@ def pack_model(library: ctypes.CDLL, spec: LlamaSpec, reader: LinearReader) -> P
     for index, layer in enumerate(packed.layers):
         _fill_norms(packed, layer_tensors(spec, index), layer, reader)
         layer.window = spec.windows[index] or 0
+        _fill_router(packed, layer_tensors(spec, index), layer, reader)
     packed.struct.final_norm = _norm(packed, FINAL_NORM, spec.hidden_size, reader)
-    if not spec.tied or Kind(packed.struct.head.kind).whole:
+    if not _rows_are_in_head(packed, reader):
         embedding = reader.tensor(EMBEDDING, (spec.vocab_size, spec.hidden_size))
         packed.struct.embedding, packed.struct.embedding_type = packed.keep(embedding), _TYPES[embedding.dtype]
     return packed
+
+
+def _rows_are_in_head(packed: PackedModel, reader: LinearReader) -> bool:
+    """Return whether the last linear holds the rows of the embedding, exactly."""
+    if not packed.spec.tied:
+        return False
+    return not Kind(packed.struct.head.kind).whole or reader.holds_integers(head_tensors(packed.spec))
 
 
 def _pack(packed: PackedModel, linear: FusedLinear, reader: LinearReader) -> LinearStruct:
@@ -113,11 +140,18 @@ def _pack(packed: PackedModel, linear: FusedLinear, reader: LinearReader) -> Lin
 
 
 def _fill_norms(packed: PackedModel, tensors: LayerTensors, layer: LlamaLayerStruct, reader: LinearReader) -> None:
-    hidden, head_dim = packed.spec.hidden_size, packed.spec.head_dim
+    spec, hidden = packed.spec, packed.spec.hidden_size
     layer.attention_norm = _norm(packed, tensors.attention_norm, hidden, reader)
     layer.mlp_norm = _norm(packed, tensors.mlp_norm, hidden, reader)
-    layer.query_norm = _norm(packed, tensors.query_norm, head_dim, reader)
-    layer.key_norm = _norm(packed, tensors.key_norm, head_dim, reader)
+    layer.query_norm = _norm(packed, tensors.query_norm, spec.query_norm_size, reader)
+    layer.key_norm = _norm(packed, tensors.key_norm, spec.key_norm_size, reader)
+
+
+def _fill_router(packed: PackedModel, tensors: LayerTensors, layer: LlamaLayerStruct, reader: LinearReader) -> None:
+    """Pack a layer's router. It is never quantised: it decides between experts, and is a small part of a layer."""
+    if tensors.router is not None:
+        rows = Rows(reader.tensor(tensors.router, (len(tensors.mlps), packed.spec.hidden_size)))
+        layer.experts[0].router = PackedLinear([rows], Kind.F32, library=packed.library, arena=packed.arena).struct
 
 
 def _norm(packed: PackedModel, name: str | None, size: int, reader: LinearReader) -> int | None:

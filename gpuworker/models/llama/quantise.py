@@ -37,6 +37,22 @@ def int4_by_group(weight: torch.Tensor, group: int, *, zeros: bool = False) -> I
     return _joined([_least_squares(_grouped(rows, group), zeros) for rows in _slices(weight)], weight)
 
 
+def rounding_error(weight: torch.Tensor, rounded: IntegerWeight) -> float:
+    """Return the root mean square of what rounding changed, over the mean magnitude of a weight [N, K].
+
+    The mean is less than the root mean square where a few large numbers make the steps of all others coarse. Integers
+    with zeros are not expected; a weight of zeros has no error.
+    """
+    lost, whole, begin = 0.0, 0.0, 0
+    for rows in _slices(weight):
+        values, scales = (part[begin : begin + len(rows)] for part in (rounded.values, rounded.scales))
+        found = _grouped(values.float(), weight.shape[1] // scales.shape[1]) * scales[..., None]
+        lost += float((found.view(rows.shape) - rows).square().sum())
+        whole, begin = whole + float(rows.abs().sum()), begin + len(rows)
+    count = weight.numel()
+    return (lost / count) ** 0.5 / (whole / count) if whole else 0.0
+
+
 _Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # values [R, G, group], scales and zeros [R, G]
 
 

@@ -1,0 +1,30 @@
+"""The memory of this machine and of this process, in bytes; importable without torch."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+from typing import Final
+
+# Limit and use of a container's memory in bytes, in the second and in the first version of control groups.
+_CGROUP_MEMORY: Final = (
+    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
+    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
+)
+
+
+def available_bytes() -> int:
+    """Return the memory that processes can still take; a container's limit counts."""
+    import psutil
+
+    available = int(psutil.virtual_memory().available)
+    for limit, used in _CGROUP_MEMORY:
+        if limit.is_file() and (most := limit.read_text().strip()).isdigit():
+            available = min(available, max(0, int(most) - int(used.read_text())))
+    return available
+
+
+def address_space() -> int | None:
+    """Return the bytes of addresses that this process may have (`ulimit -v`); None without a limit."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if limit == resource.RLIM_INFINITY else limit
