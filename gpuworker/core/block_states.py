@@ -8,7 +8,7 @@ block to the cache.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from common.errors import ProtocolViolation
@@ -54,6 +54,10 @@ class BlockStates:
         self.held += 1
         return block
 
+    def forget_unheld(self) -> None:
+        """Forget the content of every block that no block table has: the prefix cache was reset."""
+        self.content = {block: content for block, content in self.content.items() if self.holders[block]}
+
     def reset(self, block: BlockId) -> None:
         """Make a block empty: no slot counts as written, no content is claimed."""
         self.fill[block] = 0
@@ -69,6 +73,17 @@ class BlockStates:
         """Account for a copy queued now: dst gets those of its first `slots` that src holds at this point."""
         self.drop_claim(dst)
         self.fill[dst] = min(self.fill[src], slots)
+
+    def fill_up(self, block_table: Sequence[BlockId], start: int, end: int, shift: int) -> None:
+        """Count the slots of positions start .. end - 1 as filled: drafts wrote them, and were right.
+
+        Slots behind them keep what refused drafts wrote. They do not count, so the next rows write them again.
+        """
+        while start < end:
+            index = start >> shift
+            upto = min(end, (index + 1) << shift)
+            self.fill[block_table[index]] += upto - start
+            start = upto
 
     def hold(self, block_table: Iterable[BlockId]) -> None:
         """Count a block table as holder of its blocks."""
@@ -103,6 +118,12 @@ class BlockStates:
     def parent_index(self, content: Content, index: dict[BlockHash, int]) -> int | None:
         """Return where the parent's claim stands, -1 for a first block, None when no block claims the parent."""
         return -1 if content.parent is None else index.get(content.parent)
+
+    def refuse_unknown(self, blocks: Sequence[BlockId]) -> None:
+        """Raise ProtocolViolation when the worker has no such block: TRIMMED stands in no grant."""
+        if blocks and not 0 <= min(blocks) <= max(blocks) < len(self.fill):
+            wrong = next(block for block in blocks if not 0 <= block < len(self.fill))
+            raise ProtocolViolation(f"the manager named block {wrong}; this worker has 0 to {len(self.fill) - 1}")
 
     def refuse_held(self, granted: list[BlockId]) -> None:
         """Raise ProtocolViolation when a grant repeats a block, or names one that a block table or the pool has."""

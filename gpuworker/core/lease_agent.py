@@ -8,18 +8,22 @@ void: the next session starts from an inventory.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
-from common.errors import AlreadyExists, FieldViolation, InvalidRequest, NotFound, ProtocolViolation
-from common.lease import Admit, Copy, GrantBatch, Inventory, InventorySequence, Report
+from common.errors import AlreadyExists, FieldViolation, InvalidRequest, NotFound
+from common.lease import Admit, Copy, GrantBatch, Inventory, InventorySequence, Report, blocks_needed
 from common.types import TRIMMED, BlockHash, BlockId, FinishReason, SequenceId, SequencePhase, Usage
 from gpuworker.core.batch_plan import ScheduledRow, StepPlan, StepResult
 from gpuworker.core.block_states import BlockStates, Content
+from gpuworker.core.draft_tally import DraftKind, DraftTally, added
+from gpuworker.core.drafting import NO_PRICES, DraftPrices
+from gpuworker.core.grant_check import check_grants
 from gpuworker.core.invariants import violations
 from gpuworker.core.outcomes import AgentConfig, Applied, Completion, Counts, SequenceFinished
 from gpuworker.core.report_builder import ReportBuilder, SessionState
 from gpuworker.core.sequence import NewSequence, Sequence
 from gpuworker.core.step_scheduler import StepScheduler
-from gpuworker.core.stopping import FinishCause
+from gpuworker.core.stopping import LENGTH, FinishCause
 
 MAX_STEPS_IN_FLIGHT = 2
 
@@ -33,15 +37,23 @@ class LeaseAgent:
         self._block_shift = config.block_size.bit_length() - 1
         self._blocks = BlockStates(config.num_blocks)
         self._scheduler = StepScheduler(
-            self._blocks, config.block_size, config.max_num_batched_tokens, config.long_prefill_cap
+            self._blocks,
+            config.block_size,
+            config.max_num_batched_tokens,
+            config.long_prefill_cap,
+            config.max_scored_tokens,
+            config.draft_model,
         )
         self._report = ReportBuilder()
         self._sequences: dict[SequenceId, Sequence] = {}
         self._in_flight: deque[StepPlan] = deque()
         self._copies: list[Copy] = []
         self._lease_target = 0
+        self._want = 0  # at the last report, or at an admission since
         self._next_step = 1
         self._arrivals = 0
+        # The id of the last reset of the prefix cache that was carried out.
+        self.reset = 0
         self._last_sequence = -1
         self._deferred = 0
         self._clear_events()
@@ -50,6 +62,7 @@ class LeaseAgent:
         self._finished: list[SequenceFinished] = []
         self._preempted: list[SequenceId] = []
         self._forgotten: list[SequenceId] = []
+        self._recounted: dict[SequenceId, int] = {}
 
     # ------------------------------------------------------------ requests of clients
 
@@ -64,16 +77,28 @@ class LeaseAgent:
         self._sequences[new.sequence] = sequence
         self._report.reserve(sequence.reserve())
 
+    def unfinished(self) -> list[Sequence]:
+        """Return the sequences that have not ended, in order of arrival."""
+        return [each for each in self._sequences.values() if each.phase is not SequencePhase.DRAINING_FINISH]
+
+    def take_over(self, others: list[Sequence]) -> None:
+        """Queue sequences of an agent whose K/V is void, before the first session; they keep tokens and hashes."""
+        for sequence in others:
+            sequence.restart()
+            self._sequences[sequence.id] = sequence
+            self._arrivals, self._last_sequence = sequence.arrival + 1, sequence.id
+
     def _check_id(self, sequence: SequenceId) -> None:
         if sequence <= self._last_sequence:
             raise AlreadyExists(f"sequence {sequence}: ids rise, and {self._last_sequence} was used already")
 
     def _refuse_impossible(self, sequence: Sequence) -> None:
         prompt, limit, config = sequence.prompt_tokens, sequence.limit, self.config
-        if not 0 < prompt < limit:
+        sampled = int(sequence.new.stop.max_tokens != 0)
+        if not 0 < prompt <= limit - sampled:
             text = f"{prompt} tokens, with room for {limit} in all: at least one is needed, and room to sample one"
             raise InvalidRequest(FieldViolation("prompt", text))
-        needed = -(-limit // config.block_size)
+        needed = blocks_needed(prompt, limit, config.block_size, config.window)
         if needed > config.num_blocks:
             text = (
                 f"{limit} tokens (prompt {prompt}) need {needed} blocks of {config.block_size}; "
@@ -94,7 +119,7 @@ class LeaseAgent:
         """Apply a batch of the current session by columns. Raises ProtocolViolation, with nothing applied, when a grant
         names a block that the worker still holds, or leaves a sequence nothing to compute.
         """
-        self._check(batch)
+        check_grants(batch, self._blocks, self._sequences, self.config.block_size)
         self._lease_target = batch.lease_target
         for copy in batch.copy:
             self._copy(copy)
@@ -102,21 +127,23 @@ class LeaseAgent:
         admitted = tuple([admit for admit in batch.admit if self._admit(admit, copied)])
         for block in batch.lease:
             self._blocks.lease(block)
+        if batch.reset:
+            self._reset_cache(batch.reset)
         preempting = tuple([order for order in batch.preempt if self._preempt(order.sequence)])
         for sequence in batch.cancel:
             self.cancel(sequence)
         self._report.applied()
+        if admitted:
+            self._want = self._scheduler.lease_want(self.config.runway_slots)
         taken = {admit.sequence for admit in admitted}
         dropped = tuple([admit.sequence for admit in batch.admit if admit.sequence not in taken])
         return Applied(admitted, preempting, dropped, len(batch.lease))
 
-    def _check(self, batch: GrantBatch) -> None:
-        granted = [block for admit in batch.admit for block in admit.block_table[admit.n_shared :]]
-        self._blocks.refuse_held([*granted, *batch.lease])
-        for admit in batch.admit:
-            sequence = self._sequences.get(admit.sequence)
-            if sequence is not None and admit.n_shared * self.config.block_size >= len(sequence.tokens):
-                raise ProtocolViolation(f"sequence {sequence.id} shares {admit.n_shared} blocks: all of its tokens")
+    def _reset_cache(self, number: int) -> None:
+        """Forget cached content, and confirm that: the next inventory must not bring it back."""
+        self._blocks.forget_unheld()
+        self.reset = number
+        self._report.reset(number)
 
     def _copy(self, copy: Copy) -> None:
         slots = copy.length % self.config.block_size or self.config.block_size
@@ -156,22 +183,39 @@ class LeaseAgent:
 
     # ------------------------------------------------------------ steps
 
-    def plan(self) -> StepPlan | None:
-        """Plan the next step; None when two are in flight or nothing can run. An idle worker calls it too."""
-        if len(self._in_flight) >= MAX_STEPS_IN_FLIGHT:
+    def plan(self, prices: DraftPrices = NO_PRICES) -> StepPlan | None:
+        """Plan the next step; None when two are in flight or nothing can run. An idle worker calls it too.
+
+        A step with drafts is in flight alone: it starts from known tokens, and the next one from what it accepts. So
+        None, too, when the step in flight has drafts, or when by `prices` it pays to wait for its tokens and draft.
+        """
+        prices = self._priced(self.config.draft_prices or prices)
+        if len(self._in_flight) >= MAX_STEPS_IN_FLIGHT or self._waits_for_tokens(prices):
             return None
-        step = self._scheduler.compose()
+        drafting = self.config.new_drafter is not None and not self._in_flight
+        step = self._scheduler.compose(prices if drafting else None)
         self._report.bind(step.bound)
         self._report.stalled = tuple(sorted(step.stalled))
         self._deferred = step.deferred
+        self._recounted.update(step.recounted)
         self._return_excess()
         if not step.rows:
             return None
-        plan = StepPlan(self._next_step, tuple(step.rows), tuple(self._copies))
+        copies, scored = tuple(self._copies), tuple(step.scored)
+        plan = StepPlan(self._next_step, tuple(step.rows), copies, scored, step.drafts, step.guessing)
         self._copies.clear()
         self._next_step += 1
         self._in_flight.append(plan)
         return plan
+
+    def _priced(self, prices: DraftPrices) -> DraftPrices:
+        return prices if self.config.draft_model is None else self.config.draft_model.priced(prices)
+
+    def _waits_for_tokens(self, prices: DraftPrices) -> bool:
+        """Whether the tokens of the step in flight must be known before the next step is planned."""
+        if self.config.new_drafter is None or not self._in_flight:
+            return False
+        return self._in_flight[-1].drafts > 0 or self._scheduler.wants_to_draft(prices)
 
     def _return_excess(self) -> None:
         """Return the blocks of the pool above the lease target, last leased first; without a session they stay."""
@@ -185,23 +229,40 @@ class LeaseAgent:
         if plan.step != result.step:
             raise ValueError(f"step {result.step} completed, but {plan.step} is the oldest in flight")
         tokens: dict[SequenceId, tuple[int, ...]] = {}
-        computed, shift = 0, self._block_shift
+        computed, drafts, shift = 0, dict[DraftKind, DraftTally](), self._block_shift
+        scored = self._score(plan) if plan.scored else ()
         for row in plan.rows:
             sequence = self._sequences[row.sequence]
+            start, end = row.start, row.start + row.length
             sequence.in_flight -= 1
             if row.samples:
                 sequence.sampling -= 1
-                self._deliver(sequence, result, tokens)
-            start, end = row.start, row.start + row.length
-            computed += row.length
+                self._deliver(sequence, row, result, tokens)
+                if row.drafts:
+                    right = sequence.advance(end, len(result.sampled[sequence.id]) - 1)
+                    self._blocks.fill_up(row.blocks, end, end + right, shift)
+                    end, tally = end + right, DraftTally(len(row.drafts), right)
+                    drafts = added(drafts, {sequence.draft_kind: tally})
+            elif end == sequence.limit and sequence.phase is not SequencePhase.DRAINING_FINISH:
+                self._end(sequence, LENGTH)  # nothing is sampled after its prompt
+            computed += row.length + len(row.drafts)
             if end >> shift != start >> shift:
-                self._close_blocks(sequence, row)
+                self._close_blocks(sequence, row, end)
             if start < sequence.recompute_below:
                 sequence.recomputed += min(end, sequence.recompute_below) - start
             if sequence.phase is not SequencePhase.RUNNING:
                 self._leave_if_idle(sequence)
         self._report.computed(plan)
-        return self._completion(tokens, computed)
+        completion = self._completion(tokens, computed, scored)
+        return replace(completion, drafts=drafts) if drafts else completion
+
+    def _score(self, plan: StepPlan) -> tuple[SequenceId, ...]:
+        """Count the scored positions of a step, and return the sequences that still want them."""
+        found = [(self._sequences[plan.rows[part.row].sequence], part.end) for part in plan.scored]
+        live = [each for each in found if each[0].phase is not SequencePhase.DRAINING_FINISH]
+        for sequence, end in live:
+            sequence.scored = end
+        return tuple([sequence.id for sequence, _ in live])
 
     def departures(self) -> Completion:
         """Return the sequences that ended since the last completion without a step.
@@ -210,13 +271,18 @@ class LeaseAgent:
         """
         return self._completion({}, 0)
 
-    def _completion(self, tokens: dict[SequenceId, tuple[int, ...]], computed: int) -> Completion:
-        completion = Completion(tokens, tuple(self._finished), tuple(self._preempted), tuple(self._forgotten), computed)
-        if self._finished or self._preempted or self._forgotten:
+    def _completion(
+        self, tokens: dict[SequenceId, tuple[int, ...]], computed: int, scored: tuple[SequenceId, ...] = ()
+    ) -> Completion:
+        left = tuple(self._finished), tuple(self._preempted), tuple(self._forgotten)
+        completion = Completion(tokens, *left, computed, scored, recounted=self._recounted)
+        if self._finished or self._preempted or self._forgotten or self._recounted:
             self._clear_events()
         return completion
 
-    def _deliver(self, sequence: Sequence, result: StepResult, tokens: dict[SequenceId, tuple[int, ...]]) -> None:
+    def _deliver(
+        self, sequence: Sequence, row: ScheduledRow, result: StepResult, tokens: dict[SequenceId, tuple[int, ...]]
+    ) -> None:
         """Accept the tokens of a step up to a stop; drop them if the sequence has ended, but not if it is preempted."""
         if sequence.phase is SequencePhase.DRAINING_FINISH:
             return
@@ -224,17 +290,24 @@ class LeaseAgent:
         if ended is not None:
             self._end(sequence, ended)
             return
-        for count, token in enumerate(sampled, start=1):
-            ending = sequence.accept(token, self.config.block_size)
-            if ending is not None:
-                sampled = sampled[:count]
-                self._end(sequence, ending)
-                break
-        tokens[sequence.id] = sampled
+        ending, count = None, 0
+        while ending is None and count < len(sampled):
+            ending = sequence.accept(sampled[count], self.config.block_size)
+            count += 1
+        tokens[sequence.id] = sampled[:count]
+        if row.drafts:
+            sequence.count_drafts(len(row.drafts), min(count, len(sampled) - 1))
+        if ending is not None:
+            self._end(sequence, ending)
+        elif self.config.new_drafter is not None:
+            sequence.follow(sampled, self.config.new_drafter)
+            sequence.expect(sampled, result.forced.get(sequence.id, ()))
 
-    def _close_blocks(self, sequence: Sequence, row: ScheduledRow) -> None:
-        """Seal each block whose last slot this row wrote, by its id in the snapshot; none past the accepted tokens."""
-        end = row.start + row.length
+    def _close_blocks(self, sequence: Sequence, row: ScheduledRow, end: int) -> None:
+        """Seal each block whose last slot before position `end` this row wrote, by its id in the snapshot.
+
+        None is sealed past the accepted tokens.
+        """
         if sequence.hashed:
             for index in range(row.start >> self._block_shift, min(end, len(sequence.tokens)) >> self._block_shift):
                 self._seal(row.blocks[index], sequence.block_hashes, index)
@@ -268,8 +341,8 @@ class LeaseAgent:
             self._halt(sequence)
         sequence.phase = SequencePhase.DRAINING_FINISH
         sequence.reason = ending.reason
-        usage = sequence.usage()
-        self._finished.append(SequenceFinished(sequence.id, ending.reason, usage, ending.stop_token, ending.message))
+        cause = ending.stop_token, ending.message, ending.wrong_field, ending.embedding
+        self._finished.append(SequenceFinished(sequence.id, ending.reason, sequence.usage(), *cause))
 
     def _halt(self, sequence: Sequence) -> None:
         """Leave a sequence out of later steps and of the stalled set, so that it does not come back as stalled."""
@@ -294,6 +367,8 @@ class LeaseAgent:
 
     def _forget(self, sequence: Sequence) -> None:
         del self._sequences[sequence.id]
+        if sequence.drafter is not None and self.config.draft_model is not None:
+            self.config.draft_model.release(sequence.drafter)
         self._report.finished(sequence.id, sequence.reason)
 
     # ------------------------------------------------------------ sessions
@@ -321,11 +396,20 @@ class LeaseAgent:
         self._lease_target = lease_target
         self._report.state = SessionState.OPEN
 
+    @property
+    def report_is_urgent(self) -> bool:
+        """Whether the next report should not wait for later steps: others wait for it, or the pool runs short.
+
+        It does where it has less than half of the lease want, as of the last report or of an admission since.
+        """
+        return self._report.urgent or 2 * len(self._blocks.pool) < self._want
+
     def take_report(self) -> Report | None:
         """Return the next report; None when there is nothing to report, or no session."""
         if self._report.state is not SessionState.OPEN:
             return None
-        return self._report.take(self._scheduler.lease_want(self.config.runway_slots))
+        self._want = self._scheduler.lease_want(self.config.runway_slots)
+        return self._report.take(self._want)
 
     # ------------------------------------------------------------ levels
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from common.lease import Attach, AttachOk, GrantBatch, Inventory, Report
+from common.lease import Attach, AttachOk, GrantBatch, Inventory, Report, highest_plausible_epoch
 from gpuworker.core.lease_agent import LeaseAgent
 from gpuworker.core.outcomes import Applied
 
@@ -29,7 +29,8 @@ class LeaseSession:
         self.session += 1
         self.open = False
         inventory = self.agent.inventory()
-        return replace(self.attach, session=self.session, epoch_seen=self.epoch_seen), inventory
+        attach = replace(self.attach, session=self.session, epoch_seen=self.epoch_seen, reset=self.agent.reset)
+        return attach, inventory
 
     def accept(self, session: int, ok: AttachOk) -> bool:
         """Open the session that a manager accepted; False when the answer is void or the manager outdated."""
@@ -71,5 +72,5 @@ class LeaseSession:
         return session == self.session
 
     def accepts_epoch(self, epoch: int) -> bool:
-        """Whether a manager is at least as new as the newest one accepted so far."""
-        return epoch >= self.epoch_seen
+        """Whether a manager is at least as new as the newest one accepted so far, and its epoch is believable."""
+        return self.epoch_seen <= epoch <= highest_plausible_epoch(self.epoch_seen)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from common.lease import Admit, Preempt
 from common.types import FinishReason, SequenceId, Usage
+from gpuworker.core.draft_tally import DraftTallies, total
+from gpuworker.core.drafting import DraftModel, DraftPrices, NewDrafter
 
 
 @dataclass(frozen=True, slots=True)
 class AgentConfig:
     """Sizes and policies of one worker.
 
-    `block_size` is a power of two. `long_prefill_cap` bounds one prompt's share of a step while others run too; 0 is no
+    `block_size` is a power of two. `max_scored_tokens` bounds the positions of a step that score prompts: each takes a
+    row of logits. `long_prefill_cap` bounds one prompt's share of a step while others run too; 0 is no
     bound. `window` > 0 is the widest attention window of a model whose layers all have one.
     """
 
@@ -24,12 +27,20 @@ class AgentConfig:
     prefix_caching: bool = True
     runway_slots: int = 32
     max_num_seqs: int = 256
+    max_scored_tokens: int = 256
+    new_drafter: NewDrafter | None = None
+    """Makes the drafters of sequences that may draft; None: no step has drafts."""
+    draft_prices: DraftPrices | None = None
+    """Prices to decide by in place of measured ones."""
+    draft_model: DraftModel | None = None
+    """What guesses for drafters that it made itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceFinished:
     """The end of a sequence: why, what it cost, the token that stopped it if one did, and a message for an error.
 
+    `wrong_field` and `embedding` are those of the cause.
     A step in flight may still contain the sequence.
     """
 
@@ -38,6 +49,8 @@ class SequenceFinished:
     usage: Usage
     stop_token: int | None = None
     message: str = ""
+    wrong_field: str = ""
+    embedding: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +69,9 @@ class Completion:
 
     `tokens` are newly delivered ids. `preempted` sequences wait again. No step in flight contains `forgotten`
     sequences, and their block tables are gone: the runner may drop its state. `computed` counts the positions of the
-    step.
+    step. The log-probabilities of the prompts of `scored` sequences are to be delivered. `drafts` counts those of the
+    step by kind. `recounted` has the cached tokens of sequences whose last part of the prompt was planned, where the
+    grants said other numbers.
     """
 
     tokens: dict[SequenceId, tuple[int, ...]]
@@ -64,6 +79,19 @@ class Completion:
     preempted: tuple[SequenceId, ...] = ()
     forgotten: tuple[SequenceId, ...] = ()
     computed: int = 0
+    scored: tuple[SequenceId, ...] = ()
+    drafts: DraftTallies = field(default_factory=dict)
+    recounted: dict[SequenceId, int] = field(default_factory=dict)
+
+    @property
+    def drafted(self) -> int:
+        """Drafts of the step."""
+        return total(self.drafts).drafted
+
+    @property
+    def accepted(self) -> int:
+        """Drafts of the step that were right."""
+        return total(self.drafts).accepted
 
 
 @dataclass(frozen=True, slots=True)

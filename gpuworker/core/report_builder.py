@@ -13,7 +13,7 @@ from common.types import BlockHash, BlockId, FinishReason, SequenceId
 from gpuworker.core.batch_plan import StepPlan
 
 COMPUTED_EVERY = 4
-"""Steps between two reports of computed lengths: they tell what a preemption would lose, and decide nothing."""
+"""Least steps between two reports of computed lengths: they show what a preemption would lose, and decide nothing."""
 
 
 class SessionState(Enum):
@@ -31,6 +31,7 @@ class ReportBuilder:
         self.state = SessionState.DETACHED
         self.stalled: tuple[SequenceId, ...] = ()
         self._step = 0
+        self._completed: StepPlan | None = None
         self.discard()
 
     @property
@@ -42,6 +43,7 @@ class ReportBuilder:
         self._clear_columns()
         self._told_stalled: tuple[SequenceId, ...] | None = None
         self._told_want: int | None = None
+        self._told_computed = -COMPUTED_EVERY
         self._applied = False
 
     def _clear_columns(self) -> None:
@@ -52,7 +54,7 @@ class ReportBuilder:
         self._returned: list[BlockId] = []
         self._preempted: list[tuple[SequenceId, int]] = []
         self._finished: list[tuple[SequenceId, FinishReason]] = []
-        self._computed: list[tuple[SequenceId, int]] = []
+        self._reset = 0
 
     def reserve(self, reserve: Reserve) -> None:
         if self.recording:
@@ -88,6 +90,11 @@ class ReportBuilder:
         if self.recording:
             self._finished.append((sequence, reason))
 
+    def reset(self, number: int) -> None:
+        """Record that a reset of the prefix cache was carried out."""
+        if self.recording:
+            self._reset = number
+
     def applied(self) -> None:
         """Record that a batch took effect: a worker that is still stalled must report it again.
 
@@ -96,10 +103,22 @@ class ReportBuilder:
         self._applied = True
 
     def computed(self, plan: StepPlan) -> None:
-        """Count a completed step; every few steps, record how far each of its rows has come."""
-        self._step = plan.step
-        if self.recording and plan.step % COMPUTED_EVERY == 0:
-            self._computed = [(row.sequence, row.start + row.length) for row in plan.rows]
+        """Count a completed step: its rows say how far their sequences have come."""
+        self._step, self._completed = plan.step, plan
+
+    @property
+    def urgent(self) -> bool:
+        """Whether others wait for the content: not so for blocks that were bound, sealed or trimmed."""
+        return bool(
+            self._reserve
+            or self._finished
+            or self._preempted
+            or self._returned
+            or self._reset
+            or self._told_want is None
+            or self.stalled != self._told_stalled
+            or (self.stalled and self._applied)
+        )
 
     def take(self, lease_want: int) -> Report | None:
         """Return the next report, with the level `lease_want`; None without content or without a session."""
@@ -117,11 +136,20 @@ class ReportBuilder:
             finished=tuple(self._finished),
             stalled=stalled,
             lease_want=lease_want,
-            computed=tuple(self._computed),
+            computed=self._take_computed(),
+            reset=self._reset,
         )
         self._clear_columns()
         self._told_stalled, self._told_want, self._applied = self.stalled, lease_want, False
         return report
+
+    def _take_computed(self) -> tuple[tuple[SequenceId, int], ...]:
+        """Return the computed lengths of the last step's rows where the report may cause a preemption, else nothing."""
+        causes = self.stalled or self._reserve
+        if not causes or self._completed is None or self._step - self._told_computed < COMPUTED_EVERY:
+            return ()
+        self._told_computed = self._step
+        return tuple([(row.sequence, row.start + row.length) for row in self._completed.rows])
 
     def _worth_sending(self, lease_want: int) -> bool:
         return bool(
@@ -140,5 +168,5 @@ class ReportBuilder:
             or self._preempted
             or self._returned
             or self._trim
-            or self._computed
+            or self._reset
         )

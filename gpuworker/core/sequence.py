@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.hashing import block_hash_of, next_digest
 from common.lease import Reserve
 from common.types import BlockHash, BlockId, FinishReason, SequenceId, SequencePhase, Usage
+from gpuworker.core.draft_tally import DraftKind, DraftTallies, DraftTally, added, total
+from gpuworker.core.drafting import Drafter, NewDrafter, Outlook, Speculation
 from gpuworker.core.stopping import FinishCause, StopRule
 
 
@@ -16,7 +18,7 @@ class NewSequence:
 
     `sequence` rises from one submission to the next. `block_hashes` are those of the prompt's full blocks;
     `parent_digest` is the 32-byte digest of the last of them, or the root. `max_len` bounds prompt and output together,
-    in tokens.
+    in tokens. The logits at positions `score_from` to `score_until` - 1 give the log-probabilities of the next token.
     """
 
     sequence: SequenceId
@@ -30,20 +32,35 @@ class NewSequence:
     fork_of: SequenceId | None = None
     no_cache: bool = False
     traceparent: str = ""
+    tenant: str = ""
+    weight: float = 1.0
+    score_from: int = 0
+    score_until: int = 0
+    speculation: Speculation | None = None
+    """What the sequence drafts from; None where it may not draft."""
 
 
 class Sequence:
     """State of a live sequence. Positions count from 0; position p holds token p.
 
     `num_computed_tokens` is the next position to compute; it includes steps in flight. `sampling` counts the tokens
-    that steps in flight will sample, so `len(tokens) + sampling` tokens are known when the next step starts.
+    that steps in flight will sample, so `len(tokens) + sampling` tokens are known when the next step starts. Positions
+    before `scored` need no log-probabilities any more; this run gives those from `score_from` on. `cached_tokens`
+    counts the prompt's tokens, in full blocks, that other sequences computed. A block that was granted as a hit does
+    not count where the sequence computes it after all. `announced_hits` are those of the grant, until all is planned.
+    `forced` are tokens that a constraint forces to follow `tokens`. `draft_kind` is that of the last guesses.
     """
 
     __slots__ = (
+        "announced_hits",
         "arrival",
         "block_hashes",
         "block_table",
         "cached_tokens",
+        "draft_kind",
+        "drafter",
+        "drafts",
+        "forced",
         "hashed",
         "in_flight",
         "limit",
@@ -57,6 +74,9 @@ class Sequence:
         "recompute_below",
         "recomputed",
         "sampling",
+        "score_from",
+        "score_until",
+        "scored",
         "seniority",
         "snapshot",
         "tokens",
@@ -80,11 +100,18 @@ class Sequence:
         self.in_flight = 0
         self.sampling = 0
         self.trimmed = 0
-        self.cached_tokens: int | None = None
+        self.cached_tokens = 0
+        self.announced_hits: int | None = None
         self.reason = FinishReason.CANCELLED
         self.recomputed = 0
         self.recompute_below = 0
         self.preemptions = 0
+        self.scored = self.score_from = new.score_from
+        self.score_until = new.score_until
+        self.drafter: Drafter | None = None
+        self.forced: tuple[int, ...] = ()
+        self.draft_kind = DraftKind.NGRAM
+        self.drafts: DraftTallies = {}
 
     @property
     def id(self) -> SequenceId:
@@ -92,19 +119,37 @@ class Sequence:
         return self.new.sequence
 
     @property
+    def computes_all(self) -> bool:
+        """Whether log-probabilities of the prompt are missing: then every position must be computed."""
+        return self.scored < self.score_until
+
+    @property
     def draining(self) -> bool:
         """Whether the sequence is out of all later plans and keeps its block table only for steps in flight."""
         return self.phase in (SequencePhase.DRAINING_FINISH, SequencePhase.DRAINING_PREEMPT)
 
     def start(self, block_table: tuple[BlockId, ...], cached_tokens: int) -> None:
-        """Run on `block_table`. Only the first admission counts cached tokens: later ones repeat its work."""
+        """Run on `block_table`; `cached_tokens` are those of the grant."""
+        if not self.preemptions:
+            self.announced_hits = cached_tokens
         self.phase = SequencePhase.RUNNING
         self.block_table = list(block_table)
         self.snapshot = block_table
         self.num_computed_tokens = 0
         self.trimmed = 0
-        if self.cached_tokens is None:
-            self.cached_tokens = cached_tokens
+        self.score_from = self.scored
+
+    def skip(self, position: int, block_size: int) -> None:
+        """Go on from `position`, because other sequences computed those before it."""
+        full_blocks = (self.prompt_tokens - 1) // block_size * block_size
+        first = max(self.num_computed_tokens, self.recompute_below)
+        self.cached_tokens += max(0, min(position, full_blocks) - first)
+        self.num_computed_tokens = position
+
+    def settle_hits(self) -> int | None:
+        """Return the cached tokens, once all the prompt is planned, if the grant said another number; else None."""
+        announced, self.announced_hits = self.announced_hits, None
+        return None if announced in (None, self.cached_tokens) else self.cached_tokens
 
     def requeue(self) -> None:
         """Wait again, after a preemption, with all tokens so far."""
@@ -112,6 +157,12 @@ class Sequence:
         self.recompute_below = max(self.recompute_below, self.num_computed_tokens)
         self.block_table, self.snapshot, self.num_computed_tokens = [], None, 0
         self.preemptions += 1
+
+    def restart(self) -> None:
+        """Wait again, without steps in flight, after the worker's K/V became void."""
+        if self.phase is not SequencePhase.WAITING:
+            self.requeue()
+        self.in_flight = self.sampling = 0
 
     def blocks(self) -> tuple[BlockId, ...]:
         """Return the block table as a tuple, rebuilt only after a change."""
@@ -134,6 +185,47 @@ class Sequence:
         new = self.new
         return new.stop.ending(token, length - self.prompt_tokens, length, self.limit)
 
+    def follow(self, sampled: tuple[int, ...], new_drafter: NewDrafter) -> None:
+        """Let the drafter see new tokens, which are accepted already; it is made with the first of them."""
+        if self.drafter is not None:
+            self.drafter.take(sampled)
+        elif (speculation := self.new.speculation) is not None:
+            before = speculation.output_before + len(self.tokens) - self.prompt_tokens
+            self.drafter = new_drafter(self.tokens, replace(speculation, output_before=before))
+
+    def expect(self, sampled: tuple[int, ...], forced: tuple[int, ...]) -> None:
+        """Note what a constraint forces to follow new tokens; without news, what it forced before goes on."""
+        known = self.forced
+        self.forced = forced or (known[len(sampled) :] if known[: len(sampled)] == sampled else ())
+
+    def outlook(self, sampling: int) -> Outlook:
+        """Return how the sequence may go on behind tokens that steps in flight sample, so many."""
+        if len(self.forced) > sampling:
+            return Outlook(1.0, len(self.forced) - sampling)
+        if self.drafter is None:
+            return Outlook(0.0)
+        return Outlook(self.drafter.chance, behind=self.drafter.behind, left=self.limit - len(self.tokens))
+
+    def propose(self, most: int) -> tuple[int, ...]:
+        """Return up to `most` guesses, and note what kind they are; no step is in flight."""
+        if self.forced:
+            self.draft_kind = DraftKind.FORCED
+            return self.forced[:most]
+        if self.drafter is None:
+            return ()
+        self.draft_kind = DraftKind.NGRAM if self.drafter.behind is None else DraftKind.MODEL
+        return self.drafter.propose(most)
+
+    def count_drafts(self, drafted: int, accepted: int) -> None:
+        """Count the drafts of a step, and those that became output."""
+        self.drafts = added(self.drafts, {self.draft_kind: DraftTally(drafted, accepted)})
+
+    def advance(self, end: int, right: int) -> int:
+        """Count positions from `end` on as computed, as many as drafts were right and are tokens; return how many."""
+        right = min(right, len(self.tokens) - end)
+        self.num_computed_tokens += right
+        return right
+
     def reserve(self) -> Reserve:
         """Return the reservation that queues this sequence at the manager, at its present length."""
         new = self.new
@@ -146,14 +238,22 @@ class Sequence:
             fork_of=new.fork_of if len(self.tokens) == self.prompt_tokens else None,
             request_id=new.request_id,
             traceparent=new.traceparent,
+            tenant=new.tenant,
+            weight=new.weight,
+            computes_all=self.computes_all,
         )
 
     def usage(self) -> Usage:
         """Return what the sequence has cost so far, in tokens."""
+        drafts, of_model = total(self.drafts), self.drafts.get(DraftKind.MODEL, DraftTally())
         return Usage(
             prompt_tokens=self.prompt_tokens,
-            cached_tokens=self.cached_tokens or 0,
+            cached_tokens=self.cached_tokens,
             output_tokens=len(self.tokens) - self.prompt_tokens,
             recomputed_tokens=self.recomputed,
             preemptions=self.preemptions,
+            drafted_tokens=drafts.drafted,
+            accepted_draft_tokens=drafts.accepted,
+            model_drafted_tokens=of_model.drafted,
+            accepted_model_draft_tokens=of_model.accepted,
         )

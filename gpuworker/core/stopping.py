@@ -9,11 +9,17 @@ from common.types import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class FinishCause:
-    """Why a sequence ends: the part of `SequenceFinished` that a stop rule or a constraint decides."""
+    """Why a sequence ends: the part of `SequenceFinished` that a stop rule or a constraint decides.
+
+    `wrong_field` names the field of the request that is to blame for an error; empty where it is none.
+    """
 
     reason: FinishReason
     stop_token: int | None = None
     message: str = ""
+    wrong_field: str = ""
+    embedding: bytes = b""
+    """The pooled vector of a sequence that embeds, in little-endian float32."""
 
 
 LENGTH = FinishCause(FinishReason.LENGTH)

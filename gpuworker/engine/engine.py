@@ -11,17 +11,21 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from common.clock import Clock
-from common.errors import EngineFailure, InvalidRequest, ProtocolViolation
-from common.lease import Admit, Attach, Attached, Connected, Detached, Granted, LeaseChannel, LeaseEvent
-from common.types import FinishReason, SequenceId, TokenLogprobs, Usage
-from gpuworker.core.batch_plan import StepPlan, StepResult, StepRunner
+from common.errors import EngineFailure, ProtocolViolation, QuireError
+from common.lease import Attach, Attached, Connected, Detached, Granted, LeaseChannel, LeaseEvent
+from common.types import FinishReason, SequenceId, SequencePhase, Usage
+from gpuworker.core.batch_plan import StepNotBuilt, StepPlan, StepResult, StepRunner
+from gpuworker.core.draft_tally import DraftKind, DraftTally, added
 from gpuworker.core.lease_agent import LeaseAgent
 from gpuworker.core.lease_session import LeaseSession
 from gpuworker.core.outcomes import Applied, Completion, SequenceFinished
-from gpuworker.engine.ports import Chunk, EngineLoad, EngineOutputs, EngineRequest, OutputSink
+from gpuworker.engine.gathered_outputs import GatheredOutputs
+from gpuworker.engine.ports import Chunk, EngineLoad, EngineRequest, OutputSink
+from gpuworker.engine.report_pace import ReportPace
+from gpuworker.engine.start_watch import StartWatch
 from gpuworker.engine.step_rates import StepRates
 
 log = logging.getLogger(__name__)
@@ -38,39 +42,13 @@ class _Flight:
     predicted: float
     began: float = 0.0
     began_ns: int = 0
+    after: float | None = None
+    """When the step before it was over, if no other step was in flight then or since."""
+    ahead: bool = False
+    """Whether it was planned while another step was in flight."""
 
     def begin(self, clock: Clock) -> None:
         self.began, self.began_ns = clock.monotonic(), clock.time_ns()
-
-
-@dataclass(slots=True)
-class _Gathered:
-    """The outputs of one turn of the engine's loop."""
-
-    admitted: list[Admit] = field(default_factory=list)
-    tokens: list[tuple[SequenceId, tuple[int, ...]]] = field(default_factory=list)
-    logprobs: dict[SequenceId, list[TokenLogprobs]] = field(default_factory=dict)
-    finished: list[SequenceFinished] = field(default_factory=list)
-    preempted: list[SequenceId] = field(default_factory=list)
-    chunks: list[Chunk] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.tokens or self.admitted or self.finished or self.preempted or self.chunks)
-
-    def pack(self, step: int) -> EngineOutputs:
-        """Return the gathered outputs and clear them."""
-        outputs = EngineOutputs(
-            step,
-            tuple(self.admitted),
-            tuple(self.tokens),
-            {sequence: tuple(each) for sequence, each in self.logprobs.items()},
-            tuple(self.finished),
-            tuple(self.preempted),
-            tuple(self.chunks),
-        )
-        for part in (self.admitted, self.tokens, self.logprobs, self.finished, self.preempted, self.chunks):
-            part.clear()
-        return outputs
 
 
 class Engine:
@@ -98,7 +76,11 @@ class Engine:
         self._flights: deque[_Flight] = deque()
         self._commands: deque[EngineRequest | tuple[SequenceId, FinishReason]] = deque()
         self._steps, self._sampled, self._scheduled, self._rates = 0, 0, 0, StepRates()
-        self._outputs, self._load, self._load_taken = _Gathered(), EngineLoad(), 0.0
+        self._drafts = dict[DraftKind, DraftTally]()
+        self._over_at: float | None = None  # when the last step in flight was over, within a turn
+        self._outputs, self._load, self._load_taken = GatheredOutputs(), EngineLoad(), 0.0
+        self._starts = StartWatch()
+        self._pace = ReportPace(self._agent.config.runway_slots)
         self._wake, self._stopping = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.ended: Future[None] = Future()
@@ -182,9 +164,14 @@ class Engine:
             self._sink(self._outputs.pack(self._steps))
         if worked:
             self._refresh_load()
+        self._over_at = None  # a step that comes after this turn has waited for work, not for the engine
         return worked
 
     def _send_report(self) -> bool:
+        now = self._clock.monotonic()
+        if self._flights and not self._pace.due(now) and not self._agent.report_is_urgent:
+            return False  # a running step brings another turn
+        self._pace.looked(now)
         said = self._lease.take_report()
         if said is None:
             return False
@@ -207,7 +194,7 @@ class Engine:
     def _take_request(self, request: EngineRequest) -> None:
         try:
             self._agent.submit(request.new)
-        except InvalidRequest as refused:
+        except QuireError as refused:
             usage = Usage(prompt_tokens=len(request.new.tokens))
             self._finish_with_error(request.new.sequence, str(refused), usage)
         else:
@@ -255,19 +242,38 @@ class Engine:
         for admit in applied.admitted:
             request = self._requests[admit.sequence]
             tokens = self._agent.tokens_of(admit.sequence)
-            self._runner.add(admit.sequence, tokens, request.sampling, request.prompt_tokens)
-            self._in_runner.add(admit.sequence)
             self._outputs.admitted.append(admit)
+            self._starts.admitted(admit.sequence, self._clock.monotonic())
+            self._in_runner.add(admit.sequence)
+            try:
+                self._runner.add(admit.sequence, tokens, request.sampling, request.prompt_tokens)
+            except Exception as error:
+                log.exception("the runner refuses sequence %d, which ends", admit.sequence)
+                self._end_with_error(admit.sequence, f"the sequence cannot be run: {error!r}")
         self._settle(self._agent.departures())
+
+    def _end_with_error(self, sequence: SequenceId, message: str) -> None:
+        """End one sequence for a reason that is its own."""
+        self._agent.cancel(sequence, FinishReason.ERROR)
+        left = self._agent.departures()
+        ends = [replace(end, message=message) if end.sequence == sequence else end for end in left.finished]
+        self._settle(replace(left, finished=tuple(ends)))
 
     # ------------------------------------------------------------ steps
 
     def _launch(self) -> bool:
-        plan = self._agent.plan()
+        plan = self._agent.plan(self._rates.prices)
         if plan is None:
             return False
-        flight = _Flight(plan, self._runner.submit(plan), self._rates.predict(plan))
+        try:
+            result = self._runner.submit(plan)
+        except StepNotBuilt as failure:
+            self._leave_out(failure)
+            return True
+        flight = _Flight(plan, result, self._rates.predict(plan))
         flight.begin(self._clock)
+        flight.ahead = bool(self._flights)
+        flight.after = None if flight.ahead else self._over_at
         self._flights.append(flight)
         flight.result.add_done_callback(lambda _: self.wake())
         return True
@@ -283,22 +289,38 @@ class Engine:
                 self._fail(failure)
                 return True
             self._flights.popleft()
+            self._time(flight, result.seconds)
             if self._flights:
                 self._flights[0].begin(self._clock)
             self._take_result(flight, result)
         return worked
 
+    def _time(self, flight: _Flight, seconds: float) -> None:
+        """Learn from when a step is over: the pace of steps that are planned ahead, or the gap before one alone."""
+        now = self._clock.monotonic()
+        if flight.ahead:
+            self._rates.learn_pace(flight.plan, now - flight.began)
+        elif flight.after is not None:
+            self._rates.learn_gap(now - flight.after - flight.plan.guessing - seconds)
+        self._over_at = None if self._flights else now
+
     def _take_result(self, flight: _Flight, result: StepResult) -> None:
         self._steps += 1
+        self._pace.completed(flight.plan)
         self._rates.learn(flight.plan, result.seconds)
         self._trace_rows(flight)
+        if self._starts:
+            self._outputs.started.extend(self._starts.stepped(flight.plan, flight.began, self._name_of))
         completion = self._agent.complete(result)
         self._outputs.tokens.extend(completion.tokens.items())
         self._sampled += sum(map(len, completion.tokens.values()))
         self._scheduled += completion.computed
+        self._drafts = added(self._drafts, completion.drafts)
         for sequence, logprobs in result.logprobs.items():
             if sequence in completion.tokens:
                 self._outputs.logprobs.setdefault(sequence, []).extend(logprobs[: len(completion.tokens[sequence])])
+        for sequence in completion.scored:
+            self._outputs.prompt_logprobs.setdefault(sequence, []).extend(result.prompt_logprobs[sequence])
         self._settle(completion)
 
     def _trace_rows(self, flight: _Flight) -> None:
@@ -309,15 +331,23 @@ class Engine:
             if row.sequence in self._traced:
                 request = self._requests[row.sequence]
                 decode = row.samples and row.length == 1 and row.start >= request.prompt_tokens
-                chunk = Chunk(row.sequence, row.start, row.length, flight.began_ns, now, decode)
+                chunk = Chunk(row.sequence, row.start, row.length, flight.began_ns, now, decode, len(row.drafts))
                 self._outputs.chunks.append(chunk)
+
+    def _name_of(self, sequence: SequenceId) -> str:
+        request = self._requests.get(sequence)
+        return request.new.request_id if request is not None else ""
 
     def _settle(self, completion: Completion) -> None:
         """Process sequences that ended or lost their blocks."""
+        self._outputs.recounted.update(completion.recounted)
         for end in completion.finished:
             self._outputs.finished.append(end)
             self._requests.pop(end.sequence, None)
             self._traced.discard(end.sequence)
+            self._starts.left(end.sequence)
+        for sequence in completion.preempted:
+            self._starts.left(sequence)
         self._outputs.preempted.extend(completion.preempted)
         for sequence in completion.forgotten:
             self._runner.remove(sequence)
@@ -329,16 +359,39 @@ class Engine:
         for flight in self._flights:
             flight.result.exception()  # the steps queued behind it have failed too, or fail at once
         self._flights.clear()
-        for sequence in self._requests:
+        self._begin_anew(failure, frozenset(self._requests))
+
+    def _leave_out(self, failure: StepNotBuilt) -> None:
+        """Handle a step that was planned and cannot be built: end the sequences that are the cause.
+
+        The plan counts slots as written that nothing writes, so a new incarnation begins, in which the others run on.
+        """
+        agent = self._agent
+        while self._flights:
+            self._flights[0].result.exception()  # waits
+            self._harvest()
+        if agent is not self._agent:
+            return  # a step in flight failed, and ended everything
+        culprits = failure.culprits & self._requests.keys()
+        log.error("a step could not be built; of its sequences %s end: %s", sorted(culprits) or "all", failure)
+        self._begin_anew(failure, culprits or frozenset(self._requests))
+
+    def _begin_anew(self, failure: EngineFailure, ended: frozenset[SequenceId]) -> None:
+        """Begin a new incarnation. Sequences that did not end wait again, with the tokens that they have."""
+        for sequence in ended:
             self._finish_with_error(sequence, str(failure), self._agent.usage(sequence))
+            del self._requests[sequence]
+        others = [each for each in self._agent.unfinished() if each.id in self._requests]
+        self._outputs.preempted.extend(each.id for each in others if each.phase is not SequencePhase.WAITING)
         for sequence in self._in_runner:  # including those that ended while a step in flight still contained them
             self._runner.remove(sequence)
-        self._requests.clear()
-        self._traced.clear()
+        self._traced &= self._requests.keys()
         self._in_runner.clear()
-        lease = self._lease
+        self._starts.clear()
+        agent, lease = self._new_agent(), self._lease
+        agent.take_over(others)
         attach = replace(self._new_attach(), session=lease.session, epoch_seen=lease.epoch_seen)
-        self._lease = LeaseSession(self._new_agent(), attach)
+        self._lease = LeaseSession(agent, attach)
         self._leave_session()
 
     # ------------------------------------------------------------ levels
@@ -362,4 +415,5 @@ class Engine:
             manager_attached=self._lease.open,
             decode_times=self._rates.decode_times,
             mixed_times=self._rates.mixed_times,
+            drafts=self._drafts,
         )

@@ -1,8 +1,8 @@
 """The worker's end of the lease protocol: a LeaseChannel over gRPC that always works towards a session.
 
 The client lives on the worker's I/O loop. The engine's thread calls `poll`, `attach`, `send` and `reconnect`; none of
-them blocks. Events cross in a deque, commands by `call_soon_threadsafe`. A stream is never resumed: after any failure
-the client opens a new stream, after a jittered delay, and asks the engine for a new Attach.
+them blocks. Events cross in a deque, commands by `call_soon_threadsafe`. A stream is never resumed. After any failure,
+and a jittered delay, the client opens a new stream and asks the engine for a new Attach.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ from common.lease import (
     Inventory,
     LeaseEvent,
     Report,
+    highest_plausible_epoch,
 )
-from common.rpc.server import open_channel
+from common.limits import MAX_LEASE_OUTBOX
+from common.process.supervised import Supervisor
+from common.rpc.server import Dial, open_channel
 from common.wire.inventory_codec import inventory_chunks
 from common.wire.lease_codec import (
     attach_ok_from_proto,
@@ -84,6 +87,8 @@ class _Connection:
         self.queued.append((self.sent, time.perf_counter()))
         message.session, message.seq, message.ack = self.session, self.sent, self.received
         self.outbox.put_nowait(message)
+        if self.outbox.qsize() > MAX_LEASE_OUTBOX:
+            self.end(f"it left {MAX_LEASE_OUTBOX} messages unread")
 
     def round_trip(self, ack: int) -> float | None:
         """Return the seconds since message `ack` was queued, None when it was answered before."""
@@ -108,7 +113,7 @@ class LeaseClient:
 
     The I/O loop calls `on_event` whenever `poll` has something new, and `on_refused` when the manager refuses this
     worker for good (another identity); the client then retries rarely. `on_round_trip` takes the seconds from a report
-    to its grants.
+    to its grants. `supervisor` begins the client again should a defect end it.
     """
 
     def __init__(
@@ -118,9 +123,12 @@ class LeaseClient:
         on_refused: Callable[[AttachRejected], None] = lambda rejected: None,
         rng: random.Random | None = None,
         on_round_trip: Callable[[float], None] = lambda seconds: None,
+        dial: Dial = open_channel,
+        supervisor: Supervisor | None = None,
     ) -> None:
         self._address, self._on_event, self._on_refused = address, on_event, on_refused
-        self._on_round_trip = on_round_trip
+        self._on_round_trip, self._dial = on_round_trip, dial
+        self._supervisor = supervisor or Supervisor()
         self._rng = rng or random.Random()
         self._events: deque[tuple[int, LeaseEvent]] = deque()
         self._connection: _Connection | None = None
@@ -133,7 +141,7 @@ class LeaseClient:
     async def start(self) -> None:
         """Begin to connect. Call `close` at the end."""
         self._loop = asyncio.get_running_loop()
-        self._task = asyncio.create_task(self._run(), name="lease-client")
+        self._task = self._supervisor.run("lease client", self._run)
 
     async def close(self) -> None:
         """End the session and stop; the engine gets Detached."""
@@ -170,7 +178,16 @@ class LeaseClient:
     def _on_loop(self, function: Callable[..., None], *arguments: object) -> None:
         assert self._loop is not None, "start the client first"
         with suppress(RuntimeError):  # the loop was closed: the process ends, and nothing waits for the message
-            self._loop.call_soon_threadsafe(function, *arguments)
+            self._loop.call_soon_threadsafe(self._command, function, *arguments)
+
+    def _command(self, function: Callable[..., None], *arguments: object) -> None:
+        """Carry out a command of the engine. After an error the session ends: the manager may lack what was said."""
+        try:
+            function(*arguments)
+        except Exception:
+            log.exception("a command of the engine failed")
+            if self._connection is not None:
+                self._connection.end("a message to it could not be made; this worker's log has the details")
 
     # ------------------------------------------------------------ I/O loop: commands
 
@@ -217,6 +234,8 @@ class LeaseClient:
                     self._on_refused(refused.rejected)
             except (aio.AioRpcError, ProtocolViolation, StaleEpoch, TimeoutError) as error:
                 log.warning("no session with KV manager %s: %s", self._address, _in_words(error))
+            except Exception:  # a worker that no longer attaches is of no use, and nothing else would say so
+                log.exception("the session with KV manager %s ended by an error", self._address)
             await asyncio.sleep(self._next_delay(longest))
 
     def _next_delay(self, longest: bool) -> float:
@@ -226,7 +245,7 @@ class LeaseClient:
 
     async def _connect(self) -> None:
         """Open one stream and serve it until it ends, for whatever reason."""
-        async with open_channel(self._address) as channel:
+        async with self._dial(self._address) as channel:
             call: _Call = kvmanager_pb2_grpc.KvManagerServiceStub(channel).Session()
             try:
                 async with asyncio.timeout(OPEN_TIMEOUT_S):
@@ -241,6 +260,7 @@ class LeaseClient:
         self._connection = connection
         self._post(Connected())
         reader, writer = asyncio.create_task(self._read(connection)), asyncio.create_task(self._write(connection))
+        writer.add_done_callback(lambda ended: _writer_ended(connection, ended))
         try:
             await asyncio.wait((reader, connection.ended), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -296,10 +316,18 @@ class LeaseClient:
         ok = attach_ok_from_proto(message)
         if ok.epoch < connection.epoch_seen:
             raise StaleEpoch(f"a manager of epoch {ok.epoch} answered; {connection.epoch_seen} was seen before")
+        if ok.epoch > highest_plausible_epoch(connection.epoch_seen):
+            raise ProtocolViolation(f"the manager names epoch {ok.epoch}; no manager of this pool can have that one")
         connection.answered = True
         self._failures = 0
         assert connection.session is not None
         self._post(Attached(connection.session, ok))
+
+
+def _writer_ended(connection: _Connection, writer: asyncio.Task[None]) -> None:
+    """End a connection whose writer ended by a defect: reports would only gather."""
+    if not writer.cancelled() and (error := writer.exception()) is not None:
+        connection.end(f"messages to it could not be written ({error!r})")
 
 
 def _in_words(error: Exception) -> str:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from common.lease import Admit
 from common.types import SamplingParams, SequenceId, TokenLogprobs
+from gpuworker.core.draft_tally import DraftTallies, total
 from gpuworker.core.outcomes import SequenceFinished
 from gpuworker.core.sequence import NewSequence
 from gpuworker.engine.step_rates import NO_STEPS, StepTimes
@@ -28,6 +29,7 @@ class Chunk:
     """One traced sequence's part of a step: `length` positions from `start`; wall-clock begin and end in ns.
 
     `decode`: the part computed a sampled token, to sample the next one; otherwise prompt, or work lost by a preemption.
+    `drafts` were verified besides.
     """
 
     sequence: SequenceId
@@ -36,11 +38,27 @@ class Chunk:
     begin_ns: int
     end_ns: int
     decode: bool = False
+    drafts: int = 0
+
+
+class Started(NamedTuple):
+    """The first step of an admitted sequence is over; it began `wait_seconds` after the admission.
+
+    In that time `ahead_tokens` positions were computed for other sequences, most of them for request `ahead_of`.
+    """
+
+    sequence: SequenceId
+    wait_seconds: float
+    ahead_tokens: int
+    ahead_of: str
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOutputs:
-    """The outputs of one turn of the engine's loop; at most one of these a step."""
+    """The outputs of one turn of the engine's loop; at most one of these a step.
+
+    `recounted` has the cached tokens of sequences whose grants said other numbers; it comes with their first tokens.
+    """
 
     step: int
     admitted: tuple[Admit, ...] = ()
@@ -49,6 +67,9 @@ class EngineOutputs:
     finished: tuple[SequenceFinished, ...] = ()
     preempted: tuple[SequenceId, ...] = ()
     chunks: tuple[Chunk, ...] = ()
+    prompt_logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    recounted: dict[SequenceId, int] = field(default_factory=dict)
+    started: tuple[Started, ...] = ()
 
 
 OutputSink = Callable[[EngineOutputs], None]
@@ -82,3 +103,14 @@ class EngineLoad:
     manager_attached: bool = False
     decode_times: StepTimes = NO_STEPS
     mixed_times: StepTimes = NO_STEPS
+    drafts: DraftTallies = field(default_factory=dict)
+
+    @property
+    def drafted_tokens(self) -> int:
+        """Drafts that steps verified."""
+        return total(self.drafts).drafted
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Drafts that were right."""
+        return total(self.drafts).accepted

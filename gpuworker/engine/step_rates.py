@@ -1,7 +1,8 @@
-"""The rates that the worker learns from its own steps: the time of a decode step and of a prefilled token.
+"""The rates that the worker measures on its own steps: the time of a decode step and of a prefilled token.
 
-A step is predicted to take decode_step + prefill_token x prefill tokens. Both rates are exponential averages over
-completed steps (weight 0.1). The second is learnt only from steps whose prefill is large enough to stand out.
+A step is predicted to take decode_step + prefill_token x prefill tokens + draft x drafts. The rates are exponential
+averages over completed steps (weight 0.1). That of prefill is learnt only from steps whose prefill is large enough to
+stand out, and that of drafts from steps without prefill.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 from gpuworker.core.batch_plan import StepPlan
+from gpuworker.core.drafting import NO_PRICES, DraftPrices
 
 _WEIGHT = 0.1
 _ENOUGH_PREFILL = 16
+_FORGETTING = 0.99  # of what drafts cost, a step: a cost that was measured too high would never be measured again
 # Upper bounds of the buckets of step times, in seconds; the last bucket has none.
 STEP_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
@@ -44,8 +47,8 @@ class _Tally:
 
 
 def prefill_tokens(plan: StepPlan) -> int:
-    """Positions of a step beyond one for each row that samples a token."""
-    return plan.scheduled_tokens - sum(row.samples for row in plan.rows)
+    """Positions of a step beyond one for each row that samples a token, and beyond drafts."""
+    return sum(row.length - row.samples for row in plan.rows)
 
 
 class StepRates:
@@ -54,6 +57,9 @@ class StepRates:
     def __init__(self) -> None:
         self.decode_step = 0.0
         self.prefill_token = 0.0
+        self.draft = 0.0
+        self.gap = 0.0
+        self.pace = 0.0
         self._decodes, self._mixed = _Tally(), _Tally()
 
     @property
@@ -71,12 +77,37 @@ class StepRates:
         prefilled = prefill_tokens(plan)
         if prefilled and not self.prefill_token:
             return 0.0
-        return self.decode_step + self.prefill_token * prefilled
+        return self.decode_step + self.prefill_token * prefilled + self.draft * plan.drafts
+
+    @property
+    def prices(self) -> DraftPrices:
+        """What a draft costs, as far as it is learnt; a position of a prompt stands in for a draft.
+
+        Small steps that are planned ahead come at the pace of the engine, which is slower than that of the device. So
+        a step alone may cost less than its gap.
+        """
+        if not self.decode_step:
+            return NO_PRICES
+        pace = max(self.pace, self.decode_step)
+        return DraftPrices(pace, self.draft or self.prefill_token, max(0.0, self.gap + self.decode_step - pace))
+
+    def learn_pace(self, plan: StepPlan, seconds: float) -> None:
+        """Learn how long after the step before it a step ended that was planned ahead."""
+        if not plan.drafts and not prefill_tokens(plan):
+            self.pace = _blend(self.pace, seconds)
+
+    def learn_gap(self, seconds: float) -> None:
+        """Learn how long the device waits for a step that is planned when the one before is over."""
+        self.gap = _blend(self.gap, max(0.0, seconds))
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
         prefilled = prefill_tokens(plan)
+        self.draft, self.gap = _FORGETTING * self.draft, _FORGETTING * self.gap
         (self._mixed if prefilled else self._decodes).add(seconds)
-        if prefilled == 0 or seconds < self.decode_step:
+        if plan.drafts and seconds >= self.decode_step:
+            if not prefilled:
+                self.draft = _blend(self.draft, (seconds - self.decode_step) / plan.drafts)
+        elif prefilled == 0 or seconds < self.decode_step:
             # A step with prefill that is quicker than the learnt decode step shows that disturbed steps were learnt.
             # Where every request asks for one token, no step of decodes alone corrects the average.
             self.decode_step = _blend(self.decode_step, seconds)

@@ -5,18 +5,24 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from common.checkpoint.hub import checkpoint_directory
-from common.errors import Unsupported
-from common.process.cores import usable_cores
+from common.checkpoint.pooling import Pooling, asked_pooling, name_of, needs_every_token
+from common.checkpoint.tokenizer_file import tokenizer_json
+from common.errors import FieldViolation, InvalidConfig, Unsupported
+from common.process.cores import compute_cores
+from common.process.topology import here
 from common.settings.options import ModelImpl
 from common.types import ANY_ARITHMETIC, KvGeometry
 from gpuworker.attention.backends import BackendFactory, BackendOptions, make_backend
 from gpuworker.attention.interface import AttentionBackend
 from gpuworker.config import GpuWorkerSettings
+from gpuworker.core.drafting import MAX_STEP_DRAFTS
 from gpuworker.engine.ports import MaskLateness
+from gpuworker.memory.byte_plan import BytePlan, in_words
 from gpuworker.memory.devices import default_threads, dtype_name, pick_device
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.models.bit_equality import refuse_unequal_bits
@@ -26,20 +32,28 @@ from gpuworker.models.hf.model import TransformersModel
 from gpuworker.models.llama.cpu_model import LlamaCpuModel
 from gpuworker.models.llama.gpu_model import LlamaGpuModel
 from gpuworker.models.self_test import self_test
+from gpuworker.models.threshold_test import beyond_thresholds, tiny_model
+from gpuworker.native.library import NativeUnavailable, use_level
 from gpuworker.plane.checkpoint_facts import eos_token_ids
 from gpuworker.plane.data_plane import DataPlane, Facts, pool_identity
+from gpuworker.plane.draft_model import assemble_draft, load_draft
 from gpuworker.plane.memory import MemoryOptions, plan_memory
+from gpuworker.plane.speculative import refuse_unequal_drafts
 from gpuworker.runner.cuda_graphs import graph_launcher
+from gpuworker.runner.draft_model import RunnerDraftModel
 from gpuworker.runner.executor import ExecutorFactory
 from gpuworker.runner.launcher import LauncherFactory
 from gpuworker.runner.model_runner import ModelRunner, RunnerLimits
 from gpuworker.runner.native_executor import native_executor
+from gpuworker.runner.pooling import Pooler
+from gpuworker.runner.pooling_launcher import pooling_launcher
 from gpuworker.runner.thread_executor import thread_executor
 from gpuworker.structured.grammars import GrammarCompiler
 
 _log = logging.getLogger(__name__)
 _MAX_NUM_SEQS = {"cuda": 256}
 _MAX_NUM_SEQS_ELSEWHERE = 64
+_MOST_CHARACTERS = 200  # of an error of torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +62,14 @@ class ModelPlane(DataPlane):
 
     model: TransformersModel | LlamaModel
     runner: ModelRunner
+    draft: RunnerDraftModel | None = None
+
+    @property
+    def draft_model(self) -> RunnerDraftModel | None:
+        return self.draft
+
+    def start_lines(self) -> list[str]:
+        return [*self.memory.lines(), *([] if self.draft is None else [self.draft.in_words()])]
 
     @property
     def grammars(self) -> GrammarCompiler | None:
@@ -67,7 +89,9 @@ def assemble(settings: GpuWorkerSettings) -> ModelPlane:
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
     torch.set_num_threads(settings.threads or default_threads())
-    directory = checkpoint_directory(settings.model)
+    _use_level(settings.cpu_level)
+    directory = checkpoint_directory(settings.model, revision=settings.revision)
+    pooling = asked_pooling(settings.pooling, directory)
     source = ModelSource(
         model=str(directory),
         dtype=settings.dtype,
@@ -75,34 +99,82 @@ def assemble(settings: GpuWorkerSettings) -> ModelPlane:
         seed=settings.seed,
         kv_cache_dtype=settings.kv_cache_dtype,
         quantization=settings.quantization,
+        pooled=pooling is not None,
     )
     options = BackendOptions(deterministic=settings.deterministic)
     backend = partial(make_backend, "auto", options=options)
     model, geometry = _open(source, device, settings.model_impl, backend)
+    if settings.speculation != "none":
+        refuse_unequal_drafts(settings.speculation, model, pooling)
+    draft = load_draft(settings, source, lambda of: _open(of, device, settings.model_impl, backend))
     arithmetic = _fixed_arithmetic(model, geometry, backend) if settings.deterministic else ANY_ARITHMETIC
-    max_num_seqs = settings.max_num_seqs or _MAX_NUM_SEQS.get(device.type, _MAX_NUM_SEQS_ELSEWHERE)
-    memory = plan_memory(model, geometry, context_limit(model.config), _memory_options(settings, max_num_seqs))
-    if isinstance(model, LlamaCpuModel):
-        model.reserve(settings.max_num_batched_tokens, max_num_seqs)
-    cache = KvCache(geometry, memory.num_blocks, settings.block_size, device)
+    max_num_seqs = settings.num_seqs(_MAX_NUM_SEQS.get(device.type, _MAX_NUM_SEQS_ELSEWHERE))
+    limit, positions = context_limit(model.config), getattr(model.config, "max_position_embeddings", None) or 0
+    if limit < positions:
+        _log.warning("longrope: running up to its original length of %d positions, not %d", limit, positions)
+    options_of_memory = _memory_options(settings, max_num_seqs, pooling)
+    memory = plan_memory(model, geometry, limit, options_of_memory)
+    if isinstance(model, LlamaCpuModel) and pooling is None:
+        model.reserve(settings.max_num_batched_tokens, max_num_seqs + _drafts(settings))
+    cache = allocated_cache(geometry, memory, device)
     limits = RunnerLimits(max_num_seqs, memory.max_model_len, settings.threads or 0)
     eos = eos_token_ids(directory)
-    identity = pool_identity(settings, directory, geometry, arithmetic)
+    identity = pool_identity(settings, directory, geometry, arithmetic, pooling)
     attention = backend(cache)
-    executor = executor_for(model, _launcher(settings, model, cache, attention, limits))
-    runner = ModelRunner(model, cache, attention, limits, executor, eos)
-    runner.constrain(GrammarCompiler(directory / "tokenizer.json", model.vocab_size, eos))
-    return ModelPlane(settings, identity, memory, runner, max_num_seqs, _facts(settings, model, eos), model)
+    if pooling is None:
+        executor = executor_for(model, _launcher(settings, model, cache, attention, limits))
+        runner = ModelRunner(model, cache, attention, limits, executor, eos)
+        grammars = GrammarCompiler(_tokenizer_json(settings.tokenizer or directory), model.vocab_size, eos)
+        runner.constrain(grammars, foresee=settings.speculation != "none")
+    else:
+        executor = executor_for(model, pooling_launcher(model, attention))
+        runner = ModelRunner(model, cache, attention, limits, executor, eos, Pooler(pooling))
+    drafting = None
+    if draft is not None:
+        vocab, factory = model.vocab_size, executor_for(draft.model)
+        drafting = assemble_draft(settings, draft, memory, vocab, options_of_memory, backend, factory)
+        runner.also_closed.append(drafting.close)
+    return ModelPlane(settings, identity, memory, runner, max_num_seqs, _facts(settings, model, eos), model, drafting)
+
+
+def _use_level(level: str) -> None:
+    try:
+        use_level(level)
+    except NativeUnavailable as reason:
+        raise InvalidConfig(FieldViolation("--cpu-level", f"{reason}; or leave it at auto")) from reason
+
+
+def allocated_cache(geometry: KvGeometry, memory: BytePlan, device: torch.device) -> KvCache:
+    """Return the KV cache. Raises InvalidConfig when the system does not give its memory."""
+    try:
+        return KvCache(geometry, memory.num_blocks, memory.block_size, device)
+    except (MemoryError, OSError, RuntimeError) as error:
+        first = str(error).strip().partition("\n")[0][:_MOST_CHARACTERS]
+        what = f"{in_words(memory.kv)} for the KV cache cannot be had on {device}: {first}; ask for less"
+        raise InvalidConfig(FieldViolation("--kv-memory", what)) from error
+
+
+def _tokenizer_json(directory: Path) -> Path:
+    """Return the tokenizer of constraints; without one, requests with a constraint are refused."""
+    try:
+        return tokenizer_json(directory) or directory / "tokenizer.json"
+    except InvalidConfig as error:
+        _log.warning("no constraints can be followed: %s", error)
+        return directory / "tokenizer.json"
 
 
 def _facts(settings: GpuWorkerSettings, model: TransformersModel | LlamaModel, eos: tuple[int, ...]) -> Facts:
     device = model.device
     words = str(device)
     if device.type == "cpu":
-        threads = settings.threads or default_threads()
-        words = f"cpu with {threads} {'thread' if threads == 1 else 'threads'} of {usable_cores()} cores"
+        words = _cpu_words(settings.threads or default_threads(), compute_cores(here()))
     software = f"torch {torch.__version__}"
     return Facts(model.vocab_size, eos, dtype_name(model.dtype), str(device), words, software)
+
+
+def _cpu_words(threads: int, cores: int) -> str:
+    of = f"{threads} {'thread' if threads == 1 else 'threads'} of {cores} {'core' if cores == 1 else 'cores'}"
+    return f"cpu with {of}"
 
 
 def _open(
@@ -113,7 +185,9 @@ def _open(
     if native is not None:
         return native
     model = load_model(source, device)
-    return model, self_test(model, backend)
+    geometry = self_test(model, backend)
+    beyond_thresholds(model.config, lambda tiny, length: self_test(tiny_model(tiny, device), backend, length=length))
+    return model, geometry
 
 
 def executor_for(model: TransformersModel | LlamaModel, launcher: LauncherFactory | None = None) -> ExecutorFactory:
@@ -146,7 +220,14 @@ def _fixed_arithmetic(model: TransformersModel | LlamaModel, geometry: KvGeometr
     return model.arithmetic
 
 
-def _memory_options(settings: GpuWorkerSettings, max_num_seqs: int) -> MemoryOptions:
+def _drafts(settings: GpuWorkerSettings) -> int:
+    """Return how many drafts a step has at most."""
+    return 0 if settings.speculation == "none" else MAX_STEP_DRAFTS
+
+
+def _memory_options(settings: GpuWorkerSettings, max_num_seqs: int, pooling: Pooling | None) -> MemoryOptions:
+    every = needs_every_token(name_of(pooling))
+    pooled = 0 if pooling is None else settings.max_num_batched_tokens if every else max_num_seqs
     return MemoryOptions(
         block_size=settings.block_size,
         kv_blocks=settings.kv_blocks,
@@ -155,5 +236,7 @@ def _memory_options(settings: GpuWorkerSettings, max_num_seqs: int) -> MemoryOpt
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_model_len=settings.max_model_len,
-        cuda_graphs=settings.cuda_graphs,
+        cuda_graphs=settings.cuda_graphs and pooling is None,
+        drafts=_drafts(settings),
+        pooled_tokens=pooled,
     )

@@ -5,11 +5,12 @@ A multi-modal checkpoint keeps some numbers in its `text_config`; they are read 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from common.checkpoint.completed import completed
+from common.checkpoint.files import read_config, read_object
 from common.errors import FieldViolation, InvalidConfig
 from common.types import KvGeometry
 
@@ -28,14 +29,11 @@ _DTYPES: Final = ("float32", "bfloat16", "float16")
 
 
 class CheckpointFacts:
-    """config.json of a checkpoint. Raises InvalidConfig when the file or a requested number is missing."""
+    """config.json of a checkpoint. Raises InvalidConfig when the file is broken, or a requested number is missing."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / "config.json"
-        if not self._path.is_file():
-            what = f"no config.json in {directory}; expected a checkpoint in Hugging Face format"
-            raise InvalidConfig(FieldViolation("--model", what))
-        whole: dict[str, Any] = json.loads(self._path.read_text(encoding="utf-8"))
+        whole = completed(read_config(directory))
         text = whole.get("text_config")
         self._config: Mapping[str, Any] = {**whole, **text} if isinstance(text, dict) else whole
 
@@ -68,9 +66,12 @@ class CheckpointFacts:
 
 def eos_token_ids(directory: Path) -> tuple[int, ...]:
     """Return the ids that end a generation, rising: those of generation_config.json, else of config.json."""
-    for name in ("generation_config.json", "config.json"):
-        path = directory / name
-        found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-        if found is not None:
+    generation, config = (
+        read_object(path) if (path := directory / name).is_file() else {}
+        for name in ("generation_config.json", "config.json")
+    )
+    config = completed(config)
+    for part in (generation, config, config.get("text_config") or {}):
+        if (found := part.get("eos_token_id")) is not None:
             return tuple(sorted(set(found if isinstance(found, list) else [found])))
     return ()

@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
-import os
+import secrets
 import socket
-import time
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 from common.checkpoint.fingerprint import model_fingerprint, tokenizer_fingerprint
-from common.lease import Attach
+from common.checkpoint.pooling import Pooling, name_of, needs_every_token
+from common.lease import Attach, public_incarnation
 from common.types import KvGeometry, PoolIdentity
 from common.wire.identity_codec import identity_to_proto
+from common.wire.lease_codec import INCARNATION_BYTES
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.core.batch_plan import StepRunner
+from gpuworker.core.drafting import DraftModel, NewDrafter, NgramDrafter
 from gpuworker.core.outcomes import AgentConfig
 from gpuworker.engine.ports import MaskLateness
-from gpuworker.memory.byte_plan import BytePlan
+from gpuworker.memory.byte_plan import BytePlan, max_scored_tokens
 from gpuworker.structured.grammars import GrammarCompiler
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 
 
-def pool_identity(settings: GpuWorkerSettings, directory: Path, geometry: KvGeometry, arithmetic: str) -> PoolIdentity:
+def pool_identity(
+    settings: GpuWorkerSettings,
+    directory: Path,
+    geometry: KvGeometry,
+    arithmetic: str,
+    pooling: Pooling | None = None,
+) -> PoolIdentity:
     """Return the identity that a worker must share with its pool; random weights differ by their seed."""
     seed = settings.seed if settings.load_format == "dummy" else None
-    fingerprints = model_fingerprint(directory, seed), tokenizer_fingerprint(directory)
-    return PoolIdentity(*fingerprints, settings.block_size, geometry, arithmetic=arithmetic)
+    fingerprints = model_fingerprint(directory, seed), tokenizer_fingerprint(settings.tokenizer or directory)
+    return PoolIdentity(*fingerprints, settings.block_size, geometry, arithmetic=arithmetic, pooling=name_of(pooling))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +61,23 @@ class DataPlane:
     facts: Facts
 
     @property
+    def prefix_caching(self) -> bool:
+        """Whether prompts may begin with cached blocks: not where the hidden state of every token is needed."""
+        return self.settings.prefix_caching and not needs_every_token(self.identity.pooling)
+
+    @property
+    def draft_model(self) -> DraftModel | None:
+        """What guesses beside n-grams; None without --draft-model."""
+        return None
+
+    @property
+    def new_drafter(self) -> NewDrafter | None:
+        """What makes the drafters of sequences; None without --speculative."""
+        if self.settings.speculation == "none":
+            return None
+        return NgramDrafter if self.draft_model is None else self.draft_model.new_drafter
+
+    @property
     def grammars(self) -> GrammarCompiler | None:
         """The compiler of requests' constraints; None where the runner supports none."""
         return None
@@ -70,21 +95,24 @@ class DataPlane:
             max_num_batched_tokens=settings.max_num_batched_tokens,
             long_prefill_cap=settings.long_prefill_cap or 0,
             window=self.identity.kv_geometry.window,
-            prefix_caching=settings.prefix_caching,
+            prefix_caching=self.prefix_caching,
             max_num_seqs=self.max_num_seqs,
+            max_scored_tokens=max_scored_tokens(self.facts.vocab_size),
+            new_drafter=self.new_drafter,
+            draft_model=self.draft_model,
         )
 
     def attach(self, worker_id: str, address: str) -> Attach:
-        """Return the identity part of an attach, with a new incarnation: start time in ns, then random."""
+        """Return the identity part of an attach, with a new incarnation, which is secret."""
         return Attach(
             worker_id=worker_id,
-            incarnation=time.time_ns().to_bytes(8, "big") + os.urandom(8),
+            incarnation=secrets.token_bytes(INCARNATION_BYTES),
             session=0,
             epoch_seen=0,
             identity=self.identity,
             num_blocks=self.memory.num_blocks,
             address=address,
-            prefix_caching=self.settings.prefix_caching,
+            prefix_caching=self.prefix_caching,
             max_num_seqs=self.max_num_seqs,
         )
 
@@ -96,7 +124,7 @@ class DataPlane:
         facts = self.facts
         return pb.WorkerInfo(
             worker_id=attach.worker_id,
-            incarnation=attach.incarnation,
+            incarnation=public_incarnation(attach.incarnation),
             address=attach.address,
             model=self.settings.model,
             identity=identity_to_proto(self.identity),
@@ -109,7 +137,7 @@ class DataPlane:
             device=facts.device,
             dtype=facts.dtype,
             version=f"quire {version('quire')}, {facts.software}",
-            prefix_caching=self.settings.prefix_caching,
+            prefix_caching=self.prefix_caching,
         )
 
     def memory_message(self) -> pb.MemoryPlan:

@@ -14,9 +14,10 @@ import torch
 from transformers import PretrainedConfig
 
 from common.errors import FieldViolation, InvalidConfig
+from common.lease import blocks_needed
 from common.types import KvGeometry
 from gpuworker.attention.torch_backend import MAX_MASK
-from gpuworker.memory.byte_plan import GIB, BytePlan, bytes_per_block, in_words
+from gpuworker.memory.byte_plan import GIB, BytePlan, bytes_per_block, in_words, longest_sequence, max_scored_tokens
 from gpuworker.memory.devices import free_bytes, total_bytes
 from gpuworker.models.choose import LlamaModel
 from gpuworker.models.hf.model import TransformersModel
@@ -27,6 +28,7 @@ from gpuworker.runner.cuda_graphs import graph_bytes
 
 _CPU_KV_BYTES, _CPU_KV_FRACTION = GIB, 0.25
 _CPU_NUM_SEQS, _CUDA_NUM_SEQS = 64, 256
+_MOST = 2**31 - 1  # slots of a pool, and places of the token table: steps carry them as int32
 _LOGITS_BYTES = 16  # for each token of the vocabulary: float32 logits and weights, float64 cumulative sums
 
 
@@ -42,6 +44,8 @@ class MemoryOptions:
     max_num_batched_tokens: int = 2048
     max_model_len: int | None = None
     cuda_graphs: bool = False
+    drafts: int = 0  # of a step at most, each with a row of logits
+    pooled_tokens: int = 0  # of a step, whose hidden states are pooled; 0: rows are sampled
 
 
 def plan_memory(
@@ -67,11 +71,13 @@ def plan_memory(
     free = free_bytes(device) - (mapped_weight_bytes() if device.type == "cpu" else 0)
     room = _room(device, free, options) - activations - graphs - table
     num_blocks = _num_blocks(device, room, block, options)
+    if options.kv_blocks is None:
+        num_blocks = min(num_blocks, _MOST // options.block_size)
     plan = BytePlan(
         device=str(device),
         total=total_bytes(device),
         free=free,
-        weights=weight_bytes(model.module) if isinstance(model, TransformersModel) else model.weight_bytes,
+        weights=_weights(model),
         activations=activations,
         token_table=table,
         block_bytes=block,
@@ -79,17 +85,61 @@ def plan_memory(
         block_size=options.block_size,
         kv_dtype=geometry.dtype,
         model_limit=model_limit,
-        max_model_len=min(wanted_len, num_blocks * options.block_size),
+        max_model_len=longest_sequence(wanted_len, num_blocks, options.block_size, geometry.window),
         max_num_seqs=seqs,
         graphs=graphs,
+        window=geometry.window,
     )
-    _refuse_too_small(plan, room, options)
+    _refuse_too_small(plan, room, options, geometry.window)
+    _refuse_too_large(num_blocks * options.block_size, seqs * (wanted_len + 1))
     return plan
+
+
+def plan_draft(
+    target: BytePlan,
+    model: TransformersModel | LlamaModel,
+    geometry: KvGeometry,
+    model_limit: int,
+    options: MemoryOptions,
+) -> BytePlan:
+    """Return the byte plan of a draft model beside its target's: as many tokens of K/V, or as many as there is room
+    for. Raises InvalidConfig, with the numbers, when not one sequence of the target's longest fits.
+    """
+    length, seqs = min(model_limit, target.max_model_len), target.max_num_seqs
+    sized = replace(options, max_num_seqs=seqs, max_model_len=length, drafts=0, pooled_tokens=0)
+    activations, table = _activations(model, geometry, sized), 4 * seqs * (length + 1)
+    block, least = bytes_per_block(geometry, target.block_size), -(-length // target.block_size)
+    room = target.left - activations - table
+    num_blocks = min(max(target.num_blocks, least), max(0, room) // block)
+    if num_blocks < least:
+        what = (
+            f"its K/V of one sequence of {length} tokens takes {in_words(least * block)}, its steps"
+            f" {in_words(activations + table)}, and {in_words(target.left)} are left on {target.device}; lower"
+            " --max-model-len or --kv-memory, or leave it out"
+        )
+        raise InvalidConfig(FieldViolation("--draft-model", what))
+    return replace(
+        target,
+        free=target.left,
+        weights=_weights(model),
+        activations=activations,
+        token_table=table,
+        block_bytes=block,
+        num_blocks=num_blocks,
+        kv_dtype=geometry.dtype,
+        model_limit=model_limit,
+        max_model_len=length,
+        window=geometry.window,
+    )
+
+
+def _weights(model: TransformersModel | LlamaModel) -> int:
+    return weight_bytes(model.module) if isinstance(model, TransformersModel) else model.weight_bytes
 
 
 def mapped_weight_bytes() -> int:
     """Return the bytes of weights on pages of their files: they are in memory, but the system can drop them."""
-    return sum(each.rss for each in psutil.Process().memory_maps() if each.path.endswith(".safetensors"))
+    return sum(each.rss for each in psutil.Process().memory_maps() if each.path.endswith((".safetensors", ".gguf")))
 
 
 def weight_bytes(module: torch.nn.Module) -> int:
@@ -116,7 +166,15 @@ def _num_blocks(device: torch.device, room: int, block: int, options: MemoryOpti
     return max(0, min(_CPU_KV_BYTES, int(_CPU_KV_FRACTION * room))) // block
 
 
-def _refuse_too_small(plan: BytePlan, room: int, options: MemoryOptions) -> None:
+def _refuse_too_large(slots: int, places: int) -> None:
+    """Refuse pools whose slots, or tables whose places, a step could not name."""
+    for flag, count in (("--kv-blocks", slots), ("--max-num-seqs", places)):
+        if count > _MOST:
+            what = f"asks for {count} tokens in all; kernels count them in 32 bits, up to {_MOST}"
+            raise InvalidConfig(FieldViolation(flag, what))
+
+
+def _refuse_too_small(plan: BytePlan, room: int, options: MemoryOptions, window: int) -> None:
     block, kv = in_words(plan.block_bytes), in_words(plan.kv)
     flag = "--kv-memory" if options.kv_memory is not None else "--kv-blocks"
     if plan.num_blocks < 1:
@@ -127,7 +185,7 @@ def _refuse_too_small(plan: BytePlan, room: int, options: MemoryOptions) -> None
         what = f"{plan.num_blocks} blocks take {kv}; {in_words(room)} may be taken on {plan.device}"
         raise InvalidConfig(FieldViolation(flag, what))
     if options.max_model_len is not None and plan.max_model_len < options.max_model_len:
-        needed = -(-options.max_model_len // plan.block_size)
+        needed = blocks_needed(options.max_model_len, options.max_model_len, plan.block_size, window)
         what = (
             f"one sequence of {options.max_model_len} tokens takes {needed} blocks"
             f" ({in_words(needed * plan.block_bytes)}); the KV cache has {plan.num_blocks} ({kv}), enough for"
@@ -138,9 +196,21 @@ def _refuse_too_small(plan: BytePlan, room: int, options: MemoryOptions) -> None
 
 def _activations(model: TransformersModel | LlamaModel, geometry: KvGeometry, options: MemoryOptions) -> int:
     if isinstance(model, LlamaCpuModel):
-        seqs = options.max_num_seqs or 0
-        return model.scratch_bytes(options.max_num_batched_tokens, seqs) + _LOGITS_BYTES * seqs * model.vocab_size
+        kept = options.pooled_tokens or _logits_rows(model, options)
+        return model.scratch_bytes(options.max_num_batched_tokens, kept) + _result_bytes(model, options)
     return _measure_activations(model, options) if model.device.type == "cuda" else _estimate(model, geometry, options)
+
+
+def _logits_rows(model: TransformersModel | LlamaModel, options: MemoryOptions) -> int:
+    """Return how many rows of logits a step has at most: those that sample, and those that score prompts."""
+    return (options.max_num_seqs or 0) + options.drafts + max_scored_tokens(model.vocab_size)
+
+
+def _result_bytes(model: TransformersModel | LlamaModel, options: MemoryOptions) -> int:
+    """Return the bytes of a step's logits, or of the hidden states of two steps in flight and of one that is pooled."""
+    if options.pooled_tokens:
+        return 3 * 4 * options.pooled_tokens * model.hidden_size
+    return _LOGITS_BYTES * _logits_rows(model, options) * model.vocab_size
 
 
 def _estimate(model: TransformersModel | LlamaGpuModel, geometry: KvGeometry, options: MemoryOptions) -> int:
@@ -154,12 +224,14 @@ def _estimate(model: TransformersModel | LlamaGpuModel, geometry: KvGeometry, op
     inner = max(inner, _size(config, "num_experts_per_tok") * _size(config, "moe_intermediate_size"))
     gathered = 4 * context * geometry.num_kv_heads * (geometry.head_dim_k + geometry.head_dim_v)
     mask = 5 * min(tokens * context, MAX_MASK)  # as booleans, and as the floats that torch converts them to
-    logits = _LOGITS_BYTES * (options.max_num_seqs or 0) * model.vocab_size
-    return tokens * (8 * hidden + 3 * inner) * model.dtype.itemsize + gathered + mask + logits
+    results = _result_bytes(model, options)
+    return tokens * (8 * hidden + 3 * inner) * model.dtype.itemsize + gathered + mask + results
 
 
 def _size(config: PretrainedConfig, name: str) -> int:
-    return int(getattr(config, name, 0) or 0)
+    """Return a size of the configuration, the largest where each layer has its own; 0 without it."""
+    found = getattr(config, name, 0) or 0
+    return max(map(int, found), default=0) if isinstance(found, list | tuple) else int(found)
 
 
 def _measure_activations(model: TransformersModel | LlamaGpuModel, options: MemoryOptions) -> int:
@@ -169,7 +241,7 @@ def _measure_activations(model: TransformersModel | LlamaGpuModel, options: Memo
     before = torch.cuda.memory_allocated(device)
     tokens = torch.arange(options.max_num_batched_tokens, device=device)
     positions = tokens % (options.max_model_len or 1)  # a model has rope angles, or position embeddings, of no more
-    logits = model.forward(torch.zeros_like(tokens), positions, tokens[: options.max_num_seqs], CallRecorder())
+    logits = model.forward(torch.zeros_like(tokens), positions, tokens[: _logits_rows(model, options)], CallRecorder())
     peak = torch.cuda.max_memory_allocated(device) - before
     sampling = 4 * logits.numel() * logits.itemsize
     del logits

@@ -6,9 +6,9 @@ step belongs to a generation. A new generation begins when every sequence of the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -19,12 +19,15 @@ from common.lease import Copy
 from common.types import SequenceId, TokenLogprobs
 from gpuworker.attention.interface import AttentionBackend
 from gpuworker.core.batch_plan import StepResult
+from gpuworker.core.drafting import verified
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.memory.token_table import TokenTable
 from gpuworker.models.step_model import StepModel
 from gpuworker.runner.launcher import LaidOutStep
 from gpuworker.sampling.rows import SampledTokens
 from gpuworker.sampling.sampler import token_logprobs
+
+_Tokens = dict[SequenceId, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +40,54 @@ class RunnerStep:
     work: LaidOutStep
     sequences: tuple[SequenceId, ...]  # [S]
     result: Future[StepResult]
+    drafts: Mapping[SequenceId, tuple[int, ...]] = field(default_factory=dict)
+    """Of the sequences that draft: they stand in `sequences` once more for each draft."""
 
-    def report(self, sampled: SampledTokens, seconds: float) -> None:
-        """Set the result: the sampled tokens by sequence; the tensors are on the host."""
-        logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]] = {
-            self.sequences[row]: (found,) for row, found in token_logprobs(sampled, self.work.sampling).items()
-        }
-        # zip makes the tuples of one token each.
-        found, masks = sampled.tokens.tolist(), self.work.point.masks
-        tokens = dict(zip(self.sequences, zip(found, strict=True), strict=True))
-        if masks is None:
-            self.result.set_result(StepResult(self.number, tokens, logprobs, seconds))
+    def report(self, sampled: SampledTokens, seconds: float, at_once: bool = False) -> None:
+        """Set the result: the sampled tokens, or the vectors, by sequence; the tensors are on the host.
+
+        With `at_once` the calling thread fills the masks of the next step, if they wait for these tokens.
+        """
+        if self.work.pooling is not None and sampled.pooled is not None:
+            self.result.set_result(self.work.pooling.result(self.number, sampled.pooled, seconds))
             return
-        masks.sampled(found)
-        self.result.set_result(StepResult(self.number, tokens, logprobs, seconds, masks.ended))
+        found, masks = sampled.tokens.tolist(), self.work.point.masks
+        counted = self._verified(found) if self.drafts else {}
+        if masks is None:
+            self._set_result(sampled, found, counted, {}, seconds)
+            return
+        # First: the masks of the next step, which runs already, wait for the tokens.
+        forced, rest = masks.sampled(found, counted, at_once)
+        try:
+            self._set_result(sampled, found, counted, forced, seconds)
+        finally:
+            rest()
+
+    def _set_result(
+        self, sampled: SampledTokens, found: list[int], counted: _Tokens, forced: _Tokens, seconds: float
+    ) -> None:
+        work, masks = self.work, self.work.point.masks
+        logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]] = {}
+        for row, entry in token_logprobs(sampled, work.sampling).items():
+            logprobs[self.sequences[row]] = (*logprobs.get(self.sequences[row], ()), entry)
+        scored, ended = work.scored, {} if masks is None else masks.ended
+        of_prompts = {} if scored is None or sampled.scores is None else scored.logprobs(sampled.scores)
+        # zip makes the tuples of one token each.
+        tokens: _Tokens = dict(zip(self.sequences, zip(found, strict=True), strict=True))
+        if self.drafts:
+            tokens |= counted
+            logprobs = {sequence: entries[: len(tokens[sequence])] for sequence, entries in logprobs.items()}
+        self.result.set_result(StepResult(self.number, tokens, logprobs, seconds, ended, of_prompts, forced))
+
+    def _verified(self, found: Sequence[int]) -> _Tokens:
+        """Return the samples that count, of each sequence that drafts: those with a mask, where it has masks."""
+        usable = {} if self.work.point.masks is None else self.work.point.masks.usable
+        verified_tokens = {}
+        for sequence, drafts in self.drafts.items():
+            first, rows = self.sequences.index(sequence), usable.get(sequence, len(drafts) + 1)
+            samples = tuple(found[first : first + rows])
+            verified_tokens[sequence] = samples[: verified(drafts[: rows - 1], samples)]
+        return verified_tokens
 
 
 class Failures:
@@ -87,8 +124,8 @@ class Failures:
 class StepExecutor(Protocol):
     """Runs steps in order. The engine's thread calls it and never waits for a step."""
 
-    def write(self, batch_index: int, tokens: npt.NDArray[np.int32], generation: int) -> None:
-        """Write the first tokens at a batch index; no unfinished step contains it."""
+    def write(self, batch_index: int, tokens: npt.NDArray[np.int32], generation: int, first: int = 0) -> None:
+        """Write the tokens of a batch index from position `first` on; no unfinished step contains it."""
         ...
 
     def submit(self, step: RunnerStep) -> None:

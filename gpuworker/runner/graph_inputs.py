@@ -1,9 +1,9 @@
 """The inputs of captured steps: tensors at fixed addresses, filled by one transfer from pinned memory a step.
 
-A step of R rows runs as a step of a captured size. The rows beyond R are padding: they have no context and no slot to
+A step of R rows runs as a step of a captured size. The rows beyond R are padding. They have no context and no slot to
 write, and their samples go to a spare place beside the token table. The memory has the same layout on the device and on
-the host: first the fields of every row, for the largest number of rows, then the block tables of this step's rows, as
-wide as this step needs. So a transfer is a few kilobytes, whatever the longest context.
+the host. First come the fields of every row, for the largest number of rows. Then come the block tables of this step's
+rows, as wide as this step needs. So a transfer is a few kilobytes, whatever the longest context.
 """
 
 from __future__ import annotations

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from gpuworker.attention.interface import AttentionBackend
 from gpuworker.attention.step_inputs import StagedStep, StepInputs
 from gpuworker.memory.token_table import TokenTable
 from gpuworker.models.step_model import StepModel
+from gpuworker.runner.pooling import StepPooling
 from gpuworker.sampling.rows import SampledTokens, SamplePoint
 from gpuworker.sampling.sampler import SamplingBatch
+from gpuworker.sampling.scoring import ScoredTokens, score
 
 
 @dataclass(frozen=True, slots=True)
 class LaidOutStep:
-    """A step as arrays: R rows, of which S sample. `inputs` are on the device already where that is free."""
+    """A step as arrays: R rows, of which S sample. `inputs` are on the device already where that is free.
+
+    `scored` are the tokens of prompts that the step scores, if any.
+    """
 
     staged: StagedStep
     inputs: StepInputs | None
     point: SamplePoint
     sampling: SamplingBatch
+    scored: ScoredTokens | None = None
+    pooling: StepPooling | None = None
+    """How the step's hidden states are pooled; no row samples then."""
 
 
 class StepLauncher(Protocol):
@@ -49,6 +57,8 @@ class EagerLauncher:
         self._attention.begin(inputs.metadata)
         token_ids = self._tokens.take(inputs.take)
         logits = self._model.forward(token_ids, inputs.positions, inputs.keep, self._attention)
-        sampled = step.sampling.sample(logits, step.point, self._tokens.tensor)
+        sampled = step.sampling.sample(logits[: len(inputs.put)], step.point, self._tokens.tensor)
         self._tokens.put(inputs.put, sampled.tokens)
-        return sampled
+        if step.scored is None:
+            return sampled
+        return replace(sampled, scores=score(logits[len(inputs.put) :], step.scored))

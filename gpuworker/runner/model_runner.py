@@ -6,16 +6,19 @@ The engine's thread turns a plan into arrays while the previous step still runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 
 from common.types import SamplingParams, SequenceId
 from gpuworker.attention.interface import AttentionBackend
-from gpuworker.attention.step_inputs import StagedStep, pack_rows
-from gpuworker.core.batch_plan import StepPlan, StepResult
+from gpuworker.attention.step_inputs import StagedStep, StepInputs, pack_rows
+from gpuworker.core.batch_plan import ScheduledRow, StepNotBuilt, StepPlan, StepResult, laid_out
+from gpuworker.core.drafting import MAX_DRAFTS
 from gpuworker.engine.ports import MaskLateness
 from gpuworker.memory.devices import default_threads
 from gpuworker.memory.kv_cache import KvCache
@@ -24,10 +27,17 @@ from gpuworker.models.step_model import StepModel
 from gpuworker.runner.executor import ExecutorFactory, ExecutorParts, Failures, RunnerStep
 from gpuworker.runner.input_batch import InputBatch
 from gpuworker.runner.launcher import LaidOutStep
+from gpuworker.runner.pooling import Pooler
 from gpuworker.sampling.rows import SampledRow
 from gpuworker.sampling.sampler import SamplingBatch
+from gpuworker.sampling.scoring import ScoredPrompts, ScoredTokens
 from gpuworker.structured.grammars import GrammarCompiler
 from gpuworker.structured.mask_thread import GrammarMaskThread
+
+log = logging.getLogger(__name__)
+
+_KEPT_BATCHES: Final = 2 * (MAX_DRAFTS + 1)
+"""Of samplers: with drafts a sequence samples once in one step and several times in the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +52,7 @@ class RunnerLimits:
 class ModelRunner:
     """Implements `StepRunner`: lays out each step, and hands it to the executor that `executor` makes.
 
+    With a `pooler`, a sequence ends with the vector of its prompt, and nothing is sampled.
     The engine's thread calls all methods.
     """
 
@@ -53,22 +64,30 @@ class ModelRunner:
         limits: RunnerLimits,
         executor: ExecutorFactory,
         eos_token_ids: tuple[int, ...] = (),
+        pooler: Pooler | None = None,
     ) -> None:
         self._model, self._block_size = model, cache.block_size
         self._device, self._eos = model.device, eos_token_ids
         self._batch = InputBatch(limits.max_num_seqs, -(-limits.max_model_len // cache.block_size))
         self._tokens = TokenTable(limits.max_num_seqs, limits.max_model_len + 1, self._device)
-        self._sampling: tuple[tuple[SequenceId, ...], SamplingBatch] | None = None
+        self._sampling: dict[tuple[SequenceId, ...], SamplingBatch] = {}
+        self._prompts = ScoredPrompts(model.vocab_size)
         self._generation, self._failures = 1, Failures()
+        self._pooler = pooler
         self.grammars: GrammarCompiler | None = None
         """What compiles constraints; None where the runner follows none."""
         self._masks: GrammarMaskThread | None = None
+        self.also_closed: list[Callable[[], None]] = []
+        """What ends with the runner, such as a draft model."""
         threads = limits.threads or default_threads()
         self.executor = executor(ExecutorParts(model, cache, attention, self._tokens, self._failures, threads))
 
-    def constrain(self, grammars: GrammarCompiler) -> None:
-        """Accept sequences with constraints too, which `grammars` compiles. Call once, before the first sequence."""
-        self.grammars, self._masks = grammars, GrammarMaskThread(grammars)
+    def constrain(self, grammars: GrammarCompiler, foresee: bool = False) -> None:
+        """Accept sequences with constraints too, which `grammars` compiles. Call once, before the first sequence.
+
+        With `foresee`, results tell which tokens a constraint forces to follow.
+        """
+        self.grammars, self._masks = grammars, GrammarMaskThread(grammars, foresee)
 
     @property
     def mask_lateness(self) -> MaskLateness:
@@ -81,42 +100,106 @@ class ModelRunner:
         """Implement `StepRunner`.
 
         Raises ValueError for three mistakes of the caller: no batch index is free, the tokens do not fit, or the
-        sequence has a constraint and the runner has no grammars.
+        sequence needs masks and the runner has no grammars.
         """
         if len(tokens) >= self._tokens.width:
             raise ValueError(f"sequence {sequence} has {len(tokens)} tokens; {self._tokens.width - 1} fit")
         row = SampledRow(sampling, prompt_tokens, self._eos)
-        if sampling.constraint is not None:
+        if row.masked:
             if self._masks is None:
-                raise ValueError(
-                    f"sequence {sequence} has a constraint, and the runner has no grammars: see `constrain`"
-                )
+                what = "has a constraint or a budget of thoughts, and the runner has no grammars: see `constrain`"
+                raise ValueError(f"sequence {sequence} {what}")
             self._masks.add(sequence, row, tokens[prompt_tokens:])
+        if self._pooler is not None:
+            self._pooler.add(sequence)
         self.executor.write(self._batch.add(sequence, row).index, np.array(tokens, dtype=np.int32), self._generation)
+        self._prompts.add(sequence, tokens[:prompt_tokens], sampling)
+
+    def rewrite(self, sequence: SequenceId, first: int, tokens: Sequence[int]) -> None:
+        """Replace the tokens of a sequence from position `first` on; no unfinished step contains it."""
+        written = np.array(tokens, dtype=np.int32)
+        self.executor.write(self._batch[sequence].index, written, self._generation, first)
 
     def remove(self, sequence: SequenceId) -> None:
         """Implement `StepRunner`; an unknown sequence is ignored."""
         left = self._batch.remove(sequence)
-        if self._masks is not None and left is not None and left.params.constraint is not None:
+        self._prompts.remove(sequence)
+        if self._masks is not None and left is not None and left.masked:
             self._masks.remove(sequence)
-        self._sampling = None
+        if self._pooler is not None:
+            self._pooler.remove(sequence)
+        self._sampling.clear()
         if not self._batch and self._failures.failed(self._generation):
             self._generation += 1
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
-        step = self._lay_out(plan)
-        self.executor.submit(step)
+        """Implement `StepRunner`."""
+        try:
+            step = self._lay_out(plan)
+        except Exception as error:
+            raise self._blame(plan, error) from error
+        try:
+            self._write_drafts(plan)
+            self.executor.submit(step)
+        except Exception as error:
+            if (masks := step.work.point.masks) is not None:
+                masks.failed()
+            raise StepNotBuilt((), f"a step could not be submitted: {error!r}") from error
         return step.result
+
+    def _write_drafts(self, plan: StepPlan) -> None:
+        """Put drafts where the step reads tokens; its samples take their place."""
+        for row in plan.rows if plan.drafts else ():
+            if row.drafts:
+                self.rewrite(row.sequence, row.start + row.length, row.drafts)
+
+    def _blame(self, plan: StepPlan, error: Exception) -> StepNotBuilt:
+        """Return the failure of a layout, with the sequences that fail alone too."""
+        self._sampling.clear()
+        culprits = [row.sequence for row in plan.rows if not self._can_lay_out(plan, row)]
+        return StepNotBuilt(culprits, f"a step could not be laid out: {error!r}")
+
+    def _can_lay_out(self, plan: StepPlan, row: ScheduledRow) -> bool:
+        try:
+            self._arrays(laid_out(StepPlan(plan.step, (row,), drafts=len(row.drafts))))
+        except Exception:
+            log.exception("sequence %d cannot be laid out", row.sequence)
+            return False
+        return True
 
     def close(self) -> None:
         self.executor.close()
+        for close in self.also_closed:
+            close()
         if self._masks is not None:
             self._masks.close()
 
     # ------------------------------------------------------------ laying out
 
     def _lay_out(self, plan: StepPlan) -> RunnerStep:
-        """Return a plan as arrays; on a CPU also as tensors, which are the same memory."""
+        """Return a plan as arrays, and begin the masks of its constrained rows; nothing fails after that."""
+        drafts = {row.sequence: row.drafts for row in plan.rows if row.drafts} if plan.drafts else {}
+        plan = laid_out(plan)
+        scored = self._prompts.scored_by(plan)
+        staged, inputs, sequences, sampling = self._arrays(plan, scored)
+        positions = staged.rows.context_len[staged.samples].astype(np.int64)
+        point = sampling.at(positions, staged.batch_index[staged.samples])
+        if len(sampling.constrained):
+            assert self._masks is not None, "`add` takes no constraint without it"
+            masks = self._masks.masks(sequences, sampling.constrained, positions, self._masked(drafts))
+            point = replace(point, masks=masks)
+        pooling = None if self._pooler is None else self._pooler.step(plan.rows)
+        work = LaidOutStep(staged, inputs, point, sampling, scored, pooling)
+        return RunnerStep(plan.step, self._generation, plan.copies, work, sequences, _begun(), drafts)
+
+    def _masked(self, drafts: Mapping[SequenceId, tuple[int, ...]]) -> Mapping[SequenceId, tuple[int, ...]]:
+        """Return the drafts of sequences with masks."""
+        return {each: tokens for each, tokens in drafts.items() if self._batch[each].row.masked} if drafts else drafts
+
+    def _arrays(
+        self, plan: StepPlan, scored: ScoredTokens | None = None
+    ) -> tuple[StagedStep, StepInputs | None, tuple[SequenceId, ...], SamplingBatch]:
+        """Return a plan as arrays, on a CPU also as tensors, which are the same memory; and what samples."""
         rows, on_cpu = plan.rows, self._device.type == "cpu"
         start = np.array([row.start for row in rows], dtype=np.int32)
         length = np.array([row.length for row in rows], dtype=np.int32)
@@ -124,25 +207,27 @@ class ModelRunner:
         batch_index = self._batch.indices_of(rows)
         width = -(-int((start + length).max(initial=1)) // self._block_size)
         packed = pack_rows(start, length, self._batch.block_table(batch_index, width), self._block_size)
-        staged = StagedStep(packed, batch_index, samples, self._tokens.width)
-        sequences = tuple([row.sequence for row in rows if row.samples])
+        pooled = None if self._pooler is None else self._pooler.tokens(packed.query_start, samples)
+        if pooled is not None:
+            samples = np.zeros_like(samples)
+        staged = StagedStep(packed, batch_index, samples, self._tokens.width, pooled=pooled)
+        if scored is not None:
+            staged = replace(staged, scored=scored.keep)
+        sequences = tuple([row.sequence for row in rows if row.samples]) if pooled is None else ()
         sampling = self._sampling_batch(sequences)
         if on_cpu:
             sampling.prepare()
-        positions, masks = packed.context_len[samples].astype(np.int64), None
-        if len(sampling.constrained):
-            assert self._masks is not None, "`add` takes no constraint without it"
-            masks = self._masks.masks(sequences, sampling.constrained, positions)
-        point = sampling.at(positions, batch_index[samples], masks)
-        work = LaidOutStep(staged, staged.on(self._device) if on_cpu else None, point, sampling)
-        return RunnerStep(plan.step, self._generation, plan.copies, work, sequences, _begun())
+        return staged, staged.on(self._device) if on_cpu else None, sequences, sampling
 
     def _sampling_batch(self, sequences: tuple[SequenceId, ...]) -> SamplingBatch:
-        """Return the batch of the last step where the same sequences sample again."""
-        if self._sampling is None or self._sampling[0] != sequences:
+        """Return the batch of an earlier step where the same sequences sample again, as often as they did."""
+        found = self._sampling.get(sequences)
+        if found is None:
+            if len(self._sampling) >= _KEPT_BATCHES:
+                self._sampling.clear()
             rows = [self._batch[sequence].row for sequence in sequences]
-            self._sampling = (sequences, SamplingBatch(rows, self._model.vocab_size, self._device))
-        return self._sampling[1]
+            found = self._sampling[sequences] = SamplingBatch(rows, self._model.vocab_size, self._device)
+        return found
 
 
 def _begun() -> Future[StepResult]:

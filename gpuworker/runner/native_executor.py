@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +26,7 @@ from gpuworker.native.step_queue import StepQueue, address_of
 from gpuworker.runner.executor import ExecutorParts, Failures, RunnerStep
 from gpuworker.sampling.native_sampler import NativeSample, SampleCall
 from gpuworker.sampling.rows import SampledTokens
+from gpuworker.sampling.scoring import NativeScores, ScoreCall
 from gpuworker.serial_thread import SerialThread
 
 log = logging.getLogger(__name__)
@@ -48,6 +51,7 @@ class WholeStep(ctypes.Structure):
         ("step", StepStruct),
         ("run", LlamaRunStruct),
         ("sample", SampleCall),
+        ("score", ScoreCall),
         *((name, _int32) for name in ("num_copies", "threads", "deterministic", "reserved")),
     )
 
@@ -61,6 +65,7 @@ class _Described:
     token_ids: torch.Tensor | None = None
     run: DescribedRun | None = None
     sample: NativeSample | None = None
+    scores: NativeScores | None = None
 
 
 class StepTimes(NamedTuple):
@@ -83,11 +88,11 @@ class NativeExecutor:
         self._threads = threads
         library = model.packed.library
         self._call, self._queue = address_of(library.quire_run_step), StepQueue(library)
-        self._collector = SerialThread("quire-collector")
+        self._collector = SerialThread("quire-collector", _single_threaded)
 
-    def write(self, batch_index: int, tokens: npt.NDArray[np.int32], generation: int) -> None:
+    def write(self, batch_index: int, tokens: npt.NDArray[np.int32], generation: int, first: int = 0) -> None:
         """Implement `StepExecutor`: at once, because no unfinished step contains the sequence."""
-        self._tokens.write(batch_index, tokens)
+        self._tokens.write(batch_index, tokens, first)
 
     def submit(self, step: RunnerStep) -> None:
         if self._failures.failed(step.generation):
@@ -116,7 +121,8 @@ class NativeExecutor:
         if inputs is None or not len(work.staged.batch_index):
             return _Described(whole, copies)
         token_ids = torch.empty(len(inputs.take), dtype=torch.int64)
-        run = self._model.describe(token_ids, inputs.positions, inputs.keep)
+        describe = self._model.describe if work.pooling is None else self._model.describe_hidden
+        run = describe(token_ids, inputs.positions, inputs.keep)
         whole.take = _Take(self._tokens.flat.data_ptr(), inputs.take.data_ptr(), token_ids.data_ptr(), len(token_ids))
         whole.step, whole.run = step_struct(inputs.metadata), run.run
         described = _Described(whole, copies, token_ids, run)
@@ -125,8 +131,12 @@ class NativeExecutor:
             assert native is not None, "a batch on a CPU with the native library has been prepared for it"
             point, table = work.point, self._tokens.tensor
             sample = NativeSample(native, point.positions, point.batch_index, table, self._threads, point.masks)
-            sample.point_at(run.logits)
+            sample.point_at(run.out)
             whole.sample, described.sample = sample.call, sample
+        if work.scored is not None:
+            logits = run.out[len(step.sequences) :]
+            described.scores = NativeScores(work.scored, logits, self._model.packed.library, self._threads)
+            whole.score = described.scores.call
         return described
 
     # ------------------------------------------------------------ the collector's thread
@@ -146,20 +156,35 @@ class NativeExecutor:
         if self._failures.failed(step.generation):
             self._refuse(step)
         elif status:
-            what = f"the step has a {Refusal(status).name.lower()} that the model does not know"
+            who = "cache" if status == Refusal.BLOCK else "model"
+            what = f"the step has a {Refusal(status).name.lower()} that the {who} does not know"
             self._failures.fail(step, EngineFailure(what))
         else:
             self._tell(step, described, times.took)
 
     def _tell(self, step: RunnerStep, described: _Described, took: float) -> None:
-        sample = described.sample
         try:
             if described.run is not None:
                 self._model.add_up(described.run)
-            step.report(SampledTokens(_NONE) if sample is None else step.work.sampling.sampled(sample), took)
+            step.report(_results(step, described), took, at_once=True)
         except BaseException as error:  # the future of the step must end, whatever the error is
             log.error("step %d failed", step.number, exc_info=True)
             self._failures.fail(step, error)
+
+
+@contextmanager
+def _single_threaded() -> Iterator[None]:
+    """Let torch pool on the calling thread alone: others of it would take the cores of the step that runs."""
+    torch.set_num_threads(1)
+    yield
+
+
+def _results(step: RunnerStep, described: _Described) -> SampledTokens:
+    work = step.work
+    if work.pooling is not None and described.run is not None:
+        return SampledTokens(_NONE, pooled=work.pooling.pool(described.run.out))
+    sampled = SampledTokens(_NONE) if described.sample is None else work.sampling.sampled(described.sample)
+    return sampled if described.scores is None else replace(sampled, scores=described.scores.scores())
 
 
 _NONE = torch.empty(0, dtype=torch.int64)

@@ -21,7 +21,7 @@ from gpuworker.memory.kv_cache import KvCache
 from gpuworker.memory.token_table import TokenTable
 from gpuworker.runner.executor import ExecutorParts, Failures, RunnerStep
 from gpuworker.runner.launcher import EagerLauncher, LauncherFactory, StepLauncher
-from gpuworker.sampling.rows import RowLogprobs, SampledTokens
+from gpuworker.sampling.rows import PromptScores, RowLogprobs, SampledTokens
 from gpuworker.serial_thread import SerialThread
 
 log = logging.getLogger(__name__)
@@ -47,8 +47,8 @@ class ThreadExecutor:
         self._thread = SerialThread("quire-runner", lambda: _computing(threads, tokens.flat.device))
         self._collector = SerialThread("quire-collector")
 
-    def write(self, batch_index: int, tokens: npt.NDArray[np.int32], generation: int) -> None:
-        self._thread.put(lambda: self._write(batch_index, tokens, generation))
+    def write(self, batch_index: int, tokens: npt.NDArray[np.int32], generation: int, first: int = 0) -> None:
+        self._thread.put(lambda: self._write(batch_index, tokens, generation, first))
 
     def submit(self, step: RunnerStep) -> None:
         self._thread.put(lambda: self._run(step))
@@ -57,17 +57,19 @@ class ThreadExecutor:
         self._thread.close()
         self._collector.close()
 
-    def _write(self, batch_index: int, tokens: npt.NDArray[np.int32], generation: int) -> None:
+    def _write(self, batch_index: int, tokens: npt.NDArray[np.int32], generation: int, first: int) -> None:
         try:
-            self._tokens.write(batch_index, tokens)
-        except RuntimeError as error:  # of the device: later steps start from tokens that do not exist
+            self._tokens.write(batch_index, tokens, first)
+        except BaseException as error:  # later steps start from tokens that do not exist, whatever the error is
+            log.error("the tokens of a sequence could not be written", exc_info=True)
             self._failures.note(generation, error)
 
     def _run(self, step: RunnerStep) -> None:
         """Run a step; report its tokens now, or have the collector report them."""
         try:
             launched = self._launch(step)
-            if launched.event is None and launched.sampled.logprobs is None:
+            sampled = launched.sampled
+            if launched.event is None and sampled.logprobs is None and sampled.scores is None:
                 step.report(launched.sampled, time.perf_counter() - launched.begun)
             else:
                 self._collector.put(lambda: self._collect(launched))
@@ -124,10 +126,12 @@ def _to_host(step: RunnerStep, sampled: SampledTokens, begun: float) -> _Launche
     """Start moving the sampled tokens to the host, after the kernels that sample them."""
     if sampled.tokens.device.type == "cpu":
         return _Launched(step, sampled, begun)
-    found = sampled.logprobs
+    found, scores = sampled.logprobs, sampled.scores
     moved = SampledTokens(
         _pinned(sampled.tokens),
         found and RowLogprobs(found.rows, _pinned(found.sampled), _pinned(found.top_ids), _pinned(found.top)),
+        scores and PromptScores(*map(_pinned, (scores.logprobs, scores.ranks, scores.top_ids, scores.top))),
+        None if sampled.pooled is None else _pinned(sampled.pooled),
     )
     event = torch.cuda.Event()
     event.record()

@@ -22,7 +22,7 @@ ROW = np.dtype(  # quire_sample_row
         ("seed", np.uint64),
         *((name, np.float32) for name in ("temperature", "top_p", "min_p", "repetition", "frequency", "presence")),
         *((name, np.int32) for name in ("top_k", "logprobs", "prompt_tokens", "bias_begin", "bias_end")),
-        *((name, np.int32) for name in ("ends_begin", "ends_end", "ends_from")),
+        *((name, np.int32) for name in ("ends_begin", "ends_end", "ends_from", "words_begin", "words_end")),
     ],
     align=True,
 )
@@ -39,7 +39,8 @@ class SampleCall(ctypes.Structure):
     """quire_sample."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("rows", "bias_ids", "bias_values", "end_ids", "logits")),
+        *((name, ctypes.c_void_p) for name in ("rows", "bias_ids", "bias_values", "end_ids")),
+        *((name, ctypes.c_void_p) for name in ("word_ids", "word_begins", "logits")),
         ("logits_stride", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("table", "first", "positions", "tokens", "logprobs", "top_ids", "top")),
         ("masks", ctypes.POINTER(MaskCall)),
@@ -58,11 +59,15 @@ class NativeRows:
         self.bias_ids = np.array([i for each in biases for i, _ in each], dtype=np.int32)
         self.bias_values = np.array([v for each in biases for _, v in each], dtype=np.float32)
         self.end_ids = np.array([i for each in ends for i in each], dtype=np.int32)
+        words = [row.bad_words(vocab_size) for row in rows]
+        flat = [word for each in words for word in each]
+        self.word_ids = np.array([i for word in flat for i in word], dtype=np.int32)
+        self.word_begins = np.cumsum([0, *map(len, flat)], dtype=np.int32)
         self.rows = np.zeros(self.count, dtype=ROW)
         for row, into in zip(rows, self.rows, strict=True):
             _describe(row, into)
-        for name, counts in (("bias", list(map(len, biases))), ("ends", list(map(len, ends)))):
-            ranges = np.cumsum([0, *counts])
+        for name, lists in (("bias", biases), ("ends", ends), ("words", words)):
+            ranges = np.cumsum([0, *map(len, lists)])
             self.rows[f"{name}_begin"], self.rows[f"{name}_end"] = ranges[:-1], ranges[1:]
 
 
@@ -75,7 +80,7 @@ def _describe(row: SampledRow, into: np.void) -> None:
     into["presence"] = p.presence_penalty
     into["logprobs"] = -1 if p.logprobs is None else p.logprobs
     into["prompt_tokens"] = row.prompt_tokens
-    into["ends_from"] = row.prompt_tokens + p.min_tokens
+    into["ends_from"] = min(row.prompt_tokens + p.min_tokens, _MOST)
 
 
 class NativeSample:
@@ -106,6 +111,8 @@ class NativeSample:
             bias_ids=_pointer(rows.bias_ids),
             bias_values=_pointer(rows.bias_values),
             end_ids=_pointer(rows.end_ids),
+            word_ids=_pointer(rows.word_ids),
+            word_begins=_pointer(rows.word_begins),
             table=table.data_ptr(),
             first=_pointer(first),
             positions=_pointer(positions),

@@ -43,15 +43,24 @@ class SampledRow:
         return not self.greedy and (self.params.top_k > 0 or self.params.top_p < 1.0 or self.params.min_p > 0.0)
 
     @property
+    def masked(self) -> bool:
+        """True when a mask says which tokens may be sampled: under a constraint, or a budget of thoughts."""
+        return self.params.constraint is not None or self.params.thought is not None
+
+    @property
     def end_tokens(self) -> tuple[int, ...]:
         """The ids that are forbidden before min_tokens."""
         of_model = () if self.params.ignore_eos else self.eos_token_ids
         return tuple(dict.fromkeys((*of_model, *self.params.stop_token_ids)))
 
+    def bad_words(self, vocab_size: int) -> list[tuple[int, ...]]:
+        """Return the runs of tokens that the output may not have, those that could be sampled at all."""
+        return [word for word in self.params.bad_words if word and all(0 <= token < vocab_size for token in word)]
+
     @property
     def early_ends(self) -> tuple[int, ...]:
-        """The end tokens that are forbidden before min_tokens; none under a constraint, which may demand one."""
-        return self.end_tokens if self.params.min_tokens and self.params.constraint is None else ()
+        """The end tokens that are forbidden before min_tokens; none of a masked row, whose mask forbids them."""
+        return self.end_tokens if self.params.min_tokens and not self.masked else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +74,26 @@ class RowLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Log-probabilities of K tokens of prompts, how many tokens are more likely plus one, and the k most likely."""
+
+    logprobs: torch.Tensor  # [K]
+    ranks: torch.Tensor  # [K]
+    top_ids: torch.Tensor  # [K, k], best first
+    top: torch.Tensor  # [K, k]
+
+
+@dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """One token a row, still on the device."""
+    """One token a row, still on the device, and the scores of prompts where the step has any.
+
+    A step that embeds has vectors in place of both.
+    """
 
     tokens: torch.Tensor  # [S] int64
     logprobs: RowLogprobs | None = None
+    scores: PromptScores | None = None
+    pooled: torch.Tensor | None = None  # [S, hidden_size] float32
 
 
 @dataclass(frozen=True, slots=True)

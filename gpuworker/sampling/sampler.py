@@ -1,10 +1,12 @@
 """Samples the next token of each row from its logits.
 
-Order: repetition penalty (prompt and output), frequency and presence penalty (output), bias, the tokens that a
-constraint forbids, forbidden end tokens; then log-probabilities are taken; then temperature, top_k, top_p, min_p, and
-the sample. So log-probabilities cover exactly the tokens that may be sampled. A sample inverts the cumulative
-distribution, in order of token id and in float64, at one number in [0, 1) that is a hash of (seed, position). The same
-logits therefore give the same token, whatever else is in the batch and whichever worker runs the sequence.
+First come the penalties, for repetition (prompt and output), then for frequency and presence (output), and the bias.
+Then the tokens that a constraint forbids, those that complete a bad word, and forbidden end tokens are excluded, and
+log-probabilities are taken.
+Temperature, top_k, top_p, min_p and the sample follow. So log-probabilities cover exactly the tokens that may be
+sampled. A sample inverts the cumulative distribution, in order of token id and in float64. It does so at one number in
+[0, 1) that is a hash of (seed, position). The same logits therefore give the same token, whatever else is in the batch
+and whichever worker runs the sequence.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ import torch
 from common.types import TokenLogprobs
 from gpuworker.core.splitmix64 import GOLDEN, MIX_1, MIX_2
 from gpuworker.memory.devices import sent
+from gpuworker.sampling.bad_words import BadWords
+from gpuworker.sampling.best import best_tokens
 from gpuworker.sampling.masks import GrammarBitmask
 from gpuworker.sampling.native_sampler import NativeRows, NativeSample, native_rows
 from gpuworker.sampling.rows import (
@@ -34,6 +38,8 @@ from gpuworker.sampling.rows import (
 from gpuworker.sampling.truncation import Truncation, invert, sample_truncated
 
 _GOLDEN, _MIX_1, _MIX_2 = np.uint64(GOLDEN), np.uint64(MIX_1), np.uint64(MIX_2)
+
+_MOST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +72,11 @@ class SamplingBatch:
         self._ends = self._entries(
             [tuple((t, float(u)) for t in row.early_ends) for row, u in zip(rows, until, strict=True)]
         )
-        self.constrained = _where([row.params.constraint is not None for row in rows])
-        """The rows with a constraint: where there are any, `at` needs masks."""
-        adjusted = len(self._penalised), len(self.constrained), self._bias[0].size, self._ends[0].size
+        self.constrained = _where([row.masked for row in rows])
+        """The masked rows: where there are any, `at` needs masks."""
+        words = [(row, word) for row, each in enumerate(rows) for word in each.bad_words(vocab_size)]
+        self._words = BadWords(words, [row.prompt_tokens for row in rows]) if words else None
+        adjusted = len(self._penalised), len(self.constrained), self._bias[0].size, self._ends[0].size, len(words)
         self.plain = not (len(self._asking) or len(self._random) or any(adjusted))
         self._prepared = False
         self.native: NativeRows | None = None
@@ -97,6 +105,8 @@ class SamplingBatch:
         random_rows, cut = [self.rows[row].params for row in self._random], self._truncated
         self._penalties = self._penalties_of([self.rows[row] for row in self._penalised])
         self._biases = [self._tensor(each) for each in self._bias]
+        if self._words is not None:
+            self._words.move(self._device)
         self._random_at, self._truncated_at = self._tensor(self._random), self._tensor(cut)
         self._asking_at, self._constrained_at = self._tensor(self._asking), self._tensor(self.constrained)
         self._temperature = self._column([p.temperature for p in random_rows])
@@ -140,6 +150,8 @@ class SamplingBatch:
             logits.index_put_((rows, ids), values.to(logits.dtype), accumulate=True)
         if point.masks is not None:
             self._forbid(logits, point.masks)
+        if self._words is not None:
+            self._words.forbid(logits, table, self._tensor(point.batch_index), self._tensor(point.positions))
         if point.early_rows.size:
             logits[self._tensor(point.early_rows), self._tensor(point.early_ids)] = float("-inf")
 
@@ -154,7 +166,7 @@ class SamplingBatch:
 
     def _sample_random(self, logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
         """Return one token for each of n random rows; logits [n, vocab], uniform [n] float64."""
-        scaled = logits / self._temperature
+        scaled = (logits / self._temperature).clamp_max_(_MOST)  # a low temperature makes infinities of large logits
         if self._bounds is None:
             return invert(scaled, None, uniform)
         if len(self._truncated) == len(scaled):
@@ -166,7 +178,7 @@ class SamplingBatch:
     def _logprobs(self, logits: torch.Tensor, tokens: torch.Tensor) -> RowLogprobs:
         logprobs = logits[self._asking_at].log_softmax(dim=-1)
         count = max(self.rows[row].params.logprobs or 0 for row in self._asking)
-        top, top_ids = _best(logprobs, min(count, self._vocab_size))
+        top, top_ids = best_tokens(logprobs, min(count, self._vocab_size))
         sampled = logprobs.gather(1, tokens[self._asking_at][:, None])[:, 0]
         return RowLogprobs(self._asking, sampled, top_ids, top)
 
@@ -208,20 +220,6 @@ def _first_best(logits: torch.Tensor) -> torch.Tensor:
     return logits.argmax(dim=-1)
 
 
-def _best(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the largest `count` of float32 values [n, vocab] and their ids, of equal ones the lowest ids first.
-
-    By itself topk orders equal values in a way that depends on `count`, which is that of the batch. Keys of 64 bits are
-    all different: above, the value as an integer of the same order; below, the id, counted down.
-    """
-    bits = values.view(torch.int32).long()
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    last = values.shape[1] - 1
-    keys = (ordered << 32) + torch.arange(last, -1, -1, device=values.device)
-    ids = last - (keys.topk(count, dim=-1)[0] & 0xFFFFFFFF)
-    return values.gather(1, ids), ids
-
-
 def _penalise(logits: torch.Tensor, penalties: _Penalties, tokens: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
     """Return logits [n, vocab] less penalties for tokens [n, M], of which known [n, 1] count."""
     index = torch.arange(tokens.shape[1], device=tokens.device)
@@ -232,7 +230,7 @@ def _penalise(logits: torch.Tensor, penalties: _Penalties, tokens: torch.Tensor,
     logits = torch.where(counts > 0, less_likely, logits)
     logits -= output * penalties.frequency
     logits -= (output > 0).to(logits.dtype) * penalties.presence
-    return logits
+    return logits.clamp_(-_MOST, _MOST)  # an extreme penalty makes infinities, of which no distribution can be made
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:

@@ -1,7 +1,7 @@
 """Samples from a distribution, or from its likely part: top_k, top_p, min_p.
 
-The result of a row depends on that row alone, to the last bit: every sum runs along one row, in order of token id or of
-falling probability, and omitted entries count as zeros, which change no partial sum.
+The result of a row depends on that row alone, to the last bit. Every sum runs along one row, in order of token id or of
+falling probability. Omitted entries count as zeros, which change no partial sum.
 """
 
 from __future__ import annotations

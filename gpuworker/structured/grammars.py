@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,9 @@ from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from common.errors import FieldViolation, InvalidRequest, Unsupported
-from common.types import Constraint
+from common.types import Constraint, ConstraintKind
+from gpuworker.structured.digits import DigitTokens
+from gpuworker.structured.fair_thread import FairThread
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -38,9 +41,11 @@ class Grammar:
     eos_ids: tuple[int, ...]
     ends_by_token: bool
     worn: bool = False
+    digits: DigitTokens | None = None
+    """Set where the constraint holds JSON, whose numbers must not run away."""
 
     def matcher(self) -> LLMatcher:
-        """Return a matcher at the beginning; what it learns about the grammar helps the others of it."""
+        """Return a matcher at the beginning; the matchers of a grammar share the lexer states that each has built."""
         return self.prototype.deep_copy()
 
 
@@ -55,7 +60,10 @@ class GrammarCompiler:
         self._path, self._eos = tokenizer_json, tuple(token for token in eos if token < vocab_size)
         self._lock, self._tokenizing = threading.Lock(), threading.Lock()
         self._tokenizer: LLTokenizer | None = None
-        self._thread = _deep_thread("quire-grammars")
+        self._digits: DigitTokens | None = None
+        self._thread: FairThread[Grammar] = FairThread(_deep_thread("quire-grammars"))
+        self.ends: tuple[int, ...] = ()
+        """The tokens that mean the end of a text to llguidance, for all grammars; known once one was compiled."""
         self._recent: OrderedDict[Constraint, Grammar] = OrderedDict()
         self._used: WeakValueDictionary[Constraint, Grammar] = WeakValueDictionary()
 
@@ -68,9 +76,9 @@ class GrammarCompiler:
             self._keep(constraint, grammar)
         return grammar
 
-    def compile_soon(self, constraint: Constraint) -> Future[Grammar]:
-        """Compile on a thread for that; the future has what `compile` returns or raises."""
-        return self._thread.submit(self.compile, constraint)
+    def compile_soon(self, constraint: Constraint, tenant: str = "") -> Future[Grammar]:
+        """Compile on a thread for that, where tenants take turns; the future has what `compile` returns or raises."""
+        return self._thread.submit(tenant, lambda: self.compile(constraint))
 
     def compile(self, constraint: Constraint) -> Grammar:
         """Return the grammar of a constraint; takes up to some tenths of a second, bounded by llguidance's limits.
@@ -82,6 +90,10 @@ class GrammarCompiler:
         with self._lock:
             self._keep(constraint, grammar)
         return grammar
+
+    def spelling(self) -> Callable[[int], bytes]:
+        """Return what spells a token; special tokens are spelled too. Raises Unsupported as `compile` does."""
+        return _spelling(self._tokens())
 
     def _keep(self, constraint: Constraint, grammar: Grammar) -> None:
         self._used[constraint] = self._recent[constraint] = grammar
@@ -104,13 +116,24 @@ class GrammarCompiler:
             matcher.compute_bitmask()  # what allows nothing shows only now
         if matcher.is_error():
             raise _refusal(constraint, complaint(matcher))
-        return Grammar(matcher, tuple(tokenizer.eos_tokens), bool(self._eos))
+        holds_json = constraint.kind is ConstraintKind.JSON_SCHEMA or "%json" in constraint.text
+        digits = self._digit_tokens() if holds_json else None
+        return Grammar(matcher, self.ends, bool(self._eos), digits=digits)
+
+    def _digit_tokens(self) -> DigitTokens:
+        """Look at every token, once: a tenth of a second for a large vocabulary."""
+        with self._tokenizing:
+            if self._digits is None:
+                assert self._tokenizer is not None, "a grammar was compiled with it"
+                self._digits = DigitTokens.of(_spelling(self._tokenizer), self.vocab_size)
+            return self._digits
 
     def _tokens(self) -> LLTokenizer:
         """Read the tokenizer, once: a second for a large vocabulary."""
         with self._tokenizing:
             if self._tokenizer is None:
                 self._tokenizer = self._read_tokenizer()
+                self.ends = tuple(self._tokenizer.eos_tokens)
             return self._tokenizer
 
     def _read_tokenizer(self) -> LLTokenizer:
@@ -126,6 +149,10 @@ class GrammarCompiler:
         except ValueError as error:
             what = f"the tokenizer of this checkpoint cannot be constrained: {error}"
             raise Unsupported(f"{what}; it must spell its tokens as bytes, within the model's vocabulary") from error
+
+
+def _spelling(tokenizer: LLTokenizer) -> Callable[[int], bytes]:
+    return lambda token: tokenizer.decode_bytes([token])
 
 
 def _deep_thread(name: str) -> ThreadPoolExecutor:

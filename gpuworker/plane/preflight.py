@@ -1,0 +1,190 @@
+"""What cannot work, found before torch is imported: the kind of a model, its files, the device, lengths and sizes.
+
+A worker checks itself before it loads a model, and `quire up` checks its workers before it starts anything. What only
+a loaded model shows is checked later, by `plane/memory.py` and the self-test.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Final
+
+from common.checkpoint.files import read_config, weight_bytes, weight_problems
+from common.checkpoint.pooling import asked_pooling
+from common.errors import FieldViolation, InvalidConfig
+from gpuworker.config import GpuWorkerSettings
+from gpuworker.memory.byte_plan import GIB, bytes_per_block, in_words
+from gpuworker.memory.host_memory import address_space, available_bytes
+from gpuworker.models.kinds import known_kinds, why_not_served
+from gpuworker.native.levels import processor_flags, why_not
+from gpuworker.plane.checkpoint_facts import CheckpointFacts
+from gpuworker.plane.draft_checks import draft_problems
+
+_DEVICE: Final = re.compile(r"auto|cpu|cuda(?::(\d+))?")
+# Addresses that a worker of a tiny model takes: torch and its libraries, transformers, the stacks of threads.
+_PROCESS_BYTES: Final = 6 * GIB
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What is here. `cuda_devices` and `torch` are None where they cannot be known without an import of torch."""
+
+    torch: str | None
+    cuda_devices: int | None
+    available_bytes: int
+    address_space: int | None
+    processor: frozenset[str] = frozenset()  # its flags
+
+    @classmethod
+    def here(cls) -> Machine:
+        torch = _torch_version()
+        devices = 0 if torch is not None and torch.endswith("+cpu") else _cuda_devices()
+        return cls(torch, devices, available_bytes(), address_space(), processor_flags())
+
+
+def refuse_impossible(settings: GpuWorkerSettings, directory: Path) -> None:
+    """Raise InvalidConfig, with every problem that shows before a model is loaded."""
+    if found := problems(settings, directory, Machine.here()):
+        raise InvalidConfig(*found)
+
+
+def problems(settings: GpuWorkerSettings, directory: Path, machine: Machine, workers: int = 1) -> list[FieldViolation]:
+    """Return why so many workers with these options cannot serve a checkpoint on a machine; none for simulated ones.
+
+    Raises InvalidConfig when config.json cannot be read.
+    """
+    if settings.simulate is not None:
+        return []
+    found = _level_problems(settings.cpu_level, machine)
+    of_draft = draft_problems(settings, directory, machine.available_bytes, workers)
+    if directory.is_file() or any(directory.glob("*.gguf")):
+        return [*found, *of_draft]
+    if why := why_not_served(read_config(directory), known_kinds()):
+        found.append(FieldViolation("--model", why))
+    if settings.load_format != "dummy" and not found:
+        found += weight_problems(directory)
+    found += _pooling_problems(settings, directory)
+    found += _speculative_problems(settings, directory)
+    found += _length_problems(settings, directory)
+    found += _device_problems(settings.device, machine)
+    found += _memory_problems(settings, machine, workers, directory)
+    return [*found, *of_draft]
+
+
+def _level_problems(level: str, machine: Machine) -> list[FieldViolation]:
+    if level == "auto" or (reason := why_not(level, machine.processor)) is None:
+        return []
+    return [FieldViolation("--cpu-level", f"is {level}: {reason}; or leave it at auto")]
+
+
+def _pooling_problems(settings: GpuWorkerSettings, directory: Path) -> Sequence[FieldViolation]:
+    try:
+        asked_pooling(settings.pooling, directory)
+    except InvalidConfig as error:
+        return error.violations
+    return ()
+
+
+def _speculative_problems(settings: GpuWorkerSettings, directory: Path) -> Iterator[FieldViolation]:
+    """Find what refuses drafts whichever way the model is run; `plane/speculative.py` finds the rest."""
+    if settings.speculation == "none":
+        return
+    what = f"is {settings.speculation}, and"
+    if _is_pooled(settings, directory):
+        yield FieldViolation("--speculative", f"{what} the workers embed prompts, which samples nothing; leave it out")
+    if settings.device.startswith("cuda"):
+        why = f"{what} drafts have never been verified on CUDA; use --device cpu, or leave it out"
+        yield FieldViolation("--speculative", why)
+
+
+def _is_pooled(settings: GpuWorkerSettings, directory: Path) -> bool:
+    try:
+        return asked_pooling(settings.pooling, directory) is not None
+    except InvalidConfig:
+        return False  # a problem of its own
+
+
+def _length_problems(settings: GpuWorkerSettings, directory: Path) -> Iterator[FieldViolation]:
+    try:
+        limit = CheckpointFacts(directory).context
+    except InvalidConfig:
+        return  # transformers has defaults for what a config.json does not name
+    if settings.max_model_len is not None and settings.max_model_len > limit:
+        what = f"is {settings.max_model_len}; the model's positions end at {limit}: lower it, or leave it out"
+        yield FieldViolation("--max-model-len", what)
+
+
+def _device_problems(device: str, machine: Machine) -> Iterator[FieldViolation]:
+    match = _DEVICE.fullmatch(device)
+    if match is None:
+        yield FieldViolation("--device", f"is {device!r}; expected auto, cpu, cuda or cuda:N")
+    elif device.startswith("cuda") and machine.cuda_devices is not None:
+        number = int(match[1] or 0)
+        if machine.cuda_devices <= number:
+            yield FieldViolation("--device", f"is {device!r}, and {_no_cuda(machine)}; use --device cpu")
+
+
+def _no_cuda(machine: Machine) -> str:
+    if machine.torch is not None and machine.torch.endswith("+cpu"):
+        return f"the installed torch {machine.torch} is built for CPUs alone"
+    if not machine.cuda_devices:
+        return "no CUDA device is usable here"
+    return f"CUDA devices here end at cuda:{machine.cuda_devices - 1}"
+
+
+def _memory_problems(
+    settings: GpuWorkerSettings, machine: Machine, workers: int, directory: Path
+) -> Iterator[FieldViolation]:
+    if settings.device != "cpu" and machine.cuda_devices != 0:
+        return  # the KV cache may lie on a GPU
+    pool = _pool_bytes(settings, directory)
+    if workers * pool > machine.available_bytes:
+        each = f" for each of {workers} workers" if workers > 1 else ""
+        free = in_words(machine.available_bytes)
+        flag = "--kv-memory" if settings.kv_blocks is None else "--kv-blocks"
+        yield FieldViolation(flag, f"asks for {in_words(pool)}{each}, and {free} of memory are free here; give less")
+    needed = _PROCESS_BYTES + 2 * weight_bytes(directory) + (pool or GIB)
+    if machine.address_space is not None and machine.address_space < needed:
+        what = (
+            f"caps the addresses of a process at {in_words(machine.address_space)}, and a worker of this model takes"
+            f" about {in_words(needed)}; lift it with `ulimit -v unlimited`"
+        )
+        yield FieldViolation("ulimit -v", what)
+
+
+def _pool_bytes(settings: GpuWorkerSettings, directory: Path) -> int:
+    """Return the bytes of the KV pool that the options ask for; 0 where they leave it open, or it cannot be known."""
+    if settings.kv_blocks is None:
+        return settings.kv_memory or 0
+    try:
+        geometry = CheckpointFacts(directory).kv_geometry(settings.dtype, settings.kv_cache_dtype)
+    except InvalidConfig:
+        return 0  # transformers has defaults for what a config.json does not name
+    return settings.kv_blocks * bytes_per_block(geometry, settings.block_size)
+
+
+# ------------------------------------------------------------ what is here
+
+
+def _torch_version() -> str | None:
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return None
+
+
+def _cuda_devices() -> int | None:
+    """Return how many CUDA devices the driver shows to this process; None where another maker's GPU may stand in."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None if Path("/dev/kfd").exists() else 0
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return 0
+    return count.value
