@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, Field
 
+from common.checkpoint.hub import without_effect
+from common.checkpoint.pooling import PoolingMode, PoolingOption
+from common.cpu_list import cpus_of, in_words
+from common.errors import FieldViolation
+from common.process.topology import allowed_cpus
 from common.settings.options import (
     Address,
     BlockSize,
     Bytes,
     Count,
+    CpuLevel,
+    Cpus,
     DType,
     KvCacheDType,
     LoadFormat,
@@ -19,6 +27,10 @@ from common.settings.options import (
     Quantization,
     ServiceSettings,
     Settings,
+    Speculative,
+    TokenizerFolder,
+    WorkerId,
+    host_of,
 )
 from gpuworker.core.step_costs import DEFAULT_COSTS, parse_costs
 
@@ -37,6 +49,9 @@ class EngineSettings(Settings):
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("kv_blocks", "kv_memory", "gpu_memory_utilization"),)
 
     load_format: LoadFormat = Field("auto", description="dummy makes random weights from the configuration alone")
+    tokenizer: TokenizerFolder | None = Field(
+        None, description="folder of a tokenizer to use instead of the checkpoint's; the same on every service"
+    )
     dtype: DType = Field("auto", description="type of weights and activations; auto: the checkpoint's own")
     kv_cache_dtype: KvCacheDType = Field(
         "auto",
@@ -46,7 +61,8 @@ class EngineSettings(Settings):
     quantization: Quantization = Field(
         "none",
         description="how linear layers hold their weights: int8 and int4 quantise weights alone, w8a8 activations too; "
-        "auto: int8, w8a8 or neither by the shape of each layer, timed at start and said in the log; none: as the "
+        "auto: the fastest type for the shape of each layer that loses at most 1 % of perplexity, timed at start and "
+        "said in the log with the reason; none: as the "
         "checkpoint has them, in integers too. Other than none only on the native path of a CPU",
     )
     deterministic: bool = Field(
@@ -60,6 +76,24 @@ class EngineSettings(Settings):
         "transformers: the forward of the transformers library with Quire's attention; auto: native where the model "
         "and the device allow it, and the log has the reason",
     )
+    pooling: PoolingOption = Field(
+        "auto",
+        description="make a vector of each prompt instead of continuing it: of its last token's hidden state, or of "
+        "the mean of all, at length 1; auto: as modules.json of the checkpoint has it, else none; none: generate",
+    )
+    speculative: Speculative = Field(
+        "none",
+        description="guess the next tokens and verify several in one step; the tokens stay those of plain decoding. "
+        "ngram: as the same last tokens went on before, in prompt and output, or as the request's `prediction` or its "
+        "grammar says; "
+        "a sequence is guessed for while that is faster. draft: by the model of --draft-model, too. On a CPU: the "
+        "native path, or float32",
+    )
+    draft_model: str | None = Field(
+        None,
+        description="a smaller model that guesses, with the tokenizer of the model: a folder, a GGUF file or a hub "
+        "name; it takes memory and a KV cache of its own. Given, --speculative is draft",
+    )
     simulate: StepCostWords | None = Field(
         None,
         description="run no model: a step sleeps for base + decode for each row that samples + prefill for each other "
@@ -72,7 +106,12 @@ class EngineSettings(Settings):
         description="CUDA only: capture decode steps of native models at start, some seconds, and run them as graphs",
     )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
-    seed: int = Field(0, description="seed of dummy weights")
+    cpu_level: CpuLevel = Field(
+        "auto",
+        description="vector instructions of the native CPU kernels: scalar, avx2, avx512, avx512_vnni, avx512_bf16; "
+        "auto: the best that the processor has. Others are for measurements and tests",
+    )
+    seed: int = Field(0, description="seed of dummy weights; `quire serve` also gives it to requests that name none")
     kv_blocks: Count | None = Field(None, description="size of a worker's KV pool in blocks")
     kv_memory: Bytes | None = Field(
         None,
@@ -88,10 +127,44 @@ class EngineSettings(Settings):
     max_model_len: Count | None = Field(
         None, description="longest prompt and output together; unset: the checkpoint's own"
     )
-    max_num_seqs: Count | None = Field(None, description="sequences in a step; unset: 256 on a GPU, 64 on a CPU")
-    max_num_batched_tokens: Count = Field(2048, description="tokens in a step")
+    max_num_seqs: Count | None = Field(
+        None, description="sequences in a step; unset: 256 on a GPU, 64 on a CPU, at most --max-num-batched-tokens"
+    )
+    max_num_batched_tokens: Count = Field(2048, description="tokens in a step; at least --max-num-seqs")
     long_prefill_cap: Count | None = Field(None, description="tokens of one prompt in a step; unset: no cap of its own")
+    orphan_grace: float = Field(
+        10.0,
+        ge=0.0,
+        description="seconds that the sequences of a router that died run on, for clients that resume at another one; "
+        "0: they end with their router",
+    )
     prefix_caching: bool = Field(True, description="keep blocks of finished requests, and share them")
+
+    def num_seqs(self, default: int) -> int:
+        """Return the sequences in a step; `default` is that of the device."""
+        return self.max_num_seqs or min(default, self.max_num_batched_tokens)
+
+    @property
+    def speculation(self) -> str:
+        """What guesses: --speculative, which a draft model implies."""
+        return "draft" if self.draft_model is not None and self.speculative == "none" else self.speculative
+
+    def problems(self) -> Iterator[FieldViolation]:
+        yield from super().problems()
+        if self.speculative == "draft" and self.draft_model is None:
+            what = (
+                "is draft, and no model is named that guesses; expected --draft-model with one, or --speculative ngram"
+            )
+            yield FieldViolation("--speculative", what)
+        if self.speculative == "ngram" and self.draft_model is not None:
+            what = f"is {self.draft_model}, and --speculative ngram guesses without one; leave out one of them"
+            yield FieldViolation("--draft-model", what)
+        tokens, sequences = self.max_num_batched_tokens, self.max_num_seqs
+        if sequences is not None and tokens < sequences:
+            what = f"is {tokens}, and a step has up to {sequences} sequences with a token each"
+            yield FieldViolation(
+                "--max-num-batched-tokens", f"{what}; expected at least {sequences}, or a lower --max-num-seqs"
+            )
 
 
 class GpuWorkerSettings(EngineSettings, ServiceSettings):
@@ -106,8 +179,38 @@ class GpuWorkerSettings(EngineSettings, ServiceSettings):
         description="HOST:PORT at which routers reach this worker; unset: host and port, and for a host of 0.0.0.0 the "
         "address on the way to the manager",
     )
-    worker_id: str | None = Field(None, description="name of this worker; unset: host name and port")
+    worker_id: WorkerId | None = Field(None, description="name of this worker; unset: host name and port")
     manager: Address = Field("127.0.0.1:50052", description="HOST:PORT of the KV manager")
     model: str = Field(..., description="folder of the checkpoint, or a hub name where there is a network")
+    revision: str | None = Field(None, description="branch, tag or commit of a model on the hub; unset: main")
     block_size: BlockSize = Field(16, description="slots in a block; the same on every service")
-    threads: Count | None = Field(None, description="threads of the engine on a CPU; unset: cores - 1")
+    threads: Count | None = Field(
+        None, description="threads of the engine on a CPU; unset: one for each core, less one from three cores on"
+    )
+    cpus: Cpus | None = Field(
+        None,
+        description="cpus that the worker runs on, such as 0-7,16-23; its memory then comes from their NUMA node; "
+        "unset: all that the process may use",
+    )
+
+    def problems(self) -> Iterator[FieldViolation]:
+        yield from super().problems()
+        if self.simulate is not None and self.pooling in tuple(PoolingMode):
+            yield FieldViolation("--pooling", f"is {self.pooling}, and --simulate runs no model; leave out one of them")
+        if self.speculation != "none" and self.simulate is not None:
+            what = f"is {self.speculation}, and --simulate has nothing to verify guesses with; leave out one of them"
+            yield FieldViolation("--speculative", what)
+        yield from self._cpu_problems()
+        yield from self.beyond_loopback("--manager", [host_of(self.manager)])
+        yield from without_effect(self.model, self.revision)
+
+    def _cpu_problems(self) -> Iterator[FieldViolation]:
+        if self.cpus is None:
+            return
+        wanted, allowed = cpus_of(self.cpus), allowed_cpus()
+        if missing := wanted - allowed:
+            what = f"is {self.cpus}, and this process may not use cpu {in_words(missing)}"
+            yield FieldViolation("--cpus", f"{what}; choose among {in_words(allowed)} (`lscpu` shows nodes)")
+        if self.threads is not None and self.threads > len(wanted):
+            what = f"is {self.threads}, and --cpus has {len(wanted)}: threads that share a cpu stall each other"
+            yield FieldViolation("--threads", f"{what}; give at most {len(wanted)}, or more cpus")

@@ -15,11 +15,17 @@ from functools import partial
 
 from grpc import aio
 
+from common.checkpoint.hub import checkpoint_directory
 from common.clock import SystemClock
+from common.cpu_list import cpus_of
 from common.lease import AttachRejected, LeaseChannel
+from common.process.cores import bind
 from common.process.debug import dumps_on_signal
 from common.process.metrics import MetricsServer, metrics_port, new_registry
-from common.rpc.server import RpcServer
+from common.process.supervised import Supervisor
+from common.rpc.roles import Role
+from common.rpc.server import RpcServer, dialer
+from common.rpc.tls import Identity
 from common.service import run_service
 from common.settings.config import load_or_exit
 from common.telemetry.provider import setup as setup_telemetry
@@ -27,11 +33,12 @@ from gpuworker.config import GpuWorkerSettings
 from gpuworker.core.lease_agent import LeaseAgent
 from gpuworker.engine.engine import Engine
 from gpuworker.engine.lease_client import LeaseClient
+from gpuworker.plane import preflight
 from gpuworker.plane.data_plane import DataPlane, default_worker_id
 from gpuworker.server.advertise import reachable_address
-from gpuworker.server.codec import SubmitLimits
-from gpuworker.server.metrics import EngineCollector, MaskCollector, lease_round_trips
+from gpuworker.server.metrics import EngineCollector, MaskCollector, OrphanCollector, lease_round_trips
 from gpuworker.server.servicer import GpuWorkerServicer, Serving
+from gpuworker.server.submit_check import SubmitLimits
 from quire.gpuworker.v1 import gpuworker_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -43,13 +50,22 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def assemble(settings: GpuWorkerSettings) -> DataPlane:
-    """Return what runs the steps; torch is imported only where there is a model to run. Raises as the two do."""
+    """Return what runs the steps; torch is imported only where there is a model to run, and nothing speaks against it.
+
+    Raises as the two do, and as `preflight` does.
+    """
     if settings.simulate is not None:
         from gpuworker.simulated import plane as simulated_plane
 
         return simulated_plane.assemble(settings)
-    from gpuworker.plane import assembly
-
+    directory = checkpoint_directory(settings.model, weights=settings.load_format != "dummy")
+    preflight.refuse_impossible(settings, directory)
+    gc.disable()  # the imports make a million objects, which live on: walking them takes a fifth of the time
+    try:
+        from gpuworker.plane import assembly
+    finally:
+        gc.enable()
+        gc.freeze()
     return assembly.assemble(settings)
 
 
@@ -58,11 +74,13 @@ class Worker:
 
     def __init__(self, settings: GpuWorkerSettings, channel: LeaseChannel | None) -> None:
         self.settings, self._given_channel = settings, channel
+        self._tls = Identity.of(settings)
         self._telemetry = setup_telemetry("gpuworker", settings, instance=settings.worker_id or "")
-        self._servicer = GpuWorkerServicer(self._telemetry.tracer)
-        self._server = RpcServer([SERVICE])
+        self._servicer = GpuWorkerServicer(self._telemetry.tracer, settings.orphan_grace)
+        self._server = RpcServer([SERVICE], tls=self._tls)
         self._registry = new_registry()
         self._metrics = MetricsServer(self._registry, self._healthy)
+        self._supervisor = Supervisor(self._server.health.failing)
         self._engine: Engine | None = None
         self._client: LeaseClient | None = None
         self._stop = asyncio.Event()
@@ -71,7 +89,7 @@ class Worker:
         return self._engine is not None and self._engine.load().manager_attached
 
     def _healthy(self) -> bool:
-        return self._attached() and not self._servicer.draining
+        return self._attached() and not self._servicer.draining and not self._supervisor.failing
 
     def _debug_state(self) -> dict[str, object]:
         """Return the worker's part of `quire debug dump`: the load of its engine."""
@@ -103,7 +121,7 @@ class Worker:
         await self._until_attached()
         if not self._stop.is_set():
             await self._server.ready()
-            self._servicer.beat()  # routers that connected during the attach learn that the worker is ready
+            self._servicer.beat()  # for routers that connected during the attach
             took = time.monotonic() - began
             print(f"READY {address} {plane.facts.device_words}, loaded in {took:.1f} s", flush=True)  # noqa: T201
         await self._stop.wait()
@@ -126,13 +144,20 @@ class Worker:
         engine.start()
         EngineCollector(engine.load, self._registry)
         MaskCollector(plane.mask_lateness, self._registry)
+        OrphanCollector(self._servicer.orphans, self._registry)
         info = lambda: plane.info(engine.attach)  # noqa: E731
-        limits = SubmitLimits(plane.memory.max_model_len, plane.facts.vocab_size, self.settings.block_size)
+        limits = SubmitLimits(plane.memory.max_model_len, plane.facts.vocab_size, plane.identity)
         self._servicer.serve(Serving(engine, info, limits, plane.memory_message(), plane.grammars))
 
     def _lease_client(self) -> LeaseClient:
-        round_trips = lease_round_trips(self._registry)
-        self._client = LeaseClient(self.settings.manager, self._wake, self._on_refused, on_round_trip=round_trips)
+        self._client = LeaseClient(
+            self.settings.manager,
+            self._wake,
+            self._on_refused,
+            on_round_trip=lease_round_trips(self._registry),
+            dial=dialer(self._tls, Role.MANAGER),
+            supervisor=self._supervisor,
+        )
         return self._client
 
     def _wake(self) -> None:
@@ -166,6 +191,7 @@ class Worker:
         finally:
             if self._client is not None:
                 await self._client.close()
+            await self._supervisor.aclose()
             await self._metrics.stop()
             await self._telemetry.aclose()
 
@@ -176,6 +202,8 @@ def run(settings: GpuWorkerSettings, channel: LeaseChannel | None = None) -> int
     async def serve() -> None:
         await Worker(settings, channel).run()
 
+    if settings.cpus is not None:
+        bind(cpus_of(settings.cpus))
     return run_service("gpuworker", settings, serve)
 
 

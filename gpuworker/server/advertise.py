@@ -1,4 +1,4 @@
-"""The address at which routers reach this worker when no option gives it: a container learns it at run time."""
+"""The address at which routers reach this worker when no option gives it: a container gets it at run time."""
 
 from __future__ import annotations
 

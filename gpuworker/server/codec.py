@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from common.errors import FieldViolation, InvalidRequest
-from common.types import Constraint, ConstraintKind, SamplingParams, SequenceId
-from common.wire.packing import unpack_hashes, unpack_u32
+from common.types import Constraint, ConstraintKind, SamplingParams, SequenceId, ThoughtBudget
+from common.wire.lease_codec import valid_weight
+from common.wire.packing import unpack_u32
 from common.wire.sampling_codec import sampling_from_proto
+from common.wire.thought_codec import thought_from_proto
+from gpuworker.core.drafting import speculation_of
 from gpuworker.core.sequence import NewSequence
 from gpuworker.core.splitmix64 import GOLDEN, WORD, splitmix64
 from gpuworker.core.stopping import StopRule
 from gpuworker.engine.ports import EngineLoad, EngineRequest
+from gpuworker.server.submit_check import SubmitLimits
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
-
-LINK_BYTES = 32
 
 
 def fold_seed(seed: int, index: int) -> int:
@@ -28,7 +29,9 @@ def fold_seed(seed: int, index: int) -> int:
 def sampling_params(message: pb.Submit) -> SamplingParams:
     """Return the sampling of one sequence; the router has filled in every default."""
     sampling = sampling_from_proto(message.sampling)
-    return replace(sampling, seed=fold_seed(sampling.seed, message.index), constraint=constraint_of(message))
+    words = tuple([tuple(unpack_u32(word)) for word in message.bad_words])
+    seed, thought = fold_seed(sampling.seed, message.index), thought_of(message)
+    return replace(sampling, seed=seed, constraint=constraint_of(message), thought=thought, bad_words=words)
 
 
 def constraint_of(message: pb.Submit) -> Constraint | None:
@@ -37,44 +40,25 @@ def constraint_of(message: pb.Submit) -> Constraint | None:
     return None if kind is None else Constraint(ConstraintKind(kind), getattr(message, kind))
 
 
-@dataclass(frozen=True, slots=True)
-class SubmitLimits:
-    """Limits of a submit: tokens of a sequence, token ids below `vocab_size`, slots in a block."""
-
-    max_model_len: int
-    vocab_size: int
-    block_size: int
-
-    def check(self, new: NewSequence) -> None:
-        """Raise InvalidRequest for values that would fail the engine or a step, and so every sequence of the worker."""
-        if max(new.tokens) >= self.vocab_size:
-            what = f"token id {max(new.tokens)}; expected 0 to {self.vocab_size - 1}"
-            raise InvalidRequest(FieldViolation("prompt_token_ids", what))
-        blocks = len(new.tokens) // self.block_size
-        if not new.no_cache and len(new.block_hashes) != blocks:
-            what = f"{len(new.block_hashes)} hashes for {len(new.tokens)} tokens; expected {blocks}, one per full block"
-            raise InvalidRequest(FieldViolation("block_hashes", what))
+def thought_of(message: pb.Submit) -> ThoughtBudget | None:
+    """Return the budget of a sequence's thoughts, if any."""
+    if not message.HasField("thought_budget"):
+        return None
+    return thought_from_proto(message.thought_budget, message.thought_end_token_ids)
 
 
 def engine_request(
-    message: pb.Submit, sequence: SequenceId, fork_of: SequenceId | None, max_model_len: int, traceparent: str
+    message: pb.Submit, sequence: SequenceId, fork_of: SequenceId | None, limits: SubmitLimits, traceparent: str
 ) -> EngineRequest:
     """Return the engine's form of a submit.
 
-    Raises InvalidRequest when its parts contradict each other, ProtocolViolation when packed fields are malformed.
+    `limits.check` was called before. Raises InvalidRequest for tokens outside of the vocabulary and for block hashes of
+    other tokens, ProtocolViolation when packed fields are malformed.
     """
     tokens = unpack_u32(message.prompt_token_ids)
-    before = message.output_tokens_before
-    if not 0 < len(tokens) < max_model_len or before >= len(tokens):
-        what = f"{len(tokens)} tokens, {before} of them output; expected 1 to {max_model_len - 1}, and a prompt"
-        raise InvalidRequest(FieldViolation("prompt_token_ids", what))
-    if message.sampling.max_tokens <= before:
-        what = f"{message.sampling.max_tokens}, of which {before} were sampled before; expected more than that"
-        raise InvalidRequest(FieldViolation("sampling.max_tokens", what))
-    if not message.no_cache and len(message.parent_digest) != LINK_BYTES:
-        what = f"{len(message.parent_digest)} bytes; expected {LINK_BYTES}"
-        raise InvalidRequest(FieldViolation("parent_digest", what))
-    sampling = sampling_params(message)
+    limits.check_tokens(tokens)
+    block_hashes, parent_digest = limits.chain(message)
+    sampling, before = _within(sampling_params(message), limits.max_model_len), message.output_tokens_before
     prompt_tokens = len(tokens) - before
     stop = StopRule(
         max_tokens=sampling.max_tokens - before,
@@ -87,16 +71,32 @@ def engine_request(
         sequence=sequence,
         request_id=message.request_id,
         tokens=tuple(tokens),
-        block_hashes=() if message.no_cache else unpack_hashes(message.block_hashes),
-        parent_digest=message.parent_digest,
-        max_len=min(max_model_len, prompt_tokens + sampling.max_tokens),
+        block_hashes=block_hashes,
+        parent_digest=parent_digest,
+        max_len=_max_len(message, prompt_tokens, sampling, limits),
         stop=stop,
         priority=message.priority,
         fork_of=fork_of,
         no_cache=message.no_cache,
         traceparent=traceparent,
+        tenant=message.tenant,
+        weight=valid_weight(message.weight),
+        score_from=message.prompt_logprobs_before,
+        score_until=0 if sampling.prompt_logprobs is None else prompt_tokens - 1,
+        speculation=None if message.embeds else speculation_of(sampling, limits.prediction(message), before),
     )
     return EngineRequest(new, sampling, prompt_tokens, traced=bool(traceparent))
+
+
+def _max_len(message: pb.Submit, prompt_tokens: int, sampling: SamplingParams, limits: SubmitLimits) -> int:
+    """Return the length at which a sequence ends; one that embeds ends where the first token would be sampled."""
+    return prompt_tokens + 1 if message.embeds else min(limits.max_model_len, prompt_tokens + sampling.max_tokens)
+
+
+def _within(sampling: SamplingParams, max_model_len: int) -> SamplingParams:
+    """Lower counts that no sequence reaches, so that their sums with positions stay far from the end of an int32."""
+    most, least = min(sampling.max_tokens, max_model_len), min(sampling.min_tokens, max_model_len)
+    return replace(sampling, max_tokens=most, min_tokens=least)
 
 
 def load_message(load: EngineLoad, draining: bool) -> pb.Load:
@@ -111,6 +111,10 @@ def load_message(load: EngineLoad, draining: bool) -> pb.Load:
         step_age_seconds=load.step_age_seconds,
         step_predicted_seconds=load.step_predicted_seconds,
         steps=load.steps,
+        sampled_tokens=load.tokens_sampled,
+        computed_tokens=load.tokens_scheduled,
         manager_attached=load.manager_attached,
         draining=draining,
+        drafted_tokens=load.drafted_tokens,
+        accepted_draft_tokens=load.accepted_tokens,
     )

@@ -9,8 +9,10 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from gpuworker.core.draft_tally import DraftKind, DraftTally
 from gpuworker.engine.ports import EngineLoad, MaskLateness
 from gpuworker.engine.step_rates import STEP_BOUNDS, StepTimes
+from gpuworker.server.orphans import Fate, Orphans
 
 _ROUND_TRIP_BUCKETS_S: Final = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
@@ -63,10 +65,27 @@ class EngineCollector:
         yield CounterMetricFamily("quire:engine_steps", "Completed steps.", value=load.steps)
         yield CounterMetricFamily("quire:engine_tokens_sampled", "Output tokens sampled.", value=load.tokens_sampled)
         yield CounterMetricFamily("quire:engine_tokens_scheduled", "Positions computed.", value=load.tokens_scheduled)
+        yield from _drafts(load)
         steps = HistogramMetricFamily("quire:step_seconds", "Time of a step, by what was in it.", labels=("kind",))
         for kind, times in (("decode", load.decode_times), ("mixed", load.mixed_times)):
             steps.add_metric((kind,), _buckets(times), sum_value=times.seconds)
         yield steps
+
+
+def _drafts(load: EngineLoad) -> Iterator[Metric]:
+    """Yield the counts of drafts by what guessed them."""
+    drafted = CounterMetricFamily(
+        "quire:spec_decode_num_draft_tokens", "Guessed tokens that steps verified, by what guessed.", labels=("kind",)
+    )
+    accepted = CounterMetricFamily(
+        "quire:spec_decode_num_accepted_tokens", "Guessed tokens that were right, by what guessed.", labels=("kind",)
+    )
+    for kind in DraftKind:
+        tally = load.drafts.get(kind, DraftTally())
+        drafted.add_metric((kind.value,), tally.drafted)
+        accepted.add_metric((kind.value,), tally.accepted)
+    yield drafted
+    yield accepted
 
 
 class MaskCollector:
@@ -89,3 +108,20 @@ def _buckets(times: StepTimes) -> list[tuple[str, float]]:
     """Return (upper bound, steps up to it), the form that prometheus_client expects."""
     bounds = (*map(str, STEP_BOUNDS), "+Inf")
     return list(zip(bounds, accumulate(times.counts), strict=True))
+
+
+class OrphanCollector:
+    """Makes metrics of the sequences of lost routers at each scrape."""
+
+    def __init__(self, orphans: Orphans, registry: CollectorRegistry) -> None:
+        self._orphans = orphans
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        orphans = self._orphans
+        yield GaugeMetricFamily("quire:orphans", "Sequences of lost routers that are kept.", value=len(orphans))
+        yield GaugeMetricFamily("quire:orphan_bytes", "Bytes of their prompts and outputs.", value=orphans.size)
+        fates = CounterMetricFamily("quire:orphan_fates", "What became of orphans.", labels=("fate",))
+        for fate in Fate:
+            fates.add_metric((fate.value,), orphans.fates[fate])
+        yield fates

@@ -1,40 +1,62 @@
 """Outputs on their way to one router: collected while the stream's writer is busy, packed when it is free.
 
-A slow router therefore gets fewer, larger messages. Memory grows with its backlog of tokens, not of steps.
+A slow router therefore gets fewer, larger messages, up to the size at which the next message begins. Memory grows with
+its backlog of tokens, not of steps; `size` counts it.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Sequence
+from typing import Final
 
 from common.hashing import little_endian_int32
 from common.lease import Admit
+from common.limits import MAX_OUTPUT_MESSAGE_BYTES
 from common.types import TokenLogprobs
 from common.wire.enum_codec import finish_to_proto, miss_to_proto
 from common.wire.output_codec import logprobs_to_proto, usage_to_proto
+from common.wire.packing import pack_u32
 from gpuworker.core.outcomes import SequenceFinished
+from gpuworker.engine.ports import Started
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2 as types
 
+# Bytes of an event, and of each token or log-probability in it, on the wire; upper bounds.
+_EVENT_BYTES: Final = 256
+_ROW_BYTES, _TOKEN_BYTES = 8, 4
+_LOGPROBS_BYTES, _TOP_BYTES = 64, 16
+_MESSAGE_CHARS: Final = 1_000  # of an error that ends a sequence
+_ENTRIES_AT_ONCE: Final = 32
+
+
+def _bytes_of(logprobs: Sequence[TokenLogprobs]) -> int:
+    return _LOGPROBS_BYTES * len(logprobs) + _TOP_BYTES * sum(len(one.top) for one in logprobs)
+
 
 class OutputBuffer:
-    """Collects the events of the sequences of one stream, by handle."""
+    """Collects the events of the sequences of one stream, by handle. `size` is what was not taken yet, in bytes."""
 
     def __init__(self) -> None:
         self._seq = 0
+        self._sealed: deque[tuple[int, pb.StepOutputs]] = deque()
+        self.size = 0
         self._clear()
 
     def _clear(self) -> None:
-        self._step = 0
-        self._handles, self._counts, self._tokens = array("i"), array("i"), array("i")
-        self._logprob_handles, self._preempted = array("i"), array("i")
+        self._step, self._gathered = 0, 0
+        self._handles, self._counts, self._tokens = array("I"), array("I"), array("i")
+        self._logprob_handles, self._preempted = array("I"), array("I")
         self._logprobs: list[types.TokenLogprobs] = []
+        self._prompt_logprobs: list[types.TokenLogprobs] = []
+        self._prompt_handles = array("I")
         self._admitted: list[pb.SequenceAdmitted] = []
+        self._started: list[pb.SequenceStarted] = []
         self._finished: list[pb.SequenceFinished] = []
 
     def __bool__(self) -> bool:
-        return bool(self._handles or self._admitted or self._finished or self._preempted)
+        return self.size > 0
 
     def tokens(self, step: int, handle: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
         """Append new tokens of a sequence, and their log-probabilities if it asked for them."""
@@ -45,6 +67,15 @@ class OutputBuffer:
         for one in logprobs:
             self._logprob_handles.append(handle)
             self._logprobs.append(logprobs_to_proto(one))
+        self._grow(_ROW_BYTES + _TOKEN_BYTES * len(tokens) + _bytes_of(logprobs))
+
+    def prompt_logprobs(self, handle: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Append the next log-probabilities of a prompt, in parts that do not fill a message."""
+        for start in range(0, len(logprobs), _ENTRIES_AT_ONCE):
+            part = logprobs[start : start + _ENTRIES_AT_ONCE]
+            self._prompt_handles.extend([handle] * len(part))
+            self._prompt_logprobs.extend(map(logprobs_to_proto, part))
+            self._grow(_bytes_of(part))
 
     def admitted(self, handle: int, admit: Admit, reserve_seconds: float) -> None:
         self._admitted.append(
@@ -57,9 +88,24 @@ class OutputBuffer:
                 reserve_seconds=reserve_seconds,
             )
         )
+        self._grow(_EVENT_BYTES + len(admit.decision_id))
+
+    def recounted(self, handle: int, cached_tokens: int) -> None:
+        """Append the cached tokens of a sequence whose admission said another number."""
+        self._admitted.append(pb.SequenceAdmitted(handle=handle, cached_tokens=cached_tokens, recounted=True))
+        self._grow(_EVENT_BYTES)
+
+    def started(self, handle: int, started: Started) -> None:
+        _, wait_seconds, ahead_tokens, ahead_of = started
+        message = pb.SequenceStarted(
+            handle=handle, wait_seconds=wait_seconds, ahead_tokens=ahead_tokens, ahead_of=ahead_of
+        )
+        self._started.append(message)
+        self._grow(_EVENT_BYTES + len(ahead_of))
 
     def preempted(self, handle: int) -> None:
         self._preempted.append(handle)
+        self._grow(_ROW_BYTES)
 
     def finished(self, handle: int, end: SequenceFinished) -> None:
         self._finished.append(
@@ -68,24 +114,50 @@ class OutputBuffer:
                 reason=finish_to_proto(end.reason),
                 usage=usage_to_proto(end.usage),
                 stop_token_id=end.stop_token,
-                message=end.message,
+                message=end.message[:_MESSAGE_CHARS],
+                wrong_field=end.wrong_field,
+                embedding=end.embedding,
             )
         )
+        self._grow(_EVENT_BYTES + len(end.embedding) + 4 * min(len(end.message), _MESSAGE_CHARS))
 
     def take(self) -> pb.StepOutputs:
-        """Return everything gathered as one message, and clear it."""
+        """Return what was gathered first, as one message, and forget it."""
+        if not self._sealed:
+            self._seal()
+        size, message = self._sealed.popleft()
+        self.size -= size
+        return message
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._sealed.clear()
+        self.size = 0
+        self._clear()
+
+    def _grow(self, size: int) -> None:
+        self._gathered += size
+        self.size += size
+        if self._gathered >= MAX_OUTPUT_MESSAGE_BYTES:
+            self._seal()
+
+    def _seal(self) -> None:
+        """Pack everything gathered into a message."""
         self._seq += 1
         message = pb.StepOutputs(
             seq=self._seq,
             step=self._step,
             admitted=self._admitted,
-            handles=little_endian_int32(self._handles),
-            counts=little_endian_int32(self._counts),
+            handles=pack_u32(self._handles),
+            counts=pack_u32(self._counts),
             token_ids=little_endian_int32(self._tokens),
             logprobs=self._logprobs,
-            logprob_handles=little_endian_int32(self._logprob_handles),
+            logprob_handles=pack_u32(self._logprob_handles),
             finished=self._finished,
-            preempted=little_endian_int32(self._preempted),
+            preempted=pack_u32(self._preempted),
+            prompt_logprobs=self._prompt_logprobs,
+            prompt_logprob_handles=pack_u32(self._prompt_handles),
+            started=self._started,
         )
+        self._sealed.append((self._gathered, message))
         self._clear()
-        return message

@@ -6,40 +6,49 @@ It lives on the I/O loop. The stream's single writer waits on `ready` and packs 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Final
 
 from opentelemetry.trace import Tracer
 
-from common.errors import AlreadyExists, QuireError, Unsupported
-from common.lease import Admit
+from common.errors import (
+    AlreadyExists,
+    EngineFailure,
+    FieldViolation,
+    InvalidRequest,
+    Overloaded,
+    QuireError,
+    QuotaViolation,
+    Unsupported,
+)
+from common.limits import MAX_STREAM_OUTPUT_BYTES, MAX_STREAM_PROMPT_BYTES, MAX_STREAM_SEQUENCES
 from common.rpc.status import to_status
 from common.telemetry import is_sampled
-from common.types import FinishReason, SequenceId, Usage
+from common.types import Constraint, ConstraintKind, FinishReason, SequenceId, Usage
 from common.wire.enum_codec import finish_from_proto
 from gpuworker.core.outcomes import SequenceFinished
+from gpuworker.core.sequence import NewSequence
 from gpuworker.engine.engine import Engine
 from gpuworker.engine.ports import EngineOutputs
-from gpuworker.server.codec import SubmitLimits, constraint_of, engine_request
+from gpuworker.server.codec import constraint_of, engine_request
+from gpuworker.server.ended_sequences import EndedSequences
 from gpuworker.server.grammar_compile_queue import GrammarCompileQueue
+from gpuworker.server.live_sequence import LiveSequence, gather
 from gpuworker.server.output_buffer import OutputBuffer
 from gpuworker.server.spans import SequenceSpans
+from gpuworker.server.submit_check import SubmitLimits
 from gpuworker.structured.grammars import Grammar, GrammarCompiler
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 
-
-@dataclass(slots=True)
-class _Live:
-    """A sequence that the router of this stream waits for; its grammar stays compiled meanwhile."""
-
-    handle: int
-    submitted: float
-    output_before: int
-    grammar: Grammar | None = None
-    spans: SequenceSpans | None = None
-    deadline: asyncio.TimerHandle | None = None
+log = logging.getLogger(__name__)
+_RETRY_SECONDS: Final = 1.0  # until a full stream may have room again
+# Compiled for a sequence with a budget of thoughts alone: that reads the tokenizer, off the threads that must not wait.
+_ANYTHING: Final = Constraint(ConstraintKind.REGEX, "(?s:.*)")
+_LONGEST_SECONDS: Final = 365 * 86_400.0  # of a deadline: timers take no more than some hundred years
 
 
 class RouterStream:
@@ -60,13 +69,21 @@ class RouterStream:
         self._engine, self._next_sequence, self._own, self._limits = engine, next_sequence, own, limits
         self._tracer = tracer
         self._compile_queue = GrammarCompileQueue(grammars, self._compiled) if grammars is not None else None
-        self._live: dict[SequenceId, _Live] = {}
+        self._live: dict[SequenceId, LiveSequence] = {}
+        self._ended = EndedSequences()
         self._by_handle: dict[int, SequenceId] = {}
+        self._sizes: dict[int, int] = {}  # bytes of each submit whose sequence has not ended, by handle
+        self._held = 0  # their sum
         self._outputs = OutputBuffer()
         self._first: deque[pb.StreamResponse] = deque()
+        self._first_bytes = 0
         self._heartbeat: pb.StreamResponse | None = None
         self.ready = asyncio.Event()
         self.closed = False
+        self.ended_here = False
+        """Whether the worker ended the stream, and not the router."""
+        self.failure: QuireError | None = None
+        """Why the worker ends the stream, if it is the worker that does."""
 
     @property
     def sequences(self) -> frozenset[SequenceId]:
@@ -82,45 +99,102 @@ class RouterStream:
 
     def submit(self, message: pb.Submit) -> None:
         """Hand a sequence to the engine, once its constraint is compiled; send Refused when it cannot be served."""
-        constraint, now = constraint_of(message), time.monotonic()
-        if constraint is None:
-            self._start(message, now, None)
-        elif self._compile_queue is None:
-            self._refuse(message, Unsupported("a worker that simulates its steps follows no constraints; leave it out"))
-        elif message.handle in self._compile_queue:
-            self._refuse(message, _taken(message))
-        else:
-            self._compile_queue.put(message, constraint, now)
+        if self.closed:
+            return
+        if message.handle in self._sizes:
+            self._refuse(message, AlreadyExists(f"handle {message.handle} names a sequence of this stream already"))
+            return
+        with self._refusing(message):
+            self._take_room(message)
+            self._limits.check(message)
+            constraint, now = constraint_of(message), time.monotonic()
+            if constraint is None and message.HasField("thought_budget"):
+                constraint = _ANYTHING
+            if constraint is None:
+                self._start(message, now, None)
+            elif self._compile_queue is None:
+                what = "a worker that simulates its steps follows no constraints and no budgets; leave them out"
+                raise Unsupported(what)
+            else:
+                self._compile_queue.put(message, constraint, now)
+
+    @contextmanager
+    def _refusing(self, message: pb.Submit) -> Iterator[None]:
+        """Refuse the submit on any error; the stream and its other sequences go on."""
+        try:
+            yield
+        except QuireError as refused:
+            self._refuse_admitted(message, refused)
+        except Exception:
+            log.exception("a submit could not be taken")
+            failure = EngineFailure("the worker could not take this submit; the worker's log has the details")
+            self._refuse_admitted(message, failure)
+
+    def _take_room(self, message: pb.Submit) -> None:
+        """Count a submit against the limits of the stream. Raises Overloaded."""
+        constraint = message.json_schema or message.regex or message.grammar
+        size = len(message.prompt_token_ids) + len(constraint) + sum(map(len, message.bad_words))
+        size += len(message.prediction_token_ids) + message.continuation.ByteSize()
+        if len(self._sizes) >= MAX_STREAM_SEQUENCES:
+            what = f"{len(self._sizes)} sequences of this router have not ended; at most {MAX_STREAM_SEQUENCES}"
+            raise Overloaded(QuotaViolation("worker.stream.sequences", what), _RETRY_SECONDS)
+        if self._held + size > MAX_STREAM_PROMPT_BYTES:
+            what = f"{self._held} bytes of prompts and {size} more; at most {MAX_STREAM_PROMPT_BYTES}"
+            raise Overloaded(QuotaViolation("worker.stream.prompts", what), _RETRY_SECONDS)
+        self._sizes[message.handle] = size
+        self._held += size
+
+    def _give_room(self, handle: int) -> None:
+        self._held -= self._sizes.pop(handle, 0)
 
     def _compiled(self, message: pb.Submit, came: float, grammar: Grammar | QuireError) -> None:
         if isinstance(grammar, QuireError):
-            self._refuse(message, grammar)
+            self._refuse_admitted(message, grammar)
         else:
-            self._start(message, came, grammar)
+            with self._refusing(message):
+                self._start(message, came, grammar)
 
     def _start(self, message: pb.Submit, came: float, grammar: Grammar | None) -> None:
         sequence = self._next_sequence()
-        live = _Live(message.handle, came, message.output_tokens_before, grammar)
+        spans = self._open_spans(message, sequence)
         try:
-            if message.handle in self._by_handle:
-                raise _taken(message)
-            live.spans = self._open_spans(message, sequence)
-            traceparent = live.spans.reserve_traceparent if live.spans is not None else ""
+            traceparent = spans.reserve_traceparent if spans is not None else ""
             fork_of = self._by_handle.get(message.fork_of) if message.HasField("fork_of") else None
-            request = engine_request(message, sequence, fork_of, self._limits.max_model_len, traceparent)
-            self._limits.check(request.new)
-        except QuireError as refused:
-            if live.spans is not None:
-                live.spans.refused(str(refused))
-            self._refuse(message, refused)
-            return
+            request = engine_request(message, sequence, fork_of, self._limits, traceparent)
+            self._check_fork(request.new)
+        except Exception as refused:
+            if spans is not None:
+                spans.refused(str(refused))
+            raise
+        size = self._sizes[message.handle]
+        live = LiveSequence(message.handle, request.new, came, message, size, grammar, spans)
         if message.HasField("timeout_seconds"):
-            left = max(0.0, came + message.timeout_seconds - time.monotonic())
-            loop = asyncio.get_running_loop()
-            live.deadline = loop.call_later(left, self._engine.cancel, sequence, FinishReason.DEADLINE)
-        self._live[sequence], self._by_handle[message.handle] = live, sequence
-        self._own(sequence, self)
+            self._set_deadline(live, came + message.timeout_seconds - time.monotonic())
+        self._take_over(live)
         self._engine.submit(request)
+
+    def _set_deadline(self, live: LiveSequence, seconds: float) -> None:
+        left = max(0.0, min(seconds, _LONGEST_SECONDS))
+        cancel, loop = self._engine.cancel, asyncio.get_running_loop()
+        live.deadline = loop.call_later(left, cancel, live.id, FinishReason.DEADLINE)
+
+    def _take_over(self, live: LiveSequence) -> None:
+        self._live[live.id], self._by_handle[live.handle] = live, live.id
+        self._own(live.id, self)
+
+    def _check_fork(self, new: NewSequence) -> None:
+        """Raise InvalidRequest for a fork of another prompt or domain: the two would share computed blocks."""
+        parent = self._live.get(new.fork_of) if new.fork_of is not None else None
+        if parent is None:
+            return
+        ours = (new.tokens, new.parent_digest, new.no_cache)
+        if ours != (parent.new.tokens, parent.new.parent_digest, parent.new.no_cache):
+            what = f"names handle {parent.handle}, which has another prompt or cache domain; expected the same"
+            raise InvalidRequest(FieldViolation("fork_of", what))
+
+    def _refuse_admitted(self, message: pb.Submit, refused: QuireError) -> None:
+        self._give_room(message.handle)
+        self._refuse(message, refused)
 
     def _refuse(self, message: pb.Submit, refused: QuireError) -> None:
         status = to_status(refused).SerializeToString()
@@ -141,28 +215,115 @@ class RouterStream:
         """End a sequence at the router's request; unknown handles are ignored."""
         sequence = self._by_handle.get(message.handle)
         reason = finish_from_proto(message.reason, unknown=FinishReason.CANCELLED)
+        if reason is FinishReason.CANCELLED:
+            self._forget_output(message.handle)
         if sequence is not None:
             self._engine.cancel(sequence, reason)
         elif self._compile_queue is not None and (waited := self._compile_queue.withdraw(message.handle)) is not None:
+            self._give_room(message.handle)
             usage = Usage(prompt_tokens=len(waited.prompt_token_ids) // 4)
             self._outputs.finished(message.handle, SequenceFinished(self._next_sequence(), reason, usage))
             self.ready.set()
 
-    def close(self) -> None:
-        """Cancel the remaining sequences when the router or the worker goes; the router sees only the stream's end."""
+    def _forget_output(self, handle: int) -> None:
+        """Keep nothing of a sequence whose client has gone."""
+        self._ended.pop(handle)
+        live = self._live.get(self._by_handle.get(handle, SequenceId(0)))
+        if live is not None:
+            live.kept = None
+
+    def acknowledge(self, handles: Iterable[int]) -> None:
+        """Forget the output of requests that have left their router, also of those that the engine still ends."""
+        for handle in handles:
+            self._forget_output(handle)
+
+    def takes(self, message: pb.Adopt) -> bool:
+        """Return whether an orphan can go on here."""
+        return not self.closed and message.handle not in self._sizes
+
+    def refuse_orphan(self, message: pb.Adopt) -> None:
+        """Say that there is no such orphan: another router has it, or its time was over."""
+        what = f"sequence {message.sequence} is no orphan of this worker any more"
+        self._refuse(pb.Submit(handle=message.handle), AlreadyExists(what))
+
+    def adopt(self, message: pb.Adopt, orphan: LiveSequence) -> None:
+        """Go on with an orphan, after all of its output so far."""
+        handle = message.handle
+        orphan.handle = handle
+        if orphan.deadline is not None:
+            orphan.deadline.cancel()
+            orphan.deadline = None
+        if orphan.kept is not None:
+            orphan.kept.replay(handle, self._outputs)
+        if orphan.ended:
+            self._ended.put(orphan)
+        else:
+            self._sizes[handle] = orphan.size
+            self._held += orphan.size
+            self._take_over(orphan)
+            if message.HasField("timeout_seconds"):
+                self._set_deadline(orphan, message.timeout_seconds)
+            if orphan.spans is not None:
+                orphan.spans.resumed()
+        self.ready.set()
+
+    def holds(self, request: tuple[str, str]) -> bool:
+        """Return whether a request of this tenant and id has sequences here."""
+        return any(live.request == request for live in (*self._live.values(), *self._ended))
+
+    def abandon(self) -> list[LiveSequence]:
+        """Give up what another router may go on with, ended sequences first. The router's stream is lost."""
+        left = [*self._ended, *(live for live in self._live.values() if live.kept is not None)]
+        for live in left:
+            self._live.pop(live.id, None)
+        self._ended.clear()
+        return left
+
+    def lose(self) -> None:
+        """Note that the router has gone."""
         self.closed = True
         self.ready.set()
+
+    def close(self) -> None:
+        """Cancel the remaining sequences when the router or the worker goes; the router sees only the stream's end."""
+        self.ended_here = self.ended_here or not self.closed
+        self.lose()
         if self._compile_queue is not None:
             self._compile_queue.clear()
         for sequence in list(self._live):
             self._engine.cancel(sequence, FinishReason.CANCELLED)
 
+    def fail(self, failure: QuireError) -> None:
+        """End the stream with an error, and forget what the router has not read.
+
+        A writer whose router does not read waits in gRPC for as long: then the error is what the router reads next.
+        """
+        if not self.closed:
+            self.failure = failure
+        self._first.clear()
+        self._outputs.clear()
+        self._first_bytes, self._heartbeat = 0, None
+        self.close()
+
     # ------------------------------------------------------------ to the router
+
+    @property
+    def backlog(self) -> int:
+        """Bytes that the router has not read, beside those that are on their way."""
+        return self._first_bytes + self._outputs.size
 
     def push(self, message: pb.StreamResponse) -> None:
         """Queue a message that is sent before gathered outputs."""
         self._first.append(message)
+        self._first_bytes += message.ByteSize()
         self.ready.set()
+        self._check_backlog()
+
+    def _check_backlog(self) -> None:
+        if self.backlog > MAX_STREAM_OUTPUT_BYTES:
+            what = f"{self.backlog} bytes wait for a router that does not read; at most {MAX_STREAM_OUTPUT_BYTES}"
+            log.warning("a stream ends: %s", what)
+            self.fail(Overloaded(QuotaViolation("worker.stream.outputs", what), _RETRY_SECONDS))
 
     def beat(self, load: pb.Load) -> None:
         """Queue a heartbeat; it replaces one that a slow router has not received."""
@@ -172,7 +333,9 @@ class RouterStream:
     def take(self) -> pb.StreamResponse | None:
         """Return the next message for the writer; None when there is nothing to send."""
         if self._first:
-            return self._first.popleft()
+            first = self._first.popleft()
+            self._first_bytes -= first.ByteSize()
+            return first
         if self._heartbeat is not None:
             heartbeat, self._heartbeat = self._heartbeat, None
             return heartbeat
@@ -182,59 +345,26 @@ class RouterStream:
         return None
 
     def deliver(self, outputs: EngineOutputs) -> None:
-        """Queue the outputs of this stream's sequences, in the order in which a router must see them."""
-        for admit in outputs.admitted:
-            self._deliver_admit(admit)
-        self._trace_chunks(outputs)
-        logprobs = dict(outputs.logprobs)  # with the first tokens of a sequence; there are several when two steps ended
-        for sequence, tokens in outputs.tokens:
-            if (live := self._live.get(sequence)) is not None:
-                self._outputs.tokens(outputs.step, live.handle, tokens, logprobs.pop(sequence, ()))
-        for sequence in outputs.preempted:
-            if (live := self._live.get(sequence)) is not None:
-                self._outputs.preempted(live.handle)
-                if live.spans is not None:
-                    live.spans.preempted()
-        for end in outputs.finished:
-            self._deliver_end(end)
+        """Queue the outputs of this stream's sequences; an error ends the stream, and no sequence stays behind."""
+        try:
+            if not self.closed:
+                gather(self._live, outputs, self._outputs)
+        except Exception:
+            log.exception("outputs could not be packed for a router")
+            self.fail(EngineFailure("outputs could not be packed; the worker's log has the details"))
+        finally:
+            for end in outputs.finished:
+                self._forget(end)
         if self._outputs:
             self.ready.set()
+            self._check_backlog()
 
-    def _deliver_admit(self, admit: Admit) -> None:
-        live = self._live.get(admit.sequence)
-        if live is None:
-            return
-        self._outputs.admitted(live.handle, admit, time.monotonic() - live.submitted)
-        if live.spans is not None:
-            live.spans.admitted(admit)
-
-    def _deliver_end(self, end: SequenceFinished) -> None:
+    def _forget(self, end: SequenceFinished) -> None:
         live = self._live.pop(end.sequence, None)
         if live is None:
             return
         self._by_handle.pop(live.handle, None)
+        self._give_room(live.handle)
+        live.close(end)
         if not self.closed:
-            self._outputs.finished(live.handle, _over_all_runs(end, live.output_before))
-        if live.deadline is not None:
-            live.deadline.cancel()
-        if live.spans is not None:
-            live.spans.finished(end)
-
-    def _trace_chunks(self, outputs: EngineOutputs) -> None:
-        for chunk in outputs.chunks:
-            live = self._live.get(chunk.sequence)
-            if live is not None and live.spans is not None:
-                live.spans.chunk(chunk)
-
-
-def _taken(message: pb.Submit) -> AlreadyExists:
-    return AlreadyExists(f"handle {message.handle} names a sequence of this stream already")
-
-
-def _over_all_runs(end: SequenceFinished, output_before: int) -> SequenceFinished:
-    """Count the output of an earlier run of the sequence as output, although this run got it in its prompt."""
-    if not output_before:
-        return end
-    usage = end.usage
-    prompt, output = usage.prompt_tokens - output_before, usage.output_tokens + output_before
-    return replace(end, usage=replace(usage, prompt_tokens=prompt, output_tokens=output))
+            self._ended.put(live)

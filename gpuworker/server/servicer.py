@@ -4,27 +4,46 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import grpc
 from opentelemetry.trace import Tracer
 
-from common.errors import FieldViolation, IdentityMismatch, InvalidRequest, Unavailable
-from common.types import PoolIdentity, SequenceId
+from common.errors import (
+    DeadlineExceeded,
+    EngineFailure,
+    FieldViolation,
+    IdentityMismatch,
+    InvalidRequest,
+    Overloaded,
+    QuireError,
+    QuotaViolation,
+    Unavailable,
+)
+from common.limits import MAX_ROUTER_STREAMS, ROUTER_HELLO_SECONDS
+from common.types import FinishReason, PoolIdentity, SequenceId
 from common.wire.identity_codec import identity_from_proto
+from common.wire.packing import unpack_u32
 from gpuworker.engine.engine import Engine
 from gpuworker.engine.ports import EngineOutputs
-from gpuworker.server.codec import SubmitLimits, load_message
+from gpuworker.server.codec import load_message
+from gpuworker.server.orphans import Orphans
 from gpuworker.server.router_stream import RouterStream
+from gpuworker.server.submit_check import SubmitLimits
 from gpuworker.structured.grammars import GrammarCompiler
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.gpuworker.v1 import gpuworker_pb2_grpc as rpc
 
-# Only this tells a router of the other routers' requests. In a simulation of 40 requests of half a second from three
-# routers, two workers were 20 requests apart on average at 0.5 s, and 4 at 0.1 s (tests/router/core).
+log = logging.getLogger(__name__)
+
+# A router learns of the other routers' requests by this alone. A simulation (tests/router/core) has 40 requests of half
+# a second from three routers. Two workers were 20 requests apart on average at 0.5 s, and 4 at 0.1 s.
 HEARTBEAT_SECONDS = 0.1
+_RETRY_SECONDS: Final = 5.0  # until another router may have left
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +58,19 @@ class Serving:
 
 
 class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
-    """Serves routers; `deliver` is the engine's sink and may be called from its thread."""
+    """Serves routers; `deliver` is the engine's sink and may be called from its thread.
 
-    def __init__(self, tracer: Tracer) -> None:
+    What a lost router leaves runs on for `orphan_grace` seconds.
+    """
+
+    def __init__(self, tracer: Tracer, orphan_grace: float = 0.0) -> None:
         self._tracer, self._loop = tracer, asyncio.get_running_loop()
+        self.orphans = Orphans(orphan_grace, self._cancel)
         self._serving: Serving | None = None
         self._streams: set[RouterStream] = set()
-        self._owner: dict[SequenceId, RouterStream] = {}
+        self._unnamed = 0  # streams that have not sent their hello
+        # None: it is an orphan.
+        self._owner: dict[SequenceId, RouterStream | None] = {}
         self._ids = itertools.count(1)
         self.draining = False
 
@@ -66,10 +91,11 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
         """End every stream. Sequences that still run are cancelled here; their routers resubmit them elsewhere."""
         for stream in self._streams:
             stream.close()
+        self.orphans.close()
 
     @property
     def live_sequences(self) -> int:
-        """Sequences that some router waits for."""
+        """Sequences that some router waits for, or may adopt."""
         return len(self._owner) + sum(stream.compiling for stream in self._streams)
 
     # ------------------------------------------------------------ engine -> routers
@@ -79,7 +105,7 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
         self._loop.call_soon_threadsafe(self._deliver, outputs)
 
     def _deliver(self, outputs: EngineOutputs) -> None:
-        if len(self._streams) == 1:
+        if len(self._streams) == 1 and not self.orphans.waits:
             concerned = self._streams
         else:
             named = itertools.chain(
@@ -88,8 +114,14 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
                 outputs.preempted,
                 (end.sequence for end in outputs.finished),
                 (chunk.sequence for chunk in outputs.chunks),
+                outputs.prompt_logprobs,
+                outputs.recounted,
+                (started.sequence for started in outputs.started),
             )
-            concerned = {self._owner[sequence] for sequence in named if sequence in self._owner}
+            owners = {self._owner[sequence] for sequence in named if sequence in self._owner}
+            concerned = {stream for stream in owners if stream is not None}
+            if None in owners:
+                self.orphans.deliver(outputs)
         for stream in concerned:
             stream.deliver(outputs)
         for end in outputs.finished:
@@ -111,28 +143,59 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
         request_iterator: AsyncIterator[pb.StreamRequest],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[pb.StreamResponse]:
-        """Serve one router until it goes; its remaining sequences are cancelled."""
+        """Serve one router until it goes; what it leaves are orphans, or is cancelled."""
         serving = self._ready()
-        await self._greet(serving.engine.attach.identity, request_iterator)
+        with self._place():
+            hello = await self._greet(serving.engine.attach.identity, request_iterator)
+        self.orphans.returned(hello.incarnation)
         own = self._owner.__setitem__
         stream = RouterStream(serving.engine, self._next_sequence, own, serving.limits, self._tracer, serving.grammars)
         stream.push(pb.StreamResponse(hello=pb.WorkerHello(info=serving.info())))
         self._streams.add(stream)
-        reader = asyncio.create_task(self._read(stream, request_iterator))
-        heart = asyncio.create_task(self._beat(stream))
+        tasks = [asyncio.create_task(work) for work in (self._read(stream, request_iterator), self._beat(stream))]
+        for task in tasks:
+            task.add_done_callback(lambda done: _end(stream, done))
         try:
             while (message := stream.take()) is not None or not stream.closed:
                 if message is not None:
                     yield message
                 else:
                     await stream.ready.wait()
+            if stream.failure is not None:
+                raise stream.failure
         finally:
-            reader.cancel()
-            heart.cancel()
+            for task in tasks:
+                task.cancel()
+            if not stream.ended_here and self.orphans.keeps(hello.incarnation):
+                self._orphan(stream, hello.incarnation)
             stream.close()
             if not stream.sequences:
                 self._streams.discard(stream)
-            await asyncio.gather(reader, heart, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _orphan(self, stream: RouterStream, router: bytes) -> None:
+        """Keep the sequences of a lost router."""
+        stream.lose()
+        left = stream.abandon()
+        for live in left:
+            if not live.ended:
+                self._owner[live.id] = None
+        self.orphans.take(router, left)
+
+    def _cancel(self, sequence: SequenceId, reason: FinishReason) -> None:
+        self._loaded().engine.cancel(sequence, reason)
+
+    def _adopt(self, stream: RouterStream, message: pb.Adopt) -> None:
+        orphan = self.orphans.adopt(message.sequence) if stream.takes(message) else None
+        if orphan is None:
+            stream.refuse_orphan(message)
+        else:
+            stream.adopt(message, orphan)
+
+    def _find(self, stream: RouterStream, message: pb.Find) -> None:
+        request = message.tenant, message.request_id
+        held = any(each.holds(request) for each in self._streams if not each.closed)
+        stream.push(pb.StreamResponse(found=self.orphans.found(message.query, request, held)))
 
     def _loaded(self) -> Serving:
         if self._serving is None:
@@ -144,28 +207,53 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
             raise Unavailable("the worker is draining")
         return self._loaded()
 
-    async def _greet(self, identity: PoolIdentity, requests: AsyncIterator[pb.StreamRequest]) -> None:
-        """Read the router's Hello; InvalidRequest without one, IdentityMismatch when its pool is not this one."""
-        first = await anext(aiter(requests), None)
+    @contextmanager
+    def _place(self) -> Iterator[None]:
+        """Count a stream until it has said hello. Raises Overloaded when this worker has as many as it may."""
+        taken = self._unnamed + len(self._streams)
+        if taken >= MAX_ROUTER_STREAMS:
+            what = (
+                f"this worker has {taken} streams of routers, and may have {MAX_ROUTER_STREAMS}; each router process "
+                "opens one: stop routers, or divide workers and routers into pools"
+            )
+            raise Overloaded(QuotaViolation("worker.streams", what), _RETRY_SECONDS)
+        self._unnamed += 1
+        try:
+            yield
+        finally:
+            self._unnamed -= 1
+
+    async def _greet(self, identity: PoolIdentity, requests: AsyncIterator[pb.StreamRequest]) -> pb.Hello:
+        """Read the router's Hello. Raises when it does not come, comes late, or names another pool than this one."""
+        try:
+            async with asyncio.timeout(ROUTER_HELLO_SECONDS):
+                first = await anext(aiter(requests), None)
+        except TimeoutError:
+            raise DeadlineExceeded(f"no hello within {ROUTER_HELLO_SECONDS:g} s; a stream begins with it") from None
         if first is None or first.WhichOneof("message") != "hello":
             raise InvalidRequest(FieldViolation("message", "the first message of a stream must be hello"))
         if first.hello.HasField("identity"):
             differences = identity.differences(identity_from_proto(first.hello.identity))
             if differences:
                 raise IdentityMismatch(differences)
+        return first.hello
 
     async def _read(self, stream: RouterStream, requests: AsyncIterator[pb.StreamRequest]) -> None:
-        try:
-            async for request in requests:
-                match request.WhichOneof("message"):
-                    case "submit":
-                        stream.submit(request.submit)
-                    case "cancel":
-                        stream.cancel(request.cancel)
-                    case _:
-                        pass
-        finally:
-            stream.close()
+        async for request in requests:
+            match request.WhichOneof("message"):
+                case "submit":
+                    self.orphans.replaced((request.submit.tenant, request.submit.request_id))
+                    stream.submit(request.submit)
+                case "cancel":
+                    stream.cancel(request.cancel)
+                case "ack":
+                    stream.acknowledge(unpack_u32(request.ack.handles))
+                case "find":
+                    self._find(stream, request.find)
+                case "adopt":
+                    self._adopt(stream, request.adopt)
+                case _:
+                    pass
 
     async def _beat(self, stream: RouterStream) -> None:
         while True:
@@ -180,3 +268,15 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
 
     def _next_sequence(self) -> SequenceId:
         return SequenceId(next(self._ids))
+
+
+def _end(stream: RouterStream, done: asyncio.Task[None]) -> None:
+    """End a stream with one of its tasks: quietly when the router has gone, else with the error."""
+    error = None if done.cancelled() else done.exception()
+    if error is None:
+        stream.lose()
+    elif isinstance(error, QuireError):
+        stream.fail(error)
+    else:
+        log.error("a task of a router's stream failed", exc_info=error)
+        stream.fail(EngineFailure("a task of the stream failed; the worker's log has the details"))

@@ -28,7 +28,7 @@ class SequenceSpans:
         )
         self._context = trace.set_span_in_context(self._root)
         self._reserve: Span | None = tracer.start_span("reserve", context=self._context)
-        self._decode_begin, self._decode_end, self._decode_steps = 0, 0, 0
+        self._decode_begin, self._decode_end, self._decode_steps, self._drafted = 0, 0, 0, 0
 
     @property
     def reserve_traceparent(self) -> str:
@@ -55,12 +55,19 @@ class SequenceSpans:
     def preempted(self) -> None:
         self._root.add_event("preempted")
 
+    def orphaned(self) -> None:
+        self._root.add_event("orphaned")
+
+    def resumed(self) -> None:
+        self._root.add_event("resumed")
+
     def chunk(self, chunk: Chunk) -> None:
         """Take in the sequence's part of a step: a prefill chunk is a span, decode steps are counted into one."""
         if chunk.decode:
             self._decode_begin = self._decode_begin or chunk.begin_ns
             self._decode_end = chunk.end_ns
             self._decode_steps += 1
+            self._drafted += chunk.drafts
             return
         attributes = {"quire.start": chunk.start, "quire.scheduled_tokens": chunk.length}
         span = self._tracer.start_span(
@@ -76,6 +83,13 @@ class SequenceSpans:
             self._reserve.end()
         if self._decode_begin:
             attributes = {"quire.steps": self._decode_steps, "quire.output_tokens": end.usage.output_tokens}
+            if self._drafted:
+                attributes |= {
+                    "quire.drafted_tokens": self._drafted,
+                    "quire.accepted_draft_tokens": end.usage.accepted_draft_tokens,
+                    "quire.model_drafted_tokens": end.usage.model_drafted_tokens,
+                    "quire.accepted_model_draft_tokens": end.usage.accepted_model_draft_tokens,
+                }
             span = self._tracer.start_span(
                 "decode", context=self._context, start_time=self._decode_begin, attributes=attributes
             )

@@ -12,10 +12,11 @@ from typing import Final
 
 from common.checkpoint.hub import checkpoint_directory
 from common.errors import FieldViolation, InvalidConfig
+from common.lease import blocks_needed
 from common.types import KvGeometry
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.core.step_costs import parse_costs
-from gpuworker.memory.byte_plan import GIB, BytePlan, bytes_per_block
+from gpuworker.memory.byte_plan import GIB, BytePlan, bytes_per_block, longest_sequence
 from gpuworker.plane.checkpoint_facts import CheckpointFacts, eos_token_ids
 from gpuworker.plane.data_plane import DataPlane, Facts, pool_identity
 from gpuworker.simulated.runner import SimulatedRunner
@@ -39,20 +40,21 @@ class SimulatedPlane(DataPlane):
 def assemble(settings: GpuWorkerSettings) -> SimulatedPlane:
     """Return the plane. Raises InvalidConfig when config.json is missing or lacks a number, or nothing fits."""
     assert settings.simulate is not None
-    directory = checkpoint_directory(settings.model, weights=False)
+    directory = checkpoint_directory(settings.model, weights=False, revision=settings.revision)
     checkpoint, eos = CheckpointFacts(directory), eos_token_ids(directory)
     geometry = checkpoint.kv_geometry(settings.dtype, settings.kv_cache_dtype)
-    max_num_seqs = settings.max_num_seqs or _MAX_NUM_SEQS
+    max_num_seqs = settings.num_seqs(_MAX_NUM_SEQS)
     identity = pool_identity(settings, directory, geometry, ARITHMETIC)
-    runner = SimulatedRunner(parse_costs(settings.simulate), simulated_tokens(directory))
+    runner = SimulatedRunner(parse_costs(settings.simulate), simulated_tokens(directory, settings.tokenizer))
     facts = Facts(checkpoint.vocab_size, eos, geometry.dtype, "none", "without a device", "simulated steps")
     plan = _byte_plan(settings, geometry, checkpoint.context, max_num_seqs)
     return SimulatedPlane(settings, identity, plan, runner, max_num_seqs, facts)
 
 
-def simulated_tokens(directory: Path) -> SimulatedTokens:
+def simulated_tokens(directory: Path, tokenizer: Path | None = None) -> SimulatedTokens:
     """Return the tokens of the simulated workers of a checkpoint; a checker computes the same."""
-    return SimulatedTokens(readable_ids(directory, CheckpointFacts(directory).vocab_size, eos_token_ids(directory)))
+    vocab_size, eos = CheckpointFacts(directory).vocab_size, eos_token_ids(directory)
+    return SimulatedTokens(readable_ids(tokenizer or directory, vocab_size, eos))
 
 
 def _byte_plan(settings: GpuWorkerSettings, geometry: KvGeometry, context: int, max_num_seqs: int) -> BytePlan:
@@ -60,7 +62,8 @@ def _byte_plan(settings: GpuWorkerSettings, geometry: KvGeometry, context: int, 
     size = settings.block_size
     num_blocks = settings.kv_blocks or (settings.kv_memory or _KV_BYTES) // bytes_per_block(geometry, size)
     longest = min(settings.max_model_len or context, context)
-    if num_blocks * size < (settings.max_model_len or 1):
+    window, wanted = geometry.window, settings.max_model_len or 1
+    if num_blocks < blocks_needed(wanted, wanted, size, window):
         what = f"{num_blocks} blocks of {size} slots do not hold one sequence; give more with --kv-blocks"
         raise InvalidConfig(FieldViolation("--max-model-len", what))
     return BytePlan(
@@ -75,6 +78,7 @@ def _byte_plan(settings: GpuWorkerSettings, geometry: KvGeometry, context: int, 
         block_size=size,
         kv_dtype=geometry.dtype,
         model_limit=context,
-        max_model_len=min(longest, num_blocks * size),
+        max_model_len=longest_sequence(longest, num_blocks, size, window),
         max_num_seqs=max_num_seqs,
+        window=window,
     )

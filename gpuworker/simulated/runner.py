@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 
 from common.types import SamplingParams, SequenceId, TokenLogprobs
 from gpuworker.core.batch_plan import StepPlan, StepResult
@@ -18,13 +19,14 @@ class SimulatedRunner:
     """Implements `StepRunner`. As on a device, a step begins when the previous one is over; a thread sleeps its time.
 
     Late wake-ups do not add up: the next step is due at its nominal time. `held` is the seconds of a step that hold the
-    GIL, as Python code beside kernels would. Requested log-probabilities are 0: one token is certain.
+    GIL, as Python code beside kernels would. Requested log-probabilities are 0: one token is certain, in prompts too.
     """
 
     def __init__(self, costs: StepCosts, tokens: SimulatedTokens, held: float = 0.0) -> None:
         self._costs, self._tokens, self._held = costs, tokens, held
         self._phases: dict[SequenceId, int] = {}
         self._telling: set[SequenceId] = set()  # sequences that asked for log-probabilities
+        self._prompts: dict[SequenceId, tuple[int, ...]] = {}  # of those that asked for their log-probabilities
         self._due = 0.0
         self._thread = SerialThread("simulated-step")
 
@@ -32,10 +34,13 @@ class SimulatedRunner:
         self._phases[sequence] = self._tokens.phase(sampling.seed)
         if sampling.logprobs is not None:
             self._telling.add(sequence)
+        if sampling.prompt_logprobs is not None:
+            self._prompts[sequence] = tuple(tokens[:prompt_tokens])
 
     def remove(self, sequence: SequenceId) -> None:
-        del self._phases[sequence]
+        self._phases.pop(sequence, None)
         self._telling.discard(sequence)
+        self._prompts.pop(sequence, None)
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
         future: Future[StepResult] = Future()
@@ -45,6 +50,8 @@ class SimulatedRunner:
             {each: (_sure(sampled[each][0]),) for each in self._telling & sampled.keys()} if self._telling else {}
         )
         result = StepResult(plan.step, sampled, logprobs, self._costs.of(len(sampled), prefill_tokens(plan)))
+        if plan.scored:
+            result = replace(result, prompt_logprobs=self._scores(plan))
         submitted = time.perf_counter()
         self._thread.put(lambda: self._run(result, submitted, future))
         return future
@@ -56,8 +63,15 @@ class SimulatedRunner:
         phases, sampled, count = self._phases, self._tokens.sampled, self._tokens.count
         return {
             sequence: sampled[(phases[sequence] + start + length) % count]
-            for sequence, start, length, _, samples in plan.rows
+            for sequence, start, length, _, samples, _ in plan.rows
             if samples
+        }
+
+    def _scores(self, plan: StepPlan) -> dict[SequenceId, tuple[TokenLogprobs, ...]]:
+        parts = [(plan.rows[part.row].sequence, part) for part in plan.scored]
+        return {
+            sequence: tuple([replace(_sure(token), rank=1) for token in self._prompts[sequence][start + 1 : end + 1]])
+            for sequence, (_, start, end) in parts
         }
 
     def _run(self, result: StepResult, submitted: float, future: Future[StepResult]) -> None:

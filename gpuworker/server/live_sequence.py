@@ -1,0 +1,163 @@
+"""A sequence that some router waits for, and how the engine's outputs reach it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from common.lease import Admit
+from common.types import SequenceId, TokenLogprobs
+from gpuworker.core.outcomes import SequenceFinished
+from gpuworker.core.sequence import NewSequence
+from gpuworker.engine.ports import EngineOutputs, Started
+from gpuworker.server.kept_output import KeptOutput
+from gpuworker.server.spans import SequenceSpans
+from gpuworker.structured.grammars import Grammar
+from quire.gpuworker.v1 import gpuworker_pb2 as pb
+
+
+@dataclass(slots=True)
+class LiveSequence:
+    """A sequence and the handle that its router's stream gave it; its grammar stays compiled meanwhile.
+
+    `message` is the submit as it came, and `size` its bytes. `kept` is None where no other router may go on with it.
+    """
+
+    handle: int
+    new: NewSequence
+    submitted: float
+    message: pb.Submit
+    size: int
+    grammar: Grammar | None = None
+    spans: SequenceSpans | None = None
+    deadline: asyncio.TimerHandle | None = None
+    kept: KeptOutput | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.kept = KeptOutput() if self.message.HasField("continuation") else None
+
+    @property
+    def id(self) -> SequenceId:
+        return self.new.sequence
+
+    @property
+    def request(self) -> tuple[str, str]:
+        """The tenant and the id of the request: its name among all requests."""
+        return self.message.tenant, self.message.request_id
+
+    @property
+    def ended(self) -> bool:
+        return self.kept is not None and self.kept.end is not None
+
+    @property
+    def bytes(self) -> int:
+        """What it holds in memory for another router."""
+        return self.size + (self.kept.bytes if self.kept is not None else 0)
+
+    def close(self, end: SequenceFinished) -> None:
+        """Release what belongs to a sequence that runs."""
+        self.grammar = None
+        if self.deadline is not None:
+            self.deadline.cancel()
+        if self.spans is not None:
+            self.spans.finished(end)
+
+
+class Outputs(Protocol):
+    """Takes outputs by handle."""
+
+    def tokens(self, step: int, handle: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None: ...
+
+    def prompt_logprobs(self, handle: int, logprobs: Sequence[TokenLogprobs]) -> None: ...
+
+    def admitted(self, handle: int, admit: Admit, reserve_seconds: float) -> None: ...
+
+    def recounted(self, handle: int, cached_tokens: int) -> None: ...
+
+    def started(self, handle: int, started: Started) -> None: ...
+
+    def preempted(self, handle: int) -> None: ...
+
+    def finished(self, handle: int, end: SequenceFinished) -> None: ...
+
+
+def gather(live: Mapping[SequenceId, LiveSequence], outputs: EngineOutputs, to: Outputs) -> None:
+    """Put out what is of these sequences, in the order in which a router must see it, and keep it."""
+    now = time.monotonic()
+    _gather_admissions(live, outputs, to, now)
+    _trace_chunks(live, outputs)
+    for started in outputs.started:
+        if (one := live.get(started.sequence)) is not None:
+            to.started(one.handle, started)
+    _gather_prompt_logprobs(live, outputs, to)
+    _gather_tokens(live, outputs, to, now)
+    _gather_ends(live, outputs, to)
+
+
+def _trace_chunks(live: Mapping[SequenceId, LiveSequence], outputs: EngineOutputs) -> None:
+    for chunk in outputs.chunks:
+        one = live.get(chunk.sequence)
+        if one is not None and one.spans is not None:
+            one.spans.chunk(chunk)
+
+
+def _gather_prompt_logprobs(live: Mapping[SequenceId, LiveSequence], outputs: EngineOutputs, to: Outputs) -> None:
+    for sequence, entries in outputs.prompt_logprobs.items():
+        if (one := live.get(sequence)) is not None:
+            to.prompt_logprobs(one.handle, entries)
+            if one.kept is not None:
+                one.kept.scored.extend(entries)
+
+
+def _gather_ends(live: Mapping[SequenceId, LiveSequence], outputs: EngineOutputs, to: Outputs) -> None:
+    for sequence in outputs.preempted:
+        if (one := live.get(sequence)) is not None:
+            to.preempted(one.handle)
+            if one.spans is not None:
+                one.spans.preempted()
+    for end in outputs.finished:
+        if (one := live.get(end.sequence)) is not None:
+            over_all = _over_all_runs(end, one.message.output_tokens_before)
+            to.finished(one.handle, over_all)
+            if one.kept is not None:
+                one.kept.end = over_all
+
+
+def _gather_admissions(
+    live: Mapping[SequenceId, LiveSequence], outputs: EngineOutputs, to: Outputs, now: float
+) -> None:
+    for admit in outputs.admitted:
+        if (one := live.get(admit.sequence)) is not None:
+            waited = now - one.submitted
+            to.admitted(one.handle, admit, waited)
+            if one.kept is not None:
+                one.kept.admitted(admit, waited, now)
+            if one.spans is not None:
+                one.spans.admitted(admit)
+    for sequence, cached_tokens in outputs.recounted.items():
+        if (one := live.get(sequence)) is not None:
+            to.recounted(one.handle, cached_tokens)
+            if one.kept is not None:
+                one.kept.cached_tokens = cached_tokens
+
+
+def _gather_tokens(live: Mapping[SequenceId, LiveSequence], outputs: EngineOutputs, to: Outputs, now: float) -> None:
+    logprobs = dict(outputs.logprobs)  # with the first tokens of a sequence; there are several when two steps ended
+    for sequence, tokens in outputs.tokens:
+        if (one := live.get(sequence)) is not None:
+            entries = logprobs.pop(sequence, ())
+            to.tokens(outputs.step, one.handle, tokens, entries)
+            if one.kept is not None:
+                one.kept.sampled(tokens, entries, now)
+
+
+def _over_all_runs(end: SequenceFinished, output_before: int) -> SequenceFinished:
+    """Count the output of an earlier run of the sequence as output, although this run got it in its prompt."""
+    if not output_before:
+        return end
+    usage = end.usage
+    prompt, output = usage.prompt_tokens - output_before, usage.output_tokens + output_before
+    return replace(end, usage=replace(usage, prompt_tokens=prompt, output_tokens=output))
