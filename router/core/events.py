@@ -1,8 +1,9 @@
 """A validated request, and the events that answer it: the contract between the client APIs and the frontend.
 
-A request yields one Admitted, then Tokens as the workers sample them, then one Finished for each of its `sampling.n`
-sequences. Sequences are interleaved and carry their index. The names are those of the messages in inference.proto. A
-refused request yields no event: the iterator raises a QuireError at its first step.
+A request yields one Admitted, then PromptLogprobs if it asks for them, then Tokens as the workers sample them, then one
+Finished for each of its `sampling.n` sequences. The PromptLogprobs precede the tokens of the first sequence alone.
+Sequences are interleaved and carry their index. The names are those of the messages in inference.proto. A refused
+request yields no event: the iterator raises a QuireError at its first step.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.types import FinishReason, MissReason, SamplingParams, TokenLogprobs, Usage
+from router.core.fair_queue import Flow
+from router.core.tenancy import ANYONE, Caller
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +21,8 @@ class ValidatedRequest:
 
     `sampling.seed` is the given value or a random one. `arrived` and `deadline` are readings of Clock.monotonic, in
     seconds.
-    `cache_domain` is derived from the authenticated tenant, never set by the client; `salt` narrows it.
+    `cache_domain` is that of the authenticated tenant, or a shared one that is open to it; `salt` narrows it.
+    `priority` is at most the tenant's maximum.
     """
 
     prompt: tuple[int, ...]
@@ -28,22 +32,48 @@ class ValidatedRequest:
     deadline: float | None = None
     priority: int = 0
     no_cache: bool = False
-    tenant: str = ""
-    cache_domain: str = ""
+    caller: Caller = ANYONE
+    cache_domain: bytes = b""
     salt: str = ""
     traceparent: str = ""
+    # The trace that begins here where there is no traceparent; "" for a random one.
+    trace_id: str = ""
+    # The client's name for one or several requests, for traces alone.
+    correlation_id: str = ""
     # The client gets one answer at the end: tokens need not be passed on one by one.
     whole: bool = False
+    # Special tokens whose text stays in the output.
+    kept_special_tokens: tuple[str, ...] = ()
+    skip_special_tokens: bool = True
+    # The prompt's vector is wanted, and no output; `sampling.max_tokens` is 1 and counts for nothing.
+    embeds: bool = False
+    # What the client expects as output; it changes how fast the output comes alone.
+    prediction: tuple[int, ...] = ()
+
+    @property
+    def tenant(self) -> str:
+        """The name of the caller's tenant."""
+        return self.caller.tenant.name
+
+    @property
+    def flow(self) -> Flow:
+        """The tenant in the queue."""
+        return Flow(self.tenant, self.caller.tenant.weight)
+
+    @property
+    def takes_hits(self) -> bool:
+        """Whether cached blocks spare work: all of a prompt is computed for its log-probabilities."""
+        return self.sampling.prompt_logprobs is None
 
     @property
     def max_len(self) -> int:
         """Tokens of one sequence at most: prompt and output."""
-        return len(self.prompt) + self.sampling.max_tokens
+        return len(self.prompt) + (0 if self.embeds else self.sampling.max_tokens)
 
     @property
     def tokens(self) -> int:
         """Tokens that the request may hold at once: one prompt, and the output of every sequence."""
-        return len(self.prompt) + self.sampling.n * self.sampling.max_tokens
+        return len(self.prompt) + (0 if self.embeds else self.sampling.n * self.sampling.max_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +107,13 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """The next tokens of the prompt with their log-probabilities, from its second token on."""
+
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Timings:
     """Seconds, as the router saw them; `time_per_output_token` is the mean gap after the first token."""
 
@@ -88,7 +125,10 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """One sequence has ended. At most one of `stop_string` and `stop_token_id` is set; `message` explains an ERROR."""
+    """One sequence has ended. At most one of `stop_string` and `stop_token_id` is set; `message` explains an ERROR.
+
+    `embedding` is the vector of a request that embeds, in little-endian float32.
+    """
 
     index: int
     reason: FinishReason
@@ -97,6 +137,7 @@ class Finished:
     stop_string: str | None = None
     stop_token_id: int | None = None
     message: str = ""
+    embedding: bytes = b""
 
 
-GenerateEvent = Admitted | Tokens | Finished
+GenerateEvent = Admitted | PromptLogprobs | Tokens | Finished

@@ -9,6 +9,7 @@ from common.types import KvGeometry, PoolIdentity
 
 UNKNOWN_GEOMETRY = KvGeometry(0, 0, 0, 0, "")
 UNKNOWN_ARITHMETIC = ""
+UNKNOWN_POOLING = ""
 
 
 def differences(ours: PoolIdentity, theirs: PoolIdentity) -> tuple[Mismatch, ...]:

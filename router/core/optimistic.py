@@ -1,7 +1,7 @@
 """The router's own memory of the worker to which it sent each prefix.
 
-For a few seconds a routed prefix counts as a hit at its worker, although its blocks are not computed or published yet:
-a burst of similar prompts then goes to one worker. For some minutes the memory replaces an index that does not answer.
+For a few seconds a routed prefix counts as a hit at its worker, although its blocks are not computed or published yet.
+A burst of similar prompts then goes to one worker. For some minutes the memory replaces an index that does not answer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ _FRESH_SECONDS = 0.5
 
 
 class OptimisticIndex:
-    """When each block was sent to each worker; above `max_blocks` blocks the least recently routed are dropped."""
+    """When each block was sent to each worker; blocks that were not routed for MEMORY_SECONDS are dropped.
+
+    Above `max_blocks` blocks the least recently routed ones are dropped too.
+    """
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
         self._max_blocks = max_blocks
@@ -36,8 +39,18 @@ class OptimisticIndex:
         for block in reversed(block_hashes):
             self._sent.setdefault(block, {})[worker_id] = now
             self._sent.move_to_end(block)
-        while len(self._sent) > self._max_blocks:
+        self._drop(2 * len(block_hashes), now - MEMORY_SECONDS)
+
+    def _drop(self, most: int, oldest: float) -> None:
+        """Drop what is too much, and at most so many blocks that are too old: an idle hour is not paid for at once."""
+        excess = len(self._sent) - self._max_blocks
+        while excess > 0 or (most > 0 and self._is_old(oldest)):
             self._sent.popitem(last=False)
+            excess, most = excess - 1, most - 1
+
+    def _is_old(self, oldest: float) -> bool:
+        """Return whether the least recently routed block was sent to no worker since."""
+        return max(next(iter(self._sent.values()), _NOWHERE).values(), default=oldest) < oldest
 
     def forget(self, worker_id: str) -> None:
         """Drop everything about a worker that lost its cache."""
@@ -55,7 +68,10 @@ class OptimisticIndex:
         """
         oldest = now - max_age
         hits = {}
+        first = self._sent.get(block_hashes[0], _NOWHERE) if block_hashes else _NOWHERE
         for worker_id in worker_ids:
+            if worker_id not in first:
+                continue
             low, high = 0, len(block_hashes)
             while low < high:
                 middle = (low + high) // 2

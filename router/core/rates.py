@@ -1,11 +1,15 @@
-"""Rates that the router learns of a worker: exponential averages, and step time as a line over batch size."""
+"""Rates that the router measures of a worker: exponential averages, and step time as a line over batch size."""
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 _MIN_WEIGHT = 0.1
 _HALF_LIFE_S = 10.0
+# Of a CountRate: what it covers, and the least time between two readings that it keeps.
+_WINDOW_S = 5.0
+_READING_EVERY_S = 0.25
 
 
 @dataclass(slots=True)
@@ -28,6 +32,32 @@ class Average:
     def age(self, now: float) -> float:
         """Return seconds since the last sample; infinity before the first sample."""
         return now - self.updated if self.value is not None else float("inf")
+
+
+@dataclass(slots=True)
+class CountRate:
+    """How fast a count rises, over the last seconds. A count that falls belongs to another life of the worker."""
+
+    window: float = _WINDOW_S
+    _readings: deque[tuple[float, int]] = field(default_factory=deque)
+
+    def add(self, count: int, now: float) -> None:
+        """Add a reading of the count; of readings in quick succession the last one stays."""
+        readings = self._readings
+        if readings and count < readings[-1][1]:
+            readings.clear()
+        if len(readings) > 1 and readings[-1][0] - readings[-2][0] < _READING_EVERY_S:
+            readings.pop()
+        readings.append((now, count))
+        while len(readings) > 2 and now - readings[1][0] >= self.window:
+            readings.popleft()
+
+    def per_second(self) -> float:
+        """Return the rate between the oldest and the newest reading; 0 before there are two."""
+        if len(self._readings) < 2:
+            return 0.0
+        (began, first), (ended, last) = self._readings[0], self._readings[-1]
+        return (last - first) / (ended - began) if ended > began else 0.0
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@
     prefill          uncached prompt tokens, and the step that samples the first token
     decode_pressure  the steps of the expected output, each as slow as a batch with this request in it
 
-There is no switch between affinity and balance: a hit is worth the prefill that it saves, and a busy worker costs more
+There is no switch between affinity and balance. A hit is worth the prefill that it saves, and a busy worker costs more
 by its queue and its slower steps.
 """
 
@@ -19,13 +19,17 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from common.clock import Clock
+from common.lease import blocks_needed
 from common.types import Candidate, Decision, DecisionKind
+from router.core.shortlist import named, shortlist, unnamed
 from router.core.worker_model import WorkerModel
 
 # Costs closer than this count as equal: signals are no more precise, and a tie must not favour the first worker.
 TIE_SECONDS = 1e-4
 # Sequences at a worker per place in its batch: some wait there, so that the batch stays full between two messages.
 OVERCOMMIT = 2
+# Times as many for tenants below their share: the places of others do not count for them.
+ENTITLED = 2
 # Assumed until the first worker has been measured.
 PRIOR_PREFILL_TOKEN_S = 1e-4
 PRIOR_STEP_S = 0.02
@@ -56,6 +60,8 @@ class PlacementRequest:
     max_tokens: int
     sequences: int = 1
     traceparent: str = ""
+    # Whether the tenant is below its share: its sequences may go to a worker whose places others hold.
+    entitled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +76,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class _Cost:
+class WorkerCost:
     worker: WorkerModel
     hit_blocks: int
     trust: float
@@ -95,7 +101,10 @@ class _Cost:
 
 
 class Router:
-    """Chooses workers. `seed` breaks ties; with a decision's id it gives the same pick again."""
+    """Chooses workers. `seed` breaks ties, and draws the workers to price where there are many (`shortlist.py`).
+
+    With a decision's id it gives the same pick again.
+    """
 
     def __init__(self, clock: Clock, new_id: Callable[[], str], seed: int) -> None:
         self._clock, self._new_id, self._seed = clock, new_id, seed
@@ -106,46 +115,58 @@ class Router:
         workers: Sequence[WorkerModel],
         hits: Mapping[str, int],
         absent: Collection[tuple[str, str]] = (),
+        decision_id: str = "",
     ) -> Choice:
-        """Return the choice among `workers`; `hits` are blocks by worker id, `absent` names of others with reasons."""
-        now, others = self._clock.monotonic(), _Others.of(workers)
-        costs: list[_Cost] = []
-        out = [Candidate(name, rejected=reason) for name, reason in absent]
-        verdicts = set()
-        for worker in workers:
-            verdict, reason = _filter(worker, placement, now)
-            verdicts.add(verdict)
-            if verdict is Outcome.PLACED:
-                costs.append(_cost(worker, placement, hits.get(worker.worker_id, 0), others))
-            else:
-                out.append(Candidate(worker.worker_id, rejected=reason))
-        decision_id = self._new_id()
-        best, tied = self._pick(costs, decision_id) if costs else (None, 0)
-        outcome = next((each for each in _BEST_FIRST if each in verdicts), Outcome.NO_WORKER)
+        """Return the choice among `workers`; `hits` are blocks by worker id, `absent` names of others with reasons.
+
+        The decision has the next id, or the one that is given.
+        """
+        now, decision_id = self._clock.monotonic(), decision_id or self._new_id()
+        seen = shortlist(workers, hits, self._drawn(decision_id))
+        found = _Priced.of(placement, seen, hits, now)
+        if not found.costs and len(seen) < len(workers):
+            seen, found = workers, _Priced.of(placement, workers, hits, now)
+        best, tied = self._pick(found.costs, decision_id) if found.costs else (None, 0)
+        outcome = next((each for each in _BEST_FIRST if each in found.verdicts), Outcome.NO_WORKER)
+        chosen = best.worker.worker_id if best else outcome.value
+        candidates = [cost.candidate() for cost in found.costs] + found.out
+        kept = (*named(candidates, chosen), *(Candidate(name, rejected=reason) for name, reason in absent))
+        names = {each.name for each in kept}
         decision = Decision(
             decision_id=decision_id,
             kind=DecisionKind.ROUTING,
             time_ns=self._clock.time_ns(),
-            chosen=best.worker.worker_id if best else outcome.value,
+            chosen=chosen,
             request_id=placement.request_id,
-            candidates=(*(cost.candidate() for cost in costs), *out),
-            signal_ages=tuple(_ages(workers, now)),
+            candidates=kept,
+            signal_ages=tuple(_ages([worker for worker in seen if worker.worker_id in names], now)),
             figures=(
                 ("prompt_tokens", float(placement.prompt_tokens)),
                 ("tied", float(tied)),
                 ("seed", float(self._seed)),
+                *unnamed(candidates, kept, len(workers)),
             ),
             traceparent=placement.traceparent,
+            worker=best.worker.worker_id if best else "",
         )
         if best is None:
             return Choice(outcome, decision)
         return Choice(outcome, decision, best.worker, best.hit_blocks, best.queue_delay + best.prefill)
 
-    def _pick(self, costs: list[_Cost], decision_id: str) -> tuple[_Cost, int]:
+    def _pick(self, costs: list[WorkerCost], decision_id: str) -> tuple[WorkerCost, int]:
         """Return the cheapest worker, or one of those that tie with it at random, and how many tie."""
         cheapest = min(cost.total for cost in costs)
         tied = [cost for cost in costs if cost.total <= cheapest + TIE_SECONDS]
-        return tied[zlib.crc32(f"{self._seed}:{decision_id}".encode()) % len(tied)], len(tied)
+        return tied[self._drawn(decision_id) % len(tied)], len(tied)
+
+    def _drawn(self, decision_id: str) -> int:
+        """Return a number that is random from one decision to the next, and the same for one decision."""
+        return zlib.crc32(f"{self._seed}:{decision_id}".encode())
+
+
+def places_of(worker: WorkerModel) -> int:
+    """Return how many sequences a worker may have, those that wait there included."""
+    return OVERCOMMIT * worker.capacity.max_num_seqs
 
 
 def _ages(workers: Sequence[WorkerModel], now: float) -> Iterator[tuple[str, float]]:
@@ -156,6 +177,8 @@ def _ages(workers: Sequence[WorkerModel], now: float) -> Iterator[tuple[str, flo
             yield f"{worker.worker_id}.rates", now - worker.shown_at
 
 
+TOO_LARGE = "too large"
+"""How the reason begins of a worker that could never hold the request; the request's sizes follow."""
 _BEST_FIRST = (Outcome.PLACED, Outcome.WAIT, Outcome.NO_WORKER, Outcome.TOO_LARGE)
 
 
@@ -163,15 +186,39 @@ def _filter(worker: WorkerModel, placement: PlacementRequest, now: float) -> tup
     """Return PLACED when the worker may be chosen, else the outcome without it and the reason."""
     capacity = worker.capacity
     if placement.max_len > capacity.max_model_len:
-        return Outcome.TOO_LARGE, f"too large: {placement.max_len} tokens of at most {capacity.max_model_len}"
-    if (needed := capacity.blocks(placement.max_len)) > capacity.num_blocks:
-        return Outcome.TOO_LARGE, f"too large: {needed} blocks of {capacity.num_blocks} in its pool"
+        return Outcome.TOO_LARGE, f"{TOO_LARGE}: {placement.max_len} tokens of at most {capacity.max_model_len}"
+    needed = blocks_needed(placement.prompt_tokens, placement.max_len, capacity.block_size, capacity.window)
+    if needed > capacity.num_blocks:
+        return Outcome.TOO_LARGE, f"{TOO_LARGE}: {needed} blocks of {capacity.num_blocks} in its pool"
     if trouble := worker.trouble(now):
         return Outcome.NO_WORKER, f"{trouble[0].value}: {trouble[1]}"
-    limit = max(OVERCOMMIT * capacity.max_num_seqs, placement.sequences)
+    limit = max(places_of(worker) * (ENTITLED if placement.entitled else 1), placement.sequences)
     if worker.sequences + placement.sequences > limit:
         return Outcome.WAIT, f"over limit: {worker.sequences} sequences of at most {limit}"
     return Outcome.PLACED, ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Priced:
+    """What each worker would cost, or why it is out."""
+
+    costs: list[WorkerCost]
+    out: list[Candidate]
+    verdicts: set[Outcome]
+
+    @staticmethod
+    def of(placement: PlacementRequest, workers: Sequence[WorkerModel], hits: Mapping[str, int], now: float) -> _Priced:
+        found, others = _Priced([], [], set()), _Others.of(workers)
+        for worker in workers:
+            verdict, reason = _filter(worker, placement, now)
+            found.verdicts.add(verdict)
+            hit_blocks = hits.get(worker.worker_id, 0)
+            if verdict is Outcome.PLACED:
+                found.costs.append(_cost(worker, placement, hit_blocks, others))
+            else:
+                figures = (("hit_blocks", float(hit_blocks)),) if hit_blocks else ()
+                found.out.append(Candidate(worker.worker_id, rejected=reason, figures=figures))
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +260,7 @@ def _mean(values: Sequence[float | None], trusts: Sequence[float], prior: float)
     return sum(value * trust for value, trust in known) / weight if weight else prior
 
 
-def _cost(worker: WorkerModel, placement: PlacementRequest, hit_blocks: int, others: _Others) -> _Cost:
+def _cost(worker: WorkerModel, placement: PlacementRequest, hit_blocks: int, others: _Others) -> WorkerCost:
     capacity, rates, trust = worker.capacity, worker.rates, _trust(worker, others.latest)
     running = min(worker.sequences + placement.sequences, capacity.max_num_seqs)
     per_token = _believed(rates.prefill_token.value, others.prefill_token, trust)
@@ -226,7 +273,7 @@ def _cost(worker: WorkerModel, placement: PlacementRequest, hit_blocks: int, oth
     delay = worker.pending_prefill_tokens * per_token + _wait_for_room(worker, placement, hit_blocks, stay)
     if not worker.load.manager_attached:
         delay += MANAGER_AWAY_S
-    return _Cost(worker, hit_blocks, trust, delay, uncached * per_token + step, horizon * step)
+    return WorkerCost(worker, hit_blocks, trust, delay, uncached * per_token + step, horizon * step)
 
 
 def _believed(shown: float | None, usual: float, trust: float) -> float:

@@ -6,17 +6,34 @@ from dataclasses import dataclass
 
 from common.errors import QuireError
 from common.types import FinishReason, MissReason, TokenLogprobs, Usage
+from router.core.suspicion import Breakdown
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceAdmitted:
-    """The sequence has its blocks, after waiting `reserve_seconds` for them at the worker."""
+    """The sequence has its blocks, after waiting `reserve_seconds` for them at the worker.
+
+    `recounted`: it had them before, and this is the right number of cached tokens.
+    """
 
     cached_tokens: int
     miss_reason: MissReason
     diverged_at: int
     decision_id: str
     reserve_seconds: float
+    recounted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceStarted:
+    """The first step of the sequence is over; it began `wait_seconds` after the admission.
+
+    In that time the worker computed `ahead_tokens` positions for others, most of them for request `ahead_of`.
+    """
+
+    wait_seconds: float
+    ahead_tokens: int
+    ahead_of: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +43,17 @@ class TokensSampled:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
 
+    def part(self, start: int, end: int) -> TokensSampled:
+        """Return some of the tokens."""
+        return TokensSampled(self.token_ids[start:end], self.logprobs[start:end])
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScored:
+    """Log-probabilities of the next tokens of the prompt, before any output token."""
+
+    logprobs: tuple[TokenLogprobs, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class Preempted:
@@ -34,12 +62,17 @@ class Preempted:
 
 @dataclass(frozen=True, slots=True)
 class SequenceFinished:
-    """The sequence has ended at the worker."""
+    """The sequence has ended at the worker; `wrong_field` names what of the request is to blame for an error.
+
+    `embedding` is the vector of a sequence that embeds, in little-endian float32.
+    """
 
     reason: FinishReason
     usage: Usage
     stop_token_id: int | None = None
     message: str = ""
+    wrong_field: str = ""
+    embedding: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +84,15 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The worker or its connection is gone; the sequence may continue at another worker."""
+    """The worker or its connection is gone; the sequence may continue at another worker.
+
+    With a `breakdown` the sequence itself may be the cause: the worker had begun it when it broke.
+    """
 
     reason: str
+    breakdown: Breakdown | None = None
 
 
-SequenceEvent = SequenceAdmitted | TokensSampled | Preempted | SequenceFinished | Refused | Lost
+SequenceEvent = (
+    SequenceAdmitted | SequenceStarted | PromptScored | TokensSampled | Preempted | SequenceFinished | Refused | Lost
+)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from router.core.rates import Rates, StepLine
+from common.lease import blocks_needed
+from router.core.rates import CountRate, Rates, StepLine
 
 
 class WorkerState(StrEnum):
@@ -33,14 +34,17 @@ class Capacity:
     block_size: int
     max_num_seqs: int
     max_model_len: int
+    # Slots of the widest window where every layer has one, else 0.
+    window: int = 0
 
     def blocks(self, tokens: int) -> int:
-        return -(-tokens // self.block_size)
+        """Return the blocks that so many tokens hold at once."""
+        return blocks_needed(tokens, tokens, self.block_size, self.window)
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One heartbeat. Rates are 0 until the worker has learnt them (seconds a decode step, seconds a prompt token)."""
+    """One heartbeat. Rates are 0 until the worker has measured them (seconds a decode step, seconds a prompt token)."""
 
     running: int = 0
     waiting: int = 0
@@ -53,6 +57,9 @@ class Load:
     steps: int = 0
     manager_attached: bool = True
     draining: bool = False
+    # Rising counts.
+    sampled_tokens: int = 0
+    computed_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -80,6 +87,8 @@ class WorkerModel:
     draining: bool = False
     # When a heartbeat last brought new measurements of steps (seconds).
     shown_at: float = float("-inf")
+    sampled: CountRate = field(default_factory=CountRate)
+    computed: CountRate = field(default_factory=CountRate)
     _since: _Placed = field(default_factory=_Placed)
     _outstanding: _Placed = field(default_factory=_Placed)
 
@@ -91,6 +100,8 @@ class WorkerModel:
 
         An idle worker repeats its last measurements; these do not count again.
         """
+        self.sampled.add(load.sampled_tokens, now)
+        self.computed.add(load.computed_tokens, now)
         news = _shown(load) != _shown(self.load)
         self.load, self.heartbeat_at, self._since = load, now, _Placed()
         if not news:
@@ -100,6 +111,10 @@ class WorkerModel:
             self.rates.step.add(load.running, load.decode_step_seconds, now)
         if load.prefill_seconds_per_token > 0:
             self.rates.prefill_token.add(load.prefill_seconds_per_token, now)
+
+    def router_paused(self, seconds: float, now: float) -> None:
+        """Leave out of the heartbeat's age what the router itself did not run, and so could not read one."""
+        self.heartbeat_at = min(now, self.heartbeat_at + seconds)
 
     def placed(self, sequences: int, prefill_tokens: int, blocks: int) -> None:
         """Count load that was just placed; negative numbers take back what was released."""

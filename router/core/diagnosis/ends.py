@@ -1,0 +1,57 @@
+"""Why a request ended early: refused, out of time, given up by its client, or failed."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from router.core.admission import PREDICTED
+from router.core.diagnosis.causes import Cause, advice_for
+from router.core.diagnosis.outcome import Outcome
+from router.core.diagnosis.story import REFUSED_BY_MANAGER, Story
+from router.core.diagnosis.verdict import Verdict
+
+# The failures of a client that does not read, and of one that left.
+READS_TOO_SLOWLY: Final = "the client reads too slowly"
+CLIENT_LEFT: Final = "the client went away"
+
+END_WORDS: Final = {
+    Cause.REFUSED: "Refused",
+    Cause.TOO_LARGE: "Refused",
+    Cause.HOPELESS_DEADLINE: "Refused, because its deadline was hopeless,",
+    Cause.DEADLINE: "Its deadline passed",
+    Cause.CLIENT_GONE: "Its client went away",
+    Cause.ABORTED: "Aborted by another call",
+    Cause.NO_WORKER: "It failed for want of a worker",
+    Cause.SLOW_CLIENT: "Ended because the client did not read",
+    Cause.FAILED: "It failed",
+}
+# By the reason of the error (`QuireError.reason`), or the finish reason of a sequence.
+_BY_REASON: Final = {
+    "DEADLINE_EXCEEDED": Cause.DEADLINE,
+    "deadline": Cause.DEADLINE,
+    "UNAVAILABLE": Cause.NO_WORKER,
+    "INVALID_REQUEST": Cause.TOO_LARGE,
+}
+
+
+def end_cause(outcome: Outcome) -> Cause | None:
+    """Return why a request ended early; None if it ended by itself."""
+    if not outcome.failure:
+        return None
+    if outcome.ended == "DEADLINE_EXCEEDED" and PREDICTED in outcome.failure:
+        return Cause.HOPELESS_DEADLINE
+    if outcome.ended == "OVERLOADED":
+        return Cause.SLOW_CLIENT if READS_TOO_SLOWLY in outcome.failure else Cause.REFUSED
+    if outcome.ended == "CANCELLED":
+        return Cause.CLIENT_GONE if CLIENT_LEFT in outcome.failure else Cause.ABORTED
+    return _BY_REASON.get(outcome.ended, Cause.FAILED)
+
+
+def refusal_verdict(story: Story) -> Verdict | None:
+    """Return why the router refused a request at its arrival; None if it did not."""
+    refused = [each for each in story.refusals if each.subject != REFUSED_BY_MANAGER]
+    if not refused:
+        return None
+    words = refused[-1].words or "the limit is reached"
+    sentence = f"Refused at once by the limit {refused[-1].subject}: {words}."
+    return Verdict(Cause.REFUSED, 0.0, sentence, (), advice_for(Cause.REFUSED))

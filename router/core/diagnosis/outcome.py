@@ -1,0 +1,121 @@
+"""The record that ends a request: how it ended, and in which phase each second of it went.
+
+It is one decision record, and all durations stand in it alone. Other records say why a phase took so long. A lost
+record can therefore hide a cause, and never lengthens or shortens a phase.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import Any, Final
+
+from common.types import Decision
+
+Seconds = tuple[tuple[str, float], ...]
+
+
+class Phase(StrEnum):
+    """What a request waited for, or what was done for it; a request is in one phase at a time."""
+
+    QUEUE = "queue"
+    LOOKUP = "lookup"
+    BLOCKS = "blocks"
+    PREFILL_WAIT = "prefill_wait"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    PREEMPTED = "preempted"
+    MOVED = "moved"
+    CLIENT = "client"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a request ended, and its seconds by phase: `before` its first token and `after` it.
+
+    `ended` is the finish reason of its last sequence, or the reason of its error with `failure` in words. `miss` is the
+    manager's reason why no more of its prompt was cached; empty while it had no blocks. `other_domain_tokens` is how
+    much of its prompt another cache domain has sent, `other_domain` which one. `client_longest` is the longest time
+    that the client left an event unread. `ahead_tokens` are positions that its worker computed for others between
+    its admission and its own first step, most of them for `ahead_of`.
+    """
+
+    time_ns: int = 0
+    ended: str = ""
+    failure: str = ""
+    worker: str = ""
+    miss: str = ""
+    other_domain: str = ""
+    ahead_of: str = ""
+    tenant: str = ""
+    before: Seconds = ()
+    after: Seconds = ()
+    has_first_token: bool = False
+    started: bool = False
+    queued: bool = False
+    index_answered: bool = True
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    block_size: int = 0
+    admissions: int = 0
+    placements: int = 0
+    preemptions: int = 0
+    moves: int = 0
+    ahead_tokens: int = 0
+    other_domain_tokens: int = 0
+    diverged_at: int = 0
+    client_longest: float = 0.0
+
+    @property
+    def first_token_s(self) -> float:
+        """Seconds to the first token; to the end where there was none."""
+        return sum(seconds for _, seconds in self.before)
+
+    @property
+    def total_s(self) -> float:
+        return self.first_token_s + sum(seconds for _, seconds in self.after)
+
+
+_TEXTS: Final = ("ended", "failure", "worker", "miss", "other_domain", "ahead_of")
+_FLAGS: Final = ("has_first_token", "started", "queued", "index_answered")
+_APART: Final = frozenset((*_TEXTS, *_FLAGS, "time_ns", "tenant", "before", "after"))
+_COUNTS: Final = tuple(field.name for field in fields(Outcome) if field.name not in _APART)
+# Texts that name other requests or tenants: the public plane leaves them out, with the counts that go with them.
+PRIVATE_TEXTS: Final = ("other_domain", "ahead_of")
+PRIVATE_COUNTS: Final = ("other_domain_tokens",)
+
+
+def texts_of(outcome: Outcome) -> tuple[str, ...]:
+    """Return the words of an outcome as the reasons of its decision record; empty ones are left out."""
+    return tuple(f"{name}: {value}" for name in _TEXTS if (value := getattr(outcome, name)))
+
+
+def figures_of(outcome: Outcome) -> Seconds:
+    """Return the numbers of an outcome as the figures of its decision record; zeros are left out."""
+    counts = [(name, float(getattr(outcome, name))) for name in (*_COUNTS, *_FLAGS)]
+    phases = [(f"{part}.{name}", seconds) for part in ("before", "after") for name, seconds in getattr(outcome, part)]
+    return tuple(each for each in (*counts, *phases) if each[1])
+
+
+def outcome_of(decision: Decision) -> Outcome:
+    """Return the outcome that a decision record holds; unknown names in it are ignored."""
+    figures, texts = dict(decision.figures), dict(map(_named, decision.reasons))
+    values: dict[str, Any] = {name: texts.get(name, "") for name in _TEXTS}
+    values |= {name: bool(figures.get(name, 0.0)) for name in _FLAGS}
+    values |= {name: int(figures.get(name, 0.0)) for name in _COUNTS}
+    values |= {"before": _phases(figures, "before."), "after": _phases(figures, "after.")}
+    values["client_longest"] = figures.get("client_longest", 0.0)
+    return Outcome(time_ns=decision.time_ns, tenant=decision.tenant, **values)
+
+
+def _named(reason: str) -> tuple[str, str]:
+    name, _, value = reason.partition(": ")
+    return name, value
+
+
+def _phases(figures: Mapping[str, float], prefix: str) -> Seconds:
+    """Return the seconds of one part, in the order of the phases, whatever the order of the record's map is."""
+    found = [(phase.value, figures.get(prefix + phase, 0.0)) for phase in Phase]
+    return tuple(each for each in found if each[1] > 0.0)

@@ -1,0 +1,189 @@
+"""The cause of each phase of a request, and in words what happened in it.
+
+A phase has one cause or none that is known. A record that is missing turns its cause into "not known", never into
+another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from common.types import ShortfallReason
+from router.core.diagnosis.causes import Cause
+from router.core.diagnosis.outcome import Outcome, Phase
+from router.core.diagnosis.story import Holder, Placement, Preemption, Shortfall, Story
+from router.core.diagnosis.words import count, duration, listed
+
+LABELS: Final = {
+    Phase.QUEUE: "waiting for a worker",
+    Phase.LOOKUP: "looking up its prefix",
+    Phase.BLOCKS: "waiting for blocks",
+    Phase.PREFILL_WAIT: "behind other prompts",
+    Phase.PREFILL: "computing its prompt",
+    Phase.DECODE: "sampling its tokens",
+    Phase.PREEMPTED: "preempted",
+    Phase.MOVED: "moving to another worker",
+    Phase.CLIENT: "waiting for the client",
+}
+# Phases in which the request itself is worked on.
+WORK: Final = frozenset({Phase.PREFILL, Phase.DECODE})
+# An event that the client leaves unread for longer is no matter of a busy event loop.
+SLOW_READ_S: Final = 0.25
+_ALWAYS: Final = {
+    Phase.LOOKUP: Cause.INDEX_SLOW,
+    Phase.PREFILL_WAIT: Cause.HEAD_OF_LINE,
+    Phase.DECODE: Cause.DECODE,
+    Phase.PREEMPTED: Cause.PREEMPTED,
+    Phase.MOVED: Cause.WORKER_LOST,
+}
+
+
+def cause_of(phase: Phase, seconds: float, story: Story, outcome: Outcome) -> Cause:
+    """Return the cause of so many seconds in a phase."""
+    match phase:
+        case Phase.QUEUE:
+            return _queue_cause(story, outcome)
+        case Phase.BLOCKS:
+            return _blocks_cause(seconds, story, outcome)
+        case Phase.PREFILL:
+            return Cause.PREFILL if outcome.started else Cause.NOT_KNOWN
+        case Phase.CLIENT:
+            return Cause.SLOW_CLIENT if outcome.client_longest >= SLOW_READ_S else Cause.NOT_KNOWN
+        case _:
+            return _ALWAYS[phase]
+
+
+def _queue_cause(story: Story, outcome: Outcome) -> Cause:
+    if not outcome.queued:
+        return Cause.ROUTER
+    return Cause.WORKER_QUEUE if story.queued else Cause.NOT_KNOWN
+
+
+def _blocks_cause(seconds: float, story: Story, outcome: Outcome) -> Cause:
+    """Return whether the manager let the sequence wait, or the messages to it took the time.
+
+    Both need the manager's records of all admissions.
+    """
+    if len(story.grants) < outcome.admissions:
+        return Cause.NOT_KNOWN
+    if outcome.admissions and story.grants[0].waited < seconds / 2:
+        return Cause.MESSAGES
+    return Cause.BLOCKS if story.shortfalls else Cause.NOT_KNOWN
+
+
+# ------------------------------------------------------------ in words
+
+
+def phrase(cause: Cause, seconds: float, story: Story, outcome: Outcome) -> str:
+    """Return what happened in the time of a cause, as the end of a sentence."""
+    return _PHRASES[cause](seconds, story, outcome)
+
+
+def unknown_words(phase: Phase, story: Story, outcome: Outcome) -> str:
+    """Return what is known of a phase whose cause is not."""
+    match phase:
+        case Phase.QUEUE:
+            return "it waited for a worker, and the router's record of that is gone"
+        case Phase.BLOCKS:
+            why = f"could not be read ({'; '.join(story.unread)})" if story.unread else "are gone"
+            return f"it waited at {_worker(outcome)} to be admitted, and the KV manager's records of that {why}"
+        case Phase.PREFILL:
+            return "it had its blocks, and its worker did not say when it began to compute the prompt"
+        case _:
+            return "its output waited for the client or for the router's own event loop"
+
+
+def _worker(outcome: Outcome) -> str:
+    return outcome.worker or "its worker"
+
+
+def _queued_words(story: Story) -> str:
+    first = story.queued[0]
+    reasons = [f"{name}: {reason}" for name, reason in first.workers]
+    ahead = f", with {count(first.ahead, 'request')} before it" if first.ahead else ""
+    return f"no worker could take it{ahead} ({listed(reasons)})" if reasons else f"it waited for a worker{ahead}"
+
+
+def _blocks_words(story: Story, outcome: Outcome) -> str:
+    first = story.shortfalls[0]
+    at = f"at {_worker(outcome)}"
+    if first.reason == ShortfallReason.PLACES:
+        return f"it waited {at} for a place in the batch, which {_holders_words(first)}"
+    if first.reason == ShortfallReason.BEHIND:
+        head = f"{first.head or 'another request'}, which goes first and needs {count(first.head_needed, 'block')}"
+        return f"it waited {at} behind {head}; {first.available} of {first.num_blocks} blocks were free or cached"
+    return f"it waited {at} for {count(first.needed, 'block')}, and {_holders_words(first)}"
+
+
+def _holders_words(shortfall: Shortfall) -> str:
+    """Return who held the pool when the wait began."""
+    if not shortfall.tenants:
+        return "who held them is not known"
+    named = [_tenant_words(each) for each in shortfall.tenants]
+    greatest = listed([each.name for each in shortfall.requests])
+    return (
+        f"{listed(named)} held {'it' if shortfall.reason == ShortfallReason.PLACES else 'them'} (the most: {greatest})"
+    )
+
+
+def _tenant_words(holder: Holder) -> str:
+    owner = f" of tenant {holder.name}" if holder.name else ""
+    return f"{count(holder.sequences, 'sequence')}{owner} with {count(holder.blocks, 'block')}"
+
+
+def _ahead_words(outcome: Outcome) -> str:
+    most = f", most of them for {outcome.ahead_of}" if outcome.ahead_of else ""
+    words = f"{_worker(outcome)} computed {count(outcome.ahead_tokens, 'token')} of other requests first{most}"
+    return f"it had its blocks, and {words}"
+
+
+def _prefill_words(seconds: float, outcome: Outcome) -> str:
+    computed = max(1, outcome.prompt_tokens - outcome.cached_tokens)
+    each = duration(seconds / computed)
+    return f"{_worker(outcome)} computed {count(computed, 'token')} of its prompt, {each} each"
+
+
+def _decode_words(seconds: float, outcome: Outcome) -> str:
+    sampled = max(1, outcome.output_tokens - 1)
+    return f"{_worker(outcome)} sampled {count(sampled, 'further token')}, {duration(seconds / sampled)} each"
+
+
+def _preempted_words(story: Story, outcome: Outcome) -> str:
+    times = "" if outcome.preemptions < 2 else f" {outcome.preemptions} times"
+    if not story.lost_to:
+        return f"it was preempted{times}; for whom is not known, because the KV manager's record of it is not here"
+    return f"it was preempted{times}: {preemption_words(story.lost_to[0])}"
+
+
+def preemption_words(preemption: Preemption) -> str:
+    freed = count(preemption.blocks_freed, "block")
+    return f"its {freed} went to {preemption.beneficiary or 'another request'} ({preemption.reason})"
+
+
+def _moved_words(story: Story) -> str:
+    moves: list[Placement] = [each for each in story.placements if each.moved_because]
+    if not moves:
+        return "it lost its worker; which one and why is not known, because the router's record of it is gone"
+    before = [each.worker for each in story.placements if each.time_ns < moves[0].time_ns]
+    lost = before[-1] if before else "its worker"
+    return f"it lost {lost} ({moves[0].moved_because}) and went on at {moves[0].worker}"
+
+
+_PHRASES: Final[Mapping[Cause, Callable[[float, Story, Outcome], str]]] = {
+    Cause.WORKER_QUEUE: lambda seconds, story, outcome: _queued_words(story),
+    Cause.ROUTER: lambda seconds, story, outcome: "the router's own work, before it chose a worker",
+    Cause.INDEX_SLOW: lambda seconds, story, outcome: "the prefix index in Redis had not answered yet",
+    Cause.BLOCKS: lambda seconds, story, outcome: _blocks_words(story, outcome),
+    Cause.MESSAGES: lambda seconds, story, outcome: (
+        f"messages between {_worker(outcome)} and the KV manager, which granted the blocks without a wait"
+    ),
+    Cause.HEAD_OF_LINE: lambda seconds, story, outcome: _ahead_words(outcome),
+    Cause.PREFILL: lambda seconds, story, outcome: _prefill_words(seconds, outcome),
+    Cause.DECODE: lambda seconds, story, outcome: _decode_words(seconds, outcome),
+    Cause.PREEMPTED: lambda seconds, story, outcome: _preempted_words(story, outcome),
+    Cause.WORKER_LOST: lambda seconds, story, outcome: _moved_words(story),
+    Cause.SLOW_CLIENT: lambda seconds, story, outcome: (
+        f"the client left output unread, for {duration(outcome.client_longest)} at a time"
+    ),
+}

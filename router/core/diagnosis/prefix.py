@@ -1,0 +1,140 @@
+"""Why no more of a prompt was cached: the first rule that applies names the cause.
+
+The manager's reason is about one worker. The rules add what only the router knows: other workers with more of the
+prompt, an index that was silent or stale, and other cache domains that sent the same prompt.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from router.core.diagnosis.causes import Cause, advice_for
+from router.core.diagnosis.outcome import Outcome
+from router.core.diagnosis.story import Option, Placement, Story
+from router.core.diagnosis.verdict import Verdict
+from router.core.diagnosis.words import count, duration
+
+# As common.types.MissReason writes them.
+_NO_MISS: Final = frozenset({"full_hit", "capped"})
+_OFF: Final = frozenset({"disabled", "windowed"})
+_UNSEEN: Final = frozenset({"never_seen", "diverged_at"})
+
+
+def prefix_verdict(story: Story) -> Verdict | None:
+    """Return why no more was cached; None where all that can be cached was, or where the request got no blocks."""
+    outcome = story.outcome
+    if outcome is None or not outcome.miss or outcome.miss in _NO_MISS:
+        return None
+    cause = _cause(story, outcome)
+    whole = f"{outcome.cached_tokens:,} of {count(outcome.prompt_tokens, 'prompt token')} were cached"
+    sentence = f"{whole}: {_words(cause, story, outcome)}."
+    return Verdict(cause, 0.0, sentence, _evidence(story, outcome), advice_for(cause))
+
+
+def _cause(story: Story, outcome: Outcome) -> Cause:
+    if outcome.miss in _OFF:
+        return Cause.CACHE_OFF
+    if outcome.miss == "below_block":
+        return Cause.BELOW_BLOCK
+    if outcome.miss in _UNSEEN and outcome.other_domain_tokens > outcome.cached_tokens:
+        return Cause.OTHER_DOMAIN
+    placement = _placement(story, outcome)
+    if placement is None:
+        return Cause.NOT_KNOWN
+    return _cause_at(placement, outcome)
+
+
+def _cause_at(placement: Placement, outcome: Outcome) -> Cause:
+    """Return the cause of a miss whose placement is known."""
+    hit = _hit_blocks(outcome)
+    if _holder(placement, hit) is not None:
+        return Cause.HOT_WORKER
+    if outcome.miss == "evicted":
+        return Cause.EVICTED
+    if placement.chosen is not None and placement.chosen.hit_blocks > hit:
+        return Cause.STALE_INDEX
+    if not outcome.index_answered and len(placement.options) > 1:
+        return Cause.INDEX_UNREACHABLE
+    return Cause.DIVERGED if outcome.miss == "diverged_at" else Cause.NEVER_SEEN
+
+
+def _placement(story: Story, outcome: Outcome) -> Placement | None:
+    """Return the first choice of a worker, whose hits the client got; None unless all choices are here."""
+    return story.placements[0] if story.placements and len(story.placements) >= outcome.placements else None
+
+
+def _hit_blocks(outcome: Outcome) -> int:
+    return outcome.cached_tokens // max(1, outcome.block_size)
+
+
+def _holder(placement: Placement, hit: int) -> Option | None:
+    """Return the worker that held the most of the prompt, if it is another one and held more than was hit."""
+    others = [each for each in placement.options if each.worker != placement.worker and each.hit_blocks > hit]
+    return max(others, key=lambda each: (each.hit_blocks, each.worker), default=None)
+
+
+# ------------------------------------------------------------ in words
+
+
+def _words(cause: Cause, story: Story, outcome: Outcome) -> str:
+    placement = _placement(story, outcome)
+    if placement is not None and cause is Cause.HOT_WORKER:
+        return _hot_words(placement, outcome)
+    if placement is not None and placement.chosen is not None and cause is Cause.STALE_INDEX:
+        promised = count(placement.chosen.hit_blocks * outcome.block_size, "token")
+        return f"{placement.worker} was expected to hold {promised} and did not, because the index was stale"
+    if cause is Cause.EVICTED:
+        return f"{outcome.worker} had more of it, and evicted that{_evicted_for(story)}"
+    return _plain_words(cause, outcome)
+
+
+def _plain_words(cause: Cause, outcome: Outcome) -> str:
+    """Return the words of a cause that the outcome alone explains."""
+    size, worker = outcome.block_size, outcome.worker
+    same = count(outcome.other_domain_tokens, "token")
+    return {
+        Cause.CACHE_OFF: "the prefix cache was not used for it",
+        Cause.BELOW_BLOCK: f"it is shorter than a block, which has {count(size, 'token')}",
+        Cause.OTHER_DOMAIN: f"its first {same} were sent in another cache domain ({outcome.other_domain}), "
+        "and not in its own",
+        Cause.INDEX_UNREACHABLE: f"Redis did not answer, so the router could not know who holds it; {worker} does not",
+        Cause.DIVERGED: f"{worker} has seen no prompt that is the same from token {outcome.diverged_at * size} on",
+        Cause.NEVER_SEEN: f"no worker had its first {count(size, 'token')}; {worker} has not seen them since its start",
+    }.get(cause, "why is not known, because the router's record of its routing is gone")
+
+
+def _hot_words(placement: Placement, outcome: Outcome) -> str:
+    holder, chosen = _holder(placement, _hit_blocks(outcome)), placement.chosen
+    assert holder is not None
+    held = f"{holder.worker} holds {count(holder.hit_blocks * outcome.block_size, 'token')} of it"
+    if holder.rejected:
+        return f"{held} and was left out ({holder.rejected}), so it went to {placement.worker}"
+    if holder.cost is None or chosen is None or chosen.cost is None:
+        return f"{held}, and the router chose {placement.worker}"
+    return f"{held} and was busy: {_cost_words(holder)} there, {_cost_words(chosen)} at {placement.worker}"
+
+
+def _cost_words(option: Option) -> str:
+    term, seconds = max(option.terms, key=lambda each: each[1], default=("", 0.0))
+    most = f", {duration(seconds)} of it {term.replace('_', ' ')}" if term else ""
+    return f"predicted {duration(option.cost or 0.0)}{most}"
+
+
+def _evicted_for(story: Story) -> str:
+    """Return who needed the room. A grant without a name means the runway: the blocks leased ahead of need."""
+    if not story.grants:
+        return "; for whom is not known"
+    name = story.grants[0].evicted_for
+    return f" to make room for {name}" if name else " to lease blocks ahead of need"
+
+
+def _evidence(story: Story, outcome: Outcome) -> tuple[str, ...]:
+    placement = _placement(story, outcome)
+    said = [f"the manager says {outcome.miss}"]
+    if placement is not None:
+        said += [
+            f"{each.worker}: {each.hit_blocks} hit blocks expected" for each in placement.options if each.hit_blocks
+        ]
+    if not outcome.index_answered:
+        said.append("the prefix index did not answer")
+    return tuple(said)

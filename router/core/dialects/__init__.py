@@ -1,0 +1,1 @@
+"""How families of models write thoughts and tool calls: read from their output, and enforced on it."""

@@ -1,0 +1,189 @@
+"""Tenants: who calls, with which weight, rights and limits, and what each of them uses now.
+
+Rates are token buckets that hold one minute's allowance. A request is charged for all tokens that it may hold; the part
+that it did not use comes back when it leaves.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass, field
+
+from common.errors import Overloaded, PermissionDenied, QuotaViolation
+
+_MINUTE_S = 60.0
+# A place that another request of the tenant holds is free at an unknown time; clients try again after so many seconds.
+_PLACE_RETRY_S = 1.0
+_MIN_RETRY_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class TenantLimits:
+    """What a tenant may use; None leaves it unbounded. `streams` and `sequences` count what is inside the router."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    streams: int | None = None
+    sequences: int | None = None
+
+    @property
+    def are_set(self) -> bool:
+        return self != TenantLimits()
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """One tenant. `weight` is its share of places and blocks while others want them.
+
+    `cache_domain` separates its cached blocks from those of others. `shared_domains` are (name, domain) of the domains
+    that the operator opened to it. `models` None allows every model.
+    """
+
+    name: str = ""
+    weight: float = 1.0
+    max_priority: int = 0
+    models: frozenset[str] | None = None
+    admin: bool = False
+    limits: TenantLimits = TenantLimits()
+    cache_domain: bytes = b""
+    shared_domains: tuple[tuple[str, bytes], ...] = ()
+
+    def check_model(self, model: str) -> None:
+        """Raise PermissionDenied when the tenant may not use a model."""
+        if self.models is not None and model not in self.models:
+            raise PermissionDenied(f"tenant {self.name} may not use model {model!r}; ask the operator for it")
+
+    def domain(self, shared: str) -> bytes:
+        """Return the tenant's own cache domain, or the named shared one. Raises PermissionDenied for any other."""
+        if not shared:
+            return self.cache_domain
+        found = dict(self.shared_domains).get(shared)
+        if found is None:
+            raise PermissionDenied(f"shared domain {shared!r} is not open to this caller; leave it out or ask for it")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """A tenant, and the credential by which it was recognised; "" for one that is known by its address.
+
+    The credential is an identifier, never the key itself.
+    """
+
+    tenant: Tenant = field(default_factory=Tenant)
+    credential: str = ""
+
+    @property
+    def owner(self) -> str:
+        """The tenant whose requests this caller may see; "" where no key tells callers apart."""
+        return self.tenant.name if self.credential else ""
+
+
+ANYONE = Caller()
+
+
+def peer_caller(host: str) -> Caller:
+    """Return the caller of a router without keys: each address is a tenant, and all share one cache domain.
+
+    Addresses of one IPv6 network of 64 bits are one tenant: one machine has as many of these as it likes.
+    """
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return Caller(Tenant(f"peer {host}"))
+    if address.version == 6:
+        mapped = address.ipv4_mapped
+        host = str(mapped) if mapped else str(ipaddress.ip_network((address, 64), strict=False))
+    return Caller(Tenant(f"peer {host}"))
+
+
+class _Bucket:
+    """A token bucket of one minute's allowance; its level may fall below zero by one large request."""
+
+    __slots__ = ("_at", "_level")
+
+    def __init__(self, allowance: int, now: float) -> None:
+        self._level, self._at = float(allowance), now
+
+    def seconds_until(self, amount: float, allowance: int, now: float) -> float:
+        """Return how long until `amount` may be taken; 0 if at once. More than the allowance needs a full bucket."""
+        gained = (now - self._at) * allowance / _MINUTE_S
+        self._level, self._at = min(allowance, self._level + gained), now
+        return max(0.0, (min(amount, allowance) - self._level) * _MINUTE_S / allowance)
+
+    def take(self, amount: float) -> None:
+        self._level -= amount
+
+
+@dataclass(slots=True)
+class _Use:
+    """What one tenant uses; its buckets exist while it has rates."""
+
+    streams: int = 0
+    sequences: int = 0
+    requests: _Bucket | None = None
+    tokens: _Bucket | None = None
+
+
+class TenantQuotas:
+    """Holds tenants to their limits. One `leave` follows every `enter` that did not raise."""
+
+    def __init__(self) -> None:
+        self._uses: dict[str, _Use] = {}
+
+    def enter(self, tenant: Tenant, tokens: int, sequences: int, now: float) -> None:
+        """Count a request. Raises Overloaded with the limit that it would overrun; then nothing was counted."""
+        if not tenant.limits.are_set:
+            return
+        use = self._uses.setdefault(tenant.name, _Use())
+        self._check_places(tenant, use, sequences)
+        self._check_rates(tenant, use, tokens, now)
+        use.streams += 1
+        use.sequences += sequences
+        if use.tokens is not None and tenant.limits.tokens_per_minute is not None:
+            use.tokens.take(tokens)
+        if use.requests is not None and tenant.limits.requests_per_minute is not None:
+            use.requests.take(1)
+
+    def check(self, tenant: Tenant, tokens: int, sequences: int, now: float) -> None:
+        """Raise as `enter` would; nothing is counted."""
+        if tenant.limits.are_set:
+            use = self._uses.get(tenant.name) or _Use()
+            self._check_places(tenant, use, sequences)
+            self._check_rates(tenant, use, tokens, now)
+
+    def leave(self, tenant: Tenant, unused_tokens: int, sequences: int) -> None:
+        """Stop counting a request, and give back the tokens that it did not use."""
+        use = self._uses.get(tenant.name)
+        if use is None or not tenant.limits.are_set:
+            return
+        use.streams -= 1
+        use.sequences -= sequences
+        if use.tokens is not None:
+            use.tokens.take(-unused_tokens)
+        if not use.streams and use.requests is None and use.tokens is None:
+            del self._uses[tenant.name]
+
+    def _check_places(self, tenant: Tenant, use: _Use, sequences: int) -> None:
+        most = tenant.limits
+        if most.streams is not None and use.streams >= most.streams:
+            raise _over(tenant, "streams", f"{use.streams} requests are open; at most {most.streams}")
+        if most.sequences is not None and use.sequences + sequences > most.sequences:
+            words = f"{use.sequences} sequences are open and {sequences} more wanted; at most {most.sequences}"
+            raise _over(tenant, "sequences", words)
+
+    def _check_rates(self, tenant: Tenant, use: _Use, tokens: int, now: float) -> None:
+        requests, allowed = tenant.limits.requests_per_minute, tenant.limits.tokens_per_minute
+        if requests is not None:
+            use.requests = use.requests or _Bucket(requests, now)
+            if wait := use.requests.seconds_until(1, requests, now):
+                raise _over(tenant, "requests_per_minute", f"at most {requests} requests a minute", wait)
+        if allowed is not None:
+            use.tokens = use.tokens or _Bucket(allowed, now)
+            if wait := use.tokens.seconds_until(tokens, allowed, now):
+                words = f"{tokens} tokens wanted; at most {allowed} a minute, prompt and max_tokens together"
+                raise _over(tenant, "tokens_per_minute", words, wait)
+
+
+def _over(tenant: Tenant, limit: str, words: str, wait: float = _PLACE_RETRY_S) -> Overloaded:
+    return Overloaded(QuotaViolation(f"tenant {tenant.name}.{limit}", words), max(wait, _MIN_RETRY_S))
