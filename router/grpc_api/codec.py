@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
+from typing import Final
 
+from common.types import TokenLogprobs
 from common.wire.enum_codec import finish_to_proto, miss_to_proto
 from common.wire.identity_codec import identity_to_proto
 from common.wire.output_codec import logprobs_to_proto, usage_to_proto
 from quire.inference.v1 import inference_pb2 as pb
-from router.core.events import Admitted, Finished, GenerateEvent, Tokens
+from router.core.embedding import numbers_of
+from router.core.events import Admitted, Finished, GenerateEvent, PromptLogprobs, Timings, Tokens
 from router.ports import ModelCard
+from router.serving.embedding import Embedding, usage_of
+
+# Bytes of an output token in a message at least, and of a log-probability with its token.
+LEAST_TOKEN_BYTES: Final = 1
+LEAST_ENTRY_BYTES: Final = 5
 
 
 def event_to_proto(event: GenerateEvent) -> pb.GenerateResponse:
@@ -26,25 +34,48 @@ def event_to_proto(event: GenerateEvent) -> pb.GenerateResponse:
             return pb.GenerateResponse(tokens=tokens)
         case Finished():
             return pb.GenerateResponse(finished=finished_to_proto(event))
+        case PromptLogprobs():
+            prompt = pb.PromptLogprobs(logprobs=map(logprobs_to_proto, event.logprobs))
+            return pb.GenerateResponse(prompt_logprobs=prompt)
 
 
-def unary_to_proto(events: Iterable[GenerateEvent], sequences: int) -> pb.GenerateUnaryResponse:
-    """Return the events of a whole request as one message, its outputs in the order of their index."""
-    response = pb.GenerateUnaryResponse(outputs=[pb.Output(index=index) for index in range(sequences)])
-    texts: list[list[str]] = [[] for _ in range(sequences)]
-    for event in events:
+class UnaryAnswer:
+    """The events of a whole request as one message, its outputs in the order of their index.
+
+    Each event is encoded as it comes. `grow` is called with the bytes that it adds at least, and may raise.
+    """
+
+    def __init__(self, sequences: int, grow: Callable[[int], None]) -> None:
+        self._grow = grow
+        self._response = pb.GenerateUnaryResponse(outputs=[pb.Output(index=index) for index in range(sequences)])
+        self._texts: list[list[str]] = [[] for _ in range(sequences)]
+
+    def take(self, event: GenerateEvent) -> None:
+        response = self._response
         match event:
             case Admitted():
                 response.admitted.CopyFrom(admitted_to_proto(event))
             case Tokens():
-                texts[event.index].append(event.text)
+                tokens = len(event.text) + len(event.token_ids) * LEAST_TOKEN_BYTES
+                self._grow(tokens + _least_bytes(event.logprobs))
+                self._texts[event.index].append(event.text)
                 response.outputs[event.index].token_ids.extend(event.token_ids)
                 response.outputs[event.index].logprobs.extend(map(logprobs_to_proto, event.logprobs))
+            case PromptLogprobs():
+                self._grow(_least_bytes(event.logprobs))
+                response.prompt_logprobs.extend(map(logprobs_to_proto, event.logprobs))
             case Finished():
                 response.outputs[event.index].finished.CopyFrom(finished_to_proto(event))
-    for output, text in zip(response.outputs, texts, strict=True):
-        output.text = "".join(text)
-    return response
+
+    def message(self) -> pb.GenerateUnaryResponse:
+        """Return the message, which has taken its last event."""
+        for output, text in zip(self._response.outputs, self._texts, strict=True):
+            output.text = "".join(text)
+        return self._response
+
+
+def _least_bytes(logprobs: Sequence[TokenLogprobs]) -> int:
+    return LEAST_ENTRY_BYTES * sum(1 + len(entry.top) for entry in logprobs)
 
 
 def admitted_to_proto(event: Admitted) -> pb.Admitted:
@@ -62,18 +93,35 @@ def admitted_to_proto(event: Admitted) -> pb.Admitted:
     )
 
 
+def embeddings_to_proto(embeddings: Sequence[Embedding]) -> pb.EmbedResponse:
+    return pb.EmbedResponse(embeddings=map(_embedding_to_proto, embeddings), usage=usage_to_proto(usage_of(embeddings)))
+
+
+def _embedding_to_proto(embedding: Embedding) -> pb.Embedding:
+    return pb.Embedding(
+        values=numbers_of(embedding.vector),
+        usage=usage_to_proto(embedding.usage),
+        timings=_timings_to_proto(embedding.timings),
+        worker_id=embedding.worker_id,
+        trace_id=embedding.trace_id,
+    )
+
+
+def _timings_to_proto(timings: Timings) -> pb.Timings:
+    return pb.Timings(
+        queue_seconds=timings.queue_seconds,
+        time_to_first_token=timings.time_to_first_token,
+        time_per_output_token=timings.time_per_output_token,
+        total_seconds=timings.total_seconds,
+    )
+
+
 def finished_to_proto(event: Finished) -> pb.Finished:
-    timings = event.timings
     message = pb.Finished(
         index=event.index,
         reason=finish_to_proto(event.reason),
         usage=usage_to_proto(event.usage),
-        timings=pb.Timings(
-            queue_seconds=timings.queue_seconds,
-            time_to_first_token=timings.time_to_first_token,
-            time_per_output_token=timings.time_per_output_token,
-            total_seconds=timings.total_seconds,
-        ),
+        timings=_timings_to_proto(event.timings),
     )
     if event.stop_string is not None:
         message.stop_string = event.stop_string
@@ -90,4 +138,5 @@ def model_to_proto(card: ModelCard) -> pb.GetModelResponse:
         vocab_size=card.vocab_size,
         eos_token_ids=card.eos_token_ids,
         has_chat_template=card.has_chat_template,
+        embedding_dimensions=card.hidden_size if card.identity.embeds else 0,
     )

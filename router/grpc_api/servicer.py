@@ -2,25 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Protocol
+from typing import Final, Protocol
 
-from common.clock import Clock
+from common.errors import FieldViolation, InvalidRequest, NotFound, PermissionDenied
+from common.limits import MAX_REPLY_BYTES
+from common.untrusted.ids import ID_WORDS, is_id
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
-from router.core.events import GenerateEvent
-from router.grpc_api.codec import event_to_proto, model_to_proto, unary_to_proto
-from router.observe.siblings import Siblings, asked_by_sibling
-from router.ports import Frontend, ModelCard, RequestValidator, TextCodec
-from router.serving.call_context import Context, call_context
+from router.grpc_api.codec import (
+    LEAST_ENTRY_BYTES,
+    LEAST_TOKEN_BYTES,
+    UnaryAnswer,
+    embeddings_to_proto,
+    event_to_proto,
+    model_to_proto,
+)
+from router.observe.siblings import Siblings
+from router.ports import CallContext, Frontend, ModelCard, RequestValidator, Resumed, Resumer, TextCodec
+from router.serving.answer_size import AnswerRoom, check_least_size, checked_reply
+from router.serving.call_context import Calls, Context
+from router.serving.embedding import Embedder
+from router.text.tokenizer_files import TokenizerFiles
+
+_NUMBER_BYTES: Final = 4
 
 
 class StatusSource(Protocol):
     def model(self) -> ModelCard: ...
 
     def status(self) -> pb.GetStatusResponse: ...
+
+    def loads(self, worker_id: str = "") -> pb.GetLoadsResponse: ...
+
+
+class Routers:
+    """This router and its siblings. `abort` ends requests here; it takes an id and a tenant, or "" for any.
+
+    `resumer` goes on with requests of routers that died.
+    """
+
+    def __init__(self, abort: Callable[[str, str], int], siblings: Siblings, resumer: Resumer) -> None:
+        self._abort, self._siblings, self.resumer = abort, siblings, resumer
+
+    async def add_to(self, answer: pb.GetStatusResponse | pb.GetLoadsResponse) -> None:
+        """Add the requests of each sibling to those of this process."""
+        await self._siblings.add_to(answer)
+
+    def abort_here(self, request: pb.AbortRequest) -> int:
+        return self._abort(request.request_id, request.tenant)
+
+    async def abort(self, request: pb.AbortRequest) -> pb.AbortResponse:
+        """Raises InvalidRequest for what is no id, and NotFound where no request has it."""
+        if not is_id(request.request_id):
+            raise InvalidRequest(FieldViolation("request_id", f"is not {ID_WORDS}"))
+        aborted = self.abort_here(request) + await self._siblings.abort(request)
+        if not aborted:
+            raise NotFound(f"no request {request.request_id} of this caller runs or waits; it may have ended by itself")
+        return pb.AbortResponse(aborted=aborted)
 
 
 class InferenceServicer(rpc.InferenceServiceServicer):
@@ -32,43 +73,109 @@ class InferenceServicer(rpc.InferenceServiceServicer):
         validator: RequestValidator,
         codec: TextCodec,
         status: StatusSource,
-        clock: Clock,
-        siblings: Siblings,
+        calls: Calls,
+        routers: Routers,
+        files: TokenizerFiles,
     ) -> None:
         self._frontend, self._validator, self._codec = frontend, validator, codec
-        self._status, self._clock, self._siblings = status, clock, siblings
+        self._status, self._calls, self._routers, self._files = status, calls, routers, files
+        self._room = AnswerRoom()
+        self._embedder = Embedder(frontend, validator, status.model().hidden_size)
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
-        validated = await self._validator.validate(request, call_context(self._clock, context))
-        async with aclosing(self._frontend.generate(validated)) as events:
+        asked = await self._asked(request, self._calls.context(context))
+        async with aclosing(asked.events(False)) as events:
             async for event in events:
                 yield event_to_proto(event)
 
+    async def _asked(self, request: pb.GenerateRequest, call: CallContext) -> Resumed:
+        """Return a new request, or one that another router began."""
+        if request.WhichOneof("input") == "resume":
+            return await self._routers.resumer.resumed(request, call)
+        validated = await self._validator.validate(request, call)
+        return Resumed(validated, lambda whole: self._frontend.generate(replace(validated, whole=whole)))
+
     async def GenerateUnary(self, request: pb.GenerateUnaryRequest, context: Context) -> pb.GenerateUnaryResponse:
         """Answer one request as a whole. DEADLINE_EXCEEDED when the deadline cut it short."""
-        validated = await self._validator.validate(request.request, call_context(self._clock, context))
-        events: list[GenerateEvent] = []
-        async with aclosing(self._frontend.generate(replace(validated, whole=True))) as stream:
-            async for event in stream:
-                events.append(event)  # noqa: PERF401 - a comprehension would hide that this awaits
-        return unary_to_proto(events, validated.sampling.n)
+        asked = await self._asked(request.request, self._calls.context(context))
+        check_least_size([asked.request], LEAST_TOKEN_BYTES, LEAST_ENTRY_BYTES, MAX_REPLY_BYTES)
+        place = self._room.place(MAX_REPLY_BYTES)
+        answer = UnaryAnswer(asked.request.sampling.n, place.grow)
+        try:
+            async with aclosing(asked.events(True)) as events:
+                async for event in events:
+                    answer.take(event)
+            return checked_reply(answer.message())
+        finally:
+            place.leave()
+
+    async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
+        """Embed every input, or none of them."""
+        call = self._calls.context(context)
+        asked = await self._embedder.validated(request, call, _NUMBER_BYTES, MAX_REPLY_BYTES)
+        place = self._room.place(MAX_REPLY_BYTES)
+        try:
+            return checked_reply(embeddings_to_proto(await self._embedder.run(asked, place.grow)))
+        finally:
+            place.leave()
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        self._calls.caller(context)
         special = request.add_special_tokens if request.HasField("add_special_tokens") else True
         return pb.TokenizeResponse(token_ids=await self._codec.encode(request.prompt, special))
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Return the text of tokens; those that Generate refuses are refused here too."""
+        self._calls.caller(context)
         self._validator.check_token_ids(request.token_ids)
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-        return pb.DetokenizeResponse(text=self._codec.decode(request.token_ids, skip))
+        return pb.DetokenizeResponse(text=await self._codec.text_of(request.token_ids, skip))
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
+        self._calls.caller(context)
         return model_to_proto(self._status.model())
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
-        """Return queue and workers; the requests are those of all routers on these ports."""
+        """Return queue and workers; where workers listen, and what is wrong, is for operators and admin tenants."""
+        admin = self._calls.caller(context).tenant.admin
         status = self._status.status()
-        if not asked_by_sibling(context):
-            await self._siblings.add_to(status)
+        await self._routers.add_to(status)
+        if not admin:
+            status.ClearField("discovery_problem")
+            for worker in status.workers:
+                worker.ClearField("address")
+                worker.ClearField("reason")
         return status
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        """End a request of the caller's tenant, at whichever router it is; an admin tenant ends any."""
+        tenant = self._calls.caller(context).tenant
+        own = pb.AbortRequest(request_id=request.request_id, tenant=request.tenant if tenant.admin else tenant.name)
+        return await self._routers.abort(own)
+
+    async def GetTokenizer(
+        self, request: pb.GetTokenizerRequest, context: Context
+    ) -> AsyncIterator[pb.GetTokenizerResponse]:
+        """Send the tokenizer's files, unless the client has them."""
+        self._calls.caller(context)
+        fingerprint = await self._files.fingerprint()
+        if request.known_fingerprint == fingerprint:
+            yield pb.GetTokenizerResponse(fingerprint=fingerprint)
+            return
+        async with aclosing(self._files.pieces()) as pieces:
+            async for piece in pieces:
+                yield pb.GetTokenizerResponse(
+                    fingerprint=fingerprint,
+                    file=piece.file,
+                    content=piece.content,
+                    end_of_file=bool(piece.sha256),
+                    sha256=piece.sha256,
+                )
+
+    async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
+        """Return each worker's load to an admin tenant: it shows what others do. Raises PermissionDenied."""
+        if not self._calls.caller(context).tenant.admin:
+            raise PermissionDenied("GetLoads is for operators: ask the router's admin plane, or as an admin tenant")
+        loads = self._status.loads(request.worker_id)
+        await self._routers.add_to(loads)
+        return loads

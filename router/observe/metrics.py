@@ -37,6 +37,7 @@ class RouterMetrics:
         )
         self._begin_at_zero()
         self.migrations = self._counter("migrations", "sequences that went on at another worker")
+        self.resumed = self._counter("requests_resumed", "requests of another router that went on at this one")
         self.time_to_first_token = self._histogram("time_to_first_token_seconds", "arrival to first token", _SECONDS)
         self.inter_token_latency = self._histogram("inter_token_latency_seconds", "gap between outputs", _SECONDS)
         self.queue_time = self._histogram("request_queue_time_seconds", "arrival to blocks granted", _SECONDS)

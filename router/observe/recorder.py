@@ -9,8 +9,10 @@ from opentelemetry.trace import Tracer
 
 from common.clock import Clock
 from common.types import Decision, DecisionKind
+from router.core.diagnosis.outcome import Outcome, figures_of, texts_of
 from router.core.events import Finished, ValidatedRequest
 from router.observe.metrics import RouterMetrics
+from router.observe.request_tap import RequestTap
 from router.observe.request_trace import RequestTrace
 from router.ports import DecisionSink
 
@@ -24,6 +26,7 @@ class Recorder:
         self, metrics: RouterMetrics, decisions: DecisionSink, tracer: Tracer, clock: Clock, new_id: Callable[[], str]
     ) -> None:
         self.metrics, self.clock, self.new_id = metrics, clock, new_id
+        self.tap = RequestTap(clock)
         self._decisions, self._tracer = decisions, tracer
 
     def trace(self, request: ValidatedRequest, request_id: str) -> RequestTrace:
@@ -39,6 +42,23 @@ class Recorder:
             lengths = {name: getattr(usage, name) for name in ("prompt_tokens", "cached_tokens", "output_tokens")}
             log.debug("finished: %s", event.reason, extra={"request_id": request_id, **lengths})
 
+    def ended(self, trace: RequestTrace, request_id: str, outcome: Outcome) -> None:
+        """Record how a request ended. It is no event of a span: it may name other requests, and operators read it."""
+        self._decisions.record(
+            Decision(
+                decision_id=self.new_id(),
+                kind=DecisionKind.OUTCOME,
+                time_ns=self.clock.time_ns(),
+                chosen=outcome.ended,
+                request_id=request_id,
+                reasons=texts_of(outcome),
+                figures=figures_of(outcome),
+                traceparent=trace.traceparent,
+                tenant=trace.owner,
+                worker=outcome.worker,
+            )
+        )
+
     def decided(
         self,
         trace: RequestTrace,
@@ -46,15 +66,20 @@ class Recorder:
         request_id: str,
         chosen: str,
         figures: tuple[tuple[str, float], ...],
-    ) -> None:
+        reasons: tuple[str, ...] = (),
+    ) -> str:
+        """Record a decision about a request; return its id."""
         decision = Decision(
             decision_id=self.new_id(),
             kind=kind,
             time_ns=self.clock.time_ns(),
             chosen=chosen,
             request_id=request_id,
+            reasons=reasons,
             figures=figures,
             traceparent=trace.traceparent,
+            tenant=trace.owner,
         )
         self._decisions.record(decision)
         trace.decided(decision)
+        return decision.decision_id

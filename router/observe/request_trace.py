@@ -11,10 +11,11 @@ from __future__ import annotations
 from opentelemetry.trace import Span, Status, StatusCode, Tracer, set_span_in_context
 
 from common.clock import Clock
-from common.telemetry import context_from, traceparent_of
+from common.telemetry import parent_of, traceparent_of
 from common.telemetry.decisions import add_decision
 from common.types import Decision
 from router.core.events import Finished, ValidatedRequest
+from router.observe.trace_ids import beginning
 
 
 class RequestTrace:
@@ -22,7 +23,9 @@ class RequestTrace:
 
     def __init__(self, tracer: Tracer, clock: Clock, request: ValidatedRequest, request_id: str) -> None:
         self._tracer, self._clock = tracer, clock
-        self._span = tracer.start_span("request", context_from(request.traceparent))
+        self.owner = request.caller.owner
+        with beginning(request.trace_id):
+            self._span = tracer.start_span("request", parent_of(request.traceparent))
         self.recording = self._span.is_recording()
         context = self._span.get_span_context()
         self.trace_id = f"{context.trace_id:032x}" if self.recording else ""
@@ -39,6 +42,10 @@ class RequestTrace:
                     "quire.priority": request.priority,
                 }
             )
+            if request.correlation_id:
+                self._span.set_attribute("quire.correlation_id", request.correlation_id)
+            if self.owner:
+                self._span.set_attribute("quire.tenant", self.owner)
             if request.sampling.constraint is not None:
                 self._span.set_attribute("quire.constraint", request.sampling.constraint.kind.value)
 
@@ -63,6 +70,11 @@ class RequestTrace:
         route.end(now)
         if self._stream is None:
             self._stream = self._tracer.start_span("stream", within, start_time=now)
+
+    def resumed(self) -> None:
+        """Begin `stream` for a request that another router began."""
+        if self.recording:
+            self._stream = self._tracer.start_span("stream", set_span_in_context(self._span))
 
     def first_token(self) -> None:
         """Note when the client could see the first token."""

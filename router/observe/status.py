@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 
 from common.clock import Clock
+from common.errors import NotFound
+from common.version import quire_version
 from quire.inference.v1 import inference_pb2 as pb
 from router.core.admission import AdmissionLimiter
 from router.ports import ModelCard
@@ -25,6 +26,7 @@ class RouterStatus:
     ) -> None:
         self._card, self._pool, self._admission = card, pool, admission
         self._redis_connected, self._draining, self._clock = redis_connected, draining, clock
+        self.discovery_problem: Callable[[], str] = lambda: ""
 
     def model(self) -> ModelCard:
         """Return the served model, with the parts of its identity that workers have reported."""
@@ -36,10 +38,39 @@ class RouterStatus:
             queued_requests=self._admission.queued,
             running_requests=self._admission.running,
             redis_connected=self._redis_connected(),
+            discovery_problem=self.discovery_problem(),
             draining=self._draining(),
             workers=[self._worker(member) for member in self._pool.members()],
             version=quire_version(),
         )
+
+    def loads(self, worker_id: str = "") -> pb.GetLoadsResponse:
+        """Return what each worker, or the named one, has to do. Raises NotFound for an unknown one."""
+        members = [each for each in self._pool.members() if worker_id in ("", each.worker_id)]
+        if worker_id and not members:
+            raise NotFound(f"this router knows no worker {worker_id}; GetStatus names those that it knows")
+        return pb.GetLoadsResponse(
+            queued_requests=self._admission.queued,
+            running_requests=self._admission.running,
+            workers=map(self._load, members),
+        )
+
+    def _load(self, member: Member) -> pb.WorkerLoad:
+        load, model = pb.WorkerLoad(worker_id=member.worker_id, address=member.client.address), member.model
+        load.state = member.state.value
+        if model is None:
+            return load
+        now = self._clock.monotonic()
+        trouble = model.trouble(now)
+        load.state = trouble[0].value if trouble is not None else load.state
+        load.running_sequences, load.waiting_sequences = model.load.running, model.load.waiting
+        load.num_blocks, load.free_blocks = model.capacity.num_blocks, model.load.unheld_blocks
+        load.used_blocks = max(0, load.num_blocks - load.free_blocks)
+        load.pending_prefill_tokens = model.load.pending_prefill_tokens
+        load.output_tokens_per_second = model.sampled.per_second()
+        load.computed_tokens_per_second = model.computed.per_second()
+        load.heartbeat_age = now - model.heartbeat_at
+        return load
 
     def _worker(self, member: Member) -> pb.WorkerStatus:
         status = pb.WorkerStatus(
@@ -58,15 +89,9 @@ class RouterStatus:
             status.state, status.reason = trouble[0].value, trouble[1]
         status.running_sequences, status.waiting_sequences = model.load.running, model.load.waiting
         status.num_blocks, status.unheld_blocks = model.capacity.num_blocks, model.load.unheld_blocks
+        status.max_num_seqs = model.capacity.max_num_seqs
         status.manager_attached = model.load.manager_attached
         status.prefill_tokens_per_second = 1.0 / per_token if per_token else 0.0
         status.decode_step_seconds = step or 0.0
         status.heartbeat_age = now - model.heartbeat_at
         return status
-
-
-def quire_version() -> str:
-    try:
-        return version("quire")
-    except PackageNotFoundError:
-        return "source"

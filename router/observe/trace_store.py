@@ -1,92 +1,141 @@
 """The newest spans of the whole suite, in memory, found by trace id or request id; `quire trace` draws them.
 
-Spans come from the other services by OTLP (`otlp_receiver.py`) and from the router itself through StoreExporter. It is
-safe to use from several threads, because span processors may run in threads of their own.
+Spans come from the other services by OTLP (`otlp_receiver.py`) and from the router itself through StoreExporter. Count
+and bytes are bounded: for all spans, for one sender, and for one sender in one trace. It is safe to use from several
+threads, because span processors may run in threads of their own.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
 
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from common.errors import NotFound
+from common.limits import MAX_TRACE_BYTES, MAX_TRACE_SPANS
 from quire.decision.v1 import decision_pb2
+from router.observe.span_ring import SpanRing
 from router.observe.trace_codec import KeptSpan, from_otlp, from_sdk
+
+DEFAULT_RING_BYTES: Final = 64 << 20
+# The sender of the router's own spans; no other sender has this name.
+OWN: Final = ""
+
+
+@dataclass(slots=True)
+class _Trace:
+    """The spans of a trace with their senders, and the spans and bytes of each sender."""
+
+    spans: dict[str, tuple[KeptSpan, str]] = field(default_factory=dict)  # span id -> span, sender
+    held: dict[str, tuple[int, int]] = field(default_factory=dict)  # sender -> spans, bytes
+
+    def has_room(self, span: KeptSpan, sender: str) -> bool:
+        spans, size = self.held.get(sender, (0, 0))
+        return spans < MAX_TRACE_SPANS and size + span.size <= MAX_TRACE_BYTES
+
+    def count(self, sender: str, spans: int, size: int) -> None:
+        before = self.held.get(sender, (0, 0))
+        self.held[sender] = before[0] + spans, before[1] + size
 
 
 class TraceStore:
-    """A ring of `capacity` spans; the oldest go first, whatever their trace."""
+    """A ring of at most `capacity` spans and `max_bytes` bytes."""
 
-    def __init__(self, capacity: int) -> None:
-        if capacity < 1:
-            raise ValueError(f"capacity is {capacity}; expected 1 or more")
-        self._capacity = capacity
+    def __init__(self, capacity: int, max_bytes: int = DEFAULT_RING_BYTES) -> None:
+        self._ring = SpanRing(capacity, max_bytes)
         self._lock = threading.Lock()
-        self._order: deque[tuple[str, str]] = deque()  # (trace id, span id), oldest first
-        self._traces: dict[str, dict[str, KeptSpan]] = {}  # trace id -> span id -> span
-        # request id -> (trace id, span id) of the newest span that names it
-        self._named: dict[str, tuple[str, str]] = {}
+        self._traces: dict[str, _Trace] = {}
+        # (tenant, request id) -> (trace id, span id) of the newest span that names it; "" stands for any tenant
+        self._named: dict[tuple[str, str], tuple[str, str]] = {}
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self._ring)
 
-    def add(self, spans: Iterable[KeptSpan]) -> None:
-        """Keep spans; a span that its sender sent twice replaces the first."""
+    @property
+    def bytes(self) -> int:
+        """About the memory of the spans."""
+        return self._ring.bytes
+
+    def add(self, spans: Iterable[KeptSpan], sender: str = OWN) -> int:
+        """Keep spans; return how many were refused. A span that its sender sent twice replaces the first."""
         with self._lock:
-            for span in spans:
-                self._add(span)
+            return sum(not self._add(span, sender) for span in spans)
 
-    def add_otlp(self, request: trace_service_pb2.ExportTraceServiceRequest) -> None:
-        self.add(list(from_otlp(request)))
+    def add_otlp(self, request: trace_service_pb2.ExportTraceServiceRequest, sender: str) -> int:
+        """Keep the spans of a request of another service; return how many were refused."""
+        return self.add(list(from_otlp(request)), sender)
 
-    def trace(self, trace_id: str = "", request_id: str = "") -> decision_pb2.GetTraceResponse:
+    def trace(self, trace_id: str = "", request_id: str = "", tenant: str = "") -> decision_pb2.GetTraceResponse:
         """Return the known spans of a trace, named by its id or by a request in it, in the order of their start.
 
-        Raises NotFound when there is none: not sampled, not delivered yet, or dropped from the ring.
+        With a tenant the request is one of this tenant. Raises NotFound when there is none: not sampled, not delivered
+        yet, or dropped from the ring.
         """
         with self._lock:
-            trace_id = trace_id or self._trace_of(request_id)
-            kept = list(self._traces.get(trace_id, {}).values())
+            trace_id = trace_id or self._trace_of(request_id, tenant)
+            found = self._traces.get(trace_id)
+            kept = [span for span, _ in found.spans.values()] if found else []
         spans = [span.message() for span in kept]
         if not spans:
             named = f"trace {trace_id}" if trace_id else f"request {request_id}"
-            what = f"no span of {named}; it was not sampled, is not delivered yet, or {self._capacity} newer spans"
-            raise NotFound(f"{what} took its place")
+            what = f"no span of {named}; it was not sampled, is not delivered yet, or newer spans took its place"
+            raise NotFound(f"{what} (room for {self._ring.capacity} spans and {self._ring.max_bytes} bytes)")
         spans.sort(key=lambda span: (span.start_unix_nano, -span.end_unix_nano))
         return decision_pb2.GetTraceResponse(trace_id=trace_id, spans=spans)
 
-    def trace_of(self, request_id: str) -> str:
+    def trace_of(self, request_id: str, tenant: str = "") -> str:
         """Return the id of the trace that a request is in; "" when no span here names it."""
         with self._lock:
-            return self._trace_of(request_id)
+            return self._trace_of(request_id, tenant)
 
-    def _trace_of(self, request_id: str) -> str:
-        return self._named.get(request_id, ("", ""))[0]
+    def _trace_of(self, request_id: str, tenant: str) -> str:
+        return self._named.get((tenant, request_id), ("", ""))[0]
 
-    def _add(self, span: KeptSpan) -> None:
-        trace_id = span.trace_id
-        known = self._traces.get(trace_id, {})
-        if span.span_id not in known:
-            if len(self._order) == self._capacity:
-                self._drop_oldest()
-            self._order.append((trace_id, span.span_id))
-            if span.request_id:
-                self._named[span.request_id] = (trace_id, span.span_id)
-        self._traces.setdefault(trace_id, known)[span.span_id] = span
+    def _add(self, span: KeptSpan, sender: str) -> bool:
+        key = span.trace_id, span.span_id
+        trace = self._traces.get(span.trace_id)
+        if trace is not None and span.span_id in trace.spans:
+            return self._replace(trace, span, sender)
+        if trace is not None and not trace.has_room(span, sender):
+            return False
+        for trace_id, span_id in self._ring.add(key, sender, span.size):
+            self._drop(trace_id, span_id)
+        trace = self._traces.setdefault(span.trace_id, _Trace())  # it may have been dropped with its last span
+        trace.spans[span.span_id] = span, sender
+        trace.count(sender, 1, span.size)
+        self._named.update(dict.fromkeys(_names(span), key))
+        return True
 
-    def _drop_oldest(self) -> None:
-        trace_id, span_id = self._order.popleft()
-        spans = self._traces[trace_id]
-        request_id = spans.pop(span_id).request_id
-        if not spans:
+    def _replace(self, trace: _Trace, span: KeptSpan, sender: str) -> bool:
+        """Replace a span, unless another sender sent the first one: no sender changes the spans of another."""
+        before, owner = trace.spans[span.span_id]
+        if owner != sender:
+            return False
+        trace.spans[span.span_id] = span, sender
+        trace.count(sender, 0, span.size - before.size)
+        self._ring.resize((span.trace_id, span.span_id), span.size)
+        return True
+
+    def _drop(self, trace_id: str, span_id: str) -> None:
+        trace = self._traces[trace_id]
+        span, sender = trace.spans.pop(span_id)
+        trace.count(sender, -1, -span.size)
+        if not trace.spans:
             del self._traces[trace_id]
-        if self._named.get(request_id) == (trace_id, span_id):
-            del self._named[request_id]
+        for name in _names(span):
+            if self._named.get(name) == (trace_id, span_id):
+                del self._named[name]
+
+
+def _names(span: KeptSpan) -> set[tuple[str, str]]:
+    """Return the names under which a span's trace is found: the request's ids, for any tenant and for its own."""
+    ids = {span.request_id, span.correlation_id} - {""}
+    return {(tenant, each) for each in ids for tenant in ("", span.tenant)}
 
 
 class StoreExporter(SpanExporter):

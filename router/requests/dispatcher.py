@@ -3,32 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from common.clock import Clock
 from common.errors import DeadlineExceeded, FieldViolation, InvalidRequest, QuireError, Unavailable
-from common.types import BlockHash, Decision, DecisionKind, PoolIdentity
+from common.types import BlockHash, Candidate, Decision, DecisionKind, PoolIdentity
 from router.core.admission import check_deadline
+from router.core.fair_queue import ONE_FLOW, FairQueue, Flow, Ticket
 from router.core.identity import is_complete
 from router.core.optimistic import BURST_SECONDS, MEMORY_SECONDS, OptimisticIndex
-from router.core.routing import Choice, Outcome, PlacementRequest, Router
-from router.core.waiting_queue import Ticket, WaitingQueue
+from router.core.place_shares import PlaceShares
+from router.core.routing import TOO_LARGE, Choice, Outcome, PlacementRequest, Router, places_of
 from router.core.worker_model import WorkerModel
 from router.ports import DecisionSink, PrefixIndex
 from router.requests.reservation import LoadReservation
 from router.workers.client import WorkerClient
 from router.workers.pool import WorkerPool
 
+log = logging.getLogger(__name__)
+
 # Seconds that a request waits while no worker is usable; a supervisor restarts a worker in less.
 PATIENCE_SECONDS = 10.0
+# Workers that the record of a wait names at most.
+_NAMED = 8
+# The id of a decision that is not taken.
+_FORESEEN = "foreseen"
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
     """Sequences with the same tokens, to be placed at one worker.
 
-    `moved_because` says why they left their previous worker; it is empty for a new request.
+    `moved_because` says why they left their previous worker; it is empty for a new request. `owner` is that of the
+    caller.
     """
 
     request: PlacementRequest
@@ -36,13 +45,15 @@ class Job:
     priority: int
     deadline: float | None
     moved_because: str = ""
+    owner: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
     """A worker for a job, with the load of each sequence reserved there; the caller submits them at once.
 
-    Every reservation must be released. `looked_up_ns` is when the prefix lookup ended.
+    Every reservation must be released. `looked_up_ns` is when the prefix lookup ended; `index_answered` is False when
+    it had no answer.
     """
 
     worker_id: str
@@ -50,6 +61,17 @@ class Placement:
     reservations: tuple[LoadReservation, ...]
     decision: Decision
     looked_up_ns: int
+    index_answered: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Foresight:
+    """What would happen to a job that came now. It `leads` if it is served before the `before` jobs that wait."""
+
+    choice: Choice
+    leads: bool
+    before: int
+    index_answered: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +85,10 @@ class _Waiting:
 
     def __post_init__(self) -> None:
         self.placed = asyncio.get_running_loop().create_future()
+
+    def fail(self, error: Exception) -> None:
+        if not self.placed.done():
+            self.placed.set_exception(error)
 
     def discard(self) -> None:
         """Release the placement; the caller is gone."""
@@ -86,8 +112,11 @@ class Dispatcher:
         self._pool, self._router, self._index, self._decisions = pool, router, index, decisions
         self._clock, self._patience = clock, patience
         self._memory = OptimisticIndex()
-        self._queue: WaitingQueue[_Waiting] = WaitingQueue()
+        self._queue: FairQueue[_Waiting] = FairQueue()
+        self._in_use = PlaceShares()
         self._starving: asyncio.TimerHandle | None = None
+        # The last choice by which a job had to wait: no worker could take it.
+        self._blocked: Choice | None = None
         self._identity_known = asyncio.Event()
         pool.listen(self)
 
@@ -103,9 +132,15 @@ class Dispatcher:
             raise self._no_worker() from None
         return self._pool.identity
 
-    def ticket(self, priority: int) -> Ticket:
+    def ticket(self, priority: int, flow: Flow = ONE_FLOW, sequences: int = 1) -> Ticket:
         """Return a place in the order of waiting requests; a request keeps it for all its jobs."""
-        return self._queue.ticket(priority)
+        return self._queue.ticket(priority, flow, sequences)
+
+    def refuse(self, ticket: Ticket, error: QuireError) -> None:
+        """Let `place` raise an error for a request that waits; nothing happens when it does not wait."""
+        waiting = self._queue.leave(ticket)
+        if waiting is not None:
+            waiting.fail(error)
 
     async def place(self, job: Job, ticket: Ticket) -> Placement:
         """Return a placement whose load is reserved.
@@ -115,8 +150,11 @@ class Dispatcher:
         """
         hits = await self._index.lookup(job.block_hashes) if job.block_hashes else None
         waiting = _Waiting(job, hits, self._clock.time_ns())
+        ticket.sequences = job.request.sequences
         self._queue.join(ticket, waiting)
         self._serve_queue()
+        if not waiting.placed.done():
+            self._record_wait(job, ticket)
         try:
             async with asyncio.timeout(self._seconds_left(job)):
                 return await waiting.placed
@@ -128,6 +166,15 @@ class Dispatcher:
             if isinstance(error, TimeoutError):
                 raise DeadlineExceeded("deadline exceeded while the request waited for a worker") from None
             raise
+
+    async def foresee(self, job: Job, flow: Flow) -> Foresight:
+        """Return what `place` would do with a job now. Nothing is queued, reserved, remembered or recorded."""
+        hits = await self._index.lookup(job.block_hashes) if job.block_hashes else None
+        ticket = Ticket(job.priority, 0, flow, job.request.sequences)
+        shares = self._in_use.among(self._places(), self._queue.flows() | {flow})
+        choice = self._choose(job, hits, not shares.exceeded_by(ticket), _FORESEEN)
+        leads, before = self._queue.leads(ticket, shares.exceeded_by), self._queue.before(job.priority)
+        return Foresight(choice, leads, before, hits is not None or not job.block_hashes)
 
     # ------------------------------------------------------------ PoolListener
 
@@ -144,32 +191,76 @@ class Dispatcher:
     # ------------------------------------------------------------ the queue
 
     def _serve_queue(self) -> None:
-        """Place jobs in order, up to the first that has to wait: a later one must not take its place."""
-        while head := self._queue.head():
-            ticket, waiting = head
-            choice = self._choose(waiting)
-            if choice.outcome is Outcome.NO_WORKER:
-                self._starve()
-                return
-            self._fed()
-            if choice.outcome is Outcome.WAIT:
-                return
-            self._queue.leave(ticket)
-            self._settle(waiting, choice)
+        """Place jobs in order, up to the first that has to wait: a later one must not take its place.
+
+        A tenant below its share does not wait for places that others hold: the KV manager takes blocks from those.
+        """
+        while self._queue:
+            shares = self._in_use.among(self._places(), self._queue.flows())
+            ticket, waiting = self._queue.head(shares.exceeded_by)
+            try:
+                if not self._serve(ticket, waiting, entitled=not shares.exceeded_by(ticket)):
+                    return
+            # Broad: this runs for other requests too, and a job that fails by a bug must neither stop them nor wait on.
+            except Exception as error:
+                log.exception("unexpected error while a request was placed")
+                self._queue.leave(ticket)
+                waiting.fail(error)
         self._fed()
 
-    def _choose(self, waiting: _Waiting) -> Choice:
-        job, workers = waiting.job, self._pool.models()
-        names = [worker.worker_id for worker in workers]
-        age = MEMORY_SECONDS if waiting.hits is None else BURST_SECONDS
-        hits = self._memory.lookup(job.block_hashes, names, self._clock.monotonic(), age)
-        for name, blocks in (waiting.hits or {}).items():
-            hits[name] = max(blocks, hits.get(name, 0))
-        return self._router.route(job.request, workers, hits, self._pool.absent())
+    def _serve(self, ticket: Ticket, waiting: _Waiting, entitled: bool) -> bool:
+        """Place one job; return False when it has to wait."""
+        choice = self._choose(waiting.job, waiting.hits, entitled)
+        if choice.outcome is Outcome.NO_WORKER:
+            self._blocked = choice
+            self._starve()
+            return False
+        self._fed()
+        if choice.outcome is Outcome.WAIT:
+            self._blocked = choice
+            return False
+        self._queue.serve(ticket)
+        self._settle(waiting, choice, ticket.flow)
+        return True
 
-    def _settle(self, waiting: _Waiting, choice: Choice) -> None:
+    def _record_wait(self, job: Job, ticket: Ticket) -> None:
+        """Record that a job has to wait, and why no worker could take the head of the queue."""
+        ticket.waited = True
+        if self._blocked is None:
+            return
+        decision = self._blocked.decision
+        named = decision.candidates[:_NAMED]
+        record = replace(
+            decision,
+            decision_id=f"{decision.decision_id}-{ticket.arrival}",
+            kind=DecisionKind.QUEUED,
+            time_ns=self._clock.time_ns(),
+            request_id=job.request.request_id,
+            candidates=tuple(_refusal(each, decision.request_id == job.request.request_id) for each in named),
+            signal_ages=(),
+            figures=(("ahead", float(len(self._queue) - 1)),),
+            traceparent=job.request.traceparent,
+            tenant=job.owner,
+        )
+        self._decisions.record(record)
+
+    def _places(self) -> int:
+        return sum(places_of(worker) for worker in self._pool.models())
+
+    def _choose(self, job: Job, published: Mapping[str, int] | None, entitled: bool, decision_id: str = "") -> Choice:
+        workers = self._pool.models()
+        names = [worker.worker_id for worker in workers]
+        age = MEMORY_SECONDS if published is None else BURST_SECONDS
+        hits = self._memory.lookup(job.block_hashes, names, self._clock.monotonic(), age)
+        for name, blocks in (published or {}).items():
+            hits[name] = max(blocks, hits.get(name, 0))
+        request = replace(job.request, entitled=entitled)
+        return self._router.route(request, workers, hits, self._pool.absent(), decision_id)
+
+    def _settle(self, waiting: _Waiting, choice: Choice, flow: Flow) -> None:
         """Record the decision; set the placement, or the error that refuses the job."""
-        job, decision = waiting.job, choice.decision
+        job = waiting.job
+        decision = replace(choice.decision, tenant=job.owner)
         if job.moved_because:
             decision = replace(decision, kind=DecisionKind.MIGRATION, reasons=(job.moved_because,))
         self._decisions.record(decision)
@@ -182,20 +273,43 @@ class Dispatcher:
             check_deadline(now, job.deadline, choice.first_token_s)
             client = self._pool.client(choice.worker)
         except QuireError as refused:
-            waiting.placed.set_exception(refused)
+            waiting.fail(refused)
             return
         worker_id = choice.worker.worker_id
         self._memory.remember(worker_id, job.block_hashes, now)
-        reservations = self._reserve(choice.worker, job.request, choice.hit_blocks)
-        waiting.placed.set_result(Placement(worker_id, client, reservations, decision, waiting.looked_up_ns))
+        reservations = self._reserve(choice.worker, job.request, choice.hit_blocks, flow)
+        answered = waiting.hits is not None or not job.block_hashes
+        waiting.placed.set_result(Placement(worker_id, client, reservations, decision, waiting.looked_up_ns, answered))
 
-    def _reserve(self, worker: WorkerModel, request: PlacementRequest, hit_blocks: int) -> tuple[LoadReservation, ...]:
+    def _reserve(
+        self, worker: WorkerModel, request: PlacementRequest, hit_blocks: int, flow: Flow
+    ) -> tuple[LoadReservation, ...]:
         capacity = worker.capacity
         uncached = request.prompt_tokens - hit_blocks * capacity.block_size
         blocks = capacity.blocks(request.prompt_tokens) - hit_blocks
         # The other sequences share all blocks of the first but the last, which each may have to compute again.
         loads = [(uncached, blocks), *[(1, 1)] * (request.sequences - 1)]
-        return tuple(LoadReservation(worker, *load, self._clock, self._serve_queue) for load in loads)
+
+        def released() -> None:
+            self._in_use.release(flow)
+            self._serve_queue()
+
+        for _ in loads:
+            self._in_use.take(flow)
+        return tuple(LoadReservation(worker, *load, self._clock, released) for load in loads)
+
+    def adopted(self, client: WorkerClient, flow: Flow) -> LoadReservation | None:
+        """Count a sequence that runs at a worker already, whose heartbeats show its load; None without the worker."""
+        model = self._pool.model_of(client)
+        if model is None:
+            return None
+
+        def released() -> None:
+            self._in_use.release(flow)
+            self._serve_queue()
+
+        self._in_use.take(flow)
+        return LoadReservation(model, 0, 0, self._clock, released, measured=False)
 
     def _starve(self) -> None:
         if self._starving is None:
@@ -209,11 +323,8 @@ class Dispatcher:
     def _give_up(self) -> None:
         """Fail every job in the queue: no worker has been usable for too long."""
         self._starving = None
-        while head := self._queue.head():
-            ticket, waiting = head
-            self._queue.leave(ticket)
-            if not waiting.placed.done():
-                waiting.placed.set_exception(self._no_worker())
+        while self._queue:
+            self.refuse(self._queue.head()[0], self._no_worker())
 
     def _no_worker(self) -> Unavailable:
         now = self._clock.monotonic()
@@ -227,5 +338,16 @@ class Dispatcher:
 
 
 def _too_large(decision: Decision) -> InvalidRequest:
-    reasons = "; ".join(f"{each.name}: {each.rejected}" for each in decision.candidates if each.rejected)
-    return InvalidRequest(FieldViolation("sampling.max_tokens", f"prompt and output fit no worker: {reasons}"))
+    what = f"prompt and output fit no worker: {reasons_against(decision)}"
+    return InvalidRequest(FieldViolation("sampling.max_tokens", what))
+
+
+def reasons_against(decision: Decision) -> str:
+    """Return why each worker was out."""
+    return "; ".join(f"{each.name}: {each.rejected}" for each in decision.candidates if each.rejected)
+
+
+def _refusal(candidate: Candidate, own: bool) -> Candidate:
+    """Return why a worker took no request, without the hits and the length of a request that is not one's own."""
+    reason = candidate.rejected
+    return Candidate(candidate.name, rejected=reason if own or not reason.startswith(TOO_LARGE) else TOO_LARGE)

@@ -9,26 +9,47 @@ pause.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator
 
-from common.errors import Cancelled, DeadlineExceeded, EngineFailure, Overloaded, QuireError, Unavailable
+from common.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    Overloaded,
+    QuireError,
+    Unauthenticated,
+    Unavailable,
+)
 from common.rpc.deadline import is_expiry
-from common.types import DecisionKind, FinishReason
+from common.types import DecisionKind, FinishReason, MissReason, TokenLogprobs, Usage
 from router.core.admission import AdmissionLimiter
-from router.core.events import Admitted, Finished, GenerateEvent, ValidatedRequest
-from router.core.worker_events import Lost, Preempted, Refused, SequenceAdmitted, SequenceFinished, TokensSampled
+from router.core.events import Admitted, Finished, GenerateEvent, PromptLogprobs, ValidatedRequest
+from router.core.tenancy import Caller
+from router.core.worker_events import (
+    Lost,
+    Preempted,
+    PromptScored,
+    Refused,
+    SequenceAdmitted,
+    SequenceEvent,
+    SequenceFinished,
+    TokensSampled,
+)
 from router.observe.recorder import Recorder
 from router.observe.request_trace import RequestTrace
 from router.ports import TextAssemblers
-from router.requests.dispatcher import Dispatcher, Job, Placement
-from router.requests.inbox import Arrival, Expired, Turns
+from router.requests.adopting import Adopter
+from router.requests.dispatcher import Dispatcher
+from router.requests.inbox import Aborted, Arrival, Expired, Interruption, Revoked, Turns, work_of
 from router.requests.output_stream import EXPIRED, STOPPED, OutputStream, StopTokens
-from router.requests.run import Prefix, RequestRun, Running, placement_request_of, submission_of
+from router.requests.placing import Placer
+from router.requests.request_ids import automatic_id
+from router.requests.resumption import Resumable
+from router.requests.run import RequestRun, Running
+from router.requests.run_log import DEADLINE_WORDS, GONE_WORDS
 
-# Moves of one sequence; after these it fails, because the request itself may be what stops its workers.
-MAX_MOVES = 3
 # The failure in the spans of a request that did not end by itself.
-DEADLINE_WORDS, GONE_WORDS = "deadline exceeded", "the client went away"
+REVOKED_WORDS = "the key of this request was revoked; ask the operator for another one"
+ABORTED_WORDS = "the request was aborted by another call"
 
 
 class RouterFrontend:
@@ -41,17 +62,29 @@ class RouterFrontend:
         assemblers: TextAssemblers,
         recorder: Recorder,
         eos_token_ids: tuple[int, ...],
+        new_id: Callable[[], str] = automatic_id,
     ) -> None:
-        self._dispatcher, self._admission = dispatcher, admission
+        self._dispatcher, self._admission, self._new_id = dispatcher, admission, new_id
         self._assemblers, self._recorder, self._eos_token_ids = assemblers, recorder, eos_token_ids
         self._clock = recorder.clock
-        self._turns = Turns()
+        self._turns, self._placer = Turns(), Placer(dispatcher, admission, recorder, eos_token_ids)
+        self._adopter = Adopter(dispatcher, admission, recorder)
+        self._runs: set[RequestRun] = set()
         self.draining = False
         self._idle = asyncio.Event()
         recorder.metrics.watch(lambda: admission.running, lambda: admission.queued)
 
-    async def generate(self, request: ValidatedRequest) -> AsyncGenerator[GenerateEvent, None]:
-        request_id = request.request_id or self._recorder.new_id()
+    def generate(self, request: ValidatedRequest) -> AsyncGenerator[GenerateEvent, None]:
+        return self._serve(request)
+
+    def resume(self, resumable: Resumable) -> AsyncGenerator[GenerateEvent, None]:
+        """Go on with a request that another router began, as `generate` does with a new one."""
+        return self._serve(resumable.request, resumable)
+
+    async def _serve(
+        self, request: ValidatedRequest, resumable: Resumable | None = None
+    ) -> AsyncGenerator[GenerateEvent, None]:
+        request_id = request.request_id or self._new_id()
         trace = self._recorder.trace(request, request_id)
         try:
             self._enter(request, request_id, trace)
@@ -59,31 +92,49 @@ class RouterFrontend:
             self._recorder.metrics.refused(refused)
             trace.end(str(refused))
             raise
-        run = RequestRun(request, request_id, trace, self._turns)
+        run = RequestRun(request, request_id, trace, self._turns, self._clock)
+        self._runs.add(run)
         failure = "internal error"
         try:
-            await self._begin(run)
+            await self._begin(run, resumable)
+            for event in self._earlier(run, resumable):
+                yield event
             while run.live:
                 for arrival in await run.inbox.take():
-                    for event in self._step(run, arrival):
-                        yield event
-                await self._move_lost(run)
+                    for part in arrival.parts():
+                        for event in self._step(run, arrival, part):
+                            run.log.hands_over()
+                            yield event
+                            run.log.taken()
+                        await self._turns.pace(work_of(part))
+                run.inbox.sent()
+                await self._placer.move_lost(run)
             failure = DEADLINE_WORDS if run.expired else ""
         except (asyncio.CancelledError, GeneratorExit):
             failure = self._interrupted(run)
             raise
         except QuireError as error:
             failure = str(error)
+            run.log.failed(error)
             self._recorder.metrics.refused(error)
             raise
         finally:
-            run.close(FinishReason.CANCELLED)
-            self._admission.leave(request_id)
-            if self.draining and not self._admission.inside:
-                self._idle.set()
-            trace.end(failure)
+            self._leave(run, failure)
         if run.expired:
             raise DeadlineExceeded(f"{DEADLINE_WORDS} before every sequence had finished")
+
+    def _leave(self, run: RequestRun, failure: str) -> None:
+        """Give up everything that the request holds, even if a part of that fails: a drain waits for its admission."""
+        try:
+            run.close(FinishReason.CANCELLED)
+        finally:
+            self._runs.discard(run)
+            self._admission.leave(run.request_id, run.request.tenant, run.used_tokens)
+            if self.draining and not self._admission.inside:
+                self._idle.set()
+            run.trace.end(failure)
+            self._recorder.ended(run.trace, run.request_id, run.outcome(failure))
+            self._recorder.tap.ended(run.ended_sequences)
 
     def _interrupted(self, run: RequestRun) -> str:
         """End the sequences that still run after a cancellation or the deadline; return the failure for the spans."""
@@ -101,6 +152,24 @@ class RouterFrontend:
             self._recorder.metrics.refused(Cancelled(GONE_WORDS))
             return GONE_WORDS
         return DEADLINE_WORDS if run.expired else ""
+
+    def end_revoked(self, is_live: Callable[[Caller], bool]) -> None:
+        """End every request whose caller `is_live` refuses, those that wait for a worker included."""
+        for run in list(self._runs):
+            if not is_live(run.request.caller):
+                self._end(run, Revoked(), Unauthenticated(REVOKED_WORDS))
+
+    def abort(self, request_id: str, tenant: str = "") -> int:
+        """End the requests with an id, of one tenant or ("") of any; return how many there were."""
+        named = [run for run in self._runs if run.request_id == request_id and tenant in ("", run.request.tenant)]
+        for run in named:
+            self._end(run, Aborted(), Cancelled(ABORTED_WORDS))
+        return len(named)
+
+    def _end(self, run: RequestRun, why: Revoked | Aborted, error: QuireError) -> None:
+        run.interrupt(why)
+        if run.ticket is not None:
+            self._dispatcher.refuse(run.ticket, error)
 
     async def drain(self, seconds: float) -> bool:
         """Refuse new requests; return whether all requests inside have ended within so many seconds."""
@@ -125,64 +194,44 @@ class RouterFrontend:
             ("tokens", float(request.tokens)),
         )
         try:
-            limiter.enter(request_id, request.tokens, request.tenant, now)
+            limiter.enter(request_id, request.tokens, request.caller.tenant, now, request.sampling.n)
         except Overloaded as refused:
-            self._recorder.decided(trace, DecisionKind.REJECTION, request_id, str(refused.violation.subject), figures)
+            subject, words = str(refused.violation.subject), (refused.violation.description,)
+            self._recorder.decided(trace, DecisionKind.REJECTION, request_id, subject, figures, words)
             raise
         self._recorder.decided(trace, DecisionKind.ADMISSION, request_id, "admitted", figures)
 
-    async def _begin(self, run: RequestRun) -> None:
+    async def _begin(self, run: RequestRun, resumable: Resumable | None) -> None:
         """Place all sequences at one worker: the first computes the prompt, the others share its blocks."""
         request = run.request
         stops = StopTokens.of(request, self._eos_token_ids)
         for index in range(request.sampling.n):
-            assembler = self._assemblers.assembler(request.sampling)
+            assembler = self._assemblers.assembler(
+                request.sampling, request.kept_special_tokens, request.skip_special_tokens
+            )
             run.sequences.append(Running(OutputStream(index, request, assembler, stops)))
         if request.deadline is not None:
             run.expire_in(request.deadline - self._clock.monotonic())
-        await self._place(run, run.sequences)
+        if resumable is None:
+            await self._placer.place(run, run.sequences)
+        else:
+            self._adopter.adopt(run, resumable)
 
-    async def _place(self, run: RequestRun, sequences: Sequence[Running], moved_because: str = "") -> None:
-        identity = await self._dispatcher.known_identity()
-        began, began_ns = self._clock.monotonic(), self._clock.time_ns()
-        request, prefix = run.request, Prefix.of(run.request, identity, sequences[0].output.tokens)
-        if run.ticket is None:
-            run.ticket = self._dispatcher.ticket(request.priority)
-        wanted = placement_request_of(run, prefix, len(sequences))
-        job = Job(wanted, prefix.block_hashes, request.priority, request.deadline, moved_because)
-        placement = await self._dispatcher.place(job, run.ticket)
-        self._submit(run, sequences, prefix, placement)
-        self._admission.start(run.request_id, self._clock.monotonic())
-        self._recorder.metrics.routing.observe(self._clock.monotonic() - began)
-        run.trace.placed(placement.decision, began_ns, placement.looked_up_ns)
-        run.decision_id = placement.decision.decision_id
-
-    def _submit(self, run: RequestRun, sequences: Sequence[Running], prefix: Prefix, placement: Placement) -> None:
-        """Send sequences to their worker. From here on the run owns the reservations, whatever goes wrong."""
-        run.worker_id = placement.worker_id
-        for running, reservation in zip(sequences, placement.reservations, strict=True):
-            running.reservation = reservation
-        deadline = run.request.deadline
-        left = None if deadline is None else max(0.0, deadline - self._clock.monotonic())
-        first: int | None = None
-        for running in sequences:
-            submission = submission_of(run, running, prefix, left, self._eos_token_ids)
-            sink = run.sink(running)
-            try:
-                running.handle = placement.client.submit(submission, sink, first)
-            except Unavailable as gone:
-                # The worker was lost after it was chosen: the sequence moves on like any other of that worker.
-                sink(Lost(str(gone)))
-                continue
-            running.client = placement.client
-            first = running.handle if first is None else first
+    def _earlier(self, run: RequestRun, resumable: Resumable | None) -> Iterator[GenerateEvent]:
+        """Yield what resumed sequences put out at earlier workers, after the admission that came before it."""
+        now = self._clock.monotonic()
+        for running, found in zip(run.sequences, resumable.sequences if resumable is not None else (), strict=False):
+            if found.orphan.earlier:
+                usage = found.orphan.continuation.usage_before or Usage()
+                hit = SequenceAdmitted(usage.cached_tokens, MissReason.DISABLED, 0, run.decision_id, 0.0)
+                yield from self._announce(run, hit, running.output.admitted_at or now)
+                yield from self._sampled(run, running, TokensSampled(found.orphan.earlier), now)
 
     # ------------------------------------------------------------ the stream
 
-    def _step(self, run: RequestRun, arrival: Arrival) -> Iterator[GenerateEvent]:
-        event = arrival.event
-        if isinstance(event, Expired):
-            yield from self._expire(run)
+    def _step(self, run: RequestRun, arrival: Arrival, event: SequenceEvent | Interruption) -> Iterator[GenerateEvent]:
+        if isinstance(event, Expired | Revoked | Aborted):
+            yield from self._interrupt(run, event)
             return
         running = run.sequences[arrival.index]
         if arrival.attempt != running.attempt or running.done:
@@ -191,10 +240,10 @@ class RouterFrontend:
         match event:
             case TokensSampled() as sampled:
                 yield from self._sampled(run, running, sampled, now)
+            case PromptScored(logprobs):
+                yield from _scored(run, running.output, logprobs)
             case SequenceAdmitted() as admitted:
-                running.output.admitted(admitted, running.attempt, now)
-                if not run.admitted:
-                    yield self._admitted(run, admitted, now)
+                yield from self._admitted(run, running, admitted, now)
             case Preempted():
                 running.output.preempted()
             case SequenceFinished() as ended:
@@ -204,19 +253,28 @@ class RouterFrontend:
             case Lost(reason):
                 running.lose(reason)
 
-    def _admitted(self, run: RequestRun, admitted: SequenceAdmitted, now: float) -> Admitted:
+    def _admitted(
+        self, run: RequestRun, running: Running, admitted: SequenceAdmitted, now: float
+    ) -> Iterator[GenerateEvent]:
+        running.output.admitted(admitted, running.attempt, now)
+        yield from self._announce(run, admitted, running.output.admitted_at or now)
+
+    def _announce(self, run: RequestRun, admitted: SequenceAdmitted, admitted_at: float) -> Iterator[GenerateEvent]:
+        """Yield Admitted, once; a request is counted at the router where it began."""
+        if run.admitted:
+            return
         request, metrics = run.request, self._recorder.metrics
         run.admitted = True
-        metrics.queue_time.observe(now - request.arrived)
-        metrics.request_prompt.observe(len(request.prompt))
-        metrics.prompt_tokens.inc(len(request.prompt))
-        metrics.cached_tokens.inc(admitted.cached_tokens)
-        return Admitted(
+        if run.received is None:
+            metrics.queue_time.observe(admitted_at - request.arrived)
+            metrics.request_prompt.observe(len(request.prompt))
+            metrics.prompt_tokens.inc(len(request.prompt))
+        yield Admitted(
             request_id=run.request_id,
             worker_id=run.worker_id,
             prompt_tokens=len(request.prompt),
             cached_tokens=admitted.cached_tokens,
-            queue_seconds=now - request.arrived,
+            queue_seconds=admitted_at - request.arrived,
             decision_id=run.decision_id,
             trace_id=run.trace.trace_id,
             seed=request.sampling.seed,
@@ -224,14 +282,27 @@ class RouterFrontend:
             diverged_at=admitted.diverged_at,
         )
 
+    def _count_hits(self, run: RequestRun, output: OutputStream) -> None:
+        """Count the prompt's cached tokens once, when it is computed: the worker may correct them until then."""
+        if run.hits_counted or not run.admitted:
+            return
+        run.hits_counted = True
+        self._recorder.metrics.cached_tokens.inc(output.cached_tokens)
+
     def _sampled(
         self, run: RequestRun, running: Running, sampled: TokensSampled, now: float
     ) -> Iterator[GenerateEvent]:
         output, metrics = running.output, self._recorder.metrics
+        if (known := running.received - len(output.tokens)) > 0:
+            yield from self._repeated(run, running, sampled.part(0, known), now)
+            if running.done or len(sampled.token_ids) <= known:
+                return
+            sampled = sampled.part(known, len(sampled.token_ids))
         if output.first_token_at is None:
             metrics.first_token(now - run.request.arrived, run.trace.trace_id)
             run.trace.first_token()
-        elif not run.request.whole:
+            self._count_hits(run, output)
+        elif not run.request.whole and not output.replays:
             metrics.inter_token_latency.observe(now - output.last_token_at)
         if running.reservation is not None:
             running.reservation.prefilled()
@@ -242,11 +313,22 @@ class RouterFrontend:
         if output.stop_string is not None:
             yield self._finish(run, running, STOPPED, now)
 
+    def _repeated(
+        self, run: RequestRun, running: Running, sampled: TokensSampled, now: float
+    ) -> Iterator[GenerateEvent]:
+        """Take tokens that the client of a resumed request has: text and stop strings go on after them."""
+        event = running.output.sampled(sampled, now)
+        if running.reservation is not None:
+            running.reservation.prefilled()
+        if event is not None and run.received is not None and run.received.again:
+            yield event
+        if running.output.stop_string is not None:
+            yield self._finish(run, running, STOPPED, now)
+
     def _finished(
         self, run: RequestRun, running: Running, ended: SequenceFinished, now: float
     ) -> Iterator[GenerateEvent]:
-        if ended.reason in (FinishReason.ERROR, FinishReason.CANCELLED):
-            # The worker ended the sequence: its step failed, or it shuts down.
+        if ended.reason is FinishReason.CANCELLED:  # the worker shuts down
             running.lose(ended.message or f"the worker ended it: {ended.reason.value}")
             return
         rest = running.output.rest()
@@ -254,7 +336,11 @@ class RouterFrontend:
             yield rest
         yield self._finish(run, running, ended, now)
 
-    def _expire(self, run: RequestRun) -> Iterator[GenerateEvent]:
+    def _interrupt(self, run: RequestRun, event: Interruption) -> Iterator[GenerateEvent]:
+        if isinstance(event, Revoked):
+            raise Unauthenticated(REVOKED_WORDS)
+        if isinstance(event, Aborted):
+            raise Cancelled(ABORTED_WORDS)
         if not run.live:  # the last sequence finished together with the deadline
             return
         if not run.admitted:
@@ -270,32 +356,22 @@ class RouterFrontend:
     def _finish(self, run: RequestRun, running: Running, ended: SequenceFinished, now: float) -> Finished:
         running.leave(ended.reason)
         running.done = True
+        self._count_hits(run, running.output)
         run.expired |= ended.reason is FinishReason.DEADLINE
         event = running.output.finished(ended, now)
+        run.log.sequence_ended(event)
         self._recorder.finished(run.request_id, event, run.trace.trace_id)
         run.trace.finished(event)
         return event
 
-    # ------------------------------------------------------------ another worker
 
-    async def _move_lost(self, run: RequestRun) -> None:
-        """Send sequences that lost their worker to another one. Raises EngineFailure when that happens too often."""
-        for running in run.sequences:
-            if not running.lost or running.done:
-                continue
-            reason, running.lost = running.lost, ""
-            if running.attempt > MAX_MOVES:
-                raise EngineFailure(f"the request lost {running.attempt} workers; the last one: {reason}")
-            self._admission.requeue(run.request_id)
-            self._recorder.metrics.migrations.inc()
-            run.trace.lost()
-            try:
-                await self._place(run, [running], moved_because=reason)
-            except DeadlineExceeded:
-                if not run.admitted:
-                    raise
-                # The sequence ends with the tokens it has; those of its siblings are still to be sent.
-                run.inbox.put(running.output.index, running.attempt, EXPIRED)
+def _scored(run: RequestRun, output: OutputStream, logprobs: tuple[TokenLogprobs, ...]) -> Iterator[GenerateEvent]:
+    """Yield the log-probabilities of the prompt that the client lacks."""
+    has = 0 if run.received is None else run.received.prompt_logprobs
+    fresh = logprobs[max(0, has - output.scored) :]
+    output.scored += len(logprobs)
+    if fresh:
+        yield PromptLogprobs(fresh)
 
 
 def _words_of(refusal: QuireError) -> str:

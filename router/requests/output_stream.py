@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.types import FinishReason, Usage
 from router.core.events import Finished, Timings, Tokens, ValidatedRequest
+from router.core.resuming import Continuation, Orphan
 from router.core.worker_events import SequenceAdmitted, SequenceFinished, TokensSampled
 from router.ports import TextAssembler
 
@@ -38,24 +39,85 @@ class OutputStream:
     def __init__(self, index: int, request: ValidatedRequest, assembler: TextAssembler, stops: StopTokens) -> None:
         self.index, self._request, self._assembler, self._stops = index, request, assembler, stops
         self.tokens: list[int] = []
+        # Tokens of the prompt whose log-probabilities the client has.
+        self.scored = 0
         # The stop string that ended the output. The worker has no stop strings, so the router cancels the sequence.
         self.stop_string: str | None = None
         self.first_token_at: float | None = None
         self.last_token_at = request.arrived
         self.admitted_at: float | None = None
         self._attempt = 0
-        self._cached_tokens = 0
+        self.cached_tokens = 0
+        # Those of the present run, by its admission.
+        self._hits = 0
+        self._first_attempt = 0
         self._computed_again = 0
         self._preemptions = 0
+        # Of a sequence that another router began: how many tokens it had, when the last one came, and its admission.
+        self._resumed_tokens = 0
+        self._resumed_at = self._resumed_admission = 0.0
 
     def admitted(self, event: SequenceAdmitted, attempt: int, now: float) -> None:
         """Note that run number `attempt` has blocks; after a preemption a run is admitted again."""
+        if event.recounted:
+            self._recount(event.cached_tokens - self._hits)
+            self._hits = event.cached_tokens
+            return
         if self.admitted_at is None:
-            self.admitted_at, self._cached_tokens = now, event.cached_tokens
+            self.admitted_at, self.cached_tokens = self._resumed_admission or now, event.cached_tokens
+            self._first_attempt = attempt
         elif attempt != self._attempt:
             # The worker itself counts tokens that it computes again after a preemption.
             self._computed_again += len(self._request.prompt) + len(self.tokens) - event.cached_tokens
+        if attempt != self._attempt:
+            self._hits = event.cached_tokens
         self._attempt = attempt
+
+    def resume(self, orphan: Orphan, now: float) -> None:
+        """Take over the times and the costs of a sequence that another router began; its tokens come again."""
+        before, arrived = orphan.continuation, self._request.arrived
+        self.scored = orphan.prompt_logprobs_before
+        if before.usage_before is not None and before.admitted_seconds is not None:
+            self.admitted_at = arrived + before.admitted_seconds
+            self.cached_tokens = before.usage_before.cached_tokens
+            self._computed_again = before.usage_before.recomputed_tokens
+            self._preemptions = before.usage_before.preemptions
+        elif orphan.admitted_seconds is not None:
+            self._resumed_admission = now - orphan.admitted_seconds
+        if before.first_token_seconds is not None:
+            self.first_token_at = arrived + before.first_token_seconds
+        elif orphan.first_token_seconds is not None:
+            self.first_token_at = now - orphan.first_token_seconds
+        self._resumed_tokens = orphan.total
+        self._resumed_at = now - (orphan.last_token_seconds or 0.0)
+
+    def continuation(self, of_request: Continuation | None) -> Continuation | None:
+        """Return what another router needs, with this sequence's times and costs so far."""
+        if of_request is None or self.admitted_at is None:
+            return of_request
+        arrived, first = self._request.arrived, self.first_token_at
+        return replace(
+            of_request,
+            admitted_seconds=self.admitted_at - arrived,
+            first_token_seconds=None if first is None else first - arrived,
+            usage_before=Usage(
+                cached_tokens=self.cached_tokens,
+                recomputed_tokens=self._computed_again,
+                preemptions=self._preemptions,
+            ),
+        )
+
+    def _recount(self, more: int) -> None:
+        """Correct the cached tokens of the first run, or what a later run computes again."""
+        if self._attempt == self._first_attempt:
+            self.cached_tokens += more
+        else:
+            self._computed_again -= more
+
+    @property
+    def replays(self) -> bool:
+        """Whether the next tokens are of before the resume: the time since the last one says nothing."""
+        return len(self.tokens) < self._resumed_tokens
 
     def preempted(self) -> None:
         self._preemptions += 1
@@ -65,6 +127,8 @@ class OutputStream:
         tokens = event.token_ids
         if not tokens:
             return None
+        if len(self.tokens) < self._resumed_tokens:
+            now = min(now, self._resumed_at)
         visible = tokens
         total = len(self.tokens) + len(tokens)
         if self._stops.ends(tokens[-1], total) and not self._request.sampling.include_stop:
@@ -86,15 +150,18 @@ class OutputStream:
         """Return the end of the output, with its cost over all its runs."""
         usage = Usage(
             prompt_tokens=len(self._request.prompt),
-            cached_tokens=self._cached_tokens,
+            cached_tokens=self.cached_tokens,
             output_tokens=len(self.tokens),
             recomputed_tokens=ended.usage.recomputed_tokens + self._computed_again,
             preemptions=max(self._preemptions, ended.usage.preemptions),
+            drafted_tokens=ended.usage.drafted_tokens,
+            accepted_draft_tokens=ended.usage.accepted_draft_tokens,
+            model_drafted_tokens=ended.usage.model_drafted_tokens,
+            accepted_model_draft_tokens=ended.usage.accepted_model_draft_tokens,
         )
         stop_token = ended.stop_token_id if self.stop_string is None else None
-        return Finished(
-            self.index, ended.reason, usage, self._timings(now), self.stop_string, stop_token, ended.message
-        )
+        ending = self.stop_string, stop_token, ended.message, ended.embedding
+        return Finished(self.index, ended.reason, usage, self._timings(now), *ending)
 
     def _timings(self, now: float) -> Timings:
         arrived, gaps = self._request.arrived, len(self.tokens) - 1

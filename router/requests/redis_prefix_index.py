@@ -1,16 +1,18 @@
 """The prefix index in Redis, as the router reads it: how many leading blocks of a prompt each worker has cached.
 
-The router reads many keys by one MGET: redis-py costs some ten microseconds a command, so a pipeline of GETs costs
-ten times as much. It reads growing windows of block hashes and stops at the first window with a hole. A lookup that
-takes too long is given up, and a Redis that keeps failing is skipped: a missing answer costs hits, never a request.
+The router reads many keys by one script: redis-py costs some ten microseconds a command, so a pipeline of GETs costs
+ten times as much. The script cuts each value where it no longer counts; MGET would bring whatever somebody wrote into
+Redis. The router reads growing windows of block hashes and stops at the first window with a hole. A lookup that takes
+too long is given up, and a Redis that keeps failing is skipped: a missing answer costs hits, never a request.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, cast
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
@@ -19,14 +21,15 @@ from redis.exceptions import RedisError
 
 from common.backoff import Backoff
 from common.clock import Clock
-from common.index_format import SlotOwner, owner_from_fields, prefix_key_root, slot_key, unpack_entries
+from common.index_format import OWNER_FIELDS, SlotOwner, owner_from_values, prefix_key_root, slot_key, unpack_entries
+from common.limits import MAX_INDEX_OWNER_BYTES, MAX_INDEX_VALUE_BYTES
+from common.process.redis_tls import redis_tls
 from common.types import BlockHash, PoolIdentity
 from router.core.breaker import CircuitBreaker
 from router.core.prefix_match import PrefixMatch, windows
 
 log = logging.getLogger(__name__)
 
-LOOKUP_SECONDS = 0.02
 # How long lookups are skipped after several failures in a row.
 PAUSES = Backoff(first=1.0, longest=10.0)
 # Seconds for which the owner of a slot is cached; old entries of a rebuilt worker count for as long at most.
@@ -34,11 +37,39 @@ OWNER_SECONDS = 1.0
 # Seconds for which a slot is cached as ownerless or of another generation; entries of lost workers are common.
 DEAD_SECONDS = 0.2
 
+# Returns the beginning of each key's string; "" for one that is missing or of another type.
+_BEGINNINGS: Final = f"""
+local found = {{}}
+for place, key in ipairs(KEYS) do
+  local value = redis.pcall('GETRANGE', key, 0, {MAX_INDEX_VALUE_BYTES - 1})
+  found[place] = type(value) == 'string' and value or ''
+end
+return found
+"""
+# Returns the fields ARGV of each key's hash; none of a hash that has a field of too many bytes, or of another type.
+_OWNERS: Final = f"""
+local function fields(key)
+  for _, name in ipairs(ARGV) do
+    local bytes = redis.pcall('HSTRLEN', key, name)
+    if type(bytes) ~= 'number' or bytes > {MAX_INDEX_OWNER_BYTES} then return {{}} end
+  end
+  return redis.call('HMGET', key, unpack(ARGV))
+end
+local found = {{}}
+for place, key in ipairs(KEYS) do found[place] = fields(key) end
+return found
+"""
 
-def connect(url: str, timeout: float) -> Redis:
-    """Return a client without retries; it connects on first use."""
+
+def connect(url: str, timeout: float, ca: Path | None = None) -> Redis:
+    """Return a client without retries; it connects on first use. `ca` is for rediss://."""
     return Redis.from_url(
-        url, socket_timeout=timeout, socket_connect_timeout=timeout, retry=Retry(NoBackoff(), 0), decode_responses=False
+        url,
+        socket_timeout=timeout,
+        socket_connect_timeout=timeout,
+        retry=Retry(NoBackoff(), 0),
+        decode_responses=False,
+        **redis_tls(ca),
     )
 
 
@@ -50,7 +81,7 @@ class RedisPrefixIndex:
         redis: Redis,
         identity: Callable[[], PoolIdentity],
         clock: Clock,
-        timeout: float = LOOKUP_SECONDS,
+        timeout: float,
         breaker: CircuitBreaker | None = None,
         count: Callable[[str], None] = lambda outcome: None,
     ) -> None:
@@ -110,8 +141,8 @@ class RedisPrefixIndex:
         live = {slot: (owner.worker_id, owner.generation) for slot, owner in self._owners.items()}
         match = PrefixMatch(live, unpack_entries)
         for window in windows(len(block_hashes)):
-            values = await self._redis.mget([root + block_hashes[place] for place in window])
-            if not match.feed(cast("list[bytes | None]", values)):
+            keys = [root + block_hashes[place] for place in window]
+            if not match.feed(cast("list[bytes]", await self._run(_BEGINNINGS, keys))):
                 break
         return match
 
@@ -119,18 +150,20 @@ class RedisPrefixIndex:
         """Read the owners of these slots, drop those that are gone; return whether anything changed."""
         if not slots:
             return False
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for slot in slots:
-                pipe.hgetall(slot_key(self._namespace, slot))
-            answers: list[Any] = await pipe.execute()
+        answers = await self._run(_OWNERS, [slot_key(self._namespace, slot) for slot in slots], *OWNER_FIELDS)
         before, now = dict(self._owners), self._clock.monotonic()
         for slot, fields in zip(slots, answers, strict=True):
             self._looked[slot] = now
-            if owner := owner_from_fields(fields):
+            if owner := owner_from_values(fields) if fields else None:
                 self._owners[slot] = owner
             else:
                 self._owners.pop(slot, None)
         return self._owners != before
+
+    async def _run(self, script: str, keys: Sequence[str | bytes], *arguments: str) -> list[Any]:
+        """Return what a script that only reads returns; Redis keeps it compiled."""
+        answer = await cast("Awaitable[object]", self._redis.eval_ro(script, len(keys), *keys, *arguments))
+        return cast("list[Any]", answer)
 
 
 class NoPrefixIndex:

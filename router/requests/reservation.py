@@ -11,14 +11,23 @@ from router.core.worker_model import WorkerModel
 class LoadReservation:
     """One sequence, its prefill tokens and its blocks, counted in a worker's model until `release`."""
 
-    __slots__ = ("_blocks", "_clock", "_held", "_model", "_on_release", "_placed_at", "_prefill_tokens")
+    __slots__ = ("_blocks", "_clock", "_held", "_measured", "_model", "_on_release", "_placed_at", "_prefill_tokens")
 
     def __init__(
-        self, model: WorkerModel, prefill_tokens: int, blocks: int, clock: Clock, on_release: Callable[[], None]
+        self,
+        model: WorkerModel,
+        prefill_tokens: int,
+        blocks: int,
+        clock: Clock,
+        on_release: Callable[[], None],
+        measured: bool = True,
     ) -> None:
-        """Count the load at once. `on_release` is called when the load no longer counts."""
+        """Count the load at once. `on_release` is called when the load no longer counts.
+
+        A sequence that began elsewhere is not `measured`: its duration here tells nothing.
+        """
         self._model, self._clock, self._on_release = model, clock, on_release
-        self._prefill_tokens, self._blocks = prefill_tokens, blocks
+        self._prefill_tokens, self._blocks, self._measured = prefill_tokens, blocks, measured
         self._placed_at, self._held = clock.monotonic(), True
         model.placed(1, prefill_tokens, blocks)
 
@@ -30,7 +39,7 @@ class LoadReservation:
 
     def complete(self, output_tokens: int) -> None:
         """Release the load of a sequence that ran to its end; its duration and length enter the worker's rates."""
-        if self._held:
+        if self._held and self._measured:
             now = self._clock.monotonic()
             self._model.rates.finished(now - self._placed_at, output_tokens, now)
         self.release()

@@ -3,23 +3,40 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
-from common.hashing import block_digests, block_hash_of, root_digest
+from common.clock import Clock
+from common.hashing import block_digests, block_hash_of, little_endian_int32, narrowed_domain, root_digest
 from common.types import BlockHash, FinishReason, PoolIdentity
+from router.core.diagnosis.outcome import Outcome
 from router.core.events import ValidatedRequest
+from router.core.fair_queue import Ticket
+from router.core.resuming import Continuation, Received
 from router.core.routing import PlacementRequest
-from router.core.waiting_queue import Ticket
-from router.core.worker_events import Preempted, SequenceAdmitted, SequenceEvent, SequenceFinished, TokensSampled
+from router.core.suspicion import Suspicion
+from router.core.worker_events import (
+    Lost,
+    Preempted,
+    PromptScored,
+    SequenceAdmitted,
+    SequenceEvent,
+    SequenceFinished,
+    SequenceStarted,
+    TokensSampled,
+)
+from router.observe.request_tap import EndedSequence
 from router.observe.request_trace import RequestTrace
-from router.requests.inbox import Expired, Inbox, Turns
+from router.requests.inbox import Aborted, Expired, Inbox, Revoked, Turns
 from router.requests.output_stream import OutputStream
+from router.requests.probation import Turn
 from router.requests.reservation import LoadReservation
+from router.requests.run_log import RunLog
 from router.workers.client import Sink, WorkerClient
 from router.workers.codec import Submission
 
 # Events after which a sequence keeps its place at the worker.
-_GOES_ON = (SequenceAdmitted, TokensSampled, Preempted)
+_GOES_ON = (SequenceAdmitted, SequenceStarted, PromptScored, TokensSampled, Preempted)
 
 
 @dataclass(slots=True)
@@ -34,6 +51,20 @@ class Running:
     done: bool = False
     # Why the last run ended early, until the next one begins.
     lost: str = ""
+    # Output tokens that the client had when the request was resumed here.
+    received: int = 0
+    _last: tuple[WorkerClient, int] | None = None
+
+    def place(self, client: WorkerClient, handle: int) -> None:
+        """Take a place at a worker."""
+        self.client, self.handle = client, handle
+        self._last = client, handle
+
+    def acknowledge(self) -> None:
+        """Let the last worker forget the sequence: its request leaves the router."""
+        if self._last is not None:
+            client, handle = self._last
+            client.acknowledge(handle)
 
     def leave(self, reason: FinishReason | None) -> None:
         """Give up the place at the worker; with a reason, cancel the sequence there."""
@@ -52,20 +83,35 @@ class Running:
 class RequestRun:
     """A request's sequences and the inbox that their workers fill."""
 
-    def __init__(self, request: ValidatedRequest, request_id: str, trace: RequestTrace, turns: Turns) -> None:
+    def __init__(
+        self, request: ValidatedRequest, request_id: str, trace: RequestTrace, turns: Turns, clock: Clock
+    ) -> None:
         self.request, self.request_id, self.trace = request, request_id, trace
+        self.log = RunLog(request, clock)
         self.sequences: list[Running] = []
-        # It fills up while the client reads slowly, at most with the tokens of the request. The AdmissionLimiter counts
-        # these meanwhile: max_tokens_in_flight bounds all inboxes together. A request with stop strings needs its
-        # tokens at once, because the worker has no stop strings.
-        self.inbox = Inbox(turns, patient=request.whole and not request.sampling.stop)
+        # A request with stop strings needs its tokens at once, because the worker has no stop strings.
+        patient = request.whole and not request.sampling.stop
+        self.inbox = Inbox(turns, patient, too_slow=self._leave, whole=request.whole)
         self.admitted = False
+        # What the client had when it resumed the request here; None for a request that began here.
+        self.received: Received | None = None
+        # Whether the metrics have the prompt's cached tokens.
+        self.hits_counted = False
         # Whether a sequence was ended by the deadline.
         self.expired = False
         self.worker_id = ""
+        # That of the pool at the last placement.
+        self.identity: PoolIdentity | None = None
         self.decision_id = ""
         self.ticket: Ticket | None = None
+        self.suspicion = Suspicion()
+        self._turn: Turn | None = None
         self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def used_tokens(self) -> int:
+        """Tokens that the request has used so far: the prompt, and the output of every sequence."""
+        return len(self.request.prompt) + sum(len(each.output.tokens) for each in self.sequences)
 
     @property
     def live(self) -> bool:
@@ -83,19 +129,89 @@ class RequestRun:
             # The place is free at once, whether or not the client has read the earlier events.
             if not isinstance(event, _GOES_ON) and attempt == running.attempt:
                 _release(running.reservation, event)
-            self.inbox.put(index, attempt, event)
+            if attempt == running.attempt:
+                self.log.follow(index, event)
+                self._follow(event)
+            if not isinstance(event, SequenceStarted):  # nothing that the stream sends
+                self.inbox.put(index, attempt, event)
 
         return sink
+
+    def _follow(self, event: SequenceEvent) -> None:
+        """Count what clears or accuses the request; end its turn once it is cleared or gone."""
+        if isinstance(event, TokensSampled | PromptScored):
+            further = event.token_ids if isinstance(event, TokensSampled) else event.logprobs
+            if self.suspicion.sampled(len(further)):
+                self.take_turn(None)
+        elif not isinstance(event, SequenceAdmitted | SequenceStarted | Preempted):
+            if isinstance(event, Lost) and event.breakdown is not None:
+                self.suspicion.accuse(event.breakdown, self._holds_turn)
+            self.take_turn(None)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the request is a suspect that other requests go before."""
+        return not self._holds_turn and (self.suspicion.apart or self.suspicion.waits_for is not None)
+
+    @property
+    def _holds_turn(self) -> bool:
+        return self._turn is not None and not self._turn.ended
+
+    def take_turn(self, turn: Turn | None) -> None:
+        """Hold the turn of a suspect until it is cleared or gone; None ends the turn."""
+        if self._turn is not None:
+            self._turn.end()
+        self._turn = turn
 
     def expire_in(self, seconds: float) -> None:
         """Let Expired arrive after so many seconds."""
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(max(0.0, seconds), self.inbox.put, -1, 0, Expired())
 
+    def interrupt(self, why: Revoked | Aborted) -> None:
+        """End the sequences at their workers at once, and let `why` arrive, however slowly the client reads."""
+        self.inbox.put(-1, 0, why)
+        self._leave()
+
+    def outcome(self, failure: str) -> Outcome:
+        """Return the last record of the request; `failure` is "" for one that ended by itself."""
+        if self.ticket is not None:
+            self.log.queued = self.ticket.waited
+        output = sum(len(each.output.tokens) for each in self.sequences)
+        return self.log.outcome(failure, self.worker_id, output)
+
+    def ended_sequences(self) -> Iterator[EndedSequence]:
+        """Yield what a recording keeps of each sequence; nothing of a request that was never placed."""
+        if self.identity is None:
+            return
+        request = self.request
+        for output in [each.output for each in self.sequences]:
+            yield EndedSequence(
+                arrived=request.arrived,
+                ended=output.last_token_at,
+                first_token_at=output.first_token_at,
+                prompt_tokens=len(request.prompt),
+                output_tokens=len(output.tokens),
+                cached_tokens=output.cached_tokens,
+                block_size=self.identity.block_size,
+                block_hashes=Prefix.of(request, self.identity, output.tokens).block_hashes,
+                worker_id=self.worker_id,
+                tenant=request.tenant,
+                priority=request.priority,
+            )
+
     def close(self, reason: FinishReason) -> None:
         """Give up the places of all sequences that still run."""
+        self.take_turn(None)
+        self.suspicion.leave()
         if self._timer is not None:
             self._timer.cancel()
+        self.inbox.close()
+        self._leave(reason)
+        for running in self.sequences:
+            running.acknowledge()
+
+    def _leave(self, reason: FinishReason = FinishReason.CANCELLED) -> None:
         for running in self.sequences:
             running.leave(reason)
 
@@ -116,49 +232,65 @@ class Prefix:
     tokens: tuple[int, ...]
     block_hashes: tuple[BlockHash, ...]
     parent_digest: bytes
+    cache_domain: bytes
 
     @staticmethod
     def of(request: ValidatedRequest, identity: PoolIdentity, output: list[int]) -> Prefix:
         """Hash the full blocks, in about 0.6 microseconds each. A request with `no_cache` has no block hashes."""
         tokens = (*request.prompt, *output)
-        extra = [("salt", request.salt)] if request.salt else []
+        domain = narrowed_domain(request.cache_domain, request.salt)
         root = root_digest(
             identity.model_fingerprint,
             identity.tokenizer_fingerprint,
             identity.block_size,
-            request.cache_domain,
-            extra,
+            domain,
         )
         if request.no_cache:
-            return Prefix(tokens, (), root)
+            return Prefix(tokens, (), root, domain)
         digests = block_digests(root, tokens, identity.block_size)
-        return Prefix(tokens, tuple(map(block_hash_of, digests)), digests[-1] if digests else root)
+        return Prefix(tokens, tuple(map(block_hash_of, digests)), digests[-1] if digests else root, domain)
 
 
 def placement_request_of(run: RequestRun, prefix: Prefix, sequences: int) -> PlacementRequest:
     """Return the placement request for so many sequences that continue `prefix`."""
-    request = run.request
+    return placement_of(run.request, prefix, sequences, run.request_id, run.trace.traceparent)
+
+
+def placement_of(
+    request: ValidatedRequest, prefix: Prefix, sequences: int, request_id: str = "", traceparent: str = ""
+) -> PlacementRequest:
     return PlacementRequest(
-        request_id=run.request_id,
+        request_id=request_id,
         prompt_tokens=len(prefix.tokens),
         max_len=request.max_len,
         max_tokens=request.max_len - len(prefix.tokens),
         sequences=sequences,
-        traceparent=run.trace.traceparent,
+        traceparent=traceparent,
     )
 
 
-def submission_of(
-    run: RequestRun, running: Running, prefix: Prefix, timeout: float | None, eos_token_ids: tuple[int, ...]
-) -> Submission:
-    """Return one sequence for a worker; `timeout` in seconds from now."""
+def of_sequence(submission: Submission, output: OutputStream) -> Submission:
+    """Return the submission of one sequence. The first alone gets log-probabilities of the prompt."""
+    scored = 0
+    submission = replace(submission, continuation=output.continuation(submission.continuation))
+    if submission.sampling.prompt_logprobs is not None:
+        scored = output.scored if not output.index else len(submission.tokens) - submission.output_before - 1
+    return replace(submission, index=output.index, prompt_logprobs_before=scored)
+
+
+def submission_of(run: RequestRun, prefix: Prefix, now: float, eos_token_ids: tuple[int, ...]) -> Submission:
+    """Return the first sequence of a request for a worker; see `of_sequence`."""
     request = run.request
+    timeout = None if request.deadline is None else max(0.0, request.deadline - now)
     return Submission(
         request_id=run.request_id,
-        index=running.output.index,
+        index=0,
         tokens=prefix.tokens,
         block_hashes=prefix.block_hashes,
         parent_digest=prefix.parent_digest,
+        cache_domain=prefix.cache_domain,
+        tenant=request.flow.tenant,
+        weight=request.flow.weight,
         sampling=request.sampling,
         priority=request.priority,
         timeout=timeout,
@@ -166,4 +298,21 @@ def submission_of(
         output_before=len(prefix.tokens) - len(request.prompt),
         no_cache=request.no_cache,
         eos_token_ids=eos_token_ids,
+        embeds=request.embeds,
+        packed_tokens=little_endian_int32(prefix.tokens),
+        prediction=request.prediction,
+        continuation=_continuation(request, now),
+    )
+
+
+def _continuation(request: ValidatedRequest, now: float) -> Continuation | None:
+    """Return what another router needs to go on with the request; a vector is made again as quickly."""
+    if request.embeds:
+        return None
+    return Continuation(
+        request.sampling.stop,
+        request.kept_special_tokens,
+        request.skip_special_tokens,
+        request.salt,
+        submitted_seconds=now - request.arrived,
     )

@@ -1,7 +1,7 @@
 """Validates a request field by field: reports all mistakes at once, and fills in every default.
 
-Ranges are those of protos/quire/types/v1/types.proto. A scalar that is unset takes the checkpoint's generation_config,
-then Quire's default; zero is a value.
+The ranges (`violations.py`) are those of protos/quire/types/v1/types.proto. A scalar that is unset takes the
+checkpoint's generation_config, then Quire's default; zero is a value.
 """
 
 from __future__ import annotations
@@ -9,88 +9,55 @@ from __future__ import annotations
 import math
 import re
 import secrets
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
-from common.errors import CONTEXT_LENGTH_EXCEEDED, FieldViolation, InvalidRequest, Unsupported
+from common.errors import InvalidRequest, Unsupported
+from common.limits import (
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
+    MAX_CONSTRAINT_BYTES,
+    MAX_KEPT_TOKEN_CHARS,
+    MAX_KEPT_TOKENS,
+    MAX_LOGIT_BIASES,
+    MAX_PREDICTION_CHARS,
+    MAX_PRIORITY,
+    MAX_REQUEST_ID_CHARS,
+    MAX_SALT_CHARS,
+    MAX_STOP_STRING_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TRACEPARENT_CHARS,
+)
 from common.telemetry import span_context_of
-from common.types import Constraint, ConstraintKind, SamplingParams
+from common.types import Constraint, ConstraintKind, SamplingParams, ThoughtBudget
+from common.wire.thought_codec import thought_from_proto
 from quire.inference.v1 import inference_pb2
 from quire.types.v1 import types_pb2
+from router.constraints.closing import closed_text
+from router.core.context_length import beyond_context
 from router.core.events import ValidatedRequest
 from router.ports import CallContext, ConstraintCheck, TextCodec
+from router.requests.request_ids import AUTOMATIC_PREFIX
+from router.requests.thought_budget import wrong_thought
+from router.requests.violations import RANGES, Range, Report
 from router.text.checkpoint import Checkpoint
 
-MAX_STOPS = 16
-MAX_SEQUENCES = 64
-MAX_LOGPROBS = 20
-MAX_PRIORITY = 100
-# Wrong entries of a list that are reported one by one.
-_MOST_NAMED = 5
-# Violations that are reported at most.
-_MOST_VIOLATIONS = 100
 # JSON readers keep integers of up to this many bits exact.
 _SEED_BITS = 53
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    """The values that a field may have, `low` to `high`; `open_low` leaves out `low` itself."""
-
-    low: float
-    high: float
-    open_low: bool = False
-    hint: str = ""
-
-    def __contains__(self, value: float) -> bool:
-        return self.low <= value <= self.high and not (self.open_low and value == self.low) and math.isfinite(value)
-
-    def __str__(self) -> str:
-        if self.high == math.inf:
-            words = f"more than {self.low:g}" if self.open_low else f"{self.low:g} or more"
-        else:
-            words = (
-                f"more than {self.low:g}, at most {self.high:g}" if self.open_low else f"{self.low:g} to {self.high:g}"
-            )
-        return words + (f" ({self.hint})" if self.hint else "")
-
-
-_RANGES = {
-    "temperature": Range(0, math.inf, hint="0 is greedy"),
-    "top_p": Range(0, 1, open_low=True, hint="1 keeps all tokens"),
-    "top_k": Range(0, math.inf, hint="0 keeps all tokens"),
-    "min_p": Range(0, 1),
-    "max_tokens": Range(1, math.inf),
-    "min_tokens": Range(0, math.inf),
-    "repetition_penalty": Range(0, math.inf, open_low=True, hint="1 is none"),
-    "presence_penalty": Range(-2, 2),
-    "frequency_penalty": Range(-2, 2),
-    "logprobs": Range(0, MAX_LOGPROBS),
-    "n": Range(1, MAX_SEQUENCES),
-}
+_REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID_CHARS}}}")
+# Of a request for log-probabilities of its prompt, which may want nothing else.
+_PROMPT_RANGES = {**RANGES, "max_tokens": Range(0, math.inf)}
+_TRUNCATION = Range(1, math.inf, hint="-1 keeps what the context leaves")
 _FLAGS = ("ignore_eos", "include_stop")
 
 
-@dataclass(slots=True)
-class _Report:
-    violations: list[FieldViolation] = field(default_factory=list)
+def _ranges(given: types_pb2.SamplingParams) -> Mapping[str, Range]:
+    return _PROMPT_RANGES if given.HasField("prompt_logprobs") else RANGES
 
-    def add(self, path: str, what: str, reason: str = "") -> None:
-        if len(self.violations) < _MOST_VIOLATIONS:
-            self.violations.append(FieldViolation(path, what, reason))
 
-    def check(self, path: str, value: float, allowed: Range) -> None:
-        if value not in allowed:
-            shown = f"{value:.7g}" if isinstance(value, float) else value
-            self.add(path, f"is {shown}; expected {allowed}")
-
-    def check_ids(self, path: str, ids: Iterable[int], vocab_size: int) -> None:
-        wrong = [(place, token_id) for place, token_id in enumerate(ids) if not 0 <= token_id < vocab_size]
-        for place, token_id in wrong[:_MOST_NAMED]:
-            self.add(f"{path}[{place}]", f"is {token_id}; expected a token id, 0 to {vocab_size - 1}")
-        if len(wrong) > _MOST_NAMED:
-            self.add(path, f"has {len(wrong) - _MOST_NAMED} more ids out of the vocabulary")
+def random_seed() -> int:
+    return secrets.randbits(_SEED_BITS)
 
 
 class Validator:
@@ -98,6 +65,7 @@ class Validator:
 
     `context` returns how many tokens prompt and output may have together now, which depends on the connected workers;
     by default it is the checkpoint's. `constraints` is None where the checkpoint has no tokenizer to enforce them with.
+    Without `open_schemas`, objects of JSON schemas have the properties alone that they name (`closing.py`).
     """
 
     def __init__(
@@ -105,141 +73,256 @@ class Validator:
         codec: TextCodec,
         checkpoint: Checkpoint,
         has_tokenizer: bool = True,
-        draw_seed: Callable[[], int] = lambda: secrets.randbits(_SEED_BITS),
+        draw_seed: Callable[[], int] = random_seed,
         context: Callable[[], int] | None = None,
         constraints: ConstraintCheck | None = None,
+        open_schemas: bool = False,
     ) -> None:
         self._codec = codec
         self._checkpoint = checkpoint
         self._has_tokenizer = has_tokenizer
         self._draw_seed = draw_seed
-        self._constraints = constraints
+        self._constraints, self._open_schemas = constraints, open_schemas
         self._context = context or (lambda: checkpoint.max_model_len)
 
-    async def validate(self, request: inference_pb2.GenerateRequest, call: CallContext) -> ValidatedRequest:
-        if request.WhichOneof("input") == "resume":
-            what = "resume is not offered yet; send the prompt and the tokens that you have as prompt.token_ids"
-            raise Unsupported(what)
-        report = _Report()
+    async def validate(
+        self, request: inference_pb2.GenerateRequest, call: CallContext, embeds: bool = False
+    ) -> ValidatedRequest:
+        report = Report()
         self._check_envelope(report, request)
         self._check_sampling(report, request.sampling)
-        prompt = await self._prompt(report, request)
-        sampling = self._sampling(report, request.sampling, len(prompt))
-        sampling = await self._constrained(report, request, sampling)
+        prompt = await self._prompt(report, request, 0 if embeds else 1)
+        scalars = self._scalars(report, request.sampling, len(prompt))
+        constraint = await self._constraint(report, request, call.caller.tenant.name)
+        bad_words = await self._bad_words(report, request)
+        thought = await self._thought(report, request)
+        prediction = await self._prediction(report, request)
         if report.violations:
             raise InvalidRequest(*report.violations)
         return ValidatedRequest(
             prompt=tuple(prompt),
-            sampling=sampling,
+            sampling=replace(_sampling(request.sampling, scalars, constraint, bad_words), thought=thought),
             arrived=call.arrived,
-            request_id=request.request_id or None,
+            request_id=request.request_id or call.request_id or None,
             deadline=call.deadline,
-            priority=request.priority,
+            priority=min(request.priority, call.caller.tenant.max_priority),
             no_cache=request.cache.no_cache,
-            tenant=call.tenant,
-            # Domains are length-prefixed and tagged in the hash root, so the tenant's own name is a safe one.
-            cache_domain=call.tenant,
+            caller=call.caller,
+            cache_domain=call.caller.tenant.domain(request.cache.shared_domain),
             salt=request.cache.salt,
             traceparent=valid_traceparent(request.traceparent) or valid_traceparent(call.traceparent),
+            trace_id=call.trace_id,
+            correlation_id=call.correlation_id,
+            kept_special_tokens=tuple(request.kept_special_tokens),
+            skip_special_tokens=not request.HasField("skip_special_tokens") or request.skip_special_tokens,
+            embeds=embeds,
+            prediction=prediction,
         )
 
     def check_token_ids(self, token_ids: Sequence[int]) -> None:
-        report = _Report()
-        report.check_ids("token_ids", token_ids, self._checkpoint.vocab_size)
+        report = Report()
+        if report.fits("token_ids", len(token_ids), self._checkpoint.max_model_len, "ids"):
+            report.check_ids("token_ids", token_ids, self._checkpoint.vocab_size)
         if report.violations:
             raise InvalidRequest(*report.violations)
 
-    def _check_envelope(self, report: _Report, request: inference_pb2.GenerateRequest) -> None:
+    def _check_envelope(self, report: Report, request: inference_pb2.GenerateRequest) -> None:
         if request.request_id and not _REQUEST_ID.fullmatch(request.request_id):
-            report.add("request_id", "is not 1 to 128 printable ASCII characters without spaces")
+            what = f"is not 1 to {MAX_REQUEST_ID_CHARS} printable ASCII characters without spaces"
+            report.add("request_id", what)
+        if request.request_id.startswith(AUTOMATIC_PREFIX):
+            what = f"begins with {AUTOMATIC_PREFIX}, as the router's own ids do; choose another, or leave it out"
+            report.add("request_id", what)
         report.check("priority", request.priority, Range(-MAX_PRIORITY, MAX_PRIORITY))
+        report.fits("cache.salt", len(request.cache.salt), MAX_SALT_CHARS, "characters")
+        kept = request.kept_special_tokens
+        if report.fits("kept_special_tokens", len(kept), MAX_KEPT_TOKENS, "tokens"):
+            for place, token in enumerate(kept):
+                report.fits(f"kept_special_tokens[{place}]", len(token), MAX_KEPT_TOKEN_CHARS, "characters")
 
-    def _check_sampling(self, report: _Report, given: types_pb2.SamplingParams) -> None:
-        for name, allowed in _RANGES.items():
+    def _check_sampling(self, report: Report, given: types_pb2.SamplingParams) -> None:
+        for name, allowed in _ranges(given).items():
             if given.HasField(name):  # type: ignore[arg-type]
                 report.check(f"sampling.{name}", getattr(given, name), allowed)
         self._check_stops(report, given.stop)
+        if report.fits("sampling.stop_token_ids", len(given.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids"):
+            report.check_ids("sampling.stop_token_ids", given.stop_token_ids, self._checkpoint.vocab_size)
+        if report.fits("sampling.logit_bias", len(given.logit_bias), MAX_LOGIT_BIASES, "entries"):
+            self._check_biases(report, given.logit_bias)
+
+    def _check_biases(self, report: Report, biases: Mapping[int, float]) -> None:
         vocab_size = self._checkpoint.vocab_size
-        report.check_ids("sampling.stop_token_ids", given.stop_token_ids, vocab_size)
-        for token_id, bias in sorted(given.logit_bias.items()):
+        for token_id, bias in sorted(biases.items()):
             path = f"sampling.logit_bias[{token_id}]"
             report.check(path, bias, Range(-100, 100))
             if not 0 <= token_id < vocab_size:
                 report.add(path, f"is for a token out of the vocabulary; expected a token id, 0 to {vocab_size - 1}")
 
-    def _check_stops(self, report: _Report, stops: Sequence[str]) -> None:
-        if len(stops) > MAX_STOPS:
-            report.add("sampling.stop", f"has {len(stops)} strings; expected at most {MAX_STOPS}")
-        for place in (place for place, stop in enumerate(stops) if not stop):
-            report.add(f"sampling.stop[{place}]", "is empty; expected at least one character")
+    def _check_stops(self, report: Report, stops: Sequence[str]) -> None:
+        if report.fits("sampling.stop", len(stops), MAX_STOP_STRINGS, "strings"):
+            for place, stop in enumerate(stops):
+                path = f"sampling.stop[{place}]"
+                if not stop:
+                    report.add(path, "is empty; expected at least one character")
+                report.fits(path, len(stop), MAX_STOP_STRING_CHARS, "characters")
         if stops and not self._has_tokenizer:
             report.add("sampling.stop", "needs a tokenizer, and this checkpoint has none; use stop_token_ids")
 
-    async def _prompt(self, report: _Report, request: inference_pb2.GenerateRequest) -> Sequence[int]:
-        """Return the prompt's tokens; an empty list and a violation if they are wrong."""
-        if request.WhichOneof("input") is None:
+    async def _prompt(self, report: Report, request: inference_pb2.GenerateRequest, output: int) -> Sequence[int]:
+        """Return the prompt's tokens, which leave `output` of them; an empty list and a violation if they are wrong."""
+        if request.WhichOneof("input") != "prompt":
             report.add("input", "is missing; expected a prompt")
             return ()
+        kept, ids = self._kept(report, request, output), len(request.prompt.token_ids.ids)
+        if not self._fits_context(report, ids if kept is None else min(kept, ids), output):
+            return ()
+        special = not request.HasField("add_special_tokens") or request.add_special_tokens
         try:
-            prompt = await self._codec.encode(request.prompt)
+            prompt = await self._codec.encode(request.prompt, special)
         except InvalidRequest as error:
             report.violations += error.violations
             return ()
         report.check_ids("prompt.token_ids.ids", prompt, self._checkpoint.vocab_size)
-        context = self._context()
-        if len(prompt) >= context:
-            what = f"has {len(prompt)} tokens; the context is {context}, one of it for output"
-            what = f"{what}; shorten the prompt by {len(prompt) - context + 1} tokens or more"
-            report.add("prompt", what, CONTEXT_LENGTH_EXCEEDED)
+        if kept is not None:
+            prompt = prompt[-kept:]
+        if not request.prompt.HasField("token_ids"):
+            self._fits_context(report, len(prompt), output)
         return prompt
 
-    def _sampling(self, report: _Report, given: types_pb2.SamplingParams, prompt_tokens: int) -> SamplingParams:
-        """Return the given values, then the checkpoint's defaults, then Quire's."""
+    def _kept(self, report: Report, request: inference_pb2.GenerateRequest, output: int) -> int | None:
+        """Return how many of a prompt's last tokens are wanted; None for all."""
+        if not request.HasField("truncate_prompt_tokens"):
+            return None
+        if (asked := request.truncate_prompt_tokens) == -1:
+            return max(1, self._context() - output * max(1, request.sampling.max_tokens))
+        report.check("truncate_prompt_tokens", asked, _TRUNCATION)
+        return max(1, asked)
+
+    def _fits_context(self, report: Report, tokens: int, output: int) -> bool:
+        """Return whether a prompt of so many tokens leaves `output` of them, 0 or 1; else add a violation."""
+        context = self._context()
+        if (excess := tokens + output - context) > 0:
+            what = f"the prompt has {tokens} tokens{', and the output needs one' if output else ''}"
+            what = f"{what}; shorten the prompt by {excess} tokens or more"
+            report.add_violation(beyond_context("prompt", context, what))
+        return excess <= 0
+
+    def _scalars(self, report: Report, given: types_pb2.SamplingParams, prompt_tokens: int) -> dict[str, float]:
+        """Return the given values, then the checkpoint's defaults; Quire's are those of `SamplingParams`."""
         values: dict[str, float] = dict(self._checkpoint.sampling_defaults)
-        for name in (*_RANGES, *_FLAGS, "seed"):
+        for name in (*RANGES, *_FLAGS, "seed"):
             if given.HasField(name):  # type: ignore[arg-type]
                 values[name] = getattr(given, name)
         self._fit(report, values, prompt_tokens)
         values.setdefault("seed", self._draw_seed())
-        return SamplingParams(
-            stop=tuple(given.stop),
-            stop_token_ids=tuple(given.stop_token_ids),
-            logit_bias=tuple(sorted(given.logit_bias.items())),
-            **values,  # type: ignore[arg-type]
-        )
+        return values
 
-    async def _constrained(
-        self, report: _Report, request: inference_pb2.GenerateRequest, sampling: SamplingParams
-    ) -> SamplingParams:
-        """Add the constraint. Its document ends where it is complete: ignore_eos and min_tokens must not prolong it."""
+    async def _constraint(self, report: Report, request: inference_pb2.GenerateRequest, peer: str) -> Constraint | None:
         kind = request.WhichOneof("constraint")
         if kind is None:
-            return sampling
+            return None
         if self._constraints is None:
             what = "this checkpoint has no tokenizer.json to follow it with"
             raise Unsupported(f"{kind}: {what}; add one, or ask for the form in the prompt")
         constraint = Constraint(ConstraintKind(kind), getattr(request, kind))
         try:
-            await self._constraints.check(constraint)
+            if report.fits(kind, len(constraint.text), MAX_CONSTRAINT_BYTES, "characters"):
+                constraint = self._closed(constraint)
+                await self._constraints.check(constraint, peer)
         except InvalidRequest as error:
             report.violations += error.violations
-        return replace(sampling, constraint=constraint, ignore_eos=False, min_tokens=0)
+        return constraint
 
-    def _fit(self, report: _Report, values: dict[str, float], prompt_tokens: int) -> None:
+    async def _bad_words(self, report: Report, request: inference_pb2.GenerateRequest) -> tuple[tuple[int, ...], ...]:
+        """Return the tokens of each bad word at the start of a text, and after a space where they are others."""
+        words = request.sampling.bad_words
+        if not words or not self._fit_words(report, words, request.WhichOneof("constraint")):
+            return ()
+        spellings = dict.fromkeys(spelling for word in words for spelling in (word.lstrip(" "), f" {word.lstrip(' ')}"))
+        encoded = [await self._codec.encode(inference_pb2.Prompt(text=each), False) for each in spellings]
+        return tuple(dict.fromkeys(map(tuple, encoded)))
+
+    def _fit_words(self, report: Report, words: Sequence[str], constraint: str | None) -> bool:
+        """Return whether bad words can be followed; else add violations."""
+        before = len(report.violations)
+        if constraint is not None:
+            report.add("sampling.bad_words", f"is given beside {constraint}, and both could forbid all; leave one out")
+        if not self._has_tokenizer:
+            report.add("sampling.bad_words", "needs a tokenizer, and this checkpoint has none; use logit_bias")
+        if report.fits("sampling.bad_words", len(words), MAX_BAD_WORDS, "words"):
+            for place, word in enumerate(words):
+                path = f"sampling.bad_words[{place}]"
+                if not word.strip(" "):
+                    report.add(path, "is empty; expected at least one character that is no space")
+                report.fits(path, len(word), MAX_BAD_WORD_CHARS, "characters")
+        return len(report.violations) == before
+
+    async def _thought(self, report: Report, request: inference_pb2.GenerateRequest) -> ThoughtBudget | None:
+        """Return the budget of thoughts with the tokens that end one."""
+        if not request.HasField("thought_budget"):
+            return None
+        if not self._has_tokenizer:
+            raise Unsupported("thought_budget: this checkpoint has no tokenizer.json to follow thoughts with; add one")
+        given = request.thought_budget
+        if not report.holds(wrong_thought(given)):
+            return None
+        end = await self._codec.encode(inference_pb2.Prompt(text=given.end), False)
+        return thought_from_proto(given, end)
+
+    async def _prediction(self, report: Report, request: inference_pb2.GenerateRequest) -> tuple[int, ...]:
+        """Return the tokens of the expected output. They change no token, so those that do not fit are left out."""
+        text = request.prediction
+        if not report.fits("prediction", len(text), MAX_PREDICTION_CHARS, "characters") or not text:
+            return ()
+        if not self._has_tokenizer:
+            return ()
+        tokens = await self._codec.encode(inference_pb2.Prompt(text=text), False)
+        return tuple(tokens[: self._context()])
+
+    def _closed(self, constraint: Constraint) -> Constraint:
+        if self._open_schemas or constraint.kind is not ConstraintKind.JSON_SCHEMA:
+            return constraint
+        return replace(constraint, text=closed_text(constraint.text))
+
+    def _fit(self, report: Report, values: dict[str, float], prompt_tokens: int) -> None:
         """Fill in max_tokens, and refuse one that the context cannot hold after the prompt."""
         context = self._context()
         left = context - prompt_tokens
         if "max_tokens" not in values:
             values["max_tokens"] = max(1, min(left, self._checkpoint.max_new_tokens or left))
         elif values["max_tokens"] > left > 0:
-            what = f"is {values['max_tokens']}; the context of {context} leaves {left} after {prompt_tokens}"
-            what = f"{what} tokens of prompt; lower it to {left} or shorten the prompt"
-            report.add("sampling.max_tokens", what, CONTEXT_LENGTH_EXCEEDED)
-        if values.get("min_tokens", 0) > values["max_tokens"] >= 1:
+            most = values["max_tokens"]
+            what = f"the prompt has {prompt_tokens} tokens, and max_tokens asks for {most} more"
+            what = f"{what}; lower max_tokens to {left} or shorten the prompt"
+            report.add_violation(beyond_context("sampling.max_tokens", context, what))
+        if values.get("min_tokens", 0) > values["max_tokens"] >= (0 if "prompt_logprobs" in values else 1):
             what = f"is {values['min_tokens']}; expected at most max_tokens, which is {values['max_tokens']}"
             report.add("sampling.min_tokens", what)
 
 
+def _sampling(
+    given: types_pb2.SamplingParams,
+    scalars: Mapping[str, float],
+    constraint: Constraint | None,
+    bad_words: tuple[tuple[int, ...], ...],
+) -> SamplingParams:
+    """Return the sampling of a request whose lists are within their limits.
+
+    A constraint's document ends where it is complete: ignore_eos and min_tokens must not prolong it.
+    """
+    sampling = SamplingParams(
+        stop=tuple(given.stop),
+        stop_token_ids=tuple(given.stop_token_ids),
+        logit_bias=tuple(sorted(given.logit_bias.items())),
+        bad_words=bad_words,
+        **scalars,  # type: ignore[arg-type]
+    )
+    if constraint is None:
+        return sampling
+    return replace(sampling, constraint=constraint, ignore_eos=False, min_tokens=0)
+
+
 def valid_traceparent(header: str) -> str:
     """Return a W3C traceparent, or "" when it is malformed: the request then starts a trace of its own."""
-    return header.strip() if span_context_of(header).is_valid else ""
+    short = len(header) <= MAX_TRACEPARENT_CHARS
+    return header.strip() if short and span_context_of(header).is_valid else ""

@@ -7,17 +7,19 @@ to the sink that was passed to submit. When the stream breaks, every sequence on
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from grpc import aio
+from grpc import StatusCode, aio
 
 from common.backoff import Backoff
-from common.errors import ProtocolViolation, QuireError, Unavailable
-from common.rpc.server import open_channel
+from common.errors import FieldViolation, InvalidRequest, ProtocolViolation, QuireError, Unavailable
+from common.limits import MAX_HANDLE
+from common.rpc.server import Dial, open_channel
 from common.types import FinishReason, PoolIdentity
 from common.wire.enum_codec import finish_to_proto
 from common.wire.identity_codec import identity_to_proto
@@ -25,7 +27,8 @@ from quire.api.status import error_from_rpc
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.gpuworker.v1 import gpuworker_pb2_grpc as rpc
 from router.core.identity import is_complete
-from router.core.worker_events import Lost, SequenceEvent, SequenceFinished
+from router.core.suspicion import Breakdown
+from router.core.worker_events import Lost, Refused, SequenceAdmitted, SequenceEvent, SequenceFinished, TokensSampled
 from router.core.worker_model import Load
 from router.workers.codec import (
     Submission,
@@ -36,6 +39,10 @@ from router.workers.codec import (
     refusal_from_proto,
     submit_to_proto,
 )
+from router.workers.orphan_queries import FoundOrphans, OrphanQueries
+from router.workers.outbox import Outbox
+
+log = logging.getLogger(__name__)
 
 Sink = Callable[[SequenceEvent], None]
 _Call = aio.StreamStreamCall[pb.StreamRequest, pb.StreamResponse]
@@ -63,6 +70,28 @@ class RouterIdentity:
     incarnation: bytes
 
 
+# Heartbeats of a worker after a submission that show that it survived reading it. The first may have been on its way.
+_BEATS = 2
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """A sequence at the worker; `beats` counts the heartbeats before its submission."""
+
+    sink: Sink
+    beats: int
+    admitted: bool = False
+    sampled: bool = False
+
+    def saw(self, event: SequenceEvent) -> None:
+        self.admitted = self.admitted or isinstance(event, SequenceAdmitted)
+        self.sampled = isinstance(event, TokensSampled)
+
+    def begun(self, beats: int) -> bool:
+        """Return whether the sequence may have broken the worker: by its submission, or by a step."""
+        return self.sampled or self.admitted or beats - self.beats < _BEATS
+
+
 RECONNECT = Backoff(first=0.1, longest=1.0, jitter=0.5)
 
 
@@ -81,16 +110,25 @@ class WorkerClient:
     """The connection to the worker at one address."""
 
     def __init__(
-        self, address: str, router: RouterIdentity, listener: WorkerListener, pacing: Pacing | None = None
+        self,
+        address: str,
+        router: RouterIdentity,
+        listener: WorkerListener,
+        pacing: Pacing | None = None,
+        dial: Dial = open_channel,
     ) -> None:
-        self.address = address
+        self.address, self._dial = address, dial
         self._router, self._listener, self._pacing = router, listener, pacing or Pacing()
-        self._outbox: asyncio.Queue[pb.StreamRequest] | None = None
-        self._sinks: dict[int, Sink] = {}
+        self._outbox: Outbox | None = None
+        self._in_flight: dict[int, _InFlight] = {}
         # Handles that the router cancelled; later events for them are dropped.
         self._given_up: set[int] = set()
+        self._queries = OrphanQueries()
         self._last_handle = 0
         self._last_seq = 0
+        self._beats = 0
+        # Whether the worker has said that it ends: the end of its stream is then no failure.
+        self._draining = False
         # The identity of the pool as known so far; the worker gets it once it is complete.
         self.identity: PoolIdentity | None = None
 
@@ -101,51 +139,104 @@ class WorkerClient:
         return self._outbox is not None
 
     def submit(self, submission: Submission, sink: Sink, fork_of: int | None = None) -> int:
-        """Send a sequence and return its handle; its events go to `sink`. Raises Unavailable without a stream."""
+        """Send a sequence and return its handle; its events go to `sink`.
+
+        Raises Unavailable without a stream, InvalidRequest for a submission that is too large for it, and Overloaded
+        when the worker does not read.
+        """
         if self._outbox is None:
             raise Unavailable(f"worker at {self.address} is not connected")
-        self._last_handle += 1
-        handle = self._last_handle
-        self._sinks[handle] = sink
-        self._outbox.put_nowait(pb.StreamRequest(submit=submit_to_proto(submission, handle, fork_of)))
+        handle = self._next_handle()
+        self._outbox.submit(pb.StreamRequest(submit=submit_to_proto(submission, handle, fork_of)))
+        self._in_flight[handle] = _InFlight(sink, self._beats)
+        self._last_handle = handle
+        return handle
+
+    def find(self, request_id: str, tenant: str) -> asyncio.Future[FoundOrphans]:
+        """Ask for the orphans of a tenant's request. Raises Unavailable without a stream; so does the future."""
+        if self._outbox is None:
+            raise Unavailable(f"worker at {self.address} is not connected")
+        question, answer = self._queries.ask(request_id, tenant)
+        self._outbox.put(pb.StreamRequest(find=question))
+        return answer
+
+    def adopt(self, sequence: int, sink: Sink, timeout: float | None = None) -> int:
+        """Go on with an orphan and return its handle; all its events so far come to `sink` again, then the others.
+
+        Raises Unavailable without a stream. The deadline is in `timeout` seconds.
+        """
+        if self._outbox is None:
+            raise Unavailable(f"worker at {self.address} is not connected")
+        handle = self._next_handle()
+        self._outbox.put(pb.StreamRequest(adopt=pb.Adopt(handle=handle, sequence=sequence, timeout_seconds=timeout)))
+        self._in_flight[handle] = _InFlight(sink, self._beats)
+        self._last_handle = handle
+        return handle
+
+    def acknowledge(self, handle: int) -> None:
+        """Let the worker forget a sequence that has ended: its request has left the router."""
+        if self._outbox is not None:
+            self._outbox.acknowledge(handle)
+
+    def _next_handle(self) -> int:
+        """Return the next handle that names no sequence; after the last one that fits the wire comes 1 again."""
+        handle = self._last_handle % MAX_HANDLE + 1
+        while handle in self._in_flight or handle in self._given_up:
+            handle = handle % MAX_HANDLE + 1
         return handle
 
     def cancel(self, handle: int, reason: FinishReason) -> None:
         """Cancel a sequence at the worker; its sink gets no further event. Idempotent."""
-        if self._sinks.pop(handle, None) is not None and self._outbox is not None:
+        if self._in_flight.pop(handle, None) is not None and self._outbox is not None:
             self._tell_to_cancel(handle, reason)
 
     def _tell_to_cancel(self, handle: int, reason: FinishReason) -> None:
         assert self._outbox is not None
-        self._given_up.add(handle)
         cancel = pb.Cancel(handle=handle, reason=finish_to_proto(reason))
-        self._outbox.put_nowait(pb.StreamRequest(cancel=cancel))
+        if self._outbox.cancel(pb.StreamRequest(cancel=cancel)):
+            self._given_up.add(handle)
 
-    def abandon(self, reason: str) -> None:
-        """Cancel all sequences at the worker; each sink gets Lost."""
-        sinks, self._sinks = self._sinks, {}
-        for handle in sinks if self._outbox is not None else ():
+    def abandon(self, reason: str, broken: bool = True) -> None:
+        """Cancel all sequences at the worker; each sink gets Lost. `broken` says that a sequence may be the cause."""
+        lost, self._in_flight = self._in_flight, {}
+        for handle in lost if self._outbox is not None else ():
             self._tell_to_cancel(handle, FinishReason.CANCELLED)
-        for sink in sinks.values():
-            sink(Lost(f"{self.address}: {reason}"))
+        breakdown = Breakdown()
+        for handle, each in lost.items():
+            begun = broken and each.begun(self._beats)
+            self._give(handle, each, Lost(f"{self.address}: {reason}", breakdown if begun else None))
+
+    def _give(self, handle: int, to: _InFlight, event: SequenceEvent) -> None:
+        """Hand an event to its sink. A sink that fails loses its own sequence alone."""
+        try:
+            to.sink(event)
+        # Broad: an exception would break the stream for all sequences of the worker.
+        except Exception:
+            log.exception("unexpected error in the sink of a sequence at %s", self.address)
+            self.cancel(handle, FinishReason.CANCELLED)
+            with suppress(Exception):
+                to.sink(Lost("internal error; the router's log has the details"))
 
     # ------------------------------------------------------------ the connection
 
     async def run(self) -> None:
         """Keep the stream open until this task is cancelled, or fails by a bug; sequences are then Lost."""
-        failures = 0
+        failures, broken = 0, True
         try:
             while True:
                 failures = await self._session() or failures + 1
                 await asyncio.sleep(self._pacing.reconnect.pause(failures, random.random()))
+        except asyncio.CancelledError:
+            broken = False
+            raise
         finally:
-            self._disconnect(Unavailable("the router uses it no longer"))
+            self._disconnect(Unavailable("the router uses it no longer"), broken)
 
     async def _session(self) -> int:
         """Open one stream and serve it until it breaks; return 1 when the worker answered, else 0."""
-        answered = 0
+        answered, broken = 0, True
         try:
-            async with open_channel(self.address) as channel:
+            async with self._dial(self.address) as channel:
                 call: _Call = rpc.GpuWorkerServiceStub(channel).Stream()
                 try:
                     await self._greet(call)
@@ -154,11 +245,12 @@ class WorkerClient:
                 finally:
                     call.cancel()
             error: QuireError = Unavailable("the worker closed the stream")
-        except aio.AioRpcError as broken:
-            error = error_from_rpc(broken)
+            broken = not self._draining
+        except aio.AioRpcError as failed:
+            error = error_from_rpc(failed)
         except QuireError as refused:
             error = refused
-        self._disconnect(error)
+        self._disconnect(error, broken)
         return answered
 
     async def _greet(self, call: _Call) -> None:
@@ -171,14 +263,13 @@ class WorkerClient:
         )
         try:
             async with asyncio.timeout(self._pacing.hello):
-                with suppress(asyncio.InvalidStateError):  # the call has ended: the read below raises the reason
-                    await call.write(pb.StreamRequest(hello=hello))
+                await _write_first(call, pb.StreamRequest(hello=hello))
                 answer = await _read(call)
         except TimeoutError:
             raise Unavailable(f"no hello within {self._pacing.hello:g} s") from None
         if answer is None or answer.WhichOneof("message") != "hello":
             raise ProtocolViolation("the worker's first message was no hello")
-        self._outbox, self._last_seq = asyncio.Queue(), 0
+        self._outbox, self._last_seq, self._draining = Outbox(), 0, False
         self._listener.connected(self, facts_from_proto(answer.hello.info))
 
     async def _serve(self, call: _Call) -> None:
@@ -199,12 +290,18 @@ class WorkerClient:
             case "outputs":
                 self._take(response.outputs)
             case "heartbeat":
+                self._beats += 1
+                self._draining = response.heartbeat.load.draining
                 self._listener.heartbeat(self, load_from_proto(response.heartbeat.load))
+            case "found":
+                self._queries.answered(response.found)
             case "refused":
-                sink = self._sinks.pop(response.refused.handle, None)
-                self._given_up.discard(response.refused.handle)
-                if sink is not None:
-                    sink(refusal_from_proto(response.refused))
+                # Decoded first: if that fails, the sequence is still in flight, and is Lost with the stream.
+                handle, refusal = response.refused.handle, refusal_from_proto(response.refused)
+                refused = self._in_flight.pop(handle, None)
+                self._given_up.discard(handle)
+                if refused is not None:
+                    self._give(handle, refused, refusal)
             case other:
                 raise ProtocolViolation(f"the worker sent {other or 'an unknown message'}")
 
@@ -212,23 +309,36 @@ class WorkerClient:
         if outputs.seq != self._last_seq + 1:
             raise ProtocolViolation(f"outputs {outputs.seq} came after {self._last_seq}")
         self._last_seq = outputs.seq
+        failed = Breakdown()
         for handle, event in events_of(outputs):
             ended = isinstance(event, SequenceFinished)
-            sink = self._sinks.pop(handle, None) if ended else self._sinks.get(handle)
-            if sink is not None:
-                sink(event)
+            to = self._in_flight.pop(handle, None) if ended else self._in_flight.get(handle)
+            if to is not None:
+                if not to.sampled:
+                    to.saw(event)
+                self._give(handle, to, _failure(event, failed) or event)
             elif ended:
                 self._given_up.discard(handle)
             elif handle not in self._given_up:
                 # A leftover of an earlier stream; the sequence has been submitted again since.
                 self._tell_to_cancel(handle, FinishReason.CANCELLED)
 
-    def _disconnect(self, error: QuireError) -> None:
+    def _disconnect(self, error: QuireError, broken: bool) -> None:
         """Inform the listener first: a sink that gets Lost must find this worker gone."""
         self._outbox = None
         self._given_up.clear()
+        self._queries.lose(error)
         self._listener.disconnected(self, error)
-        self.abandon(str(error))
+        self.abandon(str(error), broken)
+
+
+def _failure(event: SequenceEvent, failed: Breakdown) -> Lost | Refused | None:
+    """Return what an error means: the sequences of a failed step are lost together, a wrong request is refused."""
+    if isinstance(event, SequenceFinished) and event.reason is FinishReason.ERROR:
+        if event.wrong_field:
+            return Refused(InvalidRequest(FieldViolation(event.wrong_field, event.message)))
+        return Lost(event.message or f"the worker ended it: {event.reason.value}", failed)
+    return None
 
 
 async def _read(call: _Call) -> pb.StreamResponse | None:
@@ -237,8 +347,23 @@ async def _read(call: _Call) -> pb.StreamResponse | None:
     return response if isinstance(response, pb.StreamResponse) else None
 
 
-async def _write(call: _Call, outbox: asyncio.Queue[pb.StreamRequest]) -> None:
+async def _write_first(call: _Call, message: pb.StreamRequest) -> None:
+    """Write the first message of a stream. Raises Unavailable when nothing answers.
+
+    A write to a call that has just ended makes grpc.aio report an internal error of its own, and the reason is lost.
+    """
+    try:
+        await call.write(message)
+    except asyncio.InvalidStateError:
+        pass  # the call has ended, and the next read raises the reason
+    except aio.AioRpcError as error:
+        if error.code() is not StatusCode.INTERNAL:
+            raise
+        raise Unavailable("nothing answers at its address") from error
+
+
+async def _write(call: _Call, outbox: Outbox) -> None:
     """The one writer of a stream; a broken stream ends it, and the reader gets the error."""
     with suppress(aio.AioRpcError, asyncio.InvalidStateError):
         while True:
-            await call.write(await outbox.get())
+            await call.write(await outbox.take())

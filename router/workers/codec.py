@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
 from common.errors import ProtocolViolation
@@ -17,22 +18,29 @@ from common.types import (
     SamplingParams,
     TokenLogprobs,
 )
+from common.untrusted.ids import ID_WORDS, is_id
 from common.wire.enum_codec import finish_from_proto, miss_from_proto
 from common.wire.identity_codec import identity_from_proto
 from common.wire.output_codec import logprobs_from_proto, usage_from_proto
 from common.wire.packing import pack_hashes, unpack_u32
 from common.wire.sampling_codec import sampling_to_proto
+from common.wire.thought_codec import thought_to_proto
 from quire.api.status import error_from_status
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
+from quire.types.v1 import types_pb2
+from router.core.resuming import Continuation
 from router.core.worker_events import (
     Preempted,
+    PromptScored,
     Refused,
     SequenceAdmitted,
     SequenceEvent,
     SequenceFinished,
+    SequenceStarted,
     TokensSampled,
 )
 from router.core.worker_model import Capacity, Load
+from router.workers.orphan_codec import continuation_to_proto
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +60,7 @@ class Submission:
     """One sequence for a worker. The last `output_before` of `tokens` are output of an earlier run of the sequence.
 
     `block_hashes` are those of the full blocks of `tokens`. `parent_digest` is the 32-byte digest of the last full
-    block, or the root digest when no block is full.
+    block, or the root digest when no block is full; both root in `cache_domain`.
     """
 
     request_id: str
@@ -67,20 +75,32 @@ class Submission:
     output_before: int = 0
     no_cache: bool = False
     eos_token_ids: tuple[int, ...] = ()
+    cache_domain: bytes = b""
+    tenant: str = ""
+    weight: float = 1.0
+    embeds: bool = False
+    # Log-probabilities of the prompt that the client has, or that another sequence of the request gets.
+    prompt_logprobs_before: int = 0
+    # `tokens` as they travel, packed once for all sequences of a request; empty: they are packed for each message.
+    packed_tokens: bytes = b""
+    # What the client expects as output, from the beginning of all runs.
+    prediction: tuple[int, ...] = ()
+    # What another router needs to go on with the sequence; None where none may.
+    continuation: Continuation | None = None
 
 
 def submit_to_proto(submission: Submission, handle: int, fork_of: int | None = None) -> pb.Submit:
     """Return the message for one sequence; `fork_of` is the handle of a sibling that was sent before."""
-    constraint = submission.sampling.constraint
+    constraint, thought = submission.sampling.constraint, submission.sampling.thought
     constrained = {constraint.kind.value: constraint.text} if constraint is not None else {}
     return pb.Submit(
         handle=handle,
         request_id=submission.request_id,
         index=submission.index,
-        prompt_token_ids=little_endian_int32(submission.tokens),
+        prompt_token_ids=submission.packed_tokens or little_endian_int32(submission.tokens),
         block_hashes=pack_hashes(submission.block_hashes),
         parent_digest=submission.parent_digest,
-        # Without stop strings: the router matches these itself, so no text reaches a worker.
+        # Without stop strings: routers match these themselves, and `continuation` has them for the next one.
         sampling=sampling_to_proto(replace(submission.sampling, stop=())),
         priority=submission.priority,
         timeout_seconds=submission.timeout,
@@ -89,13 +109,32 @@ def submit_to_proto(submission: Submission, handle: int, fork_of: int | None = N
         no_cache=submission.no_cache,
         fork_of=fork_of,
         eos_token_ids=submission.eos_token_ids,
+        cache_domain=submission.cache_domain,
+        tenant=submission.tenant,
+        weight=submission.weight,
+        prompt_logprobs_before=submission.prompt_logprobs_before,
+        bad_words=map(little_endian_int32, submission.sampling.bad_words),
+        thought_budget=thought_to_proto(thought),
+        thought_end_token_ids=() if thought is None else thought.end_token_ids,
+        embeds=submission.embeds,
+        prediction_token_ids=little_endian_int32(submission.prediction),
+        continuation=continuation_to_proto(submission.continuation),
         **constrained,
     )
 
 
 def facts_from_proto(info: pb.WorkerInfo) -> WorkerFacts:
+    """Return what a worker reports of itself. Raises ProtocolViolation when its id could not stand in a log line."""
+    if not is_id(info.worker_id):
+        raise ProtocolViolation(f"a worker's id has another form than {ID_WORDS}")
     identity = identity_from_proto(info.identity)
-    capacity = Capacity(info.num_blocks, max(1, identity.block_size), max(1, info.max_num_seqs), info.max_model_len)
+    capacity = Capacity(
+        info.num_blocks,
+        max(1, identity.block_size),
+        max(1, info.max_num_seqs),
+        info.max_model_len,
+        identity.kv_geometry.window,
+    )
     return WorkerFacts(info.worker_id, info.incarnation, identity, capacity, info.vocab_size, tuple(info.eos_token_ids))
 
 
@@ -110,13 +149,20 @@ def load_from_proto(load: pb.Load) -> Load:
         step_age_seconds=load.step_age_seconds,
         step_predicted_seconds=load.step_predicted_seconds,
         steps=load.steps,
+        sampled_tokens=load.sampled_tokens,
+        computed_tokens=load.computed_tokens,
         manager_attached=load.manager_attached,
         draining=load.draining,
     )
 
 
 def refusal_from_proto(refused: pb.Refused) -> Refused:
-    return Refused(error_from_status(status_pb2.Status.FromString(refused.status)))
+    """Raise ProtocolViolation when the status in it is none."""
+    try:
+        status = status_pb2.Status.FromString(refused.status)
+    except DecodeError:
+        raise ProtocolViolation(f"{len(refused.status)} bytes of a refusal are no google.rpc.Status") from None
+    return Refused(error_from_status(status))
 
 
 def events_of(outputs: pb.StepOutputs) -> Iterator[tuple[int, SequenceEvent]]:
@@ -128,6 +174,11 @@ def events_of(outputs: pb.StepOutputs) -> Iterator[tuple[int, SequenceEvent]]:
         yield granted.handle, _admitted(granted)
     for handle in unpack_u32(outputs.preempted):
         yield handle, Preempted()
+    for begun in outputs.started:
+        yield begun.handle, _started(begun)
+    if outputs.prompt_logprobs:
+        for handle, entries in _by_owner(outputs.prompt_logprobs, outputs.prompt_logprob_handles).items():
+            yield handle, PromptScored(tuple(entries))
     yield from _sampled(outputs)
     for ended in outputs.finished:
         yield ended.handle, _finished(ended)
@@ -137,7 +188,7 @@ def _sampled(outputs: pb.StepOutputs) -> Iterator[tuple[int, TokensSampled]]:
     handles, counts, tokens = (unpack_u32(packed) for packed in (outputs.handles, outputs.counts, outputs.token_ids))
     if len(handles) != len(counts) or sum(counts) != len(tokens):
         raise ProtocolViolation(f"{len(handles)} handles, {len(counts)} counts and {len(tokens)} tokens do not fit")
-    logprobs = _logprobs(outputs) if outputs.logprobs else {}
+    logprobs = _by_owner(outputs.logprobs, outputs.logprob_handles) if outputs.logprobs else {}
     start = 0
     for handle, count in zip(handles, counts, strict=True):
         sampled = TokensSampled(tuple(tokens[start : start + count]))
@@ -149,13 +200,13 @@ def _sampled(outputs: pb.StepOutputs) -> Iterator[tuple[int, TokensSampled]]:
         yield handle, sampled
 
 
-def _logprobs(outputs: pb.StepOutputs) -> dict[int, list[TokenLogprobs]]:
-    """Return the entries of each handle; `logprob_handles` names the owner of each entry."""
-    owners = unpack_u32(outputs.logprob_handles)
-    if len(owners) != len(outputs.logprobs):
-        raise ProtocolViolation(f"{len(outputs.logprobs)} log-probabilities have {len(owners)} owners")
+def _by_owner(entries: Sequence[types_pb2.TokenLogprobs], handles: bytes) -> dict[int, list[TokenLogprobs]]:
+    """Return the entries of each handle; `handles` names the owner of each entry."""
+    owners = unpack_u32(handles)
+    if len(owners) != len(entries):
+        raise ProtocolViolation(f"{len(entries)} log-probabilities have {len(owners)} owners")
     found: dict[int, list[TokenLogprobs]] = {}
-    for owner, entry in zip(owners, outputs.logprobs, strict=True):
+    for owner, entry in zip(owners, entries, strict=True):
         found.setdefault(owner, []).append(logprobs_from_proto(entry))
     return found
 
@@ -163,11 +214,22 @@ def _logprobs(outputs: pb.StepOutputs) -> dict[int, list[TokenLogprobs]]:
 def _admitted(message: pb.SequenceAdmitted) -> SequenceAdmitted:
     miss = miss_from_proto(message.miss_reason, unknown=MissReason.NEVER_SEEN)
     return SequenceAdmitted(
-        message.cached_tokens, miss, message.diverged_at, message.decision_id, message.reserve_seconds
+        message.cached_tokens,
+        miss,
+        message.diverged_at,
+        message.decision_id,
+        message.reserve_seconds,
+        message.recounted,
     )
+
+
+def _started(message: pb.SequenceStarted) -> SequenceStarted:
+    ahead_of = message.ahead_of if is_id(message.ahead_of) else ""
+    return SequenceStarted(max(0.0, message.wait_seconds), message.ahead_tokens, ahead_of)
 
 
 def _finished(message: pb.SequenceFinished) -> SequenceFinished:
     reason = finish_from_proto(message.reason, unknown=FinishReason.ERROR)
     stop = message.stop_token_id if message.HasField("stop_token_id") else None
-    return SequenceFinished(reason, usage_from_proto(message.usage), stop, message.message)
+    usage = usage_from_proto(message.usage)
+    return SequenceFinished(reason, usage, stop, message.message, message.wrong_field, message.embedding)

@@ -1,27 +1,37 @@
-"""Finds workers in Redis. Each has a key that its manager or the worker renews, and that expires without renewal.
+"""Finds workers in Redis. Each has a key that its manager renews, and that expires without renewal.
 
 A worker's stream shows that it is alive, not its key. A connected worker stays in use whatever Redis holds, and time in
-which Redis cannot be read does not count against a key.
+which Redis cannot be read does not count against a key. What Redis holds is not trusted. The size of each answer is
+bounded, and entries that are malformed, unsigned or outside the allowed networks are passed over.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
+from collections.abc import Awaitable, Iterator
+from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from common.clock import Clock
-from common.index_format import DISCOVERY_WORKERS_KEY, DiscoveredWorker, discovered_from_json, discovery_key
+from common.index_format import DISCOVERY_WORKERS_KEY, DiscoveredWorker, discovered_from_value, discovery_key
+from common.limits import (
+    MAX_DISCOVERED_WORKERS,
+    MAX_DISCOVERY_ENTRY_BYTES,
+    MAX_DISCOVERY_SET_BYTES,
+    MAX_NAMED_ENTRIES,
+)
 from common.types import PoolIdentity
 from router.core.identity import differences
+from router.core.worker_networks import LOOPBACK, WorkerNetworks
 
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
+_QUOTED_CHARS = 64
 
 
 class Members(Protocol):
@@ -37,6 +47,14 @@ class Members(Protocol):
     def is_connected(self, address: str) -> bool: ...
 
 
+@dataclass(frozen=True, slots=True)
+class EntryRules:
+    """Which entries count: with a key those that are signed with it, and addresses of these networks alone."""
+
+    key: bytes | None = None
+    networks: WorkerNetworks = field(default_factory=lambda: WorkerNetworks(LOOPBACK))
+
+
 @dataclass(slots=True)
 class _Found:
     worker: DiscoveredWorker
@@ -44,14 +62,32 @@ class _Found:
 
 
 class Discovery:
-    """Adds to a pool the workers that have keys in Redis, and removes them again; leaves configured addresses alone."""
+    """Adds to a pool the workers that have keys in Redis, and removes them again; leaves configured addresses alone.
 
-    def __init__(self, redis: Redis, members: Members, clock: Clock, lease_seconds: float = 5.0) -> None:
+    `connected` says whether Redis answers, `problem` what of its answers is passed over ("": nothing).
+    """
+
+    def __init__(
+        self,
+        redis: Redis,
+        members: Members,
+        clock: Clock,
+        lease_seconds: float = 5.0,
+        rules: EntryRules = EntryRules(),
+    ) -> None:
         """A worker without a connection and without a key is removed after `lease_seconds`."""
         self._redis, self._members, self._clock, self._lease = redis, members, clock, lease_seconds
+        self._rules = rules
         self._found: dict[str, _Found] = {}
+        # Those of the last poll, so that each is logged once while it lasts.
         self._passed_over: set[str] = set()
+        self._refused: dict[str, str] = {}
+        self._too_large = ""
         self.connected = False
+
+    @property
+    def problem(self) -> str:
+        return "; ".join((*filter(None, [self._too_large]), *_named(self._refused)))
 
     async def run(self) -> None:
         """Poll every second until this task is cancelled."""
@@ -62,7 +98,7 @@ class Discovery:
     async def poll(self) -> None:
         """Poll once. While Redis cannot be read nothing changes."""
         try:
-            workers = await self._read()
+            values = await self._read()
         except (RedisError, OSError) as error:
             if self.connected:
                 log.warning("discovery cannot read Redis", extra={"reason": str(error)})
@@ -73,34 +109,97 @@ class Discovery:
             for found in self._found.values():
                 found.seen = self._clock.monotonic()
         self.connected = True
-        self._take(workers)
+        self._take(self._accepted(values))
 
-    async def _read(self) -> list[DiscoveredWorker]:
-        names = sorted(cast("set[bytes]", await self._redis.smembers(DISCOVERY_WORKERS_KEY)))
+    # ------------------------------------------------------------ reading
+
+    async def _read(self) -> dict[bytes, object]:
+        """Return at most MAX_DISCOVERED_WORKERS values by worker id; an error of a key stands in place of its value."""
+        names = await self._names()
         if not names:
+            return {}
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for name in names:
+                pipe.getrange(discovery_key("").encode() + name, 0, MAX_DISCOVERY_ENTRY_BYTES)
+            return dict(zip(names, await pipe.execute(raise_on_error=False), strict=True))
+
+    async def _names(self) -> list[bytes]:
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.scard(DISCOVERY_WORKERS_KEY)
+            pipe.memory_usage(DISCOVERY_WORKERS_KEY, samples=0)
+            count, size = await pipe.execute()
+        self._note_size(count, size or 0)
+        if (size or 0) > MAX_DISCOVERY_SET_BYTES:
             return []
-        values = cast("list[bytes | None]", await self._redis.mget([discovery_key(name.decode()) for name in names]))
-        workers = (discovered_from_json(value) for value in values if value is not None)
-        return [worker for worker in workers if worker is not None]
+        drawn = await cast(
+            "Awaitable[list[bytes]]", self._redis.srandmember(DISCOVERY_WORKERS_KEY, MAX_DISCOVERED_WORKERS)
+        )
+        return sorted(drawn)
+
+    def _note_size(self, count: int, size: int) -> None:
+        found = ""
+        if size > MAX_DISCOVERY_SET_BYTES:
+            found = f"{DISCOVERY_WORKERS_KEY} has {size} bytes and is not read; at most {MAX_DISCOVERY_SET_BYTES} are"
+        elif count > MAX_DISCOVERED_WORKERS:
+            found = f"{DISCOVERY_WORKERS_KEY} has {count} members; {MAX_DISCOVERED_WORKERS} at a time are read"
+        if bool(found) != bool(self._too_large):
+            log.warning("discovery: %s", found or "the list of workers has a size to be expected again")
+        self._too_large = found
+
+    # ------------------------------------------------------------ judging
+
+    def _accepted(self, values: dict[bytes, object]) -> list[DiscoveredWorker]:
+        """Return the workers whose entries count; log each other entry once, as long as it stands there."""
+        workers, refused = [], {}
+        for name, value in values.items():
+            if value == b"":
+                continue  # expired, or never there
+            try:
+                workers.append(self._worker(name, value))
+            except ValueError as error:
+                refused[ascii(name.decode(errors="replace")[:_QUOTED_CHARS])] = str(error)
+        if new := {name: why for name, why in refused.items() if self._refused.get(name) != why}:
+            log.warning("discovery passes over %d entries: %s", len(new), "; ".join(_named(new)))
+        self._refused = refused
+        return workers
+
+    def _worker(self, name: bytes, value: object) -> DiscoveredWorker:
+        """Return the worker of an entry. Raises ValueError with what is wrong with it."""
+        if not isinstance(value, bytes):
+            raise ValueError(f"Redis does not give its value: {str(value)[:_QUOTED_CHARS]}")
+        now = self._clock.time_ns() / 1e9
+        worker = discovered_from_value(value, name.decode(), self._rules.key, now)
+        if refusal := self._rules.networks.refusal(worker.address):
+            raise ValueError(refusal)
+        return worker
 
     def _take(self, workers: list[DiscoveredWorker]) -> None:
         now = self._clock.monotonic()
-        for worker in workers:
-            if self._serves_this_pool(worker):
-                if worker.address not in self._found:
-                    log.info("worker %s found", worker.worker_id, extra={"address": worker.address})
-                self._found[worker.address] = _Found(worker, now)
-                self._members.add(worker.address)
+        for worker in self._of_this_pool(workers):
+            if worker.address not in self._found:
+                log.info("worker %s found", worker.worker_id, extra={"address": worker.address})
+            self._found[worker.address] = _Found(worker, now)
+            self._members.add(worker.address)
         for address, found in list(self._found.items()):
             if now - found.seen >= self._lease and not self._members.is_connected(address):
                 log.info("worker %s is gone", found.worker.worker_id, extra={"address": address})
                 del self._found[address]
                 self._members.remove(address)
 
-    def _serves_this_pool(self, worker: DiscoveredWorker) -> bool:
-        """Return whether a worker is of this pool: pools of other models or block sizes may share one Redis."""
-        found = differences(self._members.identity, worker.identity)
-        if found and worker.worker_id not in self._passed_over:
-            self._passed_over.add(worker.worker_id)
-            log.info("worker %s serves another pool", worker.worker_id, extra={"reason": "; ".join(map(str, found))})
-        return not found
+    def _of_this_pool(self, workers: list[DiscoveredWorker]) -> list[DiscoveredWorker]:
+        """Return the workers of this pool: pools of other models or block sizes may share one Redis."""
+        found = {worker.worker_id: differences(self._members.identity, worker.identity) for worker in workers}
+        others = {worker_id for worker_id, mismatches in found.items() if mismatches}
+        for worker_id in sorted(others - self._passed_over):
+            why = "; ".join(map(str, found[worker_id]))
+            log.info("worker %s serves another pool", worker_id, extra={"reason": why})
+        self._passed_over = others
+        return [worker for worker in workers if worker.worker_id not in others]
+
+
+def _named(refused: dict[str, str]) -> Iterator[str]:
+    """Yield words for the first few entries, and how many more there are."""
+    for name in list(refused)[:MAX_NAMED_ENTRIES]:
+        yield f"{name}: {refused[name]}"
+    if len(refused) > MAX_NAMED_ENTRIES:
+        yield f"and {len(refused) - MAX_NAMED_ENTRIES} more"

@@ -10,6 +10,8 @@ from typing import Protocol
 
 from common.clock import Clock
 from common.errors import IdentityMismatch, QuireError, Unavailable
+from common.limits import MAX_LOGGED_REASONS
+from common.rpc.server import Dial, open_channel
 from common.types import PoolIdentity
 from router.core.identity import adopt, differences
 from router.core.worker_model import Load, WorkerModel, WorkerState
@@ -19,6 +21,7 @@ from router.workers.codec import WorkerFacts
 log = logging.getLogger(__name__)
 
 WATCH_SECONDS = 0.5
+_LAST_WORDS_S = 0.1
 
 
 class PoolListener(Protocol):
@@ -40,6 +43,8 @@ class Member:
     client: WorkerClient
     task: asyncio.Task[None] | None = None
     worker_id: str = ""
+    # Of the last connection: a worker that comes back with another one has lost its cache.
+    incarnation: bytes = b""
     state: WorkerState = WorkerState.CONNECTING
     reason: str = "not connected yet"
     facts: WorkerFacts | None = None
@@ -62,12 +67,12 @@ class WorkerPool:
         identity: PoolIdentity,
         clock: Clock,
         pacing: Pacing | None = None,
+        dial: Dial = open_channel,
     ) -> None:
         """The first worker fills in the unknown parts of `identity`; others must agree while any is connected."""
         self.identity = self._configured = identity
-        self._router, self._clock, self._pacing = router, clock, pacing or Pacing()
+        self._router, self._clock, self._pacing, self._dial = router, clock, pacing or Pacing(), dial
         self._members: dict[str, Member] = {}
-        self._incarnations: dict[str, bytes] = {}
         self._listeners: list[PoolListener] = []
 
     def listen(self, listener: PoolListener) -> None:
@@ -78,7 +83,7 @@ class WorkerPool:
     def add(self, address: str) -> None:
         """Begin to use the worker at HOST:PORT. Idempotent."""
         if address not in self._members:
-            client = WorkerClient(address, self._router, self, self._pacing)
+            client = WorkerClient(address, self._router, self, self._pacing, self._dial)
             client.identity = self.identity
             self._members[address] = Member(client)
             self._run(address)
@@ -96,10 +101,21 @@ class WorkerPool:
             asyncio.get_running_loop().call_later(self._pacing.reconnect.longest, self._run, address)
 
     def remove(self, address: str) -> None:
-        """Stop using an address; sequences there are Lost."""
+        """Stop using an address; sequences there are Lost. What its cache held is forgotten."""
         member = self._members.pop(address, None)
-        if member is not None and member.task is not None:
-            member.task.cancel()
+        if member is None:
+            return
+        member.client.abandon("the router uses it no longer", broken=False)
+        if member.task is not None:
+            self._leave(member.task, member.client.ready)
+        self._forget_cache(member)
+
+    def _leave(self, task: asyncio.Task[None], connected: bool) -> None:
+        """End a connection, once its last messages are sent: what it leaves uncancelled would run on as orphans."""
+        if connected:
+            asyncio.get_running_loop().call_later(_LAST_WORDS_S, task.cancel)
+        else:
+            task.cancel()
 
     async def aclose(self) -> None:
         tasks = [member.task for member in self._members.values() if member.task is not None]
@@ -132,6 +148,11 @@ class WorkerPool:
                 return member.client
         raise Unavailable(f"worker {model.worker_id} has just gone")
 
+    def model_of(self, client: WorkerClient) -> WorkerModel | None:
+        """Return the model of the worker at the other end of a connection, None while it is not open."""
+        member = self._members.get(client.address)
+        return member.model if member is not None and member.client is client else None
+
     def members(self) -> Collection[Member]:
         return self._members.values()
 
@@ -150,15 +171,21 @@ class WorkerPool:
     async def watch(self) -> None:
         """Check for hung workers until this task is cancelled."""
         while True:
+            due = self._clock.monotonic() + WATCH_SECONDS
             await asyncio.sleep(WATCH_SECONDS)
-            self.check()
+            self.check(late=max(0.0, self._clock.monotonic() - due))
 
-    def check(self) -> None:
-        """Update each worker's state; move the sequences of a hung worker if another worker is usable."""
+    def check(self, late: float = 0.0) -> None:
+        """Update each worker's state; move the sequences of a hung worker if another worker is usable.
+
+        `late`: seconds by which this check is late, because the router was stopped or had no processor. The heartbeats
+        of that time are still unread.
+        """
         now = self._clock.monotonic()
         for member in list(self._members.values()):
             if member.model is None:
                 continue
+            member.model.router_paused(late, now)
             before = member.state
             member.state, member.reason = member.model.trouble(now) or (WorkerState.CONNECTED, "")
             if member.state is not before:
@@ -180,17 +207,26 @@ class WorkerPool:
             if other.model is not None and other.worker_id == facts.worker_id:
                 raise Unavailable(f"worker {facts.worker_id} is connected at {other.client.address} already")
         self._agree(adopt(self.identity, facts.identity))
-        known = self._incarnations.get(facts.worker_id)
-        self._incarnations[facts.worker_id] = facts.incarnation
+        for other in list(self._members.values()):
+            if other is member or other.worker_id == facts.worker_id:
+                self._renew(other, facts)
         now = self._clock.monotonic()
-        member.worker_id, member.facts = facts.worker_id, facts
+        member.worker_id, member.incarnation, member.facts = facts.worker_id, facts.incarnation, facts
         member.model = WorkerModel(facts.worker_id, facts.capacity, _idle(facts), heartbeat_at=now)
         member.state, member.reason = WorkerState.CONNECTED, ""
         member.logged_reasons.clear()
         log.info("worker %s connected", facts.worker_id, extra={"address": client.address})
-        for listener in self._listeners if known not in (None, facts.incarnation) else ():
-            listener.cache_lost(facts.worker_id)
         self._notify()
+
+    def _renew(self, earlier: Member, facts: WorkerFacts) -> None:
+        """Forget the cache of a worker that was at this address, or had this id, and was another process."""
+        if earlier.incarnation != facts.incarnation:
+            self._forget_cache(earlier)
+        earlier.incarnation = b""
+
+    def _forget_cache(self, member: Member) -> None:
+        for listener in self._listeners if member.incarnation else ():
+            listener.cache_lost(member.worker_id)
 
     def heartbeat(self, client: WorkerClient, load: Load) -> None:
         member = self._members.get(client.address)
@@ -216,9 +252,10 @@ class WorkerPool:
         """Log each reason once for all attempts to connect; a worker that never connected is no warning."""
         # After the colon stand gRPC's details of one attempt, different each time.
         words = str(error).partition(":")[0]
-        if member.model is None and words in member.logged_reasons:
+        reasons = member.logged_reasons
+        if member.model is None and (words in reasons or len(reasons) >= MAX_LOGGED_REASONS):
             return
-        member.logged_reasons.add(words)
+        reasons.add(words)
         bad = member.model is not None or isinstance(error, IdentityMismatch)
         log.log(
             logging.WARNING if bad else logging.INFO,

@@ -19,8 +19,9 @@ class HealthSwitch(Protocol):
 class Readiness:
     """Implements PoolListener. `first` is set when the first worker can be used."""
 
-    def __init__(self, pool: WorkerPool, health: HealthSwitch) -> None:
-        self._pool, self._health = pool, health
+    def __init__(self, pool: WorkerPool, *servers: HealthSwitch) -> None:
+        """`servers` are the health services of the router's ports."""
+        self._pool, self._servers = pool, servers
         self._changed = asyncio.Event()
         self.first = asyncio.Event()
         self.ready = False
@@ -37,11 +38,12 @@ class Readiness:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            if self._pool.usable == self.ready:
+            usable = self._pool.usable
+            if usable == self.ready:
                 continue
-            self.ready = not self.ready
-            if self.ready:
-                await self._health.ready()
+            for health in self._servers:
+                await (health.ready() if usable else health.not_ready())
+            # Last: after a failure above, the next change tries again.
+            self.ready = usable
+            if usable:
                 self.first.set()
-            else:
-                await self._health.not_ready()

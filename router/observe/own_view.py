@@ -1,0 +1,90 @@
+"""What a client may see of its request: its own spans and decisions, without the names of other requests.
+
+The public plane answers with these. Requests that share a trace id, by a traceparent that several clients sent, are not
+mixed: the view begins at the spans that name the request, and its tenant where callers have keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, MutableMapping
+from typing import Final
+
+from common.types import DecisionKind
+from quire.decision.v1 import decision_pb2 as pb
+from router.core.diagnosis.outcome import PRIVATE_COUNTS, PRIVATE_TEXTS
+from router.observe.trace_codec import REQUEST_ID, TENANT
+
+ANOTHER: Final = "another request"
+_PREFIX: Final = "quire.decision."
+_NAMES: Final = (_PREFIX + "victim", _PREFIX + "beneficiary", REQUEST_ID)
+
+
+def own_spans(found: pb.GetTraceResponse, request_id: str, tenant: str = "") -> pb.GetTraceResponse:
+    """Return the spans that name a request (of a tenant, if given), and all spans below them."""
+    ids = _ids_below(found.spans, request_id, tenant)
+    spans = [_own_span(span, ids, found.trace_id, request_id) for span in found.spans if span.span_id in ids]
+    return pb.GetTraceResponse(trace_id=found.trace_id, spans=spans)
+
+
+def own_decision(record: pb.DecisionRecord, request_id: str) -> pb.DecisionRecord:
+    """Return a copy of a record in which no other request is named."""
+    own = pb.DecisionRecord()
+    own.CopyFrom(record)
+    own.ClearField("sequence")
+    for name in ("request_id", "victim", "beneficiary"):
+        setattr(own, name, _own_name(getattr(own, name), request_id))
+    if own.kind == DecisionKind.PREEMPTION:  # it chooses among requests
+        own.chosen = _own_name(own.chosen, request_id)
+    if own.kind in (DecisionKind.PREEMPTION, DecisionKind.SHORTFALL):  # the candidates are other requests
+        del own.candidates[:]
+    if own.kind == DecisionKind.OUTCOME:
+        _mask_outcome(own)
+    return own
+
+
+def _mask_outcome(own: pb.DecisionRecord) -> None:
+    """Leave out what other tenants sent, and who was before the request."""
+    reasons = [each for each in own.reasons if each.partition(": ")[0] not in PRIVATE_TEXTS]
+    del own.reasons[:]
+    own.reasons.extend(reasons)
+    for name in PRIVATE_COUNTS:
+        own.figures.pop(name, None)
+
+
+def _ids_below(spans: Iterable[pb.Span], request_id: str, tenant: str) -> set[str]:
+    children: dict[str, list[str]] = {}
+    ids: set[str] = set()
+    for span in spans:
+        children.setdefault(span.parent_span_id, []).append(span.span_id)
+        if span.attributes.get(REQUEST_ID) == request_id and tenant in ("", span.attributes.get(TENANT)):
+            ids.add(span.span_id)
+    below = list(ids)
+    while below:
+        fresh = [child for child in children.get(below.pop(), ()) if child not in ids]
+        ids.update(fresh)
+        below += fresh
+    return ids
+
+
+def _own_span(span: pb.Span, ids: set[str], trace_id: str, request_id: str) -> pb.Span:
+    own = pb.Span()
+    own.CopyFrom(span)
+    del own.links[:]
+    known = {f"{trace_id}:{span_id}" for span_id in ids}
+    own.links.extend(link for link in span.links if link in known)
+    for attributes in (own.attributes, *(event.attributes for event in own.events)):
+        _mask(attributes, request_id)
+    return own
+
+
+def _mask(attributes: MutableMapping[str, str], request_id: str) -> None:
+    for name in _NAMES:
+        if name in attributes:
+            attributes[name] = _own_name(attributes[name], request_id)
+    if attributes.get(_PREFIX + "kind") == DecisionKind.PREEMPTION:
+        attributes[_PREFIX + "chosen"] = _own_name(attributes[_PREFIX + "chosen"], request_id)
+        attributes.pop(_PREFIX + "candidates", None)
+
+
+def _own_name(name: str, request_id: str) -> str:
+    return name if name in ("", request_id) else ANOTHER

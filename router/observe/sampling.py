@@ -1,0 +1,75 @@
+"""Which requests are traced: the router decides. A client may ask for a trace, or for none.
+
+A client's flag cannot raise the share of traced requests by more than CLIENT_TRACES_PER_SECOND. For such requests the
+share is drawn here, and not from the trace id: the client chose the id. Later services follow the router.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace.sampling import Decision, ParentBased, Sampler, SamplingResult, TraceIdRatioBased
+from opentelemetry.trace import Link, SpanKind, TraceState
+from opentelemetry.util.types import Attributes
+
+from common.limits import CLIENT_TRACES_BURST, CLIENT_TRACES_PER_SECOND
+
+_DROPPED: Final = SamplingResult(Decision.DROP)
+
+
+class Allowance:
+    """A token bucket, full at first."""
+
+    def __init__(self, per_second: float, burst: float, monotonic: Callable[[], float]) -> None:
+        self._per_second, self._burst, self._monotonic = per_second, burst, monotonic
+        self._left, self._filled = burst, monotonic()
+
+    def take(self) -> bool:
+        """Take one; return whether one was left."""
+        now = self._monotonic()
+        self._left = min(self._burst, self._left + self._per_second * (now - self._filled))
+        self._filled = now
+        if self._left < 1.0:
+            return False
+        self._left -= 1.0
+        return True
+
+
+class RequestSampler(Sampler):
+    """Samples `ratio` of all requests, and a few more whose clients ask for it."""
+
+    def __init__(
+        self,
+        ratio: float,
+        monotonic: Callable[[], float] = time.monotonic,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        self._ratio, self._draw = ratio, draw
+        self._asked = Allowance(CLIENT_TRACES_PER_SECOND, CLIENT_TRACES_BURST, monotonic)
+        self._unasked = ParentBased(TraceIdRatioBased(ratio))
+
+    def should_sample(
+        self,
+        parent_context: Context | None,
+        trace_id: int,
+        name: str,
+        kind: SpanKind | None = None,
+        attributes: Attributes = None,
+        links: Sequence[Link] | None = None,
+        trace_state: TraceState | None = None,
+    ) -> SamplingResult:
+        """Return the decision for one span. A remote parent is a client's; any other one is a span of this process."""
+        parent = trace.get_current_span(parent_context).get_span_context()
+        if not (parent.is_valid and parent.is_remote and parent.trace_flags.sampled):
+            return self._unasked.should_sample(parent_context, trace_id, name, kind, attributes, links)
+        if self._draw() < self._ratio or self._asked.take():
+            return SamplingResult(Decision.RECORD_AND_SAMPLE, attributes)
+        return _DROPPED
+
+    def get_description(self) -> str:
+        return f"RequestSampler({self._ratio})"

@@ -1,0 +1,54 @@
+"""Takes over the sequences of a request that another router began, where they run."""
+
+from __future__ import annotations
+
+from common.errors import Unavailable
+from common.types import DecisionKind
+from router.core.admission import AdmissionLimiter
+from router.observe.recorder import Recorder
+from router.requests.dispatcher import Dispatcher
+from router.requests.resumption import Resumable
+from router.requests.run import RequestRun
+
+LOST_WORDS = "its router was lost, and its client resumed it here"
+
+
+class Adopter:
+    """Puts orphans in the place of sequences that a worker would be chosen for."""
+
+    def __init__(self, dispatcher: Dispatcher, admission: AdmissionLimiter, recorder: Recorder) -> None:
+        self._dispatcher, self._admission, self._recorder = dispatcher, admission, recorder
+        self._clock = recorder.clock
+
+    def adopt(self, run: RequestRun, resumable: Resumable) -> None:
+        """Go on with every sequence. Raises Unavailable when a worker has just gone."""
+        now = self._clock.monotonic()
+        run.received, run.hits_counted = resumable.received, True
+        run.worker_id = resumable.sequences[0].worker_id
+        self._record(run, resumable)
+        run.log.resumed(resumable.sequences[0].orphan, now)
+        run.suspicion.placed()
+        if not all(found.client.ready for found in resumable.sequences):
+            raise Unavailable("a worker of this request has just gone; resume again")
+        deadline = run.request.deadline
+        left = None if deadline is None else max(0.0, deadline - now)
+        for running, found in zip(run.sequences, resumable.sequences, strict=True):
+            running.received = resumable.received.of(found.orphan.index)
+            running.output.resume(found.orphan, now)
+            running.reservation = self._dispatcher.adopted(found.client, run.request.flow)
+            running.place(found.client, found.client.adopt(found.orphan.sequence, run.sink(running), left))
+        self._admission.start(run.request_id, now, run.request.tenant)
+        self._recorder.metrics.resumed.inc()
+
+    def _record(self, run: RequestRun, resumable: Resumable) -> None:
+        output = sum(found.orphan.total for found in resumable.sequences)
+        figures = (
+            ("orphaned_seconds", resumable.orphaned_seconds),
+            ("output_tokens", float(output)),
+            ("received_tokens", float(sum(resumable.received.tokens))),
+        )
+        reasons = (LOST_WORDS,)
+        run.decision_id = self._recorder.decided(
+            run.trace, DecisionKind.MIGRATION, run.request_id, run.worker_id, figures, reasons
+        )
+        run.trace.resumed()

@@ -1,0 +1,114 @@
+"""Says what would happen to a request that came now, without serving it: the router's part of `Explain`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from common.clock import Clock
+from common.errors import DeadlineExceeded, Overloaded
+from common.types import PoolIdentity
+from router.core.admission import AdmissionLimiter, check_deadline
+from router.core.embedding import check_kind
+from router.core.events import ValidatedRequest
+from router.core.identity import is_complete
+from router.core.routing import TIE_SECONDS, Choice, Outcome
+from router.requests.dispatcher import Dispatcher, Foresight, Job, reasons_against
+from router.requests.run import Prefix, placement_of
+
+
+class Foreseen(StrEnum):
+    """PLACED: it goes to a worker at once. QUEUED: it waits for one. The others are errors."""
+
+    PLACED = "placed"
+    QUEUED = "queued"
+    REFUSED = "refused"
+    TOO_LARGE = "too_large"
+    NO_WORKER = "no_worker"
+    TOO_LATE = "too_late"
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What would happen; `reason` is in words, and empty for PLACED. `shareable_tokens` are in full blocks."""
+
+    outcome: Foreseen
+    reason: str
+    foresight: Foresight
+    request: ValidatedRequest
+    block_size: int
+    shareable_tokens: int
+
+    @property
+    def choice(self) -> Choice:
+        return self.foresight.choice
+
+    @property
+    def tied(self) -> tuple[str, ...]:
+        """Return the workers of which chance takes one."""
+        costs = [(each.cost, each.name) for each in self.choice.decision.candidates if each.cost is not None]
+        cheapest = min(costs, default=(0.0, ""))[0]
+        return tuple(name for cost, name in costs if cost <= cheapest + TIE_SECONDS)
+
+
+class Explainer:
+    """Asks admission and dispatcher what they would do; neither counts the request."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        admission: AdmissionLimiter,
+        identity: Callable[[], PoolIdentity],
+        draining: Callable[[], bool],
+        clock: Clock,
+    ) -> None:
+        self._dispatcher, self._admission, self._identity = dispatcher, admission, identity
+        self._draining, self._clock = draining, clock
+
+    async def explain(self, request: ValidatedRequest, seconds: float | None = None) -> Explanation:
+        """Return what would happen now; `seconds` is what the client would allow. Raises Unsupported as `generate`."""
+        identity = self._identity()
+        prefix = Prefix(request.prompt, (), b"", b"")
+        if is_complete(identity):
+            check_kind(request.embeds, identity.pooling)
+            prefix = Prefix.of(request, identity, [])
+        hashes = prefix.block_hashes if request.takes_hits else ()
+        job = Job(placement_of(request, prefix, request.sampling.n), hashes, request.priority, None)
+        foresight = await self._dispatcher.foresee(job, request.flow)
+        outcome, reason = self._refusal(request) or _foreseen(foresight) or self._lateness(foresight, seconds)
+        return Explanation(outcome, reason, foresight, request, identity.block_size, len(hashes) * identity.block_size)
+
+    def _refusal(self, request: ValidatedRequest) -> tuple[Foreseen, str] | None:
+        if self._draining():
+            return Foreseen.REFUSED, "this router is draining; another one takes new requests"
+        try:
+            now = self._clock.monotonic()
+            self._admission.check(request.tokens, request.caller.tenant, now, request.sampling.n)
+        except Overloaded as refused:
+            return Foreseen.REFUSED, f"{refused.violation.subject}: {refused.violation.description}"
+        return None
+
+    def _lateness(self, foresight: Foresight, seconds: float | None) -> tuple[Foreseen, str]:
+        now = self._clock.monotonic()
+        try:
+            check_deadline(now, None if seconds is None else now + seconds, foresight.choice.first_token_s)
+        except DeadlineExceeded as late:
+            return Foreseen.TOO_LATE, str(late)
+        return Foreseen.PLACED, ""
+
+
+def _foreseen(foresight: Foresight) -> tuple[Foreseen, str] | None:
+    """Return why a request would not get a worker at once; None if it would."""
+    out = reasons_against(foresight.choice.decision)
+    match foresight.choice.outcome:
+        case Outcome.TOO_LARGE:
+            return Foreseen.TOO_LARGE, f"prompt and output fit no worker: {out}"
+        case Outcome.NO_WORKER:
+            return Foreseen.NO_WORKER, out or "no worker is known"
+        case Outcome.WAIT:
+            return Foreseen.QUEUED, f"no worker has a place: {out}"
+        case _ if not foresight.leads:
+            return Foreseen.QUEUED, "another request waits for a worker and goes first"
+        case _:
+            return None

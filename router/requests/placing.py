@@ -1,0 +1,113 @@
+"""Places the sequences of a request at workers: at the beginning, and again where a worker is lost."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+from common.errors import DeadlineExceeded, EngineFailure, Unavailable
+from router.core.admission import AdmissionLimiter
+from router.core.domains_seen import DomainsSeen
+from router.core.embedding import check_kind
+from router.core.worker_events import Lost
+from router.observe.recorder import Recorder
+from router.requests.dispatcher import Dispatcher, Job, Placement
+from router.requests.output_stream import EXPIRED
+from router.requests.probation import Probation
+from router.requests.run import Prefix, RequestRun, Running, of_sequence, placement_request_of, submission_of
+
+# Moves of one sequence; after these it fails, even if it sampled tokens at each worker before that was lost.
+MAX_MOVES = 3
+
+
+class Placer:
+    """Sends sequences to workers; from then on their run owns the reservations."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        admission: AdmissionLimiter,
+        recorder: Recorder,
+        eos_token_ids: tuple[int, ...],
+    ) -> None:
+        self._dispatcher, self._admission, self._recorder = dispatcher, admission, recorder
+        self._eos_token_ids, self._clock = eos_token_ids, recorder.clock
+        self._probation, self._domains = Probation(), DomainsSeen(secrets.token_bytes(16))
+
+    async def place(self, run: RequestRun, sequences: Sequence[Running], moved_because: str = "") -> None:
+        """Place sequences with the same tokens at one worker. Raises as `Dispatcher.place` does."""
+        identity = await self._dispatcher.known_identity()
+        check_kind(run.request.embeds, identity.pooling)
+        began, began_ns = self._clock.monotonic(), self._clock.time_ns()
+        request, prefix = run.request, Prefix.of(run.request, identity, sequences[0].output.tokens)
+        if run.ticket is None:
+            run.ticket = self._dispatcher.ticket(request.priority, request.flow, len(sequences))
+        wanted = placement_request_of(run, prefix, len(sequences))
+        owner = request.caller.owner
+        shared = prefix.block_hashes if request.takes_hits else ()
+        job = Job(wanted, shared, request.priority, request.deadline, moved_because, owner)
+        run.log.sent(self._domains, prefix.cache_domain, identity.block_size)
+        placement = await self._dispatcher.place(job, run.ticket)
+        while run.waits and not await self._may_be_tried(run, placement):
+            placement = await self._dispatcher.place(job, run.ticket)
+        run.identity = identity
+        run.log.placed((placement.looked_up_ns - began_ns) / 1e9, placement.index_answered)
+        self._submit(run, sequences, prefix, placement)
+        self._admission.start(run.request_id, self._clock.monotonic(), request.tenant)
+        self._recorder.metrics.routing.observe(self._clock.monotonic() - began)
+        run.trace.placed(placement.decision, began_ns, placement.looked_up_ns)
+        run.decision_id = placement.decision.decision_id
+
+    async def _may_be_tried(self, run: RequestRun, placement: Placement) -> bool:
+        """Let a suspect wait; return False when its worker went meanwhile, and its place with it."""
+        there = False
+        try:
+            run.take_turn(await self._probation.wait(run.suspicion))
+            there = placement.client.ready
+        finally:
+            if not there:
+                for reservation in placement.reservations:
+                    reservation.release()
+        return there
+
+    def _submit(self, run: RequestRun, sequences: Sequence[Running], prefix: Prefix, placement: Placement) -> None:
+        """Send sequences to their worker. From here on the run owns the reservations, whatever goes wrong."""
+        run.worker_id = placement.worker_id
+        run.suspicion.placed()
+        for running, reservation in zip(sequences, placement.reservations, strict=True):
+            running.reservation = reservation
+        first: int | None = None
+        submission = submission_of(run, prefix, self._clock.monotonic(), self._eos_token_ids)
+        for running in sequences:
+            sink = run.sink(running)
+            try:
+                handle = placement.client.submit(of_sequence(submission, running.output), sink, first)
+            except Unavailable as gone:
+                # The worker was lost after it was chosen: the sequence moves on like any other of that worker.
+                sink(Lost(str(gone)))
+                continue
+            running.place(placement.client, handle)
+            first = handle if first is None else first
+
+    async def move_lost(self, run: RequestRun) -> None:
+        """Send sequences that lost their worker to another one.
+
+        Raises EngineFailure when that happens too often, or when the request may have broken its workers itself.
+        """
+        for running in [each for each in run.sequences if each.lost and not each.done]:
+            reason, running.lost = running.lost, ""
+            if run.suspicion.guilty:
+                what = f"{run.suspicion.breaks} workers broke with this request, which got no further each time"
+                raise EngineFailure(f"{what}; it is not tried again; the last one: {reason}")
+            if running.attempt > MAX_MOVES:
+                raise EngineFailure(f"the request lost {running.attempt} workers; the last one: {reason}")
+            self._admission.requeue(run.request_id, run.request.tenant)
+            self._recorder.metrics.migrations.inc()
+            run.trace.lost()
+            try:
+                await self.place(run, [running], moved_because=reason)
+            except DeadlineExceeded:
+                if not run.admitted:
+                    raise
+                # The sequence ends with the tokens it has; those of its siblings are still to be sent.
+                run.inbox.put(running.output.index, running.attempt, EXPIRED)

@@ -1,0 +1,218 @@
+"""What a request's last record says: its phases, and counts of what happened to it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from common.clock import Clock
+from common.errors import Cancelled, DeadlineExceeded, QuireError
+from common.hashing import little_endian_int32
+from common.types import FinishReason
+from router.core.diagnosis.ends import CLIENT_LEFT
+from router.core.diagnosis.outcome import Outcome, Phase
+from router.core.diagnosis.phase_clock import PhaseClock
+from router.core.domains_seen import NOWHERE, DomainsSeen, SeenElsewhere, SentBy
+from router.core.events import Finished, ValidatedRequest
+from router.core.resuming import Orphan
+from router.core.worker_events import (
+    Preempted,
+    PromptScored,
+    SequenceAdmitted,
+    SequenceEvent,
+    SequenceFinished,
+    SequenceStarted,
+    TokensSampled,
+)
+
+# The failure in the records of a request that did not end by itself.
+DEADLINE_WORDS: Final = "deadline exceeded"
+GONE_WORDS: Final = CLIENT_LEFT
+_TOKEN_BYTES: Final = 4
+# Characters of a failure in a record, whose bytes the ring bounds.
+_MAX_FAILURE: Final = 500
+_INTERNAL: Final = "INTERNAL"
+_REASONS: Final = {DEADLINE_WORDS: DeadlineExceeded.reason, GONE_WORDS: Cancelled.reason}
+
+
+class RunLog:
+    """Follows the events of a request's sequences as they arrive from workers, whenever the client reads them."""
+
+    def __init__(self, request: ValidatedRequest, clock: Clock) -> None:
+        self._request, self._clock = request, clock
+        self._phases = PhaseClock(request.arrived)
+        # Sequences that lost their blocks or their worker, and have sampled nothing since; whether they have blocks
+        # again. Tokens of the last step before come in one message with the loss, and after it.
+        self._interrupted: dict[int, bool] = {}
+        self._ended = 0
+        # Whether tokens change nothing: the first one came, and no sequence is interrupted.
+        self._streams = False
+        self._handed_over: float | None = None
+        self._admitted: SequenceAdmitted | None = None
+        self._admitted_index = 0
+        self._started: SequenceStarted | None = None
+        self._reason, self._last = "", ""
+        self._failure = ""
+        self._admissions = self._placements = self._preemptions = self._moves = 0
+        self._elsewhere: SeenElsewhere = NOWHERE
+        self.block_size, self.queued, self.index_answered = 0, False, True
+
+    # ------------------------------------------------------------ what happens
+
+    def placed(self, lookup_seconds: float, index_answered: bool) -> None:
+        """Note that a worker was chosen, and that the prefix lookup took so long."""
+        self._placements += 1
+        if self._placements > 1:
+            return
+        self.index_answered = index_answered
+        self._phases.enter(Phase.BLOCKS, self._clock.monotonic())
+        self._phases.shift(Phase.QUEUE, Phase.LOOKUP, lookup_seconds)
+
+    def resumed(self, orphan: Orphan, now: float) -> None:
+        """Take over the times of a request that another router began; it is being moved since that one was lost."""
+        self._placements = self._moves = 1
+        self._phases.enter(Phase.BLOCKS, now - orphan.submitted_seconds)
+        if orphan.admitted_seconds is not None:
+            self._phases.enter(Phase.PREFILL, now - orphan.admitted_seconds)
+        if orphan.first_token_seconds is not None:
+            self._phases.first_token(now - orphan.first_token_seconds)
+        self._phases.enter(Phase.MOVED, now - orphan.orphaned_seconds)
+        self._interrupted = dict.fromkeys(range(self._request.sampling.n), True)
+
+    def follow(self, index: int, event: SequenceEvent) -> None:
+        """Note an event of a sequence's present run."""
+        if isinstance(event, TokensSampled):
+            if not self._streams:
+                self._sampled(index)
+        elif isinstance(event, SequenceAdmitted):
+            self._take_admission(index, event)
+        elif isinstance(event, SequenceStarted):
+            self._take_start(event)
+        elif isinstance(event, Preempted):
+            self._preemptions += 1
+            self._interrupt(index, Phase.PREEMPTED)
+        elif isinstance(event, SequenceFinished) and event.reason is not FinishReason.CANCELLED:
+            self._finish(index)
+        elif not isinstance(event, PromptScored):  # refused, lost, or ended because its worker stops
+            self._moves += 1
+            self._interrupt(index, Phase.MOVED)
+
+    def _take_admission(self, index: int, event: SequenceAdmitted) -> None:
+        if event.recounted:
+            self._recount(index, event.cached_tokens)
+            return
+        self._admissions += 1
+        if index in self._interrupted:
+            self._interrupted[index] = True
+        if self._admitted is None:
+            self._admitted, self._admitted_index = event, index
+            if self._phases.phase is Phase.BLOCKS:
+                self._phases.enter(Phase.PREFILL, self._clock.monotonic())
+
+    def _recount(self, index: int, cached_tokens: int) -> None:
+        """Correct what the first admission promised; a later run of its sequence promises nothing anew."""
+        if self._admitted is not None and index == self._admitted_index and not self._moves:
+            self._admitted = replace(self._admitted, cached_tokens=cached_tokens)
+
+    def _take_start(self, event: SequenceStarted) -> None:
+        """Take off the prefill what the worker computed for others first; only the first start has both."""
+        if self._started is None and self._phases.phase is Phase.PREFILL:
+            self._started = event
+            self._phases.enter(Phase.PREFILL, self._clock.monotonic())
+            self._phases.shift(Phase.PREFILL, Phase.PREFILL_WAIT, event.wait_seconds)
+
+    def _sampled(self, index: int) -> None:
+        now = self._clock.monotonic()
+        if self._interrupted.get(index):
+            del self._interrupted[index]
+        if not self._phases.has_first_token:
+            interrupted = self._phases.phase
+            self._phases.first_token(now)
+            if self._interrupted:
+                self._phases.enter(interrupted, now)
+        elif not self._interrupted:
+            self._phases.enter(Phase.DECODE, now)
+        self._streams = not self._interrupted
+
+    def _interrupt(self, index: int, phase: Phase) -> None:
+        self._interrupted[index] = False
+        self._streams = False
+        self._phases.enter(phase, self._clock.monotonic())
+
+    def _finish(self, index: int) -> None:
+        """What follows the last sequence's end is the client's reading."""
+        self._ended += 1
+        self._interrupted.pop(index, None)
+        if self._ended == self._request.sampling.n:
+            self._phases.enter(Phase.CLIENT, self._clock.monotonic())
+
+    def sent(self, domains: DomainsSeen, domain: bytes, block_size: int) -> None:
+        """Remember who sends this prompt, and note who else has sent it."""
+        self.block_size = block_size
+        if not self._placements and not self._request.no_cache:
+            packed = little_endian_int32(self._request.prompt)
+            self._elsewhere = domains.send(packed, _TOKEN_BYTES * block_size, SentBy(domain, self._request.tenant))
+
+    # ------------------------------------------------------------ the client
+
+    def hands_over(self) -> None:
+        """Note that an event goes to the client."""
+        self._handed_over = self._clock.monotonic()
+
+    def taken(self) -> None:
+        """Note that the client has taken it."""
+        if self._handed_over is not None:
+            self._phases.left_unread(self._clock.monotonic() - self._handed_over)
+            self._handed_over = None
+
+    # ------------------------------------------------------------ the end
+
+    def sequence_ended(self, event: Finished) -> None:
+        self._last = event.reason.value
+        self._failure = event.message or self._failure
+
+    def failed(self, error: QuireError) -> None:
+        self._reason = error.reason
+
+    def outcome(self, failure: str, worker: str, output_tokens: int) -> Outcome:
+        """Return the record of the end; `failure` is "" for a request that ended by itself."""
+        self.taken()
+        before, after = self._phases.parts(self._clock.monotonic())
+        admitted, started, elsewhere = self._admitted, self._started, self._elsewhere
+        failure = failure or self._failure
+        return Outcome(
+            ended=self._reason_of(failure) if failure else self._last,
+            failure=failure[:_MAX_FAILURE],
+            worker=worker,
+            miss=admitted.miss_reason.value if admitted else "",
+            other_domain=_whose(elsewhere),
+            ahead_of=started.ahead_of if started else "",
+            before=before,
+            after=after,
+            has_first_token=self._phases.has_first_token,
+            started=started is not None,
+            queued=self.queued,
+            index_answered=self.index_answered,
+            prompt_tokens=len(self._request.prompt),
+            cached_tokens=admitted.cached_tokens if admitted else 0,
+            output_tokens=output_tokens,
+            block_size=self.block_size,
+            admissions=self._admissions,
+            placements=self._placements,
+            preemptions=self._preemptions,
+            moves=self._moves,
+            ahead_tokens=started.ahead_tokens if started else 0,
+            other_domain_tokens=elsewhere.blocks * self.block_size,
+            diverged_at=admitted.diverged_at if admitted else 0,
+            client_longest=self._phases.client_longest,
+        )
+
+    def _reason_of(self, failure: str) -> str:
+        """Return the reason of an end that no error announced: the deadline, a client that left, or a defect."""
+        if self._reason or failure == self._failure:
+            return self._reason or self._last
+        return _REASONS.get(failure, _INTERNAL)
+
+
+def _whose(elsewhere: SeenElsewhere) -> str:
+    return f"of tenant {elsewhere.sender.tenant}" if elsewhere.sender is not None else ""
