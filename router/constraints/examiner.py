@@ -1,26 +1,33 @@
 """The child process that examines constraints, one a line, for `router/constraints/checker.py`.
 
-`python -m router.constraints.examiner TOKENIZER_JSON [EOS_ID ...]` reads lines `[kind, text]` in JSON. It answers
-each with `[unsupported, wrong]`, which are sentences or empty. A constraint that takes too much processor time or
-overflows the stack ends the process: llguidance can catch neither.
+`python -m router.constraints.examiner TOKENIZER_JSON [EOS_ID ...]` reads lines in JSON: `[number, kind, text]` begins
+an examination, `[number]` ends it. It answers each with `[number, unsupported, wrong, seconds]`: two sentences, which
+may be empty, and processor time. A process of its own examines each constraint. A constraint that takes too much
+processor time or overflows the stack ends this process; llguidance can catch neither. A fork costs a few milliseconds;
+a new process would read the tokenizer again.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NoReturn
 
 from llguidance import LLMatcher, LLTokenizer
 
 from common.constraint_grammar import grammar_of, parser_limits
+from common.limits import CONSTRAINT_CPU_SECONDS, CONSTRAINT_SECONDS
 from common.types import Constraint, ConstraintKind
+from router.constraints.trial import fault_of
 
-# Processor time, so that a busy machine refuses no more than an idle one. Memory grows by about 100 MB a second
-# (measured).
-_MOST_SECONDS = 3.0
+_TOO_COMPLEX = "is too complex to be followed; make it smaller"
 _MAX_WORDS = 400
 # Error texts of llguidance, and what a client can do about them. The first match counts.
 _PLAINER = (
@@ -30,7 +37,7 @@ _PLAINER = (
     (r"(?s)invalid regex (\".*?\") .*^error: (.*?)$", r"is wrong: \2; in the expression \1"),
     (r"(?s)regex parse error.*^error: (.*?)$", r"is wrong in a pattern: \1"),
     (r"invalid regex (\".*?\") \(in regex\): (.*?)( in regex.*)?$", r"is wrong: \2; in the expression \1"),
-    (r"increase limits|[Tt]oo complex|TooComplex|grammar size", "is too complex to be followed; make it smaller"),
+    (r"increase limits|[Tt]oo complex|TooComplex|grammar size|[Tt]oo many items|max is \d+", _TOO_COMPLEX),
     (r"recursion limit", "is nested too deeply; make it flatter"),
     (r"Expecting object schema", 'is no JSON object; expected a schema such as {"type": "object"}'),
 )
@@ -50,15 +57,14 @@ def _tokenizer(path: Path, eos_token_ids: list[int]) -> LLTokenizer | str:
         return f"{what}; it must spell its tokens as bytes"
 
 
-def _wrong(tokenizer: LLTokenizer, constraint: Constraint) -> str:
-    try:
-        grammar = grammar_of(constraint)
-    except ValueError as error:
-        return _words(constraint.kind, str(error))
-    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
+def _compiled(tokenizer: LLTokenizer, constraint: Constraint) -> LLMatcher:
+    """Compile as the worker does. Raises ValueError."""
+    matcher = LLMatcher(tokenizer, grammar_of(constraint), log_level=0, limits=parser_limits())
     if not matcher.is_error():
         matcher.compute_bitmask()
-    return _words(constraint.kind, matcher.get_error()) if matcher.is_error() else ""
+    if matcher.is_error():
+        raise ValueError(matcher.get_error())
+    return matcher
 
 
 def _words(kind: ConstraintKind, message: str) -> str:
@@ -70,20 +76,92 @@ def _words(kind: ConstraintKind, message: str) -> str:
     return f"is not valid: {first}; expected {_LANGUAGE[kind]}"
 
 
+class Examiner:
+    """Runs a process for each examination. Each answers by itself; this one answers for those that a signal ended."""
+
+    def __init__(self, tokenizer: LLTokenizer | str) -> None:
+        self._tokenizer = tokenizer
+        # The number of the examination that a process does.
+        self._numbers: dict[int, int] = {}
+
+    def begin(self, number: int, kind: str, text: str) -> None:
+        if isinstance(self._tokenizer, str):
+            _answer(number, self._tokenizer, "")
+            return
+        with _no_reaping():
+            if child := os.fork():
+                self._numbers[child] = number
+                return
+        _examine(self._tokenizer, number, Constraint(ConstraintKind(kind), text))
+
+    def end(self, number: int) -> None:
+        """Kill the process of an examination; it needs no answer."""
+        with _no_reaping():
+            for child in [child for child, its in self._numbers.items() if its == number]:
+                del self._numbers[child]
+                os.kill(child, signal.SIGKILL)
+
+    def reap(self, *_: object) -> None:
+        """Take the statuses of processes that have ended."""
+        with suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                number = self._numbers.pop(ended[0], None)
+                if number is not None and ended[1]:
+                    _answer(number, "", _TOO_COMPLEX)
+
+
+@contextmanager
+def _no_reaping() -> Iterator[None]:
+    """Hold back the signal of ended processes; it comes afterwards."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+
+
+def _examine(tokenizer: LLTokenizer, number: int, constraint: Constraint) -> NoReturn:
+    """Examine a constraint in a process that ends with it, at the latest by one of its timers."""
+    status = 1
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_PROF, CONSTRAINT_CPU_SECONDS)
+        signal.setitimer(signal.ITIMER_REAL, CONSTRAINT_SECONDS)
+        _answer(number, "", *_verdict(tokenizer, constraint))
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _verdict(tokenizer: LLTokenizer, constraint: Constraint) -> tuple[str, float]:
+    """Return what is wrong with a constraint, and the seconds of processor time to compile it."""
+    began = time.process_time()
+    try:
+        matcher = _compiled(tokenizer, constraint)
+    except ValueError as error:
+        return _words(constraint.kind, str(error)), time.process_time() - began
+    seconds = time.process_time() - began
+    return (_TOO_COMPLEX if fault_of(matcher, tokenizer) else ""), seconds
+
+
+def _answer(number: int, unsupported: str, wrong: str, seconds: float = 0.0) -> None:
+    """Write a line at once; a pipe keeps lines whole that have less than 4096 bytes."""
+    os.write(sys.stdout.fileno(), json.dumps([number, unsupported, wrong, seconds]).encode() + b"\n")
+
+
 def main() -> None:
-    """Answer each line until the input ends."""
-    tokenizer = _tokenizer(Path(sys.argv[1]), list(map(int, sys.argv[2:])))
+    """Examine until the input ends."""
+    examiner = Examiner(_tokenizer(Path(sys.argv[1]), list(map(int, sys.argv[2:]))))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; the router ends this process
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.signal(signal.SIGCHLD, examiner.reap)
     for line in sys.stdin:
-        kind, text = json.loads(line)
-        unsupported, wrong = (tokenizer, "") if isinstance(tokenizer, str) else ("", "")
-        if isinstance(tokenizer, LLTokenizer):
-            signal.setitimer(signal.ITIMER_PROF, _MOST_SECONDS)  # its signal ends the process
-            wrong = _wrong(tokenizer, Constraint(ConstraintKind(kind), text))
-            signal.setitimer(signal.ITIMER_PROF, 0.0)
-        sys.stdout.write(json.dumps([unsupported, wrong]) + "\n")
-        sys.stdout.flush()
+        number, *constraint = json.loads(line)
+        if constraint:
+            examiner.begin(number, *constraint)
+        else:
+            examiner.end(number)
 
 
 if __name__ == "__main__":

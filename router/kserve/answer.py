@@ -10,7 +10,7 @@ from typing import Any, Final
 from common.errors import QuireError
 from common.types import TokenLogprobs
 from quire.kserve.v2 import kserve_pb2 as pb
-from router.core.events import Admitted, Finished, GenerateEvent, Tokens
+from router.core.events import Admitted, Finished, GenerateEvent, PromptLogprobs, Tokens
 from router.kserve import tensors
 from router.kserve.request import Asked
 from router.kserve.tensors import Elements, Tensor, add_output
@@ -19,6 +19,8 @@ VERSION: Final = "1"
 # The finish reason of an unfinished sequence, as Triton's vLLM backend writes it and its clients expect it.
 _UNFINISHED: Final = "None"
 _FINAL: Final = "triton_final_response"
+# Bytes of a log-probability in JSON at least:  "5": {"logprob": -1.5}
+LEAST_ENTRY_BYTES: Final = 20
 # Characters of an error message, which may quote the request.
 _MOST_CHARACTERS: Final = 4096
 
@@ -29,38 +31,55 @@ class _Sequence:
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: list[str] = field(default_factory=list)  # in JSON, made as they come
     cumulative_logprob: float = 0.0
     reason: str = _UNFINISHED
 
-    def take(self, event: Tokens) -> None:
+    def take(self, event: Tokens, with_logprobs: bool) -> int:
+        """Take output; return the bytes that it adds to the answer at least."""
         self.text.append(event.text)
         self.token_ids += event.token_ids
-        self.logprobs += event.logprobs
+        added = [json.dumps(_ranked(entry)) for entry in event.logprobs] if with_logprobs else []
+        self.logprobs += added
         self.cumulative_logprob += sum(each.logprob for each in event.logprobs)
+        return len(event.text) + sum(map(len, added))
 
     def clear(self) -> None:
         self.text, self.token_ids, self.logprobs = [], [], []
 
 
 class Answer:
-    """The answer to one request. Each response has the output since the last one."""
+    """The answer to one request. Each response has the output since the last one.
 
-    def __init__(self, request: pb.ModelInferRequest, asked: Asked, sequences: int) -> None:
-        self._id, self._model, self._asked = request.id, request.model_name, asked
+    `grow` is called with the bytes that an event adds at least, and may raise.
+    """
+
+    def __init__(
+        self,
+        request: pb.ModelInferRequest,
+        asked: Asked,
+        sequences: int,
+        grow: Callable[[int], None] = lambda size: None,
+    ) -> None:
+        self._id, self._model, self._asked, self._grow = request.id, request.model_name, asked, grow
         self._sequences = [_Sequence() for _ in range(sequences)]
         for sequence in self._sequences:
             sequence.text.append(asked.prefix)
         self._admitted: Admitted | None = None
+        self._cached_tokens = 0
 
     def take(self, event: GenerateEvent) -> None:
         match event:
             case Admitted():
-                self._admitted = event
+                self._admitted, self._cached_tokens = event, event.cached_tokens
             case Tokens():
-                self._sequences[event.index].take(event)
+                self._grow(self._sequences[event.index].take(event, tensors.LOGPROBS in self._asked.outputs))
             case Finished():
                 self._sequences[event.index].reason = event.reason.value
+                if not event.index:
+                    self._cached_tokens = event.usage.cached_tokens
+            case PromptLogprobs():
+                pass  # this face has no parameter that asks for them
 
     def response(self, final: bool = False) -> pb.ModelInferResponse:
         response = pb.ModelInferResponse(id=self._id, model_name=self._model, model_version=VERSION)
@@ -68,7 +87,7 @@ class Answer:
         if final and self._admitted is not None:
             response.parameters["request_id"].string_param = self._admitted.request_id
             response.parameters["trace_id"].string_param = self._admitted.trace_id
-            response.parameters["cached_tokens"].int64_param = self._admitted.cached_tokens
+            response.parameters["cached_tokens"].int64_param = self._cached_tokens
         if not (final and self._nothing_to_tell()):
             for tensor in self._asked.outputs:
                 add_output(response, tensor, self._elements(tensor), self._asked.raw)
@@ -110,6 +129,6 @@ _OF_EACH_SEQUENCE: Final[Mapping[Tensor, Callable[[_Sequence], Any]]] = {
     tensors.TEXT_OUTPUT: lambda sequence: "".join(sequence.text).encode(),
     tensors.FINISH_REASON: lambda sequence: sequence.reason.encode(),
     tensors.CUMULATIVE_LOGPROB: lambda sequence: sequence.cumulative_logprob,
-    tensors.LOGPROBS: lambda sequence: json.dumps(list(map(_ranked, sequence.logprobs))).encode(),
+    tensors.LOGPROBS: lambda sequence: f"[{', '.join(sequence.logprobs)}]".encode(),
     tensors.NUM_OUTPUT_TOKENS: lambda sequence: len(sequence.token_ids),
 }

@@ -64,7 +64,7 @@ class Asked:
         return request
 
     def _translated(self, violation: FieldViolation) -> FieldViolation:
-        """Return a violation of Quire's own request with the path by which the client knows the field."""
+        """Return a violation of Quire's own request with the field's path in the client's request."""
         field = violation.field.removeprefix("sampling.")
         if field.startswith("prompt"):
             rest = field.removeprefix("prompt").removeprefix(".text").removeprefix(".token_ids.ids")
@@ -141,7 +141,7 @@ class _Reader:
         return stream
 
     def prefix(self, stream: bool) -> str:
-        """Return the prompt where the client wants it before the output; that is the default without streaming."""
+        """Return the prompt where the client requests it before the output; that is the default without streaming."""
         name = "exclude_input_in_output"
         text = self.generate.prompt.text
         if self.flag(name, default=stream or not text):

@@ -50,12 +50,14 @@ class SamplingFields(BaseModel):
     include_stop_str_in_output: bool | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[Int32] | None = None
+    bad_words: list[str] | None = None
     logit_bias: dict[Int32, Float32] | None = None
     json_schema: dict[str, Any] | bool | str | None = None
     regex: str | None = None
     grammar: str | None = None
     cache_salt: str = ""
     no_cache: bool = False
+    shared_domain: str = ""
 
     def write(self, request: inference_pb2.GenerateRequest) -> None:
         """Set the given fields in Quire's own request; the rest stays unset."""
@@ -67,22 +69,24 @@ class SamplingFields(BaseModel):
             sampling.include_stop = self.include_stop_str_in_output
         sampling.stop.extend([self.stop] if isinstance(self.stop, str) else self.stop or [])
         sampling.stop_token_ids.extend(self.stop_token_ids or [])
+        sampling.bad_words.extend(self.bad_words or [])
         sampling.logit_bias.update(self.logit_bias or {})
         for name in CONSTRAINTS:
             if (value := getattr(self, name)) is not None:
                 setattr(request, name, value if isinstance(value, str) else json.dumps(value))
         request.cache.salt, request.cache.no_cache = self.cache_salt, self.no_cache
+        request.cache.shared_domain = self.shared_domain
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The fields that were given, and the path by which the client knows each: `parameters.n`, say."""
+    """The fields that were given, and the path of each in the client's request, such as `parameters.n`."""
 
     fields: SamplingFields
     paths: Mapping[str, str]
 
     def path(self, name: str) -> str:
-        """Return how the client knows a field, given or not."""
+        """Return the path of a field in the client's request, given or not."""
         return self.paths.get(name, _in_json(name))
 
 

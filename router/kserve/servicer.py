@@ -8,18 +8,19 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Final, TypeAlias
 
-from common.clock import Clock
 from common.errors import NotFound, QuireError
+from common.limits import MAX_REPLY_BYTES
 from common.rpc.interceptor import send
+from common.version import quire_version
 from quire.kserve.v2 import kserve_pb2 as pb
 from quire.kserve.v2 import kserve_pb2_grpc as rpc
 from router.core.events import Tokens
-from router.kserve.answer import VERSION, Answer, error_response
+from router.kserve.answer import LEAST_ENTRY_BYTES, VERSION, Answer, error_response
 from router.kserve.request import read
-from router.kserve.tensors import INPUTS, OUTPUTS, Tensor
-from router.observe.status import quire_version
+from router.kserve.tensors import INPUTS, LOGPROBS, OUTPUTS, Tensor
 from router.ports import CallContext, Frontend, ModelCard, RequestValidator
-from router.serving.call_context import Context, call_context, metadata_of
+from router.serving.answer_size import AnswerRoom, check_least_size, checked_reply
+from router.serving.call_context import Calls, Context, metadata_of
 
 KSERVE_SERVICE: Final = "inference.GRPCInferenceService"
 # Concurrent requests of one stream; further ones wait in the client's own buffers.
@@ -39,10 +40,11 @@ class KserveServicer(rpc.GRPCInferenceServiceServicer):
         validator: RequestValidator,
         card: ModelCard,
         ready: Callable[[], bool],
-        clock: Clock,
+        calls: Calls,
     ) -> None:
         self._frontend, self._validator = frontend, validator
-        self._card, self._ready, self._clock = card, ready, clock
+        self._card, self._ready, self._calls = card, ready, calls
+        self._room = AnswerRoom()
 
     # ------------------------------------------------------------ what is served
 
@@ -60,6 +62,7 @@ class KserveServicer(rpc.GRPCInferenceServiceServicer):
 
     async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:
         """Return the model's tensors. NOT_FOUND for another model."""
+        self._calls.caller(context)
         self._check_model(request.name, request.version)
         return pb.ModelMetadataResponse(
             name=self._card.name,
@@ -71,6 +74,7 @@ class KserveServicer(rpc.GRPCInferenceServiceServicer):
 
     async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
         """Return how to call the model. NOT_FOUND for another one."""
+        self._calls.caller(context)
         self._check_model(request.name, request.version)
         config = pb.ModelConfig(
             name=self._card.name,
@@ -88,7 +92,7 @@ class KserveServicer(rpc.GRPCInferenceServiceServicer):
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
         """Answer one request as a whole. DEADLINE_EXCEEDED when the deadline cut it short."""
-        call = call_context(self._clock, context)
+        call = self._calls.context(context)
         async with aclosing(self._responses(request, call, streaming=False)) as responses:
             return await anext(responses)
 
@@ -96,13 +100,13 @@ class KserveServicer(rpc.GRPCInferenceServiceServicer):
         self, requests: AsyncIterator[pb.ModelInferRequest], context: Context
     ) -> None:
         """Answer requests as they come, each in a task of its own. All of them end with the call."""
-        stream = _Stream(self._responses, call_context(self._clock, context), context)
+        stream = _Stream(self._responses, self._calls.context(context), context)
         places = asyncio.Semaphore(MOST_AT_ONCE)
         try:
             async with asyncio.TaskGroup() as tasks:
                 async for request in requests:
                     await places.acquire()
-                    call = stream.call(self._clock.monotonic())
+                    call = stream.call(self._calls.clock.monotonic())
                     tasks.create_task(stream.serve(request, call)).add_done_callback(lambda _: places.release())
         except BaseExceptionGroup as group:
             raise _first(group) from None
@@ -112,17 +116,24 @@ class KserveServicer(rpc.GRPCInferenceServiceServicer):
         self._check_model(request.model_name, request.model_version)
         asked = read(request, streaming)
         validated = await asked.validated(self._validator, call)
-        answer = Answer(request, asked, validated.sampling.n)
-        async with aclosing(self._frontend.generate(replace(validated, whole=not asked.stream))) as events:
-            async for event in events:
-                answer.take(event)
-                if asked.stream and isinstance(event, Tokens):
-                    yield answer.response()
-        # The final response promises that no error follows, so it is sent last.
-        yield answer.response(final=True)
+        if not asked.stream:
+            entry = LEAST_ENTRY_BYTES if LOGPROBS in asked.outputs else 0
+            check_least_size([validated], 0, entry, MAX_REPLY_BYTES)
+        place = self._room.place(MAX_REPLY_BYTES)
+        answer = Answer(request, asked, validated.sampling.n, _ignore if asked.stream else place.grow)
+        try:
+            async with aclosing(self._frontend.generate(replace(validated, whole=not asked.stream))) as events:
+                async for event in events:
+                    answer.take(event)
+                    if asked.stream and isinstance(event, Tokens):
+                        yield answer.response()
+            # The final response promises that no error follows, so it is sent last.
+            yield checked_reply(answer.response(final=True))
+        finally:
+            place.leave()
 
     def _serves(self, name: str, version: str) -> bool:
-        return name == self._card.name and version in ("", VERSION)
+        return name in self._card.names and version in ("", VERSION)
 
     def _check_model(self, name: str, version: str) -> None:
         if not self._serves(name, version):
@@ -157,6 +168,10 @@ class _Stream:
     async def _write(self, response: pb.ModelStreamInferResponse) -> None:
         async with self._writing:
             await send(self._context, response)
+
+
+def _ignore(size: int) -> None:
+    """Count nothing: what is streamed is not collected."""
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

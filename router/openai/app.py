@@ -1,56 +1,56 @@
-"""The HTTP application: the OpenAI-compatible API, health and metrics. Validation and admission are those of gRPC."""
+"""The HTTP application: the OpenAI-compatible API and health. Validation and admission are those of gRPC."""
 
 from __future__ import annotations
 
-import asyncio
+import json
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import aclosing, suppress
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any, Final
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
 from fastapi.telemetry import TelemetryConfig
-from prometheus_client import CollectorRegistry
-from starlette.types import Receive, Scope, Send
+from starlette.middleware.cors import CORSMiddleware
 
-from common.clock import Clock
-from common.errors import Cancelled, InvalidRequest, QuireError
-from common.process.metrics import exposed
-from router.core.events import GenerateEvent, ValidatedRequest
-from router.observe.status import quire_version
+from common.errors import FieldViolation, InvalidRequest, QuireError
+from common.limits import MAX_ANSWER_BYTES
+from common.version import quire_version
+from quire.inference.v1 import inference_pb2 as pb
+from router.core.events import ValidatedRequest
 from router.openai import errors, schema
+from router.openai.allowed_tokens import check_allowed, forbid_other_ends
 from router.openai.answer import Answer, Form, Json
-from router.openai.merge import merged
+from router.openai.authentication import Authenticated
+from router.openai.bodies import BodyGate
+from router.openai.embeddings import embedding_routes
+from router.openai.event_ids import HEADER, EventIds, LastEvent, NoEventIds
+from router.openai.identification import Identified
+from router.openai.prompt_logprobs import LEAST_RANKED_BYTES, WantedLogprobs
 from router.openai.request import Order, chat_order, completion_order
-from router.openai.response import WholeAnswer
+from router.openai.response import WholeAnswer, WholeResponse
+from router.openai.responses.routes import response_routes
+from router.openai.responses.schema import StreamEvent
+from router.openai.service import Events, HttpParts, Service, begun, in_words_of, trace_of, unless_gone
 from router.openai.stream import DONE, StreamedAnswer, error_line
 from router.openai.tokens import token_routes
-from router.openai.types import ChatRequest, CompletionRequest
-from router.ports import CallContext, Frontend, ModelCard, RequestValidator, TextCodec
+from router.openai.types import ChatRequest, CompletionRequest, GenerationFields
+from router.ports import CallContext
+from router.serving.answer_size import AnswerPlace, check_least_size
+from router.serving.event_stream import EventStream
 
-MAX_BODY_BYTES = 16 * 1024 * 1024
 # The router traces requests itself; the framework would write parts of a wrong body into logs.
 _NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
-T = TypeVar("T")
-Events = AsyncGenerator[tuple[int, GenerateEvent], None]
+# Bytes of the shortest log-probability in a completion, "":-1.5, and in a chat, {"token":"","logprob":-1.5,"bytes":[]}
+_LEAST_ENTRY_BYTES: Final = 7
+_LEAST_CHAT_ENTRY_BYTES: Final = 38
+# Headers that a page may read beside those that every browser shows.
+_EXPOSED: Final = ("x-request-id", "x-quire-request-id", "x-trace-id", "retry-after", "retry-after-ms")
 
 
-@dataclass(frozen=True, slots=True)
-class HttpParts:
-    """The parts that the application uses. `ready` is false until a worker is usable, and while draining."""
-
-    frontend: Frontend
-    validator: RequestValidator
-    codec: TextCodec
-    card: ModelCard
-    registry: CollectorRegistry
-    ready: Callable[[], bool]
-    clock: Clock
-
-
-def create_app(parts: HttpParts) -> FastAPI:
+def create_app(parts: HttpParts, cors_origins: Sequence[str] = ()) -> FastAPI:
+    """Return the application; pages of `cors_origins` may call it from a browser."""
     about = "The OpenAI-compatible API of Quire. The gRPC API, protos/quire/inference/v1, offers the same and more."
     app = FastAPI(
         title="Quire",
@@ -58,62 +58,82 @@ def create_app(parts: HttpParts) -> FastAPI:
         description=about,
         docs_url=None,
         redoc_url=None,
-        max_body_size=MAX_BODY_BYTES,
         telemetry=_NO_TELEMETRY,
     )
+    app.add_middleware(BodyGate)
     errors.install(app)
-    api = _Api(parts)
+    app.add_middleware(Authenticated, authenticator=parts.authenticator)
+    if cors_origins:
+        # Outside of authentication, as the question of a browser whether it may call carries no key.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=_EXPOSED,
+        )
+    app.add_middleware(Identified)
+    service = Service(parts)
+    api = _Api(service)
     post: dict[str, Any] = {"methods": ["POST"], "response_model": None, "tags": ["OpenAI"]}
     whole, chunk = schema.Completion, schema.CompletionChunk
     app.add_api_route("/v1/completions", api.completions, responses=schema.answers(whole, chunk), **post)
     answers = schema.answers(schema.ChatCompletion, schema.ChatChunk)
     app.add_api_route("/v1/chat/completions", api.chat, responses=answers, **post)
-    app.add_api_route("/v1/models", api.models, response_model=schema.Models, tags=["OpenAI"])
-    answers = {404: {"model": schema.ErrorBody}}
-    app.add_api_route(
-        "/v1/models/{name:path}", api.model, response_model=schema.Model, responses=answers, tags=["OpenAI"]
-    )
-    app.include_router(token_routes(parts.codec, parts.validator, parts.card, api.check_model))
-    answers = {503: {"model": schema.Health}}
+    listed = schema.answers(schema.Models)
+    app.add_api_route("/v1/models", api.models, response_model=schema.Models, responses=listed, tags=["OpenAI"])
+    one = schema.answers(schema.Model)
+    app.add_api_route("/v1/models/{name:path}", api.model, response_model=schema.Model, responses=one, tags=["OpenAI"])
+    app.include_router(token_routes(parts.codec, parts.validator, parts.card, service.check_model))
+    app.include_router(embedding_routes(service))
+    app.include_router(response_routes(service, parts.responses))
+    answers = schema.answers(schema.Health, refusals=schema.ALWAYS) | {503: {"model": schema.Health}}
     app.add_api_route("/health", api.health, response_model=schema.Health, responses=answers, tags=["state"])
     app.add_api_route("/ping", api.health, methods=["GET", "POST"], include_in_schema=False)
-    app.add_api_route("/version", api.version, response_model=schema.Version, tags=["state"])
-    app.add_api_route("/metrics", api.metrics, tags=["state"])
-    schema.describe(app)
+    answers = schema.answers(schema.Version, refusals=schema.ALWAYS)
+    app.add_api_route("/version", api.version, response_model=schema.Version, responses=answers, tags=["state"])
+    schema.describe(app, StreamEvent)
     return app
 
 
 class _Api:
     """The handlers of the routes."""
 
-    def __init__(self, parts: HttpParts) -> None:
-        self._parts = parts
+    def __init__(self, service: Service) -> None:
+        self._parts = service.parts
         self._started = int(time.time())
-        self._fingerprint = _fingerprint(parts.card)
+        self._service = service
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """Complete one or several prompts."""
-        self.check_model(body.model)
-        form = self._form(body, chat=False)
-        if body.echo:
-            codec = self._parts.codec
-            texts = [each if isinstance(each, str) else codec.decode(each) for each in body.prompts]
-            form = replace(form, echo=tuple(texts))
-        return await self._serve(completion_order(body, request.headers), form, request)
+        self._begin_with(body, request)
+        order = self._within_allowed(completion_order(body, request.headers), body)
+        return await self._serve(order, self._form(body, chat=False), request)
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Answer a chat, rendered with the checkpoint's own template."""
-        self.check_model(body.model)
-        return await self._serve(chat_order(body, request.headers), self._form(body, chat=True), request)
+        self._begin_with(body, request)
+        order, form = self._within_allowed(chat_order(body, request.headers), body), self._form(body, chat=True)
+        reading = await unless_gone(request, self._service.reading(order))
+        if reading is None or order.tools is None:
+            return await self._serve(order, form, request)
+        form = replace(
+            form,
+            reading=reading,
+            named_tool=order.tools.use.named,
+            older_calls=order.tools.older,
+            include_reasoning=body.include_reasoning is not False,
+        )
+        return await self._serve(order.read_by(reading), form, request)
 
     async def models(self) -> Json:
         """List the served models."""
-        return {"object": "list", "data": [self._model()]}
+        return {"object": "list", "data": [self._model(name) for name in self._parts.card.names]}
 
     async def model(self, name: str) -> Json:
         """Describe one model."""
-        self.check_model(name)
-        return self._model()
+        self._service.check_model(name)
+        return self._model(name)
 
     async def health(self) -> Response:
         """Return 200 while requests can be served, else 503."""
@@ -124,132 +144,141 @@ class _Api:
         """Return the version."""
         return {"version": quire_version()}
 
-    async def metrics(self, request: Request) -> Response:
-        """Return the metrics in the format of Prometheus."""
-        content_type, body = exposed(self._parts.registry, request.headers.get("accept", ""))
-        return Response(body, media_type=content_type)
-
-    def check_model(self, name: str | None) -> None:
-        """Raise ModelNotFound for a model that is not served here."""
-        if name not in (None, "", self._parts.card.name):
-            raise errors.ModelNotFound(f"model {name!r} is not served here; {self._parts.card.name!r} is")
-
-    def _model(self) -> Json:
-        card = self._parts.card
-        kind = {"id": card.name, "object": "model", "owned_by": "quire", "root": card.name}
-        return kind | {"created": self._started, "max_model_len": card.max_model_len}
+    def _model(self, name: str) -> Json:
+        card, identity = self._parts.card, self._parts.model().identity
+        kind = {"id": name, "object": "model", "owned_by": "quire", "root": card.name}
+        pooling = identity.pooling if identity.embeds else None
+        return kind | {"created": self._started, "max_model_len": card.max_model_len, "pooling": pooling}
 
     def _form(self, body: CompletionRequest | ChatRequest, chat: bool) -> Form:
         options = body.stream_options if body.stream else None
         return Form(
             chat=chat,
             model=self._parts.card.name,
-            fingerprint=self._fingerprint,
+            fingerprint=self._service.fingerprint,
             created=int(time.time()),
             codec=self._parts.codec,
             streamed=bool(body.stream),
             sequences=1 if body.n is None else max(1, body.n),
             return_token_ids=bool(body.return_token_ids),
+            eos_token_ids=self._parts.card.eos_token_ids,
+            tokens_as_ids=bool(body.return_tokens_as_token_ids),
+            of_prompts=_of_prompts(body),
             include_usage=options is not None and options.include_usage,
+            event_ids=options is not None and options.event_ids,
             continuous_usage=options is not None and options.continuous_usage_stats,
         )
 
-    async def _serve(self, order: Order, form: Form, request: Request) -> Response:
-        call = CallContext(arrived=self._parts.clock.monotonic())
-        answer = Answer(form, len(order.requests))
-        if form.streamed:
-            events = await _unless_gone(request, self._begin(order, call, answer))
-            return _EventStream(events, answer)
-        body = await _unless_gone(request, self._collect(order, call, answer))
-        return JSONResponse(body, headers=_headers(answer))
+    def _begin_with(self, body: GenerationFields, request: Request) -> None:
+        """Take over the id that a body names; check what does not depend on its prompts."""
+        self._service.begin_with(body.request_id, body.model, request)
+        if body.stream_options is not None and not body.stream:
+            what = "belongs to a stream, and stream is not set; set it to true, or leave stream_options out"
+            raise InvalidRequest(FieldViolation("stream_options", what))
 
-    async def _collect(self, order: Order, call: CallContext, answer: Answer) -> Json:
+    def _within_allowed(self, order: Order, body: GenerationFields) -> Order:
+        """Return the order, whose output ends with no token beside `allowed_token_ids` where there are any."""
+        if (ids := body.allowed_token_ids) is not None:
+            check_allowed(ids, self._parts.card.vocab_size)
+            forbid_other_ends(order.common.sampling, ids, self._parts.card.eos_token_ids)
+        return order
+
+    async def _serve(self, order: Order, form: Form, request: Request) -> Response:
+        with in_words_of(order):
+            return await self._answered(order, form, request)
+
+    async def _answered(self, order: Order, form: Form, request: Request) -> Response:
+        if (header := request.headers.get(HEADER)) is not None:
+            return await self._resumed(order, form, request, header)
+        call = self._service.call(request)
+        answer = Answer(form, len(order.prompts), form.id_prefix + call.request_id)
+        if form.streamed:
+            events = await unless_gone(request, self._begin(order, call, answer))
+            has_ids = form.event_ids and len(order.prompts) == 1
+            ids = EventIds(call.request_id, form.sequences) if has_ids else NoEventIds()
+            return EventStream(_lines(events, answer, ids), events, trace_of(answer))
+        place = self._service.room.place(MAX_ANSWER_BYTES)
+        try:
+            parts = await unless_gone(request, self._collect(order, call, answer, place))
+            return WholeResponse(parts, trace_of(answer), place.leave)
+        except BaseException:  # broad: an answer that is not sent, for whatever reason, takes no room
+            place.leave()
+            raise
+
+    async def _resumed(self, order: Order, form: Form, request: Request, header: str) -> Response:
+        """Go on with a stream after the event that the client has; the body is that of the first request."""
+        last = LastEvent.of(header)
+        if not form.streamed or len(order.prompts) != 1:
+            what = "goes on with a stream of one prompt; send the body of the stream that broke, or leave it out"
+            raise InvalidRequest(FieldViolation("Last-Event-ID", what))
+        request.state.ids.request = last.request_id
+        answer = Answer(form, 1, form.id_prefix + last.request_id)
+        events = await unless_gone(request, self._go_on(order, last, self._service.call(request), answer))
+        ids = EventIds(last.request_id, form.sequences, last)
+        return EventStream(_lines(events, answer, ids, opened=True), events, trace_of(answer))
+
+    async def _go_on(self, order: Order, last: LastEvent, call: CallContext, answer: Answer) -> Events:
+        resumed = await self._parts.resumer.resumed(last.request(answer.form.sequences), call, again=True)
+        last.check(resumed.request.sampling.n)
+        self._add_prompts(order, [resumed.request], answer)
+        return await begun([resumed.events(False)], answer)
+
+    async def _collect(self, order: Order, call: CallContext, answer: Answer, place: AnswerPlace) -> Iterator[bytes]:
         async with aclosing(await self._begin(order, call, answer)) as events:
-            whole = WholeAnswer(answer)  # after validation: until then n may be any number
+            whole = WholeAnswer(answer, place.grow)  # after validation: until then n may be any number
             async for prompt, event in events:
                 piece = answer.take(prompt, event)
                 if piece is not None:
                     whole.add(piece)
-        return whole.body()
+        return whole.parts()
 
     async def _begin(self, order: Order, call: CallContext, answer: Answer) -> Events:
         """Return the events after the first, which shows that the request is not refused and a status can be sent."""
-        validated = await self._validated(order, call)
+        validated = await self._service.validated(order, call)
+        self._add_prompts(order, validated, answer)
         whole = not answer.form.streamed
-        events = merged([self._parts.frontend.generate(replace(each, whole=whole)) for each in validated])
-        try:
-            answer.take(*await anext(events))
-        except BaseException:  # broad: a cancellation must close the events too; all errors go on
-            await events.aclose()
-            raise
-        return events
+        if whole:
+            entry = _LEAST_CHAT_ENTRY_BYTES if answer.form.chat else _LEAST_ENTRY_BYTES
+            ranked = 0 if answer.form.of_prompts.ranked is None else LEAST_RANKED_BYTES
+            check_least_size(validated, 0, entry, MAX_ANSWER_BYTES, ranked)
+        return await self._service.begun(validated, answer)
 
-    async def _validated(self, order: Order, call: CallContext) -> list[ValidatedRequest]:
-        try:
-            return [await self._parts.validator.validate(request, call) for request in order.requests]
-        except InvalidRequest as error:
-            names = order.names
-            raise InvalidRequest(
-                *(replace(each, field=names.get(each.field, each.field)) for each in error.violations)
-            ) from None
+    def _add_prompts(self, order: Order, validated: Sequence[ValidatedRequest], answer: Answer) -> None:
+        """Add to the form what choices show of their prompts."""
+        if order.echo:
+            echo, first = map(self._echo, order.requests(), validated), (each.prompt[0] for each in validated)
+            answer.form = replace(answer.form, echo=tuple(echo), first_tokens=tuple(first))
+        if answer.form.return_token_ids:
+            ids = tuple(json.dumps(each.prompt, separators=(",", ":")) for each in validated)
+            answer.form = replace(answer.form, prompt_token_ids=ids)
 
-
-class _EventStream(StreamingResponse):
-    """Chunks as server-sent events. The end of the response closes the events, and so ends the request."""
-
-    def __init__(self, events: Events, answer: Answer) -> None:
-        super().__init__(_lines(events, answer), headers=_headers(answer), media_type="text/event-stream")
-        self._events = events
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._events):
-            await super().__call__(scope, receive, send)
+    def _echo(self, asked: pb.GenerateRequest, validated: ValidatedRequest) -> str:
+        """Return the text of a valid prompt, or of what is kept of it."""
+        whole = asked.prompt.text and not asked.HasField("truncate_prompt_tokens")
+        return asked.prompt.text if whole else self._parts.codec.decode(validated.prompt)
 
 
-async def _lines(events: Events, answer: Answer) -> AsyncGenerator[str, None]:
+def _of_prompts(body: CompletionRequest | ChatRequest) -> WantedLogprobs:
+    echoed = body.logprobs if isinstance(body, CompletionRequest) and body.echo else None
+    return WantedLogprobs(echoed, body.prompt_logprobs)
+
+
+async def _lines(
+    events: Events, answer: Answer, ids: EventIds | NoEventIds, opened: bool = False
+) -> AsyncGenerator[str, None]:
+    """Yield the events of an answer; those that the client has shape the others, and are not sent."""
     stream = StreamedAnswer(answer)
     for line in stream.openings():
-        yield line
+        if not opened:
+            yield line
     try:
         async for prompt, event in events:
-            piece = answer.take(prompt, event)
-            if piece is not None and (line := stream.line(piece)):
-                yield line
+            has, piece = ids.take(event), answer.take(prompt, event)
+            if piece is not None and (line := stream.line(piece)) and not has:
+                yield ids.marked(line) if not piece.prompt_logprobs else line
         if line := stream.closing():
             yield line
     except QuireError as error:
         # The status line was sent before.
         yield error_line(errors.body_of(error))
     yield DONE
-
-
-def _fingerprint(card: ModelCard) -> str:
-    """Return a text that changes with the version and the checkpoint, and so with possible answers."""
-    model = card.identity.model_fingerprint[:12]
-    return f"quire-{quire_version()}-{model}" if model else f"quire-{quire_version()}"
-
-
-def _headers(answer: Answer) -> dict[str, str]:
-    """Return the two ids by which `quire trace` finds the request."""
-    return {"x-request-id": answer.id.partition("-")[2], "x-trace-id": answer.trace_id}
-
-
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`. Cancel it and raise Cancelled when the client disconnects first."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_gone(request))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise Cancelled("the client went away")
-    finally:
-        for each in (task, gone):
-            each.cancel()
-            with suppress(asyncio.CancelledError, QuireError):
-                await each
-
-
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

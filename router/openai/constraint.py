@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from common.errors import FieldViolation, InvalidRequest
 from common.types import Constraint, ConstraintKind
+from router.constraints.closing import close
+from router.openai import allowed_tokens
 from router.openai.types import GenerationFields, ResponseFormat
+from router.serving.reading import AskedConstraint
 
 _ANY_OBJECT = '{"type": "object"}'
-
-
-@dataclass(frozen=True, slots=True)
-class AskedConstraint:
-    """A constraint, and the field of the body that sets it."""
-
-    field: str
-    constraint: Constraint
 
 
 def constraint_of(body: GenerationFields) -> AskedConstraint | None:
     """Return the one constraint of a body. Raises InvalidRequest for a malformed one, or two that contradict."""
     asked = [*_of_response_format(body.response_format), *_of_structured_outputs(body), *_of_guided(body)]
+    if body.allowed_token_ids is not None:
+        asked.append(AskedConstraint(allowed_tokens.FIELD, allowed_tokens.allowed_tokens(body.allowed_token_ids)))
     for other in asked[1:]:
         if other.constraint != asked[0].constraint:
             names = (asked[0].field, other.field)
@@ -38,7 +34,8 @@ def _of_response_format(given: ResponseFormat | None) -> Iterator[AskedConstrain
     if given is None or given.type == "text":
         return
     if given.type == "json_object":
-        yield _json("response_format", _ANY_OBJECT)
+        schema = given.schema_
+        yield _json("response_format", _ANY_OBJECT) if schema is None else _json("response_format.schema", schema)
     elif given.type != "json_schema":
         what = f"is {given.type!r}; expected text, json_object or json_schema"
         raise InvalidRequest(FieldViolation("response_format.type", what))
@@ -46,6 +43,8 @@ def _of_response_format(given: ResponseFormat | None) -> Iterator[AskedConstrain
         what = 'is missing; expected {"name": ..., "schema": {...}}'
         raise InvalidRequest(FieldViolation("response_format.json_schema", what))
     else:
+        if given.json_schema.strict:
+            close(given.json_schema.schema_)
         yield _json("response_format.json_schema.schema", given.json_schema.schema_)
 
 
@@ -64,6 +63,12 @@ def _of_structured_outputs(body: GenerationFields) -> Iterator[AskedConstraint]:
 
 def _of_guided(body: GenerationFields) -> Iterator[AskedConstraint]:
     yield from _each("guided_", body.guided_json, body.guided_regex, body.guided_grammar, body.guided_choice)
+    # SGLang's names.
+    yield from _each("", None, body.regex, None, None)
+    if body.json_schema is not None:
+        yield _json("json_schema", body.json_schema)
+    if body.ebnf is not None:
+        yield AskedConstraint("ebnf", Constraint(ConstraintKind.GRAMMAR, body.ebnf))
 
 
 def _each(
@@ -87,5 +92,7 @@ def _json(field: str, schema: dict[str, Any] | bool | str) -> AskedConstraint:
 def _choice(field: str, choice: list[str]) -> AskedConstraint:
     if not choice:
         raise InvalidRequest(FieldViolation(field, "is empty; expected at least one text"))
-    # Lark writes strings as JSON does.
-    return AskedConstraint(field, Constraint(ConstraintKind.GRAMMAR, f"start: {' | '.join(map(json.dumps, choice))}"))
+    # Lark writes strings as JSON does. As one terminal, the texts make states of a lexer; as alternatives of a rule,
+    # each would be an item of the parser, and 2,000 are too many.
+    texts = " | ".join(map(json.dumps, choice))
+    return AskedConstraint(field, Constraint(ConstraintKind.GRAMMAR, f"start: CHOICE\nCHOICE: {texts}"))

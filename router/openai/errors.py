@@ -4,22 +4,36 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from common import errors
 from common.settings.pydantic_words import mistake
 
 Json = dict[str, Any]
+# Makes status and body of another API from those of this one, and from the error, if they were made of one.
+ErrorForm = Callable[[int, Json, errors.QuireError | None], tuple[int, Json]]
+
+
+class BodyTooLarge(errors.QuireError):
+    """A body with more bytes than are read."""
+
+    reason = "BODY_TOO_LARGE"
+
+
 _STATUS: Mapping[type[errors.QuireError], int] = {
+    BodyTooLarge: 413,
     errors.InvalidRequest: 400,
     # Not 501: clients of this API try again after any 5xx.
     errors.Unsupported: 400,
+    errors.Unauthenticated: 401,
+    errors.PermissionDenied: 403,
     errors.NotFound: 404,
     errors.AlreadyExists: 409,
     errors.Overloaded: 429,
@@ -29,20 +43,35 @@ _STATUS: Mapping[type[errors.QuireError], int] = {
     errors.QuireError: 500,
 }
 # Codes that OpenAI's clients expect; the code of any other error is Quire's reason.
-_CODES: Mapping[str, str] = {errors.Overloaded.reason: "rate_limit_exceeded"}
+_CODES: Mapping[str, str] = {
+    errors.Overloaded.reason: "rate_limit_exceeded",
+    errors.Unauthenticated.reason: "invalid_api_key",
+}
 # Field paths of the gRPC API as this API has them.
 _PATHS = (
     ("sampling.include_stop", "include_stop_str_in_output"),
     ("sampling.", ""),
+    ("prompt.chat.tools_json", "tools"),
+    ("prompt.chat.documents_json", "documents"),
+    ("prompt.chat.template_kwargs_json", "chat_template_kwargs"),
     ("prompt.chat.", ""),
     ("prompt.token_ids.ids", "prompt"),
     ("prompt.text", "prompt"),
     ("cache.salt", "cache_salt"),
+    ("cache.", ""),
     ("token_ids", "tokens"),
 )
 # Characters of a message: a body can be wrong in very many places.
 _MAX_MESSAGE = 4_000
 _WORD = re.compile(r"\w+")
+
+
+class UnsupportedField(errors.Unsupported):
+    """A field that is not offered, as the body names it."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class ModelNotFound(errors.NotFound):
@@ -55,10 +84,17 @@ def body_of(error: errors.QuireError) -> Json:
     """Return the error body: message, type, the first wrong field, and OpenAI's code or Quire's reason."""
     message, param, reason = str(error), None, error.reason
     if isinstance(error, errors.InvalidRequest):
-        named = [(_path(violation.field), violation.description) for violation in error.violations]
-        message, param = "; ".join(f"{field}: {what}" for field, what in named), named[0][0]
+        message, param = "; ".join(map(_said, error.violations)), _path(error.violations[0].field)
         reason = error.violations[0].reason or reason
+    elif isinstance(error, UnsupportedField):
+        param = error.field
     return _body(status_of(error), message, param, _CODES.get(reason, reason.lower()))
+
+
+def _said(violation: errors.FieldViolation) -> str:
+    # Clients recognise what exceeds the context by how the message begins.
+    named = "" if violation.reason == errors.CONTEXT_LENGTH_EXCEEDED else f"{_path(violation.field)}: "
+    return named + violation.description
 
 
 def status_of(error: errors.QuireError) -> int:
@@ -67,11 +103,12 @@ def status_of(error: errors.QuireError) -> int:
 
 
 def headers_of(error: errors.QuireError) -> dict[str, str]:
-    """Return the headers that tell a client when to retry, or not to."""
+    """Return the headers that say when a client may retry, or that it may not."""
     if isinstance(error, errors.Overloaded | errors.Unavailable):
         seconds = error.retry_after_s
         return {"retry-after": str(math.ceil(seconds)), "retry-after-ms": str(math.ceil(1000 * seconds))}
-    return {"x-should-retry": "false"}
+    challenge = {"www-authenticate": "Bearer"} if isinstance(error, errors.Unauthenticated) else {}
+    return {"x-should-retry": "false"} | challenge
 
 
 def install(app: FastAPI) -> None:
@@ -88,9 +125,33 @@ def _body(status: int, message: str, param: str | None, code: str | None) -> Jso
     return {"error": {"message": message[:_MAX_MESSAGE], "type": kind, "param": param, "code": code}}
 
 
-async def _quire_error(_: Request, error: Exception) -> JSONResponse:
+def speak(app: FastAPI, path: str, form: ErrorForm) -> None:
+    """Let an application answer errors of the paths that begin so in another form."""
+    app.state.error_forms = {**_forms(app), path: form}
+
+
+def response_to(error: errors.QuireError, scope: Scope) -> JSONResponse:
+    """Return the whole answer of a request that ended with an error."""
+    return _answer(scope, body_of(error), status_of(error), headers_of(error), error)
+
+
+def _answer(
+    scope: Scope, body: Json, status: int, headers: Mapping[str, str], error: errors.QuireError | None = None
+) -> JSONResponse:
+    """Return an answer in the form of its path."""
+    for path, form in _forms(scope.get("app")).items():
+        if scope["path"].startswith(path):
+            status, body = form(status, body, error)
+    return JSONResponse(body, status, headers)
+
+
+def _forms(app: FastAPI | None) -> Mapping[str, ErrorForm]:
+    return {} if app is None else getattr(app.state, "error_forms", {})
+
+
+async def _quire_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, errors.QuireError)
-    return JSONResponse(body_of(error), status_of(error), headers_of(error))
+    return response_to(error, request.scope)
 
 
 async def _malformed(request: Request, error: Exception) -> JSONResponse:
@@ -102,14 +163,14 @@ async def _malformed(request: Request, error: Exception) -> JSONResponse:
         found.setdefault(_place(each["loc"]), _mistake(request, each))
     message = "; ".join(f"{path}: {what}" if path else what for path, what in found.items())
     body = _body(400, message, next(iter(found)), errors.InvalidRequest.reason.lower())
-    return JSONResponse(body, 400, {"x-should-retry": "false"})
+    return _answer(request.scope, body, 400, {"x-should-retry": "false"})
 
 
-async def _no_text(_: Request, error: Exception) -> JSONResponse:
+async def _no_text(request: Request, error: Exception) -> JSONResponse:
     """Answer a body with halves of characters: JSON can write them, but messages to the worker cannot hold them."""
     message = "a text has half of a surrogate pair, which is no character; send whole ones"
     body = _body(400, message, None, errors.InvalidRequest.reason.lower())
-    return JSONResponse(body, 400, {"x-should-retry": "false"})
+    return _answer(request.scope, body, 400, {"x-should-retry": "false"})
 
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
@@ -117,17 +178,21 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     headers = {"x-should-retry": "false", **(error.headers or {})}
     known = {
-        413: ("the body is larger than the router takes", "body_too_large"),
-        404: ("no such path; /v1/models, /v1/completions and /v1/chat/completions are here", "unknown_url"),
+        404: (
+            "no such path; /v1/chat/completions is one, and /openapi.json lists all",
+            "unknown_url",
+        ),
         405: (f"{request.method} is not offered here; use {headers.get('Allow', 'another')}", "method_not_allowed"),
     }
     message, code = known.get(error.status_code, (str(error.detail), None))
-    return JSONResponse(_body(error.status_code, message, None, code), error.status_code, headers)
+    return _answer(request.scope, _body(error.status_code, message, None, code), error.status_code, headers)
 
 
-async def _bug(_: Request, error: Exception) -> JSONResponse:
-    # The text of an unexpected error may hold a prompt: the server logs it, and the client does not get it.
-    return JSONResponse(body_of(errors.QuireError("internal error")), 500, {"x-should-retry": "false"})
+async def _bug(request: Request, error: Exception) -> JSONResponse:
+    # The text of an unexpected error may hold a prompt: the server logs it, and the client does not get it. This answer
+    # passes no middleware any more.
+    headers = {"x-should-retry": "false", **request.state.ids.headers()}
+    return _answer(request.scope, body_of(errors.QuireError("internal error")), 500, headers)
 
 
 def _place(location: Sequence[str | int]) -> str | None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import TypeVar
+from typing import Final, TypeVar
 
 T = TypeVar("T")
+
+# Events that wait for the reader. Further ones wait in their streams, whose own bounds then count.
+_MOST_WAITING: Final = 16
 
 
 async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
@@ -19,10 +22,12 @@ async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[t
                 yield 0, event
         return
     ready: asyncio.Queue[tuple[int, T] | asyncio.Task[None]] = asyncio.Queue()
+    places = asyncio.Semaphore(_MOST_WAITING)
 
     async def pump(number: int, stream: AsyncGenerator[T, None]) -> None:
         async with aclosing(stream):
             async for event in stream:
+                await places.acquire()
                 ready.put_nowait((number, event))
 
     pumps = [asyncio.create_task(pump(number, stream)) for number, stream in enumerate(streams)]
@@ -36,6 +41,7 @@ async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[t
                 item.result()
                 running -= 1
             else:
+                places.release()
                 yield item
     finally:
         for task in pumps:

@@ -2,55 +2,121 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from common.errors import FieldViolation, InvalidRequest, Unsupported
+from common.limits import MAX_HTTP_SEQUENCES, MAX_LOGPROBS
 from quire.inference.v1 import inference_pb2 as pb
 from quire.types.v1 import types_pb2
+from router.openai.allowed_tokens import FIELD
+from router.openai.chat_prompt import chat_prompt
 from router.openai.constraint import constraint_of
-from router.openai.types import ChatRequest, CompletionRequest, GenerationFields, Message
+from router.openai.errors import UnsupportedField
+from router.openai.tools import AskedTools, asked_tools
+from router.openai.types import ChatRequest, CompletionRequest, GenerationFields
+from router.serving.reading import AskedConstraint, Reading
 
-MAX_PROMPTS = 1024
 # Fields whose name is the same here and there.
 _SAME = (
     *("temperature", "top_p", "min_p", "min_tokens", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "logit_bias", "seed", "ignore_eos", "n", "stop_token_ids"),
 )
+_OF_PROMPTS = ("skip_special_tokens", "truncate_prompt_tokens", "add_special_tokens")
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The requests of a body, one for each prompt.
+    """The prompts of a body, and what its requests have in common.
 
-    `names` maps fields of Quire's own API to the body's names, beyond those that all bodies share.
+    `names` maps fields of Quire's own API to the body's names, beyond those that all bodies share; `defaults` are those
+    that the body lacks and this API fills in. With `echo`, choices begin with their prompts. `asked` is the body's
+    constraint, and `tools` are those of a chat.
     """
 
-    requests: list[pb.GenerateRequest]
+    prompts: list[pb.Prompt]
+    common: pb.GenerateRequest
     names: Mapping[str, str]
+    echo: bool = False
+    defaults: frozenset[str] = frozenset()
+    asked: AskedConstraint | None = None
+    tools: AskedTools | None = None
+    # Tokens that the thoughts of an answer may have.
+    thinking_budget: int | None = None
+
+    def read_by(self, reading: Reading) -> Order:
+        """Return the order whose answers are read in that way."""
+        common = pb.GenerateRequest()
+        common.CopyFrom(self.common)
+        common.kept_special_tokens.extend(sorted(reading.kept))
+        if reading.budget is not None:
+            common.thought_budget.CopyFrom(reading.budget)
+        names = {**self.names, **_constrain(common, reading.asked)}
+        return replace(self, common=common, names=names, asked=reading.asked)
+
+    def in_its_words(self, found: FieldViolation) -> FieldViolation:
+        """Return what is wrong with a request in the words of its body."""
+        what = found.description
+        if found.field in self.defaults:
+            name = self.names.get(found.field, found.field.rpartition(".")[2])
+            what = f"{what} (the body has no {name}: this is the default)"
+        return replace(found, field=self.names.get(found.field, found.field), description=what)
+
+    def requests(self) -> Iterator[pb.GenerateRequest]:
+        """Yield a request for each prompt, made when it is wanted: what is wrong with the first is not copied."""
+        for prompt in self.prompts:
+            request = pb.GenerateRequest(prompt=prompt)
+            request.MergeFrom(self.common)
+            yield request
 
 
 def completion_order(body: CompletionRequest, headers: Mapping[str, str]) -> Order:
-    """Return a request for each prompt. Raises Unsupported and InvalidRequest."""
+    """Return the requests of a body with one or several prompts. Raises Unsupported and InvalidRequest."""
     _refuse(body)
-    if not 1 <= len(body.prompts) <= MAX_PROMPTS:
-        what = f"has {len(body.prompts)} prompts; expected a text, token ids, or a list of 1 to {MAX_PROMPTS} of either"
-        raise InvalidRequest(FieldViolation("prompt", what))
+    _check_sequences(len(body.prompts), 1 if body.n is None else body.n)
     if body.best_of is not None and body.best_of != (1 if body.n is None else body.n):
         raise Unsupported(f"best_of: is {body.best_of}; only as many as n are sampled, so leave it out")
-    if body.echo and body.logprobs is not None:
-        raise Unsupported("echo: not offered together with logprobs, as a prompt has none; leave out one of them")
-    sampling = _sampling(body, max_tokens=body.max_tokens, logprobs=body.logprobs)
+    scored = body.prompt_logprobs
+    if body.echo:
+        _check_echo(body)
+        scored = _scored_by_echo(body)
+    sampling = _sampling(body, max_tokens=body.max_tokens, logprobs=body.logprobs, prompt_logprobs=scored)
     prompts = [
         pb.Prompt(text=each) if isinstance(each, str) else pb.Prompt(token_ids=pb.TokenIds(ids=each))
         for each in body.prompts
     ]
-    order = _order(body, prompts, sampling, headers)
-    if len(order.requests) > 1 and order.requests[0].request_id:
-        for place, request in enumerate(order.requests):
-            request.request_id += f"-{place}"
-    return order
+    order = _order(body, prompts, sampling, headers, bool(body.echo))
+    if scored != body.prompt_logprobs:
+        order = replace(order, names={**order.names, "sampling.prompt_logprobs": "logprobs"})
+    if "max_tokens" in body.model_fields_set:
+        return order
+    return replace(order, defaults=frozenset({"sampling.max_tokens"}))
+
+
+def _check_echo(body: CompletionRequest) -> None:
+    if body.stream and body.logprobs is not None and body.n not in (None, 1):
+        what = "is more than 1, and only the first choice could begin with the prompt's log-probabilities in a stream"
+        raise InvalidRequest(FieldViolation("n", f"{what}; leave out stream, echo or logprobs"))
+
+
+def _scored_by_echo(body: CompletionRequest) -> int | None:
+    """Return the log-probabilities of the prompt that an echo needs, beside those that the body asks for."""
+    asked = body.prompt_logprobs
+    if body.logprobs is None:
+        return 0 if asked is None and body.max_tokens == 0 else asked
+    if asked is not None and not 0 <= asked <= MAX_LOGPROBS:
+        return asked  # refused by its own name
+    return max(asked or 0, min(body.logprobs, MAX_LOGPROBS))
+
+
+def _check_sequences(prompts: int, n: int) -> None:
+    if not 1 <= prompts <= MAX_HTTP_SEQUENCES:
+        what = f"has {prompts} prompts; expected a text, token ids, or a list of 1 to {MAX_HTTP_SEQUENCES} of either"
+        raise InvalidRequest(FieldViolation("prompt", what))
+    if prompts > 1 and prompts * n > MAX_HTTP_SEQUENCES:
+        what = f"has {prompts} prompts, and n is {n}; expected at most {MAX_HTTP_SEQUENCES} sequences in one body"
+        raise InvalidRequest(FieldViolation("prompt", f"{what}; send several bodies"))
 
 
 def chat_order(body: ChatRequest, headers: Mapping[str, str]) -> Order:
@@ -61,59 +127,68 @@ def chat_order(body: ChatRequest, headers: Mapping[str, str]) -> Order:
     newer = body.max_completion_tokens is not None
     max_tokens = body.max_completion_tokens if newer else body.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    sampling = _sampling(body, max_tokens=max_tokens, logprobs=logprobs)
-    order = _order(body, [chat_prompt(body.messages)], sampling, headers)
-    names = {"prompt": "messages", "sampling.logprobs": "top_logprobs"}
+    sampling = _sampling(body, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)
+    tools = asked_tools(body)
+    if tools.use.tools and body.allowed_token_ids is not None:
+        what = "contradicts tools, whose calls need other tokens; leave out one of them, or send tool_choice none"
+        raise InvalidRequest(FieldViolation(FIELD, what))
+    order = _order(body, [chat_prompt(body.messages, body, tools)], sampling, headers)
+    if body.prediction is not None:
+        order.common.prediction = body.prediction.text
+    names = {
+        "prompt": "messages",
+        "prediction": "prediction.content",
+        "sampling.logprobs": "top_logprobs",
+        "thought_budget": "thinking_token_budget",
+    }
     if newer:
         names["sampling.max_tokens"] = "max_completion_tokens"
-    return Order(order.requests, {**order.names, **names})
+    return replace(order, names={**order.names, **names}, tools=tools, thinking_budget=_thinking_budget(body))
 
 
-def chat_prompt(messages: list[Message]) -> pb.Prompt:
-    """Return the prompt of a chat's messages. Raises Unsupported for content other than text."""
-    _refuse_other_than_text(messages)
-    # OpenAI's newer name for a system message; few templates accept it.
-    given = [("system" if each.role == "developer" else each.role, each.text) for each in messages]
-    return pb.Prompt(chat=pb.Chat(messages=[pb.ChatMessage(role=role, content=text) for role, text in given]))
+def _thinking_budget(body: ChatRequest) -> int | None:
+    budget = body.thinking_token_budget
+    if budget is not None and budget < 0:
+        what = f"is {budget}; expected 0 or more, or nothing for thoughts of any length"
+        raise InvalidRequest(FieldViolation("thinking_token_budget", what))
+    return budget
 
 
 def _refuse(body: GenerationFields) -> None:
     if body.unsupported:
-        raise Unsupported(f"{', '.join(body.unsupported)}: not offered; leave it out")
-
-
-def _refuse_other_than_text(messages: list[Message]) -> None:
-    for place, message in enumerate(messages):
-        if message.tool_calls:
-            raise Unsupported(f"messages[{place}].tool_calls: tools are not offered; write what they gave as text")
-        parts = message.content if isinstance(message.content, list) else []
-        kinds = sorted({part.type for part in parts} - {"text"})
-        if kinds:
-            raise Unsupported(f"messages[{place}].content: {', '.join(kinds)} is not offered; send text alone")
+        raise UnsupportedField(body.unsupported[0], f"{', '.join(body.unsupported)}: not offered; leave it out")
+    if body.stream and body.prompt_logprobs is not None:
+        what = "belongs to a whole answer, and stream is set; leave out one of them, or use echo with logprobs"
+        raise InvalidRequest(FieldViolation("prompt_logprobs", what))
 
 
 def _order(
-    body: GenerationFields, prompts: list[pb.Prompt], sampling: types_pb2.SamplingParams, headers: Mapping[str, str]
+    body: GenerationFields,
+    prompts: list[pb.Prompt],
+    sampling: types_pb2.SamplingParams,
+    headers: Mapping[str, str],
+    echo: bool = False,
 ) -> Order:
     common = pb.GenerateRequest(
-        request_id=body.request_id or headers.get("x-request-id", ""),
         sampling=sampling,
         priority=body.priority or 0,
-        cache=pb.CacheOptions(salt=body.cache_salt or ""),
+        cache=pb.CacheOptions(salt=body.cache_salt or "", shared_domain=body.shared_domain or ""),
         traceparent=headers.get("traceparent", ""),
     )
-    names = {}
+    for name in _OF_PROMPTS:
+        if (value := getattr(body, name, None)) is not None:
+            setattr(common, name, value)
     asked = constraint_of(body)
-    if asked is not None:
-        kind = asked.constraint.kind.value
-        setattr(common, kind, asked.constraint.text)
-        names[kind] = asked.field
-    requests = []
-    for prompt in prompts:
-        request = pb.GenerateRequest(prompt=prompt)
-        request.MergeFrom(common)
-        requests.append(request)
-    return Order(requests, names)
+    return Order(prompts, common, _constrain(common, asked), echo, asked=asked)
+
+
+def _constrain(request: pb.GenerateRequest, asked: AskedConstraint | None) -> dict[str, str]:
+    """Set a request's constraint; return the name of its field for the body's."""
+    if asked is None:
+        return {}
+    kind = asked.constraint.kind.value
+    setattr(request, kind, asked.constraint.text)
+    return {kind: asked.field}
 
 
 def _sampling(body: GenerationFields, **given: int | None) -> types_pb2.SamplingParams:
@@ -121,5 +196,6 @@ def _sampling(body: GenerationFields, **given: int | None) -> types_pb2.Sampling
     fields: dict[str, Any] = {name: getattr(body, name) for name in _SAME}
     fields |= given | {"include_stop": body.include_stop_str_in_output}
     fields["stop"] = [body.stop] if isinstance(body.stop, str) else body.stop
+    fields["bad_words"] = body.bad_words
     fields["top_k"] = 0 if body.top_k == -1 else body.top_k
     return types_pb2.SamplingParams(**{name: value for name, value in fields.items() if value is not None})

@@ -5,13 +5,20 @@ The code does not build answers from these classes: `response.py` and `stream.py
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, Final, Literal
 
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field
 
+from router.openai.ranges import add_ranges
+
 _REF = "#/components/schemas/{model}"
 Finish = Literal["stop", "length"]
+ChatFinish = Literal["stop", "length", "tool_calls", "function_call"]
+
+
+_PROMPT_IDS = "with return_token_ids: the tokens of the prompt, in its first choice or chunk"
 
 
 class _Exact(BaseModel):
@@ -41,6 +48,14 @@ class PromptTokensDetails(_Exact):
     cached_tokens: int = Field(..., description="tokens of prompts whose keys and values were cached")
 
 
+class CompletionTokensDetails(_Exact):
+    """Part of Usage."""
+
+    reasoning_tokens: int | None = Field(None, description="tokens of thoughts, of those of the answer")
+    accepted_prediction_tokens: int | None = Field(None, description="guessed tokens that became output")
+    rejected_prediction_tokens: int | None = Field(None, description="guessed tokens that were wrong")
+
+
 class Usage(_Exact):
     """Token counts of a request; a prompt counts once for its n choices."""
 
@@ -48,6 +63,9 @@ class Usage(_Exact):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = Field(
+        None, description="where thoughts or calls are read, or tokens were guessed"
+    )
 
 
 class TopLogprob(_Exact):
@@ -75,25 +93,56 @@ class CompletionLogprobs(_Exact):
     """Log-probabilities of a completion, in parallel lists; `text_offset` counts characters of the output."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None] = Field(..., description="null for the first token of an echoed prompt")
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class RankedToken(_Exact):
+    """A likely token, or the prompt's own, at one place of a prompt; 1 is the rank of the likeliest."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+# By token id, the prompt's own token first.
+PromptLogprobs = list[dict[str, RankedToken] | None]
+_PROMPT_LOGPROBS = "with prompt_logprobs: by token id, the prompt's own first; null for the first token"
 
 
 class _Choice(_Exact):
     """Fields that all choices share."""
 
     index: int
-    stop_reason: str | int | None = Field(..., description="the stop text, or the id of the token, that ended it")
+    stop_reason: str | int | None = Field(..., description="the stop text, or the id of the stop token, that ended it")
     token_ids: list[int] | None = Field(None, description="with return_token_ids")
+
+
+class FunctionCall(_Exact):
+    """The function of a call, and its arguments as JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(_Exact):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
 
 
 class AssistantMessage(_Exact):
     """The answer."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None = Field(..., description="null where the answer has calls alone")
+    reasoning_content: str | None = Field(None, description="what the model thought before it answered")
     refusal: None
+    tool_calls: list[ToolCall] | None = None
+    function_call: FunctionCall | None = Field(None, description="in place of tool_calls, where functions were given")
 
 
 class ChatChoice(_Choice):
@@ -101,7 +150,7 @@ class ChatChoice(_Choice):
 
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Finish
+    finish_reason: ChatFinish
 
 
 class CompletionChoice(_Choice):
@@ -110,6 +159,8 @@ class CompletionChoice(_Choice):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Finish
+    prompt_token_ids: list[int] | None = Field(None, description=_PROMPT_IDS)
+    prompt_logprobs: PromptLogprobs | None = Field(None, description=_PROMPT_LOGPROBS)
 
 
 class _Head(_Exact):
@@ -127,6 +178,8 @@ class ChatCompletion(_Head):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: list[int] | None = Field(None, description=_PROMPT_IDS)
+    prompt_logprobs: PromptLogprobs | None = Field(None, description=_PROMPT_LOGPROBS)
 
 
 class Completion(_Head):
@@ -137,11 +190,30 @@ class Completion(_Head):
     usage: Usage
 
 
+class FunctionDelta(_Exact):
+    """What a chunk adds to the function of a call: its name first, then its arguments in pieces."""
+
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallDelta(_Exact):
+    """What a chunk adds to a call; the first of a call has its id."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
 class Delta(_Exact):
     """What a chunk adds to a message."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
+    function_call: FunctionDelta | None = None
 
 
 class ChatChunkChoice(_Choice):
@@ -149,7 +221,7 @@ class ChatChunkChoice(_Choice):
 
     delta: Delta
     logprobs: ChatLogprobs | None
-    finish_reason: Finish | None
+    finish_reason: ChatFinish | None
 
 
 class CompletionChunkChoice(_Choice):
@@ -158,6 +230,7 @@ class CompletionChunkChoice(_Choice):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Finish | None
+    prompt_token_ids: list[int] | None = Field(None, description=_PROMPT_IDS)
 
 
 class ChatChunk(_Head):
@@ -166,6 +239,7 @@ class ChatChunk(_Head):
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
+    prompt_token_ids: list[int] | None = Field(None, description=_PROMPT_IDS)
 
 
 class CompletionChunk(_Head):
@@ -174,6 +248,34 @@ class CompletionChunk(_Head):
     object: Literal["text_completion"]
     choices: list[CompletionChunkChoice]
     usage: Usage | None = None
+
+
+# Their streams end with a line that is no JSON.
+_ENDED_BY_DONE: Final = (ChatChunk, CompletionChunk)
+
+
+class EmbeddingUsage(_Exact):
+    """Token counts of a request for embeddings."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingItem(_Exact):
+    """The vector of one input."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str = Field(..., description="numbers, or with base64 their little-endian float32 bytes")
+
+
+class EmbeddingList(_Exact):
+    """Answer of POST /v1/embeddings; `data` is in the order of the inputs."""
+
+    object: Literal["list"]
+    data: list[EmbeddingItem]
+    model: str
+    usage: EmbeddingUsage
 
 
 class Model(_Exact):
@@ -185,6 +287,7 @@ class Model(_Exact):
     owned_by: str
     root: str
     max_model_len: int = Field(..., description="tokens of prompt and output together")
+    pooling: str | None = Field(..., description="how the pool embeds, such as 'last, normalised'; null: it generates")
 
 
 class Models(_Exact):
@@ -206,31 +309,74 @@ class Version(_Exact):
     version: str
 
 
-def describe(app: FastAPI) -> None:
-    """Add the chunks to an application's description: FastAPI takes one model for each answer, the whole one."""
+def describe(app: FastAPI, *others: type[BaseModel]) -> None:
+    """Add the chunks to an application's description: FastAPI takes one model for each answer, the whole one.
+
+    FastAPI describes 422 for every route with a body; such a body is answered with 400. Ranges are added too.
+    """
     described = app.openapi
 
     def openapi() -> dict[str, Any]:
         schema = described()
-        for chunk in (ChatChunk, CompletionChunk):
+        schemas = schema["components"]["schemas"]
+        chunks: list[type[BaseModel]] = [ChatChunk, CompletionChunk, *others]
+        for chunk in chunks:
             model = chunk.model_json_schema(ref_template=_REF)
-            schema["components"]["schemas"] |= model.pop("$defs") | {chunk.__name__: model}
+            schemas |= model.pop("$defs", {}) | {chunk.__name__: model}
+        for operation in (operation for path in schema["paths"].values() for operation in path.values()):
+            operation["responses"].pop("422", None)
+        for name in ("HTTPValidationError", "ValidationError"):
+            schemas.pop(name, None)
+        add_ranges(schemas)
         return schema
 
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def answers(whole: type[BaseModel], chunk: type[BaseModel] | None = None) -> dict[int | str, dict[str, Any]]:
-    """Return what a route may answer, for FastAPI's `responses`; `chunk` is one line of its stream."""
-    stream = {"text/event-stream": {"schema": {"$ref": _REF.format(model=chunk.__name__)}}} if chunk is not None else {}
-    said = {
-        "400": "a field is wrong, or asks for what is not offered",
-        "404": "another model is served here",
-        "429": "the queue is full; Retry-After says when to try again",
-        "503": "no worker is there, or the router drains; Retry-After says when to try again",
-        "default": "any other error",
-    }
+# What the statuses of a refusal mean, on any path.
+ALWAYS: Final = {
+    "408": "the headers or the body did not come in time",
+    "431": "the headers are too large",
+    "500": "a defect of the server",
+}
+# The same of a path for which a key may be needed.
+REFUSALS: Final = {
+    **ALWAYS,
+    "400": "a field is wrong, or asks for what is not offered",
+    "401": "a key is needed, and none came that is known",
+    "403": "the key may not do this",
+    "404": "another model is served here",
+    "409": "a request with this id runs already",
+    "413": "the body is larger than the router takes",
+    "429": "the queue is full, or a limit is reached; Retry-After says when to try again",
+    "499": "the request was cancelled",
+    "503": "no worker is there, or the router drains; Retry-After says when to try again",
+    "504": "the deadline passed",
+}
+
+
+def answers(
+    whole: type[BaseModel],
+    chunk: type[BaseModel] | None = None,
+    error: type[BaseModel] = ErrorBody,
+    refusals: Mapping[str, str] = REFUSALS,
+) -> dict[int | str, dict[str, Any]]:
+    """Return what a route may answer, for FastAPI's `responses`; `chunk` is one event of its stream."""
+    stream = {} if chunk is None else {"text/event-stream": {"schema": _event(chunk, error)}}
     errors: dict[int | str, dict[str, Any]] = {
-        status: {"model": ErrorBody, "description": what} for status, what in said.items()
+        status: {"model": error, "description": what} for status, what in refusals.items()
     }
     return {200: {"model": whole, "description": "the answer", "content": stream}, **errors}
+
+
+def _event(chunk: type[BaseModel], error: type[BaseModel]) -> dict[str, Any]:
+    """Return the schema of one server-sent event: an object of its fields, whose data is a text of JSON."""
+    bodies = [{"$ref": _REF.format(model=each.__name__)} for each in (chunk, error)]
+    data: dict[str, Any] = {"contentMediaType": "application/json", "contentSchema": {"anyOf": bodies}}
+    if chunk in _ENDED_BY_DONE:
+        data = {"anyOf": [{"const": "[DONE]"}, data]}
+    return {
+        "type": "object",
+        "properties": {"event": {"type": "string"}, "data": {"type": "string", **data}},
+        "required": ["data"],
+    }

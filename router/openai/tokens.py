@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Response
 from pydantic import BaseModel, Field
 
 from common.errors import FieldViolation, InvalidRequest
+from common.limits import MAX_TOKENIZE_CHARS
 from quire.inference.v1 import inference_pb2 as pb
-from router.openai.request import chat_prompt
-from router.openai.types import Message
+from router.openai.chat_prompt import chat_prompt
+from router.openai.schema import answers
+from router.openai.tools import asked_tools
+from router.openai.types import ChatFields, Messages, TokenIds
 from router.ports import ModelCard, RequestValidator, TextCodec
-from router.serving.numbers import Int32
+
+# Ids that are written before other tasks run; the texts of so many take a few milliseconds.
+_IDS_A_TURN: Final = 1_000
 
 
-class TokenizeRequest(BaseModel):
-    """A text, or a chat to render with the checkpoint's template."""
+class TokenizeRequest(ChatFields):
+    """A text, or a chat to render with the checkpoint's template, which takes the same fields as an answered one."""
 
     model: str | None = None
-    prompt: str | None = None
-    messages: list[Message] | None = None
+    prompt: str | None = Field(None, max_length=MAX_TOKENIZE_CHARS)
+    messages: Messages | None = None
     add_special_tokens: bool = Field(True, description="add the tokens that the tokenizer puts around a text")
     return_token_strs: bool | None = None
 
@@ -39,7 +46,7 @@ class DetokenizeRequest(BaseModel):
     """Token ids."""
 
     model: str | None = None
-    tokens: list[Annotated[Int32, Field(description="a token id")]]
+    tokens: TokenIds = Field(..., description="token ids")
 
 
 class Detokenized(BaseModel):
@@ -54,14 +61,14 @@ def token_routes(
     """Return the two routes; `check_model` raises for a model that is not served."""
     router = APIRouter(tags=["tokens"])
 
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(body: TokenizeRequest) -> Response:
         """Return the tokens of a text or a chat."""
         check_model(body.model)
         ids = await codec.encode(_prompt(body), body.add_special_tokens)
-        found = {"count": len(ids), "max_model_len": card.max_model_len, "tokens": ids}
-        if body.return_token_strs:
-            found["token_strs"] = [codec.decode([token_id], skip_special_tokens=False) for token_id in ids]
-        return found
+        texts = await _listed(ids, lambda each: _text(codec, each)) if body.return_token_strs else "null"
+        head = f'"count":{len(ids)},"max_model_len":{card.max_model_len}'
+        content = f'{{{head},"tokens":{await _listed(ids, str)},"token_strs":{texts}}}'
+        return Response(content, media_type="application/json")
 
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
         """Return the text of tokens."""
@@ -69,14 +76,30 @@ def token_routes(
         validator.check_token_ids(body.tokens)
         return {"prompt": codec.decode(body.tokens, skip_special_tokens=False)}
 
-    router.add_api_route("/tokenize", tokenize, methods=["POST"], response_model=TokenizeAnswer)
-    router.add_api_route("/detokenize", detokenize, methods=["POST"], response_model=Detokenized)
+    post: dict[str, Any] = {"methods": ["POST"]}
+    router.add_api_route(
+        "/tokenize", tokenize, response_model=TokenizeAnswer, responses=answers(TokenizeAnswer), **post
+    )
+    router.add_api_route("/detokenize", detokenize, response_model=Detokenized, responses=answers(Detokenized), **post)
     return router
+
+
+async def _listed(ids: Sequence[int], write: Callable[[int], str]) -> str:
+    """Return a JSON list with what `write` makes of each id; other tasks run after every thousand."""
+    parts = []
+    for start in range(0, len(ids), _IDS_A_TURN):
+        parts.append(",".join(map(write, ids[start : start + _IDS_A_TURN])))
+        await asyncio.sleep(0)
+    return f"[{','.join(parts)}]"
+
+
+def _text(codec: TextCodec, token_id: int) -> str:
+    return json.dumps(codec.token_name(token_id))
 
 
 def _prompt(body: TokenizeRequest) -> pb.Prompt:
     if body.messages is not None and body.prompt is None:
-        return chat_prompt(body.messages)
+        return chat_prompt(body.messages, body, asked_tools(body))
     if body.prompt is not None and body.messages is None:
         return pb.Prompt(text=body.prompt)
     raise InvalidRequest(FieldViolation("prompt", "expected either prompt or messages, and not both"))

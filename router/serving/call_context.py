@@ -1,25 +1,46 @@
-"""The context of a gRPC call: arrival, deadline, trace."""
+"""The context of a gRPC call: arrival, deadline, trace, caller."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
+from urllib.parse import unquote
 
 from grpc import aio
 from opentelemetry import trace
 
 from common.clock import Clock
 from common.telemetry import traceparent_of
-from router.ports import CallContext
+from router.core.tenancy import Caller
+from router.ports import Authenticator, CallContext
 
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"
 # Calls without a deadline report a time left of decades.
 _NO_DEADLINE_SECONDS: Final = 30 * 86_400.0
 
 
-def call_context(clock: Clock, context: Context) -> CallContext:
-    now, left = clock.monotonic(), context.time_remaining()
-    deadline = now + left if left is not None and left < _NO_DEADLINE_SECONDS else None
-    return CallContext(now, deadline, _traceparent(context))
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """Reads the context of calls; the servicers of all gRPC services share one."""
+
+    clock: Clock
+    authenticator: Authenticator
+
+    def caller(self, context: Context) -> Caller:
+        """Return who calls. Raises Unauthenticated or PermissionDenied."""
+        return self.authenticator.caller(metadata_of(context, "authorization"), host_of(context.peer()))
+
+    def context(self, context: Context) -> CallContext:
+        """Return the context of a call. Raises as `caller` does."""
+        now, left = self.clock.monotonic(), context.time_remaining()
+        deadline = now + left if left is not None and left < _NO_DEADLINE_SECONDS else None
+        return CallContext(now, deadline, _traceparent(context), self.caller(context))
+
+
+def host_of(peer: str) -> str:
+    """Return the address in gRPC's name of a peer, without its port: ipv4:127.0.0.1:5000 -> 127.0.0.1."""
+    scheme, _, rest = unquote(peer).partition(":")
+    return rest.rpartition(":")[0].strip("[]") if scheme in ("ipv4", "ipv6") else scheme
 
 
 def metadata_of(context: Context, key: str) -> str:

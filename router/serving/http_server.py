@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,11 @@ from contextlib import contextmanager
 import uvicorn
 from fastapi import FastAPI
 
-from common.errors import FieldViolation, InvalidConfig
+from common.errors import PortTaken
+from common.process.connections import Connections
+from common.rpc.tls import PublicCertificate, RenewedContext
+from router.serving.http_protocol import BoundedHttpProtocol, HttpConfig
+from router.serving.tls_listener import TlsListener
 
 _BACKLOG = 2048
 
@@ -19,13 +24,29 @@ _BACKLOG = 2048
 class _Server(uvicorn.Server):
     """uvicorn's server, with an event for when it listens, and without signal handlers."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: HttpConfig) -> None:
         super().__init__(config)
+        self._http = config
         self.listening = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        if (context := self._http.tls) is None:
+            await super().startup(sockets)
+        else:
+            await super().startup([])
+            listeners = [
+                TlsListener(each, context, self._http.connections, self._new_protocol) for each in sockets or ()
+            ]
+            self.servers = listeners  # type: ignore[assignment]  # uvicorn closes them and waits for that
+            for each in listeners:
+                each.task.add_done_callback(self._listens_no_more)
         self.listening.set()
+
+    def _new_protocol(self) -> BoundedHttpProtocol:
+        return BoundedHttpProtocol(self._http, server_state=self.server_state, app_state=self.lifespan.state)
+
+    def _listens_no_more(self, _: asyncio.Task[None]) -> None:
+        self.should_exit = True
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -36,26 +57,46 @@ class HttpServer:
     """A running server. `port` is the one it listens on."""
 
     def __init__(self, server: _Server, task: asyncio.Task[None], port: int) -> None:
-        self._server, self._task = server, task
+        """`task` serves until `stop`; when it ends before, nothing listens any more."""
+        self._server, self.task = server, task
         self.port = port
 
     async def stop(self) -> None:
-        """Take no new connection, let running requests finish within the grace period, then cancel them."""
+        """Take no new connection, let running requests finish within the grace period, then cancel them.
+
+        The listeners are closed before the first await: uvicorn looks at `should_exit` only every 0.1 s.
+        """
+        for each in self._server.servers:
+            each.close()
         self._server.should_exit = True
-        await self._task
+        await self.task
 
 
-async def serve_http(app: FastAPI, host: str, port: int, grace_s: float = 5.0, reuse_port: bool = False) -> HttpServer:
-    """Listen and serve; port 0 takes a free one. Raises InvalidConfig when the port is taken."""
+def bounded_connections(most: int, most_a_peer: int) -> Connections:
+    """Return the count of a server's connections. They have at most half of the files that the process may open."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return Connections(most if files == resource.RLIM_INFINITY else min(most, files // 2), most_a_peer)
+
+
+async def serve_http(
+    app: FastAPI,
+    host: str,
+    port: int,
+    grace_s: float = 5.0,
+    reuse_port: bool = False,
+    tls: PublicCertificate | None = None,
+    connections: Connections | None = None,
+) -> HttpServer:
+    """Listen and serve; port 0 takes a free one. Raises PortTaken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family, backlog=_BACKLOG, reuse_port=reuse_port)
     except OSError as error:
-        what = f"cannot listen on {host}:{port} ({error.strerror}); expected a free port of this machine (0 takes one)"
-        raise InvalidConfig(FieldViolation("--http-port", what)) from None
+        raise PortTaken("--port", host, port, error.strerror) from None
     grace = max(1, round(grace_s))  # uvicorn takes whole seconds
-    config = uvicorn.Config(
+    config = HttpConfig(
         app,
+        connections=bounded_connections(1024, 1024) if connections is None else connections,
         log_config=None,
         log_level=logging.WARNING,
         access_log=False,
@@ -63,6 +104,7 @@ async def serve_http(app: FastAPI, host: str, port: int, grace_s: float = 5.0, r
         lifespan="off",
         ws="none",
         timeout_graceful_shutdown=grace,
+        tls=None if tls is None else RenewedContext(tls).context,
     )
     server = _Server(config)
     task = asyncio.create_task(server.serve(sockets=[listener]), name="http")

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from common.errors import CONTEXT_LENGTH_EXCEEDED, FieldViolation, InvalidRequest, Unsupported
+from common.errors import FieldViolation, InvalidRequest, Unsupported
+from common.limits import ENCODED_AT_ONCE_CHARS
 from common.types import SamplingParams
 from quire.inference.v1 import inference_pb2
+from router.core.context_length import beyond_context
 from router.ports import TextAssembler
-from router.text.chat import ChatTemplate
+from router.text.chat import ChatTemplate, PromptTooLong
+from router.text.chat_input import characters, chat_input, check_messages
 from router.text.output import NoText, OutputText
 from router.text.tokenizer import Tokenizer
 
-# A template may build control tokens from the role ("<|" + role + "|>"); a plain word cannot inject another token.
-_ROLE = re.compile(r"[A-Za-z_]{1,32}")
+# Messages that are rendered on the event loop; a template takes some 10 microseconds for each.
+_FEW_MESSAGES = 32
+# Characters of tools and documents in JSON that are read and rendered there; 16,000 take a third of a millisecond.
+_FEW_CHARACTERS = 16_000
+# Texts with fewer characters for each token of the context are encoded at once: most of them fit.
+_USUAL_CHARACTERS = 4
 
 
 class CheckpointText:
@@ -24,13 +30,16 @@ class CheckpointText:
     def __init__(self, tokenizer: Tokenizer | None, template: ChatTemplate | None, max_model_len: int) -> None:
         self._tokenizer = tokenizer
         self._template = template
+        self._max_model_len = max_model_len
         # A text longer than max_model_len times the longest token cannot fit, and need not be encoded.
         self._max_characters = max_model_len * tokenizer.longest_token if tokenizer else 0
+        # The chat that was rendered last for `rendered`, and its prompt: `encode` mostly follows with the same one.
+        self._last_rendered: tuple[bytes, str] | None = None
 
     @classmethod
-    def load(cls, directory: Path, max_model_len: int) -> CheckpointText:
-        """Read tokenizer and template of a checkpoint. Raises InvalidConfig when one of them is broken."""
-        return cls(Tokenizer.load(directory), ChatTemplate.load(directory), max_model_len)
+    def load(cls, directory: Path, max_model_len: int, chat_template: Path | None = None) -> CheckpointText:
+        """Read the tokenizer of a folder, and its template or that of a file. Raises InvalidConfig for broken ones."""
+        return cls(Tokenizer.load(directory), ChatTemplate.load(directory, chat_template), max_model_len)
 
     @property
     def has_tokenizer(self) -> bool:
@@ -46,10 +55,10 @@ class CheckpointText:
             case "text":
                 return await self._encode(prompt.text, "prompt.text", add_special_tokens)
             case "token_ids":
-                return _not_empty(list(prompt.token_ids.ids), "prompt.token_ids.ids")
+                return self._ids(prompt.token_ids)
             case "chat":
                 # A template writes the special tokens itself.
-                return await self._encode(self._render(prompt.chat), "prompt.chat", add_special_tokens=False)
+                return await self._encode(await self._prompt_of(prompt.chat), "prompt.chat", add_special_tokens=False)
             case _:
                 raise InvalidRequest(FieldViolation("prompt", "has no content; expected text, token_ids or chat"))
 
@@ -57,40 +66,99 @@ class CheckpointText:
         """Return the text of token ids. Raises InvalidRequest for a negative id, Unsupported without a tokenizer."""
         return self._need_tokenizer().decode(token_ids, skip_special_tokens)
 
+    async def text_of(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return what `decode` returns; many tokens are decoded off the event loop."""
+        return await self._need_tokenizer().text_of(token_ids, skip_special_tokens)
+
     def token_bytes(self, token_id: int) -> bytes | None:
         """Return the bytes of one token, None where the tokenizer has text alone. Unsupported without a tokenizer."""
         return self._need_tokenizer().token_bytes(token_id)
 
-    def assembler(self, sampling: SamplingParams) -> TextAssembler:
-        return NoText() if self._tokenizer is None else OutputText(self._tokenizer.detokenizer(), sampling)
+    def token_name(self, token_id: int) -> str:
+        """Return a token as the vocabulary has it, "" for an unknown id. Raises Unsupported without a tokenizer."""
+        return self._need_tokenizer().token_name(token_id)
+
+    def assembler(self, sampling: SamplingParams, kept: Collection[str] = (), skip: bool = True) -> TextAssembler:
+        return NoText() if self._tokenizer is None else OutputText(self._tokenizer.detokenizer(kept, skip), sampling)
+
+    @property
+    def template_source(self) -> str | None:
+        """The chat template in Jinja; None where the checkpoint has none."""
+        return None if self._template is None else self._template.source
+
+    @property
+    def added_tokens(self) -> Sequence[tuple[str, int, bool]]:
+        """Text and id of the tokens that were added to the vocabulary, and whether they are special."""
+        return () if self._tokenizer is None else self._tokenizer.added_tokens
+
+    async def rendered(self, chat: inference_pb2.Chat) -> str:
+        """Return the prompt of a chat as text. Raises InvalidRequest, and Unsupported as `encode` does."""
+        text = await self._rendered(chat)
+        self._last_rendered = chat.SerializeToString(), text
+        return text
 
     def close(self) -> None:
         if self._tokenizer is not None:
             self._tokenizer.close()
 
+    def _ids(self, given: inference_pb2.TokenIds) -> list[int]:
+        if len(given.ids) > self._max_model_len:
+            what = f"the prompt has {len(given.ids)} tokens; shorten it"
+            raise self._too_long("prompt.token_ids.ids", what)
+        return _not_empty(list(given.ids), "prompt.token_ids.ids")
+
     async def _encode(self, text: str, field: str, add_special_tokens: bool) -> list[int]:
         tokenizer = self._need_tokenizer()
         if not text:
             raise InvalidRequest(FieldViolation(field, "is empty; expected at least one character"))
-        if len(text) > self._max_characters:
-            what = f"has {len(text)} characters; the model's context cannot hold more than {self._max_characters}"
-            raise InvalidRequest(FieldViolation(field, f"{what}; shorten the prompt", CONTEXT_LENGTH_EXCEEDED))
+        self._check_characters(len(text), field)
+        if len(text) > max(ENCODED_AT_ONCE_CHARS, _USUAL_CHARACTERS * self._max_model_len):
+            await self._check_tokens(tokenizer, text, field)
         return _not_empty(await tokenizer.encode(text, add_special_tokens), field)
 
-    def _render(self, chat: inference_pb2.Chat) -> str:
-        self._need_tokenizer()
+    def _check_characters(self, characters: int, field: str) -> None:
+        if characters > self._max_characters:
+            what = f"the prompt has {characters} characters, and these tokens hold at most {self._max_characters}"
+            raise self._too_long(field, f"{what}; shorten it")
+
+    async def _check_tokens(self, tokenizer: Tokenizer, text: str, field: str) -> None:
+        """Refuse a text of far more tokens than the context, part by part: while it is encoded a token has 100 bytes.
+
+        A part's ends may divide words, so the count is not exact, and twice the context is allowed here. Other texts
+        are encoded between two parts.
+        """
+        counted, most = 0, 2 * self._max_model_len
+        for start in range(0, len(text), ENCODED_AT_ONCE_CHARS):
+            counted += await tokenizer.count(text[start : start + ENCODED_AT_ONCE_CHARS])
+            if counted > most:
+                raise self._too_long(field, f"the prompt has more than {most} tokens; shorten it")
+
+    async def _prompt_of(self, chat: inference_pb2.Chat) -> str:
+        last, self._last_rendered = self._last_rendered, None
+        if last is not None and last[0] == chat.SerializeToString():
+            return last[1]
+        return await self._rendered(chat)
+
+    async def _rendered(self, chat: inference_pb2.Chat) -> str:
+        """Return the prompt of a chat; a long one is rendered in the encoder thread."""
+        tokenizer = self._need_tokenizer()
         if self._template is None:
             raise Unsupported("this checkpoint has no chat template; render the messages yourself and send text")
-        if not chat.messages:
-            raise InvalidRequest(FieldViolation("prompt.chat.messages", "is empty; expected at least one message"))
-        violations = [
-            FieldViolation(f"prompt.chat.messages[{place}].role", f"is {message.role!r}; expected a word such as user")
-            for place, message in enumerate(chat.messages)
-            if not _ROLE.fullmatch(message.role)
-        ]
-        if violations:
-            raise InvalidRequest(*violations)
-        return self._template.render([(message.role, message.content) for message in chat.messages])
+        check_messages(chat)
+        self._check_characters(characters(chat), "prompt.chat")
+        size = len(chat.tools_json) + len(chat.documents_json) + len(chat.template_kwargs_json)
+        if len(chat.messages) <= _FEW_MESSAGES and size <= _FEW_CHARACTERS:
+            return self._render(self._template, chat)
+        return await tokenizer.off_loop(self._render, self._template, chat)
+
+    def _render(self, template: ChatTemplate, chat: inference_pb2.Chat) -> str:
+        try:
+            return template.render(chat_input(chat), self._max_characters)
+        except PromptTooLong as error:
+            raise self._too_long("prompt.chat", str(error)) from None
+
+    def _too_long(self, field: str, what: str) -> InvalidRequest:
+        return InvalidRequest(beyond_context(field, self._max_model_len, what))
 
     def _need_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:

@@ -5,16 +5,18 @@ Numbers may also lie in the `text_config` of a multi-modal checkpoint.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.checkpoint.completed import completed
+from common.checkpoint.files import read_object
 from common.checkpoint.fingerprint import tokenizer_fingerprint
 from common.errors import FieldViolation, InvalidConfig
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
+_HIDDEN_KEYS = ("hidden_size", "n_embd", "d_model")
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -33,10 +35,15 @@ class Checkpoint:
     sampling_defaults: Mapping[str, float]
     max_new_tokens: int | None
     tokenizer_fingerprint: str
+    hidden_size: int = 0
+    """Numbers of a token's hidden state; 0 where config.json names none."""
 
 
-def read_checkpoint(directory: Path) -> Checkpoint:
-    """Read a folder in Hugging Face format. Raises InvalidConfig when config.json is missing or lacks a number."""
+def read_checkpoint(directory: Path, tokenizer: Path | None = None) -> Checkpoint:
+    """Read a folder in Hugging Face format; `tokenizer` is the folder of another tokenizer.
+
+    Raises InvalidConfig when config.json is missing or lacks a number.
+    """
     path = directory / "config.json"
     if not directory.is_dir():
         what = f"{directory} is no folder of this machine; expected that of a checkpoint (hub names: workers and up)"
@@ -44,7 +51,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     if not path.is_file():
         what = f"no config.json in {directory}; expected the folder of a checkpoint in Hugging Face format"
         raise InvalidConfig(FieldViolation("--model", what))
-    config = read_json(path)
+    config = completed(read_json(path))
     generation = read_json(directory / "generation_config.json")
     eos = generation.get("eos_token_id")
     return Checkpoint(
@@ -54,31 +61,30 @@ def read_checkpoint(directory: Path) -> Checkpoint:
         eos_token_ids=_ids(_look(config, "eos_token_id") if eos is None else eos),
         sampling_defaults=_sampling_defaults(generation),
         max_new_tokens=generation.get("max_new_tokens"),
-        tokenizer_fingerprint=tokenizer_fingerprint(directory),
+        tokenizer_fingerprint=tokenizer_fingerprint(tokenizer or directory),
+        hidden_size=_found(config, _HIDDEN_KEYS) or 0,
     )
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; an empty one when there is no such file. Raises InvalidConfig for bad JSON."""
-    if not path.is_file():
-        return {}
-    try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InvalidConfig(FieldViolation("--model", f"{path} is not valid JSON: {error}")) from None
-    return content
+    return read_object(path) if path.is_file() else {}
 
 
 def _look(config: Mapping[str, Any], key: str) -> Any:
     value = config.get(key)
-    return value if value is not None else config.get("text_config", {}).get(key)
+    return value if value is not None else (config.get("text_config") or {}).get(key)
 
 
 def _number(config: Mapping[str, Any], keys: tuple[str, ...], path: Path) -> int:
-    found = next((value for key in keys if isinstance(value := _look(config, key), int)), None)
+    found = _found(config, keys)
     if found is None:
         raise InvalidConfig(FieldViolation("--model", f"{path} has no number under {' or '.join(keys)}"))
     return found
+
+
+def _found(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
+    return next((value for key in keys if isinstance(value := _look(config, key), int)), None)
 
 
 def _ids(value: int | list[int] | None) -> tuple[int, ...]:

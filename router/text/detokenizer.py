@@ -1,15 +1,15 @@
 """Incremental detokenizer: only whole characters, and together the same text as decoding all tokens at once.
 
 Nearly all language models use one of two kinds of tokenizer that spell every token as bytes: byte-level BPE, and
-sentencepiece with byte fallback. For these a table gives the bytes of a token, and an incremental UTF-8 decoder keeps
-back the one to three bytes of an unfinished character. Any other decoder (WordPiece, word suffixes, Metaspace) decodes
-a small window of tokens twice, without and with the new ones; the difference is the new text.
+sentencepiece with byte fallback. For these a table gives the bytes of a token. An incremental UTF-8 decoder keeps back
+the one to three bytes of an unfinished character. Any other decoder (WordPiece, word suffixes, Metaspace) decodes a
+small window of tokens twice, without and with the new ones. The difference is the new text.
 
-(`DecodeStream` of the tokenizers library was tried, 0.23: on random tokens with byte fallback it differs from the full
-decode in a third of all sequences or raises; it never releases an invalid byte at the end.)
+(`DecodeStream` of the tokenizers library was tried, in version 0.23. On random tokens with byte fallback it differs
+from the full decode in a third of all sequences or raises. It never releases an invalid byte at the end.)
 
 Invalid UTF-8 becomes U+FFFD, one for each ill-formed run as the Unicode standard recommends. The byte fallback of the
-tokenizers library differs there: one wrong byte turns all characters of its run into U+FFFD, also earlier ones, which a
+tokenizers library differs there. One wrong byte turns all characters of its run into U+FFFD, also earlier ones, which a
 stream has sent already.
 """
 
@@ -19,6 +19,7 @@ import codecs
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 import tokenizers
@@ -26,6 +27,8 @@ import tokenizers
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # A window that ends in U+FFFD is held back in case the character completes; no character needs more tokens than this.
 _MOST_HELD_BACK = 8
+# Tables of bytes that are kept: one for each set of hidden tokens, of which requests use very few.
+_MOST_TABLES = 8
 
 
 class Detokenizer(Protocol):
@@ -38,15 +41,17 @@ class Detokenizer(Protocol):
         ...
 
 
-def detokenizers(inner: tokenizers.Tokenizer) -> Callable[[bool], Detokenizer]:
-    """Return the factory of a tokenizer's detokenizers; its argument says whether special tokens are left out."""
-    special = frozenset(key for key, token in inner.get_added_tokens_decoder().items() if token.special)
+def detokenizers(inner: tokenizers.Tokenizer) -> Callable[[frozenset[int]], Detokenizer]:
+    """Return the factory of a tokenizer's detokenizers; its argument has the ids of the tokens that are left out."""
     spelling = _spelling(json.loads(inner.to_str())["decoder"])
     if spelling is None:
-        return lambda skip_special_tokens: WindowDetokenizer(inner, skip_special_tokens)
-    every = _TokenBytes(inner, spelling.to_bytes, frozenset())
-    visible = _TokenBytes(inner, spelling.to_bytes, special)
-    return lambda skip_special_tokens: BytesDetokenizer(visible if skip_special_tokens else every, spelling.strip)
+        return lambda hidden: WindowDetokenizer(inner, hidden)
+
+    @lru_cache(maxsize=_MOST_TABLES)
+    def table(hidden: frozenset[int]) -> _TokenBytes:
+        return _TokenBytes(inner, spelling.to_bytes, hidden)
+
+    return lambda hidden: BytesDetokenizer(table(hidden), spelling.strip)
 
 
 def bytes_of_tokens(inner: tokenizers.Tokenizer) -> Callable[[int], bytes] | None:
@@ -64,15 +69,22 @@ class _Spelling:
 
 
 class _TokenBytes(dict[int, bytes]):
-    """The bytes of each token, filled in as tokens are met; ids without a token, and hidden ones, have none."""
+    """The bytes of each token, filled in as tokens are met; ids without a token, and hidden ones, have none.
+
+    An id without a token is not kept: a client may name two thousand million of them.
+    """
 
     def __init__(self, inner: tokenizers.Tokenizer, to_bytes: Callable[[str], bytes], hidden: frozenset[int]) -> None:
         super().__init__()
         self._inner, self._to_bytes, self._hidden = inner, to_bytes, hidden
 
     def __missing__(self, token_id: int) -> bytes:
-        token = None if token_id in self._hidden else self._inner.id_to_token(token_id)
-        self[token_id] = b"" if token is None else self._to_bytes(token)
+        if token_id in self._hidden:
+            return b""
+        token = self._inner.id_to_token(token_id)
+        if token is None:
+            return b""
+        self[token_id] = self._to_bytes(token)
         return self[token_id]
 
 
@@ -104,8 +116,8 @@ class BytesDetokenizer:
 class WindowDetokenizer:
     """For any other decoder: the new text is what new tokens add to the text of a window."""
 
-    def __init__(self, inner: tokenizers.Tokenizer, skip_special_tokens: bool) -> None:
-        self._inner, self._skip = inner, skip_special_tokens
+    def __init__(self, inner: tokenizers.Tokenizer, hidden: frozenset[int] = frozenset()) -> None:
+        self._inner, self._hidden = inner, hidden
         # Tokens whose text was sent and which the next ones may join with, then tokens that are held back.
         self._sent: list[int] = []
         self._held: list[int] = []
@@ -119,6 +131,8 @@ class WindowDetokenizer:
         return text
 
     def _push(self, token_id: int) -> str:
+        if token_id in self._hidden:
+            return ""
         self._held.append(token_id)
         text = self._new_text()
         if not text or (text.endswith(_REPLACEMENT) and len(self._held) < _MOST_HELD_BACK):
@@ -127,8 +141,8 @@ class WindowDetokenizer:
         return text
 
     def _new_text(self) -> str:
-        before = self._inner.decode(self._sent, skip_special_tokens=self._skip)
-        return self._inner.decode(self._sent + self._held, skip_special_tokens=self._skip)[len(before) :]
+        before = self._inner.decode(self._sent, skip_special_tokens=False)
+        return self._inner.decode(self._sent + self._held, skip_special_tokens=False)[len(before) :]
 
 
 def _spelling(decoder: dict[str, Any] | None) -> _Spelling | None:

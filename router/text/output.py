@@ -7,7 +7,9 @@ end at one character, the longer. So the result does not depend on how tokens di
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
+from common.limits import MAX_STOP_STRINGS
 from common.types import SamplingParams
 from router.ports import TextDelta
 from router.text.detokenizer import Detokenizer
@@ -33,7 +35,9 @@ class StopMatcher:
         return self.matched == len(self.stop)
 
 
-def _failure(stop: str) -> list[int]:
+# The sequences of a request share the tables of its stop strings; so do requests with the same ones.
+@lru_cache(maxsize=4 * MAX_STOP_STRINGS)
+def _failure(stop: str) -> tuple[int, ...]:
     """Return, for each length, how long a proper prefix of the stop its first `length` characters end with."""
     failure = [0] * (len(stop) + 1)
     border = 0
@@ -42,7 +46,7 @@ def _failure(stop: str) -> list[int]:
             border = failure[border]
         border += stop[border] == stop[length - 1]
         failure[length] = border
-    return failure
+    return tuple(failure)
 
 
 class OutputText:

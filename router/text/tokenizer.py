@@ -1,28 +1,33 @@
 """The checkpoint's tokenizer: text to token ids off the event loop, token ids to text.
 
-How to encode was measured (tokenizers 0.23, 100 texts of 4,300 tokens at once, a ticker of 1 ms on the same loop; its
-p99 lateness in ms): `encode` on the loop 1196, `encode` in a thread 75 (it holds the GIL), `async_encode` 794 (it
-converts on the loop, all results at once), `encode_batch_fast` in a pool of four threads 11-15, **in one thread 1.1**
-(an idle loop on that machine: 0.3). One thread encodes about 400,000 tokens a second.
+How to encode was measured: tokenizers 0.23, 100 texts of 4,300 tokens at once, beside a ticker of 1 ms on the same
+loop. The figures are its p99 lateness in ms. `encode` gives 1196 on the loop, and 75 in a thread (it holds the GIL).
+`async_encode` gives 794: it converts on the loop, all results at once. `encode_batch_fast` gives 11 to 15 in a pool of
+four threads, and **1.1 in one thread** (an idle loop on that machine: 0.3). One thread encodes about 400,000 tokens a
+second.
 
-A short text is encoded on the loop all the same: 79 characters take 15 us there and 41 through the thread, 316 take 50
-and 80, and the thread's answer waits for a turn of the loop.
+A short text is encoded on the loop all the same. 79 characters take 15 us there and 41 through the thread; 316 take 50
+and 80. The thread's answer also waits for a turn of the loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import tokenizers
 
+from common.checkpoint.tokenizer_file import tokenizer_json
 from common.errors import FieldViolation, InvalidConfig, InvalidRequest
 from router.text.detokenizer import Detokenizer, bytes_of_tokens, detokenizers
 
 _SHORT_CHARACTERS: Final = 512
+# Decoding takes 0.1 microseconds a token where tokens spell bytes, 10 with any other decoder.
+_FEW_TOKENS: Final = 1024
+ResultT = TypeVar("ResultT")
 
 
 class Tokenizer:
@@ -35,15 +40,20 @@ class Tokenizer:
         self._inner = inner
         self._new_detokenizer = detokenizers(inner)
         self._token_bytes = bytes_of_tokens(inner)
+        added = inner.get_added_tokens_decoder().items()
+        # Text, id, and whether texts leave it out.
+        self.added_tokens = [(token.content, key, token.special) for key, token in added]
+        self._special = {text: key for text, key, special in self.added_tokens if special}
+        self._hidden = frozenset(self._special.values())
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self.vocab_size = inner.get_vocab_size(with_added_tokens=True)
         self.longest_token = max(map(len, inner.get_vocab(with_added_tokens=True)), default=1)
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer | None:
-        """Return the tokenizer of a checkpoint, or None when it has no tokenizer.json. Raises InvalidConfig."""
-        path = directory / "tokenizer.json"
-        if not path.is_file():
+        """Return the tokenizer of a checkpoint, or None when it has none. Raises InvalidConfig for a broken one."""
+        path = tokenizer_json(directory)
+        if path is None:
             return None
         # Broad, as the library raises bare Exception for a file that it cannot parse, and nothing narrower.
         try:
@@ -55,7 +65,21 @@ class Tokenizer:
         """Return the token ids of a text; a long one is encoded in the encoder thread."""
         if len(text) <= _SHORT_CHARACTERS:
             return self._encode(text, add_special_tokens)
-        return await asyncio.get_running_loop().run_in_executor(self._encoder, self._encode, text, add_special_tokens)
+        return await self.off_loop(self._encode, text, add_special_tokens)
+
+    async def count(self, text: str) -> int:
+        """Return the number of tokens of a text, without special ones around it; counted in the encoder thread."""
+        return await self.off_loop(lambda: len(self._encoding(text, False)))
+
+    async def text_of(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return what `decode` returns; many tokens are decoded in the encoder thread."""
+        if len(token_ids) <= _FEW_TOKENS:
+            return self.decode(token_ids, skip_special_tokens)
+        return await self.off_loop(self.decode, token_ids, skip_special_tokens)
+
+    async def off_loop(self, work: Callable[..., ResultT], *args: object) -> ResultT:
+        """Run work that takes milliseconds in the encoder thread, in the order in which it came."""
+        return await asyncio.get_running_loop().run_in_executor(self._encoder, work, *args)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of token ids, equal to that of streaming them. Raises InvalidRequest for a negative id."""
@@ -63,20 +87,32 @@ class Tokenizer:
             bad = next(position for position, token_id in enumerate(token_ids) if token_id < 0)
             what = f"is {token_ids[bad]}; expected a token id, which is never negative"
             raise InvalidRequest(FieldViolation(f"token_ids[{bad}]", what))
-        detokenizer = self.detokenizer(skip_special_tokens)
+        detokenizer = self._new_detokenizer(self._hidden if skip_special_tokens else frozenset())
         return detokenizer.push(token_ids) + detokenizer.finish()
 
     def token_bytes(self, token_id: int) -> bytes | None:
         """Return the bytes that one token stands for, none for an unknown id; None where the decoder has text alone."""
         return self._token_bytes(token_id) if self._token_bytes is not None else None
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        return self._new_detokenizer(skip_special_tokens)
+    def token_name(self, token_id: int) -> str:
+        """Return a token as the vocabulary has it, "" for an unknown id."""
+        return self._inner.id_to_token(token_id) or ""
+
+    def detokenizer(self, kept: Collection[str] = (), skip: bool = True) -> Detokenizer:
+        """Return a detokenizer that leaves out special tokens, but for those in `kept`; without `skip` none."""
+        if not skip:
+            return self._new_detokenizer(frozenset())
+        if not kept:
+            return self._new_detokenizer(self._hidden)
+        return self._new_detokenizer(self._hidden.difference([self._special.get(name, -1) for name in kept]))
 
     def close(self) -> None:
         """End the encoder thread; texts not yet begun are dropped."""
         self._encoder.shutdown(wait=False, cancel_futures=True)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return self._encoding(text, add_special_tokens).ids
+
+    def _encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         # A batch of one releases the GIL where a single text does not; _fast leaves out the offsets.
-        return self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]

@@ -1,0 +1,132 @@
+"""Reads the bodies of requests, within bounds, before anything parses them.
+
+The application gets a body that is whole, in UTF-8, and of a shape that takes at most 20 ms to parse
+(docs/decisions/0044). All other bodies are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from common import limits
+from common.errors import FieldViolation, InvalidRequest, Overloaded, QuireError, QuotaViolation
+from router.openai import errors
+from router.serving.json_shape import Shape
+
+_SHAPE: Final = Shape(
+    limits.MAX_HTTP_BODY_VALUES,
+    limits.MAX_HTTP_BODY_MEMBERS,
+    limits.MAX_HTTP_BODY_CONTAINERS,
+    limits.MAX_HTTP_BODY_DEPTH,
+)
+_RETRY_S: Final = 1.0
+
+
+class BodyBudget:
+    """Counts the bytes of bodies whose requests are not answered yet. Small bodies do not count."""
+
+    def __init__(self, most: int = limits.MAX_HTTP_BODIES_BYTES) -> None:
+        self._most = most
+        self.held = 0
+
+    @contextmanager
+    def share(self) -> Iterator[BodyShare]:
+        share = BodyShare(self)
+        try:
+            yield share
+        finally:
+            self.held -= share.held
+
+    def take(self, more: int) -> None:
+        """Count more bytes. Raises Overloaded."""
+        if self.held + more > self._most:
+            what = f"bodies of {self.held} bytes are being served, and at most {self._most} fit"
+            raise Overloaded(QuotaViolation("router.http.bodies", what), _RETRY_S)
+        self.held += more
+
+
+class BodyShare:
+    """What one body has of the budget."""
+
+    def __init__(self, budget: BodyBudget) -> None:
+        self._budget, self.held = budget, 0
+
+    def grow(self, size: int) -> None:
+        """Count a body of so many bytes so far. Raises Overloaded."""
+        if size > limits.SMALL_HTTP_BODY_BYTES:
+            self._budget.take(size - self.held)
+            self.held = size
+
+
+class BodyGate:
+    """An ASGI middleware. A client that goes away before its body has come gets no further than this."""
+
+    def __init__(self, app: ASGIApp, budget: BodyBudget | None = None) -> None:
+        self._app, self._budget = app, budget or BodyBudget()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        with self._budget.share() as share:
+            try:
+                whole = await _received(scope, receive, share)
+            except QuireError as refused:
+                await errors.response_to(refused, scope)(scope, receive, send)
+                return
+            if whole is not None:
+                await self._app(scope, whole, send)
+
+
+async def _received(scope: Scope, receive: Receive, share: BodyShare) -> Receive | None:
+    """Return a `receive` that gives the whole body first; None when the client went away. Raises QuireErrors."""
+    body = await _read(scope, receive, share)
+    if body is None:
+        return None
+    _check(scope, body)
+    whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replayed() -> Message:
+        return whole.pop() if whole else await receive()
+
+    return replayed
+
+
+async def _read(scope: Scope, receive: Receive, share: BodyShare) -> bytes | None:
+    """Return the whole body; None when the client goes away. Raises BodyTooLarge and Overloaded."""
+    _check_size(int(_header(scope, b"content-length") or 0))  # the parser has checked that it is a number
+    parts, size = list[bytes](), 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        _check_size(size)
+        share.grow(size)
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+def _check_size(size: int) -> None:
+    if size > limits.MAX_HTTP_BODY_BYTES:
+        what = f"the body is larger than the router takes; expected at most {limits.MAX_HTTP_BODY_BYTES} bytes"
+        raise errors.BodyTooLarge(what)
+
+
+def _check(scope: Scope, body: bytes) -> None:
+    """Raise InvalidRequest for a JSON body that would cost too much."""
+    if b"json" not in _header(scope, b"content-type").lower():
+        return  # nothing parses it
+    if b"\0" in body:
+        raise InvalidRequest(FieldViolation("body", "has a zero byte; expected JSON in UTF-8"))
+    if excess := _SHAPE.excess(body):
+        raise InvalidRequest(FieldViolation("body", excess))
+
+
+def _header(scope: Scope, wanted: bytes) -> bytes:
+    return next((value for name, value in scope["headers"] if name == wanted), b"")

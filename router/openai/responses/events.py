@@ -1,0 +1,203 @@
+"""Builds a response from the parts of an answer: its items, and the typed events of its stream.
+
+Every token of a stream passes here, so the lines of deltas are written from a template.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from json.encoder import encode_basestring
+from typing import Any, Final
+
+from router.core.dialects.parts import CallArguments, CallBegun, Part, Thought, Words
+
+Json = dict[str, Any]
+COMPLETED, INCOMPLETE, FAILED, CANCELLED = "completed", "incomplete", "failed", "cancelled"
+QUEUED, IN_PROGRESS = "queued", "in_progress"
+RUNNING: Final = (QUEUED, IN_PROGRESS)
+_DELTAS: Final = {
+    "message": "response.output_text.delta",
+    "reasoning": "response.reasoning_text.delta",
+    "function_call": "response.function_call_arguments.delta",
+}
+
+
+@dataclass(slots=True)
+class _Item:
+    """An output item that is being written."""
+
+    body: Json
+    index: int
+    texts: list[str] = field(default_factory=list)
+    # The line of a delta up to its text.
+    opening: str = ""
+
+    @property
+    def kind(self) -> str:
+        return str(self.body["type"])
+
+    def written(self, status: str) -> Json:
+        """Return the item with its text so far."""
+        text, kind = "".join(self.texts), self.kind
+        if kind == "function_call":
+            return self.body | {"arguments": text, "status": status}
+        part = _text_part(text) if kind == "message" else {"type": "reasoning_text", "text": text}
+        return self.body | {"content": [part], "status": status}
+
+
+class ResponseBuilder:
+    """Builds one response. Methods return the lines of events; without `streamed` these are empty."""
+
+    def __init__(self, body: Json, new_id: Callable[[str], str], now: Callable[[], float], streamed: bool) -> None:
+        """`body` has the fields that are known at the beginning; `new_id` makes an id after a prefix."""
+        self._body, self._new_id, self._now, self._streamed = body, new_id, now, streamed
+        self._done: list[Json] = []
+        self._open: _Item | None = None
+        # White space before an item is known; a message of nothing else would be noise between two calls.
+        self._space = ""
+        self.sequence_number = 0
+
+    @property
+    def status(self) -> str:
+        return str(self._body["status"])
+
+    def body(self) -> Json:
+        """Return the response as it is now."""
+        open_items = [self._open.written(INCOMPLETE if self._ended else IN_PROGRESS)] if self._open else []
+        return self._body | {"output": [*self._done, *open_items]}
+
+    def begin(self, status: str = IN_PROGRESS) -> str:
+        """Open the response, or let a queued one go on."""
+        first = self.sequence_number == 0 and not self._done
+        self._body["status"] = status
+        opened = self._state("response.created") if first else ""
+        return opened + self._state(f"response.{status}")
+
+    def add(self, parts: Sequence[Part]) -> str:
+        return "".join(map(self._add, parts))
+
+    def finish(self, usage: Json, ran_out: bool) -> str:
+        """End the response after its last part; `ran_out` of the tokens that it may have."""
+        lines = "" if self._open or self._done else self._begin_text("message", "msg_", self._space)
+        status = INCOMPLETE if ran_out else COMPLETED
+        lines += self._close(status)
+        self._body["usage"] = usage
+        if ran_out:
+            self._body["incomplete_details"] = {"reason": "max_output_tokens"}
+        return lines + self._end(status)
+
+    def fail(self, code: str, message: str) -> str:
+        self._body["error"] = {"code": code, "message": message}
+        return self._end(FAILED)
+
+    def cancel(self) -> str:
+        """End the response on its reader's wish. OpenAI has no event for that."""
+        return self._end(CANCELLED)
+
+    def _add(self, part: Part) -> str:
+        match part:
+            case Words(text):
+                return self._text("message", "msg_", text)
+            case Thought(text):
+                return self._text("reasoning", "rs_", text)
+            case CallBegun(name=name):
+                return self._begin_call(name)
+            case CallArguments(text=text):
+                return self._delta(text)
+
+    def _text(self, kind: str, prefix: str, text: str) -> str:
+        if self._open is not None and self._open.kind == kind:
+            return self._delta(text)
+        text, self._space = self._space + text, ""
+        if not text.strip():
+            self._space = text
+            return ""
+        return self._begin_text(kind, prefix, text)
+
+    def _begin_text(self, kind: str, prefix: str, text: str) -> str:
+        role: Json = {"role": "assistant"} if kind == "message" else {"summary": []}
+        item = {"id": self._new_id(prefix), "type": kind, **role, "content": [], "status": IN_PROGRESS}
+        lines = self._begin_item(item) + self._part("response.content_part.added", "")
+        return lines + (self._delta(text) if text else "")
+
+    def _begin_call(self, name: str) -> str:
+        self._space = ""
+        ids = {"id": self._new_id("fc_"), "type": "function_call", "call_id": self._new_id("call_")}
+        return self._begin_item({**ids, "name": name, "arguments": "", "status": IN_PROGRESS})
+
+    def _begin_item(self, body: Json) -> str:
+        lines = self._close(COMPLETED)
+        self._open = item = _Item(body, len(self._done))
+        event = {"type": _DELTAS[item.kind], **self._place(item)}
+        if item.kind == "message":
+            event["logprobs"] = []
+        item.opening = f'{_head(event)},"delta":'
+        return lines + self._event("response.output_item.added", output_index=item.index, item=body)
+
+    def _delta(self, text: str) -> str:
+        assert self._open is not None
+        self._open.texts.append(text)
+        if not self._streamed:
+            return ""
+        number, self.sequence_number = self.sequence_number, self.sequence_number + 1
+        return f'{self._open.opening}{encode_basestring(text)},"sequence_number":{number}}}\n\n'
+
+    def _close(self, status: str) -> str:
+        """End the open item, if there is one."""
+        if (item := self._open) is None:
+            return ""
+        body, text, lines = item.written(status), "".join(item.texts), ""
+        if item.kind == "function_call":
+            name = {"name": body["name"], "arguments": text}
+            lines = self._event("response.function_call_arguments.done", **self._place(item), **name)
+        else:
+            more: Json = {"logprobs": []} if item.kind == "message" else {}
+            kind = "output_text" if item.kind == "message" else "reasoning_text"
+            lines = self._event(f"response.{kind}.done", **self._place(item), text=text, **more)
+            lines += self._part("response.content_part.done", text)
+        self._open = None
+        self._done.append(body)
+        return lines + self._event("response.output_item.done", output_index=item.index, item=body)
+
+    def _part(self, event: str, text: str) -> str:
+        assert self._open is not None
+        part = _text_part(text) if self._open.kind == "message" else {"type": "reasoning_text", "text": text}
+        return self._event(event, **self._place(self._open), part=part)
+
+    def _place(self, item: _Item) -> Json:
+        content = {} if item.kind == "function_call" else {"content_index": 0}
+        return {"item_id": item.body["id"], "output_index": item.index, **content}
+
+    @property
+    def _ended(self) -> bool:
+        return self.status not in RUNNING
+
+    def _end(self, status: str) -> str:
+        self._body["status"] = status
+        if status == COMPLETED:
+            self._body["completed_at"] = self._now()
+        return "" if status == CANCELLED else self._state(f"response.{status}")
+
+    def _state(self, event: str) -> str:
+        return self._event(event, response=self.body()) if self._streamed else ""
+
+    def _event(self, event: str, **fields: Any) -> str:
+        if not self._streamed:
+            return ""
+        number, self.sequence_number = self.sequence_number, self.sequence_number + 1
+        return f'{_head({"type": event, **fields})},"sequence_number":{number}}}\n\n'
+
+
+def _head(event: Json) -> str:
+    """Return the line of an event, without the closing brace of its object."""
+    return f"event: {event['type']}\ndata: {_dumps(event)[:-1]}"
+
+
+def _text_part(text: str) -> Json:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _dumps(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -1,0 +1,111 @@
+"""What the store keeps of a response: its body, and the items of the whole conversation before its output."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from common.errors import FieldViolation, InvalidRequest, NotFound
+from common.limits import BACKGROUND_SECONDS, MAX_RESPONSE_BYTES
+from router.openai.responses.events import FAILED, RUNNING
+from router.openai.responses.items import Item
+
+Json = dict[str, Any]
+_ID: Final = re.compile(r"resp_[0-9a-f]{32}")
+# A background response that is not done so many seconds after its deadline is lost: its router stopped.
+_GRACE_S: Final = 60.0
+# Bytes of an entry that are left for its output.
+_FOR_OUTPUT: Final = MAX_RESPONSE_BYTES // 4
+_MOST_ID_CHARS: Final = 128
+_LOST: Final = "the router that worked on this response stopped; ask again"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A stored response. `items` are those of all earlier responses and its own input, in order."""
+
+    body: Json
+    items: list[Item]
+
+    def entry(self) -> bytes:
+        return _dumps({"response": self.body, "items": self.items})
+
+    @property
+    def conversation(self) -> list[Item]:
+        """The items that a next response continues."""
+        return [*self.items, *self.body["output"]]
+
+    @staticmethod
+    def of(entry: bytes) -> Record | None:
+        """Return the record of an entry; None where the entry is not in our form."""
+        try:
+            read = json.loads(entry)
+            return Record({**read["response"]}, [*read["items"]])
+        except (ValueError, KeyError, TypeError):
+            return None
+
+    def seen_at(self, now: float) -> Json:
+        """Return the body to show. An unfinished response past its longest time has failed."""
+        body = self.body
+        if body["status"] in RUNNING and now > body["created_at"] + BACKGROUND_SECONDS + _GRACE_S:
+            return body | {"status": FAILED, "error": {"code": "server_error", "message": _LOST}}
+        return body
+
+
+def new_id(prefix: str) -> str:
+    """Return an id with 128 random bits, too many to guess."""
+    return prefix + secrets.token_hex(16)
+
+
+def check_id(name: str) -> None:
+    """Raise NotFound for what can be no response's id."""
+    if not _ID.fullmatch(name):
+        raise not_found(name)
+
+
+def not_found(name: str) -> NotFound:
+    return NotFound(f"response {name[:64]!r} is not here: it was not stored, it is too old, or it is somebody else's")
+
+
+def no_previous(name: str) -> InvalidRequest:
+    what = f"is {name[:64]!r}, which is not here: it was not stored, it is too old, or it is somebody else's"
+    return InvalidRequest(FieldViolation("previous_response_id", what, "PREVIOUS_RESPONSE_NOT_FOUND"))
+
+
+def check_size(items: Sequence[Item]) -> None:
+    """Raise InvalidRequest for a conversation that will not fit into the store."""
+    size, most = len(_dumps(list(items))), MAX_RESPONSE_BYTES - _FOR_OUTPUT
+    if size > most:
+        what = f"has, with earlier responses, {size} bytes; at most {most} can be stored; send store false"
+        raise InvalidRequest(FieldViolation("input", what))
+
+
+def check_text(body: Json) -> None:
+    """Raise InvalidRequest, or UnicodeEncodeError, for what cannot be repeated in JSON."""
+    _dumps(body)
+
+
+def with_ids(items: Sequence[Item]) -> list[Item]:
+    """Return items that all have a type, and an id of their own, as they are listed."""
+    return [{"type": "message", **each} | ({} if _has_id(each) else {"id": _id_for(each)}) for each in items]
+
+
+def _has_id(item: Item) -> bool:
+    return isinstance(item.get("id"), str) and 0 < len(item["id"]) <= _MOST_ID_CHARS
+
+
+def _id_for(item: Item) -> str:
+    return new_id("msg_" if item.get("type", "message") == "message" else "item_")
+
+
+def _dumps(value: object) -> bytes:
+    try:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+    except ValueError as error:
+        if isinstance(error, UnicodeEncodeError):
+            raise
+        raise InvalidRequest(FieldViolation("body", "has NaN or Infinity, which is no JSON; leave it out")) from None

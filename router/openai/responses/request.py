@@ -1,0 +1,136 @@
+"""Turns a body of the Responses API into the request of a chat, and errors about a chat into the words of the body."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Final, NoReturn
+
+from common.errors import FieldViolation, InvalidRequest, Unsupported
+from common.limits import MAX_TOOLS
+from router.core.tools import quoted
+from router.openai.request import Order, chat_order
+from router.openai.responses.items import Item, messages_of
+from router.openai.responses.types import Json, ResponsesRequest
+from router.openai.types import ChatRequest, JsonSchemaFormat, Message, ResponseFormat
+from router.serving.field_names import FieldNames, in_words_by
+
+# Parts of an answer that clients ask for by `include`: those that are there in any case, or belong to other tools.
+_LOGPROBS: Final = "message.output_text.logprobs"
+# Names of a chat's fields in this API.
+_NAMES: Final = FieldNames(
+    (r"^(prompt\.chat\.)?messages\b", "input"),
+    (r"^response_format(\.json_schema)?\b", "text.format"),
+    (r"^(max_completion_tokens|sampling\.max_tokens)\b", "max_output_tokens"),
+    (r"^(prompt\.chat\.)?reasoning_effort\b", "reasoning.effort"),
+    (r"^(tools\[\d+\]|tool_choice)\.function\b", r"\1"),
+    (r"^tool_choice\.allowed_tools\b", "tool_choice"),
+)
+
+
+def order_of(body: ResponsesRequest, messages: list[Message], headers: Mapping[str, str]) -> Order:
+    """Return the order of a body. Raises InvalidRequest and Unsupported in the words of the body."""
+    with in_its_words():
+        return chat_order(chat_request(body, messages), headers)
+
+
+def conversation(body: ResponsesRequest, earlier: Sequence[Item], given: Sequence[Item]) -> list[Message]:
+    """Return the messages of a conversation. Raises InvalidRequest and Unsupported."""
+    return messages_of(body.instructions, earlier, given)
+
+
+def check(body: ResponsesRequest) -> None:
+    """Raise Unsupported and InvalidRequest for fields that have no place in a chat."""
+    if body.unsupported:
+        raise Unsupported(f"{', '.join(body.unsupported)}: not offered; leave it out")
+    if _LOGPROBS in (body.include or ()):
+        raise Unsupported(f"include: {_LOGPROBS} is not offered; /v1/chat/completions has log-probabilities")
+    if body.background and body.store is False:
+        _refuse("background", "needs a stored response, and store is false; leave out one of them")
+
+
+def chat_request(body: ResponsesRequest, messages: list[Message]) -> ChatRequest:
+    """Return the same as a request of a chat."""
+    fields: Json = {name: getattr(body, name) for name in body.same}
+    fields |= {
+        "max_completion_tokens": body.max_output_tokens,
+        "response_format": _response_format(body),
+        "reasoning_effort": body.reasoning.effort if body.reasoning else None,
+        "stream": body.stream,
+    }
+    if body.tools:
+        fields["tools"] = _chat_tools(body.tools)
+        fields["tool_choice"] = _chat_choice(body.tool_choice)
+    elif body.tool_choice not in (None, "auto", "none"):
+        _refuse("tool_choice", "needs tools, and there is none; leave it out")
+    return ChatRequest(messages=messages, **{name: value for name, value in fields.items() if value is not None})
+
+
+def in_its_words() -> AbstractContextManager[None]:
+    """Let errors about fields of a chat name those of this API."""
+    return in_words_by(_NAMES)
+
+
+def format_body(body: ResponsesRequest) -> Json:
+    """Return the form of the text as answers repeat it."""
+    given = body.text.format if body.text else None
+    if given is None or given.type == "text":
+        return {"type": "text"}
+    if given.type == "json_object":
+        return {"type": "json_object"}
+    named = {"name": given.name, "description": given.description, "strict": bool(given.strict)}
+    return {"type": given.type, "schema": given.schema_ or {}, **named}
+
+
+def tool_bodies(body: ResponsesRequest) -> list[Json]:
+    """Return the tools as answers repeat them."""
+    return [
+        {
+            "type": "function",
+            "name": each["name"],
+            "description": each.get("description"),
+            "parameters": each.get("parameters"),
+            "strict": bool(each.get("strict")),
+        }
+        for each in body.tools or ()
+    ]
+
+
+def _response_format(body: ResponsesRequest) -> ResponseFormat | None:
+    given = body.text.format if body.text else None
+    if given is None:
+        return None
+    if given.type != "json_schema":
+        return ResponseFormat(type=given.type)
+    schema = JsonSchemaFormat(name=given.name, schema=given.schema_, strict=given.strict)
+    return ResponseFormat(type=given.type, json_schema=schema)
+
+
+def _chat_tools(given: list[Json]) -> list[Json]:
+    if len(given) > MAX_TOOLS:
+        _refuse("tools", f"has {len(given)} tools; expected at most {MAX_TOOLS}")
+    for place, tool in enumerate(given):
+        if (kind := tool.get("type")) != "function":
+            raise Unsupported(f"tools[{place}].type: {quoted(kind)} is not offered; only function is")
+    return [{"type": "function", "function": _without(tool, "type")} for tool in given]
+
+
+def _chat_choice(given: Any) -> Any:
+    """Return a choice in the form of a chat."""
+    if not isinstance(given, dict):
+        return given
+    if given.get("type") == "function":
+        return {"type": "function", "function": _without(given, "type")}
+    if given.get("type") != "allowed_tools":
+        raise Unsupported(f"tool_choice.type: {quoted(given.get('type'))} is not offered; function, allowed_tools are")
+    listed = given.get("tools")
+    tools = [_chat_choice(each) for each in listed] if isinstance(listed, list) else listed
+    return {"type": "allowed_tools", "allowed_tools": {"mode": given.get("mode", "auto"), "tools": tools}}
+
+
+def _without(given: Json, name: str) -> Json:
+    return {key: value for key, value in given.items() if key != name}
+
+
+def _refuse(path: str, what: str) -> NoReturn:
+    raise InvalidRequest(FieldViolation(path, what))

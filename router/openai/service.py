@@ -1,0 +1,151 @@
+"""What the routes of all kinds of answers share: the served model, and a request from its body to its first event."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from fastapi import Request
+
+from common.clock import Clock
+from common.errors import Cancelled, InvalidRequest, QuireError
+from common.version import quire_version
+from router.core.events import GenerateEvent, ValidatedRequest
+from router.openai import errors
+from router.openai.answer import Answer
+from router.openai.identification import Ids
+from router.openai.merge import merged
+from router.openai.request import Order
+from router.openai.responses.parts import ResponseParts
+from router.ports import Authenticator, CallContext, Frontend, ModelCard, RequestValidator, Resumer, TextCodec
+from router.requests.request_ids import correlation_id
+from router.serving.answer_size import AnswerRoom
+from router.serving.reading import AnswerReader, Reading
+
+T = TypeVar("T")
+Events = AsyncGenerator[tuple[int, GenerateEvent], None]
+
+
+@dataclass(frozen=True, slots=True)
+class HttpParts:
+    """The parts that the application uses. `ready` is false until a worker is usable, and while draining."""
+
+    frontend: Frontend
+    validator: RequestValidator
+    codec: TextCodec
+    card: ModelCard
+    ready: Callable[[], bool]
+    clock: Clock
+    authenticator: Authenticator
+    reader: AnswerReader
+    responses: ResponseParts
+    model: Callable[[], ModelCard]
+    """Returns `card` with what workers have reported since."""
+    resumer: Resumer
+
+
+class Service:
+    """Validates orders and begins their answers."""
+
+    def __init__(self, parts: HttpParts) -> None:
+        self.parts, self.room = parts, AnswerRoom()
+        self.fingerprint = _fingerprint(parts.card)
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ModelNotFound for a model that is not served here."""
+        card = self.parts.card
+        if name not in (None, "", *card.names):
+            raise errors.ModelNotFound(f"model {name!r} is not served here; {card.name!r} is")
+
+    def begin_with(self, correlation: str | None, model: str | None, request: Request) -> None:
+        """Take over the id that a body names. Raises ModelNotFound."""
+        ids: Ids = request.state.ids
+        ids.correlation = correlation_id(correlation or "") or ids.correlation
+        self.check_model(model)
+
+    def call(self, request: Request, seconds: float | None = None) -> CallContext:
+        """Return the context of a call, which ends after so many seconds."""
+        now, ids = self.parts.clock.monotonic(), request.state.ids
+        return CallContext(
+            arrived=now,
+            deadline=None if seconds is None else now + seconds,
+            traceparent=ids.traceparent,
+            caller=request.state.caller,
+            request_id=ids.request,
+            trace_id=ids.trace,
+            correlation_id=ids.recorded,
+        )
+
+    async def reading(self, order: Order) -> Reading | None:
+        """Return how the answers to a chat are read, if not as they are. Raises InvalidRequest and Unsupported."""
+        tools, reader = order.tools, self.parts.reader
+        if tools is None or not reader.reads(tools.use):
+            return None
+        return await reader.reading(order.prompts[0].chat, tools.use, order.asked, order.thinking_budget)
+
+    async def validated(self, order: Order, call: CallContext) -> list[ValidatedRequest]:
+        """Return the requests of an order. Raises InvalidRequest."""
+        calls = [call]
+        if (count := len(order.prompts)) > 1:
+            calls = [replace(call, request_id=f"{call.request_id}-{place}") for place in range(count)]
+        return [await self.parts.validator.validate(*each) for each in zip(order.requests(), calls, strict=True)]
+
+    async def begun(self, requests: Iterable[ValidatedRequest], answer: Answer) -> Events:
+        """Return the events after the first, which shows that the request is not refused and a status can be sent."""
+        whole = not answer.form.streamed
+        return await begun([self.parts.frontend.generate(replace(each, whole=whole)) for each in requests], answer)
+
+
+async def begun(streams: Sequence[AsyncGenerator[GenerateEvent, None]], answer: Answer) -> Events:
+    """Return the events of several requests after the first, which the answer takes."""
+    events = merged(streams)
+    try:
+        answer.take(*await anext(events))
+    except BaseException:  # broad: a cancellation must close the events too; all errors go on
+        await events.aclose()
+        raise
+    return events
+
+
+@contextmanager
+def in_words_of(order: Order) -> Iterator[None]:
+    """Let errors about Quire's own fields name those of the body."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise InvalidRequest(*map(order.in_its_words, error.violations)) from None
+
+
+def trace_of(answer: Answer) -> dict[str, str]:
+    """Return the header with the id of the trace; `Identified` adds those that every answer has."""
+    return {"x-trace-id": answer.trace_id} if answer.trace_id else {}
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`. Cancel it and raise Cancelled when the client disconnects first."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise Cancelled("the client went away")
+    finally:
+        for each in (task, gone):
+            each.cancel()
+            with suppress(asyncio.CancelledError, QuireError):
+                await each
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _fingerprint(card: ModelCard) -> str:
+    """Return a text that changes with the version and the checkpoint, and so with possible answers."""
+    model = card.identity.model_fingerprint[:12]
+    return f"quire-{quire_version()}-{model}" if model else f"quire-{quire_version()}"
