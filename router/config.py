@@ -2,42 +2,166 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from common.settings.options import Addresses, BlockSize, Count, LoadFormat, Port, Seconds, ServiceSettings
+from common.decisions.ring import DEFAULT_RING_BYTES
+from common.errors import FieldViolation
+from common.process.metrics import metrics_port
+from common.settings.options import (
+    Address,
+    Addresses,
+    BlockSize,
+    Bytes,
+    Count,
+    ExistingFile,
+    LoadFormat,
+    Names,
+    Networks,
+    Port,
+    Seconds,
+    TokenizerFolder,
+    host_of,
+    one_of,
+    together,
+)
+from common.settings.pool_key import PoolSettings
+from router.core.dialects.names import REASONING_DIALECTS, TOOL_DIALECTS
+
+ToolCallParser = Annotated[str, AfterValidator(one_of("auto", "none", *TOOL_DIALECTS))]
+ReasoningParser = Annotated[str, AfterValidator(one_of("auto", "none", *REASONING_DIALECTS))]
+ResponseStoreKind = Annotated[str, AfterValidator(one_of("auto", "memory", "none"))]
 
 
-class RouterSettings(ServiceSettings):
+class RouterSettings(PoolSettings):
     """options of the router"""
 
     service: ClassVar[str] = "router"
 
     model: Path = Field(..., description="folder of the checkpoint, for its tokenizer and chat template")
-    model_name: str | None = Field(None, description="what clients call the model; unset: the name of its folder")
+    tokenizer: TokenizerFolder | None = Field(
+        None, description="folder of a tokenizer, and of its chat template, to use instead; the same on every service"
+    )
+    chat_template: ExistingFile | None = Field(
+        None, description="file with a chat template in Jinja; unset: the tokenizer's own"
+    )
+    tool_call_parser: ToolCallParser = Field(
+        "auto",
+        description="how the model calls tools; auto: as its chat template has it; none: tools are refused",
+    )
+    reasoning_parser: ReasoningParser = Field(
+        "auto", description="how the model writes its thoughts; auto: as its chat template has it; none: as text"
+    )
+    model_name: Names = Field(
+        (), description="what clients call the model; repeatable: further names are aliases; unset: its folder's name"
+    )
+    seed: int | None = Field(
+        None,
+        ge=-(1 << 63),
+        lt=1 << 63,
+        description="seed of requests that name none: equal ones get equal tokens; unset: random",
+    )
     load_format: LoadFormat = Field(
         "auto", description="dummy: weights are random, and the first worker names the model"
     )
     block_size: BlockSize = Field(16, description="slots in a block; the same on every service")
-    port: Port = Field(50051, description="gRPC port; 0 takes a free one")
+    port: Port = Field(8000, description="HTTP port: OpenAI-compatible API, /health; 0 takes a free one")
+    grpc_port: Port = Field(50051, description="gRPC port for clients; 0 takes a free one")
+    admin_host: str = Field(
+        "127.0.0.1", description="address of the admin plane: spans, decisions and traces of all, status, metrics"
+    )
+    admin_port: Port | None = Field(None, description="gRPC port of the admin plane; unset: 1 below --grpc-port")
+    admin_http_port: Port | None = Field(
+        None, description="port of /metrics and /health on the admin plane; unset: 1000 above --grpc-port or --own-port"
+    )
     own_port: Port | None = Field(
         None,
-        description="let other routers of this host share --port and --http-port (SO_REUSEPORT); this one alone also "
-        "listens here (gRPC) and 1000 above (/metrics, /health); 0 takes free ones",
+        description="let other routers of this host share --port and the gRPC ports (SO_REUSEPORT); this one "
+        "alone also has its admin plane here; 0 takes a free one",
     )
     sibling: Addresses = Field((), description="HOST:PORT of the own port of a router that shares the ports; repeat it")
-    http_port: Port = Field(
-        8000, description="port of /metrics, /health and the OpenAI-compatible API; 0 takes a free one"
+    sibling_timeout: Seconds = Field(
+        1.0, description="seconds after which a router that shares the ports is left out of an answer about all of them"
+    )
+    public_tls_cert: Path | None = Field(
+        None, description="PEM file: the certificate of --port and --grpc-port; unset: they are plain text"
+    )
+    public_tls_key: Path | None = Field(None, description="PEM file: the key of that certificate")
+    cors_origins: Names = Field(
+        (),
+        description="origin of pages that may call the HTTP API from a browser (https://chat.example); repeatable; "
+        "* is any; unset: none",
+    )
+    http_connections: Count = Field(
+        4096, description="HTTP connections at once, and never more than half of the files that the process may open"
+    )
+    http_connections_per_peer: Count = Field(
+        1024, description="HTTP connections of one address at once; a proxy in front of the router is one address"
     )
     worker: Addresses = Field((), description="HOST:PORT of a GPU worker; repeatable; default: those in Redis")
+    worker_network: Networks = Field(
+        (),
+        description="network (10.0.0.0/8), host or domain (.workers.example) of workers that Redis may name; "
+        "repeatable; default: loopback, and with a pool key private networks",
+    )
+    manager: Address = Field(
+        "127.0.0.1:50052",
+        description="HOST:PORT of the KV manager, to which the admin plane passes calls on",
+    )
+    tenants: Path | None = Field(
+        None, description="TOML file of tenants and the hashes of their keys; unset: no keys, each address is a tenant"
+    )
+    server_key_file: Path | None = Field(
+        None, description="file with the key that separates tenants' cached blocks; equal on all routers of a pool"
+    )
+    response_store: ResponseStoreKind = Field(
+        "auto",
+        description="where responses of /v1/responses are kept; auto: in Redis, in memory where there is none; "
+        "memory: of this router; none: nowhere",
+    )
+    response_ttl: Seconds = Field(86_400.0, description="seconds for which a response is kept")
+    open_schemas: bool = Field(
+        False,
+        description="let objects of JSON schemas have properties that the schema does not name, unless it forbids them",
+    )
     max_queued_requests: Count = Field(1024, description="requests that may wait for a worker, in each router process")
     max_tokens_in_flight: Count | None = Field(
         None,
         description="prompt and output tokens of all requests inside a router process; unset: the queue is the bound",
     )
+    index_timeout: Seconds = Field(
+        0.02, description="seconds that a lookup in the prefix index may take; a later answer costs hits, not a request"
+    )
     lease_ttl: Seconds = Field(5.0, description="seconds that a worker found in Redis counts without renewal")
     decision_ring: Count = Field(100_000, description="decision records kept in memory")
+    decision_ring_bytes: Bytes = Field(DEFAULT_RING_BYTES, description="memory of the decision records, about")
     span_ring: Count = Field(20_000, description="spans kept by the built-in receiver")
+    span_ring_bytes: Bytes = Field(DEFAULT_RING_BYTES, description="memory of the spans, about")
+    debug_loop_turns: bool = Field(
+        False, description="measure the turns of the event loop for `quire debug dump`; costs up to 4 % of a core"
+    )
     routing_seed: int = Field(0, description="seed of the tie-break between equal workers")
+
+    @property
+    def used_admin_port(self) -> int:
+        """The gRPC port of the admin plane; 0 is a free one."""
+        return max(0, self.grpc_port - 1) if self.admin_port is None else self.admin_port
+
+    @property
+    def used_admin_http_port(self) -> int:
+        """The HTTP port of the admin plane, which belongs to one process also where several share ports."""
+        return metrics_port(self.admin_http_port, self.grpc_port if self.own_port is None else self.own_port)
+
+    def internal_host(self) -> tuple[str, str]:
+        """Return the address of the admin plane. Clients reach --host, in plain text unless it has a certificate."""
+        return "--admin-host", self.admin_host
+
+    def problems(self) -> Iterator[FieldViolation]:
+        yield from super().problems()
+        yield from together(self, "public_tls_cert", "public_tls_key")
+        yield from self.beyond_loopback("--worker", map(host_of, self.worker))
+        yield from self.beyond_loopback("--sibling", map(host_of, self.sibling))
+        yield from self.beyond_loopback("--manager", [host_of(self.manager)])

@@ -9,61 +9,88 @@ import secrets
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 from google.protobuf.json_format import MessageToDict
 from redis.asyncio import Redis
 
 from common.checkpoint.fingerprint import model_fingerprint
+from common.checkpoint.gguf.names import served_folder, served_name
 from common.clock import SystemClock
 from common.decisions.ring import DecisionRing
+from common.errors import FieldViolation, InvalidConfig
+from common.limits import MAX_PUBLIC_MESSAGE_BYTES
 from common.process.debug import dumps_on_signal
 from common.process.garbage import collect_rarely
-from common.process.metrics import MetricsServer, metrics_port, new_registry
-from common.rpc.server import RpcServer
+from common.process.loop_turns import LoopTurns
+from common.process.metrics import new_registry
+from common.process.supervised import Supervisor
+from common.rpc.roles import Role
+from common.rpc.server import RpcServer, dialer
+from common.rpc.tls import Identity, PublicCertificate
 from common.service import run_service
 from common.settings.config import load_or_exit
+from common.settings.pool_key import pool_key_of
 from common.telemetry.provider import setup as setup_telemetry
 from common.telemetry.server_spans import server_spans
 from common.types import PoolIdentity
 from quire.decision.v1 import decision_pb2_grpc
 from quire.inference.v1 import inference_pb2_grpc
 from quire.kserve.v2 import kserve_pb2_grpc
+from router.anthropic.app import add_messages
 from router.config import RouterSettings
 from router.constraints.checker import ConstraintChecker
 from router.core.admission import AdmissionLimiter, AdmissionLimits
-from router.core.identity import UNKNOWN_ARITHMETIC, UNKNOWN_GEOMETRY
+from router.core.identity import UNKNOWN_ARITHMETIC, UNKNOWN_GEOMETRY, UNKNOWN_POOLING
 from router.core.routing import Router
-from router.grpc_api.decision_servicer import DecisionServicer
-from router.grpc_api.servicer import InferenceServicer
+from router.core.worker_networks import LOOPBACK, PRIVATE, WorkerNetworks
+from router.grpc_api.admin import DECISIONS, INFERENCE, AdminPlane
+from router.grpc_api.decision_servicer import DecisionServicer, PublicDecisionServicer
+from router.grpc_api.explanation import Explanations
+from router.grpc_api.manager_calls import ManagerCalls
+from router.grpc_api.servicer import InferenceServicer, Routers
 from router.kserve.servicer import KSERVE_SERVICE, KserveServicer
 from router.observe.metrics import RouterMetrics
-from router.observe.otlp_receiver import add_otlp_receiver
+from router.observe.pages import pages
 from router.observe.recorder import Recorder
+from router.observe.sampling import RequestSampler
 from router.observe.siblings import Siblings
 from router.observe.status import RouterStatus
+from router.observe.trace_ids import ChosenTraceIds
 from router.observe.trace_store import StoreExporter, TraceStore
-from router.openai.app import HttpParts, create_app
+from router.openai.app import create_app
+from router.openai.responses.background import BackgroundResponses
+from router.openai.responses.parts import ResponseParts
+from router.openai.responses.store import MemoryStore, NoStore, RedisStore, ResponseStore, StoreLimits
+from router.openai.service import HttpParts
 from router.ports import ModelCard, PrefixIndex
 from router.requests.dispatcher import Dispatcher
+from router.requests.explainer import Explainer
 from router.requests.frontend import RouterFrontend
-from router.requests.redis_prefix_index import LOOKUP_SECONDS, NoPrefixIndex, RedisPrefixIndex, connect
-from router.requests.validate import Validator
-from router.serving.http_server import HttpServer, serve_http
+from router.requests.redis_prefix_index import NoPrefixIndex, RedisPrefixIndex, connect
+from router.requests.resumer import RequestResumer
+from router.requests.validate import Validator, random_seed
+from router.serving.call_context import Calls
+from router.serving.http_server import HttpServer, bounded_connections, serve_http
+from router.serving.reading import AnswerReader, Dialects
+from router.tenants.directory import PeerDirectory, TenantDirectory
+from router.tenants.tenants_file import read_server_key
 from router.text.assembler import CheckpointText
 from router.text.checkpoint import Checkpoint, read_checkpoint
+from router.text.tokenizer_files import TokenizerFiles
 from router.workers.client import RouterIdentity
-from router.workers.discovery import Discovery
+from router.workers.discovery import Discovery, EntryRules
 from router.workers.pool import WorkerPool
 from router.workers.readiness import Readiness
 
 log = logging.getLogger(__name__)
 
-INFERENCE: Final = "quire.inference.v1.InferenceService"
-DECISIONS: Final = "quire.decision.v1.DecisionService"
 # A stream of many requests; each may carry a trace of its own.
 _UNTRACED: Final = (f"/{KSERVE_SERVICE}/ModelStreamInfer",)
 _DISCOVERY_TIMEOUT_S: Final = 1.0
+# While it fails, the router serves with the workers that it has, and reports Redis as not connected.
+_DISCOVERY: Final = "discovery"
 _LAST_REPLIES_S: Final = 0.5
 
 
@@ -72,33 +99,50 @@ class RouterProcess:
 
     def __init__(self, settings: RouterSettings) -> None:
         self.settings, self._clock = settings, SystemClock()
-        checkpoint = read_checkpoint(settings.model)
-        self._text = CheckpointText.load(settings.model, checkpoint.max_model_len)
-        self._constraints = ConstraintChecker.load(settings.model, checkpoint.eos_token_ids)
-        self._registry, self._ring = new_registry(), DecisionRing(settings.decision_ring)
-        self._store = TraceStore(settings.span_ring)
-        self._telemetry = setup_telemetry("router", settings, exporter=StoreExporter(self._store))
+        self._tls = Identity.of(settings)
+        self._public_tls = PublicCertificate.of(settings.public_tls_cert, settings.public_tls_key)
+        checkpoint = read_checkpoint(served_folder(settings.model), settings.tokenizer)
+        folder = settings.tokenizer or checkpoint.directory
+        self._text = CheckpointText.load(folder, checkpoint.max_model_len, settings.chat_template)
+        self._constraints = ConstraintChecker.load(folder, checkpoint.eos_token_ids)
+        name, incarnation = f"router-{secrets.token_hex(4)}", secrets.token_bytes(16)
+        self._registry, most, began = new_registry(), settings.decision_ring, self._clock.time_ns()
+        self._ring = DecisionRing(most, settings.decision_ring_bytes, name, began)
+        self._store = TraceStore(settings.span_ring, settings.span_ring_bytes)
+        sampler = RequestSampler(settings.trace_sample_ratio)
+        exporter, ids = StoreExporter(self._store), ChosenTraceIds()
+        self._telemetry = setup_telemetry("router", settings, exporter, sampler=sampler, ids=ids)
         self._clients = self._redis_clients()
         self._card = _card(settings, checkpoint, _identity(settings, checkpoint), self._text)
-        name, incarnation = f"router-{secrets.token_hex(4)}", secrets.token_bytes(16)
-        self.pool = WorkerPool(RouterIdentity(name, incarnation), self._card.identity, self._clock)
+        router, dial = RouterIdentity(name, incarnation), dialer(self._tls, Role.WORKER)
+        self.pool = WorkerPool(router, self._card.identity, self._clock, dial=dial)
+        tracer = self._telemetry.tracer
         self._server = RpcServer(
-            [INFERENCE, DECISIONS, KSERVE_SERVICE], [server_spans(self._telemetry.tracer, _UNTRACED)], self._shares
+            [INFERENCE, DECISIONS, KSERVE_SERVICE],
+            [server_spans(tracer, _UNTRACED)],
+            self._shares,
+            MAX_PUBLIC_MESSAGE_BYTES,
+            tls=self._public_tls,
         )
-        self._siblings = Siblings(settings.sibling)
-        self._own_http = MetricsServer(self._registry, self._is_ready)
+        self._admin = AdminPlane(settings, self._registry, self._is_ready, [server_spans(tracer)], self._tls)
+        self.supervisor = Supervisor(self._report_failing)
+        self._siblings = Siblings(settings.sibling, dialer(self._tls, Role.ROUTER), settings.sibling_timeout)
         self._discovery = self._new_discovery()
-        self.readiness = Readiness(self.pool, self._server.health)
+        self.readiness = Readiness(self.pool, self._server.health, self._admin.rpc.health)
         self._validator = Validator(
             self._text,
             checkpoint,
             self._text.has_tokenizer,
+            draw_seed=random_seed if settings.seed is None else partial(int, settings.seed),
             context=lambda: self.pool.context(checkpoint.max_model_len),
             constraints=self._constraints,
+            open_schemas=settings.open_schemas,
         )
+        self._authenticator = _authenticator(settings, self._card.name)
         self._serve_requests(name, checkpoint)
         self._http: HttpServer | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._background = BackgroundResponses()
+        self._turns = LoopTurns() if settings.debug_loop_turns else None
 
     @property
     def _shares(self) -> bool:
@@ -107,16 +151,26 @@ class RouterProcess:
 
     def _redis_clients(self) -> tuple[Redis, Redis] | None:
         """Return one client for lookups, with a short timeout, and one for discovery."""
-        url = self.settings.redis_url
-        return (connect(url, LOOKUP_SECONDS), connect(url, _DISCOVERY_TIMEOUT_S)) if url else None
+        url, ca = self.settings.redis_url, self.settings.redis_ca
+        return (connect(url, self.settings.index_timeout, ca), connect(url, _DISCOVERY_TIMEOUT_S, ca)) if url else None
 
     def _new_discovery(self) -> Discovery | None:
         if self._clients is None:
             return None
-        return Discovery(self._clients[1], self.pool, self._clock, self.settings.lease_ttl)
+        rules = _entry_rules(self.settings)
+        return Discovery(self._clients[1], self.pool, self._clock, self.settings.lease_ttl, rules)
 
     def _redis_connected(self) -> bool:
-        return self._discovery is not None and self._discovery.connected
+        return self._discovery is not None and self._discovery.connected and not self._discovery_fails()
+
+    def _discovery_fails(self) -> bool:
+        return _DISCOVERY in self.supervisor.failing
+
+    def _serving_fails(self) -> bool:
+        return bool({*self.supervisor.failing} - {_DISCOVERY})
+
+    async def _report_failing(self, failing: tuple[str, ...]) -> None:
+        await self._server.health.failing(tuple(name for name in failing if name != _DISCOVERY))
 
     def _serve_requests(self, name: str, checkpoint: Checkpoint) -> None:
         settings, clock = self.settings, self._clock
@@ -124,7 +178,8 @@ class RouterProcess:
         metrics.watch_workers(lambda: len(self.pool.models()), self._redis_connected)
         index: PrefixIndex = NoPrefixIndex()
         if self._clients:
-            index = RedisPrefixIndex(self._clients[0], lambda: self.pool.identity, clock, count=metrics.looked_up)
+            identity, timeout = lambda: self.pool.identity, settings.index_timeout
+            index = RedisPrefixIndex(self._clients[0], identity, clock, timeout, count=metrics.looked_up)
         admission = AdmissionLimiter(AdmissionLimits(settings.max_queued_requests, settings.max_tokens_in_flight))
         new_id = _ids(name)
         chooser = Router(clock, new_id, settings.routing_seed)
@@ -134,95 +189,165 @@ class RouterProcess:
         self.status = RouterStatus(
             self._card, self.pool, admission, self._redis_connected, lambda: self.frontend.draining, clock
         )
-        service = InferenceServicer(self.frontend, self._validator, self._text, self.status, clock, self._siblings)
+        self.status.discovery_problem = lambda: self._discovery.problem if self._discovery else ""
+        calls = Calls(clock, self._authenticator)
+        folder = settings.tokenizer or checkpoint.directory
+        self._resumer = RequestResumer.over(self.pool, self.frontend, clock)
+        routers = Routers(self.frontend.abort, self._siblings, self._resumer)
+        files = TokenizerFiles(folder, settings.chat_template)
+        service = InferenceServicer(self.frontend, self._validator, self._text, self.status, calls, routers, files)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, self._server.server)
-        kserve = KserveServicer(self.frontend, self._validator, self._card, self._is_ready, clock)
+        kserve = KserveServicer(self.frontend, self._validator, self._card, self._is_ready, calls)
         kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(kserve, self._server.server)
-        decisions = DecisionServicer(self._ring, self._store, self._siblings)
-        decision_pb2_grpc.add_DecisionServiceServicer_to_server(decisions, self._server.server)
-        add_otlp_receiver(self._store, self._server.server)
+        manager = ManagerCalls(settings.manager, dialer(self._tls, Role.MANAGER))
+        decisions = DecisionServicer(self._ring, self._store, self._siblings, manager, recorder.tap)
+        explainer = Explainer(dispatcher, admission, lambda: self.pool.identity, lambda: self.frontend.draining, clock)
+        decisions.explains(Explanations(explainer, self._validator, clock), self._authenticator.named)
+        public = PublicDecisionServicer(decisions, calls)
+        decision_pb2_grpc.add_DecisionServiceServicer_to_server(public, self._server.server)
+        self._admin.add(decisions, self._store, self.status, routers, manager)
+        self._admin.http.add(pages(settings, folder, self.status.model, self.status.status))
 
     def debug_state(self) -> dict[str, object]:
-        """Return the router's part of `quire debug dump`: its queue and its workers."""
-        return MessageToDict(self.status.status(), preserving_proto_field_name=True)
+        """Return the router's part of `quire debug dump`: its queue, its workers and, if measured, its loop's turns."""
+        turns = {"loop_turns": self._turns.take()} if self._turns is not None else {}
+        return MessageToDict(self.status.status(), preserving_proto_field_name=True) | turns
+
+    def _response_store(self) -> ResponseStore:
+        settings, bounds = self.settings, StoreLimits(seconds=self.settings.response_ttl)
+        if settings.response_store == "none":
+            return NoStore()
+        if self._clients is None or settings.response_store == "memory":
+            return MemoryStore(bounds, self._clock)
+        return RedisStore(self._clients[1], bounds, self._clock)
 
     def _is_ready(self) -> bool:
-        return self.readiness.ready and not self.frontend.draining
+        return self.readiness.ready and not self.frontend.draining and not self._serving_fails()
 
     async def start(self) -> str:
         """Listen and look for workers; return the addresses. Raises InvalidConfig when a port is taken."""
         settings = self.settings
-        port = await self._server.start(settings.host, settings.port, settings.own_port)
+        port = await self._server.start(settings.host, settings.grpc_port, flag="--grpc-port")
+        admin = await self._admin.start()
         parts = HttpParts(
             frontend=self.frontend,
             validator=self._validator,
             codec=self._text,
             card=self._card,
-            registry=self._registry,
             ready=self._is_ready,
             clock=self._clock,
+            authenticator=self._authenticator,
+            reader=AnswerReader(_dialects(settings, self._text), self._text, settings.open_schemas),
+            responses=ResponseParts(self._response_store(), self._background),
+            model=self.status.model,
+            resumer=self._resumer,
         )
-        app = create_app(parts)
-        self._http = await serve_http(app, settings.host, settings.http_port, settings.drain_timeout, self._shares)
-        if settings.own_port is not None:
-            await self._own_http.start(settings.host, metrics_port(None, settings.own_port))
+        app = create_app(parts, settings.cors_origins)
+        add_messages(app, parts)
+        connections = bounded_connections(settings.http_connections, settings.http_connections_per_peer)
+        self._http = await serve_http(
+            app,
+            settings.host,
+            settings.port,
+            settings.drain_timeout,
+            self._shares,
+            tls=self._public_tls,
+            connections=connections,
+        )
         for address in settings.worker:
             self.pool.add(address)
-        loops = [self.readiness.run(), self.pool.watch()]
+        self.supervisor.watch("HTTP server", self._http.task)
+        self.supervisor.run("readiness", self.readiness.run)
+        self.supervisor.run("watch of hung workers", self.pool.watch)
         if self._discovery is not None:
-            loops.append(self._discovery.run())
-        self._tasks = [asyncio.create_task(each) for each in loops]
-        alone = f", alone on {settings.host}:{self._server.own_port}" if self._shares else ""
-        return f"{settings.host}:{port}, HTTP on {settings.host}:{self._http.port}{alone}"
+            self.supervisor.run(_DISCOVERY, self._discovery.run)
+        if isinstance(self._authenticator, TenantDirectory):
+            directory = self._authenticator
+            self.supervisor.run("file of tenants", lambda: directory.watch(self._end_revoked))
+        if self._turns is not None:
+            self._turns.start()
+        return f"{settings.host}:{port}, HTTP on {settings.host}:{self._http.port}, {admin}"
+
+    def _end_revoked(self) -> None:
+        self.frontend.end_revoked(self._authenticator.is_live)
 
     async def stop(self) -> None:
         """Refuse new requests, let running ones finish for `drain_timeout`, then stop."""
         self.frontend.draining = True
-        await self._server.health.drain()
+        await asyncio.gather(self._server.health.drain(), self._admin.rpc.health.drain())
         grace = self.settings.drain_timeout
         # New requests go to the siblings. Without siblings this router refuses them while it drains.
         closing = asyncio.create_task(self._close(grace)) if self._shares else None
         if not await self.frontend.drain(grace):
             log.warning("stopping although some requests have not finished")
+        await self._background.aclose()
         # Time for the last statuses to leave; health watchers are not waited for.
         await self._close(_LAST_REPLIES_S)
         if closing is not None:
             await closing
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.supervisor.aclose()
         await self.pool.aclose()
-        await self._siblings.aclose()
-        await self._own_http.stop()
         for client in self._clients or ():
             await client.aclose()
         self._text.close()
         if self._constraints is not None:
-            self._constraints.close()
+            await self._constraints.aclose()
         await self._telemetry.aclose()
 
     async def _close(self, grace: float) -> None:
-        """Stop listening; running calls have `grace` seconds."""
-        http = self._http.stop() if self._http is not None else asyncio.sleep(0)
-        await asyncio.gather(self._server.stop(grace), http)
+        """Stop listening, on HTTP first; running calls have `grace` seconds."""
+        stops = [self._server.stop(grace), self._admin.stop(grace)]
+        if self._http is not None:
+            self.supervisor.forget(self._http.task)
+            stops.insert(0, self._http.stop())
+        await asyncio.gather(*stops)
+
+
+def _authenticator(settings: RouterSettings, model: str) -> PeerDirectory | TenantDirectory:
+    """Return what recognises callers. Raises InvalidConfig for a wrong file, and for tenants without a server key."""
+    if settings.tenants is None:
+        return PeerDirectory()
+    if settings.server_key_file is None:
+        what = "is missing; tenants need it, equal on all routers of a pool: openssl rand -hex 32 > FILE"
+        raise InvalidConfig(FieldViolation("--server-key-file", what))
+    return TenantDirectory(settings.tenants, read_server_key(settings.server_key_file), model)
+
+
+def _dialects(settings: RouterSettings, text: CheckpointText) -> Dialects:
+    options = settings.tool_call_parser, settings.reasoning_parser
+    return Dialects.of(*options, text.template_source, text.added_tokens)
 
 
 def _identity(settings: RouterSettings, checkpoint: Checkpoint) -> PoolIdentity:
     """Return the parts of the pool's identity that the checkpoint and the settings give."""
-    model = "" if settings.load_format == "dummy" else model_fingerprint(settings.model)
+    model = "" if settings.load_format == "dummy" else model_fingerprint(checkpoint.directory)
     return PoolIdentity(
-        model, checkpoint.tokenizer_fingerprint, settings.block_size, UNKNOWN_GEOMETRY, arithmetic=UNKNOWN_ARITHMETIC
+        model,
+        checkpoint.tokenizer_fingerprint,
+        settings.block_size,
+        UNKNOWN_GEOMETRY,
+        arithmetic=UNKNOWN_ARITHMETIC,
+        pooling=UNKNOWN_POOLING,
     )
 
 
+def _entry_rules(settings: RouterSettings) -> EntryRules:
+    """Return which workers in Redis count. Raises InvalidConfig when entries from beyond this machine need a key."""
+    key = pool_key_of(settings)
+    return EntryRules(key, WorkerNetworks(settings.worker_network or (LOOPBACK if key is None else PRIVATE)))
+
+
 def _card(settings: RouterSettings, checkpoint: Checkpoint, identity: PoolIdentity, text: CheckpointText) -> ModelCard:
+    name, *aliases = settings.model_name or (served_name(settings.model),)
     return ModelCard(
-        name=settings.model_name or settings.model.resolve().name,
+        name=name,
         identity=identity,
         max_model_len=checkpoint.max_model_len,
         vocab_size=checkpoint.vocab_size,
         eos_token_ids=checkpoint.eos_token_ids,
         has_chat_template=text.has_chat_template,
+        aliases=tuple(aliases),
+        hidden_size=checkpoint.hidden_size,
     )
 
 
@@ -232,8 +357,8 @@ def _ids(name: str) -> Callable[[], str]:
     return lambda: f"{name}-{next(numbers)}"
 
 
-async def serve(settings: RouterSettings) -> None:
-    """Serve until SIGTERM or SIGINT, then drain."""
+async def serve(settings: RouterSettings) -> int:
+    """Serve until SIGTERM or SIGINT, then drain. Return 1 when a part was lost that cannot be begun again, else 0."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     process = RouterProcess(settings)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -241,16 +366,35 @@ async def serve(settings: RouterSettings) -> None:
     where = await process.start()
     dumps_on_signal("router", where.partition(",")[0], settings.state_dir, process.debug_state)
     collect_rarely()
-    log.info("listening on %s, waiting for a worker", where)
-    waits = [asyncio.create_task(event.wait()) for event in (process.readiness.first, stop)]
-    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    if not stop.is_set():
+    level, waits = _what_it_waits_for(settings)
+    log.log(level, "listening on %s; %s", where, waits)
+    lost = process.supervisor.lost
+    await _any_of(process.readiness.first, stop, lost)
+    if not stop.is_set() and not lost.is_set():
         workers = ", ".join(model.worker_id for model in process.pool.models())
         print(f"READY {where}, workers: {workers}", flush=True)  # noqa: T201
-    await stop.wait()
+    await _any_of(stop, lost)
+    await process.stop()
+    return int(lost.is_set())
+
+
+def _what_it_waits_for(settings: RouterSettings) -> tuple[int, str]:
+    """Return which worker a router waits for, and what to do where none can come, with the level of the line."""
+    named = ", ".join(settings.worker)
+    if named:
+        return logging.INFO, f"waiting for a worker: {named}"
+    if settings.redis_url:
+        return logging.INFO, "waiting for a worker in Redis: one that serves this model, attached to a KV manager there"
+    what = "name each with --worker HOST:PORT, or give the Redis of the KV manager with --redis-url redis://HOST:PORT"
+    return logging.WARNING, f"waiting for a worker, and none can be found: {what}"
+
+
+async def _any_of(*events: asyncio.Event) -> None:
+    """Wait until one of the events is set."""
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
         wait.cancel()
-    await process.stop()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

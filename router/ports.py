@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from common.types import BlockHash, Constraint, Decision, PoolIdentity, SamplingParams
 from quire.inference.v1 import inference_pb2
 from router.core.events import GenerateEvent, ValidatedRequest
+from router.core.tenancy import ANYONE, Caller
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +19,20 @@ class CallContext:
     arrived: float
     deadline: float | None = None
     traceparent: str = ""
-    tenant: str = ""
+    caller: Caller = ANYONE
+    # For a request that names none of its own: the id that the face made, and the trace that begins with it.
+    request_id: str = ""
+    trace_id: str = ""
+    # The client's name for one or several requests.
+    correlation_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """The served model. Parts of `identity` that no worker has reported yet are empty or zero."""
+    """The served model. Parts of `identity` that no worker has reported yet are empty or zero.
+
+    Clients may call the model by `name` or by an alias; answers have `name`.
+    """
 
     name: str
     identity: PoolIdentity
@@ -31,6 +40,29 @@ class ModelCard:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     has_chat_template: bool
+    aliases: tuple[str, ...] = ()
+    # Numbers of a token's hidden state, and so of a vector where the pool embeds; 0 where config.json has none.
+    hidden_size: int = 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
+
+
+class Authenticator(Protocol):
+    """Recognises callers. All client APIs share one."""
+
+    def caller(self, authorization: str, host: str) -> Caller:
+        """Return who calls, by the header of that name (metadata in gRPC) and the address of the peer.
+
+        Raises Unauthenticated for a credential that is missing or unknown, and PermissionDenied where the tenant may
+        not use the served model.
+        """
+        ...
+
+    def is_live(self, caller: Caller) -> bool:
+        """Return whether the caller's credential would still be accepted."""
+        ...
 
 
 class Frontend(Protocol):
@@ -46,14 +78,39 @@ class Frontend(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A request that another router began. `events` goes on with it, as `Frontend.generate` does with a new one.
+
+    Its argument says whether the client gets one answer at the end.
+    """
+
+    request: ValidatedRequest
+    events: Callable[[bool], AsyncGenerator[GenerateEvent, None]]
+
+
+class Resumer(Protocol):
+    """Goes on with requests whose router died."""
+
+    async def resumed(self, request: inference_pb2.GenerateRequest, call: CallContext, again: bool = False) -> Resumed:
+        """Find the request that `request.resume` names; `again` gives once more what the client has.
+
+        Raises InvalidRequest; NotFound for a request that is unknown, another tenant's or incomplete; AlreadyExists
+        while another stream has it; Unavailable when a worker did not answer; Overloaded.
+        """
+        ...
+
+
 class RequestValidator(Protocol):
     """Turns a client's message into a request that the frontend can serve."""
 
-    async def validate(self, request: inference_pb2.GenerateRequest, call: CallContext) -> ValidatedRequest:
-        """Tokenise (off the event loop), fill in defaults, check every field.
+    async def validate(
+        self, request: inference_pb2.GenerateRequest, call: CallContext, embeds: bool = False
+    ) -> ValidatedRequest:
+        """Tokenise (off the event loop), fill in defaults, check every field. A prompt that `embeds` has no output.
 
-        Raises InvalidRequest with all violations at once; Unsupported for `resume`, and for constraints without a
-        tokenizer.
+        Raises InvalidRequest with all violations at once; Unsupported for constraints without a tokenizer. A request
+        with `resume` is for a Resumer.
         """
         ...
 
@@ -63,13 +120,18 @@ class RequestValidator(Protocol):
 
 
 class ConstraintCheck(Protocol):
-    async def check(self, constraint: Constraint) -> None:
-        """Raise InvalidRequest for a wrong constraint, Unsupported if none can be enforced here."""
+    async def check(self, constraint: Constraint, peer: str) -> None:
+        """Raise InvalidRequest for a wrong constraint, Unsupported if none can be enforced here, or Overloaded.
+
+        `peer` is the tenant or the address that sent it.
+        """
         ...
 
 
 class TextCodec(Protocol):
     """The checkpoint's tokenizer and chat template."""
+
+    def __hash__(self) -> int: ...
 
     async def encode(self, prompt: inference_pb2.Prompt, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text, of a chat rendered with the template, or the ids as they were given.
@@ -79,11 +141,27 @@ class TextCodec(Protocol):
         ...
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids; one that the tokenizer does not know has none. InvalidRequest if negative."""
+        """Return the text of token ids; an id outside the tokenizer has none. InvalidRequest if negative."""
+        ...
+
+    async def text_of(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return what `decode` returns; many tokens are decoded off the event loop."""
         ...
 
     def token_bytes(self, token_id: int) -> bytes | None:
         """Return the bytes of a token, special ones included; None where the tokenizer has text alone."""
+        ...
+
+    def token_name(self, token_id: int) -> str:
+        """Return a token as the vocabulary has it, "" for an unknown id."""
+        ...
+
+
+class ChatRenderer(Protocol):
+    """The checkpoint's chat template alone."""
+
+    async def rendered(self, chat: inference_pb2.Chat) -> str:
+        """Return the prompt of a chat as text. Raises InvalidRequest, and Unsupported without a template."""
         ...
 
 
@@ -114,7 +192,9 @@ class TextAssembler(Protocol):
 class TextAssemblers(Protocol):
     """Makes assemblers. The frontend does not pass a stop token to them unless `sampling.include_stop` is set."""
 
-    def assembler(self, sampling: SamplingParams) -> TextAssembler: ...
+    def assembler(self, sampling: SamplingParams, kept: Collection[str] = (), skip: bool = True) -> TextAssembler:
+        """Return an assembler that leaves out special tokens, but for those in `kept`; without `skip` none."""
+        ...
 
 
 class PrefixIndex(Protocol):
