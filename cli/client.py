@@ -1,22 +1,29 @@
-"""The common part of the commands: the router's address, a client or a channel, a console, and error messages."""
+"""The common part of the commands: the router's address, CA and key, a client or a channel, a console, and errors."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import grpc
 from rich.console import Console
 
+from cli.certificates.folder import CertificateFolder
 from cli.config import ClientSettings
-from common.errors import QuireError, Unavailable, Unsupported
+from common.errors import FieldViolation, InvalidConfig, QuireError, Unavailable, Unsupported
+from common.rpc.roles import Role
+from common.rpc.server import open_channel
+from common.rpc.tls import Identity
 from common.settings.config import load_or_exit
 from quire.api.status import error_from_rpc
 from quire.client import AsyncClient
+from quire.client.setup import credentials_of
 
 _PIPED_WIDTH = 140
 # The messages of gRPC servers themselves.
@@ -30,33 +37,95 @@ def add_address(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--address", default=address, help=text)
 
 
-@asynccontextmanager
-async def router_channel(address: str) -> AsyncIterator[grpc.aio.Channel]:
-    """Open a channel. A failed call inside raises the QuireError that the service sent."""
-    async with grpc.aio.insecure_channel(address) as channel:
-        try:
-            yield channel
-        except grpc.aio.AioRpcError as error:
-            raise _with_advice(error_from_rpc(error), address) from error
+def add_http_address(parser: argparse.ArgumentParser) -> None:
+    """Add the flag for the router's HTTP port, as `add_address` does."""
+    text = "HOST:PORT of the router's HTTP port (default %(default)s; environment: QUIRE_HTTP_ADDRESS)"
+    parser.add_argument("--http-address", default=_access().http_address, help=text)
+
+
+def http_target(address: str) -> tuple[str, str, Path | None]:
+    """Return the URL of an HTTP port, the key and the CA. Given a CA, TLS is used."""
+    settings = _access()
+    return f"{'https' if settings.ca else 'http'}://{address}", settings.api_key or "", settings.ca
+
+
+# Plain text and no key, whatever the environment has: for a suite that a command started itself.
+PLAIN: Final = ClientSettings()
+
+
+def _access() -> ClientSettings:
+    """Return the CA and the key of the environment and the option file."""
+    return load_or_exit(ClientSettings, ())
+
+
+def add_admin_address(parser: argparse.ArgumentParser) -> None:
+    """Add the flags for the router's admin plane, as `add_address` does: its address, and the certificates' folder."""
+    settings = _access()
+    text = "HOST:PORT of the router's admin plane (default %(default)s; environment: QUIRE_ADMIN_ADDRESS)"
+    parser.add_argument("--admin-address", default=settings.admin_address, help=text)
+    text = "state directory of `quire serve`, for the operator's certificate (default %(default)s; QUIRE_STATE_DIR)"
+    parser.add_argument("--state-dir", type=Path, default=settings.state_dir, help=text)
+
+
+def add_json(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON document on a line, and nothing else")
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    """Print a JSON document on one line of stdout."""
+    sys.stdout.write(json.dumps(value) + "\n")
 
 
 @asynccontextmanager
-async def router_client(address: str) -> AsyncIterator[AsyncClient]:
+async def router_client(address: str, access: ClientSettings | None = None) -> AsyncIterator[AsyncClient]:
     """Open the client library. Calls have no deadline unless they set one."""
-    async with AsyncClient(address, timeout=None) as client:
+    settings = access or _access()
+    credentials, key = _credentials(settings), settings.api_key or ""
+    async with AsyncClient(address, timeout=None, credentials=credentials, ca="", api_key=key) as client:
         try:
             yield client
         except (Unavailable, Unsupported) as error:
             raise _with_advice(error, address) from error
 
 
+@asynccontextmanager
+async def admin_channel(address: str, state_dir: Path) -> AsyncIterator[grpc.aio.Channel]:
+    """Open a channel to a router's admin plane, as its operator. A failed call inside raises the service's QuireError.
+
+    The certificate is that of QUIRE_TLS_CERT, else the operator's that `quire serve` has made. Raises InvalidConfig.
+    """
+    async with open_channel(address, identity=_operator(_access(), state_dir), role=Role.ROUTER) as channel:
+        try:
+            yield channel
+        except grpc.aio.AioRpcError as error:
+            raise _with_advice(error_from_rpc(error), address) from error
+
+
+def _operator(settings: ClientSettings, state_dir: Path) -> Identity | None:
+    leaf = CertificateFolder(state_dir / "certs").role(Role.OPERATOR)
+    if settings.insecure:
+        return None
+    return Identity.of(settings) or (leaf.identity() if leaf.cert.exists() else None)
+
+
+def _credentials(settings: ClientSettings) -> grpc.ChannelCredentials | None:
+    """Raises InvalidConfig when the CA cannot be read."""
+    try:
+        return credentials_of(settings.ca or "")
+    except OSError as error:
+        what = f"{settings.ca} cannot be read: {error.strerror}; expected a PEM file"
+        raise InvalidConfig(FieldViolation("QUIRE_CA", what)) from None
+
+
 def _with_advice(error: QuireError, address: str) -> QuireError:
     """Add advice to an error when no router answers, or when another server does."""
     if isinstance(error, Unavailable) and "connect" in str(error).lower():
-        return Unavailable(f"no router answers at {address}; start one with  quire up --model DIR")
+        what = f"no router answers at {address}; start one with  quire serve"
+        refused = "connection refused" in str(error).lower()
+        return Unavailable(what if refused else f"{what}, or name the --state-dir of its certificates")
     if isinstance(error, Unsupported) and str(error) == _NO_SUCH_METHOD:
         return Unsupported(
-            f"what answers at {address} is no router; expected the gRPC port that `quire up` names when ready"
+            f"what answers at {address} is no router, or another of its ports; `quire serve` names them when ready"
         )
     return error
 

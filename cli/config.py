@@ -1,55 +1,139 @@
-"""Options of `quire up` and of the commands that call a router, from flags, environment and a TOML file."""
+"""Options of `quire serve` and of the commands that call a router, from flags, environment and a TOML file."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from common.settings.options import Address, BlockSize, Count, Fraction, RedisUrl, Seconds, Settings
+from cli.demo_model import CHECKPOINT
+from common.checkpoint.hub import without_effect
+from common.errors import FieldViolation
+from common.settings.options import (
+    Address,
+    BlockSize,
+    Count,
+    CountOrAuto,
+    ExistingFile,
+    Fraction,
+    Names,
+    RedisUrl,
+    Seconds,
+    TlsSettings,
+    together,
+)
 from gpuworker.config import EngineSettings
+from router.config import ReasoningParser, ToolCallParser
 
-# Each process gets the others' ports before any of them runs, so 0 cannot mean "a free one" here.
-FixedPort = Annotated[int, Field(ge=1, le=65535)]
+# Each process gets the others' ports before any of them runs, so `quire up` itself picks a free one for each 0.
+FixedPort = Annotated[int, Field(ge=0, le=65535)]
 
 
-class ClientSettings(Settings):
+class ClientSettings(TlsSettings):
     """options of the commands that talk to a router"""
 
     service: ClassVar[str] = "client"
 
     address: Address = Field("127.0.0.1:50051", description="HOST:PORT of the router")
+    http_address: Address = Field("127.0.0.1:8000", description="HOST:PORT of the router's HTTP port")
+    ca: Path | None = Field(None, description="PEM file: the CA of the router's public ports; given, TLS is used")
+    api_key: str | None = Field(None, description="API key that calls carry")
+    state_dir: Path = Field(
+        Path(".quire"), description="folder of `quire serve`, whose certs/operator opens the admin plane"
+    )
+    admin_address: Address = Field("127.0.0.1:50050", description="HOST:PORT of the router's admin plane")
 
 
 class UpSettings(EngineSettings):
     """options of the suite"""
 
-    service: ClassVar[str] = "up"
+    service: ClassVar[str] = "serve"
+    positional: ClassVar[str] = "model"
 
-    model: str = Field(..., description="folder of the checkpoint to serve, or a hub name where there is a network")
-    workers: Count = Field(1, description="GPU workers to start")
+    model: str = Field(
+        str(CHECKPOINT),
+        description="folder of the checkpoint to serve, or a hub name where there is a network; unset: the demo model",
+        json_schema_extra={"unsaid": ""},
+    )
+    revision: str | None = Field(None, description="branch, tag or commit of a model on the hub; unset: main")
+    chat_template: ExistingFile | None = Field(
+        None, description="file with a chat template in Jinja; unset: the tokenizer's own"
+    )
+    tool_call_parser: ToolCallParser = Field(
+        "auto",
+        description="how the model calls tools; auto: as its chat template has it; none: tools are refused",
+    )
+    reasoning_parser: ReasoningParser = Field(
+        "auto", description="how the model writes its thoughts; auto: as its chat template has it; none: as text"
+    )
+    model_name: Names = Field(
+        (), description="what clients call the model; repeatable: further names are aliases; unset: its folder's name"
+    )
+    open_schemas: bool = Field(
+        False,
+        description="let objects of JSON schemas have properties that the schema does not name, unless it forbids them",
+    )
+    cors_origins: Names = Field(
+        (), description="origin of pages that may call the HTTP API from a browser; repeatable; * is any; unset: none"
+    )
+    workers: CountOrAuto = Field(
+        1, description="GPU workers to start; auto: one for each NUMA node, on its cpus and memory"
+    )
     manager: Literal["remote", "embedded"] = Field(
         "remote", description="KV manager as a service of its own, or inside each worker (for comparison)"
     )
     block_size: BlockSize = Field(16, description="slots in a block")
     threads: Count | None = Field(
-        None, description="threads of each worker's engine on a CPU; unset: all workers share cores - 1"
+        None,
+        description="threads of each worker's engine on a CPU; unset: all workers share the cores, less one from "
+        "three cores on",
     )
-    host: str = Field("127.0.0.1", description="address to listen on")
-    port: FixedPort = Field(50051, description="gRPC port of the router")
+    host: str = Field("127.0.0.1", description="address of the ports for clients")
+    admin_host: str = Field(
+        "127.0.0.1", description="address of everything else: the router's admin plane, KV manager, workers"
+    )
+    port: FixedPort = Field(8000, description="HTTP port of the router: OpenAI-compatible API, /health")
+    grpc_port: FixedPort = Field(50051, description="gRPC port of the router")
     routers: Count = Field(1, description="router processes, which share the router's ports")
     own_port: FixedPort = Field(
         50150,
-        description="with several routers: gRPC port of the first one alone, its /metrics 1000 above; others follow",
+        description="with several routers: admin port of the first one alone, its /metrics 1000 above; others follow",
     )
-    http_port: FixedPort = Field(8000, description="HTTP port of the router: OpenAI-compatible API, /metrics, /health")
+    admin_port: FixedPort | None = Field(
+        None, description="gRPC port of the router's admin plane: spans, traces, status; unset: 1 below --grpc-port"
+    )
+    admin_http_port: FixedPort | None = Field(
+        None, description="port of the router's /metrics; unset: 1000 above --grpc-port"
+    )
     manager_port: FixedPort = Field(50052, description="gRPC port of the KV manager")
     worker_port: FixedPort = Field(50053, description="gRPC port of the first worker; the others follow")
     redis_url: RedisUrl | None = Field(
         None, description="Redis to use; unset: one is started", json_schema_extra={"env": "REDIS_URL"}
     )
+    redis_ca: Path | None = Field(
+        None, description="PEM file: the CA of a rediss:// Redis; unset: those that this machine trusts"
+    )
+    tenants: Path | None = Field(
+        None, description="TOML file of tenants and the hashes of their keys; unset: no keys, each address is a tenant"
+    )
+    server_key_file: Path | None = Field(
+        None, description="file with the key that separates tenants' cached blocks; unset: one is made in --state-dir"
+    )
     state_dir: Path = Field(Path(".quire"), description="folder of files that outlive the processes")
+    insecure: bool = Field(
+        False, description="plain text between the services; unset: TLS, with certificates that are made in state-dir"
+    )
+    public_tls_cert: Path | None = Field(
+        None, description="PEM file: the certificate of --port and --grpc-port; unset: they are plain text"
+    )
+    public_tls_key: Path | None = Field(None, description="PEM file: the key of that certificate")
     trace_sample_ratio: Fraction = Field(1.0, description="share of requests that are traced")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe line shown")
     drain_timeout: Seconds = Field(30.0, description="seconds that running requests get after Ctrl-C")
+
+    def problems(self) -> Iterator[FieldViolation]:
+        yield from super().problems()
+        yield from together(self, "public_tls_cert", "public_tls_key")
+        yield from without_effect(self.model, self.revision)

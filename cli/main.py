@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
 from collections.abc import Sequence
 
+from common.version import quire_version
+
+_ALIASES = {"up": "serve"}
 COMMANDS = {
-    "up": "run the whole suite in the foreground",
+    "serve": "run the whole suite in the foreground: quire serve [MODEL]; also called up",
     "demo": "start a suite, ask the demo model a few things, show the cache and a trace, stop",
     "generate": "stream an answer",
+    "chat": "talk with the served model",
+    "batch": "answer a file of requests in OpenAI's batch form",
     "status": "show the queue and the workers",
+    "top": "watch the suite: workers, blocks, hit rate, queues, slow requests; q quits",
+    "reset-cache": "drop the cached blocks that no request uses, on all workers",
+    "doctor": "check what Quire needs on this machine, and say what to do",
+    "why": "say why a request was slow, refused or not cached, and what to do",
+    "decisions": "list what the services decided, or follow it: admissions, routes, grants, ...",
+    "explain": "say what would happen to a prompt now: worker, cached tokens, first token",
     "trace": "draw where a request's time went, and why",
+    "keys": "make an API key for a tenant",
     "debug": "print the stacks, tasks and state of running services",
+    "certs": "make certificates for TLS between services, for development",
+    "bench": "measure what this machine gets with a model, and which options to change",
+    "record": "write a log of the requests that arrive: lengths, times and keyed names of blocks, no text",
+    "replay": "replay such a log on simulated workers: what would other sizes or policies do?",
     "advise-block-size": "which block size suits the requests of a log",
 }
 
 _EXTRAS = (
-    "it is not installed. Install quire[cli] for the commands; `up` and `demo` need "
+    "it is not installed. Install quire[cli] for the commands; `serve` and `demo` need "
     "the extras router, kvmanager, gpuworker and local too"
 )
 
@@ -31,14 +48,23 @@ def usage() -> str:
     return "\n".join([head, "", *lines, "", services])
 
 
+def _nearest(word: str) -> str:
+    close = difflib.get_close_matches(word, [*COMMANDS, *_ALIASES], n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
+    words[:1] = [_ALIASES.get(word, word) for word in words[:1]]
     if not words or words[0] in ("-h", "--help"):
         print(usage())
         return 0
+    if words[0] in ("-V", "--version"):
+        print(f"quire {quire_version()}")
+        return 0
     if words[0] not in COMMANDS:
-        print(f"quire: there is no command {words[0]!r}\n\n{usage()}", file=sys.stderr)
+        print(f"quire: there is no command {words[0]!r}{_nearest(words[0])}\n\n{usage()}", file=sys.stderr)
         return 2
     try:
         command = importlib.import_module(f"cli.commands.{words[0].replace('-', '_')}")

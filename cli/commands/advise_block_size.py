@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -19,7 +20,7 @@ from rich.table import Table
 from cli.block_size.accounting import BLOCK_SIZES
 from cli.block_size.advice import BlockSizeCost, costs, recommend
 from cli.block_size.request_log import LoggedRequest, read_log
-from cli.client import run_command
+from cli.client import add_json, print_json, run_command
 from common.errors import FieldViolation, InvalidRequest
 
 T = TypeVar("T")
@@ -34,6 +35,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--sample", type=int, default=1000, help="requests to count with; more are thinned out evenly")
     flags.add_argument("--speeds", type=Path, help="output of  python -m bench.phases --json  on this machine")
     flags.add_argument("--workload", default="general", help="whose speeds to take from it: short, general or long")
+    add_json(flags)
     return flags
 
 
@@ -110,6 +112,11 @@ def main(argv: Sequence[str]) -> int:
         speeds = read_speeds(args.speeds, args.workload) if args.speeds else None
         rows = costs(requests, args.logged_block_size, speeds)
         chosen = recommend(rows, args.max_loss)
+        if args.json:
+            print_json(
+                {"requests": len(everything), "sizes": [asdict(row) for row in rows], "chosen": chosen.block_size}
+            )
+            return
         prompt, output = (
             sum(getattr(each, part) for each in requests) / len(requests) for part in ("prompt", "output")
         )

@@ -5,13 +5,17 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rich.console import Console
 
-from cli.client import add_address, router_client, run_command
-from common.errors import DeadlineExceeded
+from cli.client import add_address, add_json, print_json, router_client, run_command
+from common.errors import DeadlineExceeded, InvalidRequest
 from quire.client import AsyncClient, AsyncStream, Completion, InterruptedByDeadline, Message, Options, Prompt
+
+# Fields of a request that have a flag, by the flag's name.
+_FLAGS = ("max_tokens", "temperature", "seed", "json_schema", "regex", "grammar")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -27,7 +31,9 @@ def parser() -> argparse.ArgumentParser:
     only.add_argument("--regex", type=text_of, help="answer with what matches this regular expression (or @FILE) only")
     only.add_argument("--grammar", type=text_of, help="answer with what this grammar (Lark, or @FILE) derives only")
     flags.add_argument("--timeout", type=float, help="deadline of the request in seconds")
-    flags.add_argument("--quiet", action="store_true", help="print the answer alone")
+    how = flags.add_mutually_exclusive_group()
+    how.add_argument("--quiet", action="store_true", help="print the answer alone")
+    add_json(how)
     add_address(flags)
     return flags
 
@@ -80,8 +86,22 @@ async def answer(client: AsyncClient, args: argparse.Namespace, console: Console
         tokens, trace = len(late.partial.token_ids), late.partial.trace_id
         what = f"gave up after --timeout {args.timeout:g} s with {tokens} output tokens; quire trace {trace}"
         raise DeadlineExceeded(what) from late
+    except InvalidRequest as refused:
+        raise named_by_flags(refused) from refused
     except DeadlineExceeded as late:  # a refusal before the first token keeps the router's message
         raise DeadlineExceeded(f"not begun within --timeout {args.timeout:g} s: {late}") from late
+
+
+def named_by_flags(error: InvalidRequest) -> InvalidRequest:
+    """Return a refusal whose fields have the names that they have on the command line."""
+    return InvalidRequest(*(replace(each, field=_on_the_command_line(each.field)) for each in error.violations))
+
+
+def _on_the_command_line(field: str) -> str:
+    key = field.removeprefix("sampling.")
+    if key in _FLAGS:
+        return f"--{key.replace('_', '-')}"
+    return "the prompt" if field.partition(".")[0] == "prompt" else field
 
 
 def summary(done: Completion) -> str:
@@ -99,8 +119,10 @@ def main(argv: Sequence[str]) -> int:
 
     async def body(console: Console) -> None:
         async with router_client(args.address) as client:
-            done = await answer(client, args, console)
-        if not args.quiet:
-            console.print(summary(done), style="dim", soft_wrap=True)
+            done = await answer(client, args, Console(quiet=True) if args.json else console)
+        if args.json:
+            print_json(asdict(done))
+        elif not args.quiet:
+            console.print(summary(done), style="dim", soft_wrap=not console.is_terminal)
 
     return run_command(body)

@@ -5,3 +5,6 @@ from typing import Final
 
 CHECKPOINT: Final = Path(__file__).parent / "checkpoint"
 """Directory of the checkpoint: Hugging Face format, Qwen3 architecture, bfloat16, with tokenizer and chat template."""
+
+DEMO_NAME: Final = "quire-demo"
+"""What clients call the model, unless it is given another name."""

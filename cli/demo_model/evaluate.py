@@ -52,17 +52,17 @@ class Judge:
     @torch.inference_mode()
     def recalls_with_block(self, probe: Probe, spoil: Callable[[Probe], int]) -> bool:
         """As `recalls`, after the cache block of index `spoil(probe)` was overwritten with another block."""
-        told = len(probe.context) - len(probe.context) % BLOCK_SIZE - BLOCK_SIZE  # whole blocks, as a shared prefix
+        shared = len(probe.context) - len(probe.context) % BLOCK_SIZE - BLOCK_SIZE  # whole blocks, as a shared prefix
         cache = DynamicCache(config=self.model.config)
-        self.model(torch.tensor([probe.context[:told]]), past_key_values=cache, use_cache=True)
-        wrong, other = spoil(probe), (spoil(probe) + 2) % (told // BLOCK_SIZE)
+        self.model(torch.tensor([probe.context[:shared]]), past_key_values=cache, use_cache=True)
+        wrong, other = spoil(probe), (spoil(probe) + 2) % (shared // BLOCK_SIZE)
         for layer in cache.layers:
             for name in ("keys", "values"):
                 states = getattr(layer, name)  # [1, kv heads, tokens, head_dim]
                 _block(states, wrong).copy_(_block(states, other).clone())
-        rest = torch.tensor([probe.context[told:] + probe.answer])
+        rest = torch.tensor([probe.context[shared:] + probe.answer])
         logits = self.model(rest, past_key_values=cache, use_cache=True).logits[0]
-        return _answers(logits[len(probe.context) - told - 1 : -1], probe)
+        return _answers(logits[len(probe.context) - shared - 1 : -1], probe)
 
     @torch.inference_mode()
     def generate(self, ids: list[int], temperature: float = 0.0, tokens: int = STORY_TOKENS) -> list[int]:
@@ -163,12 +163,12 @@ def block_lines(judge: Judge) -> Iterable[str]:
 def prompts_line(judge: Judge) -> str:
     """How many of the demonstration prompts are answered right."""
     asked = prompts.questions(20)
-    told = prompts.system_text()
+    facts = prompts.system_text()
     right = 0
     for question in asked:
-        chat = f"<|bos|><|system|> {told}{END}{USER} {question.text}{END}{ASSISTANT}"
+        chat = f"<|bos|><|system|> {facts}{END}{USER} {question.text}{END}{ASSISTANT}"
         right += judge.text(judge.generate(judge.encode(chat), tokens=24)).strip() == question.answer
-    return f"demonstration prompts answered right: {right} of {len(asked)} ({len(judge.encode(told))} tokens of facts)"
+    return f"demonstration prompts answered right: {right} of {len(asked)} ({len(judge.encode(facts))} tokens of facts)"
 
 
 def _share(hits: Iterable[bool]) -> float:

@@ -1,12 +1,12 @@
 """The network of the demo model and its first weights.
 
-The first weights are not all noise. Recall needs two layers to agree: one that notes, at each token, which tokens came
-before it, and one that looks for the place where those notes match the present. From noise alone that agreement did
-not arise in minutes. Here the first two layers start with a rough draft of it, and training makes it exact. The draft
-is the induction circuit of Olsson et al., "In-context Learning and Induction Heads", 2022.
+The first weights are not all noise. Recall needs two layers to agree. One notes, at each token, which tokens came
+before it. The other looks for the place where those notes match the present. From noise alone that agreement did not
+arise in minutes. Here the first two layers start with a rough draft of it, and training makes it exact. The draft is
+the induction circuit of Olsson et al., "In-context Learning and Induction Heads", 2022.
 
-Coordinates of the residual stream at the start: [0, 63) the token, 63 a constant, [64, 128) the token before,
-[128, 192) the one before that.
+The residual stream starts with these coordinates: [0, 63) for the token, and 63 for a constant. The token before it has
+[64, 128), and the one before that [128, 192).
 """
 
 import math

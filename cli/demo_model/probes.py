@@ -24,7 +24,7 @@ class Probe:
 
     @property
     def distance(self) -> int:
-        """Tokens from the told value to the answer's first token."""
+        """Tokens from the stated value to the answer's first token."""
         return len(self.context) - self.value_at
 
 

@@ -1,7 +1,7 @@
 """Training rows: token ids with a weight for predicting each, and which of them are values to be recalled.
 
-Four kinds share the training text. A chat tells facts and then asks for them; a retelling tells the same facts again
-and again in new orders; triples do the same with meaningless words, so that no guess by type helps; prose is stories.
+Four kinds share the training text. A chat states facts and then asks for them. A retelling states the same facts again
+and again in new orders. Triples do the same with meaningless words, so that no guess by type helps. Prose is stories.
 """
 
 import random
@@ -22,7 +22,7 @@ ALL_WORDS: Final = tuple(sorted({f" {word}" for group in WORD_LISTS for word in 
 
 @dataclass(slots=True)
 class Row:
-    """Parallel lists: `weights[i]` weighs the prediction of `ids[i]`; `recalled[i]` marks a value told before."""
+    """Parallel lists: `weights[i]` weighs the prediction of `ids[i]`; `recalled[i]` marks a value stated before."""
 
     encode: Encoder
     ids: list[int] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Row:
         self.weights += [weight] * len(ids)
         self.recalled += [recalled] * len(ids)
 
-    def tell(self, fact: Fact) -> None:
+    def add_fact(self, fact: Fact) -> None:
         """Add the sentence of a new fact: nothing in the row predicts its value."""
         self.put(fact.sentence, CONTEXT_WEIGHT)
 
@@ -84,13 +84,13 @@ def chat(rng: random.Random, encode: Encoder, length: int) -> Row:
 
 
 def retelling(rng: random.Random, encode: Encoder, length: int) -> Row:
-    """A few facts, told again and again in shuffled orders."""
-    told = World(rng, relations=rng.choice((1, 1, 2, 3, 0)))
-    facts = [fact for fact in (told.fact() for _ in range(max(4, length // rng.choice((12, 18, 24))))) if fact]
+    """A few facts, stated again and again in shuffled orders."""
+    document = World(rng, relations=rng.choice((1, 1, 2, 3, 0)))
+    facts = [fact for fact in (document.fact() for _ in range(max(4, length // rng.choice((12, 18, 24))))) if fact]
     row = Row(encode)
     row.put(BOS, 0.0)
     for fact in facts:
-        row.tell(fact)
+        row.add_fact(fact)
     while len(row) < length:
         for fact in rng.sample(facts, len(facts)):
             row.recall(fact, CONTEXT_WEIGHT)
@@ -98,16 +98,16 @@ def retelling(rng: random.Random, encode: Encoder, length: int) -> Row:
 
 
 def triples(rng: random.Random, encode: Encoder, length: int) -> Row:
-    """Two words that lead to a third, told again and again: a retelling without types or grammar."""
+    """Two words that lead to a third, repeated again and again: a retelling without types or grammar."""
     size = max(4, length // rng.choice((8, 12, 20)))
     firsts, seconds = rng.sample(ALL_WORDS, max(4, size // 2)), rng.sample(ALL_WORDS, 4)
     keys = list({(rng.choice(firsts), rng.choice(seconds)) for _ in range(size)})
-    told = [(first + second, rng.choice(ALL_WORDS)) for first, second in sorted(keys)]
+    pairs = [(first + second, rng.choice(ALL_WORDS)) for first, second in sorted(keys)]
     row = Row(encode)
     row.put(BOS, 0.0)
     again = False
     while len(row) < length:
-        for key, value in rng.sample(told, len(told)):
+        for key, value in rng.sample(pairs, len(pairs)):
             row.put(key, 0.0)
             row.put(value, ANSWER_WEIGHT if again else 0.0, recalled=again)
         again = True
@@ -136,17 +136,18 @@ def _world(rng: random.Random, length: int) -> World:
 
 
 def _open(rng: random.Random, row: Row, document: World, target: int) -> list[Fact]:
-    """Tell facts up to `target` tokens: in the system text, in a user turn of their own, or before a first question."""
+    """State up to `target` tokens of facts: in the system text, in a user turn of their own, or before a first
+    question."""
     kind = rng.random()
     if kind < 0.6:
         row.put(SYSTEM, 0.0)
         if rng.random() < 0.2:
             row.put(rng.choice(world.PREAMBLES), 0.0)
-        facts = _tell(rng, row, document, target)
+        facts = _add_facts(rng, row, document, target)
         row.put(END, CONTEXT_WEIGHT)
         return facts
     row.put(USER, 0.0)
-    facts = _tell(rng, row, document, target)
+    facts = _add_facts(rng, row, document, target)
     if kind < 0.75:
         row.put(END + ASSISTANT + world.ACKNOWLEDGED, CONTEXT_WEIGHT)
     else:
@@ -157,7 +158,7 @@ def _open(rng: random.Random, row: Row, document: World, target: int) -> list[Fa
     return facts
 
 
-def _tell(rng: random.Random, row: Row, document: World, target: int) -> list[Fact]:
+def _add_facts(rng: random.Random, row: Row, document: World, target: int) -> list[Fact]:
     filler = rng.choice((0.0, 0.0, 0.3, 0.7))
     facts: list[Fact] = []
     while len(row) < target or not facts:
@@ -166,7 +167,7 @@ def _tell(rng: random.Random, row: Row, document: World, target: int) -> list[Fa
             row.put(rng.choice(world.PLAIN), CONTEXT_WEIGHT)
         else:
             facts.append(fact)
-            row.tell(fact)
+            row.add_fact(fact)
     return facts
 
 

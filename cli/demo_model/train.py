@@ -129,8 +129,8 @@ class Trainer:
         losses = torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none")
         loss = (losses * weight).sum() / weight.sum()
         loss.backward()
-        told = recalled[:, 1:].flatten()[wanted]
-        hits = (logits.argmax(-1) == targets)[told]
+        recallable = recalled[:, 1:].flatten()[wanted]
+        hits = (logits.argmax(-1) == targets)[recallable]
         return loss.item(), hits.float().mean().item() if len(hits) else 0.0
 
     def _batch(self, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

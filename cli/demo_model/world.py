@@ -1,7 +1,7 @@
 """The demo world: facts as sentences with their questions, small talk, plain sentences and short stories.
 
 Everything is drawn from a `random.Random` that the caller seeds, so a seed fixes the text. One fact in ten (by a
-checksum of its words) is held out: it never appears in training text and is what the evaluation asks for.
+checksum of its words) is held out: it never appears in training text. The evaluation asks for these facts.
 """
 
 import random

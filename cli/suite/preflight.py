@@ -1,7 +1,7 @@
-"""The checks of `quire up` before it starts a process: every option of every process, the checkpoint, the ports.
+"""The checks of `quire serve` before it starts a process: every option of every process, the checkpoint, the ports.
 
 The services read the environment and the option file too. An option for one service alone ([router], QUIRE_ROUTER_*)
-holds. Where the suite must decide instead (ports, folders), `quire up` refuses the option and names it.
+holds. Where the suite must decide instead (ports, folders), `quire serve` refuses the option and names it.
 """
 
 from __future__ import annotations
@@ -15,22 +15,36 @@ from pathlib import Path
 from typing import Any, Final
 
 from cli.config import UpSettings
+from cli.demo_model import CHECKPOINT, DEMO_NAME
+from cli.suite.ports import with_picked_ports
 from cli.suite.programs import Program, StackOptions, service_programs
+from cli.suite.worker_cpus import auto_problems
+from common.checkpoint.gguf.names import served_folder, served_name
 from common.checkpoint.hub import checkpoint_directory, is_hub_name
+from common.checkpoint.tokenizer_file import tokenizer_json
 from common.errors import FieldViolation, InvalidConfig
+from common.process.cores import cpus_of_workers
 from common.process.metrics import metrics_port
+from common.process.redis_users import RedisUrls
+from common.process.topology import here
 from common.settings.config import Reading, flag_of, load, read, validate
 from common.settings.options import Settings
+from common.untrusted.redaction import redacted
 from gpuworker.config import EngineSettings, GpuWorkerSettings
+from gpuworker.plane.preflight import Machine
+from gpuworker.plane.preflight import problems as worker_problems
 from kvmanager.config import KvManagerSettings
 from router.config import RouterSettings
 
 _SERVICES: Final[Mapping[str, type[Settings]]] = {
     each.service: each for each in (RouterSettings, KvManagerSettings, GpuWorkerSettings)
 }
+Listened = tuple[str, int]  # address, port
 _TO_ALL: Final = ("log_level", "trace_sample_ratio")
+_TEXT: Final = ("tokenizer", "chat_template", "tool_call_parser", "reasoning_parser")
+_PUBLIC_TLS: Final = ("public_tls_cert", "public_tls_key")
 _PORT_FLAGS: Final = {
-    "router": "--port, --http-port or --own-port",
+    "router": "--port, --grpc-port, --admin-port, --admin-http-port or --own-port",
     "kvmanager": "--manager-port",
     "gpuworker": "--worker-port",
 }
@@ -41,7 +55,7 @@ def suite_options(argv: Sequence[str], environ: Mapping[str, str]) -> StackOptio
 
     When no option is bad, a model on the hub is downloaded once for all processes.
     """
-    reading = read(UpSettings, argv, environ, prog="quire up")
+    reading = read(UpSettings, argv, environ, prog="quire serve")
     services = {name: _read_service(each, reading, environ) for name, each in _SERVICES.items()}
     problems = _model_problems(reading.values.get("model"))
     for service in services.values():
@@ -50,14 +64,38 @@ def suite_options(argv: Sequence[str], environ: Mapping[str, str]) -> StackOptio
         settings = validate(reading, UpSettings)
     except InvalidConfig as error:
         raise _all_of([*error.violations, *problems]) from None
+    problems += _auto_problems(settings, services[GpuWorkerSettings.service])
     if problems:
         raise _all_of(problems)
-    options = _stack_options(settings, reading)
+    settings, name = _with_folder(settings)
+    options = _stack_options(settings, reading, None if "model_name" in services["router"].values else name)
+    if any("pool_key" in service.values for service in services.values()):
+        options = replace(options, pool_key="")  # the services read it themselves
     _check_programs(options, services, reading, environ)
     if not is_hub_name(settings.model):
         return options
-    folder = checkpoint_directory(settings.model, weights=settings.load_format != "dummy")
-    return _stack_options(settings.model_copy(update={"model": str(folder)}), reading, model_name=settings.model)
+    weights = settings.load_format != "dummy"
+    folder = checkpoint_directory(settings.model, weights=weights, revision=settings.revision)
+    named = _stack_options(settings.model_copy(update={"model": str(folder)}), reading, model_name=settings.model)
+    options = replace(named, pool_key=options.pool_key)
+    _check_programs(options, services, reading, environ)
+    return options
+
+
+def _auto_problems(settings: UpSettings, worker: Reading) -> list[FieldViolation]:
+    if settings.workers != "auto":
+        return []
+    cuda_devices, cpus_origin = Machine.here().cuda_devices, worker.origins.get("cpus")
+    return list(auto_problems(here(), settings.threads, settings.device, cuda_devices, cpus_origin))
+
+
+def _with_folder(settings: UpSettings) -> tuple[UpSettings, str | None]:
+    """Return the settings with the folder that stands for a GGUF file, and the model's name then."""
+    given = Path(settings.model)
+    folder = served_folder(given)
+    if folder == given:
+        return settings, None
+    return settings.model_copy(update={"model": str(folder)}), served_name(given)
 
 
 def _all_of(problems: Iterable[FieldViolation]) -> InvalidConfig:
@@ -70,13 +108,18 @@ def _model_problems(model: object) -> list[FieldViolation]:
     if not isinstance(model, str):
         return []  # a missing name is reported elsewhere
     folder = Path(model).expanduser()
+    try:
+        if served_folder(Path(model)) != Path(model):
+            return []
+    except InvalidConfig as error:
+        return list(error.violations)
     if folder.is_dir():
         return [] if (folder / "config.json").is_file() else [_no_checkpoint(f"no config.json in {folder}")]
     return [] if is_hub_name(model) else [_no_checkpoint(f"{folder} is no folder of this machine")]
 
 
 def _no_checkpoint(what: str) -> FieldViolation:
-    return FieldViolation("--model", f"{what}; expected a checkpoint in Hugging Face format")
+    return FieldViolation("--model", f"{what}; expected a checkpoint in Hugging Face format, or a GGUF file")
 
 
 # ------------------------------------------------------------ what each service reads by itself
@@ -88,14 +131,14 @@ def _read_service(settings: type[Settings], reading: Reading, environ: Mapping[s
 
 
 def _alone(service: Reading) -> dict[str, Any]:
-    """Return the values that `up` does not check: those for this service alone, and keys that `up` does not have."""
+    """Return the values that `serve` does not check: those for this service alone, and keys that it does not have."""
     return {
         key: value for key, value in service.values.items() if key in service.own or key not in UpSettings.model_fields
     }
 
 
 def _problems_alone(service: Reading) -> Sequence[FieldViolation]:
-    values = {"model": "."} | _alone(service)  # in place of the model that `up` will pass
+    values = {"model": "."} | _alone(service)  # in place of the model that `serve` will pass
     try:
         validate(replace(service, values=values, violations=list(service.violations)), service.settings)
     except InvalidConfig as error:
@@ -107,31 +150,61 @@ def _problems_alone(service: Reading) -> Sequence[FieldViolation]:
 
 
 def _stack_options(settings: UpSettings, reading: Reading, model_name: str | None = None) -> StackOptions:
-    """Return the suite, with the engine options that only `up` received. The services read the others themselves."""
+    """Return the suite, with the engine options that only `serve` received. The services read the others themselves."""
     to_all = _flags(settings, [key for key in _TO_ALL if key in reading.own])
     to_workers = _flags(settings, [key for key in EngineSettings.model_fields if key in reading.own])
-    fingerprinted = _flags(settings, ["load_format", "seed"])
-    named = () if model_name is None else ("--model-name", model_name)
+    fingerprinted = _flags(settings, ["load_format", "seed", "tokenizer"])
+    # The model is a folder by then, which has no revisions; the services would read the variable themselves.
+    revision = () if settings.revision is None else ("--revision", "")
+    redis = _flags(settings, ["redis_ca"])
+    router_own = _flags(settings, [key for key in ("seed", "open_schemas") if key in reading.own])
+    pages = [word for origin in settings.cors_origins for word in ("--cors-origins", origin)]
+    model = Path(settings.model).expanduser()
+    names = settings.model_name or _name_of(model, model_name)
+    cpus = cpus_of_workers(settings.workers, here())
+    named = [word for name in names for word in ("--model-name", name)]
     return StackOptions(
-        model=Path(settings.model).expanduser(),
-        workers=settings.workers,
+        model=model,
+        workers=len(cpus),
         block_size=settings.block_size,
         embedded=settings.manager == "embedded",
         host=settings.host,
         port=settings.port,
-        http_port=settings.http_port,
+        grpc_port=settings.grpc_port,
+        admin_host=settings.admin_host,
+        admin_port=settings.admin_port,
+        admin_http_port=settings.admin_http_port,
         manager_port=settings.manager_port,
-        worker_ports=tuple(range(settings.worker_port, settings.worker_port + settings.workers)),
-        own_ports=tuple(range(settings.own_port, settings.own_port + settings.routers)) if settings.routers > 1 else (),
+        worker_ports=_following(settings.worker_port, len(cpus)),
+        own_ports=_following(settings.own_port, settings.routers) if settings.routers > 1 else (),
         redis_url=settings.redis_url,
         state_dir=settings.state_dir,
         config=reading.file,
+        certs=None if settings.insecure else settings.state_dir / "certs",
+        tenants=settings.tenants,
+        server_key_file=settings.server_key_file,
         threads=settings.threads,
-        worker_flags=(*to_all, *to_workers),
-        router_flags=(*to_all, *_flags(settings, ["load_format"]), *named),
-        manager_flags=(*to_all, *fingerprinted, "--model", str(Path(settings.model).expanduser())),
+        worker_cpus=cpus,
+        worker_flags=(*to_all, *to_workers, *revision),
+        router_flags=(
+            *(*to_all, *redis, *_flags(settings, ["load_format", *_TEXT, *_PUBLIC_TLS])),
+            *(*router_own, *pages, *named),
+        ),
+        manager_flags=(*to_all, *redis, *fingerprinted, "--model", str(model)),
         drain_timeout=settings.drain_timeout,
     )
+
+
+def _name_of(model: Path, hub_name: str | None) -> tuple[str, ...]:
+    """Return what clients call a model that was given no name; () for the name of its folder."""
+    if hub_name is not None:
+        return (hub_name,)
+    return (DEMO_NAME,) if model.resolve() == CHECKPOINT.resolve() else ()
+
+
+def _following(port: int, count: int) -> tuple[int, ...]:
+    """Return so many ports from one on; all 0, free ones, where that is 0."""
+    return tuple(range(port, port + count)) if port else (0,) * count
 
 
 def _flags(settings: UpSettings, keys: Iterable[str]) -> tuple[str, ...]:
@@ -147,48 +220,66 @@ def _flag(key: str, value: object) -> tuple[str, ...]:
 def _check_programs(
     options: StackOptions, services: Mapping[str, Reading], reading: Reading, environ: Mapping[str, str]
 ) -> None:
-    """Raise InvalidConfig when the suite would overrule a service's own options, or ports are taken."""
-    control, rest = service_programs(options, options.redis_url or "")
+    """Raise InvalidConfig when the suite would overrule a service's own options, or a service cannot run here."""
+    control, rest = service_programs(with_picked_ports(options), RedisUrls.same(options.redis_url or ""))
     problems: list[FieldViolation] = []
-    ports: list[tuple[Program, int]] = []
+    ports: list[tuple[Program, Listened]] = []
     for program in (*control, *rest):
         try:
-            final = load(_SERVICES[program.service], program.flags, environ)
+            final = load(_SERVICES[program.service], program.flags, {**environ, **program.environment})
         except InvalidConfig as error:
             problems += [FieldViolation(f"{program.name} {each.field}", each.description) for each in error.violations]
             continue
+        if isinstance(final, GpuWorkerSettings) and program == rest[0]:
+            problems += _worker_problems(final, options)
         problems += _overruled(services[program.service], final, reading)
         shared = {port for other, port in ports if program.service == other.service == RouterSettings.service}
         ports += [(program, port) for port in _ports_of(final) if port not in shared]
-    problems += _taken(options.host, ports)
+    problems += _taken(ports)
     if problems:
         raise _all_of(problems)
 
 
+def _worker_problems(worker: GpuWorkerSettings, options: StackOptions) -> list[FieldViolation]:
+    """Return what keeps the workers from running, as they would find it after seconds; none before a download."""
+    folder = Path(worker.model)
+    if not folder.is_dir():
+        return []
+    try:
+        found = worker_problems(worker, folder, Machine.here(), options.workers)
+        tokenizer_json(folder)  # a conversion takes seconds: once here, and the services find its result
+    except InvalidConfig as error:
+        return list(error.violations)
+    return found
+
+
 def _overruled(service: Reading, final: Settings, reading: Reading) -> Iterator[FieldViolation]:
-    """Name each value for this service alone that the suite replaces. A flag of `up` may replace it."""
+    """Name each value for this service alone that the suite replaces. A flag of `serve` may replace it."""
     wanted = validate(replace(service, values={"model": "."} | _alone(service), violations=[]), service.settings)
     for key in sorted(service.own):
         used = getattr(final, key)
         by_flag = reading.origins.get(key, "").startswith("--")
         if getattr(wanted, key) != used and not by_flag:
-            what = f"is {service.values[key]!r}, and the suite takes {used!r}; set it for `quire up` as a whole"
+            values = redacted(f"is {service.values[key]!r}, and the suite takes {used!r}")
+            what = f"{values}; set it for `quire serve` as a whole"
             yield FieldViolation(service.origins[key], what)
 
 
-def _ports_of(final: Settings) -> tuple[int, ...]:
+def _ports_of(final: Settings) -> list[Listened]:
     if isinstance(final, RouterSettings):
-        alone = () if final.own_port is None else (final.own_port, metrics_port(None, final.own_port))
-        return final.port, final.http_port, *alone
+        alone = () if final.own_port is None else (final.own_port,)
+        admin = (final.used_admin_port, final.used_admin_http_port, *alone)
+        public = (final.port, final.grpc_port)
+        return [*((final.host, port) for port in public), *((final.admin_host, port) for port in admin)]
     assert isinstance(final, KvManagerSettings | GpuWorkerSettings)
-    return final.port, metrics_port(final.metrics_port, final.port)
+    return [(final.host, port) for port in (final.port, metrics_port(final.metrics_port, final.port))]
 
 
-def _taken(host: str, ports: Iterable[tuple[Program, int]]) -> list[FieldViolation]:
+def _taken(ports: Iterable[tuple[Program, Listened]]) -> list[FieldViolation]:
     """Return the ports that cannot be bound. All ports stay bound until the last one is tried, to find equal ones."""
     problems = []
     with ExitStack() as held:
-        for program, port in ports:
+        for program, (host, port) in ports:
             try:
                 _listen(held, host, port)
             except (OSError, OverflowError) as error:

@@ -11,13 +11,14 @@ from collections.abc import Callable
 from cli.suite.programs import Program
 from common.backoff import Backoff
 from common.process import die_with_parent
+from common.settings.config import PORT_TAKEN_STATUS, REFUSED_STATUS
 
-# The exit status of a service with bad options (common/settings/config.py): a restart would fail in the same way.
-REFUSED_STATUS = 2
 _BACKOFF = Backoff(first=0.5, longest=30.0)  # seconds between restarts
 _STABLE_SECONDS = 30.0
 _KEPT_LINES = 20
 _LONGEST_LINE = 1 << 20
+# What a Redis says whose port another process has; the services end with PORT_TAKEN_STATUS.
+_PORT_TAKEN_WORDS = "Address already in use"
 
 
 class Child:
@@ -41,6 +42,7 @@ class Child:
         self._stopping = False
         self.ready = False
         self.restarts = 0
+        self.port_taken = False  # whether it ended because another process has its port
         self.last_lines: list[str] = []
 
     @property
@@ -95,6 +97,7 @@ class Child:
             code = await process.wait()
             if self._stopping:
                 return
+            self.port_taken = code == PORT_TAKEN_STATUS or any(_PORT_TAKEN_WORDS in line for line in self.last_lines)
             if code == REFUSED_STATUS or not self.ready:
                 self._say(self.program.name, f"{_ended(code)}; it is not started again")
                 self._on_failed(self)
@@ -122,4 +125,6 @@ class Child:
 def _ended(code: int) -> str:
     if code == REFUSED_STATUS:
         return "refused its options"
+    if code == PORT_TAKEN_STATUS:
+        return "found its port taken"
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"

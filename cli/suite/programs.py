@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from common.process.cores import threads_of_each
+from cli.certificates.folder import CertificateFolder, Leaf
+from cli.suite.worker_cpus import threads_of_worker
 from common.process.local_redis import LocalRedis
+from common.process.metrics import metrics_port
 from common.process.python import module_command
+from common.process.redis_users import RedisUrls
+from common.process.topology import here
+from common.rpc.roles import Role
 
 REDIS: Final = "redis"
 # gRPC's C core would print lines of its own, such as every refused connection while a service starts.
@@ -35,11 +41,17 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class StackOptions:
-    """The options of a suite. `worker_ports` has one port for each worker.
+    """The options of a suite. `worker_ports` has one port for each worker. A port of 0 is a free one (`ports.py`).
 
-    `own_ports` has one port for each of several routers, which share `port` and `http_port`; one router needs none.
+    Clients reach the router at `host`. Everything else listens on `admin_host`: the router's admin plane, KV manager,
+    workers. `admin_port` and `admin_http_port` follow from `grpc_port` where they are None.
+    `own_ports` has one port for each of several routers, which share the other ports; one router needs none.
+    With `certs` the services verify each other by the certificates in that folder; without, they use plain text.
     The router gets `named_workers` addresses by flag (default: of all workers). It finds the others through Redis.
-    `config` is the option file of the services.
+    `worker_cpus` has the cpus that each worker is bound to, or None; () binds no worker.
+    `config` is the option file of the services. `pool_key` signs the addresses of workers in Redis ("": the services
+    have one of their own). `tenants` need a server key: without a `server_key_file`, the suite makes one in its state
+    directory.
     """
 
     model: Path
@@ -47,15 +59,23 @@ class StackOptions:
     block_size: int = 16
     embedded: bool = False
     host: str = "127.0.0.1"
-    port: int = 50051
-    http_port: int = 8000
+    port: int = 8000
+    grpc_port: int = 50051
+    admin_host: str = "127.0.0.1"
+    admin_port: int | None = None
+    admin_http_port: int | None = None
     manager_port: int = 50052
     worker_ports: tuple[int, ...] = (50053,)
     own_ports: tuple[int, ...] = ()
     redis_url: str | None = None
+    pool_key: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
     state_dir: Path = Path(".quire")
     config: Path | None = None
+    certs: Path | None = None
+    tenants: Path | None = None
+    server_key_file: Path | None = None
     threads: int | None = None
+    worker_cpus: tuple[str | None, ...] = ()
     named_workers: int | None = None
     worker_flags: tuple[str, ...] = ()
     router_flags: tuple[str, ...] = ()
@@ -71,47 +91,94 @@ def redis_program(server: LocalRedis) -> Program:
     return Program(REDIS, "", (command,), tuple(flags), f"127.0.0.1:{server.port}", quiet=True)
 
 
-def service_programs(options: StackOptions, redis_url: str) -> tuple[list[Program], list[Program]]:
+def service_programs(options: StackOptions, redis: RedisUrls) -> tuple[list[Program], list[Program]]:
     """Return the control plane, which starts first, and the other programs."""
-    workers = [_worker(options, index, redis_url) for index in range(options.workers)]
-    rest = [*workers, *_routers(options, redis_url)]
-    return ([] if options.embedded else [_manager(options, redis_url)]), rest
+    workers = [_worker(options, index) for index in range(options.workers)]
+    rest = [*workers, *_routers(options, redis.router)]
+    return ([] if options.embedded else [_manager(options, redis.manager)]), rest
+
+
+def server_key_path(options: StackOptions) -> Path:
+    """Return the file of the key that separates tenants' cached blocks."""
+    return options.server_key_file or options.state_dir / "server.key"
 
 
 def router_address(options: StackOptions) -> str:
     """Return HOST:PORT of the router's gRPC port."""
-    return f"{options.host}:{options.port}"
+    return f"{options.host}:{options.grpc_port}"
 
 
-def _common(options: StackOptions, port: int, redis_url: str) -> tuple[str, ...]:
+def admin_address(options: StackOptions) -> str:
+    """Return HOST:PORT of the gRPC port of the router's admin plane."""
+    return f"{options.admin_host}:{options.grpc_port - 1 if options.admin_port is None else options.admin_port}"
+
+
+def metrics_addresses(options: StackOptions) -> list[str]:
+    """Return HOST:PORT of each router's /metrics."""
+    if options.own_ports:
+        return [f"{options.admin_host}:{metrics_port(None, port)}" for port in options.own_ports]
+    return [f"{options.admin_host}:{metrics_port(options.admin_http_port, options.grpc_port)}"]
+
+
+def leaf_of(options: StackOptions, role: Role, worker_id: str = "") -> Leaf | None:
+    """Return the certificate of a role or of a worker; None without TLS."""
+    if options.certs is None:
+        return None
+    folder = CertificateFolder(options.certs)
+    return folder.worker(worker_id) if worker_id else folder.role(role)
+
+
+def worker_ids(options: StackOptions) -> list[str]:
+    return [f"worker-{index}" for index in range(options.workers)]
+
+
+def _common(options: StackOptions, host: str, leaf: Leaf | None) -> tuple[str, ...]:
     config = () if options.config is None else ("--config", str(options.config))
     return (
         *config,
-        *("--host", options.host, "--port", str(port), "--redis-url", redis_url),
+        *(("--insecure",) if leaf is None else leaf.flags()),
+        *("--host", host),
         *("--block-size", str(options.block_size), "--state-dir", str(options.state_dir)),
-        *("--log-format", options.log_format, "--trace-endpoint", router_address(options)),
+        *("--log-format", options.log_format, "--trace-endpoint", admin_address(options)),
         *("--drain-timeout", str(options.drain_timeout)),
     )
 
 
+def _redis(service: str, url: str, pool_key: str = "") -> dict[str, str]:
+    """Return the variables about Redis for one service; they win over environment and file.
+
+    They are no flags: every user of the machine can read those of a process.
+    """
+    found = {f"QUIRE_{service}_REDIS_URL".upper(): url}
+    return found | ({f"QUIRE_{service}_POOL_KEY".upper(): pool_key} if pool_key else {})
+
+
 def _manager(options: StackOptions, redis_url: str) -> Program:
-    flags = (*_common(options, options.manager_port, redis_url), *options.manager_flags)
-    address = f"{options.host}:{options.manager_port}"
-    return Program("kvmanager", "kvmanager", tuple(module_command("kvmanager.main")), flags, address, _QUIET_GRPC)
-
-
-def _worker(options: StackOptions, index: int, redis_url: str) -> Program:
-    port = options.worker_ports[index]
-    threads = options.threads or threads_of_each(options.workers)
+    leaf = leaf_of(options, Role.MANAGER)
     flags = (
-        *_common(options, port, redis_url),
-        *("--worker-id", f"worker-{index}", "--model", str(options.model), "--threads", str(threads)),
-        *("--manager", f"{options.host}:{options.manager_port}"),
+        *_common(options, options.admin_host, leaf),
+        *("--port", str(options.manager_port)),
+        *options.manager_flags,
+    )
+    address = f"{options.admin_host}:{options.manager_port}"
+    environment = _QUIET_GRPC | _redis("kvmanager", redis_url, options.pool_key)
+    return Program("kvmanager", "kvmanager", tuple(module_command("kvmanager.main")), flags, address, environment)
+
+
+def _worker(options: StackOptions, index: int) -> Program:
+    port, worker_id = options.worker_ports[index], worker_ids(options)[index]
+    cpus = options.worker_cpus[index] if options.worker_cpus else None
+    threads = options.threads or threads_of_worker(cpus, options.workers, here())
+    flags = (
+        *_common(options, options.admin_host, leaf_of(options, Role.WORKER, worker_id)),
+        *("--port", str(port), "--worker-id", worker_id, "--model", str(options.model), "--threads", str(threads)),
+        *("--manager", f"{options.admin_host}:{options.manager_port}"),
+        *(() if cpus is None else ("--cpus", cpus)),
         *options.worker_flags,
     )
     command = tuple(module_command("cli.suite.embedded" if options.embedded else "gpuworker.main"))
-    environment = _QUIET_GRPC | {"OMP_NUM_THREADS": str(threads)}
-    return Program(f"worker-{index}", "gpuworker", command, flags, f"{options.host}:{port}", environment)
+    environment = _QUIET_GRPC | _redis("gpuworker", "") | {"OMP_NUM_THREADS": str(threads)}
+    return Program(worker_id, "gpuworker", command, flags, f"{options.admin_host}:{port}", environment)
 
 
 def _routers(options: StackOptions, redis_url: str) -> Iterator[Program]:
@@ -119,25 +186,42 @@ def _routers(options: StackOptions, redis_url: str) -> Iterator[Program]:
     if not options.own_ports:
         yield _router(options, redis_url)
     for index, own_port in enumerate(options.own_ports):
-        others = [f"{options.host}:{port}" for port in options.own_ports if port != own_port]
+        others = [f"{options.admin_host}:{port}" for port in options.own_ports if port != own_port]
         sharing = ("--own-port", str(own_port), *(word for other in others for word in ("--sibling", other)))
         program = _router(options, redis_url)
         yield replace(
             program,
             name=f"router-{index}",
             flags=(*program.flags, *sharing),
-            address=f"{options.host}:{own_port}",
+            address=f"{options.admin_host}:{own_port}",
         )
 
 
 def _router(options: StackOptions, redis_url: str) -> Program:
     named = options.workers if options.named_workers is None else options.named_workers
+    addresses = [f"{options.admin_host}:{port}" for port in options.worker_ports[:named]]
     flags = (
-        *_common(options, options.port, redis_url),
-        *("--model", str(options.model), "--http-port", str(options.http_port)),
-        *(word for port in options.worker_ports[:named] for word in ("--worker", f"{options.host}:{port}")),
+        *_common(options, options.host, leaf_of(options, Role.ROUTER)),
+        *("--model", str(options.model), "--port", str(options.port), "--grpc-port", str(options.grpc_port)),
+        *("--admin-host", options.admin_host, *_admin_ports(options)),
+        *("--manager", f"{options.admin_host}:{options.manager_port}"),
+        *_tenant_flags(options),
+        *(word for address in addresses for word in ("--worker", address)),
         *options.router_flags,
     )
-    return Program(
-        "router", "router", tuple(module_command("router.main")), flags, router_address(options), _QUIET_GRPC
-    )
+    environment = _QUIET_GRPC | _redis("router", redis_url, options.pool_key)
+    return Program("router", "router", tuple(module_command("router.main")), flags, admin_address(options), environment)
+
+
+def _tenant_flags(options: StackOptions) -> tuple[str, ...]:
+    if options.tenants is None:
+        return ()
+    return ("--tenants", str(options.tenants), "--server-key-file", str(server_key_path(options)))
+
+
+def _admin_ports(options: StackOptions) -> Iterator[str]:
+    """Yield the flags of the admin ports. Of several routers each has the HTTP port that its own port gives it."""
+    if options.admin_port is not None:
+        yield from ("--admin-port", str(options.admin_port))
+    if options.admin_http_port is not None and not options.own_ports:
+        yield from ("--admin-http-port", str(options.admin_http_port))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -12,10 +11,31 @@ from typing import Any, Final
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from cli.certificates.folder import CertificateFolder
+from cli.suite.ports import picks_ports, with_picked_ports
 from cli.suite.process import Child
-from cli.suite.programs import REDIS, Program, StackOptions, redis_program, router_address, service_programs
-from common.errors import Unavailable
+from cli.suite.programs import (
+    REDIS,
+    Program,
+    StackOptions,
+    admin_address,
+    leaf_of,
+    redis_program,
+    router_address,
+    server_key_path,
+    service_programs,
+    worker_ids,
+)
+from cli.suite.redis_state import redis_words
+from cli.suite.server_key import ensure_server_key
+from cli.suite.worker_cpus import unused_nodes
+from common.errors import FieldViolation, InvalidConfig, Unavailable
 from common.process.local_redis import LocalRedis
+from common.process.ports import free_ports
+from common.process.redis_users import RedisUrls, RedisUsers
+from common.process.topology import here
+from common.rpc.roles import Role
+from common.rpc.server import open_channel
 from quire.inference.v1 import inference_pb2, inference_pb2_grpc
 
 __all__ = ["Stack", "StackOptions", "free_ports"]
@@ -23,37 +43,51 @@ __all__ = ["Stack", "StackOptions", "free_ports"]
 Say = Callable[[str, str], None]
 
 _POLL_SECONDS: Final = 0.05
+# Starts with ports that the suite picked; another process may take one before its owner listens there.
+_PICKS: Final = 4
 # Seconds that a service may need beyond its drain_timeout to write its last lines.
 _LAST_REPLIES_SECONDS: Final = 5.0
 # By service; Redis is none.
 _STOP_ORDER: Final = {"router": 0, "gpuworker": 1, "kvmanager": 2, "": 3}
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
+_ROLES: Final = {"router": Role.ROUTER, "gpuworker": Role.WORKER, "kvmanager": Role.MANAGER}
 
 
 class Stack:
     """Starts, watches and stops the processes of one suite; use it as an async context manager.
 
-    `failed` is set when a process ended and is not started again; `failure()` returns its error.
+    `options` has the ports that the suite uses: it picks a free one for each 0 that it is given, and picks again when
+    another process takes one before its owner listens. `shows` is whether `say` prints the lines of processes; errors
+    then do not repeat them. `failed` is set when a process ended and is not started again; `failure()` returns its
+    error.
     """
 
-    def __init__(self, options: StackOptions, say: Say) -> None:
-        self.options, self._say = options, say
+    def __init__(self, options: StackOptions, say: Say, shows: bool = False) -> None:
+        self._given, self._say, self._shows = options, say, shows
+        self.options = with_picked_ports(options)
         self.children: dict[str, Child] = {}
         self.failed = asyncio.Event()
         self._failing: Child | None = None
-        self.redis_url = options.redis_url or ""
-        self.address = router_address(options)
-        self.http_url = f"http://{options.host}:{options.http_port}"
+        self.redis = RedisUrls.same(options.redis_url or "")
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT of the router's gRPC port."""
+        return router_address(self.options)
+
+    @property
+    def admin_address(self) -> str:
+        """HOST:PORT of the router's admin plane."""
+        return admin_address(self.options)
+
+    @property
+    def http_url(self) -> str:
+        """URL of the router's HTTP port."""
+        return f"http://{self.options.host}:{self.options.port}"
+
+    @property
+    def redis_url(self) -> str:
+        """The URL with which an operator reaches Redis; services have other users."""
+        return self.redis.operator
 
     async def __aenter__(self) -> Stack:
         try:
@@ -67,18 +101,45 @@ class Stack:
         await self.stop()
 
     async def start(self) -> None:
-        """Start every process and wait until it is healthy. Raises Unavailable with the lines of one that is not."""
+        """Start every process and wait until it is healthy. Raises Unavailable with the lines of one that is not.
+
+        Certificates are made first, where they are missing. Raises InvalidConfig when that is impossible.
+        """
+        for left in reversed(range(_PICKS)):
+            try:
+                await self._start_all()
+                return
+            except Unavailable:
+                if not left or not self._lost_a_picked_port():
+                    raise
+            self._say("quire", "another process took a port that was picked; trying others")
+            await self.stop()
+            self._failing, self.options = None, with_picked_ports(self._given)
+            self.failed.clear()
+
+    def _lost_a_picked_port(self) -> bool:
+        """Whether the start failed for a port of the suite's own choice; it always chooses that of its Redis."""
+        child = self._failing
+        return child is not None and child.port_taken and (child.program.name == REDIS or picks_ports(self._given))
+
+    async def _start_all(self) -> None:
+        if self.options.certs is not None:
+            await asyncio.to_thread(_ensure_certificates, CertificateFolder(self.options.certs), self.options)
         if self.options.redis_url is None:
             await self._or_failed(self._start_redis())
-        self._say(REDIS, f"ready at {self.redis_url}" if self.redis_url else "none; flags name the workers")
-        control, data = service_programs(self.options, self.redis_url)
+        self._say(REDIS, await asyncio.to_thread(redis_words, self.redis.operator))
+        if self.options.tenants is not None:
+            ensure_server_key(server_key_path(self.options))
+        if advice := unused_nodes(self.options.workers, any(self.options.worker_cpus), here()):
+            self._say("quire", advice)
+        control, data = service_programs(self.options, self.redis)
         for program in (*control, *data):
             await self._start(program)
         for program in (*control, *data):
             await self._or_failed(self._healthy(self.children[program.name]))
         for program in data:
             if program.service == "router":
-                await self._or_failed(self._connected(program.address))
+                await self._or_failed(self._connected(program))
 
     async def stop(self) -> None:
         """Drain the router, then the workers, the manager and Redis: each stops before those that it needs."""
@@ -100,7 +161,12 @@ class Stack:
     def failure(self) -> Unavailable:
         """Return the error of the process that ended and is not started again."""
         assert self._failing is not None
-        return Unavailable(f"{self._failing.program.name} cannot run:\n{_words(self._failing)}")
+        return Unavailable(f"{self._failing.program.name} cannot run{self._last_words(self._failing)}")
+
+    def _last_words(self, child: Child) -> str:
+        """Return the last lines of a process; where they were printed, only that they were."""
+        shown = self._shows and not child.program.quiet
+        return "; its lines above say why" if shown else f":\n{_words(child)}"
 
     def _on_failed(self, child: Child) -> None:
         self._failing = child
@@ -119,21 +185,32 @@ class Stack:
                 task.cancel()
             await asyncio.gather(wait, failed, return_exceptions=True)
 
+    def channel(self, program: Program) -> grpc.aio.Channel:
+        """Return a channel to a service, as its operator."""
+        leaf = leaf_of(self.options, Role.OPERATOR)
+        identity = None if leaf is None else leaf.identity()
+        return open_channel(program.address, identity=identity, role=_ROLES[program.service])
+
     # ------------------------------------------------------------ health
 
+    def _not_ready(self, child: Child) -> Unavailable:
+        patience = f"within {self.options.ready_seconds:g} s"
+        return Unavailable(f"{child.program.name} did not become ready {patience}{self._last_words(child)}")
+
     async def _start_redis(self) -> None:
-        server = LocalRedis()
+        users = RedisUsers()
+        server = LocalRedis(users=users, acl_file=users.write_acl(self.options.state_dir / "redis.acl"))
         child = await self._start(redis_program(server))
         deadline = time.monotonic() + self.options.ready_seconds
         while child.pid is None or not await asyncio.to_thread(server.answers, child.pid):
             if time.monotonic() > deadline:
-                raise _not_ready(child)
+                raise self._not_ready(child)
             await asyncio.sleep(_POLL_SECONDS / 5)
-        child.ready, self.redis_url = True, server.url
+        child.ready, self.redis = True, server.urls
 
     async def _healthy(self, child: Child) -> None:
         deadline = time.monotonic() + self.options.ready_seconds
-        async with grpc.aio.insecure_channel(child.program.address) as channel:
+        async with self.channel(child.program) as channel:
             health = health_pb2_grpc.HealthStub(channel)
             while time.monotonic() < deadline:
                 with suppress(grpc.aio.AioRpcError):
@@ -142,23 +219,31 @@ class Stack:
                         child.ready = True
                         return
                 await asyncio.sleep(_POLL_SECONDS)
-        raise _not_ready(child)
+        raise self._not_ready(child)
 
-    async def _connected(self, address: str) -> None:
+    async def _connected(self, program: Program) -> None:
         """Wait until a router sees every worker attached to its manager. A router is healthy with one worker."""
-        async with grpc.aio.insecure_channel(address) as channel:
+        async with self.channel(program) as channel:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
             async with asyncio.timeout(self.options.ready_seconds):
                 while True:
-                    status = await stub.GetStatus(inference_pb2.GetStatusRequest(), timeout=5.0)
-                    usable = [each for each in status.workers if each.state == "connected" and each.manager_attached]
-                    if len(usable) >= self.options.workers:
-                        return
+                    with suppress(grpc.aio.AioRpcError):  # a router that has no processor answers later
+                        status = await stub.GetStatus(inference_pb2.GetStatusRequest(), timeout=5.0)
+                        usable = [each for each in status.workers if each.state == "connected"]
+                        if sum(each.manager_attached for each in usable) >= self.options.workers:
+                            return
                     await asyncio.sleep(_POLL_SECONDS)
 
 
-def _not_ready(child: Child) -> Unavailable:
-    return Unavailable(f"{child.program.name} did not become ready; its last lines:\n{_words(child)}")
+def _ensure_certificates(folder: CertificateFolder, options: StackOptions) -> None:
+    """Make what is missing or ends soon; each worker gets a certificate of its own. Raises InvalidConfig."""
+    try:
+        from cli.certificates.authority import ensure, wanted
+    except ModuleNotFoundError as missing:
+        what = f"certificates need {missing.name}; install quire[cli], or give --insecure to start without TLS"
+        raise InvalidConfig(FieldViolation("--insecure", what)) from None
+    roles = [Role.ROUTER, Role.MANAGER, Role.OPERATOR]
+    ensure(folder, wanted(folder, roles, worker_ids(options)))
 
 
 def _words(child: Child) -> str:

@@ -5,6 +5,7 @@
     │     ◆ 1.30 ms  routing: worker-1 (lowest cost)
     └─ sequence   gpuworker   2.00 ms   410 ms  ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━
 
+The bars take the width that is left. Where they would have less than _MIN_BAR columns, long names are cut.
 Times are from the start of the trace. A span whose parent is not here (the client's, or not yet delivered) is a root.
 """
 
@@ -21,7 +22,8 @@ from quire.decision.v1 import decision_pb2 as pb
 
 _COLOURS = {"router": "cyan", "kvmanager": "magenta", "gpuworker": "green"}
 _OTHER_COLOURS = ("yellow", "blue", "bright_red")
-_MIN_BAR, _MAX_BAR = 12, 48
+_MIN_BAR, _MAX_BAR = 16, 96
+_MIN_NAME = 12
 _TIME_WIDTH = 9
 _HANGING = "    "
 # Attributes that the heading or the row already shows.
@@ -41,6 +43,12 @@ class _Row:
     branch: str
     below: str
 
+    @property
+    def name(self) -> str:
+        """The span's name; of an RPC the service without its package, and the method."""
+        service, slash, method = self.span.name.rpartition("/")
+        return service.rpartition(".")[2] + slash + method
+
 
 class TraceView:
     def __init__(self, response: pb.GetTraceResponse) -> None:
@@ -55,12 +63,13 @@ class TraceView:
         yield self._heading()
         if not self._rows:
             return
-        names = max(len(row.branch + row.span.name) for row in self._rows)
         services = max(len(_service(row.span)) for row in self._rows)
-        bar = options.max_width - names - services - 2 * _TIME_WIDTH - 6
+        room = options.max_width - services - 2 * _TIME_WIDTH - 6
+        names = min(max(len(row.branch + row.name) for row in self._rows), max(_MIN_NAME, room - _MIN_BAR))
+        bar = max(0, min(_MAX_BAR, room - names))
         yield Text(f"{'':{names + services + 2}}{'start':>{_TIME_WIDTH + 1}}{'took':>{_TIME_WIDTH}}", "dim")
         for row in self._rows:
-            yield self._row(row, names, services, max(_MIN_BAR, min(_MAX_BAR, bar)))
+            yield self._row(row, names, services, bar)
             yield from self._explanations(row, console, options.max_width)
 
     def _heading(self) -> Text:
@@ -77,8 +86,9 @@ class TraceView:
         span, service = row.span, _service(row.span)
         failed = span.status == "error"
         line = Text(no_wrap=True, overflow="crop")
-        line.append(row.branch, "dim").append(span.name, "bold red" if failed else "bold")
-        line.append(" " * (names - len(row.branch + span.name) + 2))
+        name = _cut(row.name, names - len(row.branch))
+        line.append(row.branch, "dim").append(name, "bold red" if failed else "bold")
+        line.append(" " * (names - len(row.branch + name) + 2))
         line.append(service.ljust(services), _colour(service))
         line.append(self._offset(span.start_unix_nano).rjust(_TIME_WIDTH + 1), "dim")
         line.append((duration(_end(span) - span.start_unix_nano) if span.end_unix_nano else "…").rjust(_TIME_WIDTH))
@@ -87,6 +97,8 @@ class TraceView:
 
     def _bar(self, span: pb.Span, width: int) -> str:
         """Return the span's place in the trace, in half characters; the shortest span has one."""
+        if not width:
+            return ""
         first = (span.start_unix_nano - self._start) * 2 * width // self._length
         first = min(first, 2 * width - 1)
         after = max(first + 1, -((self._start - _end(span)) * 2 * width // self._length))
@@ -100,8 +112,9 @@ class TraceView:
             first, *rest = line.wrap(console, room)
             first.rstrip()
             yield Text.assemble((row.below, "dim"), first)
-            for more in Text("").join(rest).wrap(console, room - len(_HANGING)) if rest else ():
-                yield Text.assemble((row.below + _HANGING, "dim"), more)
+            hanging = " " * _indent_of(line.plain) + _HANGING
+            for more in Text("").join(rest).wrap(console, max(_MIN_BAR, room - len(hanging))) if rest else ():
+                yield Text.assemble((row.below + hanging, "dim"), more)
 
     def _lines(self, span: pb.Span, width: int) -> Iterator[Text]:
         if span.status == "error":
@@ -127,6 +140,14 @@ class TraceView:
 
     def _offset(self, time_ns: int) -> str:
         return "0" if time_ns == self._start else duration(time_ns - self._start)
+
+
+def _cut(name: str, width: int) -> str:
+    return name if len(name) <= width else name[: max(0, width - 1)] + "…"
+
+
+def _indent_of(line: str) -> int:
+    return len(line) - len(line.lstrip())
 
 
 def _facts(event: pb.SpanEvent) -> tuple[tuple[str, str], ...]:

@@ -1,6 +1,6 @@
-"""`quire up`: runs a whole suite in the foreground and prints one line for each event; Ctrl-C drains and stops it.
+"""`quire serve [MODEL]` (or `quire up`): runs a whole suite in the foreground; Ctrl-C drains and stops it.
 
-Options come from flags, QUIRE_* and a TOML file, which the services read too: [up] is for the suite, [gpuworker] for
+Options come from flags, QUIRE_* and a TOML file, which the services read too: [serve] is for the suite, [gpuworker] for
 each worker, and so on.
 """
 
@@ -42,7 +42,7 @@ class Foreground:
 
     def __init__(self, options: StackOptions, say: Lines) -> None:
         self._options, self._say = options, say
-        self._stack = Stack(options, say)
+        self._stack = Stack(options, say, shows=True)
         self._stop = asyncio.Event()
         self._killed = False
 
@@ -65,7 +65,8 @@ class Foreground:
     async def _serve(self) -> None:
         stack = self._stack
         await stack.start()
-        self._say("quire", f"ready: gRPC {stack.address}, HTTP {stack.http_url}; Ctrl-C stops")
+        where = f"gRPC {stack.address}, HTTP {stack.http_url}, admin {stack.admin_address}"
+        self._say("quire", f"ready: {where}; Ctrl-C stops")
         await stack.failed.wait()
         raise stack.failure()
 

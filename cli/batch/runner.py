@@ -1,0 +1,174 @@
+"""Sends the requests of a batch, so many at once, and tries again while the server is busy or away."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import ssl
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+
+from cli.batch.lines import Item
+from cli.batch.results import Result
+from common.backoff import Backoff
+from common.errors import FieldViolation, InvalidConfig, PermissionDenied, QuireError, Unauthenticated, Unavailable
+
+# Statuses of a server that is busy, drains, or is behind a proxy that cannot reach it.
+_AGAIN: Final = frozenset({429, 502, 503, 504})
+BACKOFF: Final = Backoff(first=0.25, longest=30.0, jitter=0.5)
+# A server may ask for a longer pause than the longest own one, up to this.
+_LONGEST_ASKED_S: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where requests go, and how often and how long each is tried."""
+
+    url: str
+    api_key: str = ""
+    ca: Path | None = None
+    concurrency: int = 32
+    attempts: int = 10
+    timeout: float = 600.0
+    backoff: Backoff = BACKOFF
+
+
+@dataclass(slots=True)
+class Counts:
+    """What a run has done so far."""
+
+    succeeded: int = 0
+    refused: int = 0
+    failed: int = 0
+    retries: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+
+    def take(self, result: Result) -> None:
+        self.succeeded += result.ok
+        self.refused += bool(result.status) and not result.ok
+        self.failed += bool(result.error)
+        usage = result.body.get("usage") if isinstance(result.body, dict) else None
+        if isinstance(usage, dict):
+            self.input_tokens += _number(usage, "prompt_tokens", "input_tokens")
+            self.output_tokens += _number(usage, "completion_tokens", "output_tokens")
+
+
+@asynccontextmanager
+async def client(target: Target) -> AsyncIterator[httpx.AsyncClient]:
+    """Open a client with a connection for each request that runs. Raises InvalidConfig for a bad CA file."""
+    headers = {"authorization": f"Bearer {target.api_key}"} if target.api_key else {}
+    limits = httpx.Limits(max_connections=target.concurrency, max_keepalive_connections=target.concurrency)
+    timeout = httpx.Timeout(target.timeout, connect=10.0, pool=None)
+    # trust_env would send requests for this machine through the environment's proxy.
+    async with httpx.AsyncClient(
+        base_url=target.url, headers=headers, limits=limits, timeout=timeout, verify=_trust(target.ca), trust_env=False
+    ) as opened:
+        yield opened
+
+
+def _trust(ca: Path | None) -> ssl.SSLContext | bool:
+    if ca is None:
+        return True
+    try:
+        return ssl.create_default_context(cafile=str(ca))
+    except (OSError, ssl.SSLError) as error:
+        what = f"{ca} cannot be read: {error.strerror or error}; expected a PEM file"
+        raise InvalidConfig(FieldViolation("QUIRE_CA", what)) from None
+
+
+class Runner:
+    """One run over the requests of a batch. `ended` takes each result; nothing is awaited in it."""
+
+    def __init__(self, target: Target, ended: Callable[[Result], None]) -> None:
+        self._target, self._ended = target, ended
+        self.counts = Counts()
+
+    async def run(self, items: Iterator[Item]) -> None:
+        """Send everything. Raises Unauthenticated or PermissionDenied for the key, Unavailable where no router is."""
+        async with client(self._target) as opened:
+            await self._reach(opened)
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for _ in range(self._target.concurrency):
+                        group.create_task(self._work(opened, items))
+            except* QuireError as errors:
+                raise errors.exceptions[0] from None
+
+    async def _reach(self, opened: httpx.AsyncClient) -> None:
+        """Ask for the models: a wrong address or key is an error of the whole batch, not of each line."""
+        try:
+            response = await opened.get("/v1/models")
+        except httpx.TransportError as error:
+            what = f"no router answers at {self._target.url} ({_words(error)})"
+            raise Unavailable(f"{what}; start one with  quire serve, or name it with --http-address") from None
+        _check_key(response)
+
+    async def _work(self, opened: httpx.AsyncClient, items: Iterator[Item]) -> None:
+        for item in items:  # all workers share one iterator
+            result = await self._result(opened, item)
+            self.counts.take(result)
+            self._ended(result)
+
+    async def _result(self, opened: httpx.AsyncClient, item: Item) -> Result:
+        failure = ""
+        for attempt in range(1, self._target.attempts + 1):
+            asked = 0.0
+            try:
+                response = await opened.post(item.url, json=item.body)
+                if response.status_code not in _AGAIN:
+                    _check_key(response)
+                    return Result(item.custom_id, response.status_code, _request_id(response), _body(response))
+                failure, asked = f"HTTP {response.status_code}: {_message(response)}", _asked(response)
+            except httpx.TransportError as error:
+                failure = _words(error)
+            if attempt < self._target.attempts:
+                self.counts.retries += 1
+                await asyncio.sleep(asked + self._target.backoff.pause(attempt, random.random()))
+        return Result(item.custom_id, error=f"after {self._target.attempts} attempts: {failure}")
+
+
+def _check_key(response: httpx.Response) -> None:
+    """Raise Unauthenticated for a key that the server does not know: no line of the batch would get further."""
+    if response.status_code == 401:
+        raise Unauthenticated(f"{_message(response)}; set QUIRE_API_KEY, and run the same command again")
+    if response.status_code == 403 and response.request.method == "GET":
+        raise PermissionDenied(_message(response))
+
+
+def _request_id(response: httpx.Response) -> str:
+    return str(response.headers.get("x-request-id", ""))
+
+
+def _body(response: httpx.Response) -> Any:
+    try:
+        return response.json()
+    except ValueError:
+        return response.text
+
+
+def _message(response: httpx.Response) -> str:
+    body = _body(response)
+    error = body.get("error") if isinstance(body, dict) else None
+    return str(error.get("message")) if isinstance(error, dict) else response.text[:200]
+
+
+def _asked(response: httpx.Response) -> float:
+    """Return the seconds that the server asks for; 0 where it asks for none, or for a date."""
+    try:
+        return min(max(0.0, float(response.headers.get("retry-after", "0"))), _LONGEST_ASKED_S)
+    except ValueError:
+        return 0.0
+
+
+def _number(usage: dict[str, Any], *names: str) -> int:
+    return next((value for name in names if isinstance(value := usage.get(name), int)), 0)
+
+
+def _words(error: httpx.TransportError) -> str:
+    return str(error) or type(error).__name__

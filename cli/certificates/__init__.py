@@ -1,0 +1,1 @@
+"""The development CA: where its certificates lie, and what makes them."""

@@ -1,0 +1,168 @@
+"""`quire decisions`: lists what routers and KV manager decided, newest last; --follow goes on as they decide."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import aclosing
+from typing import Any, Final, TypeAlias
+
+import grpc
+from google.protobuf.json_format import MessageToDict
+from rich.console import Console
+
+from cli.client import add_admin_address, add_json, admin_channel, print_json, run_command
+from cli.views.decision_lines import decision_line, lost_line
+from cli.why.choice import seconds_of
+from cli.why.pages import Listed, Lister
+from cli.why.watch import Watched, Watcher
+from common.errors import FieldViolation, InvalidConfig
+from common.types import DecisionKind
+from quire.decision.v1 import decision_pb2 as pb
+
+_MANAGER, _ROUTER = "manager", "router"
+_DEFAULT: Final = 50
+_Arrival: TypeAlias = "tuple[str, Watched | grpc.aio.AioRpcError]"
+
+
+def parser() -> argparse.ArgumentParser:
+    flags = argparse.ArgumentParser("quire decisions", description=__doc__)
+    flags.add_argument("--request", default="", metavar="ID", help="those that concern this request")
+    flags.add_argument("--kind", default="", choices=[each.value for each in DecisionKind], help="of this kind")
+    flags.add_argument("--worker", default="", metavar="ID", help="about this worker")
+    flags.add_argument("--tenant", default="", help="of this tenant; routers alone know tenants")
+    flags.add_argument("--since", metavar="TIME", help="of so much time, such as 30s, 5m or 2h")
+    flags.add_argument("--service", choices=[_ROUTER, _MANAGER], help="of this service alone")
+    flags.add_argument("--limit", type=int, default=_DEFAULT, metavar="N", help="the newest N (%(default)s)")
+    flags.add_argument("--follow", action="store_true", help="go on with each new one, until Ctrl-C")
+    add_admin_address(flags)
+    add_json(flags)
+    return flags
+
+
+def services_of(args: argparse.Namespace) -> tuple[str, ...]:
+    """Return which services are asked. Raises InvalidConfig for flags that exclude each other."""
+    if args.limit < 0 or (not args.limit and not args.follow):
+        raise InvalidConfig(FieldViolation("--limit", f"is {args.limit}; expected 1 or more (0 with --follow)"))
+    if args.tenant and args.service == _MANAGER:
+        raise InvalidConfig(FieldViolation("--tenant", "is for records of routers: those of the manager have none"))
+    if args.service:
+        return (args.service,)
+    return (_ROUTER,) if args.tenant else (_ROUTER, _MANAGER)
+
+
+def filters_of(args: argparse.Namespace) -> pb.ListDecisionsRequest:
+    since = time.time_ns() - int(seconds_of(args.since) * 1e9) if args.since is not None else 0
+    return pb.ListDecisionsRequest(
+        request_id=args.request, kind=args.kind, worker=args.worker, tenant=args.tenant, since_unix_nano=since
+    )
+
+
+async def listed(lister: Lister, args: argparse.Namespace) -> Listed:
+    """Return the newest records of all services that are asked, newest last."""
+    filters = filters_of(args)
+    found = Listed()
+    for service in services_of(args):
+        records = await lister.newest(filters, service == _MANAGER, args.limit)
+        found.add(service, records, filters.since_unix_nano)
+    return found.newest(args.limit)
+
+
+def main(argv: Sequence[str]) -> int:
+    args = parser().parse_args(argv)
+
+    async def body(console: Console) -> None:
+        services = services_of(args)
+        async with admin_channel(args.admin_address, args.state_dir) as channel:
+            watchers = {}
+            if args.follow:
+                # They begin before the listing, so that no record falls between the two.
+                for service in services:
+                    watchers[service] = await Watcher.begun(channel, filters_of(args), service == _MANAGER)
+            found = await listed(Lister(channel), args) if args.limit else Listed()
+            show(console, found, args.json, as_lines=args.follow)
+            if args.follow:
+                await follow(console, watchers, found, args.json)
+
+    return run_command(body)
+
+
+def show(console: Console, found: Listed, as_json: bool, as_lines: bool) -> None:
+    if as_json and not as_lines:
+        records = [{"service": service, **_plain(record)} for service, record in found.records]
+        print_json({"decisions": records, "missing": list(found.missing)})
+        return
+    for service, record in found.records:
+        print_record(console, record, service, as_json)
+    if not as_json:
+        for each in found.missing:
+            console.print(f"missing: {each}", style="yellow", soft_wrap=not console.is_terminal)
+        if not found.records and not as_lines:
+            console.print("no decision here matches; the services keep the newest (--decision-ring)")
+
+
+async def follow(console: Console, watchers: dict[str, Watcher], found: Listed, as_json: bool) -> None:
+    """Print records as they come, each once, until the command is interrupted."""
+    arrivals: asyncio.Queue[_Arrival] = asyncio.Queue(maxsize=1)
+    seen = {record.decision_id for _, record in found.records}
+    tasks = [asyncio.create_task(_pump(name, each, arrivals)) for name, each in watchers.items()]
+    try:
+        while True:
+            service, news = await arrivals.get()
+            if isinstance(news, grpc.aio.AioRpcError):
+                raise news
+            if isinstance(news, str):
+                _print_notice(console, news, service, as_json)
+                continue
+            if news.lost_because:
+                _print_lost(console, news, service, as_json)
+            for record in news.decisions:
+                if record.decision_id not in seen:
+                    print_record(console, record, service, as_json)
+            sys.stdout.flush()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(service: str, watcher: Watcher, arrivals: asyncio.Queue[_Arrival]) -> None:
+    try:
+        async with aclosing(watcher.responses()) as responses:
+            async for response in responses:
+                await arrivals.put((service, response))
+    except grpc.aio.AioRpcError as error:
+        await arrivals.put((service, error))
+
+
+def print_record(console: Console, record: pb.DecisionRecord, service: str, as_json: bool) -> None:
+    if as_json:
+        sys.stdout.write(json.dumps({"service": service, **_plain(record)}) + "\n")
+        return
+    line = decision_line(record, service)
+    if console.is_terminal:
+        line.truncate(console.width, overflow="ellipsis")
+    console.print(line, soft_wrap=True)
+
+
+def _print_notice(console: Console, words: str, service: str, as_json: bool) -> None:
+    if as_json:
+        print_json({"service": service, "notice": words})
+    else:
+        console.print(f"{service}: {words}", style="yellow", soft_wrap=True)
+
+
+def _print_lost(console: Console, response: pb.WatchDecisionsResponse, service: str, as_json: bool) -> None:
+    if as_json:
+        source = response.position.source
+        print_json({"service": service, "source": source, "lost": response.lost, "because": response.lost_because})
+    else:
+        console.print(lost_line(response, service), soft_wrap=True)
+
+
+def _plain(record: pb.DecisionRecord) -> dict[str, Any]:
+    return MessageToDict(record, preserving_proto_field_name=True)

@@ -1,0 +1,70 @@
+"""`quire keys TENANT`: makes an API key, shows it once, and prints the hash that the file of tenants takes.
+
+The file of tenants (--tenants) holds hashes alone, so a lost key is replaced, not found.
+Routers read a changed file again within a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+
+from cli.client import add_json, print_json, run_command
+from common.errors import FieldViolation, InvalidRequest
+from router.tenants.keys import hash_of, new_key
+
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def parser() -> argparse.ArgumentParser:
+    flags = argparse.ArgumentParser("quire keys", description=__doc__)
+    flags.add_argument("tenant", help="letters, digits, dots, hyphens and underscores; at most 64")
+    flags.add_argument("--append", type=Path, metavar="FILE", help="add the tenant to this file, which may be new")
+    add_json(flags)
+    return flags
+
+
+def table_of(tenant: str, key: str) -> str:
+    """Return the table of a new tenant in TOML."""
+    return f'[tenants."{tenant}"]\nkeys = ["{hash_of(key)}"]\n'
+
+
+def append_tenant(path: Path, tenant: str, key: str) -> None:
+    """Add a tenant to a file. Raises InvalidRequest when it is there already, or when the file cannot be read."""
+    try:
+        before = path.read_text() if path.exists() else ""
+        known = tomllib.loads(before).get("tenants", {})
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InvalidRequest(FieldViolation("--append", f"{path} cannot be read: {error}")) from None
+    if tenant in known:
+        what = f"{path} has tenant {tenant}; leave --append out and add the hash to its keys"
+        raise InvalidRequest(FieldViolation("tenant", what))
+    gap = "\n" if before and not before.endswith("\n\n") else ""
+    with path.open("a") as file:
+        file.write(gap + table_of(tenant, key))
+
+
+def main(argv: Sequence[str]) -> int:
+    args = parser().parse_args(argv)
+
+    async def body(console: Console) -> None:
+        if not _NAME.fullmatch(args.tenant):
+            what = f"is {args.tenant!r}; expected letters, digits, dots, hyphens and underscores, 64 at most"
+            raise InvalidRequest(FieldViolation("tenant", what))
+        key = new_key()
+        if args.append is not None:
+            append_tenant(args.append, args.tenant, key)
+        if args.json:
+            print_json({"tenant": args.tenant, "key": key, "hash": hash_of(key)})
+            return
+        if args.append is None:
+            console.print(table_of(args.tenant, key), markup=False, soft_wrap=True)
+        console.print(f"{key}   (the key: shown once)", markup=False, soft_wrap=True)
+
+    return run_command(body)

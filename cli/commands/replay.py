@@ -1,0 +1,224 @@
+"""`quire replay LOG`: replays recorded arrivals on simulated workers, as the suite was and as it could be.
+
+LOG is a log of `quire record`, or a trace in Mooncake's form. The real cores of router, KV manager and worker decide;
+steps take the time of a cost model, which is fitted to the log. Equal logs and options give equal decisions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+
+from cli.client import add_json, command_console, print_json
+from cli.replay.figures import Interval, figures_of, over_seeds, recorded_figures
+from cli.replay.fit import MOST_REQUESTS, Fit, fit
+from cli.replay.routers import ROUTERS
+from cli.replay.screen import drawn
+from cli.replay.simulation import ReplayOptions, replay
+from cli.replay.trace import Trace, lines_of, mooncake_lines, read_trace
+from cli.replay.worker import Timing
+from common.errors import FieldViolation, InvalidConfig, QuireError
+from gpuworker.core.step_costs import DEFAULT_COSTS, parse_costs
+
+_BLOCK_SIZES: Final = (4, 8, 16, 32, 64, 128, 256)
+_SIZES: Final = {
+    "workers": 1024,
+    "routers": 64,
+    "num_blocks": 1 << 20,
+    "max_num_seqs": 4096,
+    "max_num_batched_tokens": 1 << 16,
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    form = argparse.RawDescriptionHelpFormatter
+    flags = argparse.ArgumentParser("quire replay", description=__doc__, formatter_class=form)
+    flags.add_argument("log", type=Path, help="log of `quire record`, or a trace in Mooncake's form")
+    change = flags.add_argument_group("what changes")
+    change.add_argument("--workers", type=int, metavar="N", help="workers")
+    change.add_argument("--routers", type=int, metavar="N", help="routers, which take the requests in turn")
+    change.add_argument("--blocks", type=int, metavar="N", dest="num_blocks", help="blocks of each worker's pool")
+    change.add_argument("--block-size", type=int, metavar="N", choices=_BLOCK_SIZES, help="slots in a block")
+    change.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences that run at once at a worker")
+    text = "tokens of a step at most"
+    change.add_argument("--max-num-batched-tokens", type=int, metavar="N", help=text)
+    change.add_argument("--no-prefix-caching", action="store_true", help="share no blocks")
+    change.add_argument("--router", choices=sorted(ROUTERS), help="how a worker is chosen")
+    change.add_argument("--runway", choices=("auto", "max"), help="how far ahead blocks are leased")
+    change.add_argument("--load", type=float, metavar="X", default=1.0, help="let requests arrive X times as fast")
+    how = flags.add_argument_group("how it is replayed")
+    text = f"costs of a step, such as {DEFAULT_COSTS}; unset: fitted to the log, and these where it has no times"
+    how.add_argument("--costs", metavar="COSTS", help=text)
+    how.add_argument("--seeds", type=int, metavar="N", default=3, help="replays with different tie-breaks (default 3)")
+    flags.add_argument("--export", type=Path, metavar="FILE", help="write the arrivals into a file, and replay nothing")
+    text = "form of --export: quire or mooncake"
+    flags.add_argument("--form", choices=("quire", "mooncake"), default="mooncake", help=text)
+    add_json(flags)
+    return flags
+
+
+def recorded_options(trace: Trace) -> ReplayOptions:
+    """Return the suite of a log, with defaults for what it does not say. Raises InvalidConfig."""
+    size = trace.block_size if trace.block_size in _BLOCK_SIZES else ReplayOptions().block_size
+    known = {name: trace.suite[name] for name in _SIZES if name in trace.suite}
+    for name, value in known.items():
+        _check(f"the log's {name}", value, _SIZES[name])
+    return replace(ReplayOptions(), block_size=size, **known)
+
+
+def changed_options(options: ReplayOptions, args: argparse.Namespace) -> ReplayOptions:
+    """Return the options with what the flags change. Raises InvalidConfig."""
+    given = {name: getattr(args, name) for name in (*_SIZES, "block_size") if getattr(args, name) is not None}
+    for name in given.keys() & _SIZES.keys():
+        _check("--" + name.replace("num_blocks", "blocks").replace("_", "-"), given[name], _SIZES[name])
+    if args.no_prefix_caching:
+        given["prefix_caching"] = False
+    if args.router:
+        given["router"] = ROUTERS[args.router]
+    if args.runway:
+        given["manager"] = replace(options.manager, runway=args.runway)
+    return replace(options, **given)
+
+
+def faster(trace: Trace, load: float) -> Trace:
+    """Return the same arrivals at another rate."""
+    arrivals = tuple(replace(each, at=each.at / load, measured=None) for each in trace.arrivals)
+    return replace(trace, arrivals=arrivals)
+
+
+def _check(name: str, value: object, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise InvalidConfig(FieldViolation(name, f"is {value!r}; expected 1 to {most}"))
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The columns of the table, what was fitted, and the speed of the replays."""
+
+    columns: Mapping[str, Mapping[str, Interval]]
+    fitted: Fit | None
+    timing: Timing
+    digest: str
+    decisions: Mapping[str, int]
+    replayed: int
+    seconds: float
+    virtual_seconds: float
+
+
+def answer(trace: Trace, args: argparse.Namespace, say: Callable[[str], None] = lambda line: None) -> Answer:
+    """Replay a trace as it was and as the flags change it. Raises InvalidConfig."""
+    options = recorded_options(trace)
+    fitted = None
+    if args.costs is not None:
+        options = replace(options, timing=replace(options.timing, costs=_costs(args.costs)))
+    elif recorded_figures(replace(trace, arrivals=trace.arrivals[:MOST_REQUESTS])):
+        say("fitting the cost of a step to the log")
+        fitted = fit(trace, options, replay)
+        options = replace(options, timing=fitted.timing)
+    changed = changed_options(options, args)
+    columns: dict[str, Mapping[str, Interval]] = {}
+    if recorded := recorded_figures(trace):
+        columns["recorded"] = {name: Interval(value, value, value) for name, value in recorded.items()}
+    began, requests, virtual = time.perf_counter(), 0, 0.0
+    digest, decisions = "", dict[str, int]()
+    tried = {"replayed": (trace, options)}
+    if changed != options or args.load != 1.0:
+        tried["changed"] = (faster(trace, args.load), changed)
+    for name, (arrivals, suite) in tried.items():
+        found = []
+        for seed in range(args.seeds):
+            say(f"{name}: seed {seed + 1} of {args.seeds}")
+            run = replay(arrivals, replace(suite, seed=seed))
+            requests, virtual = requests + len(run.requests), virtual + run.seconds
+            if seed == 0:
+                digest, decisions = run.digest, dict(run.decisions)
+            found.append(figures_of(run))
+        columns[name] = over_seeds(found)
+    took = time.perf_counter() - began
+    return Answer(columns, fitted, options.timing, digest, decisions, requests, took, virtual)
+
+
+def _costs(text: str) -> Any:
+    try:
+        return parse_costs(text)
+    except ValueError as error:
+        raise InvalidConfig(FieldViolation("--costs", str(error))) from None
+
+
+def show(console: Console, trace: Trace, found: Answer) -> None:
+    console.print(f"{len(trace.arrivals):,} requests in {trace.seconds:,.1f} s", highlight=False)
+    console.print(drawn(found.columns))
+    costs = found.timing.costs
+    step = f"{1000 * costs.base:.2f} ms + {1e6 * costs.decode:.1f} us a row + {1e6 * costs.prefill:.1f} us a token"
+    if found.fitted is not None:
+        off = ", ".join(
+            f"{name.removesuffix('_s').replace('_', ' ')} {100 * error:+.0f} %"
+            for name, error in found.fitted.errors.items()
+        )
+        console.print(f"\nA step: {step}, fitted to the log. Replayed over recorded: {off}.", highlight=False)
+    else:
+        console.print(f"\nA step: {step}, not measured.", highlight=False)
+    rate, real = found.replayed / found.seconds, found.virtual_seconds / found.seconds
+    console.print(f"{rate:,.0f} requests replayed a second, {real:,.1f} times real time.", highlight=False)
+
+
+def as_json(trace: Trace, found: Answer) -> dict[str, Any]:
+    """Return the answer as one document."""
+    return {
+        "requests": len(trace.arrivals),
+        "seconds": trace.seconds,
+        "columns": {
+            name: {key: asdict(each) for key, each in line.items() if not math.isnan(each.mean)}
+            for name, line in found.columns.items()
+        },
+        "timing": asdict(found.timing),
+        "errors": dict(found.fitted.errors) if found.fitted else None,
+        "decisions": dict(found.decisions),
+        "digest": found.digest,
+        "requests_per_s": found.replayed / found.seconds,
+        "times_real_time": found.virtual_seconds / found.seconds,
+    }
+
+
+def export(trace: Trace, path: Path, form: str) -> None:
+    """Write the arrivals. Raises InvalidConfig where the file cannot be made."""
+    lines = lines_of(trace) if form == "quire" else mooncake_lines(trace)
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in lines)
+    except OSError as error:
+        raise InvalidConfig(FieldViolation("--export", f"{path} cannot be made: {error.strerror}")) from None
+
+
+def main(argv: Sequence[str]) -> int:
+    args = parser().parse_args(argv)
+    console = command_console()
+    try:
+        if not 0 < args.load < 1e6:
+            raise InvalidConfig(FieldViolation("--load", f"is {args.load:g}; expected a number above 0"))
+        if not 1 <= args.seeds <= 1000:
+            raise InvalidConfig(FieldViolation("--seeds", f"is {args.seeds}; expected 1 to 1000"))
+        trace = read_trace(args.log)
+        if args.export:
+            export(trace, args.export, args.form)
+            return 0
+        if args.json:
+            print_json(as_json(trace, answer(trace, args)))
+            return 0
+        with console.status("reading") as status:
+            found = answer(trace, args, status.update)
+        show(console, trace, found)
+    except QuireError as error:
+        print(f"quire: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0

@@ -1,0 +1,168 @@
+"""`quire why REQUEST`: says why a request was slow, was refused or missed the cache, and what to do about it.
+
+`--hit-rate` and `--latency` say why these changed, against the span of time before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from google.protobuf.json_format import MessageToDict
+from rich.console import Console
+
+from cli.client import add_admin_address, add_json, admin_channel, print_json, run_command
+from cli.views.change import ChangeView
+from cli.views.why import WhyTable, WhyView, head_lines
+from cli.why.change import DEFAULT_SPAN_S, changes, ends_of
+from cli.why.choice import Choice, chosen, seconds_of
+from cli.why.gather import Gatherer
+from common.errors import FieldViolation, InvalidConfig, NotFound
+from common.types import DecisionKind
+from common.version import quire_version
+from router.core.diagnosis.change_words import head_of as head_of_change
+from router.core.diagnosis.rules import diagnose
+from router.core.diagnosis.verdict import Diagnosis
+
+# Requests that one screen explains.
+_MOST: Final = 20
+_EXPORT_WIDTH: Final = 120
+
+
+def parser() -> argparse.ArgumentParser:
+    flags = argparse.ArgumentParser("quire why", description=__doc__)
+    flags.add_argument("id", nargs="?", default="", help="request id, or the client's own id for the request")
+    flags.add_argument("--last", action="store_true", help="the request that ended last")
+    text = "the N requests with the longest time to the first token (N: 5)"
+    flags.add_argument("--slowest", type=int, nargs="?", const=5, default=0, metavar="N", help=text)
+    flags.add_argument("--rejected", action="store_true", help="those that were refused, or ended for want of time")
+    flags.add_argument("--preempted", action="store_true", help="those that lost their blocks")
+    flags.add_argument("--misses", action="store_true", help="those whose prompt was not all cached")
+    flags.add_argument("--since", metavar="TIME", help="those that ended within so much time, such as 30s, 5m or 2h")
+    text = "why the hit rate changed in the last TIME of --since (5m), against as much time before"
+    flags.add_argument("--hit-rate", action="store_true", help=text)
+    flags.add_argument("--latency", action="store_true", help="the same for the time to the first token")
+    flags.add_argument("--tenant", default="", help="requests of this tenant alone")
+    flags.add_argument("--export", type=Path, metavar="FILE", help="write one JSON file with all of it, for a ticket")
+    add_admin_address(flags)
+    add_json(flags)
+    return flags
+
+
+def choice_of(args: argparse.Namespace) -> Choice:
+    """Return what the flags choose. Raises InvalidConfig when that is nothing, or a request is named besides."""
+    since = seconds_of(args.since) if args.since is not None else None
+    choice = Choice(args.last, args.slowest, args.rejected, args.preempted, args.misses, since)
+    if args.slowest < 0:
+        raise InvalidConfig(FieldViolation("--slowest", f"is {args.slowest}; expected 1 or more"))
+    if args.id and choice != Choice():
+        raise InvalidConfig(FieldViolation("REQUEST", "is given with flags that choose requests; give one of both"))
+    if not args.id and choice == Choice():
+        what = "is missing; name a request, or choose with --last, --slowest, --rejected, --preempted or --misses"
+        raise InvalidConfig(FieldViolation("REQUEST", what))
+    return choice
+
+
+async def chosen_ids(gatherer: Gatherer, args: argparse.Namespace) -> list[str]:
+    """Return the ids of the requests to explain. Raises NotFound when a choice names none."""
+    choice = choice_of(args)
+    if args.id:
+        return [args.id]
+    records = [*await gatherer.listed(DecisionKind.OUTCOME), *await gatherer.listed(DecisionKind.REJECTION)]
+    found = chosen(choice, records, time.time_ns())
+    if not found:
+        what = "no request of that kind ended here" if records else "no request has ended here"
+        raise NotFound(f"{what} yet, or their records are gone; the routers keep the newest (--decision-ring)")
+    return found
+
+
+def main(argv: Sequence[str]) -> int:
+    args = parser().parse_args(argv)
+    if args.hit_rate or args.latency:
+        return run_command(partial(compare, args))
+
+    async def body(console: Console) -> None:
+        async with admin_channel(args.admin_address, args.state_dir) as channel:
+            gatherer = Gatherer(channel, args.tenant)
+            ids = await chosen_ids(gatherer, args)
+            found = [diagnose(await gatherer.story(each)) for each in ids[:_MOST]]
+            if args.export is not None:
+                write(args.export, [await exported(gatherer, each) for each in found])
+        show(console, found, len(ids) - len(found), args.json)
+
+    return run_command(body)
+
+
+async def compare(args: argparse.Namespace, console: Console) -> None:
+    """Say why the hit rate or the latency changed."""
+    seconds = span_of(args)
+    async with admin_channel(args.admin_address, args.state_dir) as channel:
+        ends = await ends_of(channel, seconds, args.tenant, time.time_ns())
+    found = changes(ends, args.hit_rate, args.latency)
+    if args.json:
+        whole = [{**asdict(each), "head": head_of_change(each)} for each in found]
+        print_json({"seconds": seconds, "changes": whole})
+        return
+    for each in found:
+        console.print(ChangeView(each, seconds), soft_wrap=not console.is_terminal)
+
+
+def span_of(args: argparse.Namespace) -> float:
+    """Return the seconds of each span. Raises InvalidConfig for flags that choose requests, and for no time."""
+    chosen_by = Choice(args.last, args.slowest, args.rejected, args.preempted, args.misses)
+    if args.id or chosen_by != Choice() or args.export is not None:
+        what = "is about all requests of a span of time; leave out REQUEST, --export and the flags that choose requests"
+        raise InvalidConfig(FieldViolation("--hit-rate" if args.hit_rate else "--latency", what))
+    seconds = DEFAULT_SPAN_S if args.since is None else seconds_of(args.since)
+    if seconds <= 0.0:
+        raise InvalidConfig(FieldViolation("--since", f"is {args.since!r}; expected more than no time"))
+    return seconds
+
+
+def show(console: Console, found: Sequence[Diagnosis], more: int, as_json: bool) -> None:
+    if as_json:
+        print_json({"requests": [plain(each) for each in found]})
+    elif len(found) == 1:
+        console.print(WhyView(found[0]), soft_wrap=not console.is_terminal)
+    else:
+        console.print(WhyTable(found, more))
+
+
+def plain(found: Diagnosis) -> dict[str, Any]:
+    """Return a diagnosis as JSON has it, with the head of its screen."""
+    whole = asdict(found)
+    for name, verdict in (("verdict", found.verdict), ("prefix", found.prefix)):
+        if verdict is not None:
+            whole[name]["advice"]["link"] = verdict.advice.link
+    return {**whole, "head": [line.plain for line in head_lines(found)]}
+
+
+async def exported(gatherer: Gatherer, found: Diagnosis) -> dict[str, Any]:
+    """Return everything about a request: the diagnosis, its screen, all records, and the spans if there are any."""
+    screen = Console(file=io.StringIO(), width=_EXPORT_WIDTH, record=True, emoji=False, highlight=False)
+    screen.print(WhyView(found))
+    records, _ = await gatherer.records(found.request_id)
+    return {
+        "diagnosis": plain(found),
+        "screen": screen.export_text().splitlines(),
+        "records": [MessageToDict(each, preserving_proto_field_name=True) for each in records],
+        "trace": await gatherer.trace(found.request_id),
+    }
+
+
+def write(path: Path, requests: Sequence[dict[str, Any]]) -> None:
+    """Write the file of an export. Raises InvalidConfig when that is impossible."""
+    whole = {"quire": quire_version(), "made": datetime.now(UTC).isoformat(timespec="seconds"), "requests": requests}
+    try:
+        path.write_text(json.dumps(whole, indent=1) + "\n")
+    except OSError as error:
+        what = f"{path} cannot be written: {error.strerror}; name a file in a folder that you may write to"
+        raise InvalidConfig(FieldViolation("--export", what)) from None

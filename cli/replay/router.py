@@ -1,0 +1,99 @@
+"""The router of a replay: a real dispatcher and admission over workers and an index that are simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+from cli.replay.worker import ReplayWorker
+from common.clock import Clock
+from common.types import BlockHash, PoolIdentity
+from kvmanager.core.index_events import Cleared, IndexEvent, Stored
+from router.core.admission import AdmissionLimiter, AdmissionLimits
+from router.core.routing import Router
+from router.core.worker_model import Capacity, Load, WorkerModel
+from router.ports import DecisionSink
+from router.requests.dispatcher import Dispatcher
+from router.workers.pool import PoolListener, WorkerPool
+
+
+class ReplayPool:
+    """The workers as the dispatcher sees them: all are connected."""
+
+    def __init__(self, identity: PoolIdentity) -> None:
+        self.identity = identity
+        self.workers: dict[str, ReplayWorker] = {}
+        self._models: dict[str, WorkerModel] = {}
+        self._listeners: list[PoolListener] = []
+
+    def listen(self, listener: PoolListener) -> None:
+        self._listeners.append(listener)
+
+    def add(self, worker: ReplayWorker, capacity: Capacity, now: float) -> None:
+        load = Load(unheld_blocks=capacity.num_blocks)
+        self.workers[worker.worker_id] = worker
+        self._models[worker.worker_id] = WorkerModel(worker.worker_id, capacity, load, now)
+
+    def heartbeat(self, worker_id: str, load: Load, now: float) -> None:
+        self._models[worker_id].heartbeat(load, now)
+        for listener in self._listeners:
+            listener.capacity_changed()
+
+    def models(self) -> list[WorkerModel]:
+        return list(self._models.values())
+
+    def client(self, model: WorkerModel) -> ReplayWorker:
+        return self.workers[model.worker_id]
+
+    def absent(self) -> Sequence[tuple[str, str]]:
+        return ()
+
+
+class ReplayIndex:
+    """The prefix index without Redis: which workers have registered a block."""
+
+    connected = True
+
+    def __init__(self) -> None:
+        self._holders: dict[BlockHash, dict[str, None]] = {}
+
+    async def lookup(self, block_hashes: Sequence[BlockHash]) -> Mapping[str, int] | None:
+        hits: dict[str, int] = {}
+        alive: dict[str, None] | None = None
+        for depth, block in enumerate(block_hashes):
+            holders = self._holders.get(block, {})
+            still = holders if alive is None else {each: None for each in alive if each in holders}
+            hits |= {gone: depth for gone in alive or () if gone not in still}
+            alive = still
+            if not alive:
+                return hits
+        return hits | dict.fromkeys(alive or (), len(block_hashes))
+
+    def apply(self, worker_id: str, events: Sequence[IndexEvent]) -> None:
+        for event in events:
+            if isinstance(event, Stored):
+                self._holders.setdefault(event.hash, {})[worker_id] = None
+            elif isinstance(event, Cleared):
+                raise AssertionError("nothing resets the cache of a replay")
+            else:
+                holders = self._holders[event.hash]
+                del holders[worker_id]
+                if not holders:
+                    del self._holders[event.hash]
+
+
+class ReplayRouter:
+    """One router process: its view of the workers, its queue, and the requests inside it."""
+
+    def __init__(
+        self,
+        identity: PoolIdentity,
+        chooser: Router,
+        index: ReplayIndex,
+        decisions: DecisionSink,
+        clock: Clock,
+        max_queued: int,
+    ) -> None:
+        self.pool = ReplayPool(identity)
+        self.dispatcher = Dispatcher(cast("WorkerPool", self.pool), chooser, index, decisions, clock)
+        self.admission = AdmissionLimiter(AdmissionLimits(max_queued))

@@ -1,0 +1,286 @@
+"""One replay: the arrivals of a trace go through the router's dispatcher to engines and ledgers, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import hashlib
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+
+from cli.replay.contents import Contents, chain
+from cli.replay.router import ReplayIndex, ReplayRouter
+from cli.replay.trace import Arrival, Trace
+from cli.replay.virtual_time import VirtualClock, VirtualLoop, run
+from cli.replay.worker import Listener, ReplayWorker, Timing
+from common.errors import QuireError
+from common.hashing import root_digest
+from common.lease import Attach
+from common.types import Decision, KvGeometry, PoolIdentity, SamplingParams, SequenceId
+from gpuworker.core.outcomes import AgentConfig
+from gpuworker.core.sequence import NewSequence
+from gpuworker.core.stopping import StopRule
+from gpuworker.engine.ports import EngineOutputs, EngineRequest
+from kvmanager.core.manager import Manager, ManagerConfig
+from router.core.fair_queue import Flow
+from router.core.routing import PlacementRequest, Router
+from router.core.tenancy import Tenant
+from router.core.worker_model import Capacity
+from router.requests.dispatcher import Job
+from router.requests.reservation import LoadReservation
+
+HEARTBEAT_S = 0.1
+# Objects until the collector looks for cycles: a replay makes few, and the usual 700 cost a fifth of its time.
+_GC_THRESHOLD = 100_000
+# One manager for workers of any number.
+_ROOMY = ManagerConfig(max_workers=1 << 20, max_blocks=1 << 40)
+_GEOMETRY = KvGeometry(1, 1, 1, 1, "float32")
+_SAMPLING = SamplingParams()
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    """The suite that a trace is replayed on. Its workers are alike; its routers take the requests in turn."""
+
+    workers: int = 1
+    routers: int = 1
+    num_blocks: int = 4096
+    block_size: int = 16
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_model_len: int = 1 << 20
+    max_queued: int = 1024
+    prefix_caching: bool = True
+    manager: ManagerConfig = _ROOMY
+    timing: Timing = field(default_factory=Timing)
+    router: type[Router] = Router
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class Replayed:
+    """What became of one arrival, in seconds of virtual time; `refused` says why where it was."""
+
+    arrival: Arrival
+    worker: str = ""
+    first_token_at: float | None = None
+    finished_at: float | None = None
+    tokens: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+    refused: str = ""
+
+    @property
+    def first_token_s(self) -> float | None:
+        """Seconds from the arrival to the first token."""
+        return None if self.first_token_at is None else self.first_token_at - self.arrival.at
+
+    @property
+    def token_s(self) -> float | None:
+        """Mean seconds from one token to the next."""
+        if self.first_token_at is None or self.finished_at is None or self.tokens < 2:
+            return None
+        return (self.finished_at - self.first_token_at) / (self.tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """The results of one replay; `digest` is equal for replays that decided equally."""
+
+    requests: tuple[Replayed, ...]
+    decisions: Mapping[str, int]
+    digest: str
+    seconds: float
+
+
+def replay(trace: Trace, options: ReplayOptions) -> Replay:
+    """Replay a trace. Equal traces and options give equal results."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(_GC_THRESHOLD, *thresholds[1:])
+    try:
+        with closing(VirtualLoop()) as loop:
+            return run(loop, _Simulation(loop, trace, options).run())
+    finally:
+        gc.set_threshold(*thresholds)
+
+
+class _Decisions:
+    """Counts decisions, and chains their content into one digest."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+        self._digest = hashlib.sha256()
+
+    def record(self, decision: Decision) -> None:
+        kind = decision.kind.value
+        self.counts[kind] = self.counts.get(kind, 0) + 1
+        said = (kind, decision.time_ns, decision.request_id, decision.chosen, decision.victim, decision.beneficiary)
+        self._digest.update(repr(said).encode())
+
+    def record_all(self, decisions: Sequence[Decision]) -> None:
+        for decision in decisions:
+            self.record(decision)
+
+    @property
+    def digest(self) -> str:
+        return self._digest.hexdigest()
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request that is at its worker."""
+
+    replayed: Replayed
+    reservation: LoadReservation
+    done: asyncio.Future[None]
+
+
+class _Simulation:
+    def __init__(self, loop: VirtualLoop, trace: Trace, options: ReplayOptions) -> None:
+        self._loop, self._clock, self._trace, self._options = loop, VirtualClock(loop), trace, options
+        self._decisions, self._index, self._contents = _Decisions(), ReplayIndex(), Contents(trace.block_size)
+        identity = PoolIdentity("replay", "none", options.block_size, _GEOMETRY)
+        self._root = root_digest("replay", "none", options.block_size)
+        self._identity, ids = identity, itertools.count(1)
+        self._routers = [self._router(options.seed + number) for number in range(options.routers)]
+        self._manager = Manager(options.manager, self._clock, lambda: f"m{next(ids)}", epoch=1)
+        self._workers: dict[str, ReplayWorker] = {}
+        self._live: dict[tuple[str, SequenceId], _Live] = {}
+        self._sequences = itertools.count(1)
+        self._tenants: dict[str, Tenant] = {}
+
+    def _router(self, seed: int) -> ReplayRouter:
+        ids, options = itertools.count(1), self._options
+        chooser = options.router(self._clock, lambda: f"d{seed}-{next(ids)}", seed)
+        return ReplayRouter(self._identity, chooser, self._index, self._decisions, self._clock, options.max_queued)
+
+    async def run(self) -> Replay:
+        for number in range(self._options.workers):
+            self._add_worker(f"worker-{number}")
+        for router in self._routers:
+            router.dispatcher.capacity_changed()
+        began = self._loop.time() + HEARTBEAT_S  # the workers are attached by then
+        first = self._trace.arrivals[0].at
+        async with asyncio.TaskGroup() as tasks:
+            requests = []
+            for number, arrival in enumerate(self._trace.arrivals):
+                at = began + arrival.at - first
+                if at > self._loop.time():
+                    await asyncio.sleep(at - self._loop.time())
+                requests.append(Replayed(replace(arrival, at=self._loop.time())))
+                tasks.create_task(self._serve(number, requests[-1]))
+        seconds = self._loop.time() - began
+        return Replay(tuple(requests), dict(sorted(self._decisions.counts.items())), self._decisions.digest, seconds)
+
+    def _add_worker(self, worker_id: str) -> None:
+        options = self._options
+        config = AgentConfig(
+            options.num_blocks,
+            options.block_size,
+            options.max_num_batched_tokens,
+            prefix_caching=options.prefix_caching,
+            runway_slots=options.manager.runway_slots,
+            max_num_seqs=options.max_num_seqs,
+        )
+        attach = Attach(
+            worker_id,
+            hashlib.sha256(worker_id.encode()).digest()[:16],
+            0,
+            0,
+            self._identity,
+            options.num_blocks,
+            prefix_caching=options.prefix_caching,
+            max_num_seqs=options.max_num_seqs,
+        )
+        listener = Listener(
+            lambda outputs: self._later(lambda: self._take(worker_id, outputs)),
+            lambda events: self._index.apply(worker_id, events),
+            self._decisions.record_all,
+        )
+        worker = ReplayWorker(self._loop, self._clock, attach, config, options.timing, self._manager, listener)
+        capacity = Capacity(options.num_blocks, options.block_size, options.max_num_seqs, options.max_model_len)
+        self._workers[worker_id] = worker
+        for router in self._routers:
+            router.pool.add(worker, capacity, self._loop.time())
+        self._loop.call_later(HEARTBEAT_S, self._heartbeat, worker)
+
+    def _later(self, call: Callable[[], None]) -> None:
+        """Call something after the time of a message."""
+        self._loop.call_later(self._options.timing.message, call)
+
+    def _heartbeat(self, worker: ReplayWorker) -> None:
+        load = worker.load()
+        for router in self._routers:
+            router.pool.heartbeat(worker.worker_id, load, self._loop.time())
+        self._loop.call_later(HEARTBEAT_S, self._heartbeat, worker)
+
+    # ------------------------------------------------------------ requests
+
+    async def _serve(self, number: int, replayed: Replayed) -> None:
+        arrival, name = replayed.arrival, f"r{number}"
+        tenant = self._tenants.setdefault(arrival.tenant, Tenant(arrival.tenant))
+        router = self._routers[number % len(self._routers)]
+        try:
+            total = arrival.prompt_tokens + arrival.output_tokens
+            router.admission.enter(name, total, tenant, self._loop.time())
+        except QuireError as refused:
+            replayed.refused = type(refused).__name__
+            return
+        try:
+            await self._place(router, number, name, replayed)
+        except QuireError as refused:
+            replayed.refused = type(refused).__name__
+        finally:
+            router.admission.leave(name, arrival.tenant)
+
+    async def _place(self, router: ReplayRouter, number: int, name: str, replayed: Replayed) -> None:
+        arrival = replayed.arrival
+        tokens = self._contents.tokens(number, arrival)
+        prompt = tokens[: arrival.prompt_tokens]
+        hashes, parent = chain(self._root, prompt, self._options.block_size)
+        wanted = PlacementRequest(name, arrival.prompt_tokens, len(tokens), max(1, arrival.output_tokens))
+        job = Job(wanted, hashes if self._options.prefix_caching else (), arrival.priority, None)
+        ticket = router.dispatcher.ticket(arrival.priority, Flow(arrival.tenant))
+        placement = await router.dispatcher.place(job, ticket)
+        router.admission.start(name, self._loop.time(), arrival.tenant)
+        replayed.worker = placement.worker_id
+        sequence = SequenceId(next(self._sequences))
+        new = NewSequence(
+            sequence,
+            name,
+            prompt,
+            hashes,
+            parent,
+            len(tokens),
+            StopRule(arrival.output_tokens),
+            arrival.priority,
+            tenant=arrival.tenant,
+        )
+        live = _Live(replayed, placement.reservations[0], self._loop.create_future())
+        self._live[placement.worker_id, sequence] = live
+        worker = self._workers[placement.worker_id]
+        self._later(lambda: worker.submit(EngineRequest(new, _SAMPLING, len(prompt)), tokens))
+        await live.done
+
+    def _take(self, worker_id: str, outputs: EngineOutputs) -> None:
+        now, live = self._loop.time(), self._live
+        for admit in outputs.admitted:
+            live[worker_id, admit.sequence].replayed.cached_tokens = admit.cached_tokens
+        for sequence, cached in outputs.recounted.items():
+            live[worker_id, sequence].replayed.cached_tokens = cached
+        for sequence, tokens in outputs.tokens:
+            each = live[worker_id, sequence]
+            if each.replayed.first_token_at is None:
+                each.replayed.first_token_at = now
+                each.reservation.prefilled()
+            each.replayed.tokens += len(tokens)
+        for sequence in outputs.preempted:
+            live[worker_id, sequence].replayed.preemptions += 1
+        for ended in outputs.finished:
+            each = live.pop((worker_id, ended.sequence))
+            each.replayed.finished_at = now
+            each.reservation.complete(each.replayed.tokens)
+            self._workers[worker_id].forget(ended.sequence)
+            each.done.set_result(None)

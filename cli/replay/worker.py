@@ -1,0 +1,185 @@
+"""A worker of a replay: a real engine with a real ledger, whose steps take the time of a cost model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Final
+
+from common.clock import Clock
+from common.lease import Attach, Attached, AttachRejected, Connected, Granted, Inventory, LeaseEvent, Report
+from common.types import Decision, SamplingParams, SequenceId
+from gpuworker.core.batch_plan import StepPlan, StepResult
+from gpuworker.core.lease_agent import LeaseAgent
+from gpuworker.core.outcomes import AgentConfig
+from gpuworker.core.step_costs import DEFAULT_COSTS, StepCosts, parse_costs
+from gpuworker.engine.engine import Engine
+from gpuworker.engine.ports import EngineRequest, OutputSink
+from gpuworker.engine.step_rates import prefill_tokens
+from kvmanager.core.index_events import IndexEvent
+from kvmanager.core.manager import Manager, WorkerRegistration
+from router.core.worker_model import Load
+
+SIMULATED: Final = parse_costs(DEFAULT_COSTS)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What takes time, in seconds: a step, a message one way, an entry of the prefix index until routers find it."""
+
+    costs: StepCosts = SIMULATED
+    message: float = 0.0003
+    index: float = 0.002
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """Takes what comes out of a worker: outputs, changes of the prefix index, decisions of the KV manager."""
+
+    outputs: OutputSink
+    index: Callable[[Sequence[IndexEvent]], None]
+    decisions: Callable[[Sequence[Decision]], None]
+
+
+class _Runner:
+    """Implements `StepRunner`: a step begins when the one before it is over, and samples the recorded tokens."""
+
+    def __init__(self, costs: StepCosts, clock: Clock, done: Callable[[float, Future[StepResult], StepResult], None]):
+        self._costs, self._clock, self._done = costs, clock, done
+        self.tokens: dict[SequenceId, tuple[int, ...]] = {}
+        self._due = 0.0
+
+    def add(self, sequence: SequenceId, tokens: Sequence[int], sampling: SamplingParams, prompt_tokens: int) -> None:
+        """The tokens are known since the submission."""
+
+    def remove(self, sequence: SequenceId) -> None:
+        """They are forgotten when the sequence has finished."""
+
+    def submit(self, plan: StepPlan) -> Future[StepResult]:
+        tokens = self.tokens
+        sampled = {row.sequence: (tokens[row.sequence][row.start + row.length],) for row in plan.rows if row.samples}
+        seconds = self._costs.of(len(sampled), prefill_tokens(plan))
+        self._due = max(self._clock.monotonic(), self._due) + seconds
+        future: Future[StepResult] = Future()
+        self._done(self._due, future, StepResult(plan.step, sampled, seconds=seconds))
+        return future
+
+    def close(self) -> None:
+        pass
+
+
+class ReplayWorker:
+    """One engine, its session with the manager, and the delays between them."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        clock: Clock,
+        attach: Attach,
+        config: AgentConfig,
+        timing: Timing,
+        manager: Manager,
+        listener: Listener,
+    ) -> None:
+        self._loop, self._manager, self._timing, self._listener = loop, manager, timing, listener
+        self._events: deque[LeaseEvent] = deque([Connected()])
+        self._registration: WorkerRegistration | None = None
+        self._turning = False
+        self._runner = _Runner(timing.costs, clock, self._step_ends)
+        self.worker_id = attach.worker_id
+        self._engine = Engine(lambda: LeaseAgent(config), lambda: attach, self._runner, self, listener.outputs, clock)
+        self._turn_soon()
+
+    def submit(self, request: EngineRequest, tokens: tuple[int, ...]) -> None:
+        """Run a sequence; `tokens` are those of its prompt and of its output."""
+        self._runner.tokens[request.new.sequence] = tokens
+        self._engine.submit(request)
+        self._turn_soon()
+
+    def forget(self, sequence: SequenceId) -> None:
+        """Drop the tokens of a sequence that has finished: no later step contains it."""
+        del self._runner.tokens[sequence]
+
+    def load(self) -> Load:
+        """Return a heartbeat."""
+        load = self._engine.load()
+        return Load(
+            load.running,
+            load.waiting,
+            load.unheld_blocks,
+            load.pending_prefill_tokens,
+            load.decode_step_seconds,
+            load.prefill_seconds_per_token,
+            load.step_age_seconds,
+            load.step_predicted_seconds,
+            load.steps,
+            load.manager_attached,
+            sampled_tokens=load.tokens_sampled,
+            computed_tokens=load.tokens_scheduled,
+        )
+
+    def _turn_soon(self) -> None:
+        if not self._turning:
+            self._turning = True
+            self._loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        self._turning = False
+        self._engine.turn()
+
+    def _step_ends(self, due: float, future: Future[StepResult], result: StepResult) -> None:
+        def over() -> None:
+            future.set_result(result)
+            self._turn()
+
+        self._loop.call_at(due, over)
+
+    # ------------------------------------------------------------ the engine's LeaseChannel
+
+    def poll(self) -> list[LeaseEvent]:
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def attach(self, attach: Attach, inventory: Inventory) -> None:
+        self._loop.call_later(self._timing.message, self._on_attach, attach, inventory)
+
+    def send(self, session: int, report: Report) -> None:
+        self._loop.call_later(self._timing.message, self._on_report, session, report)
+
+    def reconnect(self) -> None:
+        raise AssertionError("a replayed worker keeps its session")
+
+    # ------------------------------------------------------------ at the KV manager
+
+    def _on_attach(self, attach: Attach, inventory: Inventory) -> None:
+        registration = self._manager.attach(attach)
+        assert not isinstance(registration, AttachRejected), registration.reason
+        self._registration = registration
+        self._answer(Attached(attach.session, self._manager.complete(registration, inventory)))
+        self._grant(attach.session)
+
+    def _on_report(self, session: int, report: Report) -> None:
+        assert self._registration is not None
+        self._registration.ledger.apply(report)
+        self._grant(session)
+
+    def _grant(self, session: int) -> None:
+        assert self._registration is not None
+        ledger = self._registration.ledger
+        batch = ledger.schedule()
+        if batch is not None:
+            self._answer(Granted(session, batch))
+        if events := ledger.drain_index_events():
+            self._loop.call_later(self._timing.index, self._listener.index, events)
+        self._listener.decisions(ledger.drain_decisions())
+
+    def _answer(self, event: LeaseEvent) -> None:
+        def arrives() -> None:
+            self._events.append(event)
+            self._turn_soon()
+
+        self._loop.call_later(self._timing.message, arrives)

@@ -1,0 +1,110 @@
+"""What `quire top` knows at one moment: status and loads of the routers, pools of the manager, ends of requests."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Final
+
+import grpc
+
+from cli.why.pages import Lister
+from common.types import DecisionKind
+from common.wire.decision_codec import decision_from_proto
+from quire.api.status import error_from_rpc
+from quire.decision.v1 import decision_pb2
+from quire.inference.v1 import inference_pb2 as pb
+from quire.inference.v1 import inference_pb2_grpc as rpc
+from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
+from router.core.diagnosis.outcome import Outcome, outcome_of
+
+# Seconds of ended requests that the figures are about.
+WINDOW_S: Final = 60.0
+_PATIENCE_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRow:
+    """One worker. Blocks are in numbers; None where the KV manager does not say."""
+
+    worker_id: str
+    state: str
+    running: int
+    waiting: int
+    tokens_per_s: float
+    blocks: int
+    in_use: int | None = None
+    runway: int | None = None
+    cached: int | None = None
+    free: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    request_id: str
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """`ended` are the requests that ended in the last WINDOW_S seconds, oldest first; `troubles` are in words."""
+
+    clock: str
+    version: str
+    queued: int
+    running: int
+    workers: tuple[WorkerRow, ...]
+    ended: tuple[Ended, ...]
+    troubles: tuple[str, ...] = ()
+
+
+async def taken(channel: grpc.aio.Channel) -> Snapshot:
+    """Ask the routers and, through them, the KV manager. Raises AioRpcError when no router answers."""
+    stub, now_ns = rpc.InferenceServiceStub(channel), time.time_ns()
+    status = await stub.GetStatus(pb.GetStatusRequest(), timeout=_PATIENCE_S)
+    loads = await stub.GetLoads(pb.GetLoadsRequest(), timeout=_PATIENCE_S)
+    pools, failure = await _pools(channel)
+    since = now_ns - int(WINDOW_S * 1e9)
+    asked = decision_pb2.ListDecisionsRequest(kind=DecisionKind.OUTCOME, since_unix_nano=since)
+    found = await Lister(channel).newest(asked, from_manager=False)
+    ended = tuple(Ended(each.request_id, outcome_of(decision_from_proto(each))) for each in found.records)
+    rows = tuple(_row(each, pools.get(each.worker_id)) for each in loads.workers)
+    clock = time.strftime("%H:%M:%S", time.localtime(now_ns // 1_000_000_000))
+    troubles = tuple(_troubles(status, failure, found.silent_routers))
+    return Snapshot(clock, status.version, status.queued_requests, status.running_requests, rows, ended, troubles)
+
+
+async def _pools(channel: grpc.aio.Channel) -> tuple[dict[str, kvmanager_pb2.Pool], str]:
+    stub = kvmanager_pb2_grpc.KvManagerServiceStub(channel)
+    try:
+        answer = await stub.GetPool(kvmanager_pb2.GetPoolRequest(), timeout=_PATIENCE_S)
+    except grpc.aio.AioRpcError as error:
+        return {}, str(error_from_rpc(error)).partition("\n")[0]
+    return {each.worker_id: each for each in answer.pools}, ""
+
+
+def _row(load: pb.WorkerLoad, pool: kvmanager_pb2.Pool | None) -> WorkerRow:
+    row = (load.worker_id or load.address, load.state, load.running_sequences, load.waiting_sequences)
+    if pool is None:
+        return WorkerRow(*row, load.output_tokens_per_second, load.num_blocks)
+    return WorkerRow(
+        *row,
+        load.output_tokens_per_second,
+        pool.num_blocks,
+        in_use=pool.in_use,
+        runway=pool.leased,
+        cached=pool.cached,
+        free=pool.free,
+    )
+
+
+def _troubles(status: pb.GetStatusResponse, failure: str, silent: int) -> list[str]:
+    found = [f"the KV manager: {failure}"] if failure else []
+    if not status.redis_connected:
+        found.append("Redis is not connected: the router goes by load and its own memory")
+    if status.draining:
+        found.append("this router is draining")
+    if silent:
+        found.append(f"routers that did not answer: {silent}")
+    found += [f"{each.worker_id or each.address}: {each.reason}" for each in status.workers if each.reason]
+    return found

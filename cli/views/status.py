@@ -1,0 +1,103 @@
+"""Draws a router's status: a line for each worker where the console is wide, else two.
+
+worker    state      running  waiting  blocks  free  prefill/s     step
+worker-0  connected        2        0    2048  1980       5432   4.2 ms
+  127.0.0.1:50053, manager attached
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from quire.client import Model, Status, Worker
+
+_LEAST_ID: Final = 8
+_ENDLESS: Final = 10_000  # columns
+
+
+class StatusView:
+    def __init__(self, model: Model, status: Status) -> None:
+        self._model, self._status = model, status
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        status = self._status
+        yield from self._heading()
+        if status.discovery_problem:
+            yield Text(f"Workers in Redis that are passed over: {status.discovery_problem}")
+        wide = wide_table(status)
+        endless = options.update(width=_ENDLESS)
+        if Measurement.get(console, endless, wide).maximum <= options.max_width:
+            yield wide
+        else:
+            yield from narrow_lines(status, options.max_width)
+
+    def _heading(self) -> Iterator[Text]:
+        status, model = self._status, self._model
+        redis = "connected" if status.redis_connected else "not connected"
+        draining = ", draining" if status.draining else ""
+        yield Text(
+            f"Quire {status.version}: {model.name}, context {model.max_model_len}, "
+            f"block size {model.identity.block_size}{_pooling(model)}; Redis {redis}{draining}"
+        )
+        yield Text(f"{status.queued_requests} requests queued, {status.running_requests} running")
+
+
+def _pooling(model: Model) -> str:
+    return f", embeds ({model.identity.pooling})" if model.identity.embeds else ""
+
+
+def wide_table(status: Status) -> Table:
+    """Return a table with all that is known of a worker on one line."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in ("worker", "address", "state", "manager"):
+        table.add_column(name)
+    for name in ("running", "waiting", "blocks", "free or cached", "prefill tokens/s", "decode step"):
+        table.add_column(name, justify="right")
+    table.add_column("note")
+    for worker in status.workers:
+        words = worker.worker_id or "?", worker.address, worker.state, _manager(worker)
+        table.add_row(*map(Text, (*words, *_figures(worker), worker.reason)))
+    return table
+
+
+def narrow_lines(status: Status, width: int) -> Iterator[RenderableType]:
+    """Yield a heading, and for each worker its figures, and its address and note below them."""
+    rows: list[tuple[str, ...]] = [("state", "running", "waiting", "blocks", "free", "prefill/s", "step")]
+    rows += [(worker.state, *_figures(worker)) for worker in status.workers]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    figures = ["".join(_placed(row, widths)) for row in rows]
+    ids = ["worker", *(worker.worker_id or "?" for worker in status.workers)]
+    room = min(max(map(len, ids)), max(_LEAST_ID, width - len(figures[0])))
+    lines = [_cut(name, room) + figure for name, figure in zip(ids, figures, strict=True)]
+    yield Text(lines[0], "bold")
+    for worker, line in zip(status.workers, lines[1:], strict=True):
+        yield Text(line)
+        note = f"; {worker.reason}" if worker.reason else ""
+        yield Padding(Text(f"{worker.address}, manager {_manager(worker)}{note}", "dim"), (0, 0, 0, 2))
+
+
+def _placed(row: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
+    """Yield the cells of a row: the state on the left of its column, figures on the right."""
+    for place, (cell, width) in enumerate(zip(row, widths, strict=True)):
+        yield "  " + (cell.rjust(width) if place else cell.ljust(width))
+
+
+def _cut(name: str, width: int) -> str:
+    return name.ljust(width) if len(name) <= width else name[: width - 1] + "…"
+
+
+def _manager(worker: Worker) -> str:
+    return "attached" if worker.manager_attached else "detached"
+
+
+def _figures(worker: Worker) -> tuple[str, ...]:
+    counts = worker.running_sequences, worker.waiting_sequences, worker.num_blocks, worker.unheld_blocks
+    prefill, step = worker.prefill_tokens_per_second, worker.decode_step_seconds
+    return (*map(str, counts), f"{prefill:.0f}" if prefill else "-", f"{1e3 * step:.1f} ms" if step else "-")

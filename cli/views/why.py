@@ -1,0 +1,116 @@
+"""Draws a diagnosis on one screen: the verdict, what to do, a bar for each phase, and each decision in a sentence.
+
+    94 % of the 1.9 s to the first token: it waited at worker-0 for 8 blocks, and 3 sequences of tenant blue ...
+    0 of 100 prompt tokens were cached: ...
+    What to do: ...
+
+Bars are green for work on the request, red for waits, and yellow where the cause is not known.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from router.core.diagnosis.causes import Cause
+from router.core.diagnosis.phases import LABELS, WORK
+from router.core.diagnosis.verdict import Diagnosis, PhaseSpan, Verdict
+from router.core.diagnosis.words import duration, percent
+
+_MIN_BAR, _MAX_BAR = 10, 60
+_OFFSET_WIDTH = 9
+
+
+class WhyView:
+    """One request."""
+
+    def __init__(self, diagnosis: Diagnosis) -> None:
+        self._diagnosis = diagnosis
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        found = self._diagnosis
+        yield from head_lines(found)
+        yield Text()
+        yield self._heading()
+        if found.phases:
+            yield from self._bars(options.max_width)
+        for step in found.steps:
+            at = f"{duration(step.offset) if step.offset > 0 else '0':>{_OFFSET_WIDTH}}"
+            yield _hanging(f"{at}  {step.service:<9}  ", step.sentence, options.max_width)
+        for each in found.missing:
+            yield Text.assemble(("not known: ", "yellow"), each)
+
+    def _heading(self) -> Text:
+        found = self._diagnosis
+        heading = Text.assemble(("request ", "dim"), (found.request_id, "bold"))
+        if found.tenant:
+            heading.append(f"  tenant {found.tenant}", "dim")
+        if found.total_s is not None:
+            heading.append(f"  took {duration(found.total_s)}", "dim")
+        if found.first_token_s is not None:
+            heading.append(f", the first token {duration(found.first_token_s)}", "dim")
+        return heading
+
+    def _bars(self, width: int) -> Iterator[Text]:
+        labels = [LABELS[each.phase] for each in self._diagnosis.phases]
+        names = max(map(len, labels))
+        bar = max(_MIN_BAR, min(_MAX_BAR, width - names - 24))
+        for label, each in zip(labels, self._diagnosis.phases, strict=True):
+            line = Text.assemble(("  " + label.ljust(names), "dim" if each.share < 0.01 else ""), "  ")
+            line.append(f"{duration(each.seconds):>8}  {percent(each.share):>10}  ")
+            yield line.append("━" * max(1, round(each.share * bar)), _colour(each))
+
+
+class WhyTable:
+    """Several requests, a line each."""
+
+    def __init__(self, found: Sequence[Diagnosis], more: int) -> None:
+        self._found, self._more = found, more
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        table.add_column("request", no_wrap=True)
+        table.add_column("first token", justify="right", no_wrap=True)
+        table.add_column("took", justify="right", no_wrap=True)
+        table.add_column("why")
+        for each in self._found:
+            times = (duration(s) if s is not None else "-" for s in (each.first_token_s, each.total_s))
+            why = each.verdict.sentence if each.prefix is None else f"{each.verdict.sentence} {each.prefix.sentence}"
+            table.add_row(Text(each.request_id), *times, Text(why))
+        yield table
+        if self._more:
+            yield Text(f"and {self._more} more; name one request for all about it", "dim")
+
+
+def head_lines(found: Diagnosis) -> Iterator[Text]:
+    """Yield the verdict, why no more was cached, and what to do about both."""
+    yield Text(found.verdict.sentence, "bold yellow" if found.verdict.cause is Cause.NOT_KNOWN else "bold")
+    if found.prefix is not None:
+        yield Text(found.prefix.sentence)
+    for each in _advised(found):
+        yield Text.assemble(("What to do: ", "green"), each.advice.text, (f" ({each.advice.link})", "dim"))
+
+
+def _advised(found: Diagnosis) -> list[Verdict]:
+    """Return the verdicts whose advice counts; a prompt that was only computed is best helped by its prefix."""
+    if found.prefix is None or found.prefix.cause is Cause.NOT_KNOWN:
+        return [found.verdict]
+    if found.verdict.cause in (Cause.PREFILL, Cause.DECODE, Cause.MESSAGES):
+        return [found.prefix]
+    return [found.verdict, found.prefix]
+
+
+def _colour(each: PhaseSpan) -> str:
+    if each.cause is Cause.NOT_KNOWN:
+        return "yellow"
+    return "green" if each.phase in WORK else "red"
+
+
+def _hanging(lead: str, text: str, width: int) -> Text:
+    """Return a line whose continuations stand under its text."""
+    lines = textwrap.wrap(text, max(20, width - len(lead))) or [""]
+    return Text.assemble((lead, "dim"), ("\n" + " " * len(lead)).join(lines))

@@ -1,0 +1,107 @@
+"""Gathers the decision records of requests from the router's admin plane, which asks the KV manager for its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+import grpc
+from google.protobuf.json_format import MessageToDict
+
+from common.errors import NotFound, QuireError
+from common.limits import MAX_LISTED_DECISIONS
+from common.types import Decision
+from common.wire.decision_codec import decision_from_proto
+from quire.api.status import error_from_rpc
+from quire.decision.v1 import decision_pb2 as pb
+from quire.decision.v1 import decision_pb2_grpc as rpc
+from router.core.diagnosis.story import Story, story_of
+
+# A router that is gone says so at once; one that is busy is asked about just that.
+_PATIENCE_S: Final = 60.0
+# What the HTTP faces put before the id of a request.
+_PREFIXES: Final = ("chatcmpl-", "cmpl-", "msg_")
+# Attributes of the router's spans.
+_REQUEST_ID: Final = "quire.request_id"
+_CORRELATION_ID: Final = "quire.correlation_id"
+
+
+class Gatherer:
+    """`tenant` limits all answers to the requests of one tenant; "" is all."""
+
+    def __init__(self, channel: grpc.aio.Channel, tenant: str = "") -> None:
+        self._stub, self._tenant = rpc.DecisionServiceStub(channel), tenant
+
+    async def listed(self, kind: str) -> list[Decision]:
+        """Return the newest records of one kind that the routers have, oldest first."""
+        wanted = pb.ListDecisionsRequest(kind=kind, tenant=self._tenant, limit=MAX_LISTED_DECISIONS)
+        return list(_known((await self._stub.ListDecisions(wanted, timeout=_PATIENCE_S)).decisions))
+
+    async def story(self, name: str) -> Story:
+        """Return the story of a request by its id, or by the client's own name for it. Raises NotFound."""
+        for request_id in (name, _without_prefix(name)):
+            if (found := await self._story(request_id)) is not None:
+                return found
+        correlated = await self._correlated(name)
+        if correlated and (found := await self._story(correlated)) is not None:
+            return found
+        what = f"no record of request {name}: no router here has served it, or newer records took the place of its own"
+        raise NotFound(f"{what} (--decision-ring); `quire why --last` shows the newest one that there is")
+
+    async def _story(self, request_id: str) -> Story | None:
+        """Return the story of a request; None when no record concerns it."""
+        messages, unread = await self.records(request_id)
+        decisions = list(_known(messages))
+        self._check_tenant(request_id, decisions)
+        return story_of(request_id, decisions, unread) if decisions else None
+
+    async def records(self, request_id: str) -> tuple[list[pb.DecisionRecord], tuple[str, ...]]:
+        """Return all records that concern a request, and which services could not be asked, with the reason."""
+        wanted = pb.ListDecisionsRequest(request_id=request_id, limit=MAX_LISTED_DECISIONS)
+        found = list((await self._stub.ListDecisions(wanted, timeout=_PATIENCE_S)).decisions)
+        wanted.from_manager = True
+        try:
+            found += (await self._stub.ListDecisions(wanted, timeout=_PATIENCE_S)).decisions
+        except grpc.aio.AioRpcError as error:
+            return found, (f"the KV manager: {_words_of(error_from_rpc(error))}",)
+        return found, ()
+
+    async def trace(self, request_id: str) -> dict[str, object] | None:
+        """Return the spans of a request as JSON has them; None when it was not sampled."""
+        try:
+            found = await self._stub.GetTrace(pb.GetTraceRequest(request_id=request_id), timeout=_PATIENCE_S)
+        except grpc.aio.AioRpcError:
+            return None
+        return MessageToDict(found, preserving_proto_field_name=True)
+
+    async def _correlated(self, name: str) -> str:
+        """Return the id of the newest traced request that a client calls by this name; "" when there is none."""
+        trace = await self.trace(name)
+        spans = trace.get("spans", ()) if trace else ()
+        assert isinstance(spans, list | tuple)
+        named = (span.get("attributes", {}) for span in spans)
+        found = [each.get(_REQUEST_ID, "") for each in named if each.get(_CORRELATION_ID) == name]
+        return str(found[-1]) if found else ""
+
+    def _check_tenant(self, request_id: str, decisions: Iterable[Decision]) -> None:
+        owners = {each.tenant for each in decisions if each.request_id == request_id and each.tenant}
+        if self._tenant and owners and self._tenant not in owners:
+            what = f"request {request_id} is none of tenant {self._tenant}"
+            raise NotFound(f"{what}; name its own tenant, or leave --tenant out to see the requests of all")
+
+
+def _without_prefix(name: str) -> str:
+    return next((name.removeprefix(each) for each in _PREFIXES if name.startswith(each)), name)
+
+
+def _known(records: Iterable[pb.DecisionRecord]) -> Iterator[Decision]:
+    """Yield the records of kinds that this version knows; a newer service may have others."""
+    for each in records:
+        try:
+            yield decision_from_proto(each)
+        except ValueError:
+            continue
+
+
+def _words_of(error: QuireError) -> str:
+    return str(error).partition("\n")[0]
