@@ -1,9 +1,11 @@
 """Native attention on this CPU, one layer at a time, against reading K and V alone and against torch's attention.
 
-The floor of a decode is a plain loop of vector loads on the same threads over as many bytes as the layer's K and V.
-Quire and the floor take turns, each call on the next of many layers; both use memory larger than the last-level cache.
-The figure is the first quartile of calls: other load on the machine slows most calls, and the quickest calls hit a
-cache. Blocks lie in random order. Times are of the call as the engine makes it: cache write and attention.
+The floor of a decode is a plain loop of vector loads on the same threads. It reads as many bytes as the layer's K and V
+have. Quire and the floor take turns, each call on the next of many layers; both use memory larger than the last-level
+cache. The figure is the first quartile of calls: other load on the machine slows most calls, and the quickest calls hit
+a cache. Blocks lie in random order. Times are of the call as the engine makes it: cache write and attention.
+
+With `--level`, each level runs in turn, and a figure's name ends with its level: decode_bf16_over_floor_avx512.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from bench.lib.cpu_levels import add_level_flag, at_levels
 from bench.lib.harness import parser, progress, report
 from common.types import KvGeometry
 from gpuworker.attention.interface import AttentionMetadata, LayerAttention
@@ -239,7 +242,10 @@ def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("--threads", type=int, default=default_threads(), help="default: as the engine")
     flags.add_argument("--details", action="store_true", help="show each batch and context too")
+    add_level_flag(flags)
     options = flags.parse_args()
+    if at_levels("cpu_attention", options, NOTES):
+        return
     library = native.best()
     if library is None:
         raise SystemExit("the native library was not built")

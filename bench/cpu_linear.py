@@ -2,8 +2,10 @@
 
 Shapes are those of a 128M model (hidden 768) and, with --model 8b, of an 8B one. Calls rotate over enough copies of the
 weights that no cache keeps them. Three contenders take turns with output of the same type: Quire, oneDNN with a
-prepacked weight, and torch's F.linear; for integer kinds the others use the float weight. The floor is the bytes of the
+prepacked weight, and torch's F.linear. For integer kinds the others use the float weight. The floor is the bytes of the
 packed weight over the read rate of the same threads, measured in the same run.
+
+With `--level`, each level runs in turn, and a figure's name ends with its level: f32_many_over_onednn_avx2.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn.functional import linear
 
+from bench.lib.cpu_levels import add_level_flag, at_levels
 from bench.lib.harness import end_with_json, parser, report
 from bench.lib.rates import fastest_in_turns
 from gpuworker.native.linear import IntegerWeight, Kind, Memory, PackedLinear, Rows, Store
@@ -40,7 +43,7 @@ _HALVES = (Kind.BF16, Kind.I8_BF16, Kind.I4_BF16)
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """The seconds of a call of one shape, kind and number of rows, by contender."""
+    """The seconds of a call of one shape, kind and number of rows, by contender; oneDNN has no bf16 at AVX2."""
 
     kind: Kind
     shape: str
@@ -49,7 +52,7 @@ class Cell:
     rows: int
     nbytes: int
     ours: float
-    onednn: float
+    onednn: float | None
     plain: float
 
     @property
@@ -59,6 +62,8 @@ class Cell:
 
 def main() -> None:
     options = _options()
+    if at_levels("cpu_linear", options, _NOTES):
+        return
     torch.set_num_threads(options.threads)
     rate = _read_rate(options.threads)
     cells = list(_measure(options))
@@ -67,7 +72,8 @@ def main() -> None:
     report("cpu_linear", figures, _NOTES, as_json=False)
     for cell in cells:
         name = f"{cell.kind.name.lower()}_{cell.shape}_m{cell.rows}"
-        figures |= {f"{name}_us": cell.ours * 1e6, f"{name}_over_onednn": cell.onednn / cell.ours}
+        figures[f"{name}_us"] = cell.ours * 1e6
+        figures |= {f"{name}_over_onednn": ratio for ratio in _over_onednn([cell])}
     end_with_json("cpu_linear", figures, options.json)
 
 
@@ -90,6 +96,7 @@ def _options() -> argparse.Namespace:
     flags.add_argument("--shapes", default="", help="names, all unless given")
     flags.add_argument("--threads", type=int, default=3)
     flags.add_argument("--repeats", type=int, default=5)
+    add_level_flag(flags)
     return flags.parse_args()
 
 
@@ -117,8 +124,7 @@ def _shape(kind: Kind, name: str, n: int, k: int, options: argparse.Namespace) -
     pack = partial(PackedLinear, [rows], kind, threads=options.threads)
     first = pack()
     ours = _copies(first, pack, first.nbytes)
-    layout = torch.ops.mkldnn._reorder_linear_weight
-    theirs = _copies(layout(floats, 32), lambda: layout(floats.clone(), 32), floats.nbytes)
+    theirs = _prepacked(floats)
     plain = _copies(floats, floats.clone, floats.nbytes)
     for count in map(int, options.rows.split(",")):
         if name == "lm_head" and count > _MANY:
@@ -128,13 +134,26 @@ def _shape(kind: Kind, name: str, n: int, k: int, options: argparse.Namespace) -
         pointwise = torch.ops.mkldnn._linear_pointwise
         turns = (
             _turn([packed.bound(_spread(x), store, out) for packed in ours], n * k * count),
-            _turn([_call(pointwise, x, weight, None, "none", [], "") for weight in theirs], n * k * count),
             _turn([_call(linear, x, weight) for weight in plain], n * k * count),
+            *(
+                _turn([_call(pointwise, x, w, None, "none", [], "") for w in copies], n * k * count)
+                for copies in theirs
+            ),
         )
         with torch.inference_mode():
             seconds = fastest_in_turns(*(run for run, _ in turns), repeats=options.repeats)
         each = [second / calls for second, (_, calls) in zip(seconds, turns, strict=True)]
-        yield Cell(kind, name, n, k, count, first.nbytes, *each)
+        yield Cell(kind, name, n, k, count, first.nbytes, each[0], each[2] if theirs else None, each[1])
+
+
+def _prepacked(floats: torch.Tensor) -> list[list[torch.Tensor]]:
+    """Return a list of copies in oneDNN's layout, alone in a list; none where it cannot multiply this type."""
+    layout = torch.ops.mkldnn._reorder_linear_weight
+    try:
+        first = layout(floats, 32)
+    except RuntimeError:
+        return []
+    return [_copies(first, lambda: layout(floats.clone(), 32), floats.nbytes)]
 
 
 def _integers(kind: Kind, n: int, k: int) -> IntegerWeight:
@@ -181,7 +200,7 @@ def _table(cells: list[Cell], rate: float) -> Table:
         table.add_row(
             *(cell.kind.name, cell.shape, f"{cell.n} x {cell.k}", str(cell.rows), f"{cell.ours * 1e6:.0f}"),
             *(f"{figures[0]:.0f}", f"{figures[1]:.1f}", f"{figures[2]:.2f}"),
-            *(f"{cell.onednn / cell.ours:.2f}", f"{cell.plain / cell.ours:.2f}"),
+            *("-" if cell.onednn is None else f"{cell.onednn / cell.ours:.2f}", f"{cell.plain / cell.ours:.2f}"),
         )
     return table
 
@@ -194,11 +213,15 @@ def _summary(cells: list[Cell], rate: float) -> dict[str, float]:
         few, many = [cell for cell in mine if cell.rows <= _FEW], [cell for cell in mine if cell.rows >= _MANY]
         if few:
             figures[f"{name}_few_over_floor"] = _mean(cell.ours * rate / cell.nbytes for cell in few)
-            figures[f"{name}_few_over_onednn"] = _mean(cell.onednn / cell.ours for cell in few)
+            figures |= {f"{name}_few_over_onednn": _mean(ratios) for ratios in [_over_onednn(few)] if ratios}
         if many:
             figures[f"{name}_many_gflops"] = _mean(cell.flops / cell.ours / 1e9 for cell in many)
-            figures[f"{name}_many_over_onednn"] = _mean(cell.onednn / cell.ours for cell in many)
+            figures |= {f"{name}_many_over_onednn": _mean(ratios) for ratios in [_over_onednn(many)] if ratios}
     return figures
+
+
+def _over_onednn(cells: list[Cell]) -> list[float]:
+    return [cell.onednn / cell.ours for cell in cells if cell.onednn is not None]
 
 
 def _mean(values: Iterable[float]) -> float:

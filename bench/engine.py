@@ -3,9 +3,9 @@
     python -m bench.engine --workload W1 --scale 0.5 --dtype bfloat16
     python -m bench.engine --check                     both paths must give equal tokens
 
-Throughput, time to first token and gaps between tokens; and where an engine's time goes: in the model's forward, in the
-rest of a step (laying out, sampling, reading back), and between steps. Without --model a random one of 128 million
-parameters is made.
+It measures throughput, time to first token and gaps between tokens. It also shows where an engine's time goes: the
+model's forward, the rest of a step (laying out, sampling, reading back), and between steps. Without --model a random
+one of 128 million parameters is made.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Any
 
-from bench.lib.closed_loop import NOTES, agreement, figures, medians
 from bench.lib.flags import add_engine_flags, add_model_flags, add_workload_flags, worker_options
 from bench.lib.harness import parser, progress, report_columns
 from bench.lib.models import data_plane
 from bench.lib.workers import BenchWorker, Run
 from bench.lib.workloads import make, warm_up
+from cli.benchmark.closed_loop import NOTES, agreement, figures, medians
 from common.types import SamplingParams, SequenceId
 from gpuworker.core.batch_plan import StepPlan, StepResult, StepRunner
 from gpuworker.models.llama.cpu_model import LlamaCpuModel

@@ -28,15 +28,15 @@ import uvloop
 from opentelemetry.trace import NoOpTracer
 
 from bench.lib.harness import median_interval, parser, progress, report
-from bench.lib.remote_engine import BLOCK_SIZE, RemoteEngine, local_engine
+from bench.lib.remote_engine import BLOCK_SIZE, IDENTITY, RemoteEngine, local_engine
 from bench.lib.workers import random_prompts
-from common.hashing import block_digests, block_hash_of, little_endian_int32
+from common.hashing import block_digests, block_hash_of, little_endian_int32, root_digest
 from common.process import die_with_parent
 from common.process.python import module_command
 from common.rpc.server import RpcServer, open_channel
 from common.wire.packing import pack_hashes, unpack_u32
-from gpuworker.server.codec import SubmitLimits
 from gpuworker.server.servicer import GpuWorkerServicer, Serving
+from gpuworker.server.submit_check import SubmitLimits
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.gpuworker.v1 import gpuworker_pb2_grpc as rpc
 from quire.types.v1 import types_pb2 as types
@@ -72,7 +72,7 @@ async def serve(host: str, runner: str, rows: int) -> None:
     engine.start()
     while not engine.load().manager_attached:  # noqa: ASYNC110 - it changes elsewhere
         await asyncio.sleep(0.01)
-    limits = SubmitLimits(2048, 2048, BLOCK_SIZE)
+    limits = SubmitLimits(2048, 2048, IDENTITY)
     servicer.serve(Serving(engine, lambda: pb.WorkerInfo(worker_id="w0"), limits, pb.MemoryPlan()))
     server = RpcServer(["quire.gpuworker.v1.GpuWorkerService"])
     rpc.add_GpuWorkerServiceServicer_to_server(servicer, server.server)
@@ -86,12 +86,13 @@ async def serve(host: str, runner: str, rows: int) -> None:
 
 
 def _submit(handle: int, prompt: list[int], count: int) -> pb.StreamRequest:
-    digests = block_digests(bytes(32), prompt, BLOCK_SIZE)
+    root = root_digest(IDENTITY.model_fingerprint, IDENTITY.tokenizer_fingerprint, BLOCK_SIZE)
+    digests = block_digests(root, prompt, BLOCK_SIZE)
     message = pb.Submit(
         handle=handle,
         prompt_token_ids=little_endian_int32(prompt),
         block_hashes=pack_hashes(map(block_hash_of, digests)),
-        parent_digest=digests[-1] if digests else bytes(32),
+        parent_digest=digests[-1] if digests else root,
         sampling=types.SamplingParams(temperature=0.0, top_p=1.0, repetition_penalty=1.0, max_tokens=count),
     )
     return pb.StreamRequest(submit=message)

@@ -9,7 +9,7 @@
 Arrivals are a Poisson process, or with --cv above 1 bursts of that coefficient of variation
 (`bench/open_loop/arrivals.py`). Latencies count from when a request was due; a run whose clients fell behind is marked
 invalid. Simulated workers run no model: a step takes the time of --simulate, and every token is checked. Clients,
-routers, manager and workers share the machine's cores unless --pin is given. A router's CPU time per token tells its
+routers, manager and workers share the machine's cores unless --pin is given. A router's CPU time per token gives its
 capacity on a core of its own. Requests are not traced unless --trace-sample-ratio is given. With --all or --plot rows
 are kept in bench/results/load.jsonl; --plot draws them (`bench/open_loop/plot.py`).
 """
@@ -78,7 +78,7 @@ class Load:
     async def suite(
         self, routers: int = 1, real: bool = False, special: Mapping[str, object] | None = None
     ) -> AsyncIterator[LoadSuite]:
-        """Run a suite, real or simulated; `special` are options of `quire up` in place of the usual ones."""
+        """Run a suite, real or simulated; `special` are options of `quire serve` in place of the usual ones."""
         args = self.args
         options: dict[str, object] = {
             "model": self._model,
@@ -86,6 +86,7 @@ class Load:
             "trace_sample_ratio": args.trace_sample_ratio,
             "max_num_seqs": 64 if real else 1024,
             "kv_blocks": 4096 if real else 65536,
+            "insecure": not args.tls,
         }
         if not real:
             options["simulate"] = args.simulate
@@ -236,6 +237,7 @@ def flags() -> argparse.ArgumentParser:
     made.add_argument("--opening", type=float, default=600.0, help="streams opened a second")
     made.add_argument("--slo-ttft-ms", type=float, default=200.0)
     made.add_argument("--slo-itl-ms", type=float, default=100.0)
+    made.add_argument("--tls", action="store_true", help="TLS between the services, as `quire serve` has it")
     made.add_argument("--trace-sample-ratio", type=float, default=0.0, help="share of the requests that are traced")
     made.add_argument("--pin", default="", help="cores of each role: router=0,worker=1,clients=2-3")
     made.add_argument("--seed", type=int, default=0)

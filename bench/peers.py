@@ -1,12 +1,14 @@
 """Quire and other engines on the same token ids, run by run in turns.
 
     python -m bench.peers --peers DIR --json --plan W4:1 W1:0.5 W2:0.25 W3:0.5 --repeat 3
+    python -m bench.peers --peers DIR --model smollm2    (after `make smollm2 quality-text`)
 
 Quire runs as a whole suite of processes: client, router, worker and KV manager over gRPC. Drivers call the peers in
 process (bench/comparison/peer_process.py). For each type and mode all engines are loaded, then take turns; waiting
-engines are stopped. With prefix caching every run begins with a cold cache: by a salt for Quire, by a reset for vLLM,
-by other ids of the same lengths for the others. Result lines go to --out. `bench.comparison.plots` draws them, and
-`python -m bench.comparison.table FILE...` prints the tables again.
+engines are stopped. Prompts are random tokens; those of `smollm2`, a real model, are passages of a real text
+(bench/comparison/peer_models.py). With prefix caching every run begins with a cold cache. Quire gets a salt, vLLM a
+reset, and the others get other ids of the same lengths. Result lines go to --out. `bench.comparison.plots` draws them,
+and `python -m bench.comparison.table FILE...` prints the tables again.
 """
 
 from __future__ import annotations
@@ -27,16 +29,17 @@ from typing import Any, Final, Protocol
 
 import uvloop
 
-from bench.comparison.peer_process import PEERS, PeerOptions, PeerProcess, missing
+from bench.comparison.peer_models import MADE, prepare
+from bench.comparison.peer_process import PEERS, TEXT, PeerOptions, PeerProcess, missing
 from bench.comparison.ratios import OURS
 from bench.comparison.table import print_report
-from bench.lib.closed_loop import agreement, figures
 from bench.lib.flags import add_engine_flags
 from bench.lib.harness import parser, progress
-from bench.lib.suite import ServedSuite, served_suite
-from bench.lib.workloads import make, warm_up
+from bench.lib.workloads import Draw, make, passages_of, random_tokens, warm_up
 from bench.serve import add_suite_flags, bench_options
-from common.errors import Unavailable
+from cli.benchmark.closed_loop import agreement, figures
+from cli.benchmark.served import ServedSuite, served_suite
+from common.errors import QuireError, Unavailable
 
 RESULTS: Final = Path(__file__).parent / "results"
 _SHARING: Final = ("W2", "W3")
@@ -92,8 +95,8 @@ class Ours:
 
     name = OURS
 
-    def __init__(self, suite: ServedSuite) -> None:
-        self._suite = suite
+    def __init__(self, suite: ServedSuite, draw: Draw) -> None:
+        self._suite, self._draw = suite, draw
         self._runs = 0
         self._first: dict[str, list[int]] = {}
         self.start_seconds = suite.start_seconds
@@ -101,12 +104,12 @@ class Ours:
     async def warm_up(self) -> None:
         """Run the warm-up that peers' drivers run before READY; it counts as part of the start."""
         began = time.perf_counter()
-        await self._suite.run(warm_up())
+        await self._suite.run(warm_up(draw=self._draw))
         self.start_seconds += time.perf_counter() - began
 
     async def run(self, workload: str, scale: float) -> dict[str, Any]:
         self._runs += 1
-        seconds, records = await self._suite.run(make(workload, 0, scale), salt=f"run-{self._runs}")
+        seconds, records = await self._suite.run(make(workload, 0, scale, self._draw), salt=f"run-{self._runs}")
         if self._runs == 1:
             self._first = {rid: record.tokens for rid, record in records.items()}
         memory = self._suite.peak_rss()
@@ -134,12 +137,18 @@ async def loaded(args: argparse.Namespace, mode: Mode, scratch: Path) -> AsyncIt
                     print(f"{name} is left out: {failure}", file=sys.stderr)
                 else:
                     progress(f"{name} loaded in {engines[-1].start_seconds:.1f} s", end=True)
-        model = str(args.peers / args.model)
-        flags = bench_options(model, "auto", args, mode.dtype, mode.prefix_caching)
-        ours = Ours(await stack.enter_async_context(served_suite(flags)))
+        model = args.peers / args.model
+        flags = bench_options(str(model), "auto", args, mode.dtype, mode.prefix_caching)
+        ours = Ours(await stack.enter_async_context(served_suite(flags)), tokens_for(model))
         await ours.warm_up()
         progress(f"ours loaded in {ours.start_seconds:.1f} s", end=True)
         yield [ours, *engines]
+
+
+def tokens_for(model: Path) -> Draw:
+    """Return what prompts are made of: the text of a checkpoint, else random tokens."""
+    text = model / TEXT
+    return passages_of(json.loads(text.read_text())) if text.is_file() else random_tokens
 
 
 def turns(
@@ -219,7 +228,7 @@ async def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 def _parser() -> argparse.ArgumentParser:
     flags = parser(__doc__)
     flags.add_argument("--peers", type=Path, required=True, help="folder of the peers: environments, drivers, model")
-    flags.add_argument("--model", default="model", help="folder of the checkpoint, below that of the peers")
+    flags.add_argument("--model", default="model", help=f"folder below that of the peers; made: {', '.join(MADE)}")
     plan = [Item("W4", 1.0), Item("W1", 0.5), Item("W2", 0.25), Item("W3", 0.5)]
     flags.add_argument("--plan", nargs="+", type=Item.of, default=plan, metavar="W:SCALE")
     flags.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
@@ -235,16 +244,35 @@ def _parser() -> argparse.ArgumentParser:
     return flags
 
 
-def main() -> None:
+def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the options, from the command line where `words` is None; the checkpoint is there, and all engines are.
+
+    Exits with the reason where they are not.
+    """
     flags = _parser()
-    args = flags.parse_args()
+    args = flags.parse_args(words)
     args.peers = args.peers.expanduser().resolve()
-    if lacking := list(missing(args.peers, args.engines, args.model)):
+    made = [str(args.peers / args.model / "config.json")] if args.model in MADE else []
+    if lacking := [each for each in missing(args.peers, args.engines, args.model) if each not in made]:
         flags.error("--peers lacks " + ", ".join(lacking))
     try:
-        lines = uvloop.run(run(args))
+        prepare(args.peers, args.model, "openvino" in args.engines)
+    except (QuireError, OSError) as failure:
+        flags.error(f"--model {args.model} cannot be made: {failure}")
+    return args
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run everything; a stop from outside ends the process with the place of what was measured."""
+    try:
+        return uvloop.run(run(args))
     except asyncio.CancelledError:
         raise SystemExit(f"stopped; what was measured is in {args.out}") from None
+
+
+def main() -> None:
+    args = read_arguments()
+    lines = measure(args)
     print_report(lines, [args.out], args.json)
 
 

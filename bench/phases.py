@@ -10,49 +10,27 @@ reading are measured in the same run, on the same threads. Times are of whole st
 from __future__ import annotations
 
 import argparse
-import random
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 
 from bench.comparison.ratios import SHORT
-from bench.lib import block_sizes, paged_attention
-from bench.lib.closed_loop import Record
+from bench.lib import block_sizes, paged_attention, stalls
 from bench.lib.flags import add_engine_flags, worker_options
 from bench.lib.harness import parser, progress, report_columns
 from bench.lib.model_costs import ModelCosts
 from bench.lib.models import data_plane
 from bench.lib.rates import matmul_rate, read_rate
 from bench.lib.workers import BenchWorker
-from bench.lib.workloads import Request, Workload, warm_up
+from bench.lib.workloads import warm_up
+from cli.benchmark.closed_loop import step_seconds
+from cli.benchmark.requests import equal_requests
 from gpuworker.memory.devices import default_threads
 from gpuworker.plane.assembly import ModelPlane
 
 PREFILL_PROMPTS, PREFILL_TOKENS = 8, 1024
 DECODE_BATCHES, DECODE_PROMPT, DECODE_OUTPUT = (1, 8, 32), 512, 48
-
-
-def equal_requests(count: int, prompt: int, output: int, seed: int) -> Workload:
-    """Return requests of equal lengths that share nothing."""
-    rng = random.Random(f"equal/{seed}")
-    return Workload(
-        "equal",
-        [Request(str(index), [rng.randrange(3, 32000) for _ in range(prompt)], output) for index in range(count)],
-    )
-
-
-def step_seconds(records: Sequence[Record]) -> float:
-    """Return the median gap between tokens while every request decodes: from the last first token to the first end."""
-    begin, end = max(each.times[0] for each in records), min(each.times[-1] for each in records)
-    return statistics.median(
-        later - earlier
-        for each in records
-        for earlier, later in pairwise(each.times)
-        if begin <= earlier and later <= end
-    )
 
 
 @dataclass(slots=True)
@@ -113,9 +91,10 @@ def of_phases(plane: ModelPlane, threads: int, repeat: int) -> dict[str, float]:
         worker.drive(warm_up())
         prefill = prefill_seconds(worker, repeat)
         peaks.take()
+        gaps = stalls.measure(worker, repeat)
         decodes = {batch: decode_seconds(worker, batch, repeat) for batch in DECODE_BATCHES}
     peaks.take()
-    return fractions(ModelCosts.of(plane.model.config, number, number), peaks, prefill, decodes)
+    return fractions(ModelCosts.of(plane.model.config, number, number), peaks, prefill, decodes) | gaps
 
 
 NOTES = {
@@ -163,7 +142,7 @@ def main() -> None:
     add_engine_flags(flags)
     args = flags.parse_args()
     torch.manual_seed(0)
-    report_columns("phases", measure(args), NOTES | paged_attention.NOTES | block_sizes.NOTES, args.json)
+    report_columns("phases", measure(args), NOTES | stalls.NOTES | paged_attention.NOTES | block_sizes.NOTES, args.json)
 
 
 if __name__ == "__main__":

@@ -15,15 +15,15 @@ from collections.abc import Mapping
 import uvloop
 
 from bench.lib.checkpoints import checkpoint
-from bench.lib.closed_loop import NOTES, figures, medians
 from bench.lib.flags import add_engine_flags, add_model_flags, add_workload_flags, worker_options
 from bench.lib.harness import parser, progress, report_columns
-from bench.lib.suite import ServedSuite, peak_rss_mib, served_suite
 from bench.lib.workloads import make, warm_up
+from cli.benchmark.closed_loop import NOTES, figures, medians
+from cli.benchmark.served import ServedSuite, peak_rss_mib, served_suite
 
 
 def suite_flags(options: Mapping[str, object]) -> list[str]:
-    """Return flags of `quire up` for options by name; True and False are given as switches, None not at all."""
+    """Return flags of `quire serve` for options by name; True and False are given as switches, None not at all."""
     words: list[str] = []
     for name, value in options.items():
         flag = name.replace("_", "-")
@@ -35,7 +35,7 @@ def suite_flags(options: Mapping[str, object]) -> list[str]:
 
 
 def bench_options(model: str, load_format: str, args: argparse.Namespace, dtype: str, caching: bool) -> list[str]:
-    """Return the flags of a suite for a comparison; all other options are the defaults of `quire up`."""
+    """Return the flags of a suite for a comparison; all other options are the defaults of `quire serve`."""
     alone = {"model": model, "load_format": load_format, "dtype": dtype, "prefix_caching": caching}
     return suite_flags({**alone, **worker_options(args), "trace_sample_ratio": args.trace_sample_ratio})
 

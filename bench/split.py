@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
-from bench.lib.checkpoints import MEDIUM
+from bench.lib.checkpoints import MEDIUM, SMALL
 from bench.lib.harness import median_interval, parser, progress, report
-from bench.lib.models import cpu_runner
-from bench.lib.workers import BenchWorker, Run, manager_process, random_prompts
+from bench.lib.workers import BenchWorker, Run, identity_of, manager_process, random_prompts
+from cli.certificates.folder import CertificateFolder
+from common.rpc.roles import Role
+from common.rpc.server import dialer
 from common.types import KvGeometry
 from gpuworker.core.batch_plan import StepRunner
 from gpuworker.core.outcomes import AgentConfig
@@ -62,19 +66,42 @@ def cpu_seconds(process: psutil.Process) -> float:
 
 
 @contextmanager
-def workers(make_runner: MakeRunner, config: AgentConfig, address: str) -> Iterator[tuple[BenchWorker, BenchWorker]]:
+def certificates(tls: bool) -> Iterator[CertificateFolder | None]:
+    """Yield certificates of all roles, or None without TLS."""
+    if not tls:
+        yield None
+        return
+    from cli.certificates.authority import make, wanted
+
+    with tempfile.TemporaryDirectory(prefix="quire-bench-") as path:
+        folder = CertificateFolder(Path(path))
+        make(folder, wanted(folder, Role))
+        yield folder
+
+
+@contextmanager
+def workers(
+    make_runner: MakeRunner, config: AgentConfig, address: str, certs: CertificateFolder | None = None
+) -> Iterator[tuple[BenchWorker, BenchWorker]]:
     """Run two engines, the first over the manager at `address`, the second over a ledger of its own."""
+    dial = dialer(identity_of(certs, Role.WORKER), Role.MANAGER)
     with ExitStack() as stack:
         made = []
         for manager in (address, None):
             runner, geometry = make_runner(config)
-            made.append(stack.enter_context(BenchWorker(runner, config, manager, geometry)))
+            made.append(stack.enter_context(BenchWorker(runner, config, manager, geometry, dial)))
         yield made[0], made[1]
 
 
-def measure(make_runner: MakeRunner, config: AgentConfig, pairs: int, output_tokens: int, name: str) -> Iterator[Pair]:
-    """Yield `pairs` pairs after one that warms up."""
-    with manager_process(BLOCK_SIZE) as (address, process), workers(make_runner, config, address) as (remote, embedded):
+def measure(
+    make_runner: MakeRunner, config: AgentConfig, pairs: int, output_tokens: int, name: str, tls: bool = False
+) -> Iterator[Pair]:
+    """Yield `pairs` pairs after one that warms up. With `tls` the manager is reached as services reach it (mTLS)."""
+    with (
+        certificates(tls) as certs,
+        manager_process(BLOCK_SIZE, certs) as (address, process),
+        workers(make_runner, config, address, certs) as (remote, embedded),
+    ):
         for index in range(pairs + 1):
             prompts = random_prompts(config.max_num_seqs, PROMPT_TOKENS, seed=index)
             runs: dict[str, Run] = {}
@@ -122,24 +149,33 @@ def simulated_runner(_: AgentConfig) -> tuple[StepRunner, None]:
     return SimulatedRunner(StepCosts(base=STEP_SECONDS), SimulatedTokens(range(7, 1007)), held=HELD_SECONDS), None
 
 
+def real_runner(
+    config: AgentConfig, shape: Mapping[str, object] = SMALL, dtype: str = "float32"
+) -> tuple[StepRunner, KvGeometry]:
+    from bench.lib.models import cpu_runner  # imports torch, which simulated steps do without
+
+    return cpu_runner(config, shape, dtype)
+
+
 def main() -> None:
     flags: argparse.ArgumentParser = parser(__doc__)
     flags.add_argument("--pairs", type=int, default=24, help="interleaved pairs of each kind")
     flags.add_argument("--sequences", type=int, default=64, help="sequences at once")
     flags.add_argument("--output-tokens", type=int, default=96, help="output tokens of each")
+    flags.add_argument("--tls", action="store_true", help="TLS between engine and manager")
     flags.add_argument("--only", choices=["sim", "cpu", "128m"], help="one kind of step alone")
     args = flags.parse_args()
     config = AgentConfig(BLOCKS, BLOCK_SIZE, max_num_seqs=args.sequences)
     kinds: dict[str, tuple[MakeRunner, str]] = {
         "sim": (simulated_runner, "simulated 5 ms step, GIL held for 2"),
-        "cpu": (cpu_runner, "CPU engine, small model"),
-        "128m": (lambda config: cpu_runner(config, MEDIUM, "bfloat16"), "CPU engine, 128 M model in bf16"),
+        "cpu": (real_runner, "CPU engine, small model"),
+        "128m": (lambda config: real_runner(config, MEDIUM, "bfloat16"), "CPU engine, 128 M model in bf16"),
     }
     figures: dict[str, float] = {}
     notes: dict[str, str] = {}
     for name, (make_runner, what) in kinds.items():
         if args.only in (None, name):
-            pairs = list(measure(make_runner, config, args.pairs, args.output_tokens, name))
+            pairs = list(measure(make_runner, config, args.pairs, args.output_tokens, name, args.tls))
             figures |= figures_of(name, pairs)
             notes |= notes_of(name, what)
     report("split", figures, notes, args.json)

@@ -124,7 +124,7 @@ def main() -> None:
     flags: argparse.ArgumentParser = parser(__doc__)
     flags.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256], help="batch sizes")
     flags.add_argument("--steps", type=int, default=300, help="decode steps of each")
-    flags.add_argument("--threads", type=int, help="threads of the engine; unset: cores - 1")
+    flags.add_argument("--threads", type=int, help="threads of the engine; unset: as many as a worker takes")
     flags.add_argument("--draw", choices=sorted(DRAWS), default="greedy", help="how tokens are drawn")
     flags.add_argument("--only", choices=WAYS, nargs="+", default=list(WAYS), help="some ways to run steps")
     args = flags.parse_args()

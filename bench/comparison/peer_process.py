@@ -1,8 +1,9 @@
 """Other engines as processes: each driver loads its engine once, prints READY, and answers WORKLOAD SCALE with figures.
 
-A peers folder has a virtual environment, `hf`, `ov` or `vllm`, and the drivers that run in it: `bench_naive.py`
-(transformers' generate on static batches), `bench_hfcb.py` (transformers' continuous batching), `bench_openvino.py`
-and `bench_vllm.py`. It also has the checkpoint, which both the peers and Quire load.
+A peers folder has a virtual environment, `hf`, `ov` or `vllm`, and the drivers that run in it. `bench_naive.py` runs
+transformers' generate on static batches, `bench_hfcb.py` transformers' continuous batching. `bench_openvino.py` and
+`bench_vllm.py` run the engines that they name. It also has the checkpoint, which both the peers and Quire load. A
+checkpoint with a text (`TEXT`) is run on passages of it, in place of random tokens.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import psutil
 from common.errors import Unavailable
 from common.process import die_with_parent
 
+TEXT: Final = "text.json"
+"""The file in a checkpoint's folder with a text for its workloads, as token ids."""
 READY_SECONDS: Final = 400.0
 RUN_SECONDS: Final = 1800.0
 _END_SECONDS: Final = 20.0
@@ -63,7 +66,9 @@ class PeerOptions:
     def arguments(self) -> tuple[str, ...]:
         """Return the flags of a driver; sizes are those of `bench.lib.flags.worker_options`."""
         caching = "on" if self.prefix_caching else "off"
+        text = self.folder / self.model / TEXT
         return (
+            *(("--text", str(text)) if text.is_file() else ()),
             *("--stdin", "--model", self.model, "--dtype", self.dtype, "--prefix-caching", caching),
             *("--kv-gib", "1", "--max-seqs", "64", "--max-batched-tokens", "2048"),
         )

@@ -24,6 +24,7 @@ from bench.comparison.peer_process import PEERS
 from bench.comparison.ratios import OURS, Lines, Setting, by_engine, median_of, over_fastest
 from bench.comparison.table import read_lines
 from bench.lib.workloads import TITLES
+from cli.benchmark.style import ACCENT, GRID, INK, QUIET, STYLE
 
 ORDER: Final = (OURS, "vllm", "openvino", "hf-cb", "naive")
 NAMES: Final = {
@@ -33,20 +34,10 @@ NAMES: Final = {
     "hf-cb": "transformers, continuous",
     "naive": "transformers, static",
 }
-ACCENT, INK, QUIET, GRID = "#0b6e4f", "#22262b", "#6b7280", "#e5e7eb"
 _COLOURS: Final = {OURS: ACCENT, "vllm": "#8fa3b8", "openvino": "#a9b8c6", "hf-cb": "#c3cdd6", "naive": "#d9dfe5"}
 _ROWS: Final = (("Output tokens a second", ""), ("Time to first token", "ttft"), ("Gap between tokens", "itl"))
 _RATIO_FONT: Final[dict[str, Any]] = {"fontsize": 12, "fontweight": "bold", "pad": 8}
 _PANEL_WIDTH, _PANEL_HEIGHT = 2.55, 1.75
-STYLE: Final[Any] = {
-    "font.family": "DejaVu Sans",
-    "font.size": 8.5,
-    "text.color": INK,
-    "axes.edgecolor": GRID,
-    "axes.labelcolor": QUIET,
-    "xtick.color": QUIET,
-    "ytick.color": INK,
-}
 
 
 def draw(lines: Lines, title: str) -> Figure:

@@ -71,11 +71,15 @@ def all_figures(lines: Lines) -> dict[str, float]:
 
 def print_report(lines: Lines, files: Sequence[Path], as_json: bool) -> None:
     """Print the tables; and, if asked, the JSON object as the last line."""
+    print_tables(lines, files)
+    end_with_json("peers", all_figures(lines), as_json)
+
+
+def print_tables(lines: Lines, files: Sequence[Path]) -> None:
     console = Console(highlight=False, width=_WIDTH)
     for table in (throughput_table(lines), latency_table(lines), engine_table(lines)):
         console.print(table)
     console.print(f"result lines: {', '.join(map(str, files))}", soft_wrap=True)
-    end_with_json("peers", all_figures(lines), as_json)
 
 
 def _table(title: str) -> Table:

@@ -99,7 +99,7 @@ class EngineDriver:
 
     def _request(self, prompt: Sequence[int], sampling: SamplingParams) -> EngineRequest:
         output_tokens = sampling.max_tokens
-        root = root_digest("bench", "none", self._config.block_size, "", [])
+        root = root_digest("bench", "none", self._config.block_size)
         digests = block_digests(root, prompt, self._config.block_size)
         sequence = SequenceId(next(self._ids))
         new = NewSequence(

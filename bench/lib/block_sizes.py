@@ -12,7 +12,8 @@ from contextlib import ExitStack
 from bench.lib.harness import progress
 from bench.lib.models import plane_worker
 from bench.lib.workers import BenchWorker
-from bench.lib.workloads import Request, Workload, make, warm_up
+from bench.lib.workloads import make, warm_up
+from cli.benchmark.requests import Request, Workload
 from cli.block_size.accounting import BLOCK_SIZES, count_waste
 from gpuworker.plane.assembly import ModelPlane
 

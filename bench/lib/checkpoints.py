@@ -1,6 +1,6 @@
 """Checkpoints for benchmarks: Llama-shaped, of random weights from a fixed seed, which are made as they are loaded.
 
-The weights have a standard deviation of 0.1: with the usual 0.02 a random model with tied embeddings repeats one token,
+The weights have a standard deviation of 0.1. With the usual 0.02 a random model with tied embeddings repeats one token,
 and tokens of two engines would agree by luck.
 """
 

@@ -11,7 +11,7 @@ from bench.lib.workloads import MAKERS
 
 def add_engine_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--block-size", type=int, default=16)
-    flags.add_argument("--threads", type=int, help="threads of our engine; unset: cores - 1")
+    flags.add_argument("--threads", type=int, help="threads of our engine; unset: as many as a worker takes")
 
 
 def add_model_flags(flags: argparse.ArgumentParser) -> None:

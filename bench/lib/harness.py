@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import random
 import statistics
 import sys
@@ -13,6 +11,8 @@ from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
+
+from cli.benchmark.machine import machine
 
 _RESAMPLES = 10_000
 _WIDTH = 140
@@ -22,27 +22,6 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser(description=description)
     flags.add_argument("--json", action="store_true", help="end with one line of JSON: bench, machine, figures")
     return flags
-
-
-def machine() -> dict[str, str | int]:
-    """Return the machine's properties that the figures depend on: processor, cores, Python and (if loaded) torch."""
-    torch = sys.modules.get("torch")
-    return {
-        "processor": _processor(),
-        "cores": os.cpu_count() or 0,
-        "python": platform.python_version(),
-        "torch": str(torch.__version__) if torch is not None else "",
-        "system": platform.system(),
-    }
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-    except OSError:
-        names = []
-    return names[0] if names else platform.processor()
 
 
 def median_interval(samples: Sequence[float], seed: int = 0) -> tuple[float, float, float]:
@@ -64,11 +43,13 @@ def report(bench: str, figures: Mapping[str, float], notes: Mapping[str, str], a
     end_with_json(bench, figures, as_json)
 
 
-def end_with_json(bench: str, figures: Mapping[str, float], as_json: bool) -> None:
-    """Print the JSON object, if asked, as the last line."""
+def end_with_json(
+    bench: str, figures: Mapping[str, float], as_json: bool, words: Mapping[str, object] | None = None
+) -> None:
+    """Print the JSON object, if asked, as the last line; `words` are results that are no figures."""
     if as_json:
         rounded = {name: round(float(value), 6) for name, value in figures.items()}
-        print(json.dumps({"bench": bench, "machine": machine(), "figures": rounded}))
+        print(json.dumps({"bench": bench, "machine": machine(), "figures": rounded, **(words or {})}))
 
 
 def report_columns(

@@ -9,7 +9,7 @@ from typing import Any
 from bench.lib.checkpoints import MAX_MODEL_LEN, MEDIUM, SMALL, checkpoint
 from bench.lib.workers import BenchWorker
 from common.types import KvGeometry
-from gpuworker.attention.backends import make_backend
+from gpuworker.attention.backends import BackendOptions, make_backend
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.core.batch_plan import StepRunner
 from gpuworker.core.outcomes import AgentConfig
@@ -42,12 +42,16 @@ def cpu_runner(
     return plane.runner, plane.identity.kv_geometry
 
 
-def plane_worker(plane: ModelPlane, block_size: int) -> BenchWorker:
-    """Return an engine on the model of a data plane, not yet started, with a cache of its own."""
+def plane_worker(plane: ModelPlane, block_size: int, **changes: Any) -> BenchWorker:
+    """Return an engine on the model of a data plane, not yet started, with a cache of its own.
+
+    `changes` are those to its `AgentConfig`, of which the engine makes its lease agent at once.
+    """
     geometry, device = plane.identity.kv_geometry, plane.model.device
     slots = plane.memory.num_blocks * plane.memory.block_size
     cache = KvCache(geometry, slots // block_size, block_size, device)
     limits = RunnerLimits(plane.max_num_seqs, plane.memory.max_model_len, plane.settings.threads or 0)
-    runner = ModelRunner(plane.model, cache, make_backend("auto", cache), limits, executor_for(plane.model))
-    config = replace(plane.agent_config(), num_blocks=slots // block_size, block_size=block_size)
+    attention = make_backend("auto", cache, options=BackendOptions(deterministic=plane.settings.deterministic))
+    runner = ModelRunner(plane.model, cache, attention, limits, executor_for(plane.model))
+    config = replace(plane.agent_config(), num_blocks=slots // block_size, block_size=block_size, **changes)
     return BenchWorker(runner, config, None, geometry)

@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 
-import grpc
 import psutil
 import uvloop
 
-from bench.lib.closed_loop import Record
-from bench.lib.workloads import Request, Workload
+from cli.benchmark.closed_loop import Record
+from cli.benchmark.requests import Request, Workload
+from cli.certificates.folder import CertificateFolder
 from cli.suite.embedded import EmbeddedChannel
 from cli.suite.stack import free_ports
 from common.clock import SystemClock
@@ -29,8 +29,12 @@ from common.lease import Attach, LeaseChannel
 from common.process import die_with_parent
 from common.process.python import module_command
 from common.rpc.health import wait_until_serving
-from common.types import FinishReason, KvGeometry, PoolIdentity, SamplingParams, SequenceId
+from common.rpc.roles import Role
+from common.rpc.server import Dial, dialer, open_channel
+from common.rpc.tls import Identity
+from common.types import FinishReason, KvGeometry, PoolIdentity, SamplingParams, SequenceId, TokenLogprobs
 from gpuworker.core.batch_plan import StepRunner
+from gpuworker.core.drafting import speculation_of
 from gpuworker.core.lease_agent import LeaseAgent
 from gpuworker.core.outcomes import AgentConfig, SequenceFinished
 from gpuworker.core.sequence import NewSequence
@@ -44,17 +48,18 @@ _START_SECONDS = 30.0
 
 
 @contextmanager
-def manager_process(block_size: int) -> Iterator[tuple[str, psutil.Process]]:
-    """Run a KV manager without Redis; yield its address and its process."""
+def manager_process(block_size: int, certs: CertificateFolder | None = None) -> Iterator[tuple[str, psutil.Process]]:
+    """Run a KV manager without Redis, with TLS if there are certificates; yield its address and its process."""
     port, metrics_port = free_ports(2)
     folder = tempfile.TemporaryDirectory(prefix="quire-bench-")
     flags = ["--port", str(port), "--metrics-port", str(metrics_port), "--block-size", str(block_size)]
     flags += ["--state-dir", folder.name]
+    flags += [] if certs is None else certs.role(Role.MANAGER).flags()
     command = module_command("kvmanager.main", *flags, "--log-level", "warning", "--trace-sample-ratio", "0")
     process = subprocess.Popen(die_with_parent.command(command), stdout=subprocess.DEVNULL)
     address = f"127.0.0.1:{port}"
     try:
-        asyncio.run(_wait(address))
+        asyncio.run(_wait(address, dialer(identity_of(certs, Role.OPERATOR), Role.MANAGER)))
         yield address, psutil.Process(process.pid)
     finally:
         process.terminate()
@@ -62,8 +67,12 @@ def manager_process(block_size: int) -> Iterator[tuple[str, psutil.Process]]:
         folder.cleanup()
 
 
-async def _wait(address: str) -> None:
-    async with grpc.aio.insecure_channel(address) as channel:
+def identity_of(certs: CertificateFolder | None, role: Role) -> Identity | None:
+    return None if certs is None else certs.role(role).identity()
+
+
+async def _wait(address: str, dial: Dial) -> None:
+    async with dial(address) as channel:
         await wait_until_serving(channel, _START_SECONDS)
 
 
@@ -71,7 +80,7 @@ async def _wait(address: str) -> None:
 class Run:
     """The result of one load, in seconds. `first_tokens` has times to first tokens, `outputs` the tokens, by sequence.
 
-    `records` has the same in full, by request.
+    `records` has the same in full, by request. `prompt_logprobs` has those of prompts, where they were asked for.
     """
 
     seconds: float = 0.0
@@ -81,6 +90,7 @@ class Run:
     first_tokens: list[float] = field(default_factory=list)
     outputs: dict[SequenceId, list[int]] = field(default_factory=dict)
     records: dict[str, Record] = field(default_factory=dict)
+    prompt_logprobs: dict[SequenceId, list[TokenLogprobs]] = field(default_factory=dict)
 
 
 class BenchWorker:
@@ -90,12 +100,17 @@ class BenchWorker:
     """
 
     def __init__(
-        self, runner: StepRunner, config: AgentConfig, manager: str | None, geometry: KvGeometry | None = None
+        self,
+        runner: StepRunner,
+        config: AgentConfig,
+        manager: str | None,
+        geometry: KvGeometry | None = None,
+        dial: Dial = open_channel,
     ):
         self.config = config
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="io", daemon=True)
-        self._client = LeaseClient(manager, self._wake) if manager is not None else None
+        self._client = LeaseClient(manager, self._wake, dial=dial) if manager is not None else None
         channel: LeaseChannel = self._client or EmbeddedChannel(SystemClock())
         geometry = geometry or KvGeometry(1, 1, 1, 1, "float32", config.window)
         self._identity = PoolIdentity("bench", "none", config.block_size, geometry)
@@ -108,6 +123,8 @@ class BenchWorker:
         self._buffer = OutputBuffer()
         self.sampling = SamplingParams(temperature=0.0, ignore_eos=True)
         """The sampling parameters of all requests."""
+        self.stop_token_ids: frozenset[int] = frozenset()
+        """Tokens that end a request early."""
         self.engine = Engine(self._agent, self._attach, runner, channel, self._sink, SystemClock())
 
     def _wake(self) -> None:
@@ -160,6 +177,8 @@ class BenchWorker:
         now = time.perf_counter()
         for admit in outputs.admitted:
             self._live[admit.sequence].cached_tokens = admit.cached_tokens
+        for sequence, scores in outputs.prompt_logprobs.items():
+            self._run.prompt_logprobs.setdefault(sequence, []).extend(scores)
         for sequence, tokens in outputs.tokens:
             self._buffer.tokens(outputs.step, sequence, tokens, ())
             self._live[sequence].add(tokens, now)
@@ -199,6 +218,7 @@ class BenchWorker:
         self._done.wait()
         run = self._run
         run.seconds = time.perf_counter() - began
+        self._rest()
         if self._failure or self.engine.ended.done():
             raise EngineFailure(self._failure or "the engine ended")
         run.tokens = sum(len(record.tokens) for record in run.records.values())
@@ -207,6 +227,11 @@ class BenchWorker:
         run.first_tokens = [record.first_token for record in run.records.values()]
         run.outputs = {sequence: run.outputs[sequence] for sequence in sorted(run.outputs)}
         return run
+
+    def _rest(self) -> None:
+        """Wait for the step that was queued behind the last token: another worker on the same model uses its memory."""
+        while self.engine.load().step_age_seconds and not self.engine.ended.done():
+            time.sleep(0.001)
 
     def _submit(self, requests: Sequence[Request]) -> None:
         """Submit requests to the engine; all are recorded before the first of them can end."""
@@ -219,7 +244,7 @@ class BenchWorker:
 
     def _request(self, request: Request) -> EngineRequest:
         extra = [("salt", self._salt)] if self._salt else []
-        root = root_digest("bench", "none", self.config.block_size, "", extra)
+        root = root_digest("bench", "none", self.config.block_size, extra_keys=extra)
         digests = block_digests(root, request.prompt, self.config.block_size)
         sequence = SequenceId(next(self._ids))
         new = NewSequence(
@@ -229,7 +254,9 @@ class BenchWorker:
             block_hashes=tuple(map(block_hash_of, digests)),
             parent_digest=digests[-1] if digests else root,
             max_len=len(request.prompt) + request.max_new_tokens,
-            stop=StopRule(request.max_new_tokens),
+            stop=StopRule(request.max_new_tokens, stop_token_ids=self.stop_token_ids),
+            speculation=speculation_of(self.sampling, (), 0),
+            score_until=0 if self.sampling.prompt_logprobs is None else len(request.prompt) - 1,
         )
         sampling = replace(self.sampling, max_tokens=request.max_new_tokens)
         return EngineRequest(new, sampling, len(request.prompt))

@@ -5,102 +5,79 @@
     W3  conversations in which each turn sends the whole history again
     W4  one stream
 
-Every request is greedy and runs to exactly `max_new_tokens`. Only `Random.random` is drawn from, which Python keeps
-equal from version to version. `python -m bench.lib.workloads` prints sizes and digests.
+Tokens are random ones, or passages of a text. Every request is greedy and runs to exactly `max_new_tokens`. Only
+`Random.random` is drawn from, which Python keeps equal from version to version. `python -m bench.lib.workloads` prints
+sizes and digests.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+
+from cli.benchmark.requests import Request, Workload
 
 VOCABULARY = 32000
 _FIRST_ID = 3  # after padding, beginning and end of a sequence
+Draw = Callable[[random.Random, int], list[int]]
+"""Draws so many tokens in a row."""
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A prompt, and the number of tokens that follow it. Requests outside a conversation have `conversation` -1."""
-
-    rid: str
-    prompt: list[int]
-    max_new_tokens: int
-    conversation: int = -1
-    turn: int = 0
+def random_tokens(rng: random.Random, count: int) -> list[int]:
+    return [_FIRST_ID + int(rng.random() * (VOCABULARY - _FIRST_ID)) for _ in range(count)]
 
 
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """Requests that are submitted all at once, and their follow-ups. `user_turns` is by (conversation, turn)."""
+def passages_of(text: Sequence[int]) -> Draw:
+    """Return what draws passages of a text, given as token ids."""
 
-    name: str
-    initial: list[Request]
-    turns: int = 1
-    user_turns: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    def passage(rng: random.Random, count: int) -> list[int]:
+        begin = int(rng.random() * (len(text) - count))
+        return list(text[begin : begin + count])
 
-    def follow_up(self, request: Request, output: Sequence[int]) -> Request | None:
-        """Return the next turn of a conversation: its whole history, and the user's next words."""
-        turn = request.turn + 1
-        if request.conversation < 0 or turn >= self.turns:
-            return None
-        prompt = [*request.prompt, *output, *self.user_turns[request.conversation, turn]]
-        name = f"c{request.conversation:02d}t{turn}"
-        return Request(name, prompt, request.max_new_tokens, request.conversation, turn)
-
-    @property
-    def num_requests(self) -> int:
-        """Requests in all, follow-ups included."""
-        return len(self.initial) * self.turns
-
-    @property
-    def digest(self) -> str:
-        """Twelve hexadecimal digits of every token id and length."""
-        requests = repr([(each.rid, each.prompt, each.max_new_tokens) for each in self.initial])
-        return hashlib.sha256((requests + repr(sorted(self.user_turns.items()))).encode()).hexdigest()[:12]
+    return passage
 
 
-def mixed(seed: int, count: int = 64) -> Workload:
+def mixed(seed: int, count: int = 64, draw: Draw = random_tokens) -> Workload:
     """W1."""
     rng = random.Random(f"W1/{seed}")
     requests = []
     for index in range(count):
         length = max(32, min(1024, round(math.exp(math.log(200.0) + 0.75 * _normal(rng)))))
         output = 16 + int(rng.random() * 241)
-        requests.append(Request(f"r{index:03d}", _ids(rng, length), output))
+        requests.append(Request(f"r{index:03d}", draw(rng, length), output))
     return Workload("W1", requests)
 
 
-def shared_prefix(seed: int, count: int = 64) -> Workload:
+def shared_prefix(seed: int, count: int = 64, draw: Draw = random_tokens) -> Workload:
     """W2."""
     rng = random.Random(f"W2/{seed}")
-    head = _ids(rng, 768)
-    return Workload("W2", [Request(f"r{index:03d}", head + _ids(rng, 64), 32) for index in range(count)])
+    head = draw(rng, 768)
+    return Workload("W2", [Request(f"r{index:03d}", head + draw(rng, 64), 32) for index in range(count)])
 
 
-def multi_turn(seed: int, count: int = 16, turns: int = 4) -> Workload:
+def multi_turn(seed: int, count: int = 16, draw: Draw = random_tokens) -> Workload:
     """W3."""
+    turns = 4
     rng = random.Random(f"W3/{seed}")
-    said = {(index, turn): _ids(rng, 64) for index in range(count) for turn in range(turns)}
+    said = {(index, turn): draw(rng, 64) for index in range(count) for turn in range(turns)}
     first = [Request(f"c{index:02d}t0", said[index, 0], 48, index, 0) for index in range(count)]
     return Workload("W3", first, turns, said)
 
 
-def single_stream(seed: int, count: int = 1) -> Workload:
+def single_stream(seed: int, count: int = 1, draw: Draw = random_tokens) -> Workload:
     """W4, which is one request whatever its `count`."""
     rng = random.Random(f"W4/{seed}")
-    return Workload("W4", [Request("r000", _ids(rng, 128), 256)])
+    return Workload("W4", [Request("r000", draw(rng, 128), 256)])
 
 
-def warm_up(seed: int = 0) -> Workload:
+def warm_up(seed: int = 0, draw: Draw = random_tokens) -> Workload:
     """Return a few requests to run before anything is timed; they share no prefix with the others."""
     rng = random.Random(f"warm/{seed}")
-    return Workload("warm", [Request(f"w{index}", _ids(rng, 48 + 40 * index), 8) for index in range(6)])
+    return Workload("warm", [Request(f"w{index}", draw(rng, 48 + 40 * index), 8) for index in range(6)])
 
 
-MAKERS: dict[str, Callable[[int, int], Workload]] = {
+MAKERS: dict[str, Callable[[int, int, Draw], Workload]] = {
     "W1": mixed,
     "W2": shared_prefix,
     "W3": multi_turn,
@@ -110,13 +87,9 @@ TITLES = {"W1": "mixed lengths", "W2": "shared prefix", "W3": "conversations", "
 _COUNTS = {"W1": 64, "W2": 64, "W3": 16, "W4": 1}
 
 
-def make(name: str, seed: int = 0, scale: float = 1.0) -> Workload:
+def make(name: str, seed: int = 0, scale: float = 1.0, draw: Draw = random_tokens) -> Workload:
     """Return a workload; `scale` is the share of its requests (or conversations) to run. Lengths stay."""
-    return MAKERS[name](seed, max(1, int(_COUNTS[name] * scale)))
-
-
-def _ids(rng: random.Random, count: int) -> list[int]:
-    return [_FIRST_ID + int(rng.random() * (VOCABULARY - _FIRST_ID)) for _ in range(count)]
+    return MAKERS[name](seed, max(1, int(_COUNTS[name] * scale)), draw)
 
 
 def _normal(rng: random.Random) -> float:

@@ -9,14 +9,19 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from grpc import aio
 
 from bench.open_loop.plan import FINISHED, Plan, Trace
 from bench.open_loop.token_check import TokenCheck
-from common.hashing import block_digests, block_hash_of, little_endian_int32
+from cli.certificates.folder import Leaf
+from common.hashing import block_digests, block_hash_of, little_endian_int32, root_digest
+from common.rpc.roles import Role
 from common.rpc.server import open_channel
+from common.types import PoolIdentity
+from common.wire.identity_codec import identity_from_proto
 from common.wire.packing import pack_hashes, unpack_u32
 from quire.gpuworker.v1 import gpuworker_pb2 as worker_pb
 from quire.gpuworker.v1 import gpuworker_pb2_grpc as worker_rpc
@@ -24,7 +29,6 @@ from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc
 from quire.types.v1 import types_pb2 as types
 
-_BLOCK_SIZE = 16
 _GENERATE = "/quire.inference.v1.InferenceService/Generate"
 
 
@@ -166,20 +170,24 @@ async def _http(plan: Plan) -> AsyncIterator[Api]:
 class DirectApi:
     """Sends sequences down one stream to a worker, as a router does, with nothing between."""
 
-    def __init__(self, call: aio.StreamStreamCall[worker_pb.StreamRequest, worker_pb.StreamResponse]) -> None:
+    def __init__(
+        self, call: aio.StreamStreamCall[worker_pb.StreamRequest, worker_pb.StreamResponse], identity: PoolIdentity
+    ) -> None:
         self._call, self._writing = call, asyncio.Lock()  # two writes at once end an RPC
+        self._block_size = identity.block_size
+        self._root = root_digest(identity.model_fingerprint, identity.tokenizer_fingerprint, identity.block_size)
         self._handles = itertools.count(1)
         self._live: dict[int, tuple[Trace, TokenCheck | None, asyncio.Event]] = {}
 
     async def call(self, request: LoadRequest, trace: Trace) -> None:
         handle, done = next(self._handles), asyncio.Event()
         self._live[handle] = trace, request.check, done
-        digests = block_digests(bytes(32), request.prompt, _BLOCK_SIZE)
+        digests = block_digests(self._root, request.prompt, self._block_size)
         submit = worker_pb.Submit(
             handle=handle,
             prompt_token_ids=little_endian_int32(request.prompt),
             block_hashes=pack_hashes(map(block_hash_of, digests)),
-            parent_digest=digests[-1] if digests else bytes(32),
+            parent_digest=digests[-1] if digests else self._root,
             sampling=types.SamplingParams(
                 temperature=1.0,
                 top_p=1.0,
@@ -195,7 +203,7 @@ class DirectApi:
 
     async def read(self) -> None:
         """Handle the worker's messages until the stream ends."""
-        async for response in self._call:
+        while isinstance(response := await self._call.read(), worker_pb.StreamResponse):
             now, outputs = time.monotonic(), response.outputs
             drawn = iter(unpack_u32(outputs.token_ids))
             for handle, count in zip(unpack_u32(outputs.handles), unpack_u32(outputs.counts), strict=True):
@@ -217,10 +225,13 @@ class DirectApi:
 
 @asynccontextmanager
 async def _direct(plan: Plan) -> AsyncIterator[Api]:
-    async with open_channel(plan.address) as channel:
+    identity = Leaf(Path(plan.certs)).identity() if plan.certs else None
+    async with open_channel(plan.address, identity=identity, role=Role.WORKER) as channel:
         call = worker_rpc.GpuWorkerServiceStub(channel).Stream()
         await call.write(worker_pb.StreamRequest(hello=worker_pb.Hello(router_id="bench")))
-        api = DirectApi(call)
+        hello = await call.read()
+        assert isinstance(hello, worker_pb.StreamResponse), "the worker ended the stream"
+        api = DirectApi(call, identity_from_proto(hello.hello.info.identity))
         reader = asyncio.create_task(api.read())
         try:
             yield api

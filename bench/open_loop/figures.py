@@ -1,7 +1,7 @@
 """Figures of one run of the load benchmark, from the traces of its clients and the CPU time of its processes.
 
 The window begins when the load is steady and ends with the last arrival. Throughput counts the tokens that came within
-it; latencies, goodput and refusals are those of the requests that were due within it, followed to their end.
+it. Latencies, goodput and refusals are those of the requests that were due within it, followed to their end.
 """
 
 from __future__ import annotations

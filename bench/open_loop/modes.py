@@ -135,7 +135,7 @@ async def added_ttft(suite: LoadSuite, shape: Shape, rate: float) -> Row:
     """
     load = shape.plan(suite, rate)
     through = replace(load, rate=_PROBES_A_SECOND, output_tokens=1, seed=shape.seed + 1, channels=1)
-    direct = replace(through, api="direct", address=suite.worker, seed=shape.seed + 2)
+    direct = replace(through, api="direct", address=suite.worker, certs=suite.certs, seed=shape.seed + 2)
     (seen, *probes), cpu, start, elapsed = await _measured(suite, load, through, direct)
     window = shape.window(start)
     routed, straight = (_first_tokens(each, window) for each in probes)

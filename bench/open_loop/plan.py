@@ -25,6 +25,7 @@ class Plan:
     `streams` > 0 the loop is closed instead: as many requests are kept running until `seconds` have passed. With
     `opening` > 0 the `streams` are opened at that rate, once, and followed to their end. `patience`: seconds after the
     last arrival until remaining requests are cancelled. `check`: the checkpoint of the simulated tokens, "" for none.
+    `certs`: the folder of the certificate with which `direct` calls a worker, "" for none.
     """
 
     api: Api
@@ -45,6 +46,7 @@ class Plan:
     patience: float = 30.0
     vocabulary: int = 1000
     check: str = ""
+    certs: str = ""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -16,7 +16,8 @@ from matplotlib import ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from bench.comparison.plots import ACCENT, GRID, INK, QUIET, STYLE, duration
+from bench.comparison.plots import duration
+from cli.benchmark.style import ACCENT, GRID, INK, QUIET, STYLE
 
 Row = dict[str, Any]
 _COLOURS: Final = {1: ACCENT, 2: "#c2701c", 3: "#3f5f8a"}

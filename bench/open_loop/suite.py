@@ -17,10 +17,11 @@ import psutil
 
 from bench.open_loop.plan import Plan, Seen
 from cli.suite.preflight import suite_options
+from cli.suite.programs import leaf_of, metrics_addresses
 from cli.suite.stack import Stack, free_ports
 from common.process import die_with_parent
-from common.process.metrics import metrics_port
 from common.process.python import module_command
+from common.rpc.roles import Role
 
 _AHEAD_SECONDS = 0.5
 CLIENTS = "clients"
@@ -34,8 +35,10 @@ class LoadSuite:
         self.stack, self._clients, self._folder = stack, clients, folder
         self.started = 0.0  # when the arrivals of the last run began
         self.router = stack.address
-        self.http = f"{stack.options.host}:{stack.options.http_port}"
+        self.http = f"{stack.options.host}:{stack.options.port}"
         self.worker = f"{stack.options.host}:{stack.options.worker_ports[0]}"
+        leaf = leaf_of(stack.options, Role.ROUTER)
+        self.certs = "" if leaf is None else str(leaf.path)
 
     def cpu_seconds(self) -> dict[str, float]:
         """Return the processor time so far of each role: router, kvmanager, worker, redis; user and system."""
@@ -64,9 +67,8 @@ class LoadSuite:
 
     async def counted(self, name: str) -> float:
         """Return the sum of a counter over all routers; 0 where there is none of this name."""
-        options = self.stack.options
-        own = [f"{options.host}:{metrics_port(None, port)}" for port in options.own_ports]
-        texts = [await asyncio.to_thread(_metrics, address) for address in own or [self.http]]
+        addresses = metrics_addresses(self.stack.options)
+        texts = [await asyncio.to_thread(_metrics, address) for address in addresses]
         lines = [line for text in texts for line in text.splitlines()]
         return sum(float(line.split()[1]) for line in lines if line.startswith(f"{name} "))
 
@@ -104,20 +106,24 @@ async def _run(client: asyncio.subprocess.Process, plan: Plan) -> None:
 async def load_suite(
     options: Sequence[str], clients: int, router_flags: Sequence[str] = (), workers: int = 1, routers: int = 1
 ) -> AsyncIterator[LoadSuite]:
-    """Run a suite on free ports, `clients` processes and two spare ones; `options` are flags of `quire up`.
+    """Run a suite on free ports, `clients` processes and two spare ones; `options` are flags of `quire serve`.
 
     Raises InvalidConfig for bad ones, Unavailable, with the last lines of a process, when it does not start.
     """
-    ports = free_ports(3 + workers + routers)
-    names = ("--port", "--http-port", "--manager-port", "--worker-port")
+    names = ("--grpc-port", "--port", "--admin-port", "--admin-http-port", "--manager-port")
+    ports = free_ports(len(names) + workers + routers)
+    used, of_workers, of_routers = ports[: len(names)], ports[len(names) :][:workers], ports[len(names) + workers :]
     with tempfile.TemporaryDirectory(prefix="quire-load-") as folder:
-        flags = [word for name, port in zip(names, ports[:4], strict=True) for word in (name, str(port))]
+        flags = [word for name, port in zip(names, used, strict=True) for word in (name, str(port))]
+        flags += ["--worker-port", str(of_workers[0])]
         flags += ["--workers", str(workers), "--state-dir", folder, "--log-level", "warning"]
         flags += ["--routers", str(routers)] if routers > 1 else []
         stack_options = suite_options([*options, *flags], os.environ)
         router_flags = (*stack_options.router_flags, *router_flags)
-        of_workers, of_routers = tuple(ports[3 : 3 + workers]), tuple(ports[3 + workers :]) if routers > 1 else ()
-        stack_options = replace(stack_options, router_flags=router_flags, worker_ports=of_workers, own_ports=of_routers)
+        own_ports = tuple(of_routers) if routers > 1 else ()
+        stack_options = replace(
+            stack_options, router_flags=router_flags, worker_ports=tuple(of_workers), own_ports=own_ports
+        )
         async with (
             Stack(stack_options, lambda _name, _line: None) as stack,
             _clients(clients + SPARE_CLIENTS) as processes,

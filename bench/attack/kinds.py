@@ -1,0 +1,278 @@
+"""The hostile requests, one function a kind. Each returns what became of it in one word: a status, or how it ended.
+
+A request comes from outside, through a public port, without a key or with that of another tenant. It holds a
+connection for `HOLD_S` at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import random
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from grpc import aio
+
+from bench.attack import wire
+from quire.inference.v1 import inference_pb2 as pb
+
+HOLD_S: Final = 5.0
+ANSWER_S: Final = 30.0
+_INFERENCE: Final = "/quire.inference.v1.InferenceService"
+_DECISIONS: Final = "/quire.decision.v1.DecisionService"
+_KSERVE: Final = "/inference.GRPCInferenceService"
+_OTLP: Final = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
+_HEADER_BYTES: Final = 32 << 20
+# Nested repetitions, which cost the examiner of constraints all of its time; each is another one.
+_GRAMMAR: Final = "start: {}\n" + "".join(f"r{n}: r{n + 1}* r{n + 1}? r{n + 1}+\n" for n in range(24)) + 'r24: "a"?\n'
+
+Attack = Callable[["Target"], Awaitable[str]]
+Make = Callable[[int], bytes]  # of a number of bytes
+
+
+@dataclass
+class Target:
+    """The public ports of a router, as an attacker sees them, and what the attacker learned of the ids."""
+
+    channel: aio.Channel
+    host: str
+    grpc_port: int
+    http_port: int
+    rng: random.Random
+    seen_id: str = ""
+    key: str = ""
+    kept: dict[tuple[Make, int], bytes] = field(default_factory=dict)
+
+    @property
+    def metadata(self) -> list[tuple[str, str]]:
+        """What calls over gRPC carry."""
+        return [("authorization", f"Bearer {self.key}")] if self.key else []
+
+    def made(self, make: Make) -> bytes:
+        """Return bytes of one of the sizes. They are made once: the attacker's time is not the measured one."""
+        size = self.rng.choice(wire.SIZES)
+        if (make, size) not in self.kept:
+            self.kept[make, size] = make(size)
+        return self.kept[make, size]
+
+
+# ------------------------------------------------------------ carriers
+
+
+async def unary(target: Target, method: str, message: bytes, timeout: float = ANSWER_S) -> bytes:
+    """Call a method with bytes as they are; return the bytes of the answer."""
+    call: Any = target.channel.unary_unary(method)
+    answer: bytes = await call(message, timeout=timeout, metadata=target.metadata)
+    return answer
+
+
+async def streamed(target: Target, message: bytes, timeout: float = ANSWER_S, most: int = 1 << 30) -> list[bytes]:
+    """Call Generate with bytes as they are; return its events, `most` of them."""
+    method: Any = target.channel.unary_stream(f"{_INFERENCE}/Generate")
+    call = method(message, timeout=timeout, metadata=target.metadata)
+    events: list[bytes] = []
+    try:
+        async for event in call:
+            events.append(event)
+            if len(events) >= most:
+                break
+    finally:
+        call.cancel()
+    return events
+
+
+async def posted(target: Target, path: str, body: bytes, read: bool = True) -> str:
+    """Post a body over HTTP/1; return the status, or "held" where the answer is not read."""
+    return await sent(target, target.http_port, [wire.http_post(path, body, target.host, target.key)], read)
+
+
+async def sent(target: Target, port: int, parts: Iterable[bytes], read: bool = True) -> str:
+    """Send bytes on a connection of their own; return the status of an HTTP answer, or how the connection ended."""
+    reader, writer = await asyncio.open_connection(target.host, port)
+    try:
+        for part in parts:
+            writer.write(part)
+            await asyncio.wait_for(writer.drain(), ANSWER_S)
+        if not read:
+            await asyncio.sleep(HOLD_S)
+            return "held"
+        line = await asyncio.wait_for(reader.readline(), ANSWER_S)
+        while await asyncio.wait_for(reader.read(1 << 16), ANSWER_S):
+            pass
+        words = line.split()
+        return f"HTTP_{words[1].decode()}" if len(words) > 1 and line.startswith(b"HTTP/1") else "closed"
+    finally:
+        writer.close()
+
+
+# ------------------------------------------------------------ gRPC
+
+
+def _once(method: str, make: Make) -> Attack:
+    async def attack(target: Target) -> str:
+        await unary(target, method, target.made(make))
+        return "OK"
+
+    return attack
+
+
+def _generated(make: Make) -> Attack:
+    async def attack(target: Target) -> str:
+        await streamed(target, target.made(make))
+        return "OK"
+
+    return attack
+
+
+async def predicted_ids(target: Target) -> str:
+    """Take the ids that the router would give to the next requests of others."""
+    if not target.seen_id:
+        (event,) = await streamed(target, wire.prompt(), most=1)
+        target.seen_id = pb.GenerateResponse.FromString(event).admitted.request_id
+    head, _, last = target.seen_id.rpartition("-")
+    ahead = int(last, 36 if not last.isdecimal() else 10) + target.rng.randrange(2000)
+    request = wire.field(1, f"{head}-{ahead}".encode()) + wire.prompt() + wire.field(4, wire.number(5, 200))
+    await streamed(target, request, HOLD_S)
+    return "OK"
+
+
+async def high_priority(target: Target) -> str:
+    """Take 64 places with one request, before everybody else's."""
+    sampling = wire.number(5, 4000) + wire.number(14, 1) + wire.number(16, 64)
+    await streamed(target, wire.prompt() + wire.field(4, sampling) + wire.number(8, 100), HOLD_S)
+    return "OK"
+
+
+async def hard_grammar(target: Target) -> str:
+    """Send a grammar that takes long to examine; no two are equal."""
+    grammar = _GRAMMAR.format(f'"{target.rng.randrange(1 << 30)}" r0')
+    await streamed(target, wire.prompt() + wire.field(7, grammar.encode()))
+    return "OK"
+
+
+async def malformed(target: Target) -> str:
+    """Call a method with bytes that are no message of it."""
+    methods = ("Generate", "GenerateUnary", "Tokenize", "Detokenize", "GetModel", "GetStatus")
+    paths = [f"{_INFERENCE}/{name}" for name in methods] + [f"{_KSERVE}/ModelInfer", f"{_DECISIONS}/GetTrace"]
+    await unary(target, target.rng.choice(paths), b"\x0a\xff\xff\xff\x7f" + wire.garbage(target.rng))
+    return "OK"
+
+
+async def forged_line(target: Target) -> str:
+    """Send an id and a trace context with line ends."""
+    words = b'ok\n{"level":"error","message":"forged"}\r\n' * 200
+    await streamed(target, wire.field(1, words) + wire.field(10, words) + wire.prompt(), HOLD_S)
+    return "OK"
+
+
+# ------------------------------------------------------------ HTTP
+
+
+def _post(path: str, make: Make) -> Attack:
+    async def attack(target: Target) -> str:
+        return await posted(target, path, target.made(make))
+
+    return attack
+
+
+def _garbage(make: Callable[[random.Random], bytes], over_grpc: bool) -> Attack:
+    async def attack(target: Target) -> str:
+        port = target.grpc_port if over_grpc else target.http_port
+        try:
+            return await asyncio.wait_for(sent(target, port, [make(target.rng)]), HOLD_S)
+        except TimeoutError:
+            return "held"
+
+    return attack
+
+
+async def unknown_ids(target: Target) -> str:
+    """Ask for the texts of ids that no vocabulary has, each for the first time."""
+    ids = [target.rng.randrange(1 << 20, 1 << 31) for _ in range(100_000)]
+    return await posted(target, "/detokenize", json.dumps({"tokens": ids}).encode())
+
+
+async def many_prompts(target: Target) -> str:
+    """Take a thousand places with one body."""
+    prompts = [[target.rng.randrange(8, 200) for _ in range(8)] for _ in range(1000)]
+    body = {"prompt": prompts, "max_tokens": 200, "ignore_eos": True, "priority": 100}
+    try:
+        return await asyncio.wait_for(posted(target, "/v1/completions", json.dumps(body).encode()), HOLD_S)
+    except TimeoutError:
+        return "held"
+
+
+async def slow_reader(target: Target) -> str:
+    """Ask for much, and read nothing of it."""
+    body = {"prompt": [33] * 8, "max_tokens": 2000, "n": 64, "logprobs": 20, "stream": True, "ignore_eos": True}
+    return await posted(target, "/v1/completions", json.dumps(body).encode(), read=False)
+
+
+async def whole_answer(target: Target) -> str:
+    """Ask for tens of megabytes of one answer that is not streamed."""
+    body = {"prompt": [33] * 8, "max_tokens": 500, "n": 64, "logprobs": 20, "ignore_eos": True}
+    return await posted(target, "/v1/completions", json.dumps(body).encode())
+
+
+async def half_sent(target: Target) -> str:
+    """Hold a connection with half of a request."""
+    return await sent(target, target.http_port, [wire.half_post("/v1/completions", target.key)], read=False)
+
+
+async def endless_headers(target: Target) -> str:
+    return await sent(target, target.http_port, wire.endless_headers(_HEADER_BYTES))
+
+
+async def deep_json(target: Target) -> str:
+    depth = 100_000
+    return await posted(target, "/v1/chat/completions", b'{"messages":' + b"[" * depth + b"]" * depth + b"}")
+
+
+KINDS: Final[dict[str, Attack]] = {
+    "many_stop_ids": _generated(wire.many_stop_ids),
+    "long_stop_strings": _generated(wire.long_stop_strings),
+    "long_prompt": _generated(functools.partial(wire.long_prompt, wire.VALID_ID)),
+    "unknown_prompt": _generated(functools.partial(wire.long_prompt, wire.UNKNOWN_ID)),
+    "many_tokens": _once(f"{_INFERENCE}/Detokenize", functools.partial(wire.many_tokens, wire.VALID_ID)),
+    "unknown_tokens": _once(f"{_INFERENCE}/Detokenize", functools.partial(wire.many_tokens, wire.UNKNOWN_ID)),
+    "wrong_tokens": _post("/detokenize", functools.partial(wire.json_body, b'{"tokens":[', b'"a"', b"]}")),
+    "wrong_messages": _post("/tokenize", functools.partial(wire.json_body, b'{"messages":[', b'{"a":1}', b"]}")),
+    "unknown_ids": unknown_ids,
+    "large_spans": _once(_OTLP, functools.partial(wire.span_export, 1)),
+    "many_spans": _once(_OTLP, functools.partial(wire.span_export, 20_000)),
+    "list_decisions": _once(f"{_DECISIONS}/ListDecisions", lambda _: wire.number(3, 100_000)),
+    "predicted_ids": predicted_ids,
+    "high_priority": high_priority,
+    "many_prompts": many_prompts,
+    "hard_grammar": hard_grammar,
+    "slow_reader": slow_reader,
+    "whole_answer": whole_answer,
+    "half_sent": half_sent,
+    "endless_headers": endless_headers,
+    "deep_json": deep_json,
+    "malformed": malformed,
+    "forged_line": forged_line,
+    "http1_garbage": _garbage(wire.http1_garbage, over_grpc=False),
+    "http2_garbage": _garbage(wire.http2_garbage, over_grpc=True),
+    "http1_on_grpc": _garbage(wire.http1_garbage, over_grpc=True),
+    "http2_on_http": _garbage(wire.http2_garbage, over_grpc=False),
+}
+
+
+async def outcome(attack: Attack, target: Target) -> str:
+    """Make a hostile request; return what became of it, whatever that is."""
+    try:
+        return await attack(target)
+    except aio.AioRpcError as error:
+        return f"{error.code().name}{' internal error' if 'internal error' in (error.details() or '') else ''}"
+    except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
+        return type(error).__name__
+
+
+def of_names(names: Iterable[str]) -> dict[str, Any]:
+    """Return the kinds of these names; all of them for none."""
+    wanted = list(names)
+    return {name: KINDS[name] for name in wanted or KINDS}

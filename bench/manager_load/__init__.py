@@ -1,0 +1,1 @@
+"""Load for a KV manager: simulated workers' reports, and large pools of its core."""
