@@ -12,7 +12,7 @@ RUN apt-get update \
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 WORKDIR /source
 RUN python -m venv --without-pip /opt/quire
-COPY pyproject.toml constraints.txt docker/requirements.py docker/slim.sh ./
+COPY pyproject.toml requirements.lock constraints.txt docker/requirements.py docker/slim.sh ./
 COPY protos/pyproject.toml protos/
 
 # The native CPU kernels for each level of vector instructions, compiled once for both targets.
@@ -20,8 +20,10 @@ FROM tools AS wheel
 # Where pip finds packages is the builder's business: each of these is one of pip's own variables while it is given.
 ARG PIP_INDEX_URL
 ARG PIP_TRUSTED_HOST
+RUN python requirements.py --build > build.txt \
+    && pip install --require-hashes -r build.txt
 COPY . .
-RUN pip wheel --no-deps --wheel-dir /wheel ./protos .
+RUN pip wheel --no-deps --no-build-isolation --wheel-dir /wheel ./protos .
 
 FROM ${PYTHON_IMAGE} AS runtime
 ARG VERSION=0.1.0
@@ -44,7 +46,7 @@ ENV PATH=/opt/quire/bin:${PATH} \
 EXPOSE 50053 51053
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=5s --timeout=5s --start-period=300s --retries=3 \
-    CMD ["python", "-I", "-m", "common.rpc.probe", "127.0.0.1:50053"]
+    CMD ["python", "-I", "-m", "common.rpc.probe", "http://127.0.0.1:51053/health"]
 ENTRYPOINT ["quire-gpuworker"]
 
 FROM tools AS packages-cpu
@@ -52,10 +54,11 @@ ARG PIP_INDEX_URL
 ARG PIP_TRUSTED_HOST
 # PyTorch's own index has builds without CUDA; pip takes them because 2.13.0+cpu counts as newer than 2.13.0.
 ARG PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
-RUN python requirements.py gpuworker --without triton > requirements.txt \
-    && pip --python /opt/quire/bin/python install -c constraints.txt -r requirements.txt
+RUN python requirements.py gpuworker > requirements.txt \
+    && pip --python /opt/quire/bin/python install --require-hashes -r requirements.txt \
+    && pip --python /opt/quire/bin/python install -c constraints.txt torch
 COPY --from=wheel /wheel /wheel
-RUN pip --python /opt/quire/bin/python install --no-deps /wheel/*.whl \
+RUN pip --python /opt/quire/bin/python install --no-deps --no-index /wheel/*.whl \
     && sh slim.sh /opt/quire
 
 FROM runtime AS cpu
@@ -69,9 +72,10 @@ ARG PIP_TRUSTED_HOST
 ARG PIP_EXTRA_INDEX_URL
 # PyPI's torch brings the CUDA runtime in packages of its own; the host needs the driver and its container toolkit alone.
 RUN python requirements.py gpuworker > requirements.txt \
-    && pip --python /opt/quire/bin/python install -c constraints.txt -r requirements.txt
+    && pip --python /opt/quire/bin/python install --require-hashes -r requirements.txt \
+    && pip --python /opt/quire/bin/python install -c constraints.txt torch triton
 COPY --from=wheel /wheel /wheel
-RUN pip --python /opt/quire/bin/python install --no-deps /wheel/*.whl \
+RUN pip --python /opt/quire/bin/python install --no-deps --no-index /wheel/*.whl \
     && sh slim.sh /opt/quire
 
 FROM runtime AS cuda

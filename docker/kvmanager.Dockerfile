@@ -11,12 +11,15 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=igno
 WORKDIR /source
 RUN python -m venv --without-pip /opt/quire
 # First the dependencies: this layer is made again only when they change.
-COPY pyproject.toml constraints.txt docker/requirements.py docker/slim.sh ./
+COPY pyproject.toml requirements.lock docker/requirements.py docker/slim.sh ./
 COPY protos/pyproject.toml protos/
-RUN python requirements.py kvmanager > requirements.txt \
-    && pip --python /opt/quire/bin/python install -c constraints.txt -r requirements.txt
+RUN python requirements.py --build > build.txt \
+    && pip install --require-hashes -r build.txt \
+    && python requirements.py kvmanager > requirements.txt \
+    && pip --python /opt/quire/bin/python install --require-hashes -r requirements.txt
 COPY . .
-RUN pip --python /opt/quire/bin/python install --no-deps ./protos . \
+RUN pip wheel --no-deps --no-build-isolation --wheel-dir /wheel ./protos . \
+    && pip --python /opt/quire/bin/python install --no-deps --no-index /wheel/*.whl \
     && sh slim.sh /opt/quire
 
 FROM ${PYTHON_IMAGE}
@@ -42,5 +45,5 @@ USER 10001:10001
 EXPOSE 50052 51052
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=5s --timeout=5s --start-period=30s --retries=3 \
-    CMD ["python", "-I", "-m", "common.rpc.probe", "127.0.0.1:50052"]
+    CMD ["python", "-I", "-m", "common.rpc.probe", "http://127.0.0.1:51052/health"]
 ENTRYPOINT ["quire-kvmanager"]

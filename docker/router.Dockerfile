@@ -11,12 +11,15 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=igno
 WORKDIR /source
 RUN python -m venv --without-pip /opt/quire
 # First the dependencies: this layer is made again only when they change.
-COPY pyproject.toml constraints.txt docker/requirements.py docker/slim.sh ./
+COPY pyproject.toml requirements.lock docker/requirements.py docker/slim.sh ./
 COPY protos/pyproject.toml protos/
-RUN python requirements.py router cli > requirements.txt \
-    && pip --python /opt/quire/bin/python install -c constraints.txt -r requirements.txt
+RUN python requirements.py --build > build.txt \
+    && pip install --require-hashes -r build.txt \
+    && python requirements.py router cli > requirements.txt \
+    && pip --python /opt/quire/bin/python install --require-hashes -r requirements.txt
 COPY . .
-RUN pip --python /opt/quire/bin/python install --no-deps ./protos . \
+RUN pip wheel --no-deps --no-build-isolation --wheel-dir /wheel ./protos . \
+    && pip --python /opt/quire/bin/python install --no-deps --no-index /wheel/*.whl \
     && sh slim.sh /opt/quire
 
 FROM ${PYTHON_IMAGE}
@@ -26,7 +29,9 @@ LABEL org.opencontainers.image.title="quire-router" \
       org.opencontainers.image.description="Router of Quire: admission, prefix-aware routing, gRPC and OpenAI-compatible HTTP" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}"
-RUN useradd --uid 10001 --no-create-home --shell /usr/sbin/nologin quire
+# A new named volume takes its owner from the folder that it covers.
+RUN useradd --uid 10001 --no-create-home --shell /usr/sbin/nologin quire \
+    && install --directory --owner=quire --group=quire --mode=0700 /var/lib/quire/certs
 # What is served unless another checkpoint is mounted here; the router reads tokenizer, chat template and fingerprint.
 COPY cli/demo_model/checkpoint /model
 COPY --from=build /opt/quire /opt/quire
@@ -35,9 +40,10 @@ ENV PATH=/opt/quire/bin:${PATH} \
     PYTHONDONTWRITEBYTECODE=1 \
     GRPC_VERBOSITY=NONE \
     QUIRE_HOST=0.0.0.0 \
+    QUIRE_ADMIN_HOST=0.0.0.0 \
     QUIRE_MODEL=/model
 USER 10001:10001
-# gRPC; HTTP with /metrics.
+# gRPC and HTTP for clients. The admin plane (50050, 51051) is left out: `docker run -P` publishes what is named here.
 EXPOSE 50051 8000
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=5s --timeout=5s --start-period=30s --retries=3 \
