@@ -16,6 +16,7 @@ from common.errors import (
     DeadlineExceeded,
     FieldViolation,
     InvalidRequest,
+    NotFound,
     Overloaded,
     QuotaViolation,
     Unavailable,
@@ -23,6 +24,7 @@ from common.errors import (
 from common.types import FinishReason
 from quire.client import AsyncClient, Client, Interrupted, InterruptedByDeadline, Retry
 from quire.client.retry import Attempts
+from quire.inference.v1 import inference_pb2 as pb
 from tests.support.deadlines import TooSlow, with_enough_time
 from tests.support.fake_router import HELLO, PATIENCE_S, RouterDouble, admitted, facing, finished, served, tokens
 
@@ -48,6 +50,21 @@ async def test_chat_sends_a_text_as_the_users_message(kind: str) -> None:
         assert (await face.call("chat", "Hi")).text == "Hello"
     (message,) = double.requests[0].prompt.chat.messages
     assert (message.role, message.content) == ("user", "Hi")
+
+
+@both
+async def test_embed_returns_a_vector_for_each_input(kind: str) -> None:
+    double = RouterDouble()
+    async with served(double) as address, facing(kind, address) as face:
+        found = await face.call("embed", ["x", [4, 5]], dimensions=2)
+        with pytest.raises(InvalidRequest, match="dimensions: is 'two'"):
+            await face.call("embed", ["x"], dimensions="two")
+        with pytest.raises(InvalidRequest, match="inputs: is one text; expected a list"):
+            await face.call("embed", "x")
+    assert (found.vectors, found.usage.prompt_tokens) == (((0.5, 1.0), (0.5, 1.0)), 6)
+    (asked,) = double.requests
+    assert [each.WhichOneof("content") for each in asked.inputs] == ["text", "token_ids"]
+    assert asked.dimensions == 2
 
 
 @both
@@ -195,14 +212,57 @@ async def test_nobody_there_is_unavailable(kind: str) -> None:
             await face.call("status")
 
 
+BROKEN = (admitted(), tokens("Hel", 1, 2), grpc.StatusCode.UNAVAILABLE)
+
+
 @both
-async def test_a_stream_that_breaks_raises_what_had_come_and_is_not_begun_again(kind: str) -> None:
-    double = RouterDouble([[admitted(), tokens("Hel", 1, 2), grpc.StatusCode.UNAVAILABLE], HELLO])
+async def test_a_stream_whose_router_dies_goes_on_at_the_next_address(kind: str) -> None:
+    first, second = RouterDouble([BROKEN]), RouterDouble([(admitted(), tokens("lo", 3), finished(3))])
+    async with served(first) as one, served(second) as other, facing(kind, [one, other], retry=QUICK) as face:
+        whole = await face.call("generate", "x")
+        assert (whole.text, whole.token_ids) == ("Hello", (1, 2, 3))
+        assert len(first.requests) == 1
+        (asked,) = second.requests
+        expected = pb.Resume(request_id="r1", output_tokens_received=[2])
+        assert asked == pb.GenerateRequest(resume=expected), "and nothing beside it"
+        await face.call("generate", "y")
+        assert len(first.requests) == 1, "the client stays with the router that answers"
+
+
+@both
+async def test_what_comes_again_counts_once(kind: str) -> None:
+    """The text that an output holds back at its end, and the end of an output, come again with every resume."""
+    rest, end = tokens("!"), finished(2)
+    double = RouterDouble(
+        [
+            (admitted(), tokens("a", 1), tokens("Hel", 1, 2, index=1), rest, end, grpc.StatusCode.UNAVAILABLE),
+            (admitted(), grpc.StatusCode.UNAVAILABLE),
+            (admitted(), rest, end, tokens("lo", 3, index=1), finished(3, index=1)),
+        ]
+    )
+    async with served(double) as address, facing(kind, address, retry=QUICK) as face:
+        chunks, _ = await face.chunks("x", n=2)
+    assert "".join(each.text for each in chunks if not each.index) == "a!"
+    assert [each.index for each in chunks if each.finish_reason] == [0, 1]
+    assert [list(each.resume.output_tokens_received) for each in double.requests[1:]] == [[1, 2], [1, 2]]
+
+
+@both
+async def test_a_stream_that_no_router_knows_raises_what_had_come(kind: str) -> None:
+    double = RouterDouble([BROKEN, [NotFound("no request r1")]])
     async with served(double) as address, facing(kind, address, retry=QUICK) as face:
         with pytest.raises(Interrupted) as error:
             await face.call("generate", "x")
     assert (error.value.partial.text, error.value.partial.token_ids) == ("Hel", (1, 2))
     assert isinstance(error.value.meant, Unavailable)
+    assert len(double.requests) == 2
+
+
+@both
+async def test_a_stream_that_is_whole_when_its_router_dies_is_no_failure(kind: str) -> None:
+    double = RouterDouble([(admitted(), tokens("Hel", 1), finished(1), grpc.StatusCode.UNAVAILABLE)])
+    async with served(double) as address, facing(kind, address, retry=QUICK) as face:
+        assert (await face.call("generate", "x")).text == "Hel"
     assert len(double.requests) == 1
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from common.errors import InvalidRequest
-from quire.client.request import Message, conversation_of, prompt_of, request_of
+from quire.client.chat import Message
+from quire.client.request import conversation_of, prompt_of, request_of
 from quire.inference.v1 import inference_pb2 as pb
 from quire.types.v1 import types_pb2 as types
 
@@ -44,6 +45,9 @@ def test_every_option_has_its_field() -> None:
             "salt": "s",
             "request_id": "r",
             "traceparent": "00-1",
+            "skip_special_tokens": False,
+            "add_special_tokens": False,
+            "truncate_prompt_tokens": -1,
             "timeout": 3.0,
         },
     )
@@ -55,6 +59,9 @@ def test_every_option_has_its_field() -> None:
         cache=pb.CacheOptions(no_cache=True, salt="s"),
         request_id="r",
         traceparent="00-1",
+        skip_special_tokens=False,
+        add_special_tokens=False,
+        truncate_prompt_tokens=-1,
     )
 
 
@@ -92,6 +99,55 @@ def test_every_value_that_cannot_be_sent_is_named_at_once() -> None:
         ("sampling.max_tokens", "is 1099511627776: Value out of range: 1099511627776"),
         ("sampling.temperature", "is 'hot': must be real number, not str"),
     ]
+
+
+def test_a_chat_has_options_of_its_own() -> None:
+    call = {"id": "c1", "name": "add", "arguments": {"a": 1}}
+    messages: list[Message] = [
+        {"role": "user", "content": "u"},
+        {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "hm"},  # type: ignore[list-item]
+        {"role": "tool", "content": "2", "tool_call_id": "c1", "name": "add"},
+    ]
+    request = request_of(
+        messages,
+        {
+            "tools": [{"type": "function", "function": {"name": "add"}}],
+            "documents": [{"text": "d"}],
+            "chat_template_kwargs": {"enable_thinking": False},
+            "add_generation_prompt": False,
+            "continue_final_message": True,
+            "reasoning_effort": "low",
+            "kept_special_tokens": "<tool_call>",
+            "thought_budget": {"max_tokens": 3, "opener": "<a>", "closer": "</a>", "end": "</a>", "is_open": True},
+        },
+    )
+    chat = request.prompt.chat
+    assert chat.messages[1].tool_calls[0] == pb.ToolCall(id="c1", name="add", arguments_json='{"a": 1}')
+    assert (chat.messages[1].reasoning_content, chat.messages[2].tool_call_id, chat.messages[2].name) == (
+        "hm", "c1", "add",
+    )  # fmt: skip
+    assert chat.tools_json == '[{"type": "function", "function": {"name": "add"}}]'
+    assert (chat.documents_json, chat.template_kwargs_json) == ('[{"text": "d"}]', '{"enable_thinking": false}')
+    assert chat.HasField("add_generation_prompt")
+    assert not chat.add_generation_prompt
+    assert (chat.continue_final_message, chat.reasoning_effort) == (True, "low")
+    assert list(request.kept_special_tokens) == ["<tool_call>"]
+    budget = types.ThoughtBudget(max_tokens=3, opener="<a>", closer="</a>", end="</a>", is_open=True)
+    assert request.thought_budget == budget
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "field"),
+    [
+        ("x", {"tools": [{}]}, "prompt"),
+        ([{"role": "user", "content": "u"}], {"tools": [{1, 2}]}, "prompt.chat.tools"),
+        ([{"role": "user", "content": "u"}], {"reasoning_effort": 7}, "prompt.chat.reasoning_effort"),
+        ([{"role": "user", "content": "u", "tool_calls": [{}]}], {}, "prompt.chat.messages[0].tool_calls[0]"),
+        ([{"role": "user", "content": "u", "name": 7}], {}, "prompt.chat.messages[0]"),
+    ],
+)
+def test_options_of_a_chat_that_cannot_be_sent_are_named(messages: Any, options: Any, field: str) -> None:
+    assert [name for name, _ in refused(messages, **options)] == [field]
 
 
 def test_messages_with_other_keys_are_named_by_their_place() -> None:

@@ -9,11 +9,13 @@ import pytest
 
 from common.clock import ManualClock
 from common.errors import (
+    AlreadyExists,
     Cancelled,
     DeadlineExceeded,
     EngineFailure,
     FieldViolation,
     InvalidRequest,
+    NotFound,
     Overloaded,
     QuireError,
     QuotaViolation,
@@ -164,7 +166,7 @@ def test_a_stream_that_had_begun_is_never_begun_again(cause: QuireError | grpc.S
     fold = Fold()
     fold.take(admitted())
     fold.take(tokens("Hel", 1, 2))
-    tries, _ = attempts()
+    tries, _ = attempts(Retry(resumes=0))
     with pytest.raises(Interrupted) as error:
         tries.wait_after(Failure(cause), fold)
     assert type(error.value) is kind
@@ -172,6 +174,49 @@ def test_a_stream_that_had_begun_is_never_begun_again(cause: QuireError | grpc.S
     assert error.value.partial.token_ids == (1, 2)
     assert error.value.__cause__ is error.value.meant
     assert "(after 2 output tokens; trace 0af7651916cd43dd8448eb211c80319c)" in str(error.value)
+
+
+def begun() -> Fold:
+    fold = Fold()
+    fold.take(admitted())
+    return fold
+
+
+def test_attempts_to_resume_are_bounded_until_the_stream_goes_on() -> None:
+    tries, _ = attempts(Retry(resumes=2, first_backoff=0.5), budget=RetryBudget(Retry(budget=0.0)))
+    fold = begun()
+    lost, held = Failure(grpc.StatusCode.UNAVAILABLE), Failure(AlreadyExists("another stream has it"))
+    assert (tries.wait_after(lost, fold), tries.wait_after(held, fold)) == (0.5, 1.0)
+    tries.goes_on()
+    assert (tries.wait_after(lost, fold), tries.wait_after(held, fold)) == (0.5, 1.0)
+    with pytest.raises(Interrupted) as error:
+        tries.wait_after(held, fold)
+    assert isinstance(error.value.meant, Unavailable), "what broke the stream, not what kept it from going on"
+
+
+@pytest.mark.parametrize("end", [NotFound("r1"), InvalidRequest(FieldViolation("resume", "is wrong"))])
+def test_a_stream_that_no_router_can_resume_raises_what_broke_it(end: QuireError) -> None:
+    tries, _ = attempts()
+    fold = begun()
+    tries.wait_after(Failure(grpc.StatusCode.UNAVAILABLE), fold)
+    with pytest.raises(Interrupted) as error:
+        tries.wait_after(Failure(end), fold)
+    assert isinstance(error.value.meant, Unavailable)
+
+
+@pytest.mark.parametrize("end", [Unavailable("its worker is gone"), EngineFailure("a step failed")])
+def test_an_error_of_the_server_is_no_lost_connection(end: QuireError) -> None:
+    tries, _ = attempts()
+    with pytest.raises(Interrupted):
+        tries.wait_after(Failure(end), begun())
+
+
+def test_a_closed_client_resumes_nothing() -> None:
+    budget = RetryBudget(Retry())
+    tries, _ = attempts(budget=budget)
+    budget.end()
+    with pytest.raises(Interrupted):
+        tries.wait_after(Failure(grpc.StatusCode.CANCELLED), begun())
 
 
 def test_figures_that_make_no_sense_are_refused() -> None:

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from common.decisions.ring import DecisionRing
+from common.decisions.ring import DecisionRing, record_bytes
+from common.limits import MAX_LISTED_DECISIONS
 from common.process.logs import fields_of, trace_ids
 from common.types import Candidate, Decision, DecisionKind
 from common.wire.decision_codec import decision_to_proto, trace_id_of
@@ -53,6 +54,13 @@ def test_finds_by_request_and_by_kind() -> None:
     assert made.find("c") == []
 
 
+def test_finds_the_newest_of_one_tenant() -> None:
+    """Records of others about the same id take no place in the answer."""
+    made = ring(*(decision(number, "a", tenant="red" if number < 2 else "blue") for number in range(5)))
+    assert ids(made.find("a", limit=1, tenant="red")) == ["d1"]
+    assert ids(made.find(tenant="blue")) == ["d2", "d3", "d4"]
+
+
 def test_victim_and_beneficiary_find_the_preemption() -> None:
     made = ring(decision(0, "a", DecisionKind.PREEMPTION, victim="a", beneficiary="b"))
     assert ids(made.find("a")) == ids(made.find("b")) == ["d0"]
@@ -66,8 +74,32 @@ def test_what_left_the_ring_is_found_no_more() -> None:
     assert ids(made.find("b")) == ["d3", "d4"]
 
 
+def test_the_oldest_go_when_the_bytes_are_used_up() -> None:
+    size = record_bytes(decision(0, "a"))
+    made = DecisionRing(100, 3 * size)
+    for number in range(5):
+        made.record(decision(number, "a"))
+    assert ids(made.find("a")) == ["d2", "d3", "d4"]
+    assert made.bytes == 3 * size
+
+
+def test_a_record_counts_with_its_candidates() -> None:
+    candidates = tuple(Candidate(f"w{number}", 1.0, (("queue", 1.0),)) for number in range(32))
+    small, large = decision(0, "a"), replace(decision(1, "a"), candidates=candidates)
+    assert record_bytes(large) > 5 * record_bytes(small)
+    made = DecisionRing(100, record_bytes(large))
+    made.record(small)
+    made.record(large)
+    assert ids(list(made)) == ["d1"]
+
+
+def test_one_answer_has_a_bounded_number_of_records() -> None:
+    made = ring(*(decision(number, "a") for number in range(MAX_LISTED_DECISIONS + 5)), capacity=2_000)
+    assert len(made.find(limit=2**32 - 1)) == MAX_LISTED_DECISIONS
+
+
 def test_a_ring_needs_room() -> None:
-    with pytest.raises(ValueError, match="capacity is 0; expected 1 or more"):
+    with pytest.raises(ValueError, match="capacity is 0 and max_bytes is 67108864; expected 1 or more"):
         DecisionRing(0)
 
 
@@ -88,6 +120,7 @@ FULL = Decision(
     victim="r2",
     beneficiary="r1",
     figures=(("hit_blocks", 3.0),),
+    tenant="red",
 )
 
 
@@ -105,6 +138,7 @@ def decision_of(record: decision_pb2.DecisionRecord) -> Decision:
         victim=record.victim,
         beneficiary=record.beneficiary,
         figures=tuple(sorted(record.figures.items())),
+        tenant=record.tenant,
     )
 
 
@@ -148,7 +182,7 @@ def test_a_record_is_logged_at_info_when_it_costs_somebody_something(
     )
 
 
-def test_the_log_line_tells_what_the_record_does_and_names_its_trace(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_line_shows_what_the_record_does_and_names_its_trace(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "quire.decisions")
     candidates = (Candidate("worker-0", 0.5, (("prefill", 0.25),)), Candidate("worker-1", rejected="draining"))
     made = replace(

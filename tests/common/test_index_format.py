@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import asdict
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -49,17 +50,67 @@ def test_owner_with_a_missing_or_malformed_field_is_none() -> None:
     assert index_format.owner_from_fields(fields) is None
 
 
-@given(strategies.identities)
-def test_discovered_worker_survives_json(identity: PoolIdentity) -> None:
-    worker = DiscoveredWorker("worker-0", "127.0.0.1:50053", "ab" * 16, identity)
-    assert index_format.discovered_from_json(index_format.discovered_to_json(worker)) == worker
+KEY, NOW = b"k" * 32, 1_700_000_000.0
 
 
-def test_discovery_value_of_another_version_is_none() -> None:
-    for value in (
-        "no json",
-        "[]",
-        "{}",
-        json.dumps({"worker_id": "w", "address": "", "incarnation": "", "identity": 3}),
-    ):
-        assert index_format.discovered_from_json(value) is None
+def worker_of(identity: PoolIdentity = IDENTITY) -> DiscoveredWorker:
+    return DiscoveredWorker("worker-0", "127.0.0.1:50053", "ab" * 16, identity)
+
+
+def read(value: str | bytes, key: bytes | None = KEY, name: str = "worker-0", now: float = NOW) -> DiscoveredWorker:
+    return index_format.discovered_from_value(value.encode() if isinstance(value, str) else value, name, key, now)
+
+
+@given(strategies.identities, st.none() | st.binary(min_size=16, max_size=64))
+def test_discovered_worker_survives_redis(identity: PoolIdentity, key: bytes | None) -> None:
+    worker = worker_of(identity)
+    assert read(index_format.discovered_to_value(worker, key, NOW), key) == worker
+
+
+def test_value_of_another_version_is_malformed() -> None:
+    wrong_type = asdict(worker_of()) | {"written": 0, "identity": {**asdict(IDENTITY), "block_size": [16]}}
+    endless = json.dumps(asdict(worker_of()) | {"written": float("inf")})
+    for body in ("no json", "[]", "{}", json.dumps(wrong_type), endless, "[" * 4000, "\ud800"):
+        with pytest.raises(ValueError, match="malformed"):
+            read(b"- " + body.encode(errors="surrogatepass"), key=None)
+
+
+def test_value_that_is_too_long_is_not_parsed() -> None:
+    with pytest.raises(ValueError, match="more than 8192 bytes"):
+        read(b"- " + b" " * 8192, key=None)
+
+
+def test_value_without_the_pools_signature_does_not_count() -> None:
+    value = index_format.discovered_to_value(worker_of(), KEY, NOW)
+    unsigned = index_format.discovered_to_value(worker_of(), None, NOW)
+    for forged in (unsigned, value.replace("50053", "50054"), value.upper(), "", " ", value.partition(" ")[2]):
+        with pytest.raises(ValueError, match="not signed with the pool's key"):
+            read(forged)
+    with pytest.raises(ValueError, match="not signed with the pool's key"):
+        read(value, b"another key of a pool")
+    with pytest.raises(ValueError, match="not signed with the pool's key"):
+        read(value, name="worker-1")
+    assert read(value) == worker_of()
+
+
+@pytest.mark.parametrize("seconds", [301, -301])
+def test_old_value_does_not_count_again(seconds: int) -> None:
+    value = index_format.discovered_to_value(worker_of(), KEY, NOW)
+    with pytest.raises(ValueError, match="compare the clocks"):
+        read(value, now=NOW + seconds)
+
+
+def test_value_under_another_workers_name_does_not_count() -> None:
+    with pytest.raises(ValueError, match="names another worker"):
+        read(index_format.discovered_to_value(worker_of(), None, NOW), None, "worker-1")
+
+
+@pytest.mark.parametrize("generation", [b"-1", b"4294967296", b"9" * 5000])
+def test_generation_outside_32_bits_is_no_owner(generation: bytes) -> None:
+    values = [b"w", b"", b"", generation]
+    assert index_format.owner_from_values(values) is None
+    assert index_format.owner_from_values([*values[:3], b"4294967295"]) == SlotOwner("w", "", "", 2**32 - 1)
+
+
+def test_value_of_a_block_counts_up_to_a_bound() -> None:
+    assert len(index_format.unpack_entries(bytes(1 << 20))) == 1024

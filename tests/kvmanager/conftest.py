@@ -18,7 +18,7 @@ from tests.support.kvmanager.fake_session import RawWorker, attach_of
 
 
 class Running:
-    """A manager that serves, and what a test wants of it."""
+    """A manager that serves, and what a test needs of it."""
 
     def __init__(self, settings: KvManagerSettings) -> None:
         self.stale: list[StaleEpoch] = []

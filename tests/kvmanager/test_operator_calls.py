@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from typing import Any
 
 import grpc
 import pytest
@@ -11,7 +12,7 @@ from grpc import aio
 
 from common.errors import InvalidRequest
 from common.lease import Report, Reserve
-from common.types import BlockHash, BlockId, SequenceId
+from common.types import BlockHash, BlockId, FinishReason, SequenceId
 from quire.api.status import error_from_rpc
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
@@ -38,7 +39,7 @@ def stub_of(manager: Running, channel_to: ChannelTo) -> kvmanager_pb2_grpc.KvMan
     return kvmanager_pb2_grpc.KvManagerServiceStub(channel_to(manager.address))
 
 
-async def test_lookup_tells_the_longest_prefix_on_each_worker(
+async def test_lookup_shows_the_longest_prefix_on_each_worker(
     manager: Running, connect: Connect, channel_to: ChannelTo
 ) -> None:
     await worker_with_one_sequence(manager, connect)
@@ -140,7 +141,7 @@ def values(text: str, name: str) -> dict[str, float]:
     return {labels: float(value) for labels, value in found}
 
 
-async def test_metrics_tell_blocks_by_state(manager: Running, connect: Connect) -> None:
+async def test_metrics_show_blocks_by_state(manager: Running, connect: Connect) -> None:
     await worker_with_one_sequence(manager, connect)
     text = await scraped(manager)
     states = {"free": 4, "leased": 1, "in_use": 3, "cached": 0, "pinned": 0}
@@ -194,3 +195,76 @@ async def test_health_over_http_until_draining(manager: Running) -> None:
     assert (await scraped(manager, "/health")).startswith("HTTP/1.1 200")
     manager.attachments.drain()
     assert (await scraped(manager, "/health")).startswith("HTTP/1.1 503")
+
+
+# ---------------------------------------------------------------- the prefix cache
+
+
+async def test_a_reset_waits_for_the_worker_and_says_what_went(
+    manager: Running, connect: Connect, channel_to: ChannelTo
+) -> None:
+    worker = await worker_with_one_sequence(manager, connect)
+    await worker.exchange(Report(step=2, finished=((SequenceId(7), FinishReason.STOP),)))
+    asked = stub_of(manager, channel_to).ResetPrefixCache(kvmanager_pb2.ResetPrefixCacheRequest(), timeout=120.0)
+    order = await worker.batch()
+    assert order.reset > 0
+    await worker.report(Report(step=2, reset=order.reset))
+    answer = await asked
+    (reset,) = answer.workers
+    assert (answer.dropped_blocks, answer.index_current) == (2, True)
+    assert (reset.worker_id, reset.dropped_blocks, reset.blocks_in_use, reset.confirmed) == ("w0", 2, 0, True)
+    (pool,) = (await stub_of(manager, channel_to).GetPool(kvmanager_pb2.GetPoolRequest())).pools
+    assert pool.cached == 0
+    decisions = decision_pb2_grpc.DecisionServiceStub(channel_to(manager.address))
+    (record,) = (await decisions.ListDecisions(decision_pb2.ListDecisionsRequest(kind="reset"))).decisions
+    assert (record.chosen, record.figures["dropped"]) == ("2 cached blocks", 2.0)
+    assert values(await scraped(manager), "quire:prefix_cache_reset_blocks_total") == {'{worker="w0"}': 2.0}
+
+
+async def test_a_worker_that_leaves_during_a_reset_has_not_confirmed(
+    manager: Running, connect: Connect, channel_to: ChannelTo
+) -> None:
+    worker = await worker_with_one_sequence(manager, connect)
+    asked = stub_of(manager, channel_to).ResetPrefixCache(kvmanager_pb2.ResetPrefixCacheRequest(), timeout=120.0)
+    await worker.batch()
+    worker.call.cancel()
+    (reset,) = (await asked).workers
+    assert (reset.worker_id, reset.confirmed) == ("w0", False)
+
+
+async def test_events_of_the_prefix_cache_are_a_snapshot_and_then_every_change(
+    manager: Running, connect: Connect, channel_to: ChannelTo
+) -> None:
+    worker = await worker_with_one_sequence(manager, connect)
+    stub = stub_of(manager, channel_to)
+    call: Any = stub.SubscribeKvEvents(kvmanager_pb2.SubscribeKvEventsRequest(), timeout=120.0)
+    first = await call.read()
+    assert (first.worker_id, first.number, first.snapshot.reason, first.snapshot.last) == ("w0", 2, "first", True)
+    assert first.snapshot.block_hashes == HASHES[0] + HASHES[1]
+    more = Reserve(SequenceId(8), 16, 32, block_hashes=HASHES[2:3], request_id="request-8")
+    batch = await worker.exchange(Report(step=2, reserve=(more,)))
+    (admitted,) = batch.admit
+    await worker.report(Report(step=3, seal=((admitted.block_table[0], HASHES[2]),)))
+    news = await call.read()
+    (change,) = news.changes.changes
+    assert (news.stream, news.number, change.stored.block_hash, change.stored.depth) == (first.stream, 3, HASHES[2], 0)
+    call.cancel()
+    after = kvmanager_pb2.KvPosition(worker_id="w0", stream=first.stream, number=2)
+    again: Any = stub.SubscribeKvEvents(kvmanager_pb2.SubscribeKvEventsRequest(after=[after]), timeout=120.0)
+    assert (await again.read()).changes.changes[0].stored.block_hash == HASHES[2]
+    worker.call.cancel()
+    assert (await again.read()).WhichOneof("event") == "detached"
+    again.cancel()
+
+
+async def test_a_client_that_goes_gives_its_subscription_back(manager: Running, channel_to: ChannelTo) -> None:
+    stub = stub_of(manager, channel_to)
+    hub = manager.attachments.events
+    calls = [stub.SubscribeKvEvents(kvmanager_pb2.SubscribeKvEventsRequest(), timeout=120.0) for _ in range(3)]
+    async with asyncio.timeout(120.0):
+        while len(hub._subscriptions) < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        for call in calls:
+            call.cancel()
+        while hub._subscriptions:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)

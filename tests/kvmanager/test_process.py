@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 import re
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import grpc
@@ -16,36 +14,17 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from common.process import die_with_parent
-from common.process.python import module_command
 from common.rpc.server import open_channel
+from common.settings.config import PORT_TAKEN_STATUS
 from kvmanager.main import REPLACED_STATUS
 from tests.kvmanager.conftest import ChannelTo
 from tests.kvmanager.index.test_end_to_end import indexed
 from tests.support.kvmanager.fake_session import RawWorker, attach_of
+from tests.support.kvmanager.manager_child import ManagerChild, manager_process
 from tests.support.kvmanager.remote_fake_worker import DrivenWorker
 
 ROOT = Path(__file__).parents[2]
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-
-
-@dataclass
-class ManagerChild:
-    """A manager in a process of its own."""
-
-    process: asyncio.subprocess.Process
-    ready: str
-
-    @property
-    def address(self) -> str:
-        return self.ready.split()[1]
-
-    async def ended(self) -> tuple[int, str]:
-        """Return exit status and what it said on stderr."""
-        async with asyncio.timeout(60.0):
-            _, said = await self.process.communicate()
-        assert self.process.returncode is not None
-        return self.process.returncode, said.decode()
 
 
 Launch = Callable[..., Awaitable[ManagerChild]]
@@ -54,30 +33,12 @@ Launch = Callable[..., Awaitable[ManagerChild]]
 @pytest.fixture
 async def launch(tmp_path: Path) -> AsyncIterator[Launch]:
     """Return what starts a manager process with the given flags and waits until it is ready."""
-    children: list[ManagerChild] = []
+    async with AsyncExitStack() as running:
 
-    async def start(*flags: str, port: int = 0) -> ManagerChild:
-        argv = module_command("kvmanager.main", "--port", str(port), "--metrics-port", "0")
-        argv += ["--state-dir", str(tmp_path / "state"), *flags]
-        process = await asyncio.create_subprocess_exec(
-            *die_with_parent.command(argv),
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'protos'}", "OMP_NUM_THREADS": "1"},
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        assert process.stdout is not None
-        async with asyncio.timeout(60.0):
-            ready = (await process.stdout.readline()).decode()
-        child = ManagerChild(process, ready)
-        children.append(child)
-        return child
+        async def start(*flags: str, port: int = 0) -> ManagerChild:
+            return await running.enter_async_context(manager_process(tmp_path / "state", *flags, port=port))
 
-    yield start
-    for child in children:
-        if child.process.returncode is None:
-            child.process.kill()
-            await child.process.wait()
+        yield start
 
 
 async def health(channel: aio.Channel) -> int:
@@ -152,7 +113,7 @@ async def test_killed_manager_comes_back_with_a_higher_epoch_and_the_worker_goes
         if life < 2:
             child.process.kill()
             assert (await child.ended())[0] == -signal.SIGKILL
-            worker.fake.step()  # on its runway, with nobody to report to
+            worker.fake.step()  # on its runway, without a manager
     await worker.finish()
     assert worker.fake.live == {}
     assert worker.fake.pool == []
@@ -179,7 +140,7 @@ async def test_taken_port_is_refused_before_anything_starts(launch: Launch) -> N
     second = await launch("--redis-url", "", port=int(port))
     assert second.ready == ""
     status, said = await second.ended()
-    assert status == 2
+    assert status == PORT_TAKEN_STATUS
     assert f"cannot listen on 127.0.0.1:{port}" in said
 
 
@@ -190,6 +151,17 @@ async def test_unreadable_state_is_refused_before_anything_starts(launch: Launch
     status, said = await child.ended()
     assert (child.ready, status) == ("", 2)
     assert "--state-dir" in said
+
+
+@pytest.mark.parametrize("content", ['{"model_type": ', "[]"])
+async def test_a_broken_configuration_is_refused_in_words(content: str, launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(content)
+    child = await launch("--redis-url", "", "--model", str(tmp_path))
+    status, said = await child.ended()
+    assert (child.ready, status) == ("", 2)
+    heading, line = said.splitlines()
+    assert heading == "quire-kvmanager cannot start:"
+    assert line.startswith(f"  --model: {tmp_path}/config.json ")
 
 
 async def test_workers_of_a_manager_that_is_gone_see_it_at_once(launch: Launch) -> None:

@@ -16,7 +16,7 @@ from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
 from quire.types.v1 import types_pb2
-from tests.router.test_process import DEMO, address_in, router
+from tests.router.test_process import DEMO, planes_in, router
 from tests.support.router.fake_worker import PATIENCE_S, FakeWorker, prompt_of, running
 
 SECRET = "Zyxquorvil"
@@ -33,7 +33,8 @@ async def test_text_of_prompts_and_outputs_is_in_no_log_line_and_in_no_span() ->
     worker = FakeWorker(identity=DEMO)
     verbose = ("--log-format", "json", "--log-level", "debug")
     async with running(worker), router("--worker", worker.address, *verbose) as process:
-        async with open_channel(await address_in(process.stdout, "READY ")) as channel:
+        public, admin = await planes_in(process.stdout)
+        async with open_channel(public) as channel, open_channel(admin) as operator:
             inference = rpc.InferenceServiceStub(channel)
             call = inference.GenerateUnary(request(TEXT, stop=[f"not {SECRET}"]), timeout=PATIENCE_S)
             await worker.until(lambda: len(worker.submits) == 1)
@@ -43,7 +44,7 @@ async def test_text_of_prompts_and_outputs_is_in_no_log_line_and_in_no_span() ->
             for prompt, wrong in ((TEXT, {"top_p": 2.0}), (CHAT, {"max_tokens": 10**6}), (TEXT, {"stop": [""]})):
                 with pytest.raises(aio.AioRpcError, match="INVALID_ARGUMENT"):
                     await inference.GenerateUnary(request(prompt, **wrong), timeout=PATIENCE_S)
-            traces = decision_pb2_grpc.DecisionServiceStub(channel)
+            traces = decision_pb2_grpc.DecisionServiceStub(operator)
             trace_id = answer.admitted.trace_id
             trace = await traces.GetTrace(decision_pb2.GetTraceRequest(trace_id=trace_id))
             decisions = await traces.ListDecisions(decision_pb2.ListDecisionsRequest())
@@ -53,6 +54,6 @@ async def test_text_of_prompts_and_outputs_is_in_no_log_line_and_in_no_span() ->
     routed = [line for line in lines if line["msg"] == "routing: w0"]
     assert [(line["level"], line["trace_id"]) for line in routed] == [("debug", trace_id)]
     assert {span.name for span in trace.spans} >= {"request", "route", "stream"}
-    assert len(decisions.decisions) == 2
-    for told in (err.decode(), str(trace), str(decisions)):
-        assert SECRET.lower() not in told.lower()
+    assert [each.kind for each in decisions.decisions] == ["admission", "routing", "outcome"]
+    for text in (err.decode(), str(trace), str(decisions)):
+        assert SECRET.lower() not in text.lower()

@@ -2,45 +2,44 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
 
-from common.process import cores
-from common.process.cores import threads_of_each, usable_cores
+from common.process.cores import compute_cores, threads_of_each, usable_cores
+from tests.support.machines import machine
 
-
-@pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A host of eight cores; return where its quota is to be written."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr(cores, "_CGROUP_QUOTA", tmp_path / "cpu.max")
-    monkeypatch.setattr(cores, "_CGROUP_V1", tmp_path)
-    return tmp_path / "cpu.max"
+QUOTA = "sys/fs/cgroup/cpu.max"
 
 
 @pytest.mark.parametrize(
-    ("quota", "usable"), [("max 100000", 8), ("150000 100000", 2), ("50000 100000", 1), ("1600000 100000", 8)]
+    ("quota", "usable", "computing"),
+    [("max 100000", 16, 8), ("150000 100000", 2, 1), ("50000 100000", 1, 1), ("1600000 100000", 16, 8)],
 )
-def test_the_quota_of_a_container_counts(host: Path, quota: str, usable: int) -> None:
-    host.write_text(quota + "\n")
-    assert usable_cores() == usable
-
-
-@pytest.mark.parametrize(("quota", "usable"), [("-1", 8), ("150000", 2), ("50000", 1), ("1600000", 8)])
-def test_the_quota_of_the_first_version_of_control_groups_counts(host: Path, quota: str, usable: int) -> None:
-    (host.parent / "cpu.cfs_quota_us").write_text(quota + "\n")
-    (host.parent / "cpu.cfs_period_us").write_text("100000\n")
-    assert usable_cores() == usable
-
-
-def test_without_a_quota_affinity_counts(host: Path) -> None:
-    assert usable_cores() == 8
+def test_the_quota_of_a_container_counts(quota: str, usable: int, computing: int) -> None:
+    found = machine("desktop", {QUOTA: quota})
+    assert (usable_cores(found), compute_cores(found)) == (usable, computing)
 
 
 @pytest.mark.parametrize(
-    ("available", "workers", "threads"), [(8, 1, 7), (8, 2, 3), (4, 3, 1), (4, 9, 1), (1, 1, 1), (2, 1, 1)]
+    ("name", "threads"),
+    [
+        ("one_core", 1),
+        ("two_cores", 2),
+        ("two_hyperthreads", 1),
+        ("four_cores", 3),
+        ("desktop", 7),
+        ("sixty_four_cores", 63),
+        ("xeon_two_sockets", 31),
+    ],
 )
-def test_workers_share_all_cores_but_one(available: int, workers: int, threads: int) -> None:
-    assert threads_of_each(workers, available) == threads
+def test_the_default_of_one_worker(name: str, threads: int) -> None:
+    assert threads_of_each(1, machine(name)) == threads
+
+
+@pytest.mark.parametrize(("name", "workers", "threads"), [("desktop", 2, 3), ("four_cores", 3, 1), ("two_cores", 2, 1)])
+def test_workers_share_the_cores(name: str, workers: int, threads: int) -> None:
+    assert threads_of_each(workers, machine(name)) == threads
+
+
+@pytest.mark.parametrize(("quota", "threads"), [("200000", 2), ("290000", 2), ("400000", 3), ("90000", 1)])
+def test_threads_stay_within_a_quota(quota: str, threads: int) -> None:
+    assert threads_of_each(1, machine("sixty_four_cores", {QUOTA: f"{quota} 100000"})) == threads

@@ -95,6 +95,43 @@ def test_a_bare_line_leaves_clock_and_service_to_the_supervisor(stream: io.Strin
     assert stream.getvalue() == "admitted  request_id=r1\nwarning: late\n"
 
 
+@pytest.mark.parametrize("form", ["json", "text", "bare"])
+@pytest.mark.parametrize("end", ["\n", "\r", "\x0b", "\x85", "\u2028", "\u2029"])
+def test_a_line_break_in_a_value_starts_no_line(stream: io.StringIO, form: Any, end: str) -> None:
+    setup_logging("router", form=form, stream=stream)
+    logging.getLogger("x").info("worker %s is gone", f"w{end}error: forged", extra={"address": f"a{end}forged"})
+    (line,) = stream.getvalue().splitlines()
+    assert "worker w" in line
+
+
+@pytest.mark.parametrize("form", ["json", "text", "bare"])
+def test_a_terminal_is_not_steered_by_a_value(stream: io.StringIO, form: Any) -> None:
+    setup_logging("router", form=form, stream=stream)
+    logging.getLogger("x").info("\x1b[2J\x9b2J\u202e%s", "\x7f", extra={"reason": "\x1b]0;title\x07"})
+    assert not {character for character in stream.getvalue() if not character.isprintable()} - {"\n"}
+
+
+@pytest.mark.parametrize("form", ["text", "bare"])
+def test_the_lines_of_a_traceback_are_marked(stream: io.StringIO, form: Any) -> None:
+    setup_logging("router", form=form, stream=stream)
+    try:
+        raise ValueError("broken\nerror: forged")
+    except ValueError:
+        logging.getLogger("x").exception("failed")
+    first, *others = stream.getvalue().splitlines()
+    assert first.endswith("failed")
+    assert {line[:6] for line in others} == {"    | "}
+    assert others[-1] == "    | error: forged"
+
+
+@pytest.mark.parametrize("form", ["json", "text", "bare"])
+def test_a_password_in_a_url_is_hidden(stream: io.StringIO, form: Any) -> None:
+    setup_logging("router", form=form, stream=stream)
+    logging.getLogger("x").info("Redis at %s", "redis://:secret@host:1", extra={"url": "rediss://u:secret@host"})
+    assert "secret" not in stream.getvalue()
+    assert "redis://***@host:1" in stream.getvalue()
+
+
 def test_lines_below_the_level_are_left_out(stream: io.StringIO) -> None:
     setup_logging("router", level="warning", stream=stream)
     logging.getLogger("x").info("chatter")

@@ -47,8 +47,8 @@ async def test_a_larger_request_is_resource_exhausted_with_both_sizes(call: Any)
     with pytest.raises(aio.AioRpcError) as caught:
         await call(bytes(LARGEST + 1))
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    told = re.findall(r"\d+", str(caught.value.details()))
-    assert told == [str(LARGEST + 1), str(LARGEST)]
+    numbers = re.findall(r"\d+", str(caught.value.details()))
+    assert numbers == [str(LARGEST + 1), str(LARGEST)]
 
 
 async def test_a_larger_answer_is_refused_and_the_channel_serves_on(call: Any) -> None:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from common.process.metrics import MetricsServer, new_registry
 from common.rpc.probe import main
 from common.rpc.server import RpcServer
 
@@ -71,3 +72,27 @@ async def test_it_is_a_command_of_its_own(server: RpcServer) -> None:
     command = [sys.executable, "-I", "-m", "common.rpc.probe", f"127.0.0.1:{server.port}"]
     done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "SERVING\n")
+
+
+@pytest.mark.parametrize(
+    ("path", "well", "status", "answer"),
+    [
+        ("/health", True, 0, "SERVING"),
+        ("/health", False, 1, "NOT_SERVING"),
+        ("/live", False, 0, "SERVING"),
+        ("/nothing", True, 1, "HTTP 404"),
+    ],
+)
+async def test_a_port_without_certificates_answers_by_http(
+    path: str, well: bool, status: int, answer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics = MetricsServer(new_registry(), lambda: well)
+    port = await metrics.start("127.0.0.1", 0)
+    assert await probe(f"http://127.0.0.1:{port}{path}") == status
+    assert capsys.readouterr().out == f"{answer}\n"
+    await metrics.stop()
+
+
+def test_nobody_there_fails_the_probe_by_http(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["http://127.0.0.1:1/health"]) == 1
+    assert capsys.readouterr().out.startswith("UNAVAILABLE: ")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from typing import Any
 
 import pytest
+from google.protobuf import descriptor_pb2
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 
 from common.errors import InvalidConfig, Unavailable
 from common.rpc.health import LIVE, wait_until_serving
@@ -51,6 +53,18 @@ async def test_a_server_that_is_not_ready_is_alive(rpc: RpcServer, channel: aio.
     assert [await health(channel), await health(channel, LIVE)] == [STATUS.NOT_SERVING, STATUS.SERVING]
 
 
+async def test_a_server_whose_background_task_fails_does_not_serve_until_it_runs_again(
+    rpc: RpcServer, channel: aio.Channel
+) -> None:
+    await rpc.ready()
+    await rpc.health.failing(("watch",))
+    assert [await health(channel), await health(channel, LIVE)] == [STATUS.NOT_SERVING, STATUS.SERVING]
+    await rpc.ready()
+    assert await health(channel) == STATUS.NOT_SERVING
+    await rpc.health.failing(())
+    assert await health(channel) == STATUS.SERVING
+
+
 async def test_a_draining_server_says_so_while_it_finishes_what_runs(rpc: RpcServer, channel: aio.Channel) -> None:
     await rpc.ready()
     watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE))
@@ -62,7 +76,7 @@ async def test_a_draining_server_says_so_while_it_finishes_what_runs(rpc: RpcSer
 
 
 async def test_waiting_ends_when_the_server_becomes_ready(rpc: RpcServer, channel: aio.Channel) -> None:
-    waiting = asyncio.create_task(wait_until_serving(channel, timeout=10))
+    waiting = asyncio.create_task(wait_until_serving(channel, timeout=120))
     await health(channel)
     assert not waiting.done()
     await rpc.ready()
@@ -74,13 +88,33 @@ async def test_waiting_gives_up_in_time(channel: aio.Channel) -> None:
         await wait_until_serving(channel, timeout=0.2)
 
 
-async def test_reflection_lists_the_services(channel: aio.Channel) -> None:
-    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-    request = reflection_pb2.ServerReflectionRequest(list_services="")
-    call = stub.ServerReflectionInfo(iter([request]))
-    names = {each.name for each in (await call.read()).list_services_response.service}
+async def test_the_status_of_all_services_is_listed(rpc: RpcServer, channel: aio.Channel) -> None:
+    await rpc.ready()
+    answer = await health_pb2_grpc.HealthStub(channel).List(health_pb2.HealthListRequest())
+    found = {name: each.status for name, each in answer.statuses.items()}
+    assert found == dict.fromkeys(("", SERVICE, LIVE), STATUS.SERVING)
+
+
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+async def test_reflection_describes_the_services(channel: aio.Channel, version: str) -> None:
+    ask = channel.stream_stream(
+        f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+        reflection_pb2.ServerReflectionRequest.SerializeToString,
+        reflection_pb2.ServerReflectionResponse.FromString,
+    )
+    ours = [f"grpc.reflection.{each}.ServerReflection" for each in ("v1", "v1alpha")]
+    asked = [reflection_pb2.ServerReflectionRequest(list_services="")]
+    asked += [reflection_pb2.ServerReflectionRequest(file_containing_symbol=name) for name in ours]
+    call: aio.StreamStreamCall[Any, Any] = ask(iter(asked))
+    listed, *described = list[Any]([await call.read() for _ in asked])
+    names = {each.name for each in listed.list_services_response.service}
+    files = [each.file_descriptor_response.file_descriptor_proto[0] for each in described]
     call.cancel()
-    assert names == {SERVICE, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+    assert names == {SERVICE, "grpc.health.v1.Health", *ours}
+    assert [descriptor_pb2.FileDescriptorProto.FromString(file).package for file in files] == [
+        "grpc.reflection.v1",
+        "grpc.reflection.v1alpha",
+    ]
 
 
 async def test_a_port_that_is_taken_is_refused_by_name(rpc: RpcServer) -> None:

@@ -40,7 +40,7 @@ CASES: list[tuple[errors.QuireError, grpc.StatusCode]] = [
     (errors.ProtocolViolation("seq 5 after 3"), grpc.StatusCode.INTERNAL),
     (errors.EngineFailure("step 12 failed"), grpc.StatusCode.INTERNAL),
 ]
-# Methods without serialisers carry bytes, which the type stubs do not know.
+# Methods without serialisers carry bytes, which the type stubs lack.
 Channel = Any
 
 

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 
 from common.errors import InvalidConfig
 from common.settings.config import installed_settings, load, load_or_exit, read
-from common.settings.options import Address, Addresses, BlockSize, Bytes, Count, Port, ServiceSettings, Settings
+from common.settings.options import Address, Addresses, BlockSize, Bytes, Count, DType, Port, ServiceSettings, Settings
+from common.version import quire_version
 
 
 class Other(Settings):
@@ -103,7 +104,7 @@ def test_keys_of_other_services_are_accepted_and_left_to_them(tmp_path: Path) ->
     assert demo("--config", file, QUIRE_BEYOND="x", QUIRE_OTHER_BEYOND="y").port == 1
 
 
-def test_what_is_meant_for_one_program_alone_is_told_apart(tmp_path: Path) -> None:
+def test_what_is_meant_for_one_program_alone_is_distinguished(tmp_path: Path) -> None:
     config = ("--config", toml(tmp_path, "host = 'a'\nblock_size = 32\n[demo]\nblock_size = 64\nport = 3\n"))
     reading = read(Demo, (*config, "--deterministic"), {"QUIRE_PORT": "4", "QUIRE_DEMO_KV_BLOCKS": "5"}, known=[Other])
     assert reading.own == {"block_size", "deterministic", "kv_blocks"}  # QUIRE_PORT is above the table
@@ -138,6 +139,43 @@ def test_other_block_sizes_are_refused(size: str) -> None:
     assert violations("--block-size", size) == {"--block-size": f"is '{size}'; expected a power of two from 4 to 256"}
 
 
+@pytest.mark.parametrize(
+    ("given", "blocks"), [("8", 8), ("8k", 8000), ("8K", 8000), ("8Ki", 8192), ("1.5M", 1_500_000), ("0.5ki", 512)]
+)
+def test_counts_may_have_a_unit(given: str, blocks: int) -> None:
+    assert demo("--kv-blocks", given).kv_blocks == blocks
+
+
+@pytest.mark.parametrize("given", ["8b", "1.0001k", "k", "8 k", "1e3"])
+def test_other_counts_are_refused(given: str) -> None:
+    (said,) = violations("--kv-blocks", given).values()
+    assert said == f"is {given!r}; expected a valid integer"
+
+
+@pytest.mark.parametrize(("given", "dtype"), [("half", "float16"), ("float", "float32"), ("bfloat16", "bfloat16")])
+def test_types_have_the_names_of_other_engines_too(given: str, dtype: str) -> None:
+    assert TypeAdapter(DType).validate_python(given) == dtype
+
+
+def test_flags_of_other_engines_are_answered_and_their_values_taken_with_them() -> None:
+    found = violations("--ctx-size", "4096", "-tp=2", "-m", "x", "--page-size", "17", "--port", "x", "stray")
+    one_device = "is not there: a model runs on one device; --workers N starts N replicas of it"
+    assert found == {
+        "--ctx-size": "is no flag here; `quire serve` has --max-model-len",
+        "-tp": one_device,
+        "-m": "is no flag here; `quire serve` has --model",
+        "--page-size": "is no flag here; --block-size is the same",
+        "--port": "is 'x'; expected a valid integer",
+        "stray": "was not expected; options start with --",
+    }
+
+
+def test_a_program_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        read(Demo, ["--version", "--bogus"], {}, prog="quire-demo")
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"quire-demo {quire_version()}\n")
+
+
 def test_a_flag_without_its_value_is_named_along_with_the_rest() -> None:
     assert violations("--manager", "--port", "x") == {
         "--manager": "has no value; expected one after it",
@@ -147,6 +185,31 @@ def test_a_flag_without_its_value_is_named_along_with_the_rest() -> None:
 
 def test_a_stray_word_is_refused() -> None:
     assert violations("serve") == {"serve": "was not expected; options start with --"}
+
+
+class WithWord(Demo):
+    """options with a positional one"""
+
+    positional: ClassVar[str] = "simulate"
+
+
+def test_a_word_without_a_flag_sets_the_positional_option() -> None:
+    for words in (("h", "--port", "3"), ("--port", "3", "h"), ("--deterministic", "h")):
+        assert load(WithWord, words, {"QUIRE_SIMULATE": "other"}, known=[Other]).simulate == "h"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("h", "--simulate", "g"), {"h": "was not expected: --simulate is 'g' already"}),
+        (("h", "g"), {"g": "was not expected: SIMULATE is 'h' already"}),
+        (("--simulat", "g", "h"), {"--simulat": "is no flag here; did you mean --simulate?"}),
+    ],
+)
+def test_a_second_value_of_the_positional_option_is_refused(words: tuple[str, ...], said: dict[str, str]) -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        load(WithWord, words, {}, known=[Other])
+    assert {each.field: each.description for each in caught.value.violations} == said
 
 
 def test_exclusive_options_of_one_source_are_refused() -> None:

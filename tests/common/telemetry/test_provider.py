@@ -84,7 +84,8 @@ async def test_the_usual_variable_wins_over_the_trace_endpoint(receivers: list[R
     assert receivers[0].received.empty()
 
 
-async def test_closing_delivers_what_still_waits(receivers: list[Receiver]) -> None:
+async def test_closing_delivers_what_still_waits(receivers: list[Receiver], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.telemetry.provider._EXPORT_TIMEOUT_S", DEADLINE_S)
     telemetry = setup("gpuworker", ServiceSettings(trace_endpoint=receivers[0].address), environ={})
     for number in range(1500):
         telemetry.tracer.start_span(f"step {number}").end()
@@ -92,7 +93,9 @@ async def test_closing_delivers_what_still_waits(receivers: list[Receiver]) -> N
     assert receivers[0].received.qsize() == 1500
 
 
-async def test_a_missing_receiver_is_told_once_and_does_not_hold_the_process(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_missing_receiver_is_logged_once_and_holds_no_process(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     telemetry = setup("gpuworker", ServiceSettings(trace_endpoint="127.0.0.1:1"), environ={})
     for number in range(2000):
         telemetry.tracer.start_span(f"step {number}").end()

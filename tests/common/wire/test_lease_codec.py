@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from common import lease
 from common.errors import Mismatch, ProtocolViolation
-from common.types import TRIMMED, BlockHash, BlockId, FinishReason, PoolIdentity, SequenceId, SequencePhase
-from common.wire import lease_codec
+from common.types import BlockHash, BlockId, FinishReason, PoolIdentity, SequenceId, SequencePhase
+from common.wire import lease_codec, packing
 from common.wire.identity_codec import identity_from_proto, identity_to_proto
-from common.wire.inventory_codec import InventoryAssembler, inventory_chunks
+from common.wire.inventory_codec import InventoryAssembler, InventoryBounds, inventory_chunks
 from quire.kvmanager.v1 import kvmanager_pb2
 from quire.types.v1 import types_pb2
 from tests.support import wire_strategies as strategies
+
+BOUNDS = InventoryBounds(messages=10_000, bytes=1 << 24, blocks=10_000)
 
 
 @given(strategies.identities)
@@ -53,7 +57,7 @@ def test_answers_to_an_attach_survive_the_wire(ok: lease.AttachOk, rejected: lea
 
 @given(strategies.inventories, st.integers(300, 2000))
 def test_inventory_survives_chunks_of_any_size(inventory: lease.Inventory, limit: int) -> None:
-    assembler = InventoryAssembler()
+    assembler = InventoryAssembler(BOUNDS)
     *early, last = [
         assembler.add(kvmanager_pb2.Inventory.FromString(chunk.SerializeToString()))
         for chunk in inventory_chunks(inventory, limit)
@@ -74,11 +78,11 @@ def test_chunks_of_a_large_inventory_stay_below_the_limit() -> None:
         for number in range(100)
     )
     cached_blocks = tuple(
-        lease.CachedBlock(BlockId(index), block_hashes[index % 400], -1, 2**32 - 1) for index in range(40_000)
+        lease.CachedBlock(BlockId(index), block_hashes[index % 400], -1, 2**64 - 1) for index in range(40_000)
     )
     chunks = inventory_chunks(lease.Inventory(sequences, tuple(map(BlockId, range(70_000))), cached_blocks))
     assert max(chunk.ByteSize() for chunk in chunks) <= 256 * 1024
-    assert len(chunks) == 4 + 2 + 5  # 8 KB a sequence, 4 B a pool block, 28 B a claim
+    assert len(chunks) == 4 + 2 + 5  # 8 KB a sequence, 4 B a pool block, 32 B a claim
 
 
 def test_a_report_of_a_step_is_as_small_as_promised() -> None:
@@ -91,8 +95,8 @@ def test_a_report_of_a_step_is_as_small_as_promised() -> None:
     assert lease_codec.report_to_proto(report).ByteSize() <= 150
 
 
-def test_trimmed_blocks_and_the_highest_sequence_id_keep_their_value() -> None:
-    admit = lease.Admit(SequenceId(2**32 - 1), (TRIMMED, BlockId(7)), 1)
+def test_the_highest_sequence_id_keeps_its_value() -> None:
+    admit = lease.Admit(SequenceId(2**64 - 1), (BlockId(7),), 1)
     message = lease_codec.batch_to_proto(lease.GrantBatch(0, admit=(admit,)))
     assert lease_codec.batch_from_proto(message).admit == (admit,)
 
@@ -107,16 +111,17 @@ def test_no_stalled_set_differs_from_an_empty_one() -> None:
 @pytest.mark.parametrize(
     "report",
     [
-        kvmanager_pb2.Report(bind_sequences=bytes(8), bind_blocks=bytes(4)),
+        kvmanager_pb2.Report(bind_sequences=bytes(16), bind_blocks=bytes(4)),
         kvmanager_pb2.Report(bind_blocks=bytes(4)),
         kvmanager_pb2.Report(seal_blocks=bytes(4)),
         kvmanager_pb2.Report(seal_blocks=bytes(4), seal_hashes=bytes(15)),
         kvmanager_pb2.Report(returned=bytes(3)),
-        kvmanager_pb2.Report(trim_sequences=bytes(4)),
+        kvmanager_pb2.Report(trim_sequences=bytes(8)),
+        kvmanager_pb2.Report(trim_sequences=bytes(4), trim_counts=bytes(4)),
         kvmanager_pb2.Report(preempted_num_tokens=bytes(4)),
         kvmanager_pb2.Report(computed_lengths=bytes(5)),
-        kvmanager_pb2.Report(finished_sequences=bytes(4)),
-        kvmanager_pb2.Report(finished_sequences=bytes(4), finished_reasons=[types_pb2.FINISH_REASON_UNSPECIFIED]),
+        kvmanager_pb2.Report(finished_sequences=bytes(8)),
+        kvmanager_pb2.Report(finished_sequences=bytes(8), finished_reasons=[types_pb2.FINISH_REASON_UNSPECIFIED]),
         kvmanager_pb2.Report(reserve=[kvmanager_pb2.Reserve(block_hashes=bytes(17))]),
     ],
 )
@@ -130,7 +135,7 @@ def test_malformed_report_is_a_protocol_violation(report: kvmanager_pb2.Report) 
     [
         kvmanager_pb2.GrantBatch(copy_src=bytes(4), copy_dst=bytes(4)),
         kvmanager_pb2.GrantBatch(copy_len=bytes(4)),
-        kvmanager_pb2.GrantBatch(preempt_sequences=bytes(4)),
+        kvmanager_pb2.GrantBatch(preempt_sequences=bytes(8)),
         kvmanager_pb2.GrantBatch(admit=[kvmanager_pb2.Admit(block_table=bytes(4))]),  # no miss reason
     ],
 )
@@ -149,7 +154,69 @@ def test_malformed_batch_is_a_protocol_violation(batch: kvmanager_pb2.GrantBatch
 )
 def test_malformed_inventory_is_a_protocol_violation(chunk: kvmanager_pb2.Inventory) -> None:
     with pytest.raises(ProtocolViolation):
-        InventoryAssembler().add(chunk)
+        InventoryAssembler(BOUNDS).add(chunk)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "what"),
+    [
+        (InventoryBounds(2, 1 << 20, 8), "3 messages"),
+        (InventoryBounds(9, 100, 8), "bytes"),
+        (InventoryBounds(9, 1 << 20, 8, sequences=2), "3 sequences"),
+        (InventoryBounds(9, 1 << 20, 5), "6 entries of cached_blocks"),
+    ],
+)
+def test_an_inventory_beyond_its_bounds_is_a_protocol_violation(bounds: InventoryBounds, what: str) -> None:
+    chunk = kvmanager_pb2.Inventory(
+        sequences=[kvmanager_pb2.InventorySequence(phase=kvmanager_pb2.SEQUENCE_PHASE_WAITING)],
+        cached_blocks=bytes(8),
+        cached_hashes=bytes(32),
+        pool=bytes(4),
+    )
+    assembler = InventoryAssembler(bounds)
+    with pytest.raises(ProtocolViolation, match=what):
+        list(map(assembler.add, [chunk] * 4))
+
+
+NEGATIVE = packing.pack_blocks([BlockId(-1)])
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        kvmanager_pb2.GrantBatch(lease=NEGATIVE),
+        kvmanager_pb2.GrantBatch(copy_src=NEGATIVE, copy_dst=bytes(4), copy_len=bytes(4)),
+        kvmanager_pb2.GrantBatch(copy_src=bytes(4), copy_dst=NEGATIVE, copy_len=bytes(4)),
+        kvmanager_pb2.GrantBatch(admit=[kvmanager_pb2.Admit(block_table=NEGATIVE)]),
+    ],
+)
+def test_a_grant_of_a_negative_block_is_a_protocol_violation(message: kvmanager_pb2.GrantBatch) -> None:
+    with pytest.raises(ProtocolViolation, match="is no block"):
+        lease_codec.batch_from_proto(message)
+
+
+def test_a_block_table_of_an_inventory_may_have_trimmed_places_and_no_other_negative_block() -> None:
+    for number, is_allowed in ((-1, True), (-2, False)):
+        sequence = kvmanager_pb2.InventorySequence(
+            phase=kvmanager_pb2.SEQUENCE_PHASE_RUNNING, block_table=packing.pack_blocks([BlockId(number)])
+        )
+        chunk = kvmanager_pb2.Inventory(sequences=[sequence], last=True)
+        with nullcontext() if is_allowed else pytest.raises(ProtocolViolation, match="is no block"):
+            InventoryAssembler(BOUNDS).add(chunk)
+
+
+@pytest.mark.parametrize("address", ["host:1\nfake line", "a b:1", "\x00", "h" * 300])
+def test_an_address_that_spoils_log_lines_is_a_protocol_violation(address: str) -> None:
+    message = kvmanager_pb2.Attach(worker_id="w", incarnation=bytes(16), num_blocks=1, max_num_seqs=1, address=address)
+    message.identity.block_size = 16
+    with pytest.raises(ProtocolViolation, match="HOST:PORT"):
+        lease_codec.attach_from_proto(message, 1)
+
+
+def test_texts_that_no_router_sends_are_cut() -> None:
+    reserve = lease.Reserve(SequenceId(1), 5, 9, request_id="r" * 1000, traceparent="t" * 1000, tenant="n" * 1000)
+    received = lease_codec.reserve_from_proto(lease_codec.reserve_to_proto(reserve))
+    assert (received.request_id, received.traceparent, received.tenant) == ("r" * 128, "", "n" * 64)
 
 
 @pytest.mark.parametrize("field", ["worker_id", "incarnation", "num_blocks", "max_num_seqs", "identity"])

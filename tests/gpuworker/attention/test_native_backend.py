@@ -51,8 +51,8 @@ def attend(library: ctypes.CDLL, step: Step, layer: LayerAttention, **options: i
 
 
 def tolerance(step: Step, layer: LayerAttention, kv_dtype: str) -> float:
-    """Bound the error: queries and weights off by a relative e move scores by e · scale · Σ|q||k|, and the output by
-    what weights that are off by that much move a mean of values (twice: numerator and denominator)."""
+    """Bound the error. Queries and weights off by a relative e move scores by e · scale · Σ|q||k|. Weights that are off
+    by that much move a mean of values, in numerator and denominator."""
     numbers = [step.key, *(keys.flatten(0, 1) for keys, _ in step.past)]
     most = max(float(each.norm(dim=-1).max()) for each in numbers if each.numel())
     score = abs(layer.scale) * most * float(step.query.norm(dim=-1).max())
@@ -157,7 +157,7 @@ def test_inputs_of_any_strides_and_types(library: ctypes.CDLL, query_type: torch
 
 
 def share(step: Step, blocks: Sequence[int]) -> None:
-    """Give row r the first blocks[r] blocks of row 0, in the table and in what the reference knows."""
+    """Give row r the first blocks[r] blocks of row 0, in the table and in the reference."""
     keys, values = step.past[0]
     for row, count in enumerate(blocks):
         slots = count * step.case.block_size

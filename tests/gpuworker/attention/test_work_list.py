@@ -19,7 +19,7 @@ STACKED = Cut(queries=4, tile=8, smallest=1000, items=1)
 
 
 def step_of(rows: list[tuple[int, int]], table: list[list[int]] | None = None) -> AttentionMetadata:
-    """A step of rows (start, length); each has blocks of its own unless told otherwise."""
+    """A step of rows (start, length); each has blocks of its own unless `blocks` says otherwise."""
     start, length = (np.array(column, dtype=np.int32) for column in zip(*rows, strict=True))
     width = -(-int((start + length).max(initial=1)) // BLOCK)
     blocks = np.arange(len(rows) * width).reshape(len(rows), width) if table is None else np.array(table)

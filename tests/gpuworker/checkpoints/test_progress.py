@@ -1,4 +1,4 @@
-"""How far the loading of a model is: lines where nobody sees a bar, and transformers' own bar on a terminal."""
+"""How far the loading of a model is: lines where no terminal shows a bar, and transformers' own bar on one."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def test_a_dropped_admission_resets_its_fresh_blocks_all_the_same() -> None:
     worker.admit(0, [0, 1])
     worker.step()
     worker.agent.cancel(SequenceId(0))
-    applied = worker.admit(1, [0, 1])  # the manager had not yet heard that sequence 1 was cancelled
+    applied = worker.admit(1, [0, 1])  # the cancel of sequence 1 had not reached the manager
     assert (applied.admitted, applied.dropped) == ((), (1,))
     worker.submit(2, [*range(40, 44), 70])
     worker.admit(2, [0, 2], shared=1)
@@ -226,7 +226,7 @@ def test_steps_go_on_without_a_session() -> None:
     assert not worker.agent.has_work
 
 
-def test_levels_are_told_again_after_an_attach() -> None:
+def test_levels_are_reported_again_after_an_attach() -> None:
     worker = Driver(runway_slots=8)
     worker.submit(0, range(4))
     worker.admit(0, [0])
@@ -250,7 +250,7 @@ def test_a_worker_that_is_still_stalled_after_a_batch_says_so() -> None:
     report_of(worker)
     worker.agent.apply(GrantBatch(0))
     worker.agent.plan()
-    assert report_of(worker).stalled is None, "the set is as it was told; that a report comes is the news"
+    assert report_of(worker).stalled is None, "the set is as it was reported; only the report is new"
     assert worker.agent.take_report() is None
 
 
@@ -277,16 +277,39 @@ def test_lease_want_counts_the_blocks_of_the_next_slots_up_to_the_limit() -> Non
     assert report_of(worker).lease_want == 2
 
 
-def test_computed_lengths_are_reported_every_fourth_step() -> None:
+def test_computed_lengths_alone_are_not_reported() -> None:
     worker = Driver()
     worker.submit(0, range(3), max_tokens=10)
+    report_of(worker)
     worker.admit(0, [0, 1, 2])
-    lengths = []
     for _ in range(8):
         worker.step()
         report = worker.agent.take_report()
-        lengths.append(report.computed if report else ())
-    assert lengths == [(), (), (), ((0, 6),), (), (), (), ((0, 10),)]
+        assert report is None or not report.computed
+
+
+def test_a_report_that_may_cause_a_preemption_has_computed_lengths_at_most_every_fourth_step() -> None:
+    worker = Driver(num_blocks=16)
+    worker.submit(0, range(3), max_tokens=10)
+    worker.admit(0, [0, 1, 2])
+    lengths = []
+    for other in range(1, 7):
+        worker.step()
+        worker.submit(other, range(3), max_tokens=2)
+        lengths.append(report_of(worker).computed)
+    assert lengths == [((0, 3),), (), (), (), ((0, 7),), ()]
+
+
+def test_the_report_of_a_stalled_sequence_has_computed_lengths() -> None:
+    worker = Driver()
+    worker.submit(0, range(3), max_tokens=10)
+    report_of(worker)
+    worker.admit(0, [0])
+    worker.step()
+    worker.step()
+    assert worker.agent.plan() is None
+    report = report_of(worker)
+    assert (report.stalled, report.computed) == ((0,), ((0, 4),))
 
 
 class TestWindow:

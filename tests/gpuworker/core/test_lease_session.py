@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.lease import Attach, AttachOk, GrantBatch
+from common.lease import Attach, AttachOk, GrantBatch, highest_plausible_epoch
 from common.types import BlockId, KvGeometry, PoolIdentity
 from gpuworker.core.lease_agent import LeaseAgent
 from gpuworker.core.lease_session import LeaseSession
@@ -38,7 +38,7 @@ def test_a_batch_counts_only_in_its_own_open_session(session: LeaseSession) -> N
     assert applied.leased == 2
 
 
-def test_a_lower_epoch_is_refused_and_the_highest_is_told(session: LeaseSession) -> None:
+def test_a_lower_epoch_is_refused_and_the_highest_is_reported(session: LeaseSession) -> None:
     session.connect()
     assert session.accept(1, AttachOk(5, 0))
     assert session.connect()[0].epoch_seen == 5
@@ -59,9 +59,9 @@ def test_reports_carry_their_session_and_stop_when_it_is_lost(session: LeaseSess
     session.connect()
     assert session.take_report() is None
     session.accept(1, AttachOk(5, 0))
-    told = session.take_report()
-    assert told is not None
-    assert told[0] == 1
+    taken = session.take_report()
+    assert taken is not None
+    assert taken[0] == 1
     session.lose(0)
     assert session.open, "an older session's loss is no news"
     session.lose(1)
@@ -79,3 +79,11 @@ def test_a_reattached_worker_goes_on_with_its_rows() -> None:
     session.accept(1, AttachOk(1, 0))
     worker.complete(plan)
     assert worker.rows() == [(0, 6, 1, (0, 1), True)]
+
+
+def test_an_epoch_that_no_manager_can_have_is_refused(session: LeaseSession) -> None:
+    """If it were accepted, every later manager would be refused for ever."""
+    session.connect()
+    assert not session.accept(1, AttachOk(highest_plausible_epoch(0) + 1, 0))
+    assert session.connect()[0].epoch_seen == 0
+    assert session.accept(2, AttachOk(5, 0))

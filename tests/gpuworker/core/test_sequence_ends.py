@@ -225,9 +225,9 @@ def test_behaviour_29_recomputed_tokens_are_counted_apart_from_hits() -> None:
 
 def test_behaviour_26_a_sequence_larger_than_the_pool_is_refused_with_the_numbers() -> None:
     worker = Driver(num_blocks=4, block_size=4)
-    with pytest.raises(InvalidRequest, match=r"17 tokens \(prompt 13\) need 5 blocks of 4; the worker has 4"):
-        worker.submit(0, range(13), max_tokens=4)
-    worker.submit(1, range(13), max_tokens=3)
+    with pytest.raises(InvalidRequest, match=r"18 tokens \(prompt 13\) need 5 blocks of 4; the worker has 4"):
+        worker.submit(0, range(13), max_tokens=5)
+    worker.submit(1, range(13), max_tokens=4)
     assert worker.agent.counts().waiting == 1
 
 
@@ -235,8 +235,33 @@ def test_a_prompt_needs_a_token_and_room_to_draw_one() -> None:
     worker = Driver()
     with pytest.raises(InvalidRequest, match="0 tokens"):
         worker.submit(0, [])
-    with pytest.raises(InvalidRequest, match="5 tokens, with room for 5"):
-        worker.submit(0, range(5), max_tokens=0)
+    with pytest.raises(InvalidRequest, match="5 tokens, with room for 4"):
+        worker.submit(0, range(5), max_tokens=-1)
+
+
+def test_without_output_a_sequence_ends_with_its_prompt_computed_and_sealed() -> None:
+    worker = Driver()
+    one = worker.submit(0, range(8), max_tokens=0)
+    worker.admit(0, [5, 2])
+    plan = worker.plan()
+    assert [(row.start, row.length, row.samples) for row in plan.rows] == [(0, 8, False)]
+    assert worker.agent.plan() is None
+    completion = worker.complete(plan)
+    assert (completion.tokens, completion.forgotten) == ({}, (one,))
+    (end,) = completion.finished
+    assert (end.reason, end.usage.output_tokens, end.usage.prompt_tokens) == (FinishReason.LENGTH, 0, 8)
+    report = worker.agent.take_report()
+    assert report is not None
+    assert [block for block, _ in report.seal] == [5, 2]
+
+
+def test_without_output_a_prompt_in_chunks_ends_after_its_last_one() -> None:
+    worker = Driver(max_num_batched_tokens=3)
+    worker.submit(0, range(5), max_tokens=0)
+    worker.admit(0, [5, 2])
+    first, second = worker.plan(), worker.plan()
+    assert worker.complete(first).finished == ()
+    assert [end.reason for end in worker.complete(second).finished] == [FinishReason.LENGTH]
 
 
 def test_sequence_ids_rise() -> None:

@@ -198,3 +198,65 @@ def test_steps_complete_in_order() -> None:
     second = worker.plan()
     with pytest.raises(ValueError, match="oldest in flight"):
         worker.agent.complete(StepResult(second.step, {}))
+
+
+def test_a_prompt_of_higher_priority_comes_before_decodes_that_fill_the_budget() -> None:
+    worker = Driver(num_blocks=32, max_num_batched_tokens=4)
+    for sequence in range(3):
+        worker.submit(sequence, [sequence, 7], max_tokens=20)
+        worker.admit(sequence, [sequence])
+        worker.step()
+    worker.submit(3, range(100, 110), priority=100)
+    worker.admit(3, [8, 9, 10])
+    assert [row[:3] for row in worker.rows()] == [(3, 0, 4)]
+    assert worker.agent.counts().deferred == 3
+    assert [row[:3] for row in worker.rows()] == [(3, 4, 4)]
+
+
+def test_a_decode_of_higher_priority_comes_before_a_prompt() -> None:
+    worker = Driver(num_blocks=32, max_num_batched_tokens=4)
+    for sequence, priority in ((0, 9), (1, 0)):
+        worker.submit(sequence, [sequence, 7], max_tokens=20, priority=priority)
+        worker.admit(sequence, [2 * sequence, 2 * sequence + 1])
+        worker.step()
+    worker.submit(2, range(100, 105), priority=5)
+    worker.admit(2, [8, 9])
+    assert [row[:3] for row in worker.rows()] == [(0, 3, 1), (2, 0, 3)]
+    assert [row[:3] for row in worker.rows()] == [(0, 4, 1), (1, 2, 1), (2, 3, 2)]
+
+
+def test_a_prompt_keeps_no_more_of_the_budget_than_its_scores_allow() -> None:
+    worker = Driver(num_blocks=32, max_num_batched_tokens=8, max_scored_tokens=4)
+    worker.submit(0, [0, 7], max_tokens=20)
+    worker.admit(0, [0])
+    worker.step()
+    worker.submit(1, range(100, 140), priority=5, score_until=39)
+    worker.admit(1, list(range(1, 11)))
+    assert [row[:3] for row in worker.rows()] == [(0, 2, 1), (1, 0, 4)]
+
+
+def test_a_prompt_without_blocks_keeps_nothing_of_the_budget() -> None:
+    worker = Driver(num_blocks=32, max_num_batched_tokens=4, window=8)
+    worker.submit(0, [0, 7], max_tokens=20)
+    worker.admit(0, [0])
+    worker.step()
+    worker.submit(1, range(100, 120), priority=5)
+    worker.admit(1, [1])
+    assert [row[:3] for row in worker.rows()] == [(1, 0, 4)]
+    assert [row[:3] for row in worker.rows()] == [(0, 2, 1)]
+
+
+def test_a_windowed_prompt_stalls_only_when_no_step_of_it_may_let_blocks_go() -> None:
+    worker = Driver(num_blocks=32, max_num_batched_tokens=8, window=4)
+    worker.submit(0, range(20))
+    worker.admit(0, [0])
+    first = worker.plan()
+    assert [row[:3] for row in first.rows] == [(0, 0, 4)]
+    assert worker.agent.plan() is None
+    before = worker.agent.take_report()
+    assert before is None or before.stalled == ()
+    worker.complete(first)
+    assert worker.agent.plan() is None
+    after = worker.agent.take_report()
+    assert after is not None
+    assert after.stalled == (0,)

@@ -30,7 +30,7 @@ from tests.support.checkpoints import VOCAB_SIZE, checkpoint
 from tests.support.gpuworker.engine_harness import EngineDriver, Result
 
 pytestmark = pytest.mark.skipif(best() is None, reason="the native library was not built")
-FAMILY = ("llama", "qwen3", "mistral")
+FAMILY = ("llama", "qwen3", "mistral", "mixtral", "qwen3_moe", "olmoe")
 COUNT, PROMPT, SHARED = 24, 300, 160
 ASKED = SamplingParams(temperature=0.9, top_p=0.95, seed=11, logprobs=3, ignore_eos=True)
 Bits = tuple[list[int], list[TokenLogprobs]]

@@ -49,7 +49,7 @@ def test_a_stop_token_ends_a_sequence_whose_next_step_is_in_flight() -> None:
         (result,) = driver.finish()
         assert (result.tokens, result.reason, result.stop_token) == ([7], FinishReason.STOP, 7)
         assert result.usage.output_tokens == 1
-        runner.step()  # it was in flight; what it draws goes to nobody
+        runner.step()  # it was in flight; its sample is discarded
         driver.assert_all_free()
         assert result.tokens == [7]
 
@@ -228,7 +228,7 @@ def test_stop_takes_the_cancels_before_it_and_waits_for_no_manager(
     assert [result.reason for result in driver.finish()] == [FinishReason.CANCELLED] * 3
 
 
-def test_whoever_waits_for_the_engine_hears_what_it_died_of(scripted: tuple[EngineDriver, ScriptedChannel]) -> None:
+def test_whoever_waits_for_the_engine_gets_what_ended_it(scripted: tuple[EngineDriver, ScriptedChannel]) -> None:
     driver, channel = scripted
 
     def poll() -> list[LeaseEvent]:

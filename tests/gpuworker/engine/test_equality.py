@@ -8,23 +8,30 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from common.lease import window_blocks
 from common.settings.options import ModelImpl
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.native import library as native
 from gpuworker.plane.assembly import assemble
-from tests.support.checkpoints import checkpoint, hf_greedy
+from tests.support.checkpoints import WINDOW, checkpoint, hf_greedy
 from tests.support.gpuworker.engine_harness import EngineDriver
 
 COUNT = 12
 SLOTS = 2048
+NATIVE = ("llama", "qwen3", "mistral", "mixtral", "qwen3_moe", "olmoe") if native.best() is not None else ()
 CASES = [
     *((kind, "transformers") for kind in ("llama", "qwen3", "mistral", "gemma2", "gpt2")),
-    *((kind, "native") for kind in ("llama", "qwen3", "mistral") if native.best() is not None),
+    *((kind, "native") for kind in NATIVE),
 ]
 
 
 def driver(
-    kind: str, model_impl: ModelImpl, block_size: int, prefix_caching: bool = True, num_blocks: int = 0
+    kind: str,
+    model_impl: ModelImpl,
+    block_size: int,
+    prefix_caching: bool = True,
+    num_blocks: int = 0,
+    max_model_len: int = 0,
 ) -> EngineDriver:
     """Return an engine on a tiny checkpoint; the small budget makes prefills go in chunks beside decodes."""
     settings = GpuWorkerSettings(
@@ -33,7 +40,7 @@ def driver(
         dtype="float32",
         block_size=block_size,
         kv_blocks=num_blocks or SLOTS // block_size,
-        max_model_len=min(256, num_blocks * block_size or SLOTS),
+        max_model_len=max_model_len or min(256, num_blocks * block_size or SLOTS),
         max_num_batched_tokens=48,
         max_num_seqs=8,
         prefix_caching=prefix_caching,
@@ -72,11 +79,23 @@ def test_tokens_equal_transformers(kind: str, model_impl: ModelImpl, block_size:
         engine.assert_all_free()
 
 
-@pytest.mark.parametrize(("kind", "model_impl"), [case for case in CASES if case[0] == "llama"])
+@pytest.mark.parametrize(("kind", "model_impl"), [case for case in CASES if case[0] in ("llama", "qwen3_moe")])
 def test_preempted_sequences_keep_their_tokens(kind: str, model_impl: ModelImpl) -> None:
     asked = [[*prompts()[1][:9], 20 + index] for index in range(6)]
     wanted = [hf_greedy(checkpoint(kind), prompt, 40) for prompt in asked]
     with driver(kind, model_impl, 4, num_blocks=40) as engine:
         assert engine.run(asked, 40) == wanted
         assert sum(result.preemptions for result in engine.results.values()) > 0
+        engine.assert_all_free()
+
+
+@pytest.mark.parametrize("model_impl", [impl for kind, impl in CASES if kind == "mistral"])
+def test_where_every_layer_has_a_window_long_prompts_run_in_a_pool_that_holds_little_more(
+    model_impl: ModelImpl,
+) -> None:
+    few = window_blocks(WINDOW, 4) + 2
+    wanted = [hf_greedy(checkpoint("mistral"), prompt, COUNT) for prompt in prompts()]
+    assert max(map(len, prompts())) > 2 * few * 4
+    with driver("mistral", model_impl, 4, num_blocks=few, max_model_len=256) as engine:
+        assert engine.run(prompts(), COUNT) == wanted
         engine.assert_all_free()

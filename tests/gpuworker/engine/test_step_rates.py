@@ -1,4 +1,4 @@
-"""What a worker learns from its steps, and what it says of a step that it cannot predict yet."""
+"""What a worker measures on its steps, and the prediction of a step before there are rates."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import shutil
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from common.errors import InvalidConfig
 from common.types import KvGeometry
@@ -19,7 +21,7 @@ from gpuworker.attention.backends import make_backend
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.models import choose
 from gpuworker.models.choose import LlamaModel, open_native
-from gpuworker.models.hf.loader import ModelSource, load_model
+from gpuworker.models.hf.loader import ModelSource, load_model, read_config
 from gpuworker.models.llama import pack as llama_pack
 from gpuworker.models.llama import reference as llama_reference
 from gpuworker.models.llama.spec import LlamaSpec
@@ -27,13 +29,13 @@ from gpuworker.models.self_test import self_test
 from gpuworker.native import library as native
 from gpuworker.runner.model_runner import ModelRunner, RunnerLimits
 from gpuworker.runner.thread_executor import thread_executor
-from tests.support.checkpoints import checkpoint, hf_greedy
+from tests.support.checkpoints import checkpoint, config_of, hf_greedy
 from tests.support.gpuworker.llama_cases import make_case
 from tests.support.gpuworker.runner_harness import SLOTS, Driver
 
 pytestmark = pytest.mark.skipif(native.best() is None, reason="the native library was not built")
 CPU = torch.device("cpu")
-FAMILY = ("llama", "qwen3", "mistral")
+FAMILY = ("llama", "qwen3", "mistral", "mixtral", "qwen3_moe", "olmoe")
 Opened = tuple[LlamaModel, KvGeometry]
 
 
@@ -70,6 +72,41 @@ def test_greedy_output_of_a_mixed_batch_equals_generate(kind: str) -> None:
     assert [stream.output for stream in streams] == [hf_greedy(checkpoint(kind), prompt, 24) for prompt in prompts]
 
 
+@functools.cache
+def half_precision(kind: str) -> Path:
+    """Return a checkpoint whose weights are stored in float16, and named so by its configuration."""
+    directory = checkpoint(kind).with_name(f"{kind}-float16")
+    AutoModelForCausalLM.from_pretrained(checkpoint(kind), dtype=torch.float16).save_pretrained(directory)
+    assert read_config(directory).dtype == torch.float16
+    return directory
+
+
+@pytest.mark.parametrize("kind", FAMILY)
+def test_float16_is_widened_exactly_and_has_the_tokens_of_float32(kind: str) -> None:
+    directory = half_precision(kind)
+    found = open_native(ModelSource(str(directory)), CPU, "auto", backend)
+    assert found is not None
+    model, geometry = found
+    assert (model.dtype, geometry.dtype) == (torch.float32, "float32")
+    cache = KvCache(geometry, SLOTS // 16, 16, CPU)
+    runner = ModelRunner(model, cache, backend(cache), RunnerLimits(8, 256, threads=1), thread_executor())
+    driver = Driver(runner)
+    prompts = [[6 + (29 * n + 5 * i) % 250 for i in range(length)] for n, length in enumerate((5, 40, 23))]
+    streams = [driver.add(prompt, 24, 11) for prompt in prompts]
+    driver.run()
+    runner.close()
+    # `hf_greedy` is transformers on the same file, in float32.
+    assert [stream.output for stream in streams] == [hf_greedy(directory, prompt, 24) for prompt in prompts]
+
+
+def test_a_narrow_cache_can_be_asked_for_beside_float16_weights(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger=choose.__name__):
+        found = open_native(ModelSource(str(half_precision("llama")), kv_cache_dtype="float16"), CPU, "native", backend)
+    assert found is not None
+    assert (found[0].dtype, found[1].dtype) == (torch.float32, "float16")
+    assert "llama: float16 is computed in float32, K and V are kept in float16" in caplog.text
+
+
 def test_dummy_weights_are_those_that_the_transformers_path_draws() -> None:
     source = ModelSource(str(checkpoint("llama")), "float32", "dummy", seed=3)
     found = open_native(source, CPU, "native", backend)
@@ -104,11 +141,6 @@ def reason_for(caplog: pytest.LogCaptureFixture, source: ModelSource) -> str:
     ("kind", "options", "reason"),
     [
         ("gemma2", {}, "gemma2 runs on transformers: gemma2 is not of the Llama family"),
-        (
-            "llama",
-            {"dtype": "float16"},
-            "llama runs on transformers: the native path computes in float32 or bfloat16, not in float16",
-        ),
         ("llama", {"kv_cache_dtype": "fp8"}, "llama runs on transformers: native attention has no cache of fp8"),
     ],
 )
@@ -167,6 +199,20 @@ def wrong_window(packed: llama_pack.PackedModel) -> None:
     packed.layers[1].window = 3
 
 
+def wrong_router(packed: llama_pack.PackedModel) -> None:
+    first, last = packed.layers[0].experts[0].router, packed.layers[2].experts[0].router
+    first.memory, last.memory = last.memory, first.memory
+
+
+def wrong_experts(packed: llama_pack.PackedModel) -> None:
+    each = packed.layers[0].experts[0].each
+    each[0].down.memory, each[1].down.memory = each[1].down.memory, each[0].down.memory
+
+
+def wrong_weights(packed: llama_pack.PackedModel) -> None:
+    packed.layers[0].experts[0].normalised = 1
+
+
 def wrong_order(packed: llama_pack.PackedModel) -> None:
     first, second = packed.layers[0].down.memory, packed.layers[1].down.memory
     packed.layers[0].down.memory, packed.layers[1].down.memory = second, first
@@ -180,6 +226,13 @@ def test_a_forward_that_computes_something_else_is_not_used(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    make_mistake(mistake, monkeypatch)
+    found = reason_for(caplog, ModelSource(str(checkpoint("llama")), dtype=dtype))
+    assert "its logits differ from its own eager attention" in found
+
+
+def make_mistake(mistake: Callable[[llama_pack.PackedModel], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make every model that is packed from here on a wrong one."""
     right = llama_pack.pack_model
 
     def pack(*args: Any) -> llama_pack.PackedModel:
@@ -188,8 +241,38 @@ def test_a_forward_that_computes_something_else_is_not_used(
         return packed
 
     monkeypatch.setattr("gpuworker.models.choose.pack_model", pack)
-    found = reason_for(caplog, ModelSource(str(checkpoint("llama")), dtype=dtype))
+
+
+@pytest.mark.parametrize("mistake", [wrong_router, wrong_experts, wrong_weights])
+def test_experts_that_compute_something_else_are_not_used(
+    mistake: Callable[[llama_pack.PackedModel], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    make_mistake(mistake, monkeypatch)
+    found = reason_for(caplog, ModelSource(str(checkpoint("qwen3_moe")), dtype="float32"))
     assert "its logits differ from its own eager attention" in found
+
+
+def test_a_window_that_is_wrong_beyond_the_self_test_is_found_on_a_tiny_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A window of 100 positions does not show in 16 tokens; the tiny model's window does."""
+    config = config_of("mistral")
+    config.sliding_window = 100
+    config.save_pretrained(tmp_path)
+    source = ModelSource(str(tmp_path), "float32", "dummy")
+    assert open_native(source, CPU, "native", backend) is not None
+    right = llama_pack.pack_model
+
+    def without_windows(*args: Any) -> llama_pack.PackedModel:
+        packed = right(*args)
+        for layer in packed.layers:
+            layer.window = 0
+        return packed
+
+    monkeypatch.setattr("gpuworker.models.choose.pack_model", without_windows)
+    assert "mistral cannot be served beyond sliding_window 100: tested tiny" in reason_for(caplog, source)
 
 
 def windows(*each: int | None) -> LlamaSpec:

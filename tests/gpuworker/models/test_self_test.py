@@ -27,6 +27,9 @@ SHAPES = {
     "mistral": KvGeometry(3, 2, 16, 16, "float32", window=WINDOW),
     "gemma2": KvGeometry(3, 2, 16, 16, "float32"),
     "gpt2": KvGeometry(3, 4, 16, 16, "float32"),
+    "mixtral": KvGeometry(3, 2, 16, 16, "float32", window=WINDOW),
+    "qwen3_moe": KvGeometry(3, 2, 32, 32, "float32"),
+    "olmoe": KvGeometry(3, 2, 16, 16, "float32"),
     "gpt_oss": KvGeometry(3, 2, 16, 16, "float32"),
     "deepseek_v3": KvGeometry(3, 4, 24, 12, "float32"),
 }

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import platform
+import re
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from gpuworker.native import build
+from gpuworker.native import build, levels
 from gpuworker.native import library as native
 
 
@@ -18,9 +21,100 @@ def test_a_host_with_a_compiler_has_the_library_of_every_level_that_it_runs() ->
 
 
 def test_a_library_that_was_not_built_is_missed_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "library", lambda level: build.BUILT / "none.so")
-    with pytest.raises(native.NativeUnavailable, match=r"none\.so was not built"):
+    monkeypatch.setattr(levels, "library", lambda level: build.BUILT / "none.so")
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(native.NativeUnavailable, match=r"none\.so was not built, although false is there"):
         native.load.__wrapped__("scalar")
+
+
+def test_without_a_compiler_its_absence_is_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(levels, "library", lambda level: tmp_path / f"{level}.so")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    said = "avx2.so was not built, for there is no C++ compiler: install a C++ compiler (Debian: apt-get install g++)"
+    assert levels.why_missing("avx2") == f"{said}, then run `make install`"
+    (tmp_path / "avx2.so").touch()
+    assert levels.why_missing("avx2") is None
+
+
+SKYLAKE_X = frozenset({"avx2", "fma", "f16c", "bmi2", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"})
+ICE_LAKE = SKYLAKE_X | {"avx512_vnni"}
+ZEN_3 = frozenset({"avx2", "fma", "f16c", "bmi2"})
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="levels of x86-64")
+@pytest.mark.parametrize(
+    ("flags", "best"),
+    [
+        (frozenset[str](), "scalar"),
+        (ZEN_3 - {"fma"}, "scalar"),
+        (ZEN_3, "avx2"),
+        (SKYLAKE_X - {"avx512dq"}, "avx2"),
+        (SKYLAKE_X, "avx512"),
+        (ICE_LAKE, "avx512_vnni"),
+        (ICE_LAKE | {"avx512_bf16"}, "avx512_bf16"),
+        (SKYLAKE_X | {"avx512_bf16"}, "avx512"),
+    ],
+)
+def test_a_processor_takes_the_best_level_that_it_has_all_of(flags: frozenset[str], best: str) -> None:
+    assert levels.levels_of(flags)[-1] == best
+
+
+def test_a_level_that_the_processor_lacks_is_refused_with_those_that_it_has() -> None:
+    said = levels.why_not("avx512_vnni", SKYLAKE_X)
+    assert said == "this processor lacks avx512_vnni; it runs scalar, avx2, avx512"
+
+
+def test_a_level_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        for level in native.levels_here():
+            native.use_level(level)
+            assert native.best() is native.load(level)
+        monkeypatch.setattr(levels, "processor_flags", lambda: ZEN_3)
+        lacking = "avx512bw, avx512dq, avx512f, avx512vl"
+        with pytest.raises(native.NativeUnavailable, match=f"level avx512: this processor lacks {lacking}"):
+            native.use_level("avx512")
+    finally:
+        native.use_level("auto")
+    assert native.best() is native.load(native.levels_here()[-1])
+
+
+BEYOND = {
+    "scalar": r"%ymm|%zmm|vfmadd",
+    "avx2": r"%zmm|%k[1-7]",
+    "avx512": r"vpdp(bu|ws)sd|vdpbf16ps|vcvtne2?ps2bf16",
+    "avx512_vnni": r"vdpbf16ps|vcvtne2?ps2bf16",
+}
+
+
+@pytest.mark.skipif(not shutil.which("objdump"), reason="no objdump")
+@pytest.mark.parametrize("level", [level for level in native.levels_here() if level in BEYOND])
+def test_a_library_has_no_instruction_beyond_its_level(level: str) -> None:
+    """A better processor runs such an instruction without a word."""
+    command = ["objdump", "-d", "--no-show-raw-insn", str(build.library(level))]
+    code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "ret" in code
+    assert re.search(BEYOND[level], code) is None
+
+
+@pytest.mark.skipif("avx512_bf16" not in build.LEVELS, reason="levels of x86-64")
+def test_sources_without_dot_products_serve_three_levels() -> None:
+    at = {path.stem: build._compiled_at("avx512_bf16", path) for path in build.SOURCE.glob("*.cpp")}
+    assert {at["sample"], at["attention_plan"]} == {"avx512"}
+    assert {at["attention_tiles"], at["linear_tile"], at["linear_tile_bytes"]} == {"avx512_bf16"}
+    assert build._compiled_at("avx512_vnni", build.SOURCE / "linear_tile.cpp") == "avx512"
+    assert build._compiled_at("avx2", build.SOURCE / "sample.cpp") == "avx2"
+
+
+ARM_COMPILER = "aarch64-linux-gnu-g++"  # Debian: g++-aarch64-linux-gnu
+
+
+@pytest.mark.skipif(not shutil.which(ARM_COMPILER), reason="no cross compiler")
+@pytest.mark.parametrize("source", ["attention_kernels", "linear", "llama", "sample"])
+def test_the_scalar_level_compiles_for_arm(source: str) -> None:
+    command = [ARM_COMPILER, *build._COMMON, "-Werror", "-fsyntax-only", str(build.SOURCE / f"{source}.cpp")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -28,3 +122,17 @@ def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setenv("CXX", "false --really")
     with pytest.raises(build.NoCompiler, match="false --really"):
         build.build()
+
+
+def test_a_worker_without_kernels_says_that_there_is_no_compiler(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`quire serve` shows this line of its workers."""
+    monkeypatch.setattr(levels, "library", lambda level: tmp_path / f"{level}.so")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(native, "load", native.load.__wrapped__)
+    assert native.best.__wrapped__() is None
+    said = "no native CPU kernels, so the torch ones run, which are several times slower"
+    assert said in caplog.text
+    assert "there is no C++ compiler: install a C++ compiler (Debian: apt-get install g++)" in caplog.text

@@ -68,6 +68,16 @@ def test_sequences_fit_in_whole_blocks(model: TransformersModel) -> None:
     assert (byte_plan.sequences_of(1024), byte_plan.sequences_of(17), byte_plan.sequences_of(16)) == (1, 35, 70)
 
 
+@pytest.mark.parametrize("options", [{"kv_blocks": 2**27}, {"max_num_seqs": 2**21, "kv_blocks": 70}])
+def test_places_that_an_int32_does_not_hold_are_refused(
+    model: TransformersModel, monkeypatch: pytest.MonkeyPatch, options: dict[str, int]
+) -> None:
+    monkeypatch.setattr(memory, "free_bytes", lambda _: 1 << 60)
+    assert plan(model, **{name: count - 1 for name, count in options.items()} | {"max_model_len": 1023}).num_blocks
+    with pytest.raises(InvalidConfig, match="32 bits"):
+        plan(model, **options)
+
+
 def test_the_token_table_counts(model: TransformersModel) -> None:
     assert plan(model, kv_blocks=70, max_num_seqs=8).token_table == 8 * 1025 * 4
 

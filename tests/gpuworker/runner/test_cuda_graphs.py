@@ -37,7 +37,7 @@ PROMPTS = [list(range(6 + n, 6 + n + length)) for n, length in enumerate((3, 41,
 
 
 class UnpaddedAttention:
-    """Keeps padding from a backend that knows none: rows without a slot attend to nothing."""
+    """Keeps padding from a backend without support for it: rows without a slot attend to nothing."""
 
     def __init__(self, backend: AttentionBackend) -> None:
         self._backend = backend

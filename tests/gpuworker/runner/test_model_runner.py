@@ -18,6 +18,8 @@ from gpuworker.memory.kv_cache import KvCache
 from gpuworker.native.library import best
 from gpuworker.runner.model_runner import ModelRunner
 from gpuworker.runner.thread_executor import ThreadExecutor
+from gpuworker.sampling.rows import SampledRow
+from gpuworker.sampling.sampler import SamplingBatch
 from tests.support.checkpoints import EOS, SERVED, VOCAB_SIZE, checkpoint, hf_greedy
 from tests.support.gpuworker.runner_harness import GREEDY, Driver, queued_on, runner_on, transformers_model
 
@@ -204,6 +206,28 @@ def test_log_probabilities_come_with_the_tokens_that_asked(llama_runner: NewRunn
     assert (found.token_id,) == result.sampled[B]
     assert found.top[0] == (found.token_id, found.logprob)
     assert len(found.top) == 3
+
+
+def test_samplers_are_made_once_for_each_number_of_drafts(
+    llama_runner: NewRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+
+    class Counted(SamplingBatch):
+        def __init__(self, rows: Sequence[SampledRow], vocab_size: int, device: torch.device) -> None:
+            made.append(len(rows))
+            super().__init__(rows, vocab_size, device)
+
+    monkeypatch.setattr("gpuworker.runner.model_runner.SamplingBatch", Counted)
+    runner = llama_runner()
+    (prompt,) = prompts(11)
+    runner.add(A, prompt, GREEDY, len(prompt))
+    runner.submit(StepPlan(1, (prefill(A, 0, 11, [0]),))).result(timeout=60)
+    for step, drafts in enumerate([(), (1, 2), (), (3, 4)], start=2):
+        row = decode(A, 11, [0])._replace(drafts=drafts)
+        runner.submit(StepPlan(step, (row,), drafts=len(drafts))).result(timeout=60)
+    runner.close()
+    assert made == [1, 3]
 
 
 def test_the_models_own_end_is_forbidden_before_min_tokens(llama_runner: NewRunner) -> None:

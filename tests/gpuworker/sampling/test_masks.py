@@ -23,7 +23,7 @@ from gpuworker.structured.mask_thread import GrammarMaskThread
 from tests.support.checkpoints import checkpoint
 
 CPU = torch.device("cpu")
-VOCAB = 150  # four words of a mask and a part of one
+VOCAB = 1100  # 34 words of a mask and a part of one; four blocks of the native sampler, of 256, and a part of one
 CONSTRAINT = Constraint(ConstraintKind.REGEX, "of no account here")
 PARAMS = [
     SamplingParams(temperature=0.0),
@@ -46,10 +46,13 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def some_allowed(rows: int, seed: int) -> npt.NDArray[np.bool_]:
-    """Return [rows, VOCAB]: words of a mask that allow all, nothing, and some; at least one token of a row."""
+    """Return [rows, VOCAB]: words and blocks that allow all, nothing, and some; at least one token of a row."""
     rng = np.random.default_rng(seed)
     allowed = rng.random((rows, VOCAB)) < 0.2
     allowed[:, 32:64], allowed[:, 64:96] = False, rng.random((rows, 1)) < 0.5
+    for block in (1, 2, 3):
+        allowed[:, 256 * block : 256 * (block + 1)] &= rng.random((rows, 1)) < 0.5
+    allowed[0] = False
     allowed[:, 149] = True
     return allowed
 
@@ -109,7 +112,7 @@ def test_all_greedy_rows_obey_their_masks_too() -> None:
     assert sample(logits, [PARAMS[0], constrained(PARAMS[0])], masks).tokens.tolist() == [40, 7]
 
 
-def test_log_probabilities_are_those_of_what_is_allowed_and_tell_of_nothing_else() -> None:
+def test_log_probabilities_are_those_of_what_is_allowed_and_disclose_nothing_else() -> None:
     logits = torch.zeros((1, VOCAB))
     allowed = np.zeros((1, VOCAB), dtype=bool)
     allowed[0, [20, 100, 149]] = True
@@ -125,7 +128,7 @@ def test_log_probabilities_are_those_of_what_is_allowed_and_tell_of_nothing_else
 
 
 def test_end_tokens_before_min_tokens_are_left_to_the_mask() -> None:
-    """The mask thread forbids them where it can; here the grammar wants one."""
+    """The mask thread forbids them where it can; here the grammar requires one."""
     allowed = np.zeros((1, VOCAB), dtype=bool)
     allowed[0, 100] = True
     masks = masks_of(allowed, [0], 1)
@@ -147,7 +150,7 @@ def test_the_draw_waits_for_masks_that_are_late() -> None:
     assert drawing.is_alive()
     masks.bits[:] = masks_of(allowed, [0], 1).bits
     masks.open()
-    drawing.join(10.0)
+    drawing.join(120.0)
     assert found == [int(logits.masked_fill(torch.from_numpy(~allowed), -math.inf).argmax())]
     assert masks.waited[0] > 0.0
 

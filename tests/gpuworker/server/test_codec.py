@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 
 from common.errors import InvalidRequest, ProtocolViolation
 from common.hashing import block_digests, block_hash_of, little_endian_int32, root_digest
-from common.types import Constraint, ConstraintKind, SamplingParams, SequenceId
+from common.types import Constraint, ConstraintKind, KvGeometry, PoolIdentity, SamplingParams, SequenceId
 from common.wire.sampling_codec import sampling_to_proto
+from gpuworker.core.drafting import Speculation
 from gpuworker.engine.ports import EngineLoad, EngineRequest
 from gpuworker.server.codec import engine_request, fold_seed, load_message, sampling_params
+from gpuworker.server.submit_check import SubmitLimits
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2 as types
 
@@ -20,10 +23,11 @@ PROMPT = list(range(10))
 ROOT = root_digest("model", "tokenizer", 4)
 LINKS = block_digests(ROOT, PROMPT, 4)
 MAX_MODEL_LEN = 64
+LIMITS = SubmitLimits(MAX_MODEL_LEN, 100, PoolIdentity("model", "tokenizer", 4, KvGeometry(1, 1, 1, 1, "float32")))
 
 
 def submit(**changes: object) -> pb.Submit:
-    """Return a submit of ten tokens in blocks of 4, eight more to be drawn; changed as told."""
+    """Return a submit of ten tokens in blocks of 4, eight more to be sampled; with the given changes."""
     parts: dict[str, object] = {
         "handle": 1,
         "request_id": "r1",
@@ -36,9 +40,8 @@ def submit(**changes: object) -> pb.Submit:
 
 
 def convert(message: pb.Submit, fork_of: int | None = None, traceparent: str = "") -> EngineRequest:
-    return engine_request(
-        message, SEQUENCE, None if fork_of is None else SequenceId(fork_of), MAX_MODEL_LEN, traceparent
-    )
+    LIMITS.check(message)
+    return engine_request(message, SEQUENCE, None if fork_of is None else SequenceId(fork_of), LIMITS, traceparent)
 
 
 def test_a_submit_becomes_a_sequence_with_its_chain() -> None:
@@ -101,9 +104,64 @@ def test_the_longest_context_bounds_the_sequence() -> None:
     assert convert(submit(sampling=types.SamplingParams(max_tokens=1000))).new.max_len == MAX_MODEL_LEN
 
 
+EMBEDS = replace(LIMITS, identity=replace(LIMITS.identity, pooling="last"))
+
+
+def test_a_prompt_that_embeds_may_fill_the_context_and_ends_at_its_limit() -> None:
+    ids = little_endian_int32([7] * MAX_MODEL_LEN)
+    message = submit(embeds=True, no_cache=True, prompt_token_ids=ids, block_hashes=b"", parent_digest=b"")
+    EMBEDS.check(message)
+    new = engine_request(message, SEQUENCE, None, EMBEDS, "").new
+    assert new.stop.limit(MAX_MODEL_LEN, new.max_len) == MAX_MODEL_LEN + 1
+    longer = submit(embeds=True, prompt_token_ids=little_endian_int32([7] * (MAX_MODEL_LEN + 1)))
+    with pytest.raises(InvalidRequest, match=f"expected 1 to {MAX_MODEL_LEN}"):
+        EMBEDS.check(longer)
+
+
+@pytest.mark.parametrize(("limits", "embeds"), [(LIMITS, True), (EMBEDS, False)])
+def test_a_worker_serves_one_kind_alone(limits: SubmitLimits, embeds: bool) -> None:
+    with pytest.raises(InvalidRequest, match=f"embeds: is {embeds}, and the pooling here is"):
+        limits.check(submit(embeds=embeds))
+
+
 def test_a_request_that_is_not_to_be_cached_has_no_chain() -> None:
     new = convert(submit(no_cache=True)).new
     assert (new.block_hashes, new.no_cache) == ((), True)
+
+
+def test_a_scored_prompt_says_what_the_router_has_already() -> None:
+    sampling = types.SamplingParams(max_tokens=8, prompt_logprobs=2)
+    new = convert(submit(sampling=sampling, prompt_logprobs_before=4, output_tokens_before=3)).new
+    assert (new.score_from, new.score_until) == (4, 6)
+    plain = convert(submit()).new
+    assert (plain.score_from, plain.score_until) == (0, 0)
+
+
+def test_nothing_need_be_sampled_where_the_prompt_is_scored() -> None:
+    request = convert(submit(sampling=types.SamplingParams(max_tokens=0, prompt_logprobs=0)))
+    assert (request.new.stop.max_tokens, request.new.max_len) == (0, 10)
+    with pytest.raises(InvalidRequest, match="expected more than that"):
+        convert(submit(sampling=types.SamplingParams(max_tokens=0)))
+
+
+def test_bad_words_are_runs_of_ids() -> None:
+    message = submit(bad_words=[little_endian_int32([4, 5]), little_endian_int32([6])])
+    assert convert(message).sampling.bad_words == ((4, 5), (6,))
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"prompt_logprobs_before": 10}, "prompt_logprobs_before: 10; expected less than the prompt's 10 tokens"),
+        ({"bad_words": [b""]}, "bad_words: has a word that is no list of int32 ids"),
+        ({"bad_words": [b"abc"]}, "bad_words: has a word that is no list of int32 ids"),
+        ({"bad_words": [bytes(4 * 16_385)]}, "bad_words: has 16385 ids; expected at most 16384"),
+        ({"sampling": types.SamplingParams(max_tokens=1, prompt_logprobs=21)}, "sampling.prompt_logprobs: is 21"),
+    ],
+)
+def test_what_cannot_be_scored_or_forbidden_is_refused(changes: dict[str, object], what: str) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(what)):
+        convert(submit(**changes))
 
 
 @pytest.mark.parametrize(
@@ -120,21 +178,18 @@ def test_a_prompt_that_cannot_be_run_is_refused_with_the_numbers(changes: dict[s
         convert(submit(**changes))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"prompt_token_ids": b"\0" * 5},
-        {"block_hashes": b"\0" * 17},
-    ],
-    ids=["half a token", "half a hash"],
-)
-def test_bytes_that_hold_no_whole_numbers_are_refused(changes: dict[str, object]) -> None:
+def test_bytes_that_hold_no_whole_tokens_are_refused() -> None:
     with pytest.raises(ProtocolViolation, match="no whole number"):
-        convert(submit(**changes))
+        convert(submit(prompt_token_ids=b"\0" * 5))
 
 
-def test_a_load_is_told_whole() -> None:
-    load = EngineLoad(1, 2, 3, 4, 5, 0.5, 0.25, 2.0, 4.0, 6, manager_attached=True)
+def test_bytes_that_hold_no_whole_hashes_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="17 bytes; expected 32"):
+        convert(submit(block_hashes=b"\0" * 17))
+
+
+def test_a_load_is_reported_whole() -> None:
+    load = EngineLoad(1, 2, 3, 4, 5, 0.5, 0.25, 2.0, 4.0, 6, 7, 8, manager_attached=True)
     assert load_message(load, draining=True) == pb.Load(
         running=1,
         waiting=2,
@@ -146,6 +201,32 @@ def test_a_load_is_told_whole() -> None:
         step_age_seconds=2.0,
         step_predicted_seconds=4.0,
         steps=6,
+        sampled_tokens=7,
+        computed_tokens=8,
         manager_attached=True,
         draining=True,
     )
+
+
+def test_a_prediction_is_what_the_sequence_drafts_from() -> None:
+    message = submit(prediction_token_ids=little_endian_int32([5, 6, 7]), output_tokens_before=4)
+    assert convert(message).new.speculation == Speculation((5, 6, 7), 4)
+    assert convert(submit()).new.speculation == Speculation()
+
+
+def test_a_prediction_ends_where_the_vocabulary_does() -> None:
+    message = submit(prediction_token_ids=little_endian_int32([5, 100, 7]))
+    assert convert(message).new.speculation == Speculation((5,))
+
+
+def test_a_prediction_that_is_no_list_of_ids_is_refused() -> None:
+    with pytest.raises(ProtocolViolation):
+        convert(submit(prediction_token_ids=b"abc"))
+
+
+def test_a_constrained_sequence_drafts_and_one_with_a_budget_of_thoughts_does_not() -> None:
+    prediction = little_endian_int32([5])
+    assert convert(submit(regex="a", prediction_token_ids=prediction)).new.speculation == Speculation((5,))
+    budget = types.ThoughtBudget(max_tokens=4, opener="<a>", closer="</a>", end="</a>")
+    thinking = submit(thought_budget=budget, thought_end_token_ids=[9], prediction_token_ids=prediction)
+    assert convert(thinking).new.speculation is None

@@ -1,10 +1,11 @@
-"""What Prometheus is told of a worker: levels and step times of its engine, round trips to its KV manager."""
+"""What Prometheus reads of a worker: levels and step times of its engine, round trips to its KV manager."""
 
 from __future__ import annotations
 
 import pytest
 from prometheus_client import CollectorRegistry
 
+from gpuworker.core.draft_tally import DraftKind, DraftTally
 from gpuworker.engine.ports import EngineLoad, MaskLateness
 from gpuworker.engine.step_rates import STEP_BOUNDS, StepTimes
 from gpuworker.server.metrics import EngineCollector, MaskCollector, lease_round_trips
@@ -43,3 +44,16 @@ def test_late_masks_are_counted() -> None:
     MaskCollector(lambda: MaskLateness(steps=20, late=3, seconds=0.25), registry)
     names = ("constrained_steps", "late_mask_steps", "late_mask_seconds")
     assert [registry.get_sample_value(f"quire:{name}_total") for name in names] == [20, 3, 0.25]
+
+
+def test_drafts_are_counted_by_what_guessed_them() -> None:
+    registry = CollectorRegistry()
+    drafts = {DraftKind.MODEL: DraftTally(20, 15), DraftKind.NGRAM: DraftTally(3, 1)}
+    load = EngineLoad(drafts=drafts)
+    assert (load.drafted_tokens, load.accepted_tokens) == (23, 16)
+    EngineCollector(lambda: load, registry)
+    found = [
+        [registry.get_sample_value(f"quire:spec_decode_num_{name}_tokens_total", {"kind": kind}) for kind in DraftKind]
+        for name in ("draft", "accepted")
+    ]
+    assert found == [[3, 0, 20], [1, 0, 15]]

@@ -10,6 +10,7 @@ from common.lease import Admit
 from common.types import BlockId, FinishReason, MissReason, SequenceId, TokenLogprobs, Usage
 from common.wire.packing import unpack_u32
 from gpuworker.core.outcomes import SequenceFinished
+from gpuworker.engine.ports import Started
 from gpuworker.server.output_buffer import OutputBuffer
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2 as types
@@ -79,6 +80,11 @@ def test_an_admission_says_what_the_cache_gave_and_why_not_more(buffer: OutputBu
     ]
 
 
+def test_cached_tokens_that_an_admission_said_wrongly_are_said_again(buffer: OutputBuffer) -> None:
+    buffer.recounted(3, 4)
+    assert list(buffer.take().admitted) == [pb.SequenceAdmitted(handle=3, cached_tokens=4, recounted=True)]
+
+
 def test_an_end_carries_usage_stop_token_and_words(buffer: OutputBuffer) -> None:
     usage = Usage(prompt_tokens=5, cached_tokens=4, output_tokens=3, recomputed_tokens=2, preemptions=1)
     buffer.finished(3, SequenceFinished(SequenceId(9), FinishReason.STOP, usage, 0, "words"))
@@ -89,6 +95,13 @@ def test_an_end_carries_usage_stop_token_and_words(buffer: OutputBuffer) -> None
     assert end.usage == types.Usage(
         prompt_tokens=5, cached_tokens=4, output_tokens=3, recomputed_tokens=2, preemptions=1
     )
+
+
+def test_the_end_of_a_sequence_that_embeds_carries_its_vector_and_counts_it(buffer: OutputBuffer) -> None:
+    end = SequenceFinished(SequenceId(9), FinishReason.STOP, Usage(), embedding=b"\0" * 16_384)
+    buffer.finished(3, end)
+    assert buffer.size > 16_384
+    assert buffer.take().finished[0].embedding == end.embedding
 
 
 def test_an_end_without_a_stop_token_names_none(buffer: OutputBuffer) -> None:
@@ -111,7 +124,7 @@ def test_each_kind_of_news_alone_is_worth_a_message(buffer: OutputBuffer, kind: 
     assert buffer
 
 
-def test_preemptions_are_told_in_order(buffer: OutputBuffer) -> None:
+def test_preemptions_are_reported_in_order(buffer: OutputBuffer) -> None:
     buffer.preempted(4)
     buffer.preempted(2)
     assert unpack_u32(buffer.take().preempted) == [4, 2]
@@ -127,3 +140,12 @@ def test_every_finish_reason_has_its_value_on_the_wire(buffer: OutputBuffer, rea
 def test_every_miss_reason_has_its_value_on_the_wire(buffer: OutputBuffer, reason: MissReason) -> None:
     buffer.admitted(1, admit(miss_reason=reason), 0.0)
     assert types.MissReason.Name(buffer.take().admitted[0].miss_reason) == f"MISS_REASON_{reason.name}"
+
+
+def test_a_start_says_how_long_it_waited_and_for_whom_the_worker_computed(buffer: OutputBuffer) -> None:
+    buffer.started(3, Started(SequenceId(9), 0.25, 2048, "huge"))
+    assert buffer
+    assert list(buffer.take().started) == [
+        pb.SequenceStarted(handle=3, wait_seconds=0.25, ahead_tokens=2048, ahead_of="huge")
+    ]
+    assert not buffer.take().started

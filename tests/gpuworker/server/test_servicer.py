@@ -1,5 +1,4 @@
-"""A worker's streams over real gRPC, on a real engine: what a router is told, and what is left when it or the worker
-goes."""
+"""A worker's streams over real gRPC, on a real engine: what a router receives, and what it leaves."""
 
 from __future__ import annotations
 
@@ -13,6 +12,7 @@ from grpc import aio
 from common.lease import Attached, AttachOk, Connected
 from common.types import KvGeometry, PoolIdentity
 from common.wire.identity_codec import identity_to_proto
+from gpuworker.engine.ports import EngineOutputs, Started
 from gpuworker.server import servicer as servicer_module
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2 as types
@@ -72,9 +72,12 @@ async def test_while_the_model_loads_nothing_is_served() -> None:
 BAD = {
     "too long": submit(1, [1] * 64, 1),
     "no prompt": submit(1, [1, 2], 4, output_tokens_before=2),
+    "endless tenant": submit(1, [1, 2], 4, tenant="n" * 300),
     "no such token": submit(1, [1, 100], 1),
     "no chain": submit(1, [1] * 8, 1, block_hashes=b""),
 }
+
+BEGUN = ("no such token", "no chain")  # what is found only when the sequence is made, so its spans have begun
 
 
 @pytest.mark.parametrize("what", BAD)
@@ -86,10 +89,15 @@ async def test_a_bad_submit_is_refused_alone_and_its_spans_end(what: str) -> Non
         assert refused.handle == 1
         assert status_pb2.Status.FromString(refused.status).code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
         await router.until_finished(2)
-        assert {name: span.status.is_ok for name, span in worker.spans().items()} == {
-            "sequence": False,
-            "reserve": False,
-        }
+        begun = {"sequence": False, "reserve": False} if what in BEGUN else {}
+        assert {name: span.status.is_ok for name, span in worker.spans().items()} == begun
+
+
+async def test_a_caller_without_a_key_has_a_name_with_a_space() -> None:
+    async with served(InstantRunner()) as worker, worker.router() as router:
+        await router.send(submit(1, [1, 2, 3], 2, tenant="peer 127.0.0.1"))
+        await router.until_finished(1)
+        assert router.finished[1].reason == types.FINISH_REASON_LENGTH
 
 
 async def test_a_handle_in_use_is_refused() -> None:
@@ -138,7 +146,7 @@ async def test_what_a_lost_router_leaves_is_cancelled_and_its_spans_end() -> Non
         assert not worker.servicer._streams
 
 
-async def test_every_router_hears_at_once_that_the_worker_drains(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_every_router_is_notified_at_once_that_the_worker_drains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servicer_module, "HEARTBEAT_SECONDS", 3600.0)
     async with served(InstantRunner()) as worker, worker.router() as router, worker.stub() as stub:
         assert not (await router.until("heartbeat")).heartbeat.load.draining
@@ -163,7 +171,7 @@ async def test_a_closing_worker_ends_its_streams_and_calls_nobodys_request_cance
         assert not router.finished
 
 
-async def test_a_failed_step_is_told_to_every_router_also_of_a_resumed_sequence() -> None:
+async def test_a_failed_step_is_reported_to_every_router_also_of_a_resumed_sequence() -> None:
     runner = ManualRunner()
     async with served(runner) as worker, worker.router() as first, worker.router() as second:
         await first.send(submit(1, [1, 2, 3, 7, 7], 8, output_tokens_before=2))
@@ -179,6 +187,21 @@ async def test_a_failed_step_is_told_to_every_router_also_of_a_resumed_sequence(
         async with worker.stub() as stub:
             answer = await stub.GetWorker(pb.GetWorkerRequest(), timeout=PATIENCE)
         assert answer.info.incarnation == worker.engine.attach.incarnation != before
+
+
+async def test_a_first_step_is_told_to_one_of_several_routers_though_it_is_all_that_is_new() -> None:
+    runner = ManualRunner()
+    async with served(runner) as worker, worker.router() as first, worker.router():
+        await first.send(submit(5, [1, 2, 3], 8))
+        await worker.until(lambda: len(runner.num_tokens) == 1)
+        (sequence,) = worker.servicer._owner
+        worker.servicer.deliver(EngineOutputs(step=1, started=(Started(sequence, 0.5, 7, "r9"),)))
+        started: list[pb.SequenceStarted] = []
+        while not started:
+            response = await asyncio.wait_for(first.read(), PATIENCE)
+            assert response is not None
+            started += response.outputs.started
+        assert started == [pb.SequenceStarted(handle=5, wait_seconds=0.5, ahead_tokens=7, ahead_of="r9")]
 
 
 async def test_a_traced_sequence_leaves_its_waits_chunks_and_decodes() -> None:

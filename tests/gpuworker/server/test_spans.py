@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -164,3 +165,16 @@ def test_every_span_is_ended_exactly_once(traced: Traced) -> None:
     ids = [span.context.span_id for span in traced.ended()]
     assert len(ids) == len(set(ids)) == 3
     assert all(span.end_time is not None for span in traced.ended())
+
+
+def test_the_decode_says_how_many_drafts_it_verified(traced: Traced) -> None:
+    traced.spans.admitted(ADMIT)
+    traced.spans.chunk(Chunk(SEQUENCE, 40, 1, 1_000, 2_000, decode=True, drafts=5))
+    traced.spans.chunk(Chunk(SEQUENCE, 44, 1, 2_000, 3_000, decode=True, drafts=2))
+    usage = replace(USAGE, drafted_tokens=7, accepted_draft_tokens=4)
+    usage = replace(usage, model_drafted_tokens=5, accepted_model_draft_tokens=3)
+    traced.spans.finished(SequenceFinished(SEQUENCE, FinishReason.LENGTH, usage))
+    attributes = traced.named("decode").attributes or {}
+    assert (attributes["quire.drafted_tokens"], attributes["quire.accepted_draft_tokens"]) == (7, 4)
+    assert (attributes["quire.model_drafted_tokens"], attributes["quire.accepted_model_draft_tokens"]) == (5, 3)
+    assert attributes["quire.steps"] == 2

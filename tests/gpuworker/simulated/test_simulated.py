@@ -11,7 +11,7 @@ import pytest
 from common.errors import InvalidConfig
 from common.types import KvGeometry, SamplingParams, SequenceId, TokenLogprobs
 from gpuworker.config import GpuWorkerSettings
-from gpuworker.core.batch_plan import ScheduledRow, StepPlan
+from gpuworker.core.batch_plan import ScheduledRow, ScoredPart, StepPlan
 from gpuworker.core.step_costs import DEFAULT_COSTS, StepCosts, parse_costs
 from gpuworker.simulated.plane import SimulatedPlane, assemble, simulated_tokens
 from gpuworker.simulated.runner import SimulatedRunner
@@ -96,6 +96,14 @@ def test_who_asks_for_log_probabilities_gets_those_of_a_sure_draw() -> None:
     runner.add(SequenceId(2), [7], SamplingParams(), 1)
     result = runner.submit(StepPlan(1, (row(1, 0, 1, True), row(2, 0, 1, True)))).result(5.0)
     assert result.logprobs == {1: (TokenLogprobs(3, 0.0, ((3, 0.0),)),)}
+    runner.close()
+
+
+def test_every_token_of_a_scored_prompt_is_sure() -> None:
+    runner = SimulatedRunner(StepCosts(), SimulatedTokens([3]))
+    runner.add(SequenceId(1), [7, 8, 9, 5], SamplingParams(prompt_logprobs=0), 3)
+    result = runner.submit(StepPlan(1, (row(1, 0, 4, True),), (), (ScoredPart(0, 1, 2),))).result(5.0)
+    assert result.prompt_logprobs == {1: (TokenLogprobs(9, 0.0, ((9, 0.0),), rank=1),)}
     runner.close()
 
 

@@ -232,11 +232,11 @@ def test_a_failed_step_opens_the_masks_of_the_next_one(path: ModelImpl, monkeypa
 
 
 def fail_a_draw(engine: EngineDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every step from the third one with masks on fail when it tells what it drew: as if it had drawn nothing."""
-    told = iter(range(1000))
+    """Let every step from the third one with masks on fail when it reports its samples, as if there were none."""
+    calls = iter(range(1000))
 
     def broken(masks: GrammarBitmask, tokens: list[int]) -> None:
-        if next(told) >= 2:
+        if next(calls) >= 2:
             raise RuntimeError("the device is gone")
         right(masks, tokens)
 

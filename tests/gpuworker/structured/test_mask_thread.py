@@ -63,6 +63,13 @@ def settle(mask_thread: GrammarMaskThread) -> None:
     assert done.wait(PATIENCE)
 
 
+def idle(mask_thread: GrammarMaskThread) -> None:
+    """Wait until the thread has nothing to do."""
+    settle(mask_thread)
+    with mask_thread._thread._turn:
+        pass
+
+
 def test_a_step_opens_once_the_token_of_the_one_before_is_known(mask_thread: GrammarMaskThread) -> None:
     mask_thread.add(A, row(AB), ())
     first = step(mask_thread, A)
@@ -165,6 +172,7 @@ def test_whatever_breaks_ends_sequences_and_not_the_thread(
 
     with monkeypatch.context() as patched:
         patched.setattr(Constrained, where, broken)
+        patched.setattr(Constrained, "plain", False)  # else a mask that needs no settling is not settled
         mask_thread.add(A, row(AB), ())
         first, second = step(mask_thread, A), step(mask_thread, A, sampled=1)
         first.sampled([a])
@@ -190,6 +198,37 @@ def test_a_step_that_waited_is_counted_as_late(mask_thread: GrammarMaskThread, g
     second.sampled([b])
     settle(mask_thread)
     assert mask_thread.lateness == (2, 1, 0.25)
+
+
+def test_masks_that_the_calling_thread_fills_come_once_the_result_is_told(mask_thread: GrammarMaskThread) -> None:
+    """The engine plans the next step meanwhile. What it says of the sequence then waits for the tokens."""
+    mask_thread.add(A, row(ABC), ())
+    first = step(mask_thread, A)
+    assert allowed(first) == {a}
+    second = step(mask_thread, A, sampled=1)
+    idle(mask_thread)
+    forced, rest = first.sampled([a], at_once=True)
+    assert (forced, second.ready[0]) == ({}, 0)
+    mask_thread.remove(A)
+    mask_thread.add(A, row(ABC), [a, b])
+    rest()
+    assert second.ready[0] == 1
+    assert allowed(second) == {b}
+    assert allowed(step(mask_thread, A, sampled=2)) == {a, c}
+
+
+def test_tokens_that_come_while_the_thread_is_busy_are_taken_in_there(mask_thread: GrammarMaskThread) -> None:
+    mask_thread.add(A, row(AB), ())
+    first = step(mask_thread, A)
+    assert allowed(first) == {a}
+    second = step(mask_thread, A, sampled=1)
+    go_on = threading.Event()
+    mask_thread._thread.put(lambda: go_on.wait(PATIENCE))  # type: ignore[arg-type]
+    _, rest = first.sampled([a], at_once=True)
+    rest()
+    assert second.ready[0] == 0
+    go_on.set()
+    assert allowed(second) == {b}
 
 
 def test_closing_does_what_was_put_first(grammars: GrammarCompiler) -> None:

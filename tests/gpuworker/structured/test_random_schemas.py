@@ -1,6 +1,6 @@
 """200 random schemas, each followed at temperature 1: every document that the model finishes is valid.
 
-The model of the demo knows nothing of JSON, and its tokens cross the borders of its parts.
+The model of the demo was not trained on JSON, and its tokens cross the borders of its parts.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from cli.demo_model import CHECKPOINT
 from common.errors import InvalidRequest, Unsupported
 from common.types import Constraint, ConstraintKind, FinishReason, SamplingParams
 from gpuworker.sampling.rows import SampledRow
-from gpuworker.structured.grammars import GrammarCompiler
-from gpuworker.structured.sequence import COMPLETE, Constrained
+from gpuworker.structured.grammars import Grammar, GrammarCompiler
+from gpuworker.structured.sequence import COMPLETE, Constrained, allow_others
 
 PIECES = ["<end>", "<other end>", "a", "b", "c", "ab", "ba", "abc", "cc"]
 END, OTHER_END, A, B = 0, 1, 2, 3
@@ -127,6 +127,14 @@ def test_a_token_that_the_grammar_does_not_allow_is_an_error_that_says_where(tok
     assert ending is not None
     assert ending.reason is FinishReason.ERROR
     assert ending.message.startswith("the constraint cannot be followed after 1 tokens: ")
+    assert not ending.wrong_field
+
+
+def test_a_grammar_that_passes_a_limit_is_to_blame_itself(tokenizer_json: Path) -> None:
+    words = " | ".join(f'"a{"b" * (each % 40)}{"c" * (each // 40)}"' for each in range(6000))
+    ending = follow(tokenizer_json, Constraint(ConstraintKind.GRAMMAR, f"start: {words}"), [A]).ending
+    assert ending is not None
+    assert (ending.reason, ending.wrong_field) == (FinishReason.ERROR, "grammar")
 
 
 def test_after_the_end_positions_go_on_and_nothing_else_does(tokenizer_json: Path) -> None:
@@ -166,7 +174,7 @@ def test_what_does_not_compile_is_refused_under_the_name_of_its_kind(
 def test_a_constraint_is_compiled_once(tokenizer_json: Path) -> None:
     compiler = GrammarCompiler(tokenizer_json, VOCAB, (END,))
     assert compiler.compiled(regex("ab")) is None
-    assert compiler.compile_soon(regex("ab")).result(timeout=30) is compiler.compiled(regex("ab"))
+    assert compiler.compile_soon(regex("ab")).result(timeout=120) is compiler.compiled(regex("ab"))
 
 
 def test_a_grammar_whose_lexer_has_met_its_limit_is_compiled_anew(
@@ -185,6 +193,43 @@ def test_a_grammar_whose_lexer_has_met_its_limit_is_compiled_anew(
         _go_on(Constrained(first, row, []), [A, B])
     assert compiler.compiled(constraint) is None
     _go_on(Constrained(compiler.compile(constraint), row, []), [A, B])
+
+
+def test_a_sequence_on_a_worn_lexer_goes_on_with_one_of_its_own(
+    tokenizer_json: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another sequence has worn it; this one is neither ended nor moved."""
+    monkeypatch.setattr("common.constraint_grammar.parser_limits", lambda: LLParserLimits(max_lexer_states=64))
+    compiler, constraint = GrammarCompiler(tokenizer_json, VOCAB, (END,)), regex("(a|b)*a(a|b){40}c")
+    row, chance = SampledRow(SamplingParams(constraint=constraint), PROMPT, (END,)), random.Random(1)
+    first = compiler.compile(constraint)
+    ours = Constrained(first, row, [A, B], lambda: compiler.compile(constraint))
+    wearing = Constrained(first, row, [])
+    while wearing.ending is None:
+        wearing.consume(chance.choice(sorted(allowed(wearing))))
+    _go_on(ours, [A, B])
+    assert ours.position == PROMPT + 4
+    assert first.worn
+
+
+def test_a_sequence_that_wears_a_lexer_of_its_own_is_to_blame_itself(
+    tokenizer_json: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No other worker would get further, so the error names the field, and the router moves nothing."""
+    monkeypatch.setattr("common.constraint_grammar.parser_limits", lambda: LLParserLimits(max_lexer_states=64))
+    compiler, constraint = GrammarCompiler(tokenizer_json, VOCAB, (END,)), regex("(a|b)*a(a|b){40}c")
+    row, chance = SampledRow(SamplingParams(constraint=constraint), PROMPT, (END,)), random.Random(1)
+    made: list[int] = []
+
+    def anew() -> Grammar:
+        made.append(1)
+        return compiler.compile(constraint)
+
+    followed = Constrained(compiler.compile(constraint), row, [], anew)
+    while followed.ending is None:
+        followed.consume(chance.choice(sorted(allowed(followed))))
+    assert (followed.ending.reason, followed.ending.wrong_field) == (FinishReason.ERROR, "regex")
+    assert len(made) == 1
 
 
 def _go_on(followed: Constrained, tokens: Sequence[int]) -> None:
@@ -241,3 +286,14 @@ def test_a_grammar_that_costs_more_with_each_token_ends_before_others_wait_long_
             followed.consume(token)
     assert followed.ending is not None
     assert "Too many items" in followed.ending.message
+
+
+def test_masks_that_allow_no_more_than_ends_are_found_and_left_as_they_are() -> None:
+    masks = np.zeros((4, 2), dtype=np.uint32)
+    masks[0, 0] = 1 << 3  # an end
+    masks[1] = 1 << 3, 1 << 31  # two ends
+    masks[2] = 1 << 3 | 1 << 5, 0  # another token beside an end of the same word
+    masks[3, 1] = 1 << 30
+    before = masks.copy()
+    assert allow_others(masks, (3, 4, 63, 64)) == [False, False, True, True]
+    assert (masks == before).all()

@@ -6,13 +6,14 @@ import re
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from google.rpc import error_details_pb2, status_pb2
 
 from common.types import Constraint
 from gpuworker.core.outcomes import AgentConfig
-from gpuworker.server.codec import SubmitLimits
 from gpuworker.structured.grammars import Grammar, GrammarCompiler
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2 as types
@@ -33,17 +34,22 @@ class SlowCompiler(GrammarCompiler):
         super().__init__(path, VOCAB_SIZE, (EOS,))
         self.asked: list[tuple[Constraint, Future[Grammar]]] = []
 
-    def compile_soon(self, constraint: Constraint) -> Future[Grammar]:
+    def compile_soon(self, constraint: Constraint, tenant: str = "") -> Future[Grammar]:
         self.asked.append((constraint, Future()))
         return self.asked[-1][1]
 
     def go_on(self) -> None:
-        """Compile the oldest that waits."""
+        """Compile the oldest that waits, as an executor does."""
         constraint, future = self.asked.pop(0)
-        future.set_result(self.compile(constraint))
+        if future.set_running_or_notify_cancel():
+            future.set_result(self.compile(constraint))
 
     def fail(self, error: BaseException) -> None:
         self.asked.pop(0)[1].set_exception(error)
+
+
+def cancel(handle: int) -> pb.StreamRequest:
+    return pb.StreamRequest(cancel=pb.Cancel(handle=handle, reason=types.FINISH_REASON_CANCELLED))
 
 
 def tokenizer_json() -> Path:
@@ -72,7 +78,7 @@ async def test_a_constraint_is_followed_from_the_submit_on() -> None:
     runner.constrain(grammars)
     config = AgentConfig(num_blocks=SLOTS // 16, block_size=4, max_num_seqs=8)
     async with served(runner, loaded=False, config=config) as worker:
-        worker.serve(SubmitLimits(256, VOCAB_SIZE, 4), grammars)
+        worker.serve(replace(LIMITS, max_model_len=256, vocab_size=VOCAB_SIZE), grammars)
         async with worker.router() as router:
             await router.send(*(submit(handle, PROMPT, 40, regex=REGEX, index=handle) for handle in (1, 2)))
             await router.until_finished(1, 2)
@@ -129,8 +135,7 @@ async def test_those_with_one_constraint_wait_for_one_compilation_and_keep_their
 async def test_a_sequence_that_is_cancelled_while_it_waits_ends_at_once() -> None:
     async with slowly_compiling(InstantRunner()) as (_, router, compiler):
         await router.send(submit(1, PROMPT, 4, regex="ab"), submit(2, PROMPT, 4, regex="ab"))
-        cancel = pb.Cancel(handle=1, reason=types.FINISH_REASON_CANCELLED)
-        await router.send(pb.StreamRequest(cancel=cancel))
+        await router.send(cancel(1))
         await router.until_finished(1)
         assert router.finished[1].reason == types.FINISH_REASON_CANCELLED
         assert router.finished[1].usage.prompt_tokens == len(PROMPT)
@@ -152,6 +157,58 @@ async def test_a_handle_that_waits_is_taken() -> None:
     async with slowly_compiling(InstantRunner()) as (_, router, compiler):
         await router.send(submit(1, PROMPT, 4, regex="ab"), submit(1, PROMPT, 4, regex="cd"))
         assert "handle 1 names a sequence of this stream already" in (await refusal(router, 1)).message
+        compiler.go_on()
+        await router.until_finished(1)
+
+
+async def test_a_constraint_that_no_sequence_waits_for_is_not_compiled_and_may_come_again() -> None:
+    async with slowly_compiling(InstantRunner()) as (worker, router, compiler):
+        await router.send(submit(1, PROMPT, 4, regex="ab"), submit(2, PROMPT, 4, regex="ab"))
+        await worker.until(lambda: worker.servicer.live_sequences == 2)
+        await router.send(cancel(1))
+        await router.until_finished(1)
+        assert not compiler.asked[0][1].cancelled()
+        await router.send(cancel(2), submit(3, PROMPT, 4, regex="ab"))
+        await router.until_finished(2)
+        await worker.until(lambda: len(compiler.asked) == 2)
+        assert compiler.asked[0][1].cancelled()
+        compiler.go_on()
+        compiler.go_on()
+        await router.until_finished(3)
+
+
+async def test_constraints_that_wait_for_compilation_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpuworker.server.grammar_compile_queue.MAX_GRAMMARS_WAITING", 2)
+    async with slowly_compiling(InstantRunner()) as (_, router, compiler):
+        await router.send(*(submit(handle, PROMPT, 4, regex="a" * handle) for handle in (1, 2, 3)))
+        assert "2 of 2 constraints of this router wait to be compiled" in (await refusal(router, 3)).message
+        compiler.go_on()
+        compiler.go_on()
+        await router.until_finished(1, 2)
+
+
+async def test_in_a_full_queue_the_longest_line_of_a_tenant_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpuworker.server.grammar_compile_queue.MAX_GRAMMARS_WAITING", 3)
+    async with slowly_compiling(InstantRunner()) as (_, router, compiler):
+        await router.send(*(submit(handle, PROMPT, 4, regex="a" * handle, tenant="many") for handle in (1, 2, 3)))
+        await router.send(submit(4, PROMPT, 4, regex="b", tenant="few"))
+        assert "3 of 3 constraints" in (await refusal(router, 3)).message
+        await router.send(submit(5, PROMPT, 4, regex="c", tenant="few"))
+        assert "3 of 3 constraints" in (await refusal(router, 5)).message
+        assert [future.cancelled() for _, future in compiler.asked] == [False, False, True, False]
+        for _ in range(4):
+            compiler.go_on()
+        await router.until_finished(1, 2, 4)
+
+
+async def test_tenants_with_the_same_constraint_wait_for_turns_of_their_own() -> None:
+    async with slowly_compiling(InstantRunner()) as (worker, router, compiler):
+        await router.send(*(submit(handle, PROMPT, 4, regex="ab", tenant=f"t{handle}") for handle in (1, 2)))
+        await worker.until(lambda: len(compiler.asked) == 2)
+        compiler.asked.reverse()
+        compiler.go_on()
+        await router.until_finished(2)
+        assert worker.servicer.live_sequences == 1
         compiler.go_on()
         await router.until_finished(1)
 

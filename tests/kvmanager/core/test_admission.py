@@ -32,15 +32,31 @@ def admitted(granted: tuple[Admit, ...]) -> list[int]:
 
 def test_behaviour_26_a_request_beyond_the_pool_is_refused_with_the_numbers() -> None:
     ledger = make_ledger(4)
-    batch = play(ledger, reserve=(reserve(1, prompt(20), max_len=65), reserve(2, prompt(64))))
+    batch = play(ledger, reserve=(reserve(1, prompt(20), max_len=66), reserve(2, prompt(64))))
     assert batch is not None
     assert batch.cancel == (1,)
     assert admitted(batch.admit) == [2]
     refusal = next(each for each in ledger.drain_decisions() if each.kind is DecisionKind.REJECTION)
     assert (refusal.request_id, refusal.chosen) == ("r1", "refused")
-    assert refusal.reasons == ("65 tokens need 5 blocks; the pool has 4",)
-    assert dict(refusal.figures) == {"needed_blocks": 5, "num_blocks": 4, "max_len": 65}
+    assert refusal.reasons == ("66 tokens need 5 blocks; the pool has 4",)
+    assert dict(refusal.figures) == {"needed_blocks": 5, "num_blocks": 4, "max_len": 66}
     assert ledger.pool().totals.rejections == 1
+
+
+def test_the_last_token_of_an_output_needs_no_slot() -> None:
+    ledger = make_ledger(4, runway="max")
+    (granted,) = admit(ledger, reserve(1, prompt(64), max_len=65))
+    assert len(granted.block_table) == 4
+    finish(ledger, 1)
+    (granted,) = admit(ledger, reserve(2, prompt(20, start=90), max_len=33))
+    assert len(granted.block_table) == 2
+
+
+def test_a_prompt_without_output_needs_a_slot_for_each_token() -> None:
+    ledger = make_ledger(4)
+    batch = play(ledger, reserve=(reserve(1, prompt(65), max_len=65),))
+    assert batch is not None
+    assert batch.cancel == (1,)
 
 
 def test_a_refused_sequence_that_the_worker_then_finishes_changes_nothing() -> None:

@@ -121,7 +121,13 @@ def test_a_configured_identity_stays() -> None:
     [
         (replace(IDENTITY, block_size=32), "block_size", "16", "32", "--block-size"),
         (replace(IDENTITY, model_fingerprint="m2"), "model_fingerprint", "model" * 6, "m2", "--model"),
-        (replace(IDENTITY, tokenizer_fingerprint="t2"), "tokenizer_fingerprint", "tokenizer" * 3, "t2", "--model"),
+        (
+            replace(IDENTITY, tokenizer_fingerprint="t2"),
+            "tokenizer_fingerprint",
+            "tokenizer" * 3,
+            "t2",
+            "--model or --tokenizer",
+        ),
         (of_geometry(dtype="bfloat16"), "kv_geometry.dtype", "float32", "bfloat16", "--dtype or --kv-cache-dtype"),
         (of_geometry(num_layers=3), "kv_geometry.num_layers", "2", "3", "--model"),
     ],
@@ -158,3 +164,26 @@ def test_workers_have_ledgers_of_their_own() -> None:
     assert manager.workers() == ("w0", "w1")
     assert [manager.ledger(worker).state.config.num_blocks for worker in manager.workers()] == [6, 4]
     assert manager.ledger("w0").state.config.runway == "max"
+
+
+def test_a_worker_that_is_too_large_is_refused_for_good_with_the_setting() -> None:
+    answer = refused(make_manager(max_blocks_per_worker=10), attach(blocks=11))
+    assert answer.reason == "the worker brings 11 blocks; the manager takes at most 10 (--max-blocks-per-worker)"
+    assert not answer.retry
+    opened(make_manager(max_blocks_per_worker=10), attach(blocks=10))
+
+
+def test_workers_that_are_too_many_or_too_large_together_may_try_again_later() -> None:
+    manager = make_manager(max_workers=2, max_blocks=20)
+    first = opened(manager, attach("w0", blocks=10))
+    answer = refused(manager, attach("w1", blocks=11))
+    assert (
+        answer.reason
+        == "the worker brings 21 blocks with all other workers; the manager takes at most 20 (--max-blocks)"
+    )
+    assert answer.retry
+    opened(manager, attach("w1", blocks=10))
+    answer = refused(manager, attach("w2", blocks=1))
+    assert (answer.reason.partition("(")[2], answer.retry) == ("--max-workers)", True)
+    manager.detach(first)
+    opened(manager, attach("w2", blocks=10))

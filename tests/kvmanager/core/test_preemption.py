@@ -11,7 +11,7 @@ from tests.support.kvmanager.ledgers import admit, finish, hashes, make_ledger, 
 
 
 def full_pool(priorities: tuple[int, ...] = (0, 0, 0)) -> Ledger:
-    """Return a pool of 6 blocks of which each of three running sequences holds two, and wants more."""
+    """Return a pool of 6 blocks of which each of three running sequences holds two, and needs more."""
     ledger = make_ledger(6)
     for number, priority in enumerate(priorities, start=1):
         admit(ledger, reserve(number, prompt(16, start=100 * number), max_len=90, priority=priority))
@@ -43,6 +43,35 @@ def test_behaviour_23_one_preemption_is_outstanding_at_a_time() -> None:
     batch = play(ledger, preempted=((3, 20),), stalled=(1, 2), lease_want=2)
     assert batch is not None
     assert (batch.preempt, batch.lease) == ((), (5, 2))
+
+
+def test_as_many_are_preempted_at_once_as_those_that_stall_need() -> None:
+    ledger = make_ledger(8)
+    for number in range(1, 5):
+        admit(ledger, reserve(number, prompt(16, start=100 * number), max_len=120))
+    play(ledger, lease_want=4)
+    play(ledger, bind=tuple((number, number + 3) for number in range(1, 5)))
+    batch = play(ledger, stalled=(1, 2, 3, 4), lease_want=4)
+    assert batch is not None
+    assert [order.sequence for order in batch.preempt] == [4, 3], "two blocks do not serve three"
+    assert play(ledger, preempted=((4, 33),), stalled=(1, 2), lease_want=2) is not None
+    assert ledger.pool().preempting == 1
+    assert ledger.pool().leased == 2
+
+
+def test_two_victims_are_chosen_where_one_frees_too_little() -> None:
+    ledger = make_ledger(7)
+    for number in range(1, 7):
+        admit(ledger, reserve(number, prompt(10, start=100 * number), max_len=90))
+    play(ledger, lease_want=1)
+    play(ledger, bind=((1, 6),))
+    preempted = preempted_by(ledger, 2, 3, 4, 5, 6)
+    assert preempted == [6, 5, 4], "each frees a block, and two go on"
+    assert preempted_by(ledger, 2, 3) == [], "no more before these are reported"
+    first, second, third = (each for each in ledger.drain_decisions() if each.kind is DecisionKind.PREEMPTION)
+    assert (first.victim, second.victim, third.victim) == ("r6", "r5", "r4")
+    assert {each.beneficiary for each in (first, second, third)} == {"r2"}
+    assert [len(each.candidates) for each in (first, second, third)] == [6, 0, 0], "of one order, once"
 
 
 def test_behaviour_23_nobody_is_preempted_for_a_sequence_that_runs_alone() -> None:

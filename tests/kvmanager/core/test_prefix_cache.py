@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.hashing import root_digest
+from common.hashing import narrowed_domain, root_digest
 from common.types import TRIMMED, MissReason
 from kvmanager.core.prefix_cache import PrefixMatch
 from tests.support.kvmanager.ledgers import (
@@ -64,14 +64,15 @@ def test_trims_are_totals_so_repeating_one_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("first", "second", "hits"),
     [
-        ({"cache_domain": "salt1"}, {"cache_domain": "salt1"}, 2),
-        ({"cache_domain": "salt1"}, {"cache_domain": "salt2"}, 0),
-        ({"cache_domain": "foo"}, {"extra_keys": (("adapter", "foo"),)}, 0),
+        ({"cache_domain": narrowed_domain(b"a", "salt1")}, {"cache_domain": narrowed_domain(b"a", "salt1")}, 2),
+        ({"cache_domain": narrowed_domain(b"a", "salt1")}, {"cache_domain": narrowed_domain(b"a", "salt2")}, 0),
+        ({"cache_domain": narrowed_domain(b"a", "salt1")}, {"cache_domain": narrowed_domain(b"b", "salt1")}, 0),
+        ({"cache_domain": b"foo"}, {"extra_keys": (("adapter", "foo"),)}, 0),
         ({"extra_keys": (("adapter", "a@1"),)}, {"extra_keys": (("adapter", "a@2"),)}, 0),
     ],
-    ids=["same salt", "other salt", "salt is no adapter", "adapter reloaded"],
+    ids=["same salt", "other salt", "other domain", "salt is no adapter", "adapter reloaded"],
 )
-def test_behaviour_13_a_domain_hits_only_itself(first: dict[str, str], second: dict[str, str], hits: int) -> None:
+def test_behaviour_13_a_domain_hits_only_itself(first: dict[str, object], second: dict[str, object], hits: int) -> None:
     ledger, tokens = make_ledger(10), prompt(40)
     chains = [hashes(tokens, root=root_digest("model", "tokenizer", 16, **each)) for each in (first, second)]  # type: ignore[arg-type]
     admit(ledger, reserve(1, tokens, block_hashes=chains[0]))

@@ -152,7 +152,7 @@ def test_a_pool_that_nobody_needs_is_called_back() -> None:
     assert batch.lease_target == 0
 
 
-def test_a_rebuild_tells_the_index_in_dense_numbers() -> None:
+def test_a_rebuild_shows_the_index_in_dense_numbers() -> None:
     ledger = make_ledger(8)
     run_through(ledger, 1, prompt(17))
     ledger.drain_index_events()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvmanager.core.config import LedgerConfig
-from kvmanager.core.runway import RunwayTerms, next_target, runway_terms
+from kvmanager.core.runway import RunwayTerms, is_short, next_target, runway_terms
 from tests.support.kvmanager.ledgers import admit, finish, hashes, make_ledger, play, prompt, reserve, run_through
 
 
@@ -24,19 +24,35 @@ def test_terms(want: int, stalled: int, growth: int, running: int, terms: Runway
 
 
 @pytest.mark.parametrize(
-    ("last_sent", "refill", "pressed", "target"),
+    ("last_sent", "refill", "pressed", "leased", "target"),
     [
-        (None, False, False, 16),
-        (10, False, False, 10),
-        (10, True, False, 16),
-        (3, False, False, 16),
-        (17, False, False, 16),
-        (10, False, True, 4),
-        (4, True, True, 4),
+        (None, False, False, 4, 16),
+        (10, False, False, 4, 10),
+        (10, True, False, 3, 16),
+        (3, False, False, 3, 3),  # three quarters of the want are enough
+        (2, False, False, 3, 16),
+        (17, False, False, 8, 16),  # less than half of it is left
+        (17, False, False, 9, 17),
+        (40, False, False, 17, 16),  # a block is to be returned
+        (10, False, True, 5, 4),
+        (5, False, True, 4, 5),
+        (4, True, True, 3, 4),
     ],
 )
-def test_a_target_within_bounds_is_left_alone(last_sent: int | None, refill: bool, pressed: bool, target: int) -> None:
-    assert next_target(RunwayTerms(4, 16), last_sent, refill, pressed) == target
+def test_a_target_is_left_alone_while_it_changes_nothing(
+    last_sent: int | None, refill: bool, pressed: bool, leased: int, target: int
+) -> None:
+    assert next_target(RunwayTerms(4, 16), last_sent, refill, pressed, leased) == target
+
+
+@pytest.mark.parametrize(
+    ("want", "stalled", "leased", "short"),
+    [(8, 0, 6, False), (8, 0, 5, True), (8, 7, 7, True), (8, 1, 8, False), (3, 0, 2, True), (0, 0, 0, False)],
+)
+def test_a_lease_is_refilled_once_a_quarter_of_the_want_is_used(
+    want: int, stalled: int, leased: int, short: bool
+) -> None:
+    assert is_short(RunwayTerms(want, want), leased, stalled) == short
 
 
 def test_the_want_is_leased_also_by_evicting() -> None:
@@ -48,6 +64,33 @@ def test_the_want_is_leased_also_by_evicting() -> None:
     assert batch is not None
     assert (batch.lease_target, batch.lease) == (2, (2, 1))
     assert ledger.pool().totals.evictions == 1
+
+
+def test_a_lease_is_refilled_to_the_whole_want_in_one_batch() -> None:
+    ledger = make_ledger(24)
+    admit(ledger, reserve(1, prompt(16), max_len=320))
+    batch = play(ledger, lease_want=8)
+    assert batch is not None
+    leased = list(batch.lease)
+    assert len(leased) == 8
+    for _ in range(2):
+        assert play(ledger, bind=((1, leased.pop(0)),), lease_want=8) is None
+    batch = play(ledger, bind=((1, leased.pop(0)),), lease_want=8)
+    assert batch is not None
+    assert len(batch.lease) == 3
+
+
+def test_a_want_that_shrinks_with_the_lease_is_answered_once_half_of_it_is_bound() -> None:
+    ledger = make_ledger(24)
+    admit(ledger, reserve(1, prompt(16), max_len=160))
+    batch = play(ledger, lease_want=8)
+    assert batch is not None
+    targets = []
+    for left in range(7, -1, -1):
+        batch = play(ledger, bind=((1, batch.lease[7 - left] if batch and batch.lease else 8 - left),), lease_want=left)
+        targets.append(batch.lease_target if batch else None)
+    assert targets[-1] == 0
+    assert targets.count(None) >= 4
 
 
 def test_beyond_the_want_only_free_blocks_are_leased() -> None:

@@ -24,6 +24,7 @@ class Life:
         self.random = random.Random(seed)
         self.replica = IndexReplica()
         self.seen: Counter[str] = Counter()
+        self.resets = 0
 
     def submit(self) -> None:
         """Take a request over two tokens, so that prompts share prefixes all the time; some fork a live one."""
@@ -59,9 +60,17 @@ class Life:
         in_use = self.ledger.pool().in_use > 0
         assert self.ledger.reset() is not in_use
 
+    def reset_cache(self) -> None:
+        """Drop what no sequence uses, while the others run."""
+        self.resets += 1
+        assert self.ledger.reset_cache(self.resets) >= 0
+        assert self.ledger.pool().cached == 0
+        self.worker.deliver(self.ledger.schedule())
+
     def operate(self) -> None:
         """Do one random operation and check what must hold after each."""
-        names, weights = ("submit", "cancel", "trip", "resync", "reset"), (20, 8, 68, 2, 2)
+        names = ("submit", "cancel", "trip", "resync", "reset", "reset_cache")
+        weights = (20, 8, 68, 2, 2, 1.5)
         name = self.random.choices(names, weights)[0]
         getattr(self, name)()
         self.seen[name] += 1
@@ -108,9 +117,9 @@ def test_behaviour_21_soak_of_100_000_operations_over_100_blocks() -> None:
     assert totals.ignored_seals == 0
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_tiny_pool_is_never_stuck(seed: int) -> None:
-    life = Life(26, 4, seed=seed, max_num_seqs=6)
+@pytest.mark.parametrize(("seed", "eviction"), [(0, "lru"), (1, "frequency"), (2, "utility"), (3, "utility")])
+def test_a_tiny_pool_is_never_stuck(seed: int, eviction: str) -> None:
+    life = Life(26, 4, seed=seed, max_num_seqs=6, eviction=eviction)
     for _ in range(3000):
         life.operate()
         life.ledger.check_invariants()

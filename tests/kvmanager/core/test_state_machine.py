@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from common.lease import GrantBatch, Report
-from common.types import SequencePhase
+from common.types import BlockId, SequencePhase
+from kvmanager.core.config import EvictionName
 from kvmanager.core.ledger import Ledger
 from tests.suites.protocol.ledger_copies import copy_ledger, ledger_key
 from tests.support.kvmanager.fake_worker import FakeWorker
@@ -33,12 +34,16 @@ class LedgerLife(RuleBasedStateMachine):
         runway=st.sampled_from(["auto", "auto", "max"]),
         window=st.sampled_from([0, 0, 0, 4]),
         max_num_seqs=st.integers(2, 5),
+        eviction=st.sampled_from(get_args(EvictionName)),
     )
     def start(self, num_blocks: int, block_size: int, window: int, prompts: list[list[int]], **options: Any) -> None:
         options["runway_reach"] = options.pop("reach")
         self.ledger = make_ledger(num_blocks, block_size, window=window, **options)
         self.worker = FakeWorker(num_blocks, block_size, window=window)
         self.replica = IndexReplica()
+        self.resets = 0
+        # What the blocks held that the last reset dropped: a list of its own for each time that a block is emptied.
+        self.dropped: dict[BlockId, list[int]] = {}
         self.reports: list[Report] = []
         self.batches: list[GrantBatch | None] = []
         for tokens in prompts:
@@ -101,6 +106,8 @@ class LedgerLife(RuleBasedStateMachine):
         self.reports.clear()
         self.batches.clear()
         self.ledger.rebuild(self.worker.inventory())
+        if self.worker.reset != self.resets:  # as Manager.complete has it
+            self.ledger.reset_cache(self.resets)
         self.ledger.check_invariants()
         self.batches.append(self.ledger.schedule())
 
@@ -113,6 +120,24 @@ class LedgerLife(RuleBasedStateMachine):
     @rule()
     def reset(self) -> None:
         assert self.ledger.reset() is (self.ledger.pool().in_use == 0)
+
+    @rule()
+    def reset_the_cache(self) -> None:
+        """An operator resets the prefix cache while sequences run."""
+        self.resets += 1
+        cached, in_use = list(self.ledger.state.block_pool.cached), self.ledger.pool().in_use
+        self.dropped = {block: self.worker.content[block] for block in cached}
+        assert self.ledger.reset_cache(self.resets) == len(cached)
+        assert (self.ledger.pool().cached, self.ledger.pool().in_use) == (0, in_use)
+        self.batches.append(self.ledger.schedule())
+
+    @invariant()
+    def nothing_that_was_dropped_comes_back(self) -> None:
+        if not hasattr(self, "ledger"):
+            return
+        for block, content in self.dropped.items():
+            again = self.worker.content[block] is not content
+            assert again or self.ledger.state.block_pool.blocks[block].hash is None
 
     @rule()
     def copy(self) -> None:
@@ -151,11 +176,12 @@ class LedgerLife(RuleBasedStateMachine):
                     self.report_arrives()
                 while self.batches:
                     self.batch_arrives()
-            if not (self.worker.live or self.worker.ended or self.worker.pool):
+            if not (self.worker.live or self.worker.ended or self.worker.pool or self.worker.confirms):
                 break
             self.step(64)
         pool = self.ledger.pool()
         assert not self.worker.live, "a request never ended"
+        assert not self.ledger.reset_pending, "the worker never confirmed a reset"
         assert (pool.in_use, pool.leased, pool.waiting, pool.free + pool.cached) == (0, 0, 0, pool.num_blocks)
 
 

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from common.errors import InvalidConfig, StaleEpoch
+from common.errors import InvalidConfig, ProtocolViolation, StaleEpoch
+from common.lease import highest_plausible_epoch
+from common.limits import MAX_STORED_EPOCH
 from common.process.local_redis import LocalRedis
 from kvmanager.core import epochs
 from kvmanager.index.epoch import EpochKeeper
@@ -22,6 +24,7 @@ from kvmanager.ports import IndexUnavailable
 
 NAMESPACE = "{quire:m:t:16}"
 NOBODY = "redis://127.0.0.1:1/0"
+FAR = highest_plausible_epoch(0) + 1
 
 
 Keeper = Callable[..., EpochKeeper]
@@ -165,6 +168,44 @@ def test_state_file_without_a_number_is_refused_with_its_name(tmp_path: Path) ->
         EpochFile(tmp_path).read()
 
 
+@pytest.mark.parametrize("text", ["-1", str(MAX_STORED_EPOCH + 1), "1e3", "9" * 5000, "\N{DIGIT ONE}\xff", ""])
+def test_state_file_with_no_epoch_is_refused_with_what_to_do(tmp_path: Path, text: str) -> None:
+    (tmp_path / "epoch").write_text(text)
+    with pytest.raises(InvalidConfig, match="remove the file to start anew: Redis and the workers know the epoch too"):
+        EpochFile(tmp_path).check()
+
+
+async def test_an_epoch_that_no_manager_can_have_given_is_refused(keeper: Keeper, tmp_path: Path) -> None:
+    epochs = keeper(tmp_path)
+    for seen in (FAR, 2**63, 2**64 - 1):
+        with pytest.raises(ProtocolViolation, match="Start the worker anew"):
+            await epochs.for_attach(seen)
+    assert await epochs.for_attach(0) == 1
+
+
+async def test_epochs_go_on_beyond_what_is_believed_of_others(keeper: Keeper, tmp_path: Path, redis_url: str) -> None:
+    """The highest number that is believed is taken; its own successors are believed too, after a restart as well."""
+    assert await keeper(tmp_path, redis_url).for_attach(FAR - 1) == FAR
+    assert await keeper(tmp_path, redis_url).for_attach(FAR) == FAR + 1
+    assert await keeper(tmp_path).for_attach(FAR + 1) == FAR + 2
+
+
+async def test_values_in_redis_that_are_no_epochs_are_overwritten(
+    keeper: Keeper, tmp_path: Path, redis_url: str, redis_client: Redis
+) -> None:
+    epochs = keeper(tmp_path, redis_url)
+    await epochs.for_attach(0)
+    for broken in (b"nonsense", b"-3", b"1e300", b"%d" % FAR, b"%d" % 10**15, b"9" * 400, b"\xff"):
+        await redis_client.mset({NAMESPACE + ":fence": broken, NAMESPACE + ":epoch": broken})
+        before = epochs.epoch
+        assert await epochs.renew_fence() > before
+        assert await redis_client.get(NAMESPACE + ":fence") == b"%d" % epochs.epoch
+    await redis_client.delete(NAMESPACE + ":fence")
+    await redis_client.sadd(NAMESPACE + ":fence", "a key of another type")
+    await epochs.renew_fence()
+    assert await redis_client.get(NAMESPACE + ":fence") == b"%d" % epochs.epoch
+
+
 def test_state_file_leaves_nothing_else_behind(tmp_path: Path) -> None:
     file = EpochFile(tmp_path / "made" / "on demand")
     file.write(12)
@@ -178,8 +219,8 @@ def test_state_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
         EpochFile(tmp_path / "file" / "folder").write(1)
 
 
-@pytest.mark.parametrize("counter", [None, 0, 3, 8])
-@pytest.mark.parametrize("fence", [None, 3, 8])
+@pytest.mark.parametrize("counter", [None, 0, 3, 8, FAR])
+@pytest.mark.parametrize("fence", [None, 3, 8, FAR - 1, FAR])
 async def test_redis_takes_epochs_by_the_rules_of_the_core(
     counter: int | None, fence: int | None, redis_url: str, redis_client: Redis
 ) -> None:

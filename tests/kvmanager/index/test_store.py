@@ -180,6 +180,13 @@ async def test_renewal_prolongs_liveness_and_discovery(store: RedisIndexStore, r
     assert await redis_client.smembers(index_format.DISCOVERY_WORKERS_KEY) == {b"a"}
 
 
+async def test_workers_without_an_entry_leave_the_set(store: RedisIndexStore, redis_client: Redis) -> None:
+    """A manager that was killed leaves the ids of its workers behind; they must not pile up."""
+    await redis_client.sadd(index_format.DISCOVERY_WORKERS_KEY, *(f"gone-{number}" for number in range(100)))
+    await store.renew(1, {}, {"a": "{}"})
+    assert await redis_client.smembers(index_format.DISCOVERY_WORKERS_KEY) == {b"a"}
+
+
 async def test_retired_worker_has_no_live_entries(store: RedisIndexStore, redis_client: Redis) -> None:
     await store.register(1, worker("a", 10))
     await store.renew(1, {0: "a"}, {"a": "{}"})
@@ -206,7 +213,8 @@ async def test_redis_that_is_not_there_is_named_unavailable() -> None:
 async def test_every_script_loads_in_redis_and_is_part_of_the_package(redis_url: str) -> None:
     """Redis compiles a script when it is loaded; a script that is missing from the package fails before that."""
     names = sorted(each.name for each in files("kvmanager.index").iterdir() if each.name.endswith(".lua"))
-    assert names == ["acquire.lua", "fenced.lua", "register.lua", "renew.lua", "retire.lua", "update.lua"]
+    scripts_in_use = ["acquire", "epoch_in", "fenced", "register", "renew", "retire", "update"]
+    assert names == [f"{name}.lua" for name in scripts_in_use]
     async with open_redis(redis_url) as redis:
         for source in (scripts.ACQUIRE, scripts.REGISTER, scripts.UPDATE, scripts.RENEW, scripts.RETIRE):
             digest = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()

@@ -11,11 +11,12 @@ import pytest
 from grpc import aio
 
 from common.checkpoint.fingerprint import model_fingerprint
-from common.lease import Admit, CachedBlock, Inventory, InventorySequence, Report, Reserve
+from common.lease import Admit, CachedBlock, Inventory, InventorySequence, Report, Reserve, public_incarnation
 from common.types import BlockHash, BlockId, FinishReason, KvGeometry, MissReason, SequenceId, SequencePhase
 from common.wire.lease_codec import attach_to_proto
 from quire.kvmanager.v1 import kvmanager_pb2
 from tests.kvmanager.conftest import Connect, Running, Start
+from tests.support.deadlines import TooSlow, with_enough_time
 from tests.support.kvmanager.fake_session import IDENTITY, RawWorker
 
 S0, S1 = SequenceId(0), SequenceId(1)
@@ -109,7 +110,12 @@ async def test_inventory_in_many_chunks_is_one_inventory(manager: Running, conne
 DIFFERENT = {
     "block_size": (replace(IDENTITY, block_size=32), "16", "32", "--block-size"),
     "model_fingerprint": (replace(IDENTITY, model_fingerprint="other"), "model" * 6, "other", "--model"),
-    "tokenizer_fingerprint": (replace(IDENTITY, tokenizer_fingerprint="other"), "tokenizer" * 3, "other", "--model"),
+    "tokenizer_fingerprint": (
+        replace(IDENTITY, tokenizer_fingerprint="other"),
+        "tokenizer" * 3,
+        "other",
+        "--model or --tokenizer",
+    ),
     "kv_geometry.num_kv_heads": (
         replace(IDENTITY, kv_geometry=KvGeometry(2, 1, 8, 8, "float32")),
         "2",
@@ -227,6 +233,48 @@ async def test_earlier_session_of_the_same_worker_does_not_replace_a_later_one(
     assert (await connect(manager, session=1).refused()).attach_rejected.retry
 
 
+async def test_an_attach_without_the_secret_of_a_live_session_changes_nothing(
+    manager: Running, connect: Connect
+) -> None:
+    """Not even the epoch: the refusal comes before anything else."""
+    first = connect(manager)
+    await first.attached()
+    before = manager.process.index.epoch
+    secret = first.worker.incarnation
+    for guess in (public_incarnation(secret), secret[::-1], bytes(16)):
+        thief = connect(manager, incarnation=guess, session=2**31, epoch_seen=before + 1000)
+        assert (await thief.refused()).attach_rejected.retry
+    assert manager.process.index.epoch == before
+    assert (await first.exchange(Report(reserve=(reserve(S0),)))).admit
+
+
+@pytest.mark.parametrize("begins", [False, True], ids=["no attach", "no inventory"])
+async def test_a_session_that_begins_and_falls_silent_ends(
+    start_manager: Start, connect: Connect, begins: bool
+) -> None:
+    worker = connect(await start_manager(attach_timeout=0.05))
+    if begins:
+        await worker.send(kvmanager_pb2.SessionRequest(attach=attach_message(worker)))
+    assert await ended_with(worker) is grpc.StatusCode.INTERNAL
+    assert "no message for 0.05 s" in str(await worker.call.details())
+
+
+async def test_a_session_that_is_open_may_be_silent(start_manager: Start, connect: Connect) -> None:
+    async def attempt(seconds: float) -> None:
+        running = await start_manager(attach_timeout=seconds)
+        worker = connect(running)
+        try:
+            await worker.attached()
+        except (aio.AioRpcError, EOFError, asyncio.InvalidStateError):
+            raise TooSlow from None
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(5 * seconds):
+                await worker.receive()
+        assert running.attachments.manager.workers() == ("w0",)
+
+    await with_enough_time(attempt, 0.1)
+
+
 async def test_report_of_a_replaced_session_is_dropped(manager: Running, connect: Connect) -> None:
     first = connect(manager)
     await first.attached()
@@ -302,7 +350,7 @@ async def test_contradictory_inventory_is_a_violation(manager: Running, connect:
 async def test_sequence_larger_than_the_pool_is_cancelled_at_once(manager: Running, connect: Connect) -> None:
     worker = connect(manager)
     await worker.attached()
-    large = replace(reserve(S0), max_len=8 * 16 + 1)
+    large = replace(reserve(S0), max_len=8 * 16 + 2)
     batch = await worker.exchange(Report(reserve=(large, reserve(S1))))
     assert batch.cancel == (S0,)
     assert [admit.sequence for admit in batch.admit] == [S1]

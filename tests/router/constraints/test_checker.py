@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
-import threading
+import signal
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,17 @@ import pytest
 import pytest_asyncio
 
 from cli.demo_model import CHECKPOINT
-from common.errors import InvalidRequest, Overloaded, Unsupported
+from common.errors import InvalidRequest, Overloaded, Unavailable, Unsupported
+from common.limits import (
+    COSTLY_CONSTRAINT_SECONDS,
+    MAX_CONSTRAINTS_A_PEER,
+    MAX_COSTLY_VERDICTS,
+)
+from common.limits import (
+    MAX_CONSTRAINT_BYTES as MOST,
+)
 from common.types import Constraint, ConstraintKind
-from router.constraints.checker import MAX_BYTES, MAX_WAITING, ConstraintChecker
+from router.constraints.checker import ConstraintChecker, Verdict, _Verdicts
 from router.text.checkpoint import read_checkpoint
 from tests.support.router.tokenizers import word_piece
 
@@ -24,22 +34,45 @@ JSON, REGEX, GRAMMAR = ConstraintKind.JSON_SCHEMA, ConstraintKind.REGEX, Constra
 DEADLINE_S = 120.0
 
 
-@pytest_asyncio.fixture
-async def checker() -> AsyncIterator[ConstraintChecker]:
+@asynccontextmanager
+async def new_checker() -> AsyncIterator[ConstraintChecker]:
     made = ConstraintChecker.load(CHECKPOINT, read_checkpoint(CHECKPOINT).eos_token_ids)
     assert made is not None
     yield made
-    made.close()
+    await made.aclose()
+
+
+@pytest_asyncio.fixture
+async def checker() -> AsyncIterator[ConstraintChecker]:
+    """A checker of the test's own, whose process the test may stop or kill."""
+    async with new_checker() as made:
+        yield made
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared() -> AsyncIterator[ConstraintChecker]:
+    """One checker for all verdicts: a process takes longer to start than to examine a constraint."""
+    async with new_checker() as made:
+        yield made
 
 
 def nested(depth: int) -> dict[str, Any]:
     return {"type": "object", "properties": {"a": nested(depth - 1)}} if depth else {}
 
 
+def optional(count: int, more: bool = False) -> str:
+    """Return a schema of so many properties, none of which is required."""
+    properties = {f"property{each}": {"type": "integer"} for each in range(count)}
+    return json.dumps({"type": "object", "properties": properties, "additionalProperties": more})
+
+
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
         (JSON, "{}"),
+        (JSON, optional(500, more=True)),
+        (JSON, json.dumps({"enum": [f"word {each}" for each in range(2000)]})),
         (JSON, "true"),
         (JSON, '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'),
         (JSON, '{"$defs": {"n": {"properties": {"next": {"$ref": "#/$defs/n"}}}}, "$ref": "#/$defs/n"}'),
@@ -48,10 +81,11 @@ def nested(depth: int) -> dict[str, Any]:
         (GRAMMAR, 'start: "yes" | "no" reason\nreason: /[a-z]+/'),
     ],
 )
-async def test_what_can_be_enforced_is_accepted(checker: ConstraintChecker, kind: ConstraintKind, text: str) -> None:
-    await checker.check(Constraint(kind, text))
+async def test_what_can_be_enforced_is_accepted(shared: ConstraintChecker, kind: ConstraintKind, text: str) -> None:
+    await shared.check(Constraint(kind, text))
 
 
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(
     ("kind", "text", "words"),
     [
@@ -66,6 +100,13 @@ async def test_what_can_be_enforced_is_accepted(checker: ConstraintChecker, kind
         (JSON, '{"pattern": "(?=a)"}', "is wrong in a pattern: look-around, including look-ahead and look-behind"),
         (JSON, '{"$ref": "#/x"}', "is not valid: Pointer '/x' does not exist"),
         (JSON, '{"$ref": "#"}', "allows no output at all"),
+        # These compile, and pass a limit with their first or their tenth token.
+        (JSON, optional(1000), "is too complex to be followed; make it smaller"),
+        (JSON, f'{{"type": "array", "items": {optional(1000)}}}', "is too complex to be followed; make it smaller"),
+        (
+            GRAMMAR, "start: " + " | ".join(f'"{each}"' for each in range(6000)),
+            "is too complex to be followed; make it smaller",
+        ),
         (
             JSON, '{"oneOf": [{"type": "string"}, {"minLength": 2}]}',
             "uses oneOf whose options may overlap; use anyOf, or make them differ",
@@ -79,12 +120,12 @@ async def test_what_can_be_enforced_is_accepted(checker: ConstraintChecker, kind
         (GRAMMAR, "", "is not valid: no start rule found"),
         (GRAMMAR, "start: a\na: a", "allows no output at all"),
         (GRAMMAR, '{"grammars": []}', "is not valid: 1(1): expecting rule, token or statement"),
-        (GRAMMAR, "ü" * MAX_BYTES, f"has {2 * MAX_BYTES} bytes; expected at most {MAX_BYTES}"),
+        (GRAMMAR, "ü" * MOST, f"has {2 * MOST} bytes; expected at most {MOST}"),
     ],
 )  # fmt: skip
-async def test_what_is_wrong_is_said(checker: ConstraintChecker, kind: ConstraintKind, text: str, words: str) -> None:
+async def test_what_is_wrong_is_said(shared: ConstraintChecker, kind: ConstraintKind, text: str, words: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        await checker.check(Constraint(kind, text))
+        await shared.check(Constraint(kind, text))
     (violation,) = caught.value.violations
     assert violation.field == kind.value
     assert violation.description.startswith(words)
@@ -119,57 +160,105 @@ async def test_modules_of_the_directory_in_which_the_router_runs_are_not_taken_f
     await checker.check(Constraint(REGEX, "[a-z]+"))
 
 
-async def test_a_constraint_is_examined_once(checker: ConstraintChecker, monkeypatch: pytest.MonkeyPatch) -> None:
-    examined: list[str] = []
+@asynccontextmanager
+async def held(checker: ConstraintChecker) -> AsyncIterator[None]:
+    """Stop the child process, so that nothing is examined, until the end of the block."""
+    await checker.check(Constraint(REGEX, "started"))
+    stopped = checker.pid
+    assert stopped is not None
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(stopped, signal.SIGCONT)
 
-    def examine(constraint: Constraint) -> str:
-        examined.append(constraint.text)
-        return ""
 
-    monkeypatch.setattr(checker, "_examine", examine)
-    await asyncio.gather(*(checker.check(Constraint(REGEX, text)) for text in "aabbbaab"))
-    assert sorted(examined) == ["a", "b"]
+def checks(checker: ConstraintChecker, *texts: str, peer: str = "a") -> list[asyncio.Task[None]]:
+    return [asyncio.create_task(checker.check(Constraint(REGEX, text), peer)) for text in texts]
 
 
-async def test_who_stops_waiting_does_not_spoil_it_for_others(
-    checker: ConstraintChecker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    go_on = threading.Event()
+async def test_a_constraint_is_examined_once(checker: ConstraintChecker) -> None:
+    async with held(checker):
+        waiting = checks(checker, *"aabbbaab")
+        await asyncio.sleep(0)
+        assert len(checker) == 2
+    await asyncio.gather(*waiting)
+    assert len(checker) == 0
 
-    def examine(constraint: Constraint) -> str:
-        assert go_on.wait(DEADLINE_S)
-        return "is wrong"
 
-    monkeypatch.setattr(checker, "_examine", examine)
-    first, second = [asyncio.create_task(checker.check(Constraint(REGEX, "a"))) for _ in range(2)]
-    await asyncio.sleep(0)
-    first.cancel()
-    go_on.set()
-    with pytest.raises(asyncio.CancelledError):
-        await first
+async def test_who_stops_waiting_does_not_spoil_it_for_others(checker: ConstraintChecker) -> None:
+    async with held(checker):
+        first, second, other = checks(checker, "(", "(", "b")
+        await asyncio.sleep(0)
+        first.cancel()
+        other.cancel()
+        await asyncio.wait([first, other])
+        assert len(checker) == 1
     with pytest.raises(InvalidRequest, match="is wrong"):
         await second
 
 
-async def test_more_than_can_wait_are_told_to_try_again(
-    checker: ConstraintChecker, monkeypatch: pytest.MonkeyPatch
+async def test_an_examination_that_nobody_waits_for_is_withdrawn_before_and_after_it_begins(
+    checker: ConstraintChecker,
 ) -> None:
-    go_on = threading.Event()
+    async with held(checker):
+        gone = checks(checker, "a", "b", "c")
+        await asyncio.sleep(0)
+        for each in gone:
+            each.cancel()
+        await asyncio.wait(gone)
+        assert len(checker) == 0
+        staying = checks(checker, "a")
+    await asyncio.gather(*staying)
 
-    def examine(constraint: Constraint) -> str:
-        assert go_on.wait(DEADLINE_S)
-        return ""
 
-    monkeypatch.setattr(checker, "_examine", examine)
-    waiting = [asyncio.create_task(checker.check(Constraint(REGEX, str(each)))) for each in range(MAX_WAITING)]
-    await asyncio.sleep(0)
-    with pytest.raises(
-        Overloaded, match=f"router.constraints.checker: {MAX_WAITING} of {MAX_WAITING} constraints wait"
-    ):
-        await checker.check(Constraint(REGEX, "one more"))
-    go_on.set()
+async def test_more_than_can_wait_must_try_again_and_others_are_served(checker: ConstraintChecker) -> None:
+    most = MAX_CONSTRAINTS_A_PEER
+    async with held(checker):
+        # One is under examination, the others wait.
+        waiting = checks(checker, *map(str, range(most + 1)))
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match=f"router.constraints.checker: {most} of {most} constraints wait"):
+            await checker.check(Constraint(REGEX, "one more"), "a")
+        other = checks(checker, "another's", peer="b")
+    await asyncio.gather(*waiting, *other)
+    await checker.check(Constraint(REGEX, "one more"), "a")
+
+
+async def test_senders_together_are_bounded_too(checker: ConstraintChecker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.constraints.checker.MAX_CONSTRAINTS", 4)
+    async with held(checker):
+        waiting = [each for peer in "abcdef" for each in checks(checker, peer, peer=peer)]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match=r"4 of 4 constraints wait"):
+            await checker.check(Constraint(REGEX, "g"), "g")
     await asyncio.gather(*waiting)
-    await checker.check(Constraint(REGEX, "one more"))
+
+
+async def test_few_verdicts_on_costly_constraints_are_kept() -> None:
+    kept = _Verdicts()
+    costly = Verdict("", "", COSTLY_CONSTRAINT_SECONDS * 2)
+    kept.add(b"cheap", Verdict("", "", 0.01))
+    for number in range(MAX_COSTLY_VERDICTS + 1):
+        kept.add(bytes([number]), costly)
+    assert (kept.get(b"\0"), kept.get(b"\1"), kept.get(b"cheap")) == (None, costly, Verdict("", "", 0.01))
+
+
+async def test_a_child_that_ends_fails_what_waits_and_the_next_constraint_starts_another(
+    checker: ConstraintChecker,
+) -> None:
+    async with held(checker):
+        waiting = checks(checker, "a", "b")
+        await asyncio.sleep(0)
+        assert checker.pid is not None
+        first = checker.pid
+        os.kill(first, signal.SIGKILL)
+        for each in waiting:
+            with pytest.raises(Unavailable, match="the process that examines constraints ended"):
+                await each
+    await checker.check(Constraint(REGEX, "a"))
+    assert checker.pid != first
 
 
 async def test_a_tokenizer_that_spells_no_bytes_is_refused(tmp_path: Path) -> None:
@@ -178,7 +267,7 @@ async def test_a_tokenizer_that_spells_no_bytes_is_refused(tmp_path: Path) -> No
     assert checker is not None
     with pytest.raises(Unsupported, match="the tokenizer of this checkpoint cannot be constrained"):
         await checker.check(Constraint(REGEX, "a"))
-    checker.close()
+    await checker.aclose()
 
 
 def test_without_a_tokenizer_there_is_no_checker(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the router knows of its pool, and what it takes over from the first worker."""
+"""The router's view of its pool, and what it takes over from the first worker."""
 
 from __future__ import annotations
 
@@ -23,6 +23,14 @@ def test_only_a_whole_identity_is_complete() -> None:
     assert is_complete(FULL)
     assert not is_complete(PARTIAL)
     assert not is_complete(replace(FULL, kv_geometry=UNKNOWN_GEOMETRY))
+
+
+def test_pools_that_embed_share_no_keys_with_others() -> None:
+    known = replace(FULL, pooling="last, normalised")
+    assert len({each.namespace for each in (FULL, known, replace(FULL, pooling="mean"))}) == 3
+    assert is_complete(known)
+    assert not is_complete(replace(FULL, pooling=""))
+    assert adopt(replace(FULL, pooling=""), known) == known
 
 
 def test_an_unknown_part_is_no_difference() -> None:

@@ -54,6 +54,18 @@ def test_the_least_recently_routed_leaves_first_and_its_deepest_block_before_its
     assert index.lookup(block_hashes("xyz"), ["w0"], now=1.0) == {"w0": 3}
 
 
+def test_what_nobody_asks_for_any_more_leaves_as_others_come() -> None:
+    index = OptimisticIndex()
+    index.remember("w0", block_hashes("abcdef"), now=0.0)
+    index.remember("w0", block_hashes("ab"), now=1.0)
+    later = MEMORY_SECONDS + 1.0
+    index.remember("w0", block_hashes("x"), now=later)
+    assert len(index) == 6 + 1 - 2, "twice as many leave as came"
+    index.remember("w0", block_hashes("xyz"), now=later + 0.5)
+    assert len(index) == 3
+    assert index.lookup(block_hashes("ab"), ["w0"], now=later, max_age=MEMORY_SECONDS) == {}
+
+
 def test_a_chain_longer_than_the_index_is_kept_from_its_root() -> None:
     index = OptimisticIndex(max_blocks=3)
     index.remember("w0", block_hashes("abcde"), now=0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.core.rates import Average, StepLine
+from router.core.rates import Average, CountRate, StepLine
 
 
 def test_the_first_sample_is_the_average() -> None:
@@ -64,3 +64,32 @@ def test_a_line_that_noise_made_fall_still_rises_by_half_the_assumed_slope() -> 
     assert full is not None
     middle_x, middle_y = (2 * 0.5 + 12) / 1.5, (0.03 * 0.5 + 0.01) / 1.5
     assert full - alone == pytest.approx(64 * middle_y / (64 + middle_x) / 2)
+
+
+def test_a_count_rises_at_the_rate_between_its_oldest_and_newest_reading() -> None:
+    rate = CountRate(window=5.0)
+    assert rate.per_second() == 0.0
+    for second in range(11):
+        rate.add(100 * second if second < 6 else 500 + 300 * (second - 5), now=float(second))
+    assert rate.per_second() == pytest.approx(300.0)
+    for second in range(11, 17):
+        rate.add(2000, now=float(second))
+    assert rate.per_second() == 0.0
+
+
+def test_readings_in_quick_succession_take_no_room() -> None:
+    rate = CountRate(window=5.0)
+    for tick in range(1000):
+        rate.add(tick, now=tick / 10)
+    assert len(rate._readings) < 30
+    assert rate.per_second() == pytest.approx(10.0)
+
+
+def test_a_count_that_falls_begins_anew() -> None:
+    rate = CountRate()
+    rate.add(1000, now=0.0)
+    rate.add(2000, now=1.0)
+    rate.add(5, now=2.0)
+    assert rate.per_second() == 0.0
+    rate.add(25, now=3.0)
+    assert rate.per_second() == pytest.approx(20.0)

@@ -1,4 +1,4 @@
-"""A worker that was disturbed once, and has had nothing to do since, is given work again and learns better."""
+"""A worker that was disturbed once, and has been idle since, gets work again, and its rates recover."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BEAT, GAP = 0.5, 0.25
 
 
 class Pool:
-    """Workers whose steps take 10 ms, under one request every quarter of a second; what they tell is an average."""
+    """Workers whose steps take 10 ms, under one request every quarter of a second; what they report is an average."""
 
     def __init__(self, learnt: dict[str, float]) -> None:
         self.clock, numbers = ManualClock(), itertools.count(1)
@@ -29,7 +29,7 @@ class Pool:
         self.beat()
 
     def beat(self) -> None:
-        """Let every worker take its steps of the last half second, and tell what it has learnt of them."""
+        """Let every worker take its steps of the last half second, and report the rates that follow."""
         now = self.clock.monotonic()
         for name, model in self.models.items():
             left = [end for end in self._ends[name] if end > now]

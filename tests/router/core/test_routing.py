@@ -158,6 +158,12 @@ def test_a_request_larger_than_every_pool_is_refused_with_the_numbers() -> None:
     assert rejected(choice) == {"w0": "too large: 9 blocks of 8 in its pool"}
 
 
+def test_a_request_whose_last_token_alone_is_beyond_the_pool_is_placed() -> None:
+    small = worker("w0", capacity=Capacity(num_blocks=8, block_size=16, max_num_seqs=4, max_model_len=4096))
+    assert router().route(placement(prompt=120, output=9), [small], {}).outcome is Outcome.PLACED
+    assert router().route(placement(prompt=120, output=10), [small], {}).outcome is Outcome.TOO_LARGE
+
+
 def test_a_request_longer_than_the_context_is_refused_with_the_numbers() -> None:
     choice = router().route(placement(prompt=500, output=20), [worker("w0")], {})
     assert choice.outcome is Outcome.TOO_LARGE

@@ -1,4 +1,4 @@
-"""Several routers over the same workers: each knows its own requests at once, and those of the others by heartbeats."""
+"""Several routers over the same workers: each counts its own requests at once, others by heartbeats."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Fleet:
         return Router(self.clock, lambda: f"router-{number}-{next(ids)}", seed=0)
 
     def beat(self) -> None:
-        """Let every worker tell all routers what it has."""
+        """Let every worker report its load to all routers."""
         for models in self._models:
             for model in models:
                 count = len(self.running[model.worker_id])

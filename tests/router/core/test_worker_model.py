@@ -70,6 +70,15 @@ def test_a_silent_worker_is_hung() -> None:
     assert model.trouble(5.5) == (WorkerState.HUNG, "no heartbeat for 5.5 s")
 
 
+def test_time_in_which_the_router_was_stopped_does_not_age_a_heartbeat() -> None:
+    model = _loaded(Load())
+    model.router_paused(3.0, now=8.0)
+    assert model.trouble(8.0) is None
+    assert model.trouble(8.5) == (WorkerState.HUNG, "no heartbeat for 5.5 s")
+    model.router_paused(90.0, now=9.0)
+    assert model.heartbeat_at == 9.0
+
+
 def test_a_draining_worker_takes_nothing_new() -> None:
     trouble = _loaded(Load(draining=True)).trouble(0.0)
     assert trouble is not None

@@ -23,14 +23,19 @@ from quire.inference.v1 import inference_pb2_grpc as rpc
 from quire.types.v1 import types_pb2
 from router.constraints.checker import ConstraintChecker
 from router.core.admission import AdmissionLimits
-from router.grpc_api.servicer import InferenceServicer
+from router.grpc_api.servicer import InferenceServicer, Routers
 from router.observe.siblings import Siblings
 from router.observe.status import RouterStatus
 from router.ports import ModelCard
+from router.requests.resumer import RequestResumer
+from router.requests.resumption import Resumption
 from router.requests.validate import Validator
+from router.serving.call_context import Calls
 from router.text.assembler import CheckpointText
 from router.text.checkpoint import read_checkpoint
+from router.text.tokenizer_files import TokenizerFiles
 from tests.support.deadlines import TooSlow, with_enough_time
+from tests.support.router.callers import OneCaller
 from tests.support.router.fake_worker import IDENTITY, PATIENCE_S, FakeWorker
 from tests.support.router.frontend_harness import Harness, frontend_over
 
@@ -43,6 +48,7 @@ class Service:
 
     harness: Harness
     stub: rpc.InferenceServiceStub
+    status: RouterStatus
 
 
 @asynccontextmanager
@@ -57,16 +63,19 @@ async def served(*workers: FakeWorker, limits: AdmissionLimits | None = None) ->
         )
         constraints = ConstraintChecker.load(CHECKPOINT, checkpoint.eos_token_ids)
         validator = Validator(text, checkpoint, constraints=constraints)
-        servicer = InferenceServicer(harness.frontend, validator, text, status, clock, Siblings())
+        resumer = RequestResumer(Resumption(harness.pool, clock, search_seconds=0.5), harness.frontend)
+        routers, files = Routers(harness.frontend.abort, Siblings(), resumer), TokenizerFiles(CHECKPOINT)
+        calls = Calls(clock, OneCaller())
+        servicer = InferenceServicer(harness.frontend, validator, text, status, calls, routers, files)
         server = RpcServer(["quire.inference.v1.InferenceService"], [server_spans(harness.tracer)])
         rpc.add_InferenceServiceServicer_to_server(servicer, server.server)
         port = await server.start("127.0.0.1", 0)
         async with open_channel(f"127.0.0.1:{port}") as channel:
-            yield Service(harness, rpc.InferenceServiceStub(channel))
+            yield Service(harness, rpc.InferenceServiceStub(channel), status)
         await server.server.stop(None)
         text.close()
         if constraints is not None:
-            constraints.close()
+            await constraints.aclose()
 
 
 def generate(ids: tuple[int, ...] = (1, 2, 3, 4, 5), **fields: object) -> pb.GenerateRequest:
@@ -198,12 +207,24 @@ async def test_an_id_in_use_already_exists() -> None:
         running.cancel()
 
 
-async def test_resume_is_unimplemented_with_a_reason() -> None:
+async def test_nothing_is_left_of_an_unknown_request() -> None:
     async with served(FakeWorker()) as service:
         request = pb.GenerateRequest(resume=pb.Resume(request_id="r1", output_tokens_received=[3]))
         error = await code_of(service, request)
-        assert error.code() is grpc.StatusCode.UNIMPLEMENTED
-        assert "not offered" in (error.details() or "")
+        assert error.code() is grpc.StatusCode.NOT_FOUND
+        assert "send it again" in (error.details() or "")
+        with pytest.raises(aio.AioRpcError) as caught:
+            await service.stub.GenerateUnary(pb.GenerateUnaryRequest(request=request), timeout=PATIENCE_S)
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_resume_beside_a_new_request_names_the_fields() -> None:
+    async with served(FakeWorker()) as service:
+        request = pb.GenerateRequest(resume=pb.Resume(), priority=3)
+        error = await code_of(service, request)
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "resume.request_id" in (error.details() or "")
+        assert "priority: stands beside resume" in (error.details() or "")
 
 
 async def test_a_constraint_reaches_the_worker() -> None:
@@ -263,7 +284,7 @@ async def ended(service: Service, timeout: float, unary: bool) -> grpc.StatusCod
     return late.value.code()
 
 
-# gRPC tells the server that 1.001 s are 1.01: there the client's timer is first for certain.
+# gRPC sends 1.01 s to the server for 1.001: there the client's timer is first for certain.
 @pytest.mark.parametrize("timeout", [0.2, 1.001])
 @pytest.mark.parametrize("unary", [False, True])
 async def test_every_span_and_the_worker_agree_that_the_deadline_was_it(timeout: float, unary: bool) -> None:
@@ -328,7 +349,7 @@ async def test_a_cancelled_call_is_cancelled_at_the_worker() -> None:
 # ------------------------------------------------------------ model and status
 
 
-async def test_the_model_is_told_with_what_its_workers_know() -> None:
+async def test_the_model_is_reported_with_what_its_workers_know() -> None:
     async with served(FakeWorker(max_model_len=256)) as service:
         model = await service.stub.GetModel(pb.GetModelRequest(), timeout=PATIENCE_S)
         assert (model.model, model.max_model_len, model.has_chat_template) == ("demo", 256, True)
@@ -345,7 +366,8 @@ async def test_the_status_shows_load_and_rates_of_each_worker() -> None:
         await service.harness.until(lambda: service.harness.pool.models()[0].load.running == 3)
         status = await service.stub.GetStatus(pb.GetStatusRequest(), timeout=PATIENCE_S)
         (row,) = status.workers
-        assert (row.worker_id, row.address, row.state) == ("w0", worker.address, "connected")
+        assert (row.worker_id, row.address, row.state) == ("w0", "", "connected")
+        assert service.status.status().workers[0].address == worker.address  # for operators
         assert (row.running_sequences, row.waiting_sequences, row.num_blocks, row.unheld_blocks) == (3, 2, 64, 20)
         assert row.prefill_tokens_per_second == pytest.approx(1000)
         assert row.manager_attached
@@ -358,8 +380,7 @@ async def test_a_worker_of_another_pool_is_shown_with_both_values() -> None:
         await other.start()
         service.harness.pool.add(other.address)
         await service.harness.until(lambda: any("block_size" in m.reason for m in service.harness.pool.members()))
-        status = await service.stub.GetStatus(pb.GetStatusRequest(), timeout=PATIENCE_S)
-        row = next(row for row in status.workers if row.address == other.address)
+        row = next(row for row in service.status.status().workers if row.address == other.address)
         assert row.state == "mismatched"
         assert "block_size: here 4, there 8 (change it with --block-size)" in row.reason
         await other.kill()

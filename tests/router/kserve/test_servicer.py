@@ -45,6 +45,7 @@ async def test_live_and_ready(api: Api) -> None:
     assert (await api.stub.ServerReady(pb.ServerReadyRequest())).ready
     assert (await api.stub.ModelReady(pb.ModelReadyRequest(name="demo"))).ready
     assert (await api.stub.ModelReady(pb.ModelReadyRequest(name="demo", version="1"))).ready
+    assert (await api.stub.ModelReady(pb.ModelReadyRequest(name="alias"))).ready
 
 
 async def test_nothing_is_ready_while_the_router_is_not(api: Api) -> None:
@@ -187,10 +188,10 @@ async def test_a_request_without_a_prompt_says_so_once(api: Api) -> None:
     assert (code, details) == (grpc.StatusCode.INVALID_ARGUMENT, "text_input: is missing; expected it or input_ids")
 
 
-async def test_a_prompt_that_is_too_long_is_told_in_the_protocols_words(api: Api) -> None:
+async def test_a_prompt_that_is_too_long_is_reported_in_the_protocols_words(api: Api) -> None:
     code, details = await api.refused(infer(input_ids=[1] * 5000))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
-    assert details.startswith("input_ids: has 5000 tokens; the context is 4096")
+    assert details.startswith("input_ids: This model's maximum context length is 4096 tokens. However, ")
 
 
 async def test_a_deadline_that_cut_the_answer_short_is_the_status(api: Api) -> None:

@@ -123,7 +123,7 @@ async def test_requests_of_one_stream_are_answered_as_they_go(api: Api) -> None:
     assert await call.code() is grpc.StatusCode.OK
 
 
-async def test_an_error_is_told_under_its_id_and_the_stream_goes_on(api: Api) -> None:
+async def test_an_error_is_reported_under_its_id_and_the_stream_goes_on(api: Api) -> None:
     api.frontend.script = lambda request: (
         [Overloaded(QuotaViolation("router.queue", "8 of 8"), 1.0)]
         if request.prompt == (1,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from router.grpc_api.decision_servicer import DecisionServicer
 from router.observe.siblings import Siblings
 from router.observe.trace_store import StoreExporter, TraceStore
 
-ROUTERS = 3
+ROUTERS, PATIENCE_S = 3, 60.0
 
 
 @dataclass
@@ -46,8 +47,7 @@ async def routers() -> AsyncIterator[list[Shared]]:
 async def _one(stack: AsyncExitStack, port: int, others: list[int]) -> Shared:
     ring, store, provider = DecisionRing(8), TraceStore(8), TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(StoreExporter(store)))
-    siblings, server = Siblings([f"127.0.0.1:{other}" for other in others]), RpcServer([])
-    stack.push_async_callback(siblings.aclose)
+    siblings, server = Siblings([f"127.0.0.1:{other}" for other in others], timeout=PATIENCE_S), RpcServer([])
     rpc.add_DecisionServiceServicer_to_server(DecisionServicer(ring, store, siblings), server.server)
     await server.start("127.0.0.1", port)
     stack.push_async_callback(server.stop, 0.0)
@@ -92,3 +92,9 @@ async def test_a_dead_router_is_left_out(routers: list[Shared]) -> None:
     await routers[2].server.stop(0.0)
     found = await routers[1].stub.GetTrace(pb.GetTraceRequest(trace_id=trace_id))
     assert [span.name for span in found.spans] == ["request"]
+
+
+async def test_a_router_that_hangs_is_left_out_after_its_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        siblings = Siblings([f"127.0.0.1:{silent.getsockname()[1]}"], timeout=0.2)
+        assert await siblings.decisions(pb.ListDecisionsRequest()) == []

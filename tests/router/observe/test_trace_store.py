@@ -40,10 +40,15 @@ def store() -> TraceStore:
     return TraceStore(4)
 
 
-@pytest.fixture
-def tracer(store: TraceStore) -> Iterator[Tracer]:
+def provider_of(store: TraceStore) -> TracerProvider:
     made = provider()
     made.add_span_processor(SimpleSpanProcessor(StoreExporter(store)))
+    return made
+
+
+@pytest.fixture
+def tracer(store: TraceStore) -> Iterator[Tracer]:
+    made = provider_of(store)
     yield made.get_tracer("test")
     made.shutdown()
 
@@ -91,6 +96,8 @@ class Counted:
     """A span that counts how often it is asked for its request."""
 
     asked = 0
+    size = 100
+    tenant = correlation_id = ""
 
     def __init__(self, number: int) -> None:
         self.trace_id, self.span_id = "one", str(number)
@@ -107,6 +114,30 @@ def test_pushing_a_span_out_costs_the_same_however_large_its_trace_is() -> None:
     store.add(map(Counted, range(2_000)))
     assert Counted.asked < 10_000
     assert [store.trace_of(f"r{number}") for number in (499, 500, 999)] == ["", "one", "one"]
+
+
+def test_a_request_of_a_tenant_is_found_although_another_one_used_its_id_later() -> None:
+    store = TraceStore(2)
+    tracer = provider_of(store).get_tracer("test")
+    ids = []
+    for tenant in ("red", "blue"):
+        attributes = {"quire.request_id": "r1", "quire.tenant": tenant}
+        with tracer.start_as_current_span("request", attributes=attributes) as made:
+            ids.append(f"{made.get_span_context().trace_id:032x}")
+    assert [store.trace_of("r1", tenant) for tenant in ("red", "blue", "", "green")] == [*ids, ids[1], ""]
+    span(tracer, "newer")
+    assert [store.trace_of("r1", tenant) for tenant in ("red", "blue", "")] == ["", ids[1], ids[1]]
+
+
+def test_a_correlation_id_finds_the_newest_of_its_requests() -> None:
+    store = TraceStore(8)
+    tracer = provider_of(store).get_tracer("test")
+    traces = []
+    for request, correlation in (("quire-1", "c"), ("quire-2", "c")):
+        attributes = {"quire.request_id": request, "quire.correlation_id": correlation}
+        with tracer.start_as_current_span("request", attributes=attributes) as made:
+            traces.append(f"{made.get_span_context().trace_id:032x}")
+    assert [store.trace_of(name) for name in ("c", "quire-1", "quire-2")] == [traces[1], *traces]
 
 
 def test_both_ways_into_the_store_give_the_same_span(store: TraceStore) -> None:
@@ -130,7 +161,7 @@ def test_both_ways_into_the_store_give_the_same_span(store: TraceStore) -> None:
     (delivered,) = from_otlp(encode_spans([made]))
     direct = from_sdk(made)
     assert direct.message() == delivered.message()
-    assert replace(direct, message=delivered.message) == delivered
+    assert replace(direct, message=delivered.message, size=delivered.size) == delivered
     assert direct.request_id == "r1"
 
 
@@ -139,7 +170,7 @@ def test_the_oldest_span_goes_first(store: TraceStore, tracer: Tracer) -> None:
     assert len(store) == 4
     with pytest.raises(NotFound, match=f"no span of trace {ids[1]}"):
         store.trace(ids[1])
-    with pytest.raises(NotFound, match=r"no span of request r1; .* 4 newer spans took its place"):
+    with pytest.raises(NotFound, match=r"no span of request r1; .* newer spans took its place \(room for 4 spans"):
         store.trace(request_id="r1")
     assert [each.name for each in store.trace(request_id="r2").spans] == ["s2"]
 
@@ -157,8 +188,8 @@ def test_a_request_is_found_while_any_span_names_it(store: TraceStore, tracer: T
 
 
 def test_a_ring_needs_room() -> None:
-    with pytest.raises(ValueError, match="capacity is 0; expected 1 or more"):
-        TraceStore(0)
+    with pytest.raises(ValueError, match="capacity is 0 and max_bytes is 1; expected 1 or more"):
+        TraceStore(0, 1)
 
 
 @dataclass(frozen=True)

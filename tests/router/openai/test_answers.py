@@ -15,6 +15,7 @@ from common.errors import Unavailable
 from common.types import TokenLogprobs
 from router.core.events import GenerateEvent, ValidatedRequest
 from router.openai import schema as described
+from router.openai.answer import Bill
 from tests.support.router.fake_frontend import Step, admitted, finished, tokens
 from tests.support.router.http_harness import HI, Api
 
@@ -29,7 +30,7 @@ def two_choices(request: ValidatedRequest) -> list[Step]:
     events: list[GenerateEvent] = [admitted(request, cached=1)]
     for text in ("Hel", "lo"):
         events += [tokens(text, 40, index=index, logprobs=(given,)) for index in (1, 0)]
-    return [*events, finished(2, index=1, stop="END"), finished(2, index=0)]
+    return [*events, finished(2, index=1, stop="END"), finished(2, index=0, cached=1)]
 
 
 def lines_of(answer: httpx.Response) -> list[str]:
@@ -37,8 +38,9 @@ def lines_of(answer: httpx.Response) -> list[str]:
     assert answer.headers["content-type"].startswith("text/event-stream")
     *lines, last = answer.text.split("\n\n")
     assert last == ""
-    assert all(line.startswith("data: ") for line in lines)
-    return [line.removeprefix("data: ") for line in lines]
+    data = [line.rpartition("\n")[2] for line in lines]  # after its id, where it has one
+    assert all(line.startswith("data: ") for line in data)
+    return [line.removeprefix("data: ") for line in data]
 
 
 @pytest.mark.parametrize(
@@ -97,7 +99,7 @@ async def test_the_models_are_as_described(api: Api) -> None:
         openai.types.Model.model_validate(each, strict=True)
 
 
-async def test_an_answer_tells_when_and_from_what_it_is(api: Api) -> None:
+async def test_an_answer_shows_when_and_from_what_it_is(api: Api) -> None:
     answer = await api.client.chat.completions.create(model="demo", messages=HI)
     models = await api.client.models.list()
     assert answer.created >= models.data[0].created
@@ -197,3 +199,10 @@ async def test_text_of_any_kind_arrives_as_it_is(api: Api) -> None:
     assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == odd
     whole = await api.client.completions.create(model="demo", prompt="a")
     assert whole.choices[0].text == odd
+
+
+async def test_guessed_tokens_are_in_the_usage() -> None:
+    details = Bill(5, 3, 40, drafted_tokens=9, accepted_draft_tokens=7).body()["completion_tokens_details"]
+    assert details == {"accepted_prediction_tokens": 7, "rejected_prediction_tokens": 2}
+    assert openai.types.completion_usage.CompletionTokensDetails.model_validate(details, strict=True)
+    assert described.CompletionTokensDetails.model_validate(details, strict=True)

@@ -12,7 +12,7 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from common.errors import Overloaded, QuotaViolation, Unavailable
-from router.openai.app import MAX_BODY_BYTES
+from common.limits import MAX_HTTP_BODY_BYTES
 from router.openai.schema import ErrorBody
 from tests.support.deadlines import TooSlow, with_enough_time
 from tests.support.router.fake_frontend import admitted, finished, tokens
@@ -65,7 +65,8 @@ async def test_a_malformed_body_is_refused_with_what_is_wrong(
         ({"prompt": "a", "stop": [""] * 100_000}, "stop"),
         ({"prompt": [[1]] * 2000}, "prompt"),
         ({"prompt": []}, "prompt"),
-        ({"prompt": [["a"]] * 100_000}, "prompt"),
+        ({"prompt": [["a"]] * 2000}, "prompt"),
+        ({"prompt": [["a"]] * 100_000}, "body"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -85,7 +86,7 @@ async def test_a_field_inside_a_message_is_named(api: Api) -> None:
     [
         ("GET", "/v1/completions", 405, "method_not_allowed"),
         ("DELETE", "/v1/models", 405, "method_not_allowed"),
-        ("POST", "/v1/embeddings", 404, "unknown_url"),
+        ("POST", "/v1/moderations", 404, "unknown_url"),
         ("GET", "/", 404, "unknown_url"),
         ("GET", "/v1/models/gpt-9", 404, "model_not_found"),
     ],
@@ -120,6 +121,19 @@ async def test_what_the_context_cannot_hold_has_openais_code(
     answer = await api.http.post(path, json=body)
     error = detail(answer)
     assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)
+    assert error["message"].startswith(
+        f"This model's maximum context length is {FACTS.max_model_len} tokens. However, "
+    )
+
+
+async def test_a_length_that_nobody_sent_is_named_as_the_default(api: Api) -> None:
+    context = FACTS.max_model_len
+    answer = await api.http.post("/v1/completions", json={"prompt": [5] * (context - 5)})
+    assert detail(answer)["message"] == (
+        f"This model's maximum context length is {context} tokens. However, the prompt has {context - 5} tokens, and"
+        " max_tokens asks for 16 more; lower max_tokens to 5 or shorten the prompt (the body has no max_tokens: this is"
+        " the default)"
+    )
 
 
 async def test_a_body_without_end_is_cut_off(api: Api) -> None:
@@ -127,7 +141,7 @@ async def test_a_body_without_end_is_cut_off(api: Api) -> None:
 
     async def endless() -> AsyncIterator[bytes]:
         nonlocal sent
-        while sent < 2 * MAX_BODY_BYTES:
+        while sent < 2 * MAX_HTTP_BODY_BYTES:
             sent += 1024 * 1024
             yield b" " * 1024 * 1024
 
@@ -135,7 +149,7 @@ async def test_a_body_without_end_is_cut_off(api: Api) -> None:
     assert (answer.status_code, detail(answer)["code"]) == (413, "body_too_large")
 
 
-async def test_a_bug_is_an_error_of_the_server_that_tells_nothing(
+async def test_a_bug_is_an_error_of_the_server_that_discloses_nothing(
     api: Api, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import openai
@@ -9,6 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from common.types import Constraint, ConstraintKind
+from router.openai.foreign_fields import REFUSED
 from tests.support.router.fake_frontend import admitted, finished, tokens
 from tests.support.router.http_harness import HI, Api
 
@@ -16,11 +18,12 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 JSON, REGEX, GRAMMAR = ConstraintKind.JSON_SCHEMA, ConstraintKind.REGEX, ConstraintKind.GRAMMAR
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
-SCHEMA_TEXT = '{"type": "object", "properties": {"a": {"type": "integer"}}}'
+# Closed, as objects are that name their properties.
+SCHEMA_TEXT = '{"type":"object","properties":{"a":{"type":"integer"}},"additionalProperties":false}'
 
 
 class Place(BaseModel):
-    """What the client wants of an answer."""
+    """What the client requests of an answer."""
 
     town: str
     year: int | None
@@ -34,17 +37,21 @@ class Place(BaseModel):
             (JSON, SCHEMA_TEXT),
         ),
         ({"response_format": {"type": "json_object"}}, (JSON, '{"type": "object"}')),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, (JSON, SCHEMA_TEXT)),
         ({"structured_outputs": {"json": SCHEMA}}, (JSON, SCHEMA_TEXT)),
         ({"structured_outputs": {"json": SCHEMA_TEXT}}, (JSON, SCHEMA_TEXT)),
         ({"structured_outputs": {"json_object": True}}, (JSON, '{"type": "object"}')),
         ({"structured_outputs": {"regex": "a+"}}, (REGEX, "a+")),
         ({"structured_outputs": {"grammar": 'start: "a"'}}, (GRAMMAR, 'start: "a"')),
-        ({"structured_outputs": {"choice": ["a", 'b"ü']}}, (GRAMMAR, 'start: "a" | "b\\"\\u00fc"')),
+        ({"structured_outputs": {"choice": ["a", 'b"ü']}}, (GRAMMAR, 'start: CHOICE\nCHOICE: "a" | "b\\"\\u00fc"')),
         ({"guided_json": SCHEMA}, (JSON, SCHEMA_TEXT)),
         ({"guided_regex": "a+"}, (REGEX, "a+")),
         ({"guided_grammar": 'start: "a"'}, (GRAMMAR, 'start: "a"')),
-        ({"guided_choice": ["a"]}, (GRAMMAR, 'start: "a"')),
-        ({"guided_json": SCHEMA, "structured_outputs": {"json": SCHEMA_TEXT}}, (JSON, SCHEMA_TEXT)),
+        ({"regex": "a+"}, (REGEX, "a+")),
+        ({"ebnf": 'root ::= "a" [0-9]'}, (GRAMMAR, 'root ::= "a" [0-9]')),
+        ({"json_schema": SCHEMA}, (JSON, SCHEMA_TEXT)),
+        ({"guided_choice": ["a"]}, (GRAMMAR, 'start: CHOICE\nCHOICE: "a"')),
+        ({"guided_json": SCHEMA, "structured_outputs": {"json": json.dumps(SCHEMA)}}, (JSON, SCHEMA_TEXT)),
     ],
 )  # fmt: skip
 async def test_a_constraint_arrives_by_each_of_its_names(
@@ -94,6 +101,10 @@ async def test_the_client_parses_what_its_own_model_constrained(api: Api) -> Non
             {"guided_regex": "a+", "response_format": {"type": "json_object"}},
             "response_format", "contradicts guided_regex; give one of response_format, guided_regex",
         ),
+        (
+            {"stream_options": {"include_usage": True}},
+            "stream_options", "belongs to a stream, and stream is not set; set it to true",
+        ),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs, which is not set; set it to true"),
         ({"logprobs": True, "top_logprobs": 30}, "top_logprobs", "is 30; expected 0 to 20"),
         ({"max_completion_tokens": 0}, "max_completion_tokens", "is 0; expected 1 or more"),
@@ -114,10 +125,8 @@ async def test_a_wrong_field_is_named_as_the_body_has_it(
     ("fields", "what"),
     [
         ({"best_of": 3}, "best_of: is 3; only as many as n are sampled"),
-        ({"echo": True, "logprobs": 1}, "echo: not offered together with logprobs"),
         ({"suffix": "!"}, "suffix: not offered; leave it out"),
-        ({"prompt_logprobs": 0, "bad_words": ["x"]}, "bad_words, prompt_logprobs: not offered"),
-        ({"skip_special_tokens": False}, "skip_special_tokens: not offered"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag: not offered"),
     ],
 )
 async def test_what_completions_do_not_offer_is_refused(api: Api, fields: dict[str, Any], what: str) -> None:
@@ -126,15 +135,19 @@ async def test_what_completions_do_not_offer_is_refused(api: Api, fields: dict[s
     assert caught.value.code == "unsupported"
 
 
-@pytest.mark.parametrize(
-    "messages",
-    [
-        [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [{"id": "1"}]}],
-        [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}],
-    ],
-)
-async def test_messages_that_are_no_text_are_refused(api: Api, messages: Any) -> None:
-    with pytest.raises(openai.BadRequestError, match=r"messages\[[01]\]") as caught:
+@pytest.mark.parametrize("name", sorted(REFUSED))
+async def test_a_field_of_another_server_that_would_change_the_answer_is_refused_by_name(api: Api, name: str) -> None:
+    answer = await api.http.post("/v1/chat/completions", json={"messages": HI, name: "x"})
+    assert (answer.status_code, answer.json()["error"]["param"], answer.json()["error"]["code"]) == (
+        400, name, "unsupported",
+    )  # fmt: skip
+    harmless = {name: value for name, values in REFUSED.items() for value in values}
+    assert (await api.http.post("/v1/chat/completions", json={"messages": HI} | harmless)).status_code == 200
+
+
+async def test_messages_that_are_no_text_are_refused(api: Api) -> None:
+    messages: Any = [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]
+    with pytest.raises(openai.BadRequestError, match=r"messages\[0\]") as caught:
         await api.client.chat.completions.create(model="demo", messages=messages)
     assert caught.value.code == "unsupported"
 
@@ -160,8 +173,11 @@ async def test_null_is_unset(api: Api) -> None:
     assert len(api.frontend.requests) == 1
 
 
-async def test_a_request_may_be_named_in_its_body(api: Api) -> None:
-    raw = await api.client.completions.with_raw_response.create(
-        model="demo", prompt="a", extra_body={"request_id": "mine"}
-    )
-    assert (raw.headers["x-request-id"], api.frontend.requests[0].request_id) == ("mine", "mine")
+PARTS = [{"type": "text", "text": "the "}, {"type": "text", "text": "answer"}]
+
+
+@pytest.mark.parametrize("content", ["the answer", PARTS], ids=["text", "parts"])
+async def test_a_prediction_arrives_as_one_text(api: Api, content: Any) -> None:
+    prediction: Any = {"type": "content", "content": content}
+    await api.client.chat.completions.create(model="demo", messages=HI, prediction=prediction)
+    assert api.frontend.requests[-1].prediction == tuple(await api.encode("the answer"))

@@ -9,11 +9,13 @@ from dataclasses import replace
 import pytest
 
 from common.errors import (
+    Cancelled,
     DeadlineExceeded,
 )
 from common.types import FinishReason
 from quire.types.v1 import types_pb2
 from router.core.events import Admitted, Finished, Tokens
+from router.core.tenancy import Caller, Tenant
 from tests.support.deadlines import TooSlow, with_enough_time
 from tests.support.router.fake_worker import FakeWorker
 from tests.support.router.frontend_harness import (
@@ -97,11 +99,17 @@ async def test_a_sequence_that_no_worker_takes_again_before_the_deadline_costs_t
 
 
 async def test_a_deadline_before_any_block_is_an_error() -> None:
-    worker = FakeWorker()
-    async with frontend_over(worker) as harness:
-        with pytest.raises(DeadlineExceeded, match="before the request got blocks"):
-            await harness.events(request(deadline=CLOCK.monotonic() + 0.1))
-        await worker.until(lambda: bool(worker.cancels))
+    async def attempt(seconds: float) -> None:
+        worker = FakeWorker()
+        async with frontend_over(worker) as harness:
+            with pytest.raises(DeadlineExceeded) as late:
+                await harness.events(request(deadline=CLOCK.monotonic() + seconds))
+            if "before a worker was found" in str(late.value):
+                raise TooSlow
+            assert "before the request got blocks" in str(late.value)
+            await worker.until(lambda: bool(worker.cancels))
+
+    await with_enough_time(attempt, 0.1)
 
 
 async def test_a_deadline_that_cannot_be_met_is_refused_with_the_prediction() -> None:
@@ -195,3 +203,38 @@ async def test_a_stop_string_ends_a_whole_answer_at_the_worker_too() -> None:
         worker.step({1: [11]})
         await worker.until(lambda: bool(worker.cancels))
         assert tokens_of(await asked) == [10, 11]
+
+
+def caller(tenant: str) -> Caller:
+    return Caller(Tenant(tenant), credential=tenant)
+
+
+async def test_an_abort_ends_the_request_of_its_tenant_at_the_worker_and_no_other() -> None:
+    worker = FakeWorker()
+    mine, other = request(request_id="r", caller=caller("red")), request(request_id="r", caller=caller("blue"))
+    async with frontend_over(worker) as harness, in_background(harness, mine) as first:
+        async with in_background(harness, other) as second:
+            await worker.until(lambda: len(worker.submits) == 2)
+            assert harness.frontend.abort("r", "green") == 0
+            assert harness.frontend.abort("x", "red") == 0
+            assert harness.frontend.abort("r", "red") == 1
+            with pytest.raises(Cancelled, match="aborted by another call"):
+                await first
+            await worker.until(lambda: len(worker.cancels) == 1)
+            assert not second.done()
+            assert harness.frontend.abort("r") == 1
+            with pytest.raises(Cancelled):
+                await second
+        assert nothing_left(harness)
+
+
+async def test_an_abort_ends_a_request_that_waits_for_a_worker() -> None:
+    worker = FakeWorker(max_num_seqs=1)
+    async with frontend_over(worker) as harness, in_background(harness, request(n=2)):
+        await worker.until(lambda: len(worker.submits) == 2)
+        async with in_background(harness, request(request_id="waits")) as task:
+            await harness.until(lambda: harness.admission.queued == 1)
+            assert harness.frontend.abort("waits") == 1
+            with pytest.raises(Cancelled):
+                await task
+        assert (harness.admission.queued, harness.admission.running) == (0, 1)

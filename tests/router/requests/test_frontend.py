@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 
-from common.hashing import block_digests, block_hash_of, root_digest
+from common.hashing import block_digests, block_hash_of, narrowed_domain, root_digest
 from common.types import FinishReason, MissReason
 from quire.types.v1 import types_pb2
 from router.core.events import Admitted, Finished, Tokens
+from router.requests.run import RequestRun
 from tests.support.router.fake_worker import IDENTITY, FakeWorker
 from tests.support.router.frontend_harness import (
     FixedIndex,
@@ -38,6 +43,29 @@ async def test_a_request_is_admitted_streamed_and_finished() -> None:
         assert nothing_left(harness)
 
 
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Free by reference counts alone, as a service does between its rare collections."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def runs() -> set[int]:
+    return {id(each) for each in gc.get_objects() if type(each) is RequestRun}
+
+
+async def test_a_finished_request_is_freed_without_the_collector_of_cycles() -> None:
+    with without_collector():
+        of_other_tests = runs()
+        async with frontend_over(FakeWorker(automatic=True)) as harness:
+            for _ in range(3):
+                await harness.events(request())
+            assert runs() <= of_other_tests
+
+
 async def test_times_are_in_order() -> None:
     async with frontend_over(FakeWorker(automatic=True)) as harness:
         (end,) = ends_of(await harness.events(request())).values()
@@ -49,12 +77,13 @@ async def test_times_are_in_order() -> None:
 async def test_the_worker_gets_the_hash_chain_of_the_prompt() -> None:
     worker = FakeWorker(automatic=True)
     async with frontend_over(worker) as harness:
-        await harness.events(request(prompt=10, cache_domain="tenant", salt="s"))
-        root = root_digest(IDENTITY.model_fingerprint, IDENTITY.tokenizer_fingerprint, 4, "tenant", [("salt", "s")])
+        await harness.events(request(prompt=10, cache_domain=b"tenant", salt="s"))
+        domain = narrowed_domain(b"tenant", "s")
+        root = root_digest(IDENTITY.model_fingerprint, IDENTITY.tokenizer_fingerprint, 4, domain)
         digests = block_digests(root, list(range(1, 11)), 4)
         (submit,) = worker.submits
         assert submit.block_hashes == b"".join(map(block_hash_of, digests))
-        assert submit.parent_digest == digests[-1]
+        assert (submit.parent_digest, submit.cache_domain) == (digests[-1], domain)
         assert harness.index.asked == [tuple(map(block_hash_of, digests))]
 
 

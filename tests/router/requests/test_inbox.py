@@ -6,9 +6,11 @@ import asyncio
 
 import pytest
 
+from common.errors import Overloaded
+from common.limits import SMALL_OUTPUT_BYTES
 from common.types import FinishReason, TokenLogprobs, Usage
-from router.core.worker_events import Preempted, SequenceFinished, TokensSampled
-from router.requests.inbox import Arrival, Inbox, Turns
+from router.core.worker_events import Preempted, PromptScored, SequenceFinished, TokensSampled
+from router.requests.inbox import WORK_A_TURN, Arrival, Inbox, Turns, work_of
 
 END = SequenceFinished(FinishReason.LENGTH, Usage())
 
@@ -18,7 +20,7 @@ def _turns(wakes: int = 16) -> Turns:
 
 
 async def _told(inbox: Inbox) -> list[tuple[int, int, object]]:
-    return [(each.index, each.attempt, each.event) for each in await inbox.take()]
+    return [(each.index, each.attempt, part) for each in await inbox.take() for part in each.parts()]
 
 
 async def test_one_event_is_taken_as_it_came() -> None:
@@ -73,7 +75,7 @@ async def test_a_waiting_stream_gets_all_that_comes_before_it_runs() -> None:
     await asyncio.sleep(0)
     for token in (1, 2, 3):
         inbox.put(0, 1, TokensSampled((token,)))
-    assert [arrival.event for arrival in await taking] == [TokensSampled((1, 2, 3))]
+    assert [part for arrival in await taking for part in arrival.parts()] == [TokensSampled((1, 2, 3))]
 
 
 async def test_what_comes_for_a_stream_that_was_just_cancelled_disturbs_nobody() -> None:
@@ -91,7 +93,7 @@ async def test_a_patient_stream_is_woken_for_the_first_token_of_each_sequence_an
 
     async def stream() -> None:
         while not taken or END not in taken[-1]:
-            taken.append([arrival.event for arrival in await inbox.take()])
+            taken.append([part for arrival in await inbox.take() for part in arrival.parts()])
 
     running = asyncio.create_task(stream())
     for index, event in (
@@ -173,5 +175,153 @@ async def test_a_cancelled_stream_uses_up_nobodys_turn() -> None:
     tasks[1].cancel()
     with pytest.raises(asyncio.CancelledError):
         await tasks[1]
-    assert [arrival.event for arrival in await tasks[2]] == [END]
-    assert [arrival.event for arrival in await tasks[0]] == [END]
+    assert [part for arrival in await tasks[2] for part in arrival.parts()] == [END]
+    assert [part for arrival in await tasks[0] for part in arrival.parts()] == [END]
+
+
+# ------------------------------------------------------------ slow readers
+
+LIKELY = tuple((token, -1.0) for token in range(20))
+
+
+def much(tokens: int) -> TokensSampled:
+    """Return an event of so many tokens with 20 likely ones beside each: about 2.8 kB a token."""
+    return TokensSampled((7,) * tokens, tuple(TokenLogprobs(7, -1.0, LIKELY) for _ in range(tokens)))
+
+
+async def test_output_that_a_client_leaves_unread_ends_its_sequences_once() -> None:
+    turns, ended = _turns(), list[str]()
+    inbox = Inbox(turns, too_slow=lambda: ended.append("ended"))
+    inbox.put(0, 1, much(1))
+    await inbox.take()
+    for _ in range(40):
+        inbox.put(0, 1, much(100))
+    inbox.put(0, 1, END)
+    assert (ended, turns.output_bytes) == (["ended"], 0)
+    with pytest.raises(Overloaded, match="the client reads too slowly"):
+        await inbox.take()
+    inbox.close()
+
+
+async def test_a_stream_that_waits_for_its_turn_is_not_slow() -> None:
+    turns, ended = _turns(), list[str]()
+    inbox = Inbox(turns, too_slow=lambda: ended.append("ended"))
+    for _ in range(40):
+        inbox.put(0, 1, much(100))
+    (arrival,) = await inbox.take()
+    assert (len(arrival.token_ids), ended) == (4000, [])
+    inbox.sent()
+    assert turns.output_bytes == 0
+
+
+async def test_what_a_stream_took_counts_until_it_was_sent() -> None:
+    turns = _turns()
+    inbox = Inbox(turns)
+    inbox.put(0, 1, much(10))
+    waiting = turns.output_bytes
+    await inbox.take()
+    assert waiting == turns.output_bytes > 20_000
+    inbox.close()
+    assert turns.output_bytes == 0
+
+
+async def test_when_all_requests_have_too_much_those_with_little_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.requests.inbox.MAX_ALL_OUTPUT_BYTES", 2 * SMALL_OUTPUT_BYTES)
+    turns, ended = _turns(), list[str]()
+    large = [Inbox(turns, too_slow=lambda: ended.append("large")) for _ in range(2)]
+    small = Inbox(turns, too_slow=lambda: ended.append("small"))
+    for inbox in (*large, small):
+        inbox.put(0, 1, much(1))
+        await inbox.take()
+    for inbox in large:
+        inbox.put(0, 1, much(30))
+    small.put(0, 1, much(1))
+    assert ended == ["large"]
+    assert [len(each.token_ids) for each in await small.take()] == [1]
+
+
+async def test_a_patient_stream_wakes_before_its_output_is_too_much() -> None:
+    inbox = Inbox(_turns(), patient=True)
+    inbox.put(0, 1, much(1))
+    await inbox.take()
+    taking = asyncio.create_task(inbox.take())
+    await asyncio.sleep(0)
+    for _ in range(8):
+        inbox.put(0, 1, much(100))
+    (arrival,) = await taking
+    assert 700 <= len(arrival.token_ids) <= 800
+    await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(("likely", "parts"), [(None, [256, 256, 88]), (20, [32] * 18 + [24])])
+async def test_what_is_too_much_for_a_turn_comes_in_parts(likely: int | None, parts: list[int]) -> None:
+    inbox = Inbox(_turns())
+    ids = tuple(range(600))
+    entries = () if likely is None else tuple(TokenLogprobs(each, -1.0, ((each, -1.0),) * likely) for each in ids)
+    inbox.put(0, 1, TokensSampled(ids, entries))
+    (arrival,) = await inbox.take()
+    found = [part for part in arrival.parts() if isinstance(part, TokensSampled)]
+    assert [len(each.token_ids) for each in found] == parts
+    assert tuple(token for each in found for token in each.token_ids) == ids
+    assert tuple(entry for each in found for entry in each.logprobs) == entries
+    assert max(map(work_of, found)) <= WORK_A_TURN
+
+
+async def test_streams_with_much_work_share_the_turns() -> None:
+    """Only so much is done between two turns of the loop; nobody is left out."""
+    turns, done, in_turn = _turns(), [0, 0, 0], [0]
+    most = 0
+
+    def turn() -> None:
+        nonlocal most
+        most, in_turn[0] = max(most, in_turn[0]), 0
+        asyncio.get_running_loop().call_soon(turn)
+
+    async def stream(number: int) -> None:
+        for _ in range(20):
+            done[number] += 1
+            in_turn[0] += WORK_A_TURN // 2
+            await turns.pace(WORK_A_TURN // 2)
+
+    turn()
+    await asyncio.gather(*map(stream, range(3)))
+    assert done == [20, 20, 20]
+    assert most <= 2 * WORK_A_TURN
+
+
+async def test_a_stream_that_is_cancelled_while_it_is_paced_holds_up_nobody() -> None:
+    turns = _turns()
+    first, second = (asyncio.create_task(turns.pace(WORK_A_TURN)) for _ in range(2))
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.wait_for(second, 60.0)
+
+
+async def test_log_probabilities_of_a_prompt_come_in_parts_before_the_tokens_and_wake_no_patient_stream() -> None:
+    inbox = Inbox(Turns(), patient=True, whole=True)
+    entries = tuple(TokenLogprobs(token, -1.0, LIKELY) for token in range(70))
+    taking = asyncio.create_task(inbox.take())
+    await asyncio.sleep(0)
+    inbox.put(0, 1, PromptScored(entries[:40]))
+    await asyncio.sleep(0)
+    assert not taking.done()
+    inbox.put(0, 1, PromptScored(entries[40:]))
+    inbox.put(0, 1, TokensSampled((1,)))
+    (arrival,) = await taking
+    *prompt, tokens = arrival.parts()
+    assert tokens == TokensSampled((1,))
+    assert [len(part.logprobs) for part in prompt if isinstance(part, PromptScored)] == [32, 32, 6]
+    assert tuple(entry for part in prompt if isinstance(part, PromptScored) for entry in part.logprobs) == entries
+    assert [work_of(part) for part in prompt] == [32 * (1 + len(LIKELY))] * 2 + [6 * (1 + len(LIKELY))]
+
+
+async def test_log_probabilities_of_a_prompt_count_against_the_bound_of_a_slow_reader() -> None:
+    ended = []
+    inbox = Inbox(Turns(), too_slow=lambda: ended.append(True))
+    inbox.put(0, 1, Preempted())
+    await inbox.take()
+    entries = tuple(TokenLogprobs(token, -1.0, LIKELY) for token in range(1_000))
+    while not ended:
+        inbox.put(0, 1, PromptScored(entries))
+    with pytest.raises(Overloaded, match="reads too slowly"):
+        await inbox.take()

@@ -7,14 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from common.errors import EngineFailure, Unavailable
-from common.hashing import block_digests, root_digest
+from common.errors import EngineFailure, InvalidRequest, Unavailable
+from common.hashing import block_digests, little_endian_int32, root_digest
 from common.types import FinishReason
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2
-from router.core.events import Admitted
+from router.core.events import Admitted, PromptLogprobs
 from tests.support.router.fake_worker import IDENTITY, FakeWorker, prompt_of
 from tests.support.router.frontend_harness import (
+    FixedIndex,
     ends_of,
     frontend_over,
     in_background,
@@ -49,6 +50,46 @@ async def test_a_sequence_whose_worker_dies_goes_on_at_another_without_losing_or
         assert move.chosen == "w1"
         assert nothing_left(harness)
         await other.kill()
+
+
+def _scores(first: int, count: int) -> list[types_pb2.TokenLogprobs]:
+    return [types_pb2.TokenLogprobs(token_id=first + n, logprob=-1.0, rank=1) for n in range(count)]
+
+
+async def test_log_probabilities_of_a_prompt_go_on_where_the_lost_worker_ended() -> None:
+    dying, other = FakeWorker("w0"), FakeWorker("w1")
+    wanted = request(prompt=10, max_tokens=2, prompt_logprobs=0)
+    async with frontend_over(dying) as harness, in_background(harness, wanted) as task:
+        await dying.until(lambda: bool(dying.submits))
+        assert dying.submits[0].prompt_logprobs_before == 0
+        dying.step(admitted={1: 0})
+        dying.step(prompt_logprobs=_scores(2, 4), prompt_logprob_handles=little_endian_int32([1] * 4))
+        await other.start()
+        harness.pool.add(other.address)
+        await harness.connected(2)
+        await dying.kill()
+        await other.until(lambda: bool(other.submits))
+        (submit,) = other.submits
+        assert (submit.prompt_logprobs_before, submit.sampling.prompt_logprobs) == (4, 0)
+        handle = submit.handle
+        owners = little_endian_int32([handle] * 5)
+        other.step(admitted={handle: 0}, prompt_logprobs=_scores(6, 5), prompt_logprob_handles=owners)
+        other.step({handle: [100, 101]}, finished={handle: FinishReason.LENGTH})
+        events = await task
+        scored = [entry for event in events if isinstance(event, PromptLogprobs) for entry in event.logprobs]
+        assert [entry.token_id for entry in scored] == list(range(2, 11))
+        assert tokens_of(events) == [100, 101]
+        await other.kill()
+
+
+async def test_only_the_first_sequence_of_a_request_scores_the_prompt_and_none_asks_the_index() -> None:
+    worker, index = FakeWorker(automatic=True), FixedIndex({"w0": 2})
+    async with frontend_over(worker, index=index) as harness:
+        await harness.events(request(prompt=10, n=3, max_tokens=1, prompt_logprobs=5))
+        assert [submit.prompt_logprobs_before for submit in worker.submits] == [0, 9, 9]
+        assert index.asked == []
+        await harness.events(request(prompt=10, max_tokens=1))
+        assert len(index.asked) == 1
 
 
 async def test_the_only_worker_is_waited_for_and_used_again() -> None:
@@ -89,6 +130,19 @@ async def test_a_failed_step_moves_the_sequence() -> None:
         assert tokens_of(await task) == [100, 101]
 
 
+async def test_a_request_that_no_worker_can_follow_is_not_moved() -> None:
+    failing, other = FakeWorker("w0"), FakeWorker("w1")
+    async with frontend_over(failing, other) as harness, in_background(harness, request(max_tokens=2)) as task:
+        await harness.until(lambda: bool(failing.submits or other.submits))
+        taker = failing if failing.submits else other
+        handle = taker.submits[-1].handle
+        taker.step({handle: [100]}, {handle: 0}, {handle: FinishReason.ERROR}, wrong_field="json_schema")
+        with pytest.raises(InvalidRequest, match="json_schema"):
+            await task
+        assert len(failing.submits) + len(other.submits) == 1
+        assert harness.registry.get_sample_value("quire:migrations_total") == 0
+
+
 async def test_a_worker_that_is_removed_loses_its_sequences_to_another() -> None:
     leaving, staying = FakeWorker("w0"), FakeWorker("w1", automatic=True)
     async with frontend_over(leaving) as harness, in_background(harness, request()) as task:
@@ -119,9 +173,21 @@ async def test_all_workers_may_be_replaced_by_another_kind() -> None:
 async def test_a_request_that_fails_everywhere_is_given_up() -> None:
     worker = FakeWorker()
     async with frontend_over(worker) as harness, in_background(harness, request()) as task:
-        for attempt in range(1, 5):
+        for attempt in range(1, 3):
             await worker.until(lambda attempt=attempt: len(worker.submits) == attempt)  # type: ignore[misc]
             worker.step(finished={worker.submits[-1].handle: FinishReason.ERROR})
+        with pytest.raises(EngineFailure, match="2 workers broke with this request, which got no further"):
+            await task
+        assert nothing_left(harness)
+
+
+async def test_a_request_that_gets_further_everywhere_and_never_its_last_token_is_given_up() -> None:
+    worker = FakeWorker()
+    async with frontend_over(worker) as harness, in_background(harness, request(max_tokens=19)) as task:
+        for attempt in range(1, 5):
+            await worker.until(lambda attempt=attempt: len(worker.submits) == attempt)  # type: ignore[misc]
+            handle = worker.submits[-1].handle
+            worker.step({handle: [7] * attempt}, finished={handle: FinishReason.ERROR})
         with pytest.raises(EngineFailure, match="lost 4 workers"):
             await task
         assert nothing_left(harness)

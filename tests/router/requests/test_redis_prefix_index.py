@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
 
@@ -11,6 +12,7 @@ from redis.asyncio import Redis
 
 from common.clock import ManualClock
 from common.index_format import SlotOwner, pack_entry, prefix_key_root, slot_key
+from common.limits import MAX_INDEX_VALUE_BYTES
 from common.process.local_redis import LocalRedis
 from common.types import BlockHash, KvGeometry, PoolIdentity
 from router.core.breaker import CircuitBreaker
@@ -126,8 +128,8 @@ async def test_without_a_model_nothing_is_asked(redis_url: str, clock: ManualClo
     await redis_client.config_resetstat()
     unknown = PoolIdentity("", "t" * 32, 16, IDENTITY.kv_geometry)
     async with connect(redis_url, PATIENT_S) as client:
-        assert await RedisPrefixIndex(client, lambda: unknown, clock).lookup(CHAIN[:1]) is None
-    assert (await redis_client.info("commandstats")).get("cmdstat_mget") is None
+        assert await RedisPrefixIndex(client, lambda: unknown, clock, PATIENT_S).lookup(CHAIN[:1]) is None
+    assert (await redis_client.info("commandstats")).get("cmdstat_eval_ro") is None
 
 
 async def test_a_redis_that_is_down_is_left_alone_and_used_again_when_it_is_back(clock: ManualClock) -> None:
@@ -167,9 +169,44 @@ async def test_a_redis_that_does_not_answer_costs_its_timeout_and_no_more(clock:
     async with listener:
         began = asyncio.get_running_loop().time()
         assert await index.lookup(CHAIN[:1]) is None
-        assert asyncio.get_running_loop().time() - began < 1.0
+        assert asyncio.get_running_loop().time() - began < PATIENT_S
         assert not index.connected
         await client.aclose()
+
+
+async def test_a_huge_value_counts_to_its_limit_and_takes_no_memory(
+    index: RedisPrefixIndex, redis_client: Redis
+) -> None:
+    """Whoever can write Redis could else take the router's memory: a value may have 512 MB, a lookup asks for 512."""
+    await own(redis_client, 0, "w0", 11)
+    await own(redis_client, 1, "w1", 22)
+    first, huge = pack_entry(0, 11), 32 << 20
+    beyond = MAX_INDEX_VALUE_BYTES // len(first) * first + pack_entry(1, 22)
+    await redis_client.set(prefix_key_root(NAMESPACE) + CHAIN[0], beyond)
+    await redis_client.set(prefix_key_root(NAMESPACE) + CHAIN[1], first * (huge // len(first)))
+    await publish(redis_client, CHAIN[2:3], (0, 11))
+    tracemalloc.start()
+    try:
+        assert await index.lookup(CHAIN[:3]) == {"w0": 3}
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+async def test_an_owner_with_a_huge_field_is_none(index: RedisPrefixIndex, redis_client: Redis) -> None:
+    await own(redis_client, 0, "w0", 11)
+    await redis_client.hset(slot_key(NAMESPACE, 1), mapping={"worker_id": "w" * (1 << 20), "generation": "22"})
+    await redis_client.set(slot_key(NAMESPACE, 2), "no hash")
+    await publish(redis_client, CHAIN[:2], (0, 11), (1, 22), (2, 33))
+    assert await index.lookup(CHAIN[:2]) == {"w0": 2}
+
+
+async def test_a_key_of_another_type_is_a_hole(index: RedisPrefixIndex, redis_client: Redis) -> None:
+    await own(redis_client, 0, "w0", 11)
+    await publish(redis_client, CHAIN[:3], (0, 11))
+    await redis_client.delete(prefix_key_root(NAMESPACE) + CHAIN[1])
+    await redis_client.rpush(prefix_key_root(NAMESPACE) + CHAIN[1], "a")
+    assert await index.lookup(CHAIN[:3]) == {"w0": 1}
 
 
 async def test_without_redis_there_is_no_answer() -> None:

@@ -1,4 +1,4 @@
-"""Requests that are refused or have to wait, and what clients are told."""
+"""Requests that are refused or have to wait, and what clients receive."""
 
 from __future__ import annotations
 

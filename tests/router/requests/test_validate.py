@@ -3,82 +3,36 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+import re
 
 import pytest
 
-from common.errors import CONTEXT_LENGTH_EXCEEDED, FieldViolation, InvalidRequest, Unsupported
-from common.types import Constraint, ConstraintKind, SamplingParams
+from common.errors import CONTEXT_LENGTH_EXCEEDED, InvalidRequest, PermissionDenied
+from common.types import SamplingParams
 from quire.inference.v1 import inference_pb2 as pb
 from quire.types.v1.types_pb2 import SamplingParams as Sampling
 from router.core.events import ValidatedRequest
-from router.ports import CallContext, ConstraintCheck
-from router.requests.validate import Validator, valid_traceparent
-from router.text.checkpoint import Checkpoint
+from router.core.tenancy import Caller, Tenant
+from router.ports import CallContext
+from router.requests.request_ids import automatic_id
+from router.requests.validate import valid_traceparent
+from tests.support.router.validation import (
+    ACME,
+    CALL,
+    CONTEXT,
+    SEED,
+    OnlyDigits,
+    accepted,
+    refused,
+    request,
+    validator,
+)
 
-CONTEXT, VOCABULARY, SEED = 32, 100, 4711
-CALL = CallContext(arrived=5.0, deadline=9.0, tenant="acme")
+TOO_LONG = (
+    "prompt: This model's maximum context length is 32 tokens. However, the prompt has 33 tokens, and the output needs"
+    " one; shorten the prompt by 2 tokens or more"
+)
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-
-
-class Words:
-    """A codec whose tokens are the lengths of words; the word "refused" it cannot encode."""
-
-    async def encode(self, prompt: pb.Prompt, add_special_tokens: bool = True) -> list[int]:
-        if prompt.text == "refused":
-            raise InvalidRequest(FieldViolation("prompt.text", "is refused"))
-        return list(prompt.token_ids.ids) or [len(word) for word in prompt.text.split()]
-
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        raise NotImplementedError
-
-    def token_bytes(self, token_id: int) -> bytes | None:
-        raise NotImplementedError
-
-
-class OnlyDigits:
-    """A check of constraints to which one alone is right."""
-
-    async def check(self, constraint: Constraint) -> None:
-        if constraint.text != "[0-9]+":
-            raise InvalidRequest(FieldViolation(constraint.kind.value, "is not of digits"))
-
-
-def validator(
-    defaults: Mapping[str, float] | None = None,
-    max_new_tokens: int | None = None,
-    has_tokenizer: bool = True,
-    context: int = CONTEXT,
-    constraints: ConstraintCheck | None = None,
-) -> Validator:
-    checkpoint = Checkpoint(
-        directory=Path("model"),
-        max_model_len=CONTEXT,
-        vocab_size=VOCABULARY,
-        eos_token_ids=(1,),
-        sampling_defaults=defaults or {},
-        max_new_tokens=max_new_tokens,
-        tokenizer_fingerprint="none",
-    )
-    return Validator(
-        Words(), checkpoint, has_tokenizer, draw_seed=lambda: SEED, context=lambda: context, constraints=constraints
-    )
-
-
-def request(text: str = "one two", **fields: Any) -> pb.GenerateRequest:
-    return pb.GenerateRequest(prompt=pb.Prompt(text=text), **fields)
-
-
-async def accepted(message: pb.GenerateRequest, by: Validator | None = None) -> ValidatedRequest:
-    return await (by or validator()).validate(message, CALL)
-
-
-async def refused(message: pb.GenerateRequest, by: Validator | None = None) -> list[str]:
-    with pytest.raises(InvalidRequest) as caught:
-        await (by or validator()).validate(message, CALL)
-    return [f"{violation.field}: {violation.description}" for violation in caught.value.violations]
 
 
 async def reasons(message: pb.GenerateRequest) -> list[str]:
@@ -93,8 +47,8 @@ async def test_a_bare_prompt_gets_every_default() -> None:
         sampling=SamplingParams(max_tokens=CONTEXT - 2, seed=SEED),
         arrived=5.0,
         deadline=9.0,
-        tenant="acme",
-        cache_domain="acme",
+        caller=ACME,
+        cache_domain=b"acme",
     )
 
 
@@ -115,7 +69,7 @@ async def test_every_field_arrives() -> None:
             stop_token_ids=(4, 5), repetition_penalty=1.5, presence_penalty=-2.0, frequency_penalty=2.0,
             logit_bias=((3, 2.0), (9, -1.0)), seed=-8, ignore_eos=True, logprobs=3, n=2, include_stop=True,
         ),
-        arrived=5.0, request_id="r-1", deadline=9.0, priority=-3, no_cache=True, tenant="acme", cache_domain="acme",
+        arrived=5.0, request_id="r-1", deadline=9.0, priority=-3, no_cache=True, caller=ACME, cache_domain=b"acme",
         salt="s", traceparent=TRACE,
     )  # fmt: skip
 
@@ -138,7 +92,10 @@ async def test_the_context_is_what_the_workers_that_are_there_can_hold() -> None
     by = validator(context=12)
     assert (await accepted(request("a " * 5), by)).sampling.max_tokens == 7
     assert await refused(request("a " * 12), by) == [
-        "prompt: has 12 tokens; the context is 12, one of it for output; shorten the prompt by 1 tokens or more"
+        (
+            "prompt: This model's maximum context length is 12 tokens. However, the prompt has 12 tokens, "
+            "and the output needs one; shorten the prompt by 1 tokens or more"
+        )
     ]
 
 
@@ -168,6 +125,12 @@ async def test_the_checkpoints_max_new_tokens_is_a_default_that_the_context_caps
         (Sampling(n=0), "sampling.n: is 0; expected 1 to 64"),
         (Sampling(n=65), "sampling.n: is 65; expected 1 to 64"),
         (Sampling(stop=["a"] * 17), "sampling.stop: has 17 strings; expected at most 16"),
+        (Sampling(stop=["a" * 1025]), "sampling.stop[0]: has 1025 characters; expected at most 1024"),
+        (Sampling(stop_token_ids=[-1] * 1025), "sampling.stop_token_ids: has 1025 ids; expected at most 1024"),
+        (
+            Sampling(logit_bias=dict.fromkeys(range(1025), 500.0)),
+            "sampling.logit_bias: has 1025 entries; expected at most 1024",
+        ),
         (Sampling(stop=["a", ""]), "sampling.stop[1]: is empty; expected at least one character"),
         (Sampling(stop_token_ids=[5, 100]), "sampling.stop_token_ids[1]: is 100; expected a token id, 0 to 99"),
         (Sampling(logit_bias={5: 101}), "sampling.logit_bias[5]: is 101; expected -100 to 100"),
@@ -182,8 +145,8 @@ async def test_the_checkpoints_max_new_tokens_is_a_default_that_the_context_caps
         (
             Sampling(max_tokens=31),
             (
-                "sampling.max_tokens: is 31; the context of 32 leaves 30 after 2 tokens of prompt; "
-                "lower it to 30 or shorten the prompt"
+                "sampling.max_tokens: This model's maximum context length is 32 tokens. However, the prompt has 2 "
+                "tokens, and max_tokens asks for 31 more; lower max_tokens to 30 or shorten the prompt"
             ),
         ),
     ],
@@ -201,8 +164,18 @@ async def test_a_wrong_sampling_field_is_named_with_value_and_range(sampling: Sa
         (request(request_id="a b"), "request_id: is not 1 to 128 printable ASCII characters without spaces"),
         (request(request_id="x" * 129), "request_id: is not 1 to 128 printable ASCII characters without spaces"),
         (
+            request(request_id="quire-1"),
+            "request_id: begins with quire-, as the router's own ids do; choose another, or leave it out",
+        ),
+        (request(cache=pb.CacheOptions(salt="s" * 257)), "cache.salt: has 257 characters; expected at most 256"),
+        (request(regex="0" * 65537), "regex: has 65537 characters; expected at most 65536"),
+        (
+            pb.GenerateRequest(prompt=pb.Prompt(token_ids=pb.TokenIds(ids=[-1] * 33))),
+            TOO_LONG,
+        ),
+        (
             request("a " * 33),
-            ("prompt: has 33 tokens; the context is 32, one of it for output; shorten the prompt by 2 tokens or more"),
+            TOO_LONG,
         ),
         (
             pb.GenerateRequest(prompt=pb.Prompt(token_ids=pb.TokenIds(ids=[5, -2]))),
@@ -211,7 +184,19 @@ async def test_a_wrong_sampling_field_is_named_with_value_and_range(sampling: Sa
     ],
 )
 async def test_a_wrong_request_is_refused_with_what_to_do(message: pb.GenerateRequest, violation: str) -> None:
-    assert await refused(message) == [violation]
+    assert await refused(message, validator(constraints=OnlyDigits())) == [violation]
+
+
+def test_ids_to_decode_are_at_most_those_of_the_context() -> None:
+    validator().check_token_ids([99] * CONTEXT)
+    with pytest.raises(InvalidRequest, match="token_ids: has 33 ids; expected at most 32"):
+        validator().check_token_ids([100] * (CONTEXT + 1))
+
+
+def test_automatic_ids_cannot_be_guessed() -> None:
+    ids = {automatic_id() for _ in range(100)}
+    assert len(ids) == 100
+    assert all(re.fullmatch("quire-[0-9a-f]{32}", each) for each in ids)
 
 
 async def test_what_the_context_cannot_hold_has_a_reason_of_its_own() -> None:
@@ -241,37 +226,6 @@ async def test_stop_strings_need_a_tokenizer() -> None:
     assert lines == ["sampling.stop: needs a tokenizer, and this checkpoint has none; use stop_token_ids"]
 
 
-async def test_a_constraint_goes_with_the_sampling() -> None:
-    by = validator(constraints=OnlyDigits())
-    sampling = (await accepted(request(regex="[0-9]+"), by)).sampling
-    assert sampling.constraint == Constraint(ConstraintKind.REGEX, "[0-9]+")
-
-
-async def test_a_document_ends_where_it_is_complete_whatever_else_was_asked() -> None:
-    by = validator(constraints=OnlyDigits())
-    given = Sampling(ignore_eos=True, min_tokens=5, max_tokens=9)
-    sampling = (await accepted(request(regex="[0-9]+", sampling=given), by)).sampling
-    assert (sampling.ignore_eos, sampling.min_tokens, sampling.max_tokens) == (False, 0, 9)
-
-
-@pytest.mark.parametrize("kind", ["json_schema", "regex", "grammar"])
-async def test_a_wrong_constraint_is_reported_with_the_other_mistakes(kind: str) -> None:
-    given = request("refused", **{kind: "x"})
-    assert await refused(given, validator(constraints=OnlyDigits())) == [
-        "prompt.text: is refused", f"{kind}: is not of digits"
-    ]  # fmt: skip
-
-
-async def test_without_a_tokenizer_constraints_are_not_offered() -> None:
-    with pytest.raises(Unsupported, match=r"regex: this checkpoint has no tokenizer\.json to follow it with"):
-        await accepted(request(regex="[0-9]+"), validator(has_tokenizer=False))
-
-
-async def test_resume_is_not_offered() -> None:
-    with pytest.raises(Unsupported, match="resume is not offered yet"):
-        await accepted(pb.GenerateRequest(resume=pb.Resume(request_id="r")))
-
-
 async def test_the_messages_trace_context_goes_before_that_of_the_call() -> None:
     call = CallContext(arrived=0.0, traceparent=TRACE.replace("b7", "c8"))
     assert (await validator().validate(request(traceparent=TRACE), call)).traceparent == TRACE
@@ -285,6 +239,7 @@ async def test_the_messages_trace_context_goes_before_that_of_the_call() -> None
         "nonsense",
         TRACE.upper(),
         TRACE + "-more",
+        TRACE.replace("00-", "cc-", 1) + "-" + "x" * 256,
         TRACE.replace("00-", "ff-", 1),
         f"00-{'0' * 32}-b7ad6b7169203331-01",
         f"00-0af7651916cd43dd8448eb211c80319c-{'0' * 16}-01",
@@ -297,3 +252,17 @@ def test_a_malformed_trace_context_is_ignored(header: str) -> None:
 @pytest.mark.parametrize("header", [TRACE, TRACE.replace("00-", "cc-", 1) + "-what-the-future-brings"])
 def test_a_well_formed_trace_context_is_kept(header: str) -> None:
     assert valid_traceparent(f" {header} ") == header
+
+
+async def test_a_priority_is_lowered_to_the_maximum_of_the_tenant() -> None:
+    capped = CallContext(arrived=0.0, caller=Caller(Tenant("acme", max_priority=2)))
+    given = [await validator().validate(request(priority=priority), capped) for priority in (-5, 1, 100)]
+    assert [each.priority for each in given] == [-5, 1, 2]
+    assert (await validator().validate(request(priority=100), CallContext(arrived=0.0))).priority == 0
+
+
+async def test_a_shared_domain_replaces_the_domain_of_the_tenant_where_it_is_open() -> None:
+    shared = await validator().validate(request(cache=pb.CacheOptions(shared_domain="open")), CALL)
+    assert shared.cache_domain == b"shared"
+    with pytest.raises(PermissionDenied, match="'closed' is not open to this caller"):
+        await validator().validate(request(cache=pb.CacheOptions(shared_domain="closed")), CALL)

@@ -19,7 +19,8 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 def deltas(tokenizer: Tokenizer, ids: Sequence[int], skip: bool = True) -> list[str]:
     """One delta a token, then what was held back."""
-    detokenizer = detokenizers(tokenizer)(skip)
+    special = [key for key, token in tokenizer.get_added_tokens_decoder().items() if token.special]
+    detokenizer = detokenizers(tokenizer)(frozenset(special if skip else ()))
     return [*(detokenizer.push([token_id]) for token_id in ids), detokenizer.finish()]
 
 
@@ -77,7 +78,7 @@ def test_other_decoders_sum_to_the_full_decode(tokenizer: Tokenizer, data: st.Da
 @given(data=st.data(), ids=token_ids(BYTE_LEVEL))
 def test_how_tokens_are_grouped_does_not_change_the_text(data: st.DataObject, ids: list[int]) -> None:
     cut = data.draw(st.integers(0, len(ids)))
-    detokenizer = detokenizers(BYTE_LEVEL)(True)
+    detokenizer = detokenizers(BYTE_LEVEL)(frozenset([the(BYTE_LEVEL, "<|end|>")]))
     assert detokenizer.push(ids[:cut]) + detokenizer.push(ids[cut:]) + detokenizer.finish() == "".join(
         deltas(BYTE_LEVEL, ids)
     )
@@ -112,7 +113,7 @@ def test_an_id_without_a_token_has_no_text() -> None:
 
 
 def test_families_of_tokenizers_are_recognised() -> None:
-    kinds = [type(detokenizers(each)(True)) for each in (BYTE_LEVEL, BYTE_FALLBACK, WORD_PIECE, METASPACE)]
+    kinds = [type(detokenizers(each)(frozenset())) for each in (BYTE_LEVEL, BYTE_FALLBACK, WORD_PIECE, METASPACE)]
     assert kinds == [BytesDetokenizer, BytesDetokenizer, WindowDetokenizer, WindowDetokenizer]
 
 
@@ -126,7 +127,7 @@ def test_families_of_tokenizers_are_recognised() -> None:
         (BYTE_FALLBACK, "▁a", b" a"),
     ],
 )
-def test_a_token_of_bytes_tells_them(tokenizer: Tokenizer, token: str, spelt: bytes) -> None:
+def test_a_token_of_bytes_shows_them(tokenizer: Tokenizer, token: str, spelt: bytes) -> None:
     bytes_of = bytes_of_tokens(tokenizer)
     assert bytes_of is not None
     assert bytes_of(the(tokenizer, token)) == spelt
@@ -135,3 +136,15 @@ def test_a_token_of_bytes_tells_them(tokenizer: Tokenizer, token: str, spelt: by
 @pytest.mark.parametrize("tokenizer", [WORD_PIECE, METASPACE])
 def test_other_tokens_have_text_alone(tokenizer: Tokenizer) -> None:
     assert bytes_of_tokens(tokenizer) is None
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["byte level", "byte fallback"])
+def test_ids_without_a_token_have_no_bytes_and_are_not_kept(tokenizer: Tokenizer) -> None:
+    lookup = bytes_of_tokens(tokenizer)
+    assert lookup is not None
+    table = lookup.__self__  # type: ignore[attr-defined]
+    first = tokenizer.get_vocab_size(with_added_tokens=True)
+    assert {lookup(token_id) for token_id in range(first, first + 10_000)} == {b""}
+    assert len(table) == 0
+    assert {lookup(token_id) for token_id in range(first)} != {b""}
+    assert len(table) <= first

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from common.types import SamplingParams
 from router.ports import TextDelta
 from router.text.detokenizer import detokenizers
-from router.text.output import NoText, OutputText
+from router.text.output import NoText, OutputText, StopMatcher
 from tests.support.router.tokenizers import byte_level
 
 TOKENIZER = byte_level()
@@ -101,7 +101,7 @@ def test_finish_releases_the_beginning_of_a_stop() -> None:
 
 
 def test_finish_releases_an_unfinished_character_after_the_held_text() -> None:
-    assembler = OutputText(NEW_DETOKENIZER(True), SamplingParams(stop=("END",)))
+    assembler = OutputText(NEW_DETOKENIZER(frozenset()), SamplingParams(stop=("END",)))
     first_byte = TOKENIZER.encode("E\u00e9").ids
     assert assembler.push([first_byte[0], TOKENIZER.encode("你").ids[0]]) == TextDelta("", 2)
     assert assembler.finish() == "E\N{REPLACEMENT CHARACTER}"
@@ -143,3 +143,8 @@ def test_no_more_is_held_back_than_may_become_a_stop(pieces: list[str], stop: st
         seen, sent = seen + piece, sent + delta.text
         held = seen.removeprefix(sent)
         assert delta.stop_string is not None or (held == "" or stop.startswith(held))
+
+
+def test_the_sequences_of_a_request_share_the_tables_of_their_stop_strings() -> None:
+    stop = "a stop string that no other test has"
+    assert StopMatcher(stop)._failure is StopMatcher(stop)._failure

@@ -15,10 +15,12 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from common.errors import InvalidConfig, InvalidRequest, Unsupported
+from common.limits import MAX_CHAT_MESSAGES
 from common.types import SamplingParams
 from quire.inference.v1 import inference_pb2 as pb
 from router.text.assembler import CheckpointText
 from router.text.chat import ChatTemplate
+from router.text.chat_input import ChatInput, Message
 from router.text.checkpoint import read_checkpoint
 from router.text.tokenizer import Tokenizer
 from tests.support.router.tokenizers import byte_level
@@ -83,6 +85,10 @@ def checkpoint_with(folder: Path, tokenizer: bool = True, **files: Any) -> Path:
     if tokenizer:
         byte_level().save(str(folder / "tokenizer.json"))
     return folder
+
+
+def chat_of(*messages: tuple[str, str]) -> ChatInput:
+    return ChatInput([Message(role, content) for role, content in messages])
 
 
 def test_facts_of_the_demo_checkpoint() -> None:
@@ -188,7 +194,7 @@ async def test_a_text_that_cannot_fit_is_refused_without_encoding_it(tmp_path: P
     text = CheckpointText.load(checkpoint_with(tmp_path), 64)
     longest = len("two words")
     assert len(await text.encode(pb.Prompt(text="b" * 64 * longest))) == 64 * longest
-    with pytest.raises(InvalidRequest, match=r"prompt\.text: has 577 characters; .* cannot hold more than 576"):
+    with pytest.raises(InvalidRequest, match="has 577 characters, and these tokens hold at most 576"):
         await text.encode(pb.Prompt(text="b" * (64 * longest + 1)))
     text.close()
 
@@ -214,6 +220,72 @@ async def test_prompts_without_content_are_refused(prompt: pb.Prompt, violation:
     text.close()
 
 
+async def test_of_many_wrong_roles_the_first_five_are_named_and_long_ones_are_cut() -> None:
+    text = CheckpointText.load(DEMO, 64)
+    messages = [pb.ChatMessage(role="<" * 10_000, content="a")] * 4000
+    with pytest.raises(InvalidRequest) as caught:
+        await text.encode(pb.Prompt(chat=pb.Chat(messages=messages)))
+    assert len(caught.value.violations) == 6
+    assert caught.value.violations[0].description == f"is '{'<' * 40}'...; expected a word such as user"
+    assert caught.value.violations[-1].description == "has 3995 more wrong roles"
+    text.close()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        (
+            pb.Prompt(token_ids=pb.TokenIds(ids=[1] * 65)),
+            "context length is 64 tokens. However, the prompt has 65 tokens; shorten it",
+        ),
+        (
+            pb.Prompt(chat=pb.Chat(messages=[pb.ChatMessage(role="user")] * (MAX_CHAT_MESSAGES + 1))),
+            f"has {MAX_CHAT_MESSAGES + 1} messages; expected at most {MAX_CHAT_MESSAGES}",
+        ),
+        (
+            pb.Prompt(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="a" * 700)] * 2)),
+            "context length is 64 tokens. However, the prompt has 1400 characters, and these tokens hold at most 832;",
+        ),
+    ],
+    ids=["ids", "messages", "characters"],
+)
+async def test_a_prompt_that_cannot_fit_is_refused_before_it_is_read(prompt: pb.Prompt, words: str) -> None:
+    text = CheckpointText.load(DEMO, 64)
+    with pytest.raises(InvalidRequest) as caught:
+        await text.encode(prompt)
+    assert words in str(caught.value)
+    text.close()
+
+
+async def test_a_text_of_far_too_many_tokens_is_encoded_in_parts_and_not_to_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = CheckpointText.load(DEMO, 8192)
+    counted: list[int] = []
+    count = Tokenizer.count
+
+    async def noted(self: Tokenizer, part: str) -> int:
+        counted.append(await count(self, part))
+        return counted[-1]
+
+    monkeypatch.setattr(Tokenizer, "count", noted)
+    with pytest.raises(InvalidRequest, match=r"length is 8192 tokens\. However, the prompt has more than 16384 tokens"):
+        await text.encode(pb.Prompt(text="~" * 100_000))
+    assert len(counted) == 1
+    assert counted[0] > 16384
+    text.close()
+
+
+async def test_a_long_chat_and_a_long_decode_give_what_short_ones_give() -> None:
+    text = CheckpointText.load(DEMO, 65536)
+    messages = [pb.ChatMessage(role=role, content="Hello.") for role in ("user", "assistant") * 40]
+    ids = await text.encode(pb.Prompt(chat=pb.Chat(messages=messages)))
+    rendered = text.decode(ids, skip_special_tokens=False)
+    assert rendered.count("Hello.") == 80
+    assert await text.text_of(ids * 10, skip_special_tokens=False) == text.decode(ids * 10, skip_special_tokens=False)
+    text.close()
+
+
 @pytest.mark.parametrize("chat", CHATS)
 async def test_a_chat_makes_the_tokens_that_transformers_makes(chat: list[tuple[str, str]]) -> None:
     text = CheckpointText.load(DEMO, 4096)
@@ -233,7 +305,7 @@ def test_a_template_renders_as_in_transformers(source: str, chat: list[tuple[str
     reference.save_pretrained(tmp_path)
     ours = ChatTemplate.load(tmp_path)
     assert ours is not None
-    assert ours.render(chat) == reference.apply_chat_template(
+    assert ours.render(chat_of(*chat)) == reference.apply_chat_template(
         [{"role": role, "content": content} for role, content in chat], add_generation_prompt=True, tokenize=False
     )
 
@@ -243,22 +315,54 @@ def test_the_default_of_several_templates_is_taken(tmp_path: Path) -> None:
     config = {"chat_template": templates, "eos_token": {"content": "</s>"}}
     template = ChatTemplate.load(checkpoint_with(tmp_path, tokenizer_config_json=config))
     assert template is not None
-    assert template.render([("user", "a")]) == "</s>yes"
+    assert template.render(chat_of(("user", "a"))) == "</s>yes"
+
+
+def test_a_template_of_a_processor_counts_where_the_tokenizer_has_none(tmp_path: Path) -> None:
+    folder = checkpoint_with(tmp_path, chat_template_json={"chat_template": "of the processor"})
+    template = ChatTemplate.load(folder)
+    assert template is not None
+    assert template.render(chat_of(("user", "a"))) == "of the processor"
+    (folder / "tokenizer_config.json").write_text('{"chat_template": "of the tokenizer"}')
+    template = ChatTemplate.load(folder)
+    assert template is not None
+    assert template.render(chat_of(("user", "a"))) == "of the tokenizer"
 
 
 def test_what_a_template_refuses_is_told_to_the_client() -> None:
     with pytest.raises(InvalidRequest, match=r"prompt\.chat\.messages: .* does not accept .*: unknown role judge"):
-        ChatTemplate(HEADERS, {"bos_token": "<|bos|>"}).render([("judge", "a")])
+        ChatTemplate(HEADERS, {"bos_token": "<|bos|>"}).render(chat_of(("judge", "a")))
 
 
 def test_a_template_cannot_leave_the_sandbox() -> None:
     with pytest.raises(InvalidRequest, match="unsafe"):
-        ChatTemplate("{{ messages.__class__.__mro__[1].__subclasses__() }}", {}).render([("user", "a")])
+        ChatTemplate("{{ messages.__class__.__mro__[1].__subclasses__() }}", {}).render(chat_of(("user", "a")))
 
 
 def test_a_template_that_is_not_jinja_stops_the_start() -> None:
     with pytest.raises(InvalidConfig, match="chat template is not valid, line 1"):
         ChatTemplate("{% if %}", {})
+
+
+def test_a_file_may_replace_the_template_and_keeps_the_tokens_of_the_tokenizer(tmp_path: Path) -> None:
+    file = tmp_path / "other.jinja"
+    file.write_text("{{ eos_token }}other")
+    config = {"chat_template": "own", "eos_token": "</s>"}
+    folder = checkpoint_with(tmp_path, tokenizer_config_json=config)
+    template = ChatTemplate.load(folder, file)
+    assert template is not None
+    assert template.render(chat_of(("user", "a"))) == "</s>other"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(b"{% if %}", "this chat template is not valid, line 1"), (b"\xff\xfe", "is no text in UTF-8")],
+)
+def test_a_bad_file_is_named_by_its_flag(content: bytes, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "bad.jinja"
+    file.write_bytes(content)
+    with pytest.raises(InvalidConfig, match=rf"--chat-template: .*{words}"):
+        ChatTemplate.load(checkpoint_with(tmp_path), file)
 
 
 def test_neither_torch_nor_transformers_is_imported(tmp_path: Path) -> None:

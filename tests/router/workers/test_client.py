@@ -2,118 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 
-from common.backoff import Backoff
-from common.errors import AlreadyExists, IdentityMismatch, ProtocolViolation, QuireError, Unavailable
+from common.errors import AlreadyExists, IdentityMismatch, InvalidRequest, ProtocolViolation, Unavailable
+from common.limits import MAX_HANDLE, MAX_SUBMIT_BYTES
 from common.types import FinishReason, MissReason, SamplingParams, TokenLogprobs, Usage
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2
-from router.core.worker_events import (
-    Lost,
-    Preempted,
-    Refused,
-    SequenceAdmitted,
-    SequenceEvent,
-    SequenceFinished,
-    TokensSampled,
-)
+from router.core.worker_events import Lost, Preempted, Refused, SequenceAdmitted, SequenceFinished, TokensSampled
 from router.core.worker_model import Capacity, Load
-from router.workers.client import Pacing, RouterIdentity, WorkerClient
-from router.workers.codec import Submission, WorkerFacts
-from tests.support.router.fake_worker import IDENTITY, PATIENCE_S, FakeWorker, prompt_of, running
-
-QUICK = Pacing(Backoff(first=0.01, longest=0.05, jitter=0.5), hello=0.2)
-SUBMISSION = Submission("r1", 0, (1, 2, 3, 4, 5), (), b"r" * 32, SamplingParams(max_tokens=3), eos_token_ids=(7,))
-
-
-class Listener:
-    """Remembers what the client tells, and lets a test wait for it."""
-
-    def __init__(self) -> None:
-        self.facts: list[WorkerFacts] = []
-        self.loads: list[Load] = []
-        self.errors: list[QuireError] = []
-        self.refuse_with: QuireError | None = None
-        self._changed = asyncio.Event()
-
-    def connected(self, client: WorkerClient, facts: WorkerFacts) -> None:
-        if self.refuse_with is not None:
-            raise self.refuse_with
-        self.facts.append(facts)
-        self._changed.set()
-
-    def heartbeat(self, client: WorkerClient, load: Load) -> None:
-        self.loads.append(load)
-        self._changed.set()
-
-    def disconnected(self, client: WorkerClient, error: QuireError) -> None:
-        self.errors.append(error)
-        self._changed.set()
-
-    async def until(self, true: Callable[[], bool]) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while not true():
-                self._changed.clear()
-                await self._changed.wait()
-
-
-class Inbox:
-    """A sink that a test can read from."""
-
-    def __init__(self) -> None:
-        self._events: asyncio.Queue[SequenceEvent] = asyncio.Queue()
-        self.put = self._events.put_nowait
-
-    async def next(self) -> SequenceEvent:
-        async with asyncio.timeout(PATIENCE_S):
-            return await self._events.get()
-
-    @property
-    def empty(self) -> bool:
-        return self._events.empty()
-
-
-@pytest.fixture
-async def worker() -> AsyncIterator[FakeWorker]:
-    double = FakeWorker()
-    async with running(double):
-        yield double
-
-
-@pytest.fixture
-def listener() -> Listener:
-    return Listener()
-
-
-@pytest.fixture
-async def client(worker: FakeWorker, listener: Listener) -> AsyncIterator[WorkerClient]:
-    """A client whose stream is open."""
-    async with running_client(worker, listener) as opened:
-        await listener.until(lambda: bool(listener.facts))
-        yield opened
-
-
-class running_client:  # noqa: N801
-    """Runs a client until the end of the block."""
-
-    def __init__(self, worker: FakeWorker, listener: Listener) -> None:
-        self._client = WorkerClient(worker.address, RouterIdentity("router", b"i" * 16), listener, QUICK)
-
-    async def __aenter__(self) -> WorkerClient:
-        self._task = asyncio.create_task(self._client.run())
-        return self._client
-
-    async def __aexit__(self, *_: object) -> None:
-        self._task.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._task
-
+from router.workers.client import Pacing, WorkerClient
+from tests.support.router.client_harness import SUBMISSION, Inbox, Listener, running_client
+from tests.support.router.fake_worker import IDENTITY, FakeWorker, prompt_of
 
 # ------------------------------------------------------------ hello
 
@@ -126,7 +28,7 @@ async def test_both_sides_say_who_they_are(client: WorkerClient, worker: FakeWor
     assert facts.capacity == Capacity(num_blocks=64, block_size=4, max_num_seqs=8, max_model_len=256)
 
 
-async def test_a_known_pool_is_told_and_a_worker_that_differs_refuses_with_both_values(
+async def test_a_known_pool_is_reported_and_a_worker_that_differs_refuses_with_both_values(
     worker: FakeWorker, listener: Listener
 ) -> None:
     worker.identity = replace(IDENTITY, block_size=8)
@@ -178,6 +80,7 @@ async def test_a_submit_carries_everything(client: WorkerClient, worker: FakeWor
         traceparent="tp",
         output_before=2,
         no_cache=True,
+        cache_domain=b"d" * 32,
     )
     client.submit(full, Inbox().put, fork_of=12)
     await worker.until(lambda: bool(worker.submits))
@@ -186,7 +89,7 @@ async def test_a_submit_carries_everything(client: WorkerClient, worker: FakeWor
     assert (submit.request_id, submit.index, submit.priority, submit.traceparent) == ("r1", 2, -3, "tp")
     assert (submit.block_hashes, submit.parent_digest) == (b"a" * 16 + b"b" * 16, b"r" * 32)
     assert (submit.timeout_seconds, submit.output_tokens_before, submit.no_cache) == (1.5, 2, True)
-    assert (submit.fork_of, list(submit.eos_token_ids)) == (12, [7])
+    assert (submit.fork_of, list(submit.eos_token_ids), submit.cache_domain) == (12, [7], b"d" * 32)
     sent = submit.sampling
     assert (sent.HasField("temperature"), sent.temperature, sent.top_k, sent.max_tokens) == (True, 0.0, 5, 9)
     assert (sent.seed, dict(sent.logit_bias), list(sent.stop_token_ids)) == (77, {4: 1.5}, [3])
@@ -256,7 +159,21 @@ async def test_a_refusal_is_the_error_that_the_worker_meant(client: WorkerClient
     assert isinstance(event.error, AlreadyExists)
 
 
-async def test_heartbeats_tell_the_load(client: WorkerClient, worker: FakeWorker, listener: Listener) -> None:
+async def test_a_refusal_that_is_broken_loses_no_sequence_unheard(
+    client: WorkerClient, worker: FakeWorker, listener: Listener
+) -> None:
+    """The handle was forgotten first: the stream ended, and the request waited for its deadline."""
+    inbox = Inbox()
+    handle = client.submit(SUBMISSION, inbox.put)
+    await worker.until(lambda: bool(worker.submits))
+    worker.say(pb.StreamResponse(refused=pb.Refused(handle=handle, status=bytes(range(16)))))
+    event = await inbox.next()
+    assert isinstance(event, Lost)
+    assert "16 bytes of a refusal" in event.reason
+    assert isinstance(listener.errors[0], ProtocolViolation)
+
+
+async def test_heartbeats_show_the_load(client: WorkerClient, worker: FakeWorker, listener: Listener) -> None:
     worker.heartbeat(running=2, waiting=1, unheld_blocks=50, step_age_seconds=0.25, manager_attached=False)
     await listener.until(lambda: bool(listener.loads))
     assert listener.loads[0] == Load(
@@ -272,6 +189,7 @@ async def test_a_cancel_is_sent_once_with_its_reason_and_silences_the_sequence(
 ) -> None:
     inbox, other = Inbox(), Inbox()
     handle, next_handle = client.submit(SUBMISSION, inbox.put), client.submit(SUBMISSION, other.put)
+    await worker.until(lambda: len(worker.submits) == 2)
     client.cancel(handle, FinishReason.STOP)
     client.cancel(handle, FinishReason.CANCELLED)
     await worker.until(lambda: bool(worker.cancels))
@@ -296,10 +214,51 @@ async def test_a_sequence_of_an_earlier_stream_is_cancelled(client: WorkerClient
 async def test_abandoned_sequences_are_cancelled_and_lost(client: WorkerClient, worker: FakeWorker) -> None:
     inbox = Inbox()
     handle = client.submit(SUBMISSION, inbox.put)
+    await worker.until(lambda: bool(worker.submits))
     client.abandon("hung")
-    assert await inbox.next() == Lost(f"{worker.address}: hung")
+    lost = await inbox.next()
+    assert isinstance(lost, Lost)
+    assert (lost.reason, lost.breakdown is not None) == (f"{worker.address}: hung", True)
     await worker.until(lambda: bool(worker.cancels))
     assert worker.cancels[0].handle == handle
+
+
+async def test_a_submission_that_was_not_sent_is_withdrawn(client: WorkerClient, worker: FakeWorker) -> None:
+    handle = client.submit(SUBMISSION, Inbox().put)
+    client.cancel(handle, FinishReason.CANCELLED)
+    client.submit(replace(SUBMISSION, request_id="r2"), Inbox().put)
+    await worker.until(lambda: bool(worker.submits))
+    assert [submit.request_id for submit in worker.submits] == ["r2"]
+    assert worker.cancels == []
+
+
+async def test_a_submission_that_is_too_large_for_the_stream_is_refused_alone(
+    client: WorkerClient, worker: FakeWorker
+) -> None:
+    huge = replace(SUBMISSION, packed_tokens=bytes(MAX_SUBMIT_BYTES))
+    with pytest.raises(InvalidRequest, match=f"expected at most {MAX_SUBMIT_BYTES}"):
+        client.submit(huge, Inbox().put)
+    inbox = Inbox()
+    handle = client.submit(SUBMISSION, inbox.put)
+    await worker.until(lambda: bool(worker.submits))
+    worker.step({handle: [7]})
+    assert await inbox.next() == TokensSampled((7,))
+    assert worker.streams == 1
+
+
+async def test_a_handle_that_names_a_sequence_is_not_given_again(client: WorkerClient, worker: FakeWorker) -> None:
+    inbox = Inbox()
+    assert client.submit(SUBMISSION, Inbox().put) == 1
+    cancelled = client.submit(SUBMISSION, Inbox().put)
+    await worker.until(lambda: len(worker.submits) == 2)
+    client.cancel(cancelled, FinishReason.CANCELLED)
+    client._last_handle = MAX_HANDLE
+    assert client.submit(SUBMISSION, inbox.put) == 3
+    worker.step(finished={cancelled: FinishReason.CANCELLED})
+    worker.step({3: [1]})
+    await inbox.next()
+    client._last_handle = MAX_HANDLE
+    assert client.submit(SUBMISSION, Inbox().put) == 2
 
 
 # ------------------------------------------------------------ breaks
@@ -327,14 +286,14 @@ async def test_a_broken_stream_loses_its_sequences_and_is_opened_again(
     assert await again.next() == TokensSampled((5,))
 
 
-async def test_the_listener_hears_of_a_break_before_the_sequences_do(
+async def test_the_listener_gets_a_break_before_the_sequences_do(
     client: WorkerClient, worker: FakeWorker, listener: Listener
 ) -> None:
-    told: list[int] = []
-    client.submit(SUBMISSION, lambda event: told.append(len(listener.errors)))
+    seen: list[int] = []
+    client.submit(SUBMISSION, lambda event: seen.append(len(listener.errors)))
     worker.fail(Unavailable("the worker is draining"))
     await listener.until(lambda: bool(listener.errors))
-    assert told == [1]
+    assert seen == [1]
     assert "the worker is draining" in str(listener.errors[0])
 
 
@@ -362,6 +321,40 @@ async def test_a_client_that_is_ended_loses_its_sequences(worker: FakeWorker, li
         await listener.until(lambda: bool(listener.facts))
         client.submit(SUBMISSION, inbox.put)
     assert isinstance(await inbox.next(), Lost)
+
+
+@pytest.mark.parametrize(
+    ("event", "suspect"), [("nothing", True), ("two heartbeats", False), ("admitted", True), ("a token", True)]
+)
+async def test_a_sequence_is_a_suspect_once_the_worker_has_begun_it(
+    client: WorkerClient, worker: FakeWorker, listener: Listener, event: str, suspect: bool
+) -> None:
+    inbox = Inbox()
+    handle = client.submit(SUBMISSION, inbox.put)
+    await worker.until(lambda: bool(worker.submits))
+    if event == "two heartbeats":
+        worker.heartbeat(waiting=1)
+        worker.heartbeat(waiting=1)
+    elif event != "nothing":
+        worker.step({handle: [1]} if event == "a token" else {}, admitted={handle: 0})
+    worker.fail(ProtocolViolation("a break"))
+    while not isinstance(lost := await inbox.next(), Lost):
+        pass
+    assert (lost.breakdown is not None) is suspect
+
+
+@pytest.mark.parametrize("drains", [True, False])
+async def test_a_worker_that_drains_makes_nobody_a_suspect_and_one_whose_engine_ended_does(
+    client: WorkerClient, worker: FakeWorker, drains: bool
+) -> None:
+    inbox = Inbox()
+    client.submit(SUBMISSION, inbox.put)
+    await worker.until(lambda: bool(worker.submits))
+    worker.heartbeat(draining=drains)
+    worker.say(None)
+    lost = await inbox.next()
+    assert isinstance(lost, Lost)
+    assert (lost.breakdown is not None) is not drains
 
 
 def test_a_worker_that_comes_is_connected_within_a_second() -> None:

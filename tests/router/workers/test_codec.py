@@ -1,17 +1,18 @@
-"""What a router tells a worker of a sequence, and what it makes of a message that contradicts itself."""
+"""What a router sends to a worker for a sequence, and how it takes a message that contradicts itself."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
+from google.rpc import status_pb2
 
 from common.errors import ProtocolViolation
 from common.types import Constraint, ConstraintKind, SamplingParams
 from common.wire.sampling_codec import sampling_from_proto
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2
-from router.workers.codec import Submission, events_of, submit_to_proto
+from router.workers.codec import Submission, events_of, refusal_from_proto, submit_to_proto
 
 
 def test_stop_strings_stay_at_the_router_and_the_rest_of_the_sampling_goes() -> None:
@@ -33,3 +34,15 @@ def test_log_probabilities_that_do_not_pair_up_are_a_violation() -> None:
     outputs = pb.StepOutputs(handles=packed, counts=packed, token_ids=packed, logprobs=[entry], logprob_handles=packed)
     with pytest.raises(ProtocolViolation, match="2 tokens have 1"):
         list(events_of(outputs))
+
+
+def test_a_refusal_without_a_status_is_a_violation() -> None:
+    """Found by `make fuzz`: protobuf's own error ended the stream of all requests of the worker with a traceback."""
+    with pytest.raises(ProtocolViolation, match="16 bytes of a refusal"):
+        refusal_from_proto(pb.Refused(status=bytes(range(16))))
+
+
+def test_a_status_with_a_code_that_nobody_knows_is_an_error_of_ours() -> None:
+    """Found by `make fuzz`: it was a KeyError."""
+    refused = pb.Refused(status=status_pb2.Status(code=-(2**31), message="odd").SerializeToString())
+    assert str(refusal_from_proto(refused).error) == "UNKNOWN: odd"

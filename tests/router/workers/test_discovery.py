@@ -9,7 +9,7 @@ import pytest
 from redis.asyncio import Redis
 
 from common.clock import ManualClock
-from common.index_format import DISCOVERY_WORKERS_KEY, DiscoveredWorker, discovered_to_json, discovery_key
+from common.index_format import DISCOVERY_WORKERS_KEY, DiscoveredWorker, discovered_to_value, discovery_key
 from common.process.local_redis import LocalRedis
 from common.types import KvGeometry, PoolIdentity
 from router.core.identity import UNKNOWN_GEOMETRY
@@ -54,10 +54,14 @@ def discovery(redis_client: Redis, pool: Pool, clock: ManualClock) -> Discovery:
     return Discovery(redis_client, pool, clock, LEASE_S)
 
 
+def address_of(name: str) -> str:
+    return f"localhost:{1 + sum(name.encode())}"
+
+
 async def announce(redis: Redis, name: str, identity: PoolIdentity = FULL) -> str:
-    worker = DiscoveredWorker(name, f"{name}:1", "00", identity)
+    worker = DiscoveredWorker(name, address_of(name), "00", identity)
     await redis.sadd(DISCOVERY_WORKERS_KEY, name)
-    await redis.set(discovery_key(name), discovered_to_json(worker), px=60_000)
+    await redis.set(discovery_key(name), discovered_to_value(worker, None, 0.0), px=60_000)
     return worker.address
 
 
@@ -67,7 +71,7 @@ async def test_a_worker_that_announces_itself_is_used(discovery: Discovery, pool
     await announce(redis_client, "w0")
     await announce(redis_client, "w1")
     await discovery.poll()
-    assert pool.addresses == ["w0:1", "w1:1"]
+    assert pool.addresses == [address_of("w0"), address_of("w1")]
 
 
 async def test_a_worker_without_lease_or_connection_is_dropped(
@@ -78,7 +82,7 @@ async def test_a_worker_without_lease_or_connection_is_dropped(
     await redis_client.delete(discovery_key("w0"))
     clock.advance(LEASE_S - 0.1)
     await discovery.poll()
-    assert pool.addresses == ["w0:1"]
+    assert pool.addresses == [address_of("w0")]
     clock.advance(0.1)
     await discovery.poll()
     assert pool.addresses == []
@@ -92,7 +96,7 @@ async def test_a_worker_that_is_connected_is_kept_without_a_lease(
     await redis_client.flushall()
     clock.advance(10 * LEASE_S)
     await discovery.poll()
-    assert pool.addresses == ["w0:1"]
+    assert pool.addresses == [address_of("w0")]
 
 
 async def test_a_worker_that_moved_is_used_at_its_new_address(
@@ -100,12 +104,12 @@ async def test_a_worker_that_moved_is_used_at_its_new_address(
 ) -> None:
     await announce(redis_client, "w0")
     await discovery.poll()
-    moved = DiscoveredWorker("w0", "elsewhere:1", "01", FULL)
-    await redis_client.set(discovery_key("w0"), discovered_to_json(moved))
+    moved = DiscoveredWorker("w0", "127.0.0.1:9", "01", FULL)
+    await redis_client.set(discovery_key("w0"), discovered_to_value(moved, None, 0.0))
     await discovery.poll()
     clock.advance(LEASE_S)
     await discovery.poll()
-    assert pool.addresses == ["elsewhere:1"]
+    assert pool.addresses == ["127.0.0.1:9"]
 
 
 async def test_workers_of_another_pool_are_passed_over(discovery: Discovery, pool: Pool, redis_client: Redis) -> None:
@@ -113,7 +117,7 @@ async def test_workers_of_another_pool_are_passed_over(discovery: Discovery, poo
     await announce(redis_client, "other-blocks", replace(FULL, block_size=32))
     await announce(redis_client, "ours")
     await discovery.poll()
-    assert pool.addresses == ["ours:1"]
+    assert pool.addresses == [address_of("ours")]
 
 
 async def test_a_key_that_nobody_understands_is_passed_over(
@@ -123,7 +127,7 @@ async def test_a_key_that_nobody_understands_is_passed_over(
     await announce(redis_client, "w1")
     await redis_client.set(discovery_key("w0"), b"{}")
     await discovery.poll()
-    assert pool.addresses == ["w1:1"]
+    assert pool.addresses == [address_of("w1")]
 
 
 async def test_time_without_redis_does_not_count_against_a_lease(pool: Pool, clock: ManualClock) -> None:
@@ -137,10 +141,10 @@ async def test_time_without_redis_does_not_count_against_a_lease(pool: Pool, clo
         server.kill()
         clock.advance(10 * LEASE_S)
         await discovery.poll()
-        assert (discovery.connected, pool.addresses) == (False, ["w0:1"])
+        assert (discovery.connected, pool.addresses) == (False, [address_of("w0")])
         await asyncio.to_thread(server.start)
         await discovery.poll()
-        assert (discovery.connected, pool.addresses) == (True, ["w0:1"])
+        assert (discovery.connected, pool.addresses) == (True, [address_of("w0")])
         clock.advance(LEASE_S)
         await discovery.poll()
         assert pool.addresses == []

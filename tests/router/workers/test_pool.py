@@ -8,8 +8,11 @@ import logging
 import pytest
 
 from common.backoff import Backoff
-from common.clock import SystemClock
+from common.clock import ManualClock, SystemClock
+from common.errors import Unavailable
+from router.core.worker_model import Capacity, WorkerState
 from router.workers.client import Pacing, RouterIdentity
+from router.workers.codec import WorkerFacts
 from router.workers.pool import WorkerPool
 from tests.support.router.fake_worker import IDENTITY, FakeWorker, running
 
@@ -43,3 +46,74 @@ async def test_a_bug_is_logged_as_what_it_is_and_costs_a_stream_but_no_worker(
     (logged,) = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert logged.exc_info is not None
     assert str(logged.exc_info[1]) == "a result twice"
+
+
+class Caches:
+    """A listener that notes whose cache is lost."""
+
+    def __init__(self) -> None:
+        self.lost: list[str] = []
+
+    def capacity_changed(self) -> None: ...
+
+    def cache_lost(self, worker_id: str) -> None:
+        self.lost.append(worker_id)
+
+
+def facts(worker_id: str, incarnation: bytes) -> WorkerFacts:
+    return WorkerFacts(worker_id, incarnation, IDENTITY, Capacity(64, 4, 8, 256), 1000, ())
+
+
+async def test_workers_that_come_and_go_under_new_names_leave_nothing_behind() -> None:
+    pool, caches = WorkerPool(RouterIdentity("router", b"i" * 16), IDENTITY, SystemClock(), QUICK), Caches()
+    pool.listen(caches)
+    for number in range(20):
+        address = f"127.0.0.1:{number + 1}"
+        pool.add(address)
+        (member,) = pool.members()
+        pool.connected(member.client, facts(f"w{number}", bytes([number + 1]) * 16))
+        pool.remove(address)
+    assert caches.lost == [f"w{number}" for number in range(20)]
+    assert not pool.members()
+    await pool.aclose()
+
+
+async def test_a_worker_that_comes_back_as_another_process_has_lost_its_cache() -> None:
+    pool, caches = WorkerPool(RouterIdentity("router", b"i" * 16), IDENTITY, SystemClock(), QUICK), Caches()
+    pool.listen(caches)
+    pool.add("127.0.0.1:1")
+    pool.add("127.0.0.1:2")
+    first, second = [member.client for member in pool.members()]
+    pool.connected(first, facts("w0", b"a" * 16))
+    pool.disconnected(first, Unavailable("gone"))
+    pool.connected(first, facts("w0", b"a" * 16))
+    assert caches.lost == []
+    pool.disconnected(first, Unavailable("gone"))
+    pool.connected(second, facts("w0", b"b" * 16))
+    assert caches.lost == ["w0"]
+    pool.disconnected(second, Unavailable("gone"))
+    pool.connected(second, facts("w1", b"c" * 16))
+    assert caches.lost == ["w0", "w0"]
+    await pool.aclose()
+
+
+async def test_the_time_in_which_the_router_itself_did_not_run_makes_no_worker_hung(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("router.workers.pool.WATCH_SECONDS", 0.0)
+    clock = ManualClock()
+    pool = WorkerPool(RouterIdentity("router", b"i" * 16), IDENTITY, clock, QUICK)
+    pool.add("127.0.0.1:1")
+    (member,) = pool.members()
+    pool.connected(member.client, facts("w0", b"a" * 16))
+    watch = asyncio.create_task(pool.watch())
+    for _ in range(3):
+        await asyncio.sleep(0)
+        clock.advance(20.0)  # the watch asked to be woken before that
+    await asyncio.sleep(0)
+    assert member.state is WorkerState.CONNECTED
+    clock.advance(6.0)
+    pool.check()
+    assert (member.state, member.reason) == (WorkerState.HUNG, "no heartbeat for 6.0 s")
+    watch.cancel()
+    await pool.aclose()

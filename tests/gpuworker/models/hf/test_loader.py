@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, T5Config
+from safetensors.torch import save_file
+from transformers import LlamaConfig, ReformerConfig, T5Config
 
 from common.checkpoint.hub import checkpoint_directory
 from common.errors import InvalidConfig, Unsupported
@@ -60,6 +61,29 @@ def test_auto_says_that_a_transformers_model_stays_as_it_is(caplog: pytest.LogCa
     assert "llama runs on transformers: its linear layers stay in float32" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [{"hidden_size": "big"}, {"num_attention_heads": 0}, {"rope_parameters": 7}, {"layer_types": 3}],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_a_configuration_of_wrong_values_is_refused_in_words(wrong: dict[str, Any], tmp_path: Path) -> None:
+    config = json.loads((checkpoint("llama") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | wrong))
+    with pytest.raises(InvalidConfig) as caught:
+        load_model(ModelSource(str(tmp_path), load_format="dummy"), CPU)
+    (found,) = caught.value.violations
+    assert found.description.startswith(f"{tmp_path}/config.json is no configuration that transformers reads: ")
+    assert len(found.description) < 500
+
+
+@pytest.mark.parametrize(("dtype", "advice"), [("float16", True), ("float32", False)])
+def test_float16_through_transformers_comes_with_advice(
+    dtype: str, advice: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    load(dtype=dtype)
+    assert ("in float16, which is slow on a CPU; --dtype bfloat16 or float32 is faster" in caplog.text) == advice
+
+
 def test_random_weights_depend_on_the_seed_alone() -> None:
     first = weights(load(load_format="dummy", seed=1))
     torch.manual_seed(12345)
@@ -102,7 +126,7 @@ def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
 
 def test_a_kind_that_transformers_does_not_know_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_such_model"}))
-    with pytest.raises(InvalidConfig, match=r"cannot read .*config\.json"):
+    with pytest.raises(InvalidConfig, match=r"is no configuration that transformers reads: .*no_such_model"):
         load_model(ModelSource(str(tmp_path)), CPU)
 
 
@@ -154,3 +178,18 @@ def test_layers_with_a_state_are_refused() -> None:
     config.layer_types = ["full_attention", "linear_attention"]
     with pytest.raises(Unsupported, match="layers of kind linear_attention"):
         refuse_unsupported(config)
+
+
+def test_layers_of_several_shapes_are_refused() -> None:
+    config = llama(per_layer_config={0: {"num_key_value_heads": 8}})
+    with pytest.raises(Unsupported, match="llama has layers that differ in num_key_value_heads"):
+        refuse_unsupported(config)
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_a_model_that_transformers_cannot_build_is_refused(load_format: str, tmp_path: Path) -> None:
+    """Its class asserts that `is_decoder` is set."""
+    ReformerConfig().save_pretrained(tmp_path)
+    save_file({}, tmp_path / "model.safetensors")
+    with pytest.raises(InvalidConfig, match=r"--model: cannot load .*is_decoder=True"):
+        load_model(ModelSource(str(tmp_path), load_format=load_format), CPU)

@@ -1,4 +1,4 @@
-"""Prepacked linear layers: the same results as torch's own, and only where nobody else needs the weight."""
+"""Prepacked linear layers: the same results as torch's own, and only where no other layer needs the weight."""
 
 from __future__ import annotations
 

@@ -16,12 +16,12 @@ from gpuworker.memory.byte_plan import GIB
 from gpuworker.models.choose import Weights, load_on_gpu, why_not_native
 from gpuworker.models.hf.loader import ModelSource
 from gpuworker.models.hf.precision import Precision
-from gpuworker.models.llama.gpu_model import LlamaGpuModel
+from gpuworker.models.llama.gpu_model import Kernels, LlamaGpuModel
 from gpuworker.models.llama.gpu_weights import fused_weights, random_weights
 from gpuworker.models.self_test import CallRecorder, self_test
 from gpuworker.plane import memory
 from gpuworker.plane.memory import MemoryOptions, plan_memory
-from tests.support.gpuworker.llama_cases import CASES, Case, case_tokens, make_case, steps
+from tests.support.gpuworker.llama_cases import CASES, EXPERT_CASES, Case, case_tokens, make_case, steps
 
 CPU = torch.device("cpu")
 
@@ -31,7 +31,7 @@ def llama_model(case: Case) -> LlamaGpuModel:
     return LlamaGpuModel(case.config, weights, "float32", 64)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *EXPERT_CASES])
 def test_logits_are_those_of_the_transformers_path(name: str) -> None:
     case = make_case(name)
     tokens = case_tokens(case.spec)
@@ -57,7 +57,7 @@ class CountingElementwise:
 
 def test_the_last_layer_goes_on_with_sampled_tokens_only() -> None:
     case, counting, position = make_case("llama"), CountingElementwise(), torch.arange(12)
-    model = LlamaGpuModel(case.config, random_weights(case.spec, torch.float32, CPU), "float32", 64, counting)
+    model = LlamaGpuModel(case.config, random_weights(case.spec, torch.float32, CPU), "float32", 64, Kernels(counting))
     model.forward(position, position, torch.tensor([11]), CallRecorder())
     assert counting.rows == [12, 12, 1]
 
@@ -82,7 +82,7 @@ def test_a_missing_tensor_is_named() -> None:
         fused_weights(case.spec, lambda name: {"model.embed_tokens.weight": torch.ones(1)}[name], torch.float32, CPU)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *EXPERT_CASES])
 def test_random_weights_have_the_shapes_of_a_checkpoint(name: str) -> None:
     case = make_case(name)
     made = random_weights(case.spec, torch.bfloat16, CPU)
@@ -91,7 +91,7 @@ def test_random_weights_have_the_shapes_of_a_checkpoint(name: str) -> None:
     assert {tensor.dtype for tensor in made.tensors()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("name", ["llama, tied, scaled", "qwen2, a window above", "qwen3 with biases"])
+@pytest.mark.parametrize("name", ["llama, tied, scaled", "qwen2, a window above", "qwen3 with biases", *EXPERT_CASES])
 def test_the_start_up_test_passes_on_the_layers_that_it_runs(name: str) -> None:
     case = make_case(name)
     model, _ = load_on_gpu(case.config, case.spec, Weights(case.tensor), Precision(torch.float32, "float32"), CPU)
@@ -100,11 +100,28 @@ def test_the_start_up_test_passes_on_the_layers_that_it_runs(name: str) -> None:
     assert model.only([2]).spec.windows == (case.spec.windows[2],)
 
 
-def test_the_start_up_test_refuses_weights_that_are_not_the_models() -> None:
-    case = make_case("llama")
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_the_start_up_test_refuses_weights_that_are_not_the_models(name: str) -> None:
+    case = make_case(name)
     wrong = LlamaGpuModel(case.config, random_weights(case.spec, torch.float32, CPU), "float32", 64)
     with pytest.raises(Unsupported, match="run through the paged cache"):
         self_test(case.transformers_model, TorchAttention, wrong)
+
+
+@pytest.mark.parametrize("part", ["router", "gate_up", "down"])
+def test_the_start_up_test_refuses_experts_in_another_order(part: str) -> None:
+    case = make_case("mixtral")
+    model = llama_model(case)
+    swapped = replace(model.weights.layers[1], **{part: getattr(model.weights.layers[1], part).flip(0)})
+    model.weights = replace(model.weights, layers=(model.weights.layers[0], swapped, model.weights.layers[2]))
+    with pytest.raises(Unsupported, match="run through the paged cache"):
+        self_test(case.transformers_model, TorchAttention, model)
+
+
+def test_a_model_of_some_layers_keeps_their_experts() -> None:
+    part = llama_model(make_case("qwen3_moe, dense layers, normalised")).only([2, 1])
+    assert [part.spec.has_experts(layer) for layer in range(2)] == [True, False]
+    assert [layer.router is not None for layer in part.weights.layers] == [True, False]
 
 
 def test_what_cannot_take_the_native_path_on_cuda_is_said_before_weights_are_read() -> None:
@@ -113,7 +130,7 @@ def test_what_cannot_take_the_native_path_on_cuda_is_said_before_weights_are_rea
     int4 = why_not_native(make_case("llama").config, replace(source, quantization="int4"), cuda)
     assert int4 == "on CUDA linears are not quantised at start, to int4 or else"
     other = why_not_native(GPT2Config(), source, cuda)
-    assert other == "gpt2 is not of the Llama family (llama, mistral, qwen2, qwen3)"
+    assert other == "gpt2 is not of the Llama family (llama, mistral, mixtral, olmoe, qwen2, qwen3, qwen3_moe)"
 
 
 def test_the_ledger_keeps_room_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,8 +139,8 @@ def test_the_ledger_keeps_room_for_graphs(monkeypatch: pytest.MonkeyPatch) -> No
     options = MemoryOptions(max_num_seqs=4, kv_blocks=10)
     without = plan_memory(model, geometry, 64, options)
     ledger = plan_memory(model, geometry, 64, replace(options, cuda_graphs=True))
-    # Inputs: 8 words a row and two block tables of 4; logits as they are and 28 bytes for a draw; hidden states;
-    # graphs of 1, 2 and 4 rows.
+    # Inputs have 8 words a row and two block tables of 4. There are logits and 28 bytes for a sample, hidden states,
+    # and graphs of 1, 2 and 4 rows.
     inputs, logits, hidden = 4 * 4 * (8 + 2 * 4), 4 * 96 * (4 + 28), 4 * (4 * 32 + 3 * 48) * 4
     assert ledger.graphs == inputs + logits + hidden + 3 * 5 * (2 << 20)
     assert (ledger.weights, without.graphs) == (model.weight_bytes, 0)

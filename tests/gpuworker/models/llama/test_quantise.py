@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpuworker.models.llama.quantise import int4_by_group, int8_by_group, int8_by_output
+from gpuworker.models.llama.quantise import int4_by_group, int8_by_group, int8_by_output, rounding_error
 from gpuworker.native.linear import IntegerWeight
 
 
@@ -60,3 +60,18 @@ def test_clipping_lowers_the_squared_error(zeros: bool) -> None:
 def test_a_group_must_divide_the_inputs() -> None:
     with pytest.raises(ValueError, match="cannot be cut"):
         int4_by_group(torch.ones(2, 40), 32)
+
+
+def test_the_error_of_rounding_is_over_the_mean_magnitude() -> None:
+    weight = torch.tensor([[127.0, 0.5, -0.5, 0.0], [0.0, 0.0, 0.0, 0.0]])
+    rounded = IntegerWeight(torch.tensor([[127, 0, 0, 0], [0, 0, 0, 0]], dtype=torch.int8), torch.ones(2, 1))
+    assert rounding_error(weight, rounded) == pytest.approx((0.5 / 8) ** 0.5 / (128 / 8))
+    assert rounding_error(torch.zeros(2, 4), rounded) == 0.0
+
+
+def test_the_error_of_rounding_counts_groups_and_all_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(3))
+    found = int4_by_group(weight, 32)
+    expected = float((_back(found) - weight).square().mean().sqrt() / weight.abs().mean())
+    monkeypatch.setattr("gpuworker.models.llama.quantise._AT_ONCE", 1000)
+    assert rounding_error(weight, found) == pytest.approx(expected, rel=1e-4)

@@ -17,8 +17,10 @@ from gpuworker.models.bit_equality import refuse_unequal_bits
 from gpuworker.models.choose import open_native
 from gpuworker.models.hf.loader import ModelSource
 from gpuworker.models.hf.model import TransformersModel
+from gpuworker.models.llama import linears
 from gpuworker.models.llama import reference as llama_reference
 from gpuworker.models.llama.cpu_model import LlamaCpuModel
+from gpuworker.models.llama.linear_choice import LinearChoice, LinearShape
 from gpuworker.models.llama.linears import LinearReader
 from gpuworker.models.llama.pack import pack_model
 from gpuworker.models.llama.weights import FusedLinear
@@ -228,3 +230,23 @@ def test_a_model_quantised_at_start_passes_its_test(
         found = open_native(source, CPU, "native", lambda cache: make_backend("auto", cache))
     assert found is not None
     assert ("linear 264 x 64: " in caplog.text) == (quantization == "auto")  # the choice for the last linear
+
+
+@pytest.mark.parametrize(("outlier", "kind"), [(1.0, Kind.I8_F32), (400.0, Kind.F32)])
+def test_auto_keeps_floats_whose_rounding_would_lose_too_much(
+    outlier: float, kind: Kind, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def int8_wins(shapes: list[LinearShape], kinds: tuple[Kind, ...], *_: object, **__: object) -> list[LinearChoice]:
+        assert Kind.W8A8 not in kinds
+        return [LinearChoice(shape, Kind.I8_F32, (), {}) for shape in shapes]
+
+    monkeypatch.setattr(linears, "choose", int8_wins)
+    weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+    weight[:, 0] *= outlier
+    read = LinearReader(lambda _: weight, lambda _: None, torch.float32, "auto")
+    linear = FusedLinear("down", ("model.layers.0.mlp.down_proj",), (32,), 64)
+    with caplog.at_level(logging.INFO):
+        read.choose([linear], load(levels_here()[-1]))
+        assert read.read(linear).kind == kind
+    assert ("model.layers.0.mlp.down_proj stays in F32: int8: weights round with" in caplog.text) == (kind == Kind.F32)
+    assert "auto takes what loses at most 1 %: int8: " in caplog.text

@@ -1,0 +1,40 @@
+"""Flags of other engines: the option that is named exists, and none of Quire's own flags is answered as foreign."""
+
+from __future__ import annotations
+
+import pytest
+
+from cli.config import UpSettings
+from common.settings.config import flag_of
+from common.settings.foreign_flags import FOREIGN, OURS, advice
+from router.config import RouterSettings
+
+
+def test_every_option_that_is_named_is_one_of_the_suite_or_of_the_router() -> None:
+    options = {*UpSettings.model_fields, *RouterSettings.model_fields}
+    assert {key.removeprefix("no_") for key in OURS.values()} <= options
+
+
+def test_no_flag_of_the_suite_is_taken_for_a_foreign_one() -> None:
+    ours = {flag_of(key) for settings in (UpSettings, RouterSettings) for key in settings.model_fields}
+    assert not ours & FOREIGN
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--served-model-name", "is no flag here; --model-name is the same"),
+        ("-c", "is no flag here; --max-model-len is the same"),
+        ("--max-running-requests", "is no flag here; --max-num-seqs is the same"),
+        ("--mem-fraction-static", "is no flag here; --gpu-memory-utilization is the same"),
+        ("--http-port", "is no flag here; --port is the same"),
+        ("--disable-radix-cache", "is no flag here; --no-prefix-caching is the same"),
+        ("--num-shard", "is not there: a model runs on one device; --workers N starts N replicas of it"),
+        ("--model-draft", "is no flag here; --draft-model is the same"),
+        ("--draft-max", "is not there: drafts are as many as pay"),
+        ("--lora-modules", "is not there: Quire serves no adapters"),
+        ("--bogus", None),
+    ],
+)
+def test_advice_names_our_option_or_the_reason(flag: str, said: str | None) -> None:
+    assert advice(flag, UpSettings.model_fields) == said

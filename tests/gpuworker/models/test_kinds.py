@@ -1,0 +1,109 @@
+"""Kinds of models that cannot be served: the reason follows from config.json, in words, without an import of torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import transformers
+
+from gpuworker.models.kinds import KnownKinds, known_kinds, why_not_served
+from tests.support.checkpoints import SERVED
+
+VERSION = transformers.__version__
+ONLY = "only decoder-only language models are served"
+STATE = "it keeps a state that each token overwrites, and a KV cache holds keys and values of every token"
+
+
+@pytest.fixture(scope="module")
+def known() -> KnownKinds:
+    found = known_kinds()
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({}, 'config.json names no "model_type"; expected a checkpoint in Hugging Face format'),
+        ({"model_type": "lama"}, f"'lama' is no model type of transformers {VERSION}; did you mean llama?"),
+        (
+            {"model_type": "0123456789"},
+            f"'0123456789' is no model type of transformers {VERSION}; a newer transformers may know it",
+        ),
+        (
+            {"model_type": "own_kind", "auto_map": {"AutoModelForCausalLM": "modeling.Own"}},
+            (
+                f"own_kind brings its own code (auto_map), which is never run; {ONLY} whose code transformers {VERSION}"
+                " has"
+            ),
+        ),
+        ({"model_type": "llava"}, f"llava takes images or sound beside text; {ONLY}"),
+        (
+            {"model_type": "qwen2_vl", "vision_config": {"depth": 1}, "text_config": {"model_type": "qwen2_vl_text"}},
+            (
+                f"qwen2_vl takes images or sound beside text; {ONLY}. Its language model is a qwen2_vl_text: save"
+                " that as a"
+                " checkpoint of its own"
+            ),
+        ),
+        ({"model_type": "t5"}, f"t5 is an encoder-decoder; {ONLY}"),
+        ({"model_type": "bart"}, f"bart is an encoder-decoder; {ONLY}"),
+        ({"model_type": "whisper", "is_encoder_decoder": True}, f"whisper is an encoder-decoder; {ONLY}"),
+        ({"model_type": "bert"}, f"bert without is_decoder reads texts in both directions and continues none; {ONLY}"),
+        (
+            {"model_type": "big_bird", "is_decoder": True},
+            (
+                f"big_bird cannot be served: its code in transformers {VERSION} computes attention itself, and"
+                " the paged"
+                " cache cannot take part"
+            ),
+        ),
+        ({"model_type": "vit"}, f"vit is no language model that continues text; {ONLY}"),
+        ({"model_type": "mamba"}, f"mamba cannot be served: {STATE}"),
+        (
+            {"model_type": "diffllama"},
+            (
+                "diffllama cannot be served: each of its layers attends twice (differential attention), and the"
+                " paged cache"
+                " has one call a layer"
+            ),
+        ),
+        (
+            {"model_type": "hrm_text"},
+            (
+                "hrm_text cannot be served: it runs the same layers several times for each token, and the paged"
+                " cache holds"
+                " one K and V a layer"
+            ),
+        ),
+    ],
+    ids=lambda value: str(value.get("model_type", "none")) if isinstance(value, dict) else "",
+)
+def test_the_reason_of_a_refusal_is_in_plain_words(config: dict[str, Any], reason: str, known: KnownKinds) -> None:
+    assert why_not_served(config, known) == reason
+    assert len(reason) < 250
+
+
+@pytest.mark.parametrize("kind", [*SERVED, "gemma3", "gemma3_text", "phi3", "opt", "granitemoehybrid"])
+def test_nothing_speaks_against_kinds_that_are_served(kind: str, known: KnownKinds) -> None:
+    assert why_not_served({"model_type": kind}, known) is None
+
+
+def test_a_bert_that_is_a_decoder_is_left_to_the_self_test(known: KnownKinds) -> None:
+    assert why_not_served({"model_type": "bert", "is_decoder": True}, known) is None
+
+
+def test_the_tables_are_those_that_transformers_has_when_it_is_imported(known: KnownKinds) -> None:
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto import modeling_auto
+
+    assert known.kinds >= set(CONFIG_MAPPING.keys())
+    assert known.causal == set(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    assert known.several_media >= set(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    assert known.encoder_decoders >= set(modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
+
+
+def test_without_transformers_what_config_json_says_still_counts() -> None:
+    assert why_not_served({"model_type": "mamba"}, None) == f"mamba cannot be served: {STATE}"
+    assert why_not_served({"model_type": "llama"}, None) is None

@@ -1,0 +1,156 @@
+"""What a worker finds before it imports torch: devices, lengths and sizes that cannot be, with the numbers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from common.errors import InvalidConfig
+from common.settings.config import load
+from gpuworker.config import GpuWorkerSettings
+from gpuworker.memory.byte_plan import GIB
+from gpuworker.native import levels
+from gpuworker.plane.preflight import Machine, problems
+
+CPU = Machine(torch="2.13.0+cpu", cuda_devices=0, available_bytes=16 * GIB, address_space=None)
+ONE_GPU = Machine(torch="2.13.0", cuda_devices=1, available_bytes=16 * GIB, address_space=None)
+UNKNOWN = Machine(torch=None, cuda_devices=None, available_bytes=16 * GIB, address_space=None)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoint")
+    (path / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 1024}))
+    return path
+
+
+def found(folder: Path, machine: Machine, *flags: str, workers: int = 1) -> dict[str, str]:
+    words = ("--model", str(folder), "--load-format", "dummy", *flags)
+    settings = load(GpuWorkerSettings, words, {})
+    return {each.field: each.description for each in problems(settings, folder, machine, workers)}
+
+
+@pytest.mark.parametrize(
+    ("device", "machine", "words"),
+    [
+        (
+            "cuda",
+            CPU,
+            "is 'cuda', and the installed torch 2.13.0+cpu is built for CPUs alone; use --device cpu",
+        ),
+        (
+            "cuda",
+            Machine("2.13.0", 0, 16 * GIB, None),
+            "is 'cuda', and no CUDA device is usable here; use --device cpu",
+        ),
+        ("cuda:1", ONE_GPU, "is 'cuda:1', and CUDA devices here end at cuda:0; use --device cpu"),
+        ("gpu", CPU, "is 'gpu'; expected auto, cpu, cuda or cuda:N"),
+    ],
+    ids=["cpu build", "no device", "number", "name"],
+)
+def test_a_device_that_is_not_there_is_named(device: str, machine: Machine, words: str, folder: Path) -> None:
+    assert found(folder, machine, "--device", device) == {"--device": words}
+
+
+def test_a_level_that_the_processor_lacks_is_named(folder: Path) -> None:
+    machine = replace(CPU, processor=frozenset({"avx2", "fma", "f16c", "bmi2"}))
+    said = "is avx512: this processor lacks avx512bw, avx512dq, avx512f, avx512vl; it runs scalar, avx2"
+    assert found(folder, machine, "--cpu-level", "avx512") == {"--cpu-level": f"{said}; or leave it at auto"}
+
+
+def test_a_level_that_was_not_built_is_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(levels, "library", lambda level: tmp_path / f"{level}.so")
+    said = found(folder, CPU, "--cpu-level", "scalar")["--cpu-level"]
+    assert said.startswith("is scalar: scalar.so was not built")
+    assert "`make install`" in said
+    assert said.endswith("or leave it at auto")
+
+
+def test_an_unknown_level_is_refused_with_the_known_ones(folder: Path) -> None:
+    with pytest.raises(InvalidConfig, match="expected auto, " + ", ".join(levels.NAMES[:-1])):
+        found(folder, CPU, "--cpu-level", "avx3")
+
+
+@pytest.mark.parametrize("level", levels.NAMES)
+def test_every_level_is_an_option(level: str, folder: Path) -> None:
+    load(GpuWorkerSettings, ("--model", str(folder), "--cpu-level", level), {})
+    assert load(GpuWorkerSettings, ("--model", str(folder)), {"QUIRE_CPU_LEVEL": level}).cpu_level == level
+
+
+@pytest.mark.parametrize(("device", "machine"), [("auto", CPU), ("cpu", CPU), ("cuda", ONE_GPU), ("cuda:3", UNKNOWN)])
+def test_a_device_that_may_be_there_is_left_to_torch(device: str, machine: Machine, folder: Path) -> None:
+    assert found(folder, machine, "--device", device) == {}
+
+
+def test_a_length_beyond_the_models_positions_is_refused_with_both(folder: Path) -> None:
+    assert found(folder, CPU, "--max-model-len", "1024") == {}
+    words = "is 1025; the model's positions end at 1024: lower it, or leave it out"
+    assert found(folder, CPU, "--max-model-len", "1025") == {"--max-model-len": words}
+
+
+def test_a_stored_head_that_cannot_be_computed_is_refused_unless_an_option_replaces_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (tmp_path / "modules.json").write_text(json.dumps([{"type": "models.Transformer"}, {"type": "models.Dense"}]))
+    assert "the parts Transformer, Dense" in found(tmp_path, CPU)["--model"]
+    assert found(tmp_path, CPU, "--pooling", "mean") == found(tmp_path, CPU, "--pooling", "none") == {}
+
+
+def test_simulated_steps_pool_nothing(folder: Path) -> None:
+    with pytest.raises(InvalidConfig, match="--pooling: is last, and --simulate runs no model"):
+        found(folder, CPU, "--simulate", "--pooling", "last")
+    assert found(folder, CPU, "--simulate", "--pooling", "none") == {}
+
+
+def test_a_cache_beyond_the_memory_is_refused_with_both(folder: Path) -> None:
+    words = "asks for 1.0 TiB, and 16.0 GiB of memory are free here; give less"
+    assert found(folder, CPU, "--kv-memory", "1TiB") == {"--kv-memory": words}
+    words = "asks for 9.0 GiB for each of 2 workers, and 16.0 GiB of memory are free here; give less"
+    assert found(folder, CPU, "--kv-memory", "9GiB", workers=2) == {"--kv-memory": words}
+    assert found(folder, CPU, "--kv-memory", "9GiB") == {}
+    assert found(folder, ONE_GPU, "--kv-memory", "40GiB") == {}, "it may lie on the GPU"
+
+
+def test_more_blocks_than_the_memory_holds_are_refused(tmp_path: Path) -> None:
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 8, **shape}))
+    # A block of 16 positions takes 2 x 2 layers x 64 values of 2 bytes a position: 8 KiB.
+    assert found(tmp_path, CPU, "--kv-blocks", str(2 << 20)) == {}
+    words = "asks for 24.0 GiB, and 16.0 GiB of memory are free here; give less"
+    assert found(tmp_path, CPU, "--kv-blocks", str(3 << 20)) == {"--kv-blocks": words}
+    assert found(tmp_path, CPU, "--kv-blocks", str(3 << 20), "--kv-cache-dtype", "fp8") == {}
+
+
+def test_a_cap_on_addresses_is_refused_with_both(folder: Path) -> None:
+    capped = Machine("2.13.0+cpu", 0, 16 * GIB, address_space=4 * GIB)
+    words = (
+        "caps the addresses of a process at 4.0 GiB, and a worker of this model takes about 7.0 GiB; lift it with"
+        " `ulimit -v unlimited`"
+    )
+    assert found(folder, capped) == {"ulimit -v": words}
+
+
+def test_all_problems_are_found_at_once(folder: Path) -> None:
+    flags = ("--device", "cuda", "--max-model-len", "4096", "--kv-memory", "1TiB")
+    assert set(found(folder, CPU, *flags)) == {"--device", "--max-model-len", "--kv-memory"}
+
+
+def test_a_simulated_worker_needs_none_of_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    assert found(tmp_path, CPU, "--simulate", "--device", "cuda") == {}
+
+
+def test_this_machine_can_be_looked_at() -> None:
+    here = Machine.here()
+    assert here.available_bytes > 0
+
+
+def test_drafts_are_refused_where_nothing_is_sampled_and_on_cuda(folder: Path) -> None:
+    asked = "--speculative", "ngram"
+    pooled = "is ngram, and the workers embed prompts, which samples nothing; leave it out"
+    cuda = "is ngram, and drafts have never been verified on CUDA; use --device cpu, or leave it out"
+    assert found(folder, CPU, *asked) == {}
+    assert found(folder, CPU, *asked, "--pooling", "last") == {"--speculative": pooled}
+    assert found(folder, ONE_GPU, *asked, "--device", "cuda") == {"--speculative": cuda}

@@ -1,0 +1,289 @@
+"""What a router that died leaves at a worker: who may go on with it, for how long, and how much of it is kept."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+from google.rpc import status_pb2
+
+from gpuworker.server import orphans as orphans_module
+from gpuworker.server.orphans import Fate
+from quire.gpuworker.v1 import gpuworker_pb2 as pb
+from quire.types.v1 import types_pb2 as types
+from tests.support.gpuworker.fake_engine_ports import ManualRunner, ScriptedChannel
+from tests.support.gpuworker.worker_harness import RouterEnd, Served, served, submit
+
+FIRST, SECOND = b"a" * 16, b"b" * 16
+LONG = 3600.0  # a grace that no test waits for
+
+
+def resumable(handle: int, count: int, prompt: tuple[int, ...] = (1, 2, 3), **fields: object) -> pb.StreamRequest:
+    message = submit(handle, prompt, count, request_id="r1", tenant="t1", **fields)
+    message.submit.continuation.skip_special_tokens = True
+    return message
+
+
+async def found(router: RouterEnd, request_id: str = "r1", tenant: str = "t1") -> pb.Found:
+    find = pb.Find(query=7, request_id=request_id, tenant=tenant)
+    await router.send(pb.StreamRequest(find=find))
+    answer = (await router.until("found")).found
+    assert answer.query == 7
+    return answer
+
+
+async def adopt(router: RouterEnd, handle: int, sequence: int, **fields: float) -> None:
+    await router.send(pb.StreamRequest(adopt=pb.Adopt(handle=handle, sequence=sequence, **fields)))
+
+
+@asynccontextmanager
+async def router_of(worker: Served, incarnation: bytes) -> AsyncIterator[RouterEnd]:
+    async with worker.stub() as stub:
+        router = RouterEnd(stub.Stream())
+        await router.send(pb.StreamRequest(hello=pb.Hello(router_id="r", incarnation=incarnation)))
+        await router.until("hello")
+        yield router
+
+
+async def lost(worker: Served, runner: ManualRunner, *requests: pb.StreamRequest, steps: int = 2) -> None:
+    """Let a router send sequences and die when they have tokens."""
+    async with router_of(worker, FIRST) as router:
+        await router.send(*requests)
+        handles = [request.submit.handle for request in requests]
+        await worker.until(lambda: len(runner.num_tokens) == len(handles))
+        for _ in range(steps):
+            await asyncio.to_thread(runner.step)
+        if steps:
+            await router.until_sampled(*handles)
+        router.call.cancel()
+        await worker.until(lambda: len(worker.servicer.orphans) == len(handles))
+
+
+async def test_the_next_router_gets_all_tokens_of_an_orphan_once_and_then_the_others() -> None:
+    runner = ManualRunner(lambda plan: plan.step % 50)
+    async with served(runner, orphan_grace=LONG) as worker:
+        await lost(worker, runner, resumable(1, 6))
+        await asyncio.to_thread(runner.step)  # while there is no router
+        async with router_of(worker, SECOND) as router:
+            (orphan,) = (await found(router)).orphans
+            assert (orphan.submit.index, orphan.submit.tenant, orphan.ended) == (0, "t1", False)
+            assert orphan.HasField("first_token_seconds")
+            await adopt(router, 9, orphan.sequence)
+            await router.until_sampled(9)
+            assert router.admitted[9].cached_tokens == 0
+            runner.release()
+            await router.until_finished(9)
+        assert len(router.tokens[9]) == 6
+        assert len(set(router.tokens[9])) == 6, "a token came twice"
+        assert router.finished[9].usage.output_tokens == 6
+        assert (worker.servicer.orphans.fates[Fate.KEPT], worker.servicer.orphans.fates[Fate.RESUMED]) == (1, 1)
+
+
+async def test_an_orphan_that_ends_keeps_its_end() -> None:
+    runner = ManualRunner()
+    async with served(runner, orphan_grace=LONG) as worker:
+        await lost(worker, runner, resumable(1, 4))
+        runner.release()
+        await worker.until(lambda: worker.servicer.live_sequences == 0)
+        async with router_of(worker, SECOND) as router:
+            (orphan,) = (await found(router)).orphans
+            assert (orphan.ended, orphan.output_tokens) == (True, 4)
+            await adopt(router, 3, orphan.sequence)
+            await router.until_finished(3)
+            assert router.tokens == {3: [7] * 4}
+
+
+async def test_what_ended_before_its_router_died_is_kept_until_that_router_has_passed_it_on() -> None:
+    runner = ManualRunner()
+    runner.release()
+    async with served(runner, orphan_grace=LONG) as worker:
+        async with router_of(worker, FIRST) as router:
+            await router.send(resumable(1, 2), submit(2, [4, 5], 2))
+            await router.until_finished(1, 2)
+            other = resumable(3, 2)
+            other.submit.request_id = "r2"
+            await router.send(other)
+            await router.until_finished(3)
+            await router.send(pb.StreamRequest(ack=pb.Ack(handles=(3).to_bytes(4, "little"))))
+            await router.send(resumable(4, 2, index=1))
+            await router.until_finished(4)
+            router.call.cancel()
+        await worker.until(lambda: len(worker.servicer.orphans) == 2)
+        async with router_of(worker, SECOND) as router:
+            assert not (await found(router, "r2")).orphans, "it was acknowledged"
+            assert [orphan.submit.index for orphan in (await found(router)).orphans] == [0, 1]
+
+
+async def test_another_tenant_finds_nothing_and_a_lost_router_is_named_only_when_it_is_lost() -> None:
+    runner = ManualRunner()
+    async with served(runner, orphan_grace=LONG) as worker, router_of(worker, SECOND) as second:
+        async with router_of(worker, FIRST) as first:
+            await first.send(resumable(1, 40))
+            await worker.until(lambda: len(runner.num_tokens) == 1)
+            answer = await found(second)
+            assert (list(answer.orphans), answer.held) == ([], True)
+            stranger = await found(second, tenant="t2")
+            assert (list(stranger.orphans), stranger.held) == ([], False)
+            first.call.cancel()
+            await worker.until(lambda: len(worker.servicer.orphans) == 1)
+        stranger = await found(second, tenant="t2")
+        assert (list(stranger.orphans), stranger.held) == ([], False)
+        (orphan,) = (await found(second)).orphans
+        await adopt(second, 1, orphan.sequence)
+        await second.send(pb.StreamRequest(cancel=pb.Cancel(handle=1)))
+        await worker.step_until(runner, lambda: not runner.num_tokens)
+
+
+async def test_only_one_of_two_routers_gets_an_orphan() -> None:
+    runner = ManualRunner()
+    async with served(runner, orphan_grace=LONG) as worker:
+        await lost(worker, runner, resumable(1, 4))
+        async with router_of(worker, SECOND) as one, router_of(worker, b"c" * 16) as other:
+            (orphan,) = (await found(one)).orphans
+            assert [each.sequence for each in (await found(other)).orphans] == [orphan.sequence]
+            await adopt(one, 1, orphan.sequence)
+            await one.until_sampled(1)
+            await adopt(other, 5, orphan.sequence)
+            refused = (await other.until("refused")).refused
+            code = status_pb2.Status.FromString(refused.status).code
+            assert (refused.handle, code) == (5, grpc.StatusCode.ALREADY_EXISTS.value[0])
+            assert (await found(other)).held
+            runner.release()
+            await one.until_finished(1)
+            assert one.tokens == {1: [7] * 4}
+
+
+async def test_a_second_death_leaves_orphans_again() -> None:
+    runner = ManualRunner()
+    async with served(runner, orphan_grace=LONG) as worker:
+        await lost(worker, runner, resumable(1, 5))
+        async with router_of(worker, SECOND) as second:
+            (orphan,) = (await found(second)).orphans
+            await adopt(second, 1, orphan.sequence)
+            await second.until_sampled(1)
+            second.call.cancel()
+            await worker.until(lambda: len(worker.servicer.orphans) == 1)
+        async with router_of(worker, b"c" * 16) as third:
+            (orphan,) = (await found(third)).orphans
+            await adopt(third, 1, orphan.sequence)
+            runner.release()
+            await third.until_finished(1)
+            assert third.tokens == {1: [7] * 5}
+
+
+async def test_orphans_end_when_their_time_is_over_and_free_everything() -> None:
+    runner = ManualRunner()
+    async with served(runner, orphan_grace=0.01) as worker:
+        async with router_of(worker, FIRST) as router:
+            await router.send(resumable(1, 40), resumable(2, 40, index=1))
+            await worker.until(lambda: len(runner.num_tokens) == 2)
+            router.call.cancel()
+        await worker.step_until(runner, lambda: not runner.num_tokens and not worker.servicer.live_sequences)
+        assert worker.servicer.orphans.fates[Fate.EXPIRED] == 2
+        assert (len(worker.servicer.orphans), worker.servicer.orphans.size) == (0, 0)
+        assert not worker.servicer.orphans.waits
+        assert not worker.servicer._streams
+
+
+async def test_a_request_that_waits_for_blocks_is_an_orphan_too() -> None:
+    runner = ManualRunner()
+    async with served(runner, ScriptedChannel(), orphan_grace=LONG) as worker:
+        await lost_waiting(worker)
+        async with router_of(worker, SECOND) as router:
+            (orphan,) = (await found(router)).orphans
+            assert not orphan.HasField("admitted_seconds")
+            await adopt(router, 1, orphan.sequence, timeout_seconds=0.0)
+            await router.until_finished(1)
+            assert router.finished[1].reason == types.FINISH_REASON_DEADLINE, "the new deadline counts"
+
+
+async def lost_waiting(worker: Served) -> None:
+    """Let a router die whose sequence has no blocks."""
+    async with router_of(worker, FIRST) as router:
+        await router.send(resumable(1, 4))
+        await worker.until(lambda: worker.servicer.live_sequences == 1)
+        router.call.cancel()
+        await worker.until(lambda: len(worker.servicer.orphans) == 1)
+
+
+@pytest.mark.parametrize("who", ["nameless", "not resumable"])
+async def test_a_stream_that_breaks_leaves_nothing_unless_it_said_so(who: str) -> None:
+    """A stranger who opens streams and breaks them holds blocks no longer than before there were orphans."""
+    runner = ManualRunner()
+    async with served(runner, orphan_grace=LONG) as worker:
+        async with router_of(worker, b"" if who == "nameless" else FIRST) as router:
+            await router.send(resumable(1, 40) if who == "nameless" else submit(1, [1, 2, 3], 40))
+            await worker.until(lambda: len(runner.num_tokens) == 1)
+            router.call.cancel()
+        await worker.step_until(runner, lambda: not runner.num_tokens and not worker.servicer.live_sequences)
+        assert not worker.servicer.orphans.fates
+
+
+async def test_a_client_that_hangs_up_leaves_no_orphan() -> None:
+    runner = ManualRunner()
+    async with served(runner, orphan_grace=LONG) as worker:
+        async with router_of(worker, FIRST) as router:
+            await router.send(resumable(1, 40))
+            await worker.until(lambda: len(runner.num_tokens) == 1)
+            cancel = pb.Cancel(handle=1, reason=types.FINISH_REASON_CANCELLED)
+            await router.send(pb.StreamRequest(cancel=cancel))
+            await worker.step_until(runner, lambda: not runner.num_tokens)
+            router.call.cancel()
+        await worker.until(lambda: not worker.servicer._streams)
+        assert len(worker.servicer.orphans) == 0
+
+
+@pytest.mark.parametrize("bound", ["MAX_ORPHANS", "MAX_ORPHANS_A_TENANT"])
+async def test_over_a_bound_the_oldest_orphan_ends(bound: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(orphans_module, bound, 1)
+    runner = ManualRunner()
+    async with served(runner, orphan_grace=LONG) as worker:
+        async with router_of(worker, FIRST) as router:
+            await router.send(resumable(1, 40), resumable(2, 40, index=1))
+            await worker.until(lambda: len(runner.num_tokens) == 2)
+            router.call.cancel()
+        await worker.step_until(runner, lambda: len(runner.num_tokens) == 1)
+        assert worker.servicer.orphans.fates[Fate.DROPPED] == 1
+        async with router_of(worker, SECOND) as router:
+            (left,) = (await found(router)).orphans
+            assert left.submit.index == 1
+        worker.servicer.close()
+        await worker.step_until(runner, lambda: not worker.servicer.live_sequences)
+
+
+@pytest.mark.parametrize("bound", ["MAX_ORPHAN_BYTES", "MAX_ORPHAN_BYTES_A_TENANT"])
+async def test_bytes_are_bounded_while_orphans_run_on(bound: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = ManualRunner()
+    async with served(runner, orphan_grace=LONG) as worker:
+        await lost(worker, runner, resumable(1, 40))
+        monkeypatch.setattr(orphans_module, bound, worker.servicer.orphans.size)
+        await worker.step_until(runner, lambda: not runner.num_tokens)
+        assert worker.servicer.orphans.fates[Fate.DROPPED] == 1
+
+
+async def test_a_router_that_comes_back_and_a_client_that_begins_anew_end_their_orphans() -> None:
+    runner = ManualRunner()
+    async with served(runner, orphan_grace=LONG) as worker:
+        await lost(worker, runner, resumable(1, 40))
+        async with router_of(worker, FIRST):
+            await worker.step_until(runner, lambda: not runner.num_tokens)
+        await lost(worker, runner, resumable(1, 40))
+        async with router_of(worker, SECOND) as router:
+            await router.send(resumable(1, 1))
+            await worker.until(lambda: len(worker.servicer.orphans) == 0)
+            await worker.step_until(runner, lambda: not runner.num_tokens)
+            await router.until_finished(1)
+        assert worker.servicer.orphans.fates[Fate.REPLACED] == 2
+
+
+async def test_a_worker_that_drains_waits_for_orphans_and_closing_ends_them() -> None:
+    runner = ManualRunner()
+    async with served(runner, orphan_grace=LONG) as worker:
+        await lost(worker, runner, resumable(1, 40))
+        worker.servicer.drain()
+        assert worker.servicer.live_sequences == 1
+        worker.servicer.close()
+        await worker.step_until(runner, lambda: not worker.servicer.live_sequences)

@@ -1,0 +1,147 @@
+"""Bodies of the Messages API as requests of a chat, and errors in the words of the body."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from common.errors import FieldViolation, InvalidRequest, Unsupported
+from router.anthropic.request import Asked, asked
+from router.anthropic.types import CountRequest, MessagesRequest
+from router.core.dialects.grammar import ToolChoice
+
+HI = [{"role": "user", "content": "Hi"}]
+ADD: dict[str, Any] = {
+    "name": "add",
+    "description": "Adds.",
+    "input_schema": {"type": "object"},
+    "cache_control": {"type": "ephemeral"},
+}
+
+
+def made(**fields: Any) -> Asked:
+    body = {"max_tokens": 2000, "messages": HI, "cache_control": {"type": "ephemeral"}} | fields
+    return asked(MessagesRequest.model_validate(body), {})
+
+
+def test_sampling_has_the_names_of_a_chat() -> None:
+    given = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "stop_sequences": ["a", "b"], "seed": 3}
+    sampling = made(**given, metadata={"user_id": "me"}).order.common.sampling
+    assert [sampling.temperature, sampling.top_p] == pytest.approx([0.5, 0.9])
+    assert (sampling.top_k, list(sampling.stop), sampling.seed) == (5, ["a", "b"], 3)
+    assert not sampling.HasField("max_tokens")
+
+
+def test_tools_reach_the_template_in_openais_form() -> None:
+    chat = made(tools=[ADD]).order.prompts[0].chat
+    function = {"name": "add", "parameters": {"type": "object"}, "description": "Adds."}
+    assert json.loads(chat.tools_json) == [{"type": "function", "function": function}]
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        (None, (1, ToolChoice.AUTO, False, True)),
+        ({"type": "auto"}, (1, ToolChoice.AUTO, False, True)),
+        ({"type": "auto", "disable_parallel_tool_use": True}, (1, ToolChoice.AUTO, False, False)),
+        ({"type": "any"}, (1, ToolChoice.REQUIRED, False, True)),
+        ({"type": "tool", "name": "add"}, (1, ToolChoice.REQUIRED, True, False)),
+        ({"type": "none"}, (0, ToolChoice.AUTO, False, True)),
+    ],
+)
+def test_choices_of_tools(choice: dict[str, Any] | None, expected: tuple[int, ToolChoice, bool, bool]) -> None:
+    tools = made(tools=[ADD], tool_choice=choice).order.tools
+    assert tools is not None
+    assert (len(tools.use.tools), tools.use.choice, tools.use.named, tools.use.parallel) == expected
+
+
+@pytest.mark.parametrize(
+    ("thinking", "expected"),
+    [
+        ({"type": "enabled", "budget_tokens": 1024}, {"enable_thinking": True, "thinking": True}),
+        ({"type": "adaptive"}, {"enable_thinking": True, "thinking": True}),
+        ({"type": "disabled"}, {"enable_thinking": False, "thinking": False}),
+    ],
+)
+def test_thinking_is_a_variable_of_the_template(thinking: dict[str, Any], expected: dict[str, bool]) -> None:
+    assert json.loads(made(thinking=thinking).order.prompts[0].chat.template_kwargs_json) == expected
+    assert made().order.prompts[0].chat.template_kwargs_json == ""
+
+
+def test_the_budget_of_a_thought_is_that_of_the_chat() -> None:
+    assert made(thinking={"type": "enabled", "budget_tokens": 70}, max_tokens=100).order.thinking_budget == 70
+    assert made(thinking={"type": "adaptive"}).order.thinking_budget is None
+    assert made().order.thinking_budget is None
+
+
+def test_thoughts_can_be_left_out() -> None:
+    assert made().shows_thoughts
+    assert not made(thinking={"type": "adaptive", "display": "omitted"}).shows_thoughts
+
+
+def test_a_form_of_output_is_a_constraint() -> None:
+    config = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
+    assert json.loads(made(output_config=config).order.common.json_schema)["type"] == "object"
+
+
+def test_an_assistants_last_words_are_continued() -> None:
+    chat = made(messages=[*HI, {"role": "assistant", "content": "I"}]).order.prompts[0].chat
+    assert chat.continue_final_message
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "between_tools"}}, "thinking.type"),
+        ({"tools": [{"name": "add"}]}, "tools[0].input_schema"),
+        ({"tools": [ADD | {"name": "a b"}]}, "tools[0].name"),
+        ({"tools": [ADD | {"input_schema": {"type": "array"}}]}, "tools[0].input_schema.type"),
+        ({"tools": [ADD], "tool_choice": {"type": "tool", "name": "sub"}}, "tool_choice.name"),
+        ({"tools": [ADD], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"tools": [ADD], "tool_choice": {"type": "every"}}, "tool_choice.type"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
+    ],
+)
+def test_what_is_wrong_is_named_as_in_the_body(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        made(**fields)
+    assert [each.field for each in caught.value.violations] == [field]
+
+
+@pytest.mark.parametrize(
+    ("fields", "what"),
+    [
+        ({"mcp_servers": [{"name": "x"}]}, "mcp_servers: not offered; leave it out"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, r"tools\[0\].type: 'web_search_20250305'"),
+        ({"tools": [ADD | {"defer_loading": True}]}, r"tools\[0\]: defer_loading is not offered"),
+    ],
+)
+def test_what_is_not_offered_is_refused_by_name(fields: dict[str, Any], what: str) -> None:
+    with pytest.raises(Unsupported, match=what):
+        made(**fields)
+
+
+@pytest.mark.parametrize(
+    ("field", "expected"),
+    [
+        ("sampling.stop[1]", "stop_sequences[1]"),
+        ("sampling.top_p", "top_p"),
+        ("prompt.chat.messages[0].role", "system.role"),
+        ("prompt.chat.messages[1].content", "messages[0].content"),
+        ("prompt.chat.template_kwargs_json.x", "chat_template_kwargs.x"),
+        ("prompt", "messages"),
+        ("response_format.json_schema.schema", "output_config.format.schema"),
+    ],
+)
+def test_fields_of_other_apis_have_the_bodys_names(field: str, expected: str) -> None:
+    given = asked(CountRequest.model_validate({"messages": HI, "system": "Be brief."}), {})
+    with pytest.raises(InvalidRequest) as caught, given.in_its_words():
+        raise InvalidRequest(FieldViolation(field, "is odd"))
+    assert [each.field for each in caught.value.violations] == [expected]

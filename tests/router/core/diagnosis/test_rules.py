@@ -1,0 +1,355 @@
+"""The rules on made-up records of one request: each cause, ties, early ends, and what a lost record changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.types import Candidate, Decision, DecisionKind, ShortfallReason
+from router.core.diagnosis.causes import Cause
+from router.core.diagnosis.outcome import Outcome, Phase, figures_of, outcome_of, texts_of
+from router.core.diagnosis.rules import diagnose
+from router.core.diagnosis.story import story_of
+from router.core.diagnosis.verdict import Diagnosis
+
+R = "r1"
+CALM = Outcome(
+    ended="length", worker="w0", miss="full_hit", has_first_token=True, started=True, prompt_tokens=100,
+    cached_tokens=96, output_tokens=11, block_size=16, admissions=1, placements=1,
+)  # fmt: skip
+
+
+def seconds(**phases: float) -> tuple[tuple[str, float], ...]:
+    return tuple(phases.items())
+
+
+def ended(outcome: Outcome) -> Decision:
+    return Decision("end", DecisionKind.OUTCOME, 9_000, outcome.ended, R, (), texts_of(outcome),
+                    figures=figures_of(outcome))  # fmt: skip
+
+
+def routed(*options: Candidate, chosen: str = "w0", kind: DecisionKind = DecisionKind.ROUTING) -> Decision:
+    return Decision(f"route-{kind}", kind, 1_000, chosen, R, options or (Candidate("w0", 0.1),))
+
+
+def option(worker: str, cost: float, hits: int = 0) -> Candidate:
+    terms = (("queue_delay", cost - 0.1), ("prefill", 0.1))
+    return Candidate(worker, cost, terms, figures=(("hit_blocks", float(hits)),))
+
+
+def granted(waited: float, beneficiary: str = "", number: int = 0) -> Decision:
+    figures = (("waited_seconds", waited), ("hit_blocks", 6.0), ("fresh_blocks", 1.0))
+    return Decision(f"grant-{number}", DecisionKind.GRANT, 3_000 + number, "6 shared and 1 fresh blocks", R, (),
+                    ("full_hit",), beneficiary=beneficiary, figures=figures)  # fmt: skip
+
+
+def short(reason: str = ShortfallReason.BLOCKS, head: str = "") -> Decision:
+    holders = (
+        Candidate("tenant blue", terms=(("blocks", 60.0), ("sequences", 3.0))),
+        Candidate("r7", terms=(("blocks", 40.0),)),
+    )
+    figures = (("needed", 8.0), ("head_needed", 90.0), ("available", 20.0), ("num_blocks", 100.0))
+    return Decision("short", DecisionKind.SHORTFALL, 2_000, "waits", R, holders, (reason,), beneficiary=head,
+                    figures=figures)  # fmt: skip
+
+
+def preempted(beneficiary: str = "r9") -> Decision:
+    return Decision("preempt", DecisionKind.PREEMPTION, 5_000, R, R, (), ("a higher priority waits",), (), R,
+                    beneficiary, (("blocks_freed", 7.0), ("tokens_lost", 30.0)))  # fmt: skip
+
+
+def queued() -> Decision:
+    full = Candidate("w0", rejected="over limit: 4 sequences of at most 4")
+    return Decision("queued", DecisionKind.QUEUED, 500, "wait", R, (full,), figures=(("ahead", 2.0),))
+
+
+def asked(outcome: Outcome | None, *records: Decision, unread: tuple[str, ...] = ()) -> Diagnosis:
+    return diagnose(story_of(R, [*records, *([ended(outcome)] if outcome else [])], unread))
+
+
+# ------------------------------------------------------------ time
+
+
+def test_a_wait_for_blocks_names_who_held_them() -> None:
+    slow = replace(CALM, before=seconds(queue=0.01, blocks=1.8, prefill=0.1), after=seconds(decode=0.3))
+    found = asked(slow, routed(), short(), granted(1.79))
+    assert found.verdict.cause is Cause.BLOCKS
+    assert found.verdict.share == pytest.approx(1.8 / 1.91)
+    assert found.verdict.sentence == (
+        "94 % of the 1.9 s to the first token: it waited at w0 for 8 blocks, and 3 sequences of tenant blue with "
+        "60 blocks held them (the most: r7)."
+    )
+    assert found.verdict.advice.anchor == "quireblocksshort"
+    assert (found.prefix, found.missing) == (None, ())
+    assert found.first_token_s == pytest.approx(1.91)
+    assert found.total_s == pytest.approx(2.21)
+
+
+def test_a_wait_behind_the_head_of_the_queue_names_the_head() -> None:
+    slow = replace(CALM, before=seconds(blocks=1.8, prefill=0.1))
+    found = asked(slow, routed(), short(ShortfallReason.BEHIND, head="huge"), granted(1.79))
+    assert found.verdict.sentence == (
+        "95 % of the 1.9 s to the first token: it waited at w0 behind huge, which goes first and needs 90 blocks; "
+        "20 of 100 blocks were free or cached."
+    )
+
+
+def test_a_wait_for_blocks_without_the_managers_record_is_not_known() -> None:
+    slow = replace(CALM, before=seconds(blocks=1.8, prefill=0.1))
+    found = asked(slow, routed(), unread=("the KV manager: no answer",))
+    assert found.verdict.cause is Cause.NOT_KNOWN
+    assert found.verdict.sentence == (
+        "Not known for 95 % of the 1.9 s to the first token: it waited at w0 to be admitted, and the KV manager's "
+        "records of that could not be read (the KV manager: no answer)."
+    )
+    assert found.missing == (
+        "records of the KV manager: no answer",
+        "the cause of 1.8 s waiting for blocks",
+        "a grant of blocks: the KV manager's record of it is gone",
+    )
+
+
+def test_a_manager_that_grants_at_once_is_reached_by_slow_messages() -> None:
+    slow = replace(CALM, before=seconds(blocks=1.8, prefill=0.1))
+    assert asked(slow, routed(), granted(0.001)).verdict.cause is Cause.MESSAGES
+
+
+def test_a_wait_for_a_worker_says_why_each_was_left_out() -> None:
+    slow = replace(CALM, queued=True, before=seconds(queue=3.0, prefill=0.1))
+    found = asked(slow, queued(), routed(), granted(0.0))
+    assert found.verdict.sentence == (
+        "97 % of the 3.1 s to the first token: no worker could take it, with 2 requests before it (w0: over limit: "
+        "4 sequences of at most 4)."
+    )
+    assert asked(slow, routed(), granted(0.0)).verdict.cause is Cause.NOT_KNOWN
+    assert asked(replace(slow, queued=False), routed(), granted(0.0)).verdict.cause is Cause.ROUTER
+
+
+def test_prompts_of_others_before_it_are_named() -> None:
+    slow = replace(CALM, before=seconds(prefill_wait=2.0, prefill=0.1), ahead_tokens=3000, ahead_of="huge")
+    found = asked(slow, routed(), granted(0.0))
+    assert found.verdict.sentence == (
+        "95 % of the 2.1 s to the first token: it had its blocks, and w0 computed 3,000 tokens of other requests "
+        "first, most of them for huge."
+    )
+
+
+def test_a_preemption_names_the_beneficiary_and_the_reason() -> None:
+    slow = replace(CALM, preemptions=1, before=seconds(prefill=0.1), after=seconds(decode=0.2, preempted=1.7))
+    found = asked(slow, routed(), granted(0.0), preempted())
+    assert found.verdict.sentence == (
+        "85 % of its 2.0 s: it was preempted: its 7 blocks went to r9 (a higher priority waits)."
+    )
+    assert "not known" in asked(slow, routed(), granted(0.0)).verdict.sentence
+
+
+def test_a_lost_worker_and_a_slow_client_are_named() -> None:
+    moved = replace(CALM, moves=1, placements=2, after=seconds(moved=3.0, decode=0.2))
+    migration = replace(routed(chosen="w1", kind=DecisionKind.MIGRATION), time_ns=6_000, reasons=("connection lost",))
+    found = asked(moved, routed(), migration, granted(0.0)).verdict
+    assert (found.cause, "it lost w0 (connection lost) and went on at w1" in found.sentence) == (
+        Cause.WORKER_LOST,
+        True,
+    )
+    slow = replace(CALM, client_longest=4.0, after=seconds(client=8.0, decode=0.2))
+    assert asked(slow, routed(), granted(0.0)).verdict.cause is Cause.SLOW_CLIENT
+    busy = asked(replace(slow, client_longest=0.05), routed(), granted(0.0)).verdict
+    assert (busy.cause, "client or for the router's own event loop" in busy.sentence) == (Cause.NOT_KNOWN, True)
+
+
+def test_a_request_that_nothing_held_up_says_so() -> None:
+    quick = replace(CALM, before=seconds(queue=0.001, blocks=0.002, prefill=0.02), after=seconds(decode=0.2))
+    found = asked(quick, routed(), granted(0.0)).verdict
+    assert found.sentence == "Nothing held it up: 90 % of its 223 ms: w0 sampled 10 further tokens, 20 ms each."
+
+
+def test_two_causes_of_one_size_are_not_decided() -> None:
+    tie = replace(CALM, queued=True, before=seconds(queue=1.0, prefill_wait=1.01), ahead_tokens=7)
+    found = asked(tie, queued(), routed(), granted(0.0)).verdict
+    assert found.cause is Cause.NOT_KNOWN
+    assert found.sentence.startswith("Not known which of two causes counts more in the 2.0 s to the first token: 50 %")
+
+
+def test_time_without_a_cause_that_could_be_the_greatest_is_not_decided() -> None:
+    hidden = replace(CALM, queued=True, before=seconds(queue=1.0, prefill_wait=1.2, prefill=0.3), ahead_tokens=7)
+    assert asked(hidden, queued(), routed(), granted(0.0)).verdict.cause is Cause.HEAD_OF_LINE
+    assert asked(hidden, routed(), granted(0.0)).verdict.cause is Cause.NOT_KNOWN
+
+
+# ------------------------------------------------------------ early ends
+
+
+def test_a_refusal_at_the_door_has_the_limit_and_the_numbers() -> None:
+    refusal = Decision("no", DecisionKind.REJECTION, 1, "router.queue", R, (), ("8 requests wait; at most 8",))
+    found = asked(None, refusal).verdict
+    assert found.sentence == "Refused at once by the limit router.queue: 8 requests wait; at most 8."
+    assert (found.cause, found.advice.anchor) == (Cause.REFUSED, "quirerefusing")
+
+
+def test_a_deadline_that_passed_says_what_took_the_time() -> None:
+    late = replace(CALM, ended="DEADLINE_EXCEEDED", failure="deadline exceeded before ...", has_first_token=False,
+                   admissions=0, miss="", before=seconds(blocks=1.9, queue=0.1))  # fmt: skip
+    found = asked(late, routed(), short()).verdict
+    assert (found.cause, found.advice.anchor) == (Cause.DEADLINE, "quireblocksshort")
+    assert found.sentence.startswith("Its deadline passed after 2.0 s. 95 % of them: it waited at w0 for 8 blocks")
+
+
+def test_a_hopeless_deadline_says_the_prediction() -> None:
+    words = "0.100 s are left, and the first token is predicted in 2.300 s"
+    late = Outcome(ended="DEADLINE_EXCEEDED", failure=words, before=seconds(queue=0.001))
+    found = asked(late, routed()).verdict
+    assert found.cause is Cause.HOPELESS_DEADLINE
+    assert found.sentence == f"Refused, because its deadline was hopeless, after 1.0 ms: {words}."
+
+
+@pytest.mark.parametrize(
+    ("reason", "failure", "cause"),
+    [
+        ("CANCELLED", "the client went away", Cause.CLIENT_GONE),
+        ("OVERLOADED", "router.output: the client reads too slowly: 9 bytes", Cause.SLOW_CLIENT),
+        ("OVERLOADED", "tenant blue.streams", Cause.REFUSED),
+        ("UNAVAILABLE", "no worker for 10 s", Cause.NO_WORKER),
+        ("ENGINE_FAILURE", "2 workers broke with this request", Cause.FAILED),
+        ("INVALID_REQUEST", "prompt and output fit no worker", Cause.TOO_LARGE),
+    ],
+)
+def test_each_reason_of_an_error_has_a_cause(reason: str, failure: str, cause: Cause) -> None:
+    assert asked(replace(CALM, ended=reason, failure=failure, before=seconds(prefill=1.0))).verdict.cause is cause
+
+
+def test_a_request_that_has_not_ended_is_not_known_yet_and_its_last_record_is_told() -> None:
+    found = asked(None, routed(), short())
+    assert found.verdict.cause is Cause.NOT_KNOWN
+    assert found.verdict.sentence.startswith("Not known: the request has not ended yet, or the record of its end is")
+    assert "it needs 8 blocks, 20 of 100 are free or cached" in found.verdict.sentence
+    assert [step.offset for step in found.steps] == [0.0, 1e-6]
+
+
+def test_of_several_requests_with_one_id_the_last_one_is_meant() -> None:
+    first = replace(ended(replace(CALM, failure="gone", ended="CANCELLED")), decision_id="first", time_ns=100)
+    found = asked(replace(CALM, before=seconds(prefill=1.0)), first, routed(), granted(0.0))
+    assert found.verdict.cause is Cause.PREFILL
+    assert found.missing == ("which of 2 requests with this id is meant: this is the last one",)
+
+
+# ------------------------------------------------------------ the prefix
+
+
+UNSEEN = replace(CALM, miss="never_seen", cached_tokens=0, before=seconds(prefill=1.0))
+HIT = (option("w0", 0.2), option("w1", 2.4, hits=6))
+
+
+@pytest.mark.parametrize(
+    ("outcome", "options", "cause", "words"),
+    [
+        (replace(UNSEEN, miss="below_block"), (), Cause.BELOW_BLOCK, "shorter than a block, which has 16 tokens"),
+        (replace(UNSEEN, miss="disabled"), (), Cause.CACHE_OFF, "was not used"),
+        (replace(UNSEEN, other_domain_tokens=64, other_domain="blue"), (), Cause.OTHER_DOMAIN, "cache domain (blue)"),
+        (replace(UNSEEN, miss="evicted"), (), Cause.EVICTED, "to make room for r5"),
+        (UNSEEN, (option("w0", 0.2, hits=5),), Cause.STALE_INDEX, "w0 was expected to hold 80 tokens"),
+        (UNSEEN, HIT, Cause.HOT_WORKER, "w1 holds 96 tokens of it and was busy: predicted 2.4 s, 2.3 s of it queue"),
+        (replace(UNSEEN, index_answered=False), (option("w0", 1), option("w1", 2)), Cause.INDEX_UNREACHABLE, "Redis"),
+        (replace(UNSEEN, index_answered=False), (), Cause.NEVER_SEEN, "no worker had its first 16 tokens"),
+        (UNSEEN, (), Cause.NEVER_SEEN, "no worker had its first 16 tokens"),
+        (replace(UNSEEN, miss="diverged_at", cached_tokens=48, diverged_at=3), (), Cause.DIVERGED, "from token 48 on"),
+    ],
+)
+def test_each_cause_of_a_miss(outcome: Outcome, options: tuple[Candidate, ...], cause: Cause, words: str) -> None:
+    found = asked(outcome, routed(*options), granted(0.0, beneficiary="r5")).prefix
+    assert found is not None
+    assert found.cause is cause
+    assert words in found.sentence
+    assert found.sentence.startswith(f"{outcome.cached_tokens} of 100 prompt tokens were cached: ")
+
+
+def test_a_worker_that_was_full_and_held_the_prefix_is_named() -> None:
+    full = Candidate("w1", rejected="over limit: 4 sequences of at most 4", figures=(("hit_blocks", 6.0),))
+    found = asked(UNSEEN, routed(option("w0", 0.2), full), granted(0.0)).prefix
+    assert found is not None
+    assert "w1 holds 96 tokens of it and was left out (over limit: 4 sequences of at most 4)" in found.sentence
+
+
+def test_a_miss_whose_routing_is_gone_is_not_known() -> None:
+    found = asked(UNSEEN, granted(0.0)).prefix
+    assert found is not None
+    assert found.cause is Cause.NOT_KNOWN
+
+
+# ------------------------------------------------------------ properties
+
+phase_seconds = st.dictionaries(st.sampled_from(list(Phase)), st.floats(0.001, 10.0), max_size=6).map(
+    lambda found: tuple((phase.value, found[phase]) for phase in Phase if phase in found)
+)
+outcomes = st.builds(
+    Outcome,
+    ended=st.sampled_from(["length", "CANCELLED", "DEADLINE_EXCEEDED", "UNAVAILABLE", "OVERLOADED"]),
+    failure=st.sampled_from(["", "", "the client went away"]),
+    worker=st.just("w0"),
+    miss=st.sampled_from(["", "full_hit", "below_block", "never_seen", "evicted", "diverged_at"]),
+    other_domain=st.just("blue"),
+    before=phase_seconds,
+    after=phase_seconds,
+    has_first_token=st.booleans(),
+    started=st.booleans(),
+    queued=st.booleans(),
+    index_answered=st.booleans(),
+    prompt_tokens=st.integers(1, 500),
+    cached_tokens=st.integers(0, 100),
+    output_tokens=st.integers(0, 100),
+    block_size=st.just(16),
+    placements=st.integers(0, 2),
+    preemptions=st.integers(0, 1),
+    other_domain_tokens=st.sampled_from([0, 64]),
+    client_longest=st.sampled_from([0.0, 0.1, 5.0]),
+)  # fmt: skip
+
+
+@st.composite
+def stories(draw: st.DrawFn) -> list[Decision]:
+    """Draw records of one request that are whole: as many of each kind as the outcome counts."""
+    outcome = draw(outcomes)
+    grants = [granted(draw(st.floats(0.0, 10.0)), number=n) for n in range(draw(st.integers(0, 2)))]
+    placements = [routed(*draw(st.permutations(HIT))), replace(routed(kind=DecisionKind.MIGRATION), time_ns=6_000)]
+    records = [*grants, *placements[: outcome.placements]]
+    records += [short(draw(st.sampled_from([ShortfallReason.BLOCKS, ShortfallReason.BEHIND])))] * draw(
+        st.integers(0, 1)
+    )
+    records += [preempted()] * outcome.preemptions + [queued()] * outcome.queued
+    return [*records, ended(replace(outcome, admissions=len(grants)))]
+
+
+def causes(records: list[Decision]) -> tuple[Cause, Cause | None]:
+    found = diagnose(story_of(R, records))
+    return found.verdict.cause, found.prefix.cause if found.prefix else None
+
+
+@given(stories())
+def test_shares_are_parts_of_one_whole(records: list[Decision]) -> None:
+    found = diagnose(story_of(R, records))
+    assert sum(each.share for each in found.phases) <= 1.0 + 1e-9
+    assert 0.0 <= found.verdict.share <= 1.0 + 1e-9
+    assert sum(each.seconds for each in found.phases) == pytest.approx(found.total_s)
+
+
+@given(stories(), st.randoms(use_true_random=False))
+def test_the_order_of_records_does_not_matter(records: list[Decision], random: object) -> None:
+    shuffled = list(records)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    assert diagnose(story_of(R, shuffled)) == diagnose(story_of(R, records))
+
+
+@given(stories(), st.data())
+def test_a_lost_record_hides_a_cause_and_never_names_another(records: list[Decision], data: st.DataObject) -> None:
+    lost = data.draw(st.sets(st.integers(0, len(records) - 1), min_size=1))
+    whole = causes(records)
+    left = causes([each for at, each in enumerate(records) if at not in lost])
+    for cause, before in zip(left, whole, strict=True):
+        assert cause in (Cause.NOT_KNOWN, before, None)
+
+
+@given(outcomes)
+def test_an_outcome_survives_its_record(outcome: Outcome) -> None:
+    assert outcome_of(ended(outcome)) == replace(outcome, time_ns=9_000)

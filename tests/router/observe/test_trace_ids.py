@@ -1,0 +1,28 @@
+"""A face chooses the id of the trace that a request begins."""
+
+from __future__ import annotations
+
+import secrets
+
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.trace import Span, set_span_in_context
+
+from router.observe.trace_ids import ChosenTraceIds, beginning
+
+
+def trace_id(span: Span) -> str:
+    return f"{span.get_span_context().trace_id:032x}"
+
+
+def test_a_trace_has_the_id_that_was_chosen_for_it_and_others_have_ids_of_their_own() -> None:
+    tracer = TracerProvider(id_generator=ChosenTraceIds(), shutdown_on_exit=False).get_tracer("test")
+    chosen = secrets.token_hex(16)
+    before = tracer.start_span("before")
+    with beginning(chosen):
+        begun = tracer.start_span("begun")
+        below = tracer.start_span("below", set_span_in_context(before))
+    with beginning(""):
+        unchosen = tracer.start_span("unchosen")
+    assert trace_id(begun) == chosen
+    assert trace_id(below) == trace_id(before)
+    assert len({*map(trace_id, (before, begun, unchosen, tracer.start_span("after")))}) == 4

@@ -1,0 +1,400 @@
+"""The Responses API: the official client against a real server, with a scripted frontend behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import openai
+import pytest
+from pydantic import BaseModel
+
+from common import limits
+from common.errors import EngineFailure, FieldViolation, InvalidRequest, Overloaded, QuotaViolation
+from common.limits import MAX_RESPONSE_BYTES
+from common.types import FinishReason
+from tests.support.router.fake_frontend import admitted, finished, tokens
+from tests.support.router.http_harness import DEADLINE_S, FACTS, Api
+from tests.support.router.responses import body_of, events_of, says
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+PATH = "/v1/responses"
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+ADD: Any = {"type": "function", "name": "add", "description": "Adds.", "parameters": SCHEMA, "strict": False}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 71}}\n</tool_call>'
+
+
+class Numbered(BaseModel):
+    """What an answer is to be."""
+
+    a: int
+
+
+def prompt_of(api: Api) -> str:
+    """Return the prompt of the last request as text."""
+    return api.text.decode(api.frontend.requests[-1].prompt, skip_special_tokens=False)
+
+
+async def test_a_text_is_answered(api: Api) -> None:
+    api.frontend.script = says("Hello", " world", cached=3)
+    answer = await api.client.responses.create(
+        model="demo", input="Hi", instructions="Be brief.", temperature=0.5, top_p=0.75, max_output_tokens=40,
+        metadata={"who": "me"}, extra_body={"seed": 5, "top_k": 3},
+    )  # fmt: skip
+    assert (answer.output_text, answer.status, answer.model) == ("Hello world", "completed", "demo")
+    assert prompt_of(api) == "<|bos|><|system|> Be brief.<|end|><|user|> Hi<|end|><|assistant|>"
+    sampling = api.frontend.requests[0].sampling
+    assert (sampling.temperature, sampling.top_p, sampling.max_tokens) == (0.5, 0.75, 40)
+    assert (sampling.seed, sampling.top_k) == (5, 3)
+    usage = answer.usage
+    assert usage is not None
+    assert (usage.output_tokens, usage.input_tokens_details.cached_tokens) == (2, 3)
+    assert usage.total_tokens == usage.input_tokens + 2
+    assert (answer.instructions, answer.metadata, answer.max_output_tokens) == ("Be brief.", {"who": "me"}, 40)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"store": False, "reasoning": {"summary": "auto"}, "include": ["reasoning.encrypted_content"]},
+        {"tools": [ADD], "tool_choice": "required", "parallel_tool_calls": False},
+        {"text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}}},
+        {"text": {"format": {"type": "json_object"}, "verbosity": "low"}, "truncation": "auto"},
+    ],
+)
+async def test_a_body_has_every_field_in_its_type(api: Api, fields: dict[str, Any]) -> None:
+    whole = await api.http.post(PATH, json={"input": "Hi"} | fields)
+    body = body_of(whole)
+    assert whole.headers["x-trace-id"]
+    stream = await api.http.post(PATH, json={"input": "Hi", "stream": True} | fields)
+    events = events_of(stream.text)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    last = events[-1]["response"]
+    for key in {*body} - {"id", "output", "created_at", "completed_at"}:
+        assert body[key] == last[key]
+
+
+async def test_a_thought_is_an_item_of_its_own(api: Api) -> None:
+    api.frontend.script = says("<think>", "Well", " then", "</think>", "\n\n", "Yes")
+    answer = await api.client.responses.create(model="demo", input="Hi")
+    thought, message = answer.output
+    assert thought.type == "reasoning"
+    assert thought.content is not None
+    assert thought.content[0].text.strip() == "Well then"
+    assert message.type == "message"
+    assert answer.output_text.strip() == "Yes"
+    assert answer.usage is not None
+    assert answer.usage.output_tokens_details.reasoning_tokens == 3
+
+
+async def test_a_thought_has_a_budget(api: Api) -> None:
+    await api.client.responses.create(model="demo", input="Hi", extra_body={"thinking_token_budget": 7})
+    thought = api.frontend.requests[0].sampling.thought
+    assert (thought and (thought.max_tokens, thought.closer)) == (7, "</think>")
+
+
+async def test_a_function_is_called_and_its_output_read(api: Api) -> None:
+    api.frontend.script = says(CALL)
+    first = await api.client.responses.create(model="demo", input="Add!", tools=[ADD], tool_choice="auto")
+    (call,) = first.output
+    assert call.type == "function_call"
+    assert (call.name, json.loads(call.arguments)) == ("add", {"a": 71})
+    api.frontend.script = says("It is 71.")
+    output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "the sum is 71"}
+    second = await api.client.responses.create(model="demo", previous_response_id=first.id, input=[output])
+    assert second.output_text == "It is 71."
+    assert second.previous_response_id == first.id
+    prompt = prompt_of(api)
+    assert prompt.index("Add!") < prompt.index("the sum is 71")
+
+
+async def test_arguments_are_streamed(api: Api) -> None:
+    api.frontend.script = says(*[CALL[start : start + 5] for start in range(0, len(CALL), 5)])
+    async with api.client.responses.stream(model="demo", input="Add!", tools=[ADD]) as stream:
+        events = [event async for event in stream]
+        final = await stream.get_final_response()
+    (call,) = final.output
+    deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    assert len(deltas) > 1
+    assert call.type == "function_call"
+    assert "".join(deltas) == call.arguments
+    assert json.loads(call.arguments) == {"a": 71}
+
+
+async def test_a_named_function_is_enforced(api: Api) -> None:
+    api.frontend.script = says(CALL)
+    await api.client.responses.create(
+        model="demo", input="Add!", tools=[ADD], tool_choice={"type": "function", "name": "add"}
+    )
+    constraint = api.frontend.requests[0].sampling.constraint
+    assert constraint is not None
+    assert "add" in constraint.text
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_schema_is_enforced_and_parsed(api: Api, streamed: bool) -> None:
+    api.frontend.script = says('{"a"', ":71}")
+    if streamed:
+        async with api.client.responses.stream(model="demo", input="Hi", text_format=Numbered) as stream:
+            parsed = (await stream.get_final_response()).output_parsed
+    else:
+        parsed = (await api.client.responses.parse(model="demo", input="Hi", text_format=Numbered)).output_parsed
+    assert parsed == Numbered(a=71)
+    assert api.frontend.requests[0].sampling.constraint is not None
+
+
+async def test_an_answer_that_ran_out_is_incomplete(api: Api) -> None:
+    api.frontend.script = says("Hel", reason=FinishReason.LENGTH)
+    answer = await api.client.responses.create(model="demo", input="Hi", max_output_tokens=1)
+    assert answer.status == "incomplete"
+    assert answer.incomplete_details is not None
+    assert answer.incomplete_details.reason == "max_output_tokens"
+    assert answer.output_text == "Hel"
+
+
+async def test_a_conversation_goes_on_without_its_instructions(api: Api) -> None:
+    previous = None
+    for text in ("one", "two", "three"):
+        answer = await api.client.responses.create(
+            model="demo", input=text, instructions="Once." if previous is None else None, previous_response_id=previous
+        )
+        previous = answer.id
+    turn = "<|assistant|> Hello world<|end|>"
+    said = f"<|user|> one<|end|>{turn}<|user|> two<|end|>{turn}<|user|> three<|end|><|assistant|>"
+    assert prompt_of(api) == f"<|bos|>{said}"
+
+
+async def test_a_streamed_response_can_be_continued_at_its_last_event(api: Api) -> None:
+    stream = await api.client.responses.create(model="demo", input="Hi", stream=True)
+    async for event in stream:
+        if event.type == "response.completed":
+            again = await api.client.responses.create(
+                model="demo", input="More", previous_response_id=event.response.id
+            )
+            assert again.status == "completed"
+
+
+async def test_a_response_is_kept_until_it_is_deleted(api: Api) -> None:
+    made = await api.client.responses.create(model="demo", input="Hi")
+    read = await api.client.responses.retrieve(made.id)
+    assert read.model_dump() == made.model_dump()
+    await api.client.responses.delete(made.id)
+    for refused in (api.client.responses.retrieve, api.client.responses.delete, api.client.responses.cancel):
+        with pytest.raises(openai.NotFoundError):
+            await refused(made.id)
+    with pytest.raises(openai.BadRequestError) as wrong:
+        await api.client.responses.create(model="demo", input="Hi", previous_response_id=made.id)
+    assert (wrong.value.code, wrong.value.param) == ("previous_response_not_found", "previous_response_id")
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_response_is_not_kept_against_the_clients_wish(api: Api, streamed: bool) -> None:
+    answer = await api.http.post(PATH, json={"input": "Hi", "store": False, "stream": streamed})
+    body = events_of(answer.text)[-1]["response"] if streamed else answer.json()
+    assert body["store"] is False
+    assert (await api.http.get(f"{PATH}/{body['id']}")).status_code == 404
+
+
+async def test_another_tenant_finds_nothing(api: Api) -> None:
+    made = await api.client.responses.create(model="demo", input="Hi")
+    other = api.client.with_options(api_key="other")
+    for refused in (other.responses.retrieve, other.responses.delete, other.responses.cancel):
+        with pytest.raises(openai.NotFoundError):
+            await refused(made.id)
+    with pytest.raises(openai.NotFoundError):
+        await other.responses.input_items.list(made.id)
+    with pytest.raises(openai.BadRequestError, match="is not here"):
+        await other.responses.create(model="demo", input="Hi", previous_response_id=made.id)
+    assert (await api.client.responses.retrieve(made.id)).id == made.id
+
+
+@pytest.mark.parametrize(
+    "name", ["x", "resp_", "resp_" + "g" * 32, "resp_" + "a" * 32 + ".cancel", "%2e%2e", "a" * 999]
+)
+async def test_what_is_no_id_is_not_looked_up(api: Api, name: str) -> None:
+    assert (await api.http.get(f"{PATH}/{name}")).status_code == 404
+
+
+async def test_ids_cannot_be_guessed(api: Api) -> None:
+    names = {(await api.client.responses.create(model="demo", input="Hi")).id for _ in range(3)}
+    assert len(names) == 3
+    assert all(len(bytes.fromhex(name.removeprefix("resp_"))) == 16 for name in names)
+
+
+async def test_input_items_are_listed_in_pages(api: Api) -> None:
+    first = await api.client.responses.create(model="demo", input="one")
+    second = await api.client.responses.create(model="demo", input="two", previous_response_id=first.id)
+    listed = [item async for item in api.client.responses.input_items.list(second.id, order="asc", limit=1)]
+    assert [item.type for item in listed] == ["message"] * 3
+    texts = [item.to_dict()["content"][0]["text"] for item in listed]  # type: ignore[index]
+    assert texts == ["one", "Hello world", "two"]
+    page = (await api.http.get(f"{PATH}/{second.id}/input_items", params={"limit": 1})).json()
+    assert (page["has_more"], page["data"][0]["content"][0]["text"]) == (True, "two")
+    assert (await api.http.get(f"{PATH}/{second.id}/input_items", params={"after": "x"})).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"tools": [{"type": "web_search"}]}, None, "tools[0].type: 'web_search' is not offered"),
+        ({"tools": [{"type": "custom", "name": "x"}]}, None, "tools[0].type: 'custom' is not offered"),
+        ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "expected 1 to 64"),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"tools": [ADD], "tool_choice": {"type": "function", "name": "sub"}}, "tool_choice.name", "'sub'"),
+        ({"tools": [ADD], "tool_choice": {"type": "file_search"}}, None, "tool_choice.type: 'file_search'"),
+        ({"conversation": "conv_1"}, None, "conversation: not offered"),
+        ({"prompt": {"id": "x"}}, None, "prompt: not offered"),
+        ({"top_logprobs": 3}, None, "top_logprobs: not offered"),
+        ({"include": ["message.output_text.logprobs"]}, None, "/v1/chat/completions has log-probabilities"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format", "is missing"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format.type", "json_object or json_schema"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "expected"),
+        ({"temperature": -1}, "temperature", "expected"),
+        ({"reasoning": {"effort": "low"}}, "reasoning.effort", "leave it out"),
+        ({"truncation": "none"}, "truncation", "auto"),
+        ({"thinking_token_budget": -1}, "thinking_token_budget", "0 or more"),
+        ({"metadata": {"a": "x" * 513}}, "metadata.a", "512"),
+        ({"input": []}, "input", "is empty"),
+        ({"input": [5]}, "input", "expected"),
+        ({"input": [{"role": "tool", "content": ""}]}, "input[0].role", "expected user"),
+        ({"background": True, "store": False}, "background", "store is false"),
+        ({"previous_response_id": "resp_x"}, "previous_response_id", "is not here"),
+        ({"instructions": "\ud800"}, None, "surrogate"),
+        ({"tools": [ADD | {"description": "\ud800"}]}, None, "surrogate"),
+    ],
+)
+async def test_a_wrong_field_is_named(api: Api, fields: dict[str, Any], param: str | None, words: str) -> None:
+    answer = await api.http.post(PATH, content=json.dumps({"input": "Hi"} | fields), headers=JSON)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert words in error["message"]
+    assert not api.frontend.requests
+
+
+JSON = {"content-type": "application/json"}
+
+
+async def test_not_a_number_is_no_json(api: Api) -> None:
+    tool = ADD | {"parameters": {"type": "object", "properties": {"a": {"const": float("nan")}}}}
+    answer = await api.http.post(PATH, content=json.dumps({"input": "Hi", "tools": [tool]}), headers=JSON)
+    assert (answer.status_code, "NaN" in answer.text) == (400, True)
+
+
+async def test_too_large_a_conversation_is_refused_before_the_work(api: Api) -> None:
+    thought = {"type": "reasoning", "summary": [], "encrypted_content": "x" * MAX_RESPONSE_BYTES}
+    body = {"input": [{"role": "user", "content": "Hi"}, thought]}
+    answer = await api.http.post(PATH, json=body)
+    assert (answer.status_code, "store false" in answer.text) == (400, True)
+    assert not api.frontend.requests
+    assert (await api.http.post(PATH, json=body | {"store": False})).status_code == 200
+
+
+async def test_a_refusal_comes_before_the_stream(api: Api) -> None:
+    api.frontend.script = lambda request: [Overloaded(QuotaViolation("router", "full"), 2.0)]
+    answer = await api.http.post(PATH, json={"input": "Hi", "stream": True})
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "2")
+
+
+async def test_a_stream_that_breaks_ends_with_a_failed_response(api: Api) -> None:
+    api.frontend.script = lambda request: [admitted(request), tokens("Hel"), EngineFailure("lost 4 workers")]
+    answer = await api.http.post(PATH, json={"input": "Hi", "stream": True})
+    last = events_of(answer.text)[-1]
+    assert last["type"] == "response.failed"
+    assert last["response"]["error"] == {"code": "server_error", "message": "lost 4 workers"}
+    read = body_of(await api.http.get(f"{PATH}/{last['response']['id']}"))
+    assert (read["status"], read["output"][0]["content"][0]["text"]) == ("failed", "Hel")
+
+
+async def test_an_answer_that_breaks_is_an_error(api: Api) -> None:
+    api.frontend.script = lambda request: [admitted(request), tokens("Hel"), InvalidRequest(FieldViolation("x", "y"))]
+    assert (await api.http.post(PATH, json={"input": "Hi"})).status_code == 400
+
+
+async def test_the_oldest_items_are_left_out_where_the_client_wants_that(api: Api) -> None:
+    turns = [{"role": "user", "content": f"word{number} " * 40} for number in range(60)]
+    items = [{"role": "system", "content": "Be brief."}, *turns, {"role": "user", "content": "last"}]
+    refused = await api.http.post(PATH, json={"input": items})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+    answer = await api.http.post(PATH, json={"input": items, "truncation": "auto"})
+    assert body_of(answer)["truncation"] == "auto"
+    prompt = prompt_of(api)
+    assert "Be brief." in prompt
+    assert "last" in prompt
+    assert len(api.frontend.requests[0].prompt) < FACTS.max_model_len
+
+
+async def test_an_agents_second_turn_is_answered(api: Api) -> None:
+    """A body as coding agents send it: nothing is stored, and the history comes along."""
+    shell = {"type": "array", "items": {"type": "string"}}
+    parameters = {"type": "object", "properties": {"command": shell}, "required": ["command"]}
+    api.frontend.script = says("All", " done")
+    body = {
+        "model": "demo",
+        "instructions": "You edit files.",
+        "input": [
+            {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Ask first."}]},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "List them."}]},
+            {"type": "reasoning", "summary": [], "content": None, "encrypted_content": None},
+            {"type": "function_call", "name": "shell", "arguments": '{"command":["ls"]}', "call_id": "call_1"},
+            {"type": "function_call_output", "call_id": "call_1", "output": "a.txt"},
+        ],
+        "tools": [{"type": "function", "name": "shell", "description": "x", "strict": False, "parameters": parameters}],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "reasoning": None,
+        "store": False,
+        "stream": True,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "session",
+        "text": {"verbosity": "medium"},
+    }
+    events = events_of((await api.http.post(PATH, json=body)).text)
+    assert events[-1]["type"] == "response.completed"
+    assert events[-1]["response"]["output"][0]["content"][0]["text"] == "All done"
+    prompt = prompt_of(api)
+    said = ["You edit files.", "Ask first.", "List them.", "a.txt"]
+    assert [prompt.index(each) for each in said] == sorted(prompt.index(each) for each in said)
+    assert api.frontend.requests[0].sampling.constraint is None
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (PATH, {"input": "Hi"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+        ("/v1/completions", {"prompt": "Hi"}),
+    ],
+)
+async def test_a_silent_stream_says_that_it_lives(
+    api: Api, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(limits, "EVENT_SILENCE_SECONDS", 0.01)
+    release = asyncio.Event()
+    api.frontend.script = lambda request: [admitted(request), tokens("Hel"), release, tokens("lo"), finished(2)]
+    seen = ""
+    async with asyncio.timeout(DEADLINE_S), api.http.stream("POST", path, json=body | {"stream": True}) as answer:
+        async for text in answer.aiter_text():
+            seen += text
+            if "\n\n: still here\n\n" in seen:
+                release.set()
+    assert release.is_set()
+    assert "lo" in seen[seen.index(": still here") :]
+
+
+async def test_the_tokens_of_an_input_are_counted(api: Api) -> None:
+    counted = await api.client.responses.input_tokens.count(model="demo", input="Hi")
+    assert not api.frontend.requests
+    await api.client.responses.create(model="demo", input="Hi")
+    assert counted.input_tokens == len(api.frontend.requests[0].prompt)
+
+
+async def test_events_of_a_foreground_response_cannot_be_read_again(api: Api) -> None:
+    made = await api.client.responses.create(model="demo", input="Hi")
+    answer = await api.http.get(f"{PATH}/{made.id}", params={"stream": "true"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream")
+    with pytest.raises(openai.BadRequestError, match="no background response"):
+        await api.client.responses.cancel(made.id)

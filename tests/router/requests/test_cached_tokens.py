@@ -1,0 +1,47 @@
+"""The prompt's cached tokens in usage and metrics: those that the worker counted, not those that it hoped for."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.types import FinishReason
+from router.core.events import Admitted
+from tests.support.router.fake_worker import FakeWorker
+from tests.support.router.frontend_harness import Harness, ends_of, frontend_over, in_background, request
+
+
+def counted(harness: Harness) -> float:
+    return harness.registry.get_sample_value("quire:prompt_tokens_cached_total") or 0.0
+
+
+@pytest.mark.parametrize("stop", [(), ("<100>",)], ids=["to its length", "to a stop string"])
+async def test_a_request_pays_for_what_it_computed_for_another_one(stop: tuple[str, ...]) -> None:
+    worker = FakeWorker()
+    async with frontend_over(worker) as harness, in_background(harness, request(max_tokens=1, stop=stop)) as task:
+        await worker.until(lambda: bool(worker.submits))
+        worker.step(admitted={1: 8})
+        await harness.until(lambda: any(isinstance(event, Admitted) for event in harness.seen))
+        assert counted(harness) == 0, "the worker may still correct the number"
+        worker.step({1: [100]}, recounted={1: 2}, finished={1: FinishReason.LENGTH})
+        events = await task
+        assert ends_of(events)[0].usage.cached_tokens == 2
+        assert counted(harness) == 2
+
+
+async def test_what_a_lost_worker_corrected_stays_and_the_next_one_corrects_what_is_computed_again() -> None:
+    dying, other = FakeWorker("w0"), FakeWorker("w1")
+    async with frontend_over(dying) as harness, in_background(harness, request(max_tokens=2)) as task:
+        await dying.until(lambda: bool(dying.submits))
+        dying.step({1: [100]}, admitted={1: 8}, recounted={1: 4})
+        await other.start()
+        harness.pool.add(other.address)
+        await harness.connected(2)
+        await dying.kill()
+        await other.until(lambda: bool(other.submits))
+        other.step(admitted={1: 8})
+        other.step({1: [101]}, recounted={1: 5}, finished={1: FinishReason.LENGTH})
+        usage = ends_of(await task)[0].usage
+        assert usage.cached_tokens == 4
+        assert usage.recomputed_tokens == 11 - 5
+        assert counted(harness) == 4
+        await other.kill()

@@ -1,0 +1,191 @@
+"""The record that ends a request: what it says of each way to end, and of each phase on the way."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+
+import pytest
+
+from common.errors import DeadlineExceeded, QuireError
+from common.types import DecisionKind, FinishReason
+from quire.gpuworker.v1 import gpuworker_pb2 as pb
+from router.core.admission import AdmissionLimits
+from router.core.diagnosis.causes import Cause
+from router.core.diagnosis.outcome import Outcome, outcome_of
+from router.core.diagnosis.rules import diagnose
+from router.core.diagnosis.story import Story, story_of
+from router.core.events import Admitted
+from tests.support.router.fake_worker import FakeWorker
+from tests.support.router.frontend_harness import (
+    CLOCK,
+    FixedIndex,
+    Harness,
+    frontend_over,
+    in_background,
+    request,
+    tokens_of,
+)
+
+
+def story(harness: Harness, request_id: str = "r1") -> Story:
+    return story_of(request_id, harness.decisions.find(request_id))
+
+
+def outcome(harness: Harness, request_id: str = "r1") -> Outcome:
+    (record,) = harness.decisions.find(request_id, kind=DecisionKind.OUTCOME)
+    return outcome_of(record)
+
+
+async def test_a_request_that_ends_by_itself_has_all_its_seconds_in_phases() -> None:
+    async with frontend_over(FakeWorker(automatic=True), index=FixedIndex({})) as harness:
+        began = CLOCK.monotonic()
+        await harness.events(request(prompt=10, request_id="r1"))
+        took = CLOCK.monotonic() - began
+        found = outcome(harness)
+    assert (found.ended, found.failure, found.worker, found.miss) == ("length", "", "w0", "never_seen")
+    assert (found.prompt_tokens, found.output_tokens, found.block_size) == (10, 3, 4)
+    assert (found.admissions, found.placements, found.preemptions, found.moves) == (1, 1, 0, 0)
+    assert (found.has_first_token, found.queued, found.index_answered) == (True, False, True)
+    assert 0.0 < found.first_token_s <= found.total_s <= took
+    assert {name for name, _ in found.before} >= {"blocks", "prefill"}
+
+
+async def test_what_the_worker_computed_first_is_no_prefill_of_the_request() -> None:
+    worker = FakeWorker()
+    async with frontend_over(worker) as harness, in_background(harness, request(request_id="r1")) as task:
+        await worker.until(lambda: bool(worker.submits))
+        worker.step(admitted={1: 0})
+        ahead = pb.SequenceStarted(handle=1, wait_seconds=1e9, ahead_tokens=3000, ahead_of="huge")
+        worker.step({1: [1]}, started=[ahead])
+        worker.step({1: [2]}, finished={1: FinishReason.LENGTH})
+        await task
+        found = outcome(harness)
+        assert (found.started, found.ahead_tokens, found.ahead_of) == (True, 3000, "huge")
+        assert "prefill_wait" in dict(found.before)
+
+
+async def test_a_corrected_number_of_cached_tokens_is_no_second_admission() -> None:
+    worker = FakeWorker()
+    async with frontend_over(worker) as harness, in_background(harness, request(request_id="r1")) as task:
+        await worker.until(lambda: bool(worker.submits))
+        worker.step(admitted={1: 8})
+        worker.step({1: [1]}, recounted={1: 4})
+        worker.step({1: [2]}, finished={1: FinishReason.LENGTH})
+        await task
+        found = outcome(harness)
+        assert (found.admissions, found.cached_tokens) == (1, 4)
+
+
+async def test_preemptions_and_moves_are_phases_until_the_next_token() -> None:
+    worker = FakeWorker()
+    async with frontend_over(worker) as harness, in_background(harness, request(request_id="r1")) as task:
+        await worker.until(lambda: bool(worker.submits))
+        worker.step({1: [1]}, admitted={1: 0})
+        # The last tokens come in one message with the loss; the client takes them, and the wait goes on.
+        worker.step({1: [2]}, preempted=(1).to_bytes(4, "little"))
+        await harness.until(lambda: tokens_of(harness.seen) == [1, 2])
+        began = CLOCK.monotonic()
+        while CLOCK.monotonic() - began < 0.02:
+            pass
+        worker.step(admitted={1: 0})
+        worker.step({1: [3]}, finished={1: FinishReason.LENGTH})
+        await task
+        found = outcome(harness)
+        assert (found.preemptions, found.admissions) == (1, 2)
+        assert dict(found.after)["preempted"] >= 0.02
+
+
+async def test_a_lost_worker_counts_as_a_move_and_names_both() -> None:
+    first, second = FakeWorker("w0"), FakeWorker("w1", automatic=True)
+    async with frontend_over(first, second) as harness:
+        second.automatic = False
+        async with in_background(harness, request(request_id="r1")) as task:
+            await harness.until(lambda: bool(first.submits or second.submits))
+            lost, other = (first, second) if first.submits else (second, first)
+            other.automatic = True
+            lost.step({1: [100]}, admitted={1: 0})
+            await harness.until(lambda: bool(harness.seen))
+            await lost.kill()
+            await task
+        found = outcome(harness)
+        assert (found.moves, found.placements, found.worker) == (1, 2, other.worker_id)
+        assert "moved" in dict(found.after)
+
+
+async def test_a_wait_for_a_worker_is_recorded_with_the_reason_of_each() -> None:
+    worker = FakeWorker(max_num_seqs=1)
+    index = FixedIndex({"w0": 2})
+    async with frontend_over(worker, index=index) as harness, in_background(harness, request(n=2)):
+        await worker.until(lambda: len(worker.submits) == 2)
+        async with in_background(harness, request(request_id="r1")) as task:
+            await harness.until(lambda: bool(harness.decisions.find("r1", kind=DecisionKind.QUEUED)))
+            (record,) = harness.decisions.find("r1", kind=DecisionKind.QUEUED)
+            assert [each.figures for each in record.candidates] == [()], "hits are those of the queue's head"
+            (queued,) = story(harness).queued
+            assert (queued.workers, queued.ahead) == ((("w0", "over limit: 2 sequences of at most 2"),), 0)
+            worker.step({1: [1]}, admitted={1: 0, 2: 0}, finished={1: FinishReason.LENGTH})
+            await worker.until(lambda: len(worker.submits) == 3)
+            worker.step({3: [1]}, admitted={3: 0}, finished={3: FinishReason.LENGTH})
+            await task
+        assert outcome(harness).queued
+
+
+async def test_an_index_that_does_not_answer_is_noted() -> None:
+    async with frontend_over(FakeWorker(automatic=True)) as harness:
+        await harness.events(request(prompt=10, request_id="r1"))
+        await harness.events(request(prompt=3, request_id="r2"))
+        assert not outcome(harness, "r1").index_answered
+        assert outcome(harness, "r2").index_answered  # it has no block to look up
+
+
+async def test_a_prompt_that_another_domain_sent_is_noted() -> None:
+    async with frontend_over(FakeWorker(automatic=True)) as harness:
+        await harness.events(request(prompt=10, request_id="r1", cache_domain=b"red"))
+        await harness.events(request(prompt=10, request_id="r2", cache_domain=b"blue"))
+        assert outcome(harness, "r1").other_domain_tokens == 0
+        found = outcome(harness, "r2")
+        assert (found.other_domain_tokens, found.other_domain) == (8, "of tenant ")
+
+
+@pytest.mark.parametrize(("seconds", "cause"), [(-1.0, Cause.DEADLINE), (1e-9, Cause.DEADLINE)])
+async def test_a_deadline_is_the_end_in_the_record(seconds: float, cause: Cause) -> None:
+    async with frontend_over(FakeWorker(automatic=True)) as harness:
+        with pytest.raises(DeadlineExceeded):
+            await harness.events(request(request_id="r1", deadline=CLOCK.monotonic() + seconds))
+        assert outcome(harness).ended == "DEADLINE_EXCEEDED"
+        assert diagnose(story(harness)).verdict.cause is cause
+
+
+async def test_a_client_that_leaves_and_a_call_that_aborts_are_told_apart() -> None:
+    worker = FakeWorker()
+    async with frontend_over(worker) as harness:
+        async with in_background(harness, request(request_id="r1")):
+            await worker.until(lambda: bool(worker.submits))
+        assert diagnose(story(harness)).verdict.cause is Cause.CLIENT_GONE
+        async with in_background(harness, request(request_id="r2")) as task:
+            await worker.until(lambda: len(worker.submits) == 2)
+            assert harness.frontend.abort("r2") == 1
+            with pytest.raises(QuireError):
+                await task
+        assert diagnose(story(harness, "r2")).verdict.cause is Cause.ABORTED
+
+
+async def test_a_refusal_has_the_numbers_in_words() -> None:
+    async with frontend_over(FakeWorker(), limits=AdmissionLimits(max_tokens_in_flight=5)) as harness:
+        with pytest.raises(QuireError):
+            await harness.events(request(request_id="r1"))
+        verdict = diagnose(story(harness)).verdict
+    assert verdict.sentence == (
+        "Refused at once by the limit router.tokens_in_flight: 0 tokens in flight and 13 more requested; at most 5."
+    )
+
+
+async def test_an_event_that_the_client_leaves_unread_is_timed() -> None:
+    async with frontend_over(FakeWorker(automatic=True)) as harness:
+        async with aclosing(harness.frontend.generate(request(request_id="r1"))) as events:
+            async for event in events:
+                if isinstance(event, Admitted):
+                    began = CLOCK.monotonic()
+                    while CLOCK.monotonic() - began < 0.01:
+                        pass
+        assert outcome(harness).client_longest >= 0.01

@@ -1,0 +1,92 @@
+"""Signs of life in a stream of server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+import pytest
+from starlette.types import Message
+
+from common import limits
+from router.serving.event_stream import COMMENT, EventStream
+
+SCOPE = {"type": "http", "asgi": {"spec_version": "2.3"}}
+GONE: Message = {"type": "http.disconnect"}
+
+
+class Connection:
+    """The two ends of one request; `commented` is set by the second comment."""
+
+    def __init__(self) -> None:
+        self.bodies: list[bytes] = []
+        self.commented, self.gone = asyncio.Event(), asyncio.Event()
+        self.ended = False
+
+    async def receive(self) -> Message:
+        await self.gone.wait()
+        return GONE
+
+    async def send(self, message: Message) -> None:
+        assert not self.ended, "nothing may follow the last message"
+        self.bodies += [message["body"]] if "body" in message else []
+        self.ended = not message.get("more_body", True)
+        if self.bodies.count(COMMENT) >= 2:
+            self.commented.set()
+
+
+async def source() -> AsyncGenerator[int, None]:
+    yield 1
+
+
+async def test_silence_is_broken_by_comments_between_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "EVENT_SILENCE_SECONDS", 0.001)
+    connection = Connection()
+
+    async def lines() -> AsyncGenerator[str, None]:
+        yield "data: 1\n\n"
+        await connection.commented.wait()
+        yield "data: 2\n\n"
+
+    await EventStream(lines(), source(), {})(SCOPE, connection.receive, connection.send)
+    first, last = connection.bodies.index(b"data: 1\n\n"), connection.bodies.index(b"data: 2\n\n")
+    assert connection.bodies[first + 1 : last].count(COMMENT) >= 2
+    assert connection.ended
+
+
+async def test_a_stream_that_says_something_has_no_comment() -> None:
+    connection = Connection()
+
+    async def lines() -> AsyncGenerator[str, None]:
+        yield "data: 1\n\n"
+        yield "data: 2\n\n"
+
+    await EventStream(lines(), source(), {})(SCOPE, connection.receive, connection.send)
+    assert connection.bodies == [b"data: 1\n\n", b"data: 2\n\n", b""]
+
+
+async def test_a_client_that_goes_away_ends_comments_and_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "EVENT_SILENCE_SECONDS", 0.001)
+    connection, closed = Connection(), asyncio.Event()
+
+    async def asked() -> AsyncGenerator[int, None]:
+        try:
+            yield 1
+        finally:
+            closed.set()
+
+    async def lines() -> AsyncGenerator[str, None]:
+        yield "data: 1\n\n"
+        await asyncio.Event().wait()
+
+    held = asked()
+    await anext(held)
+    answering = asyncio.create_task(EventStream(lines(), held, {})(SCOPE, connection.receive, connection.send))
+    await connection.commented.wait()
+    connection.gone.set()
+    await answering
+    assert closed.is_set()
+    sent = len(connection.bodies)
+    for _ in range(5):
+        await asyncio.sleep(0.002)
+    assert len(connection.bodies) == sent
