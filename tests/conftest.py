@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
+import signal
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import redis
 from redis.asyncio import Redis
 from xdist.scheduler import LoadScopeScheduling
 
+from common.process import ports
 from common.process.local_redis import LocalRedis
 
 # Whether a client that is not installed is a failure (.ci/run) or a reason to skip: see tests/suites/clients/served.py.
@@ -20,44 +24,79 @@ if "QUIRE_ALL_CLIENTS" in os.environ:
     os.environ["PYTEST_ALL_CLIENTS"] = os.environ["QUIRE_ALL_CLIENTS"]
 for _name in [name for name in os.environ if name == "REDIS_URL" or name.startswith(("QUIRE_", "OTEL_"))]:
     del os.environ[_name]
+# A busy machine answers a lookup later than the default allows, and a hit that a test expects would be a miss. A router
+# that shares its ports with a slow one would leave out what a test looks for there.
+os.environ["QUIRE_ROUTER_INDEX_TIMEOUT"] = "5"
+os.environ["QUIRE_ROUTER_SIBLING_TIMEOUT"] = "60"
+
+# Processes that run tests pick no port that another one has picked and not yet given to the service that listens there.
+_NUMBER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+ports.CANDIDATES = ports.CANDIDATES[_NUMBER :: int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))]  # type: ignore[misc]
 
 _HERE = Path(__file__).parent
 
 # What the tests of these folders and files need. `--fast` does not even import them.
 _NEEDS = {
     "torch": """
+        attacks/test_worker_streams.py attacks/test_worker_submissions.py
         bench/gpu bench/test_constraints.py bench/test_cpu_attention.py bench/test_engine.py bench/test_phases.py
         bench/test_prefix.py bench/test_split.py
-        cli/demo_model cli/suite/test_preflight.py cli/test_commands.py
+        cli/demo_model cli/suite/test_preflight.py cli/test_bench.py cli/test_commands.py cli/test_text_options.py
+        common/checkpoint
         gpuworker/attention gpuworker/checkpoints gpuworker/memory gpuworker/models gpuworker/native gpuworker/plane
         gpuworker/runner gpuworker/sampling gpuworker/structured gpuworker/engine/test_determinism.py
         gpuworker/engine/test_equality.py gpuworker/server/test_router_streams.py gpuworker/test_process.py
-        router/text/test_tokenizer.py structure/test_light_imports.py
+        router/text/test_chat.py router/text/test_tokenizer.py structure/test_light_imports.py suites/models
     """,
     "processes": """
-        bench/comparison/test_peer_process.py bench/lib/test_suite.py bench/test_load.py bench/test_peers.py
-        bench/test_split.py cli/test_commands.py gpuworker/test_process.py kvmanager/test_process.py
-        router/test_privacy.py router/test_process.py
+        attacks bench/comparison/test_peer_process.py bench/lib/test_suite.py bench/test_attacks.py
+        bench/test_load.py bench/test_peers.py bench/test_soak.py bench/test_split.py cli/suite/test_ports.py
+        cli/test_bench.py cli/test_commands.py cli/test_doctor.py cli/test_folders.py cli/test_text_options.py
+        gpuworker/test_process.py kvmanager/test_process.py router/test_privacy.py router/test_process.py
         suites/clients suites/deployment/operate suites/e2e
     """,
+    "fuzz": "fuzz",
     "searches": "kvmanager/core/test_soak.py suites/protocol",
-    "plots": "bench/comparison/test_plots.py bench/open_loop/test_plot.py",
+    "plots": "bench/comparison/test_plots.py bench/open_loop/test_plot.py cli/benchmark/test_plot.py",
     "clients": """
-        suites/clients/test_examples.py suites/clients/test_open_inference.py suites/clients/test_tritonclient.py
+        suites/clients/test_agents.py suites/clients/test_embedders.py suites/clients/test_examples.py
+        suites/clients/test_open_inference.py suites/clients/test_tritonclient.py
+    """,
+    "frameworks": """
+        suites/clients/test_ai_sdk.py suites/clients/test_instructor.py suites/clients/test_litellm.py
+        suites/clients/test_llama_index.py suites/clients/test_llm.py suites/clients/test_lm_eval.py
     """,
 }
-# Tests of these share what is slow to start, such as a suite: one process runs all of a folder, or all of a file.
-_SHARED_BY_FOLDER = "suites/clients suites/deployment/operate"
-_SHARED_BY_FILE = """
-    bench/test_engine.py cli/demo_model cli/test_commands.py router/kserve router/openai
-    suites/e2e/test_chaos.py suites/e2e/test_openai.py suites/e2e/test_privacy.py suites/e2e/test_routers.py
-    suites/e2e/test_several_sequences.py suites/e2e/test_streams.py suites/e2e/test_trace_statuses.py
-"""
-_ONLY_WHEN_NAMED = ("exhaustive", "prometheus")
+_SLOWEST_FIRST = ("processes", "searches", "torch", "plots")
+# One process runs all tests of a file, for they share what is slow to start or to make; here, those of several files.
+_SHARED = (
+    "suites/clients",
+    "suites/deployment/operate",
+    """
+    suites/e2e/test_chaos.py suites/e2e/test_openai.py suites/e2e/test_recovery.py suites/e2e/test_streams.py
+    suites/e2e/test_tools.py
+    """,
+)
+# The tests of these share nothing, and each takes long.
+_EACH_ALONE = "cli/suite/test_ports.py cli/test_folders.py suites/models suites/protocol"
+_ONLY_WHEN_NAMED = ("exhaustive", "frameworks", "fuzz", "prometheus")
 
 
 def _within(path: Path, names: str) -> bool:
-    return any(path.is_relative_to(_HERE / name) for name in names.split())
+    place = f"{path.relative_to(_HERE).as_posix()}/" if path.is_relative_to(_HERE) else ""
+    return any(place.startswith(f"{name}/") for name in names.split())
+
+
+@functools.cache
+def _needs(path: Path) -> tuple[str, ...]:
+    """Return what the tests of a file or a folder need."""
+    return tuple(need for need, names in _NEEDS.items() if _within(path, names))
+
+
+def pytest_configure() -> None:
+    """Take SIGINT again, which a shell's background job and its children ignore: tests press Ctrl-C."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -66,45 +105,65 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Walk what modules and tests are made of neither while they are imported nor later: they live to the end."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    if config.getoption("fast") and any(_within(collection_path, names) for names in _NEEDS.values()):
-        return True
-    return None
+    return True if config.getoption("fast") and _needs(collection_path) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        for need, names in _NEEDS.items():
-            if _within(item.path, names):
-                item.add_marker(need)
+        for need in _needs(item.path):
+            item.add_marker(need)
     unwanted = [name for name in _ONLY_WHEN_NAMED if name not in config.option.markexpr]
     if config.getoption("fast"):
         unwanted.append("long")
-    left_out = [item for item in items if any(item.get_closest_marker(name) for name in unwanted)]
+    left_out = {item: None for item in items if any(item.get_closest_marker(name) for name in unwanted)}
     if left_out:
-        config.hook.pytest_deselected(items=left_out)
+        config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
+    if hasattr(config, "workerinput"):  # of several processes
+        items.sort(key=lambda item: _rank(item.path))
 
 
-def _group(path: Path) -> str | None:
-    """Return the name under which pytest-xdist keeps the tests of a file together; None where each may go anywhere."""
-    if _within(path, _SHARED_BY_FILE):
-        return str(path.relative_to(_HERE))
-    return next((name for name in _SHARED_BY_FOLDER.split() if _within(path, name)), None)
+@functools.cache
+def _rank(path: Path) -> int:
+    """Return when a file's turn comes: the slowest files come first, so that no process waits for them at the end."""
+    needs = _needs(path)
+    return next((rank for rank, need in enumerate(_SLOWEST_FIRST) if need in needs), len(_SLOWEST_FIRST))
+
+
+@functools.cache
+def _group(file: str) -> str:
+    """Return the name of the group of tests to which those of a file belong; "" where each is a group of its own."""
+    path = _HERE.parent / file
+    if _within(path, _EACH_ALONE):
+        return ""
+    return next((names for names in _SHARED if _within(path, names)), file)
 
 
 class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]  # pytest-xdist has no types
-    """Hands tests that share a started suite to one process, the largest groups first.
+    """Hands all tests of a group to one process, the slowest groups first.
 
     pytest-xdist's own `loadgroup` renames tests through an attribute that pytest 9.2 no longer reads.
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        return _group(_HERE.parent / nodeid.partition("::")[0]) or nodeid
+        return _group(nodeid.partition("::")[0]) or nodeid
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupScheduling:
+    config.option.loadscopereorder = False  # the order is that of the collection
     return GroupScheduling(config, log)
 
 

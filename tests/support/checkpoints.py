@@ -57,6 +57,22 @@ SERVED: dict[str, tuple[str, dict[str, Any]]] = {
         {**_SHAPE, "head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 16, "tie_word_embeddings": False},
     ),
     "gpt2": ("GPT2Config", _GPT_SHAPE),
+    "mixtral": (
+        "MixtralConfig",
+        {**_SHAPE, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW},
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {
+            **_SHAPE,
+            "head_dim": 32,
+            "moe_intermediate_size": 32,
+            "num_experts": 12,
+            "num_experts_per_tok": 3,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "olmoe": ("OlmoeConfig", {**_SHAPE, "num_experts": 6, "num_experts_per_tok": 2, "clip_qkv": 2.0}),
     "gpt_oss": (
         "GptOssConfig",
         {**_SHAPE, "head_dim": 16, "sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -104,6 +120,20 @@ def checkpoint(kind: str, seed: int = 0) -> Path:
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config_of(kind), dtype=torch.float32, attn_implementation="eager")
+    model.save_pretrained(directory)
+    tokenizer().save_pretrained(directory)
+    return directory
+
+
+@functools.cache
+def nearly(kind: str, noise: float = 0.02) -> Path:
+    """Return a checkpoint whose outputs are those of `checkpoint(kind)` in parts: its weights with noise on them."""
+    directory = _root() / f"{kind}-nearly-{noise}"
+    model = AutoModelForCausalLM.from_pretrained(checkpoint(kind), dtype=torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(noise * weight.std() * torch.randn(weight.shape, generator=generator))
     model.save_pretrained(directory)
     tokenizer().save_pretrained(directory)
     return directory

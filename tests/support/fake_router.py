@@ -14,6 +14,7 @@ from grpc import aio
 
 from common.errors import QuireError
 from common.rpc.server import RpcServer
+from common.rpc.tls import ServerTls
 from quire.client import AsyncClient, AsyncStream, Chunk, Client, Completion, Stream
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
@@ -84,14 +85,22 @@ class RouterDouble(rpc.InferenceServiceServicer):
                 await step.wait()
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
+        playing = True
+
+        def done(_: Context) -> None:  # a call that is cancelled while an answer is sent never gets here again
+            if playing:
+                self.cancelled.set()
+
+        context.add_done_callback(done)  # type: ignore[arg-type]  # the stub names a class, not a protocol
         try:
             for step in self._next(request, context):
                 await self._play(step, context)
                 if isinstance(step, pb.GenerateResponse):
                     yield step
-        except asyncio.CancelledError:
-            self.cancelled.set()
+        except QuireError:
+            playing = False
             raise
+        playing = False
 
     async def GenerateUnary(self, request: pb.GenerateUnaryRequest, context: Context) -> pb.GenerateUnaryResponse:
         raise NotImplementedError
@@ -104,6 +113,11 @@ class RouterDouble(rpc.InferenceServiceServicer):
         await self._ask(request, context)
         return pb.TokenizeResponse(token_ids=[4, 5])
 
+    async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
+        await self._ask(request, context)
+        usage = types.Usage(prompt_tokens=3 * len(request.inputs))
+        return pb.EmbedResponse(embeddings=[pb.Embedding(values=[0.5, 1.0]) for _ in request.inputs], usage=usage)
+
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         await self._ask(request, context)
         return pb.DetokenizeResponse(text="back")
@@ -113,6 +127,17 @@ class RouterDouble(rpc.InferenceServiceServicer):
         identity = types.PoolIdentity(model_fingerprint="m", block_size=16)
         return pb.GetModelResponse(model="demo", identity=identity, max_model_len=512, eos_token_ids=[2])
 
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        await self._ask(request, context)
+        return pb.AbortResponse(aborted=1)
+
+    async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
+        await self._ask(request, context)
+        return pb.GetLoadsResponse()
+
+    def GetTokenizer(self, request: pb.GetTokenizerRequest, context: Context) -> Any:
+        raise NotImplementedError
+
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         await self._ask(request, context)
         worker = pb.WorkerStatus(worker_id="worker-0", state="connected", num_blocks=64, manager_attached=True)
@@ -120,9 +145,9 @@ class RouterDouble(rpc.InferenceServiceServicer):
 
 
 @asynccontextmanager
-async def served(double: RouterDouble) -> AsyncIterator[str]:
+async def served(double: RouterDouble, tls: ServerTls | None = None) -> AsyncIterator[str]:
     """Serve a double; gives its address."""
-    server = RpcServer(["quire.inference.v1.InferenceService"])
+    server = RpcServer(["quire.inference.v1.InferenceService"], tls=tls)
     rpc.add_InferenceServiceServicer_to_server(double, server.server)
     port = await server.start("127.0.0.1", 0)
     yield f"127.0.0.1:{port}"
@@ -163,7 +188,7 @@ class Face:
 
 
 @asynccontextmanager
-async def facing(kind: str, address: str, **options: Any) -> AsyncIterator[Face]:
+async def facing(kind: str, address: str | Sequence[str], **options: Any) -> AsyncIterator[Face]:
     """Open the client of a kind, `threads` or `asyncio`."""
     options = {"timeout": PATIENCE_S} | options
     if kind == "asyncio":

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
 import signal
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 from cli.demo_model.prompts import questions, system_text
 from quire.inference.v1 import inference_pb2 as pb
@@ -28,12 +31,17 @@ async def all_started(suite: Suite, asked: Sequence[list[int]], count: int) -> l
     return await started(suite, [greedy(prompt, count) for prompt in asked])
 
 
-async def started(suite: Suite, requests: Sequence[pb.GenerateRequest]) -> list[asyncio.Task[Outcome]]:
-    """Start a stream for each request; return when every one has its first token."""
+async def started(
+    suite: Suite, requests: Sequence[pb.GenerateRequest], outcomes: Sequence[Outcome | None] = ()
+) -> list[asyncio.Task[Outcome]]:
+    """Start a stream for each request; return when every one has its first token.
+
+    Given outcomes, one for each request, show what has come so far.
+    """
     firsts = [asyncio.Event() for _ in requests]
     tasks = [
-        asyncio.create_task(suite.generate(request, first_token=first))
-        for request, first in zip(requests, firsts, strict=True)
+        asyncio.create_task(suite.generate(request, first_token=first, outcome=outcome))
+        for request, first, outcome in zip(requests, firsts, outcomes or [None] * len(firsts), strict=True)
     ]
     await asyncio.gather(*(first.wait() for first in firsts))
     return tasks
@@ -45,6 +53,20 @@ def kill(suite: Suite, name: str, number: signal.Signals = signal.SIGKILL) -> No
     os.kill(pid, number)
 
 
+def placed(outcomes: Sequence[Outcome]) -> set[str]:
+    """Return the workers to which the router sent the requests at first."""
+    return {outcome.admitted.worker_id for outcome in outcomes if outcome.admitted}
+
+
+async def until_used(suite: Suite, worker_id: str) -> None:
+    """Send requests until this worker serves one: on a busy machine it may look slower than another one."""
+    async with asyncio.timeout(PATIENCE):
+        for seed in itertools.count(100):
+            asked = prompts(16, seed=seed)
+            if worker_id in placed(await asyncio.gather(*(suite.generate(greedy(prompt, 8)) for prompt in asked))):
+                return
+
+
 async def epoch(suite: Suite) -> int:
     """Return the manager's epoch, which a manager has from the first worker on that attaches."""
     async with asyncio.timeout(PATIENCE):
@@ -53,3 +75,43 @@ async def epoch(suite: Suite) -> int:
             if answer.epoch:
                 return int(answer.epoch)
             await asyncio.sleep(0.02)
+
+
+async def until_all_wait(suite: Suite, count: int) -> None:
+    """Return when the workers have `count` sequences, none of which has blocks."""
+    async with asyncio.timeout(PATIENCE):
+        while True:
+            workers = (await suite.inference.GetStatus(pb.GetStatusRequest(), timeout=PATIENCE)).workers
+            if [sum(w.running_sequences for w in workers), sum(w.waiting_sequences for w in workers)] == [0, count]:
+                return
+            await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def manager_stopped(suite: Suite) -> AsyncIterator[None]:
+    """Stop the KV manager: the worker accepts sequences, and starts none before the manager grants blocks again."""
+    kill(suite, "kvmanager", signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        kill(suite, "kvmanager", signal.SIGCONT)
+
+
+async def with_a_worker_killed(suite: Suite, requests: Sequence[pb.GenerateRequest]) -> tuple[str, list[Outcome]]:
+    """Kill the worker that serves the most streams when every one has its first token; return it and the outcomes.
+
+    The streams themselves say who serves them: the router's count is as old as the worker's last heartbeat. They are
+    asked for again if all of them ended before the last one began.
+    """
+    async with asyncio.timeout(PATIENCE):
+        while True:
+            outcomes = [Outcome() for _ in requests]
+            tasks = await started(suite, requests, outcomes)
+            serving = Counter(each.admitted.worker_id for each in outcomes if each.admitted and not each.finished)
+            if serving:
+                break
+            await asyncio.gather(*tasks)
+    ((victim, _),) = serving.most_common(1)
+    kill(suite, victim)
+    await asyncio.gather(*tasks)
+    return victim, outcomes

@@ -41,6 +41,13 @@ def greedy_tokens(prompt: Sequence[int], count: int) -> list[int]:
     return list(_generate(tuple(prompt), count))
 
 
+def next_logprobs(tokens: Sequence[int]) -> torch.Tensor:
+    """Return the log-probabilities [tokens - 1, vocab] of the token after each but the last."""
+    with torch.inference_mode():
+        logits: torch.Tensor = _model()(torch.tensor([list(tokens)])).logits[0, :-1]
+    return logits.float().log_softmax(dim=-1)
+
+
 def _is_greedy(prompt: tuple[int, ...], found: tuple[int, ...]) -> bool:
     with torch.inference_mode():
         logits = _model()(torch.tensor([[*prompt, *found[:-1]]])).logits  # [1, num_tokens, vocab_size]

@@ -10,8 +10,11 @@ from pathlib import Path
 
 import grpc
 
-from cli.suite.stack import Stack, StackOptions, free_ports
-from common.errors import Unavailable
+from cli.suite.programs import leaf_of
+from cli.suite.stack import Stack, StackOptions
+from common.rpc.roles import Role
+from common.rpc.server import open_channel
+from quire.decision.v1 import decision_pb2_grpc
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc
 from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
@@ -29,6 +32,7 @@ class Outcome:
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     finished: pb.Finished | None = None
+    prompt_logprobs: list[types.TokenLogprobs] = field(default_factory=list)
 
 
 async def stream(
@@ -36,9 +40,13 @@ async def stream(
     request: pb.GenerateRequest,
     timeout: float = PATIENCE,
     first_token: asyncio.Event | None = None,
+    outcome: Outcome | None = None,
 ) -> Outcome:
-    """Stream one request over a channel to its end; `first_token` is set when its first token comes."""
-    outcome = Outcome()
+    """Stream one request over a channel to its end; `first_token` is set when its first token comes.
+
+    A given `outcome` shows what has come so far.
+    """
+    outcome = outcome or Outcome()
     async for event in inference_pb2_grpc.InferenceServiceStub(channel).Generate(request, timeout=timeout):
         match event.WhichOneof("event"):
             case "admitted":
@@ -50,43 +58,75 @@ async def stream(
                     first_token.set()
             case "finished":
                 outcome.finished = event.finished
+            case "prompt_logprobs":
+                outcome.prompt_logprobs.extend(event.prompt_logprobs.logprobs)
     return outcome
 
 
 class Suite:
-    """A running suite, its lines, and clients of the router and the KV manager."""
+    """A running suite, its lines, and clients of the router, of its admin plane and of the KV manager."""
 
-    def __init__(self, stack: Stack, lines: list[str], router: grpc.aio.Channel, manager: grpc.aio.Channel) -> None:
+    def __init__(
+        self,
+        stack: Stack,
+        lines: list[str],
+        router: grpc.aio.Channel,
+        admin: grpc.aio.Channel,
+        manager: grpc.aio.Channel,
+    ) -> None:
         self.stack, self.lines = stack, lines
-        self.channel = router
+        self.channel, self.admin = router, admin
+        self.decisions = decision_pb2_grpc.DecisionServiceStub(admin)
         self.inference = inference_pb2_grpc.InferenceServiceStub(router)
         self.manager = kvmanager_pb2_grpc.KvManagerServiceStub(manager)
 
     async def generate(
-        self, request: pb.GenerateRequest, timeout: float = PATIENCE, first_token: asyncio.Event | None = None
+        self,
+        request: pb.GenerateRequest,
+        timeout: float = PATIENCE,
+        first_token: asyncio.Event | None = None,
+        outcome: Outcome | None = None,
     ) -> Outcome:
-        return await stream(self.channel, request, timeout, first_token)
+        return await stream(self.channel, request, timeout, first_token, outcome)
+
+    async def status(self) -> pb.GetStatusResponse:
+        """Return the router's status from its admin plane: on the public port it may need a key."""
+        operators = inference_pb2_grpc.InferenceServiceStub(self.admin)
+        return await operators.GetStatus(pb.GetStatusRequest(), timeout=PATIENCE)
 
     async def pools(self) -> list[kvmanager_pb2.Pool]:
         """Return every worker's pool, as the KV manager counts it."""
         return list((await self.manager.GetPool(kvmanager_pb2.GetPoolRequest(), timeout=PATIENCE)).pools)
 
+    async def until_connected(self, workers: int) -> None:
+        """Wait until the router may use so many workers."""
+        async with asyncio.timeout(PATIENCE):
+            while True:
+                if [each.state for each in (await self.status()).workers] == ["connected"] * workers:
+                    return
+                await asyncio.sleep(0.05)
+
     async def until_all_free(self, workers: int) -> None:
-        """Wait until no worker has a block in a block table or leased; fail with the counts if that never comes."""
-        pools: list[kvmanager_pb2.Pool] = []
+        """Wait until the router has no request, and no worker a block in a block table or leased.
+
+        Fails with the counts if that never comes. Blocks may be free before the router has seen the end of a request.
+        """
+        found: list[object] = []
         try:
             async with asyncio.timeout(PATIENCE):
                 while True:
-                    pools = await self.pools()
-                    if len(pools) == workers and all(map(_is_idle, pools)):
-                        break
+                    pools, tables, status = await self.pools(), await self._tables(), await self.status()
+                    requests = status.queued_requests + status.running_requests
+                    if not requests and not tables and len(pools) == workers and all(map(_is_idle, pools)):
+                        return
+                    found = [pools, tables, status]
                     await asyncio.sleep(0.05)
         except TimeoutError:
-            raise AssertionError(f"not everything was released: {pools}") from None
-        tables = (await self.manager.GetBlockTable(kvmanager_pb2.GetBlockTableRequest(), timeout=PATIENCE)).tables
-        assert not tables
-        status = await self.inference.GetStatus(pb.GetStatusRequest(), timeout=PATIENCE)
-        assert (status.queued_requests, status.running_requests) == (0, 0), status
+            raise AssertionError(f"not everything was released: {found}") from None
+
+    async def _tables(self) -> Sequence[kvmanager_pb2.BlockTable]:
+        request = kvmanager_pb2.GetBlockTableRequest()
+        return (await self.manager.GetBlockTable(request, timeout=PATIENCE)).tables
 
 
 def _is_idle(pool: kvmanager_pb2.Pool) -> bool:
@@ -94,31 +134,26 @@ def _is_idle(pool: kvmanager_pb2.Pool) -> bool:
     return held == 0 and pool.free + pool.cached == pool.num_blocks
 
 
-async def _started(stop: AsyncExitStack, options: StackOptions, lines: list[str]) -> Stack:
-    """Return a suite on free ports. Another process may take a port before the suite binds it: others are tried."""
-    for last in (False, False, False, True):
-        port, http_port, manager_port, *worker_ports = free_ports(3 + options.workers)
-        ports = replace(
-            options, port=port, http_port=http_port, manager_port=manager_port, worker_ports=tuple(worker_ports)
-        )
-        try:
-            return await stop.enter_async_context(Stack(ports, lambda name, line: lines.append(f"{name}: {line}")))
-        except Unavailable as error:
-            if last or "address already in use" not in str(error):
-                raise
-    raise AssertionError("unreachable")
-
-
 @asynccontextmanager
 async def running_suite(state_dir: Path, options: StackOptions) -> AsyncIterator[Suite]:
     """Run a suite on free ports; `options` names the model, the workers and the flags."""
-    options = replace(options, state_dir=state_dir, threads=1, ready_seconds=PATIENCE)
+    free = replace(options, port=0, grpc_port=0, manager_port=0, worker_ports=(0,) * options.workers)
+    options = replace(free, state_dir=state_dir, threads=1, ready_seconds=PATIENCE)
     lines: list[str] = []
     async with AsyncExitStack() as stop:
-        stack = await _started(stop, options, lines)
+        stack = await stop.enter_async_context(Stack(options, lambda name, line: lines.append(f"{name}: {line}")))
         router = await stop.enter_async_context(grpc.aio.insecure_channel(stack.address))
-        manager = await stop.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{stack.options.manager_port}"))
-        yield Suite(stack, lines, router, manager)
+        admin = await stop.enter_async_context(operator_channel(stack.options, stack.admin_address, Role.ROUTER))
+        manager_address = f"127.0.0.1:{stack.options.manager_port}"
+        manager = await stop.enter_async_context(operator_channel(stack.options, manager_address, Role.MANAGER))
+        yield Suite(stack, lines, router, admin, manager)
+
+
+def operator_channel(options: StackOptions, address: str, role: Role) -> grpc.aio.Channel:
+    """Return a channel to a service, with the operator's certificate where the suite has TLS."""
+    leaf = leaf_of(options, Role.OPERATOR)
+    identity = None if leaf is None else leaf.identity()
+    return open_channel(address, identity=identity, role=role)
 
 
 def greedy(prompt: Sequence[int], max_tokens: int) -> pb.GenerateRequest:

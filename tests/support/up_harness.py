@@ -1,4 +1,4 @@
-"""`quire up` as a process of its own, and its output."""
+"""`quire serve` as a process of its own, and its output."""
 
 from __future__ import annotations
 
@@ -26,17 +26,19 @@ def quire(
 
 
 class Up:
-    """A running `quire up` on free ports, of one worker on a tiny random checkpoint."""
+    """A running `quire serve` on free ports, of one worker on a tiny random checkpoint."""
 
     def __init__(
         self, folder: Path, *words: str, environ: Mapping[str, str] | None = None, cwd: Path | None = None
     ) -> None:
         self.state_dir = folder
-        self.port, http_port, manager_port, worker_port = free_ports(4)
+        grpc_port, self.port, admin_port, admin_http_port, manager_port, worker_port = free_ports(6)
         flags = {
             "model": checkpoint("llama"),
             "port": self.port,
-            "http-port": http_port,
+            "grpc-port": grpc_port,
+            "admin-port": admin_port,
+            "admin-http-port": admin_http_port,
             "manager-port": manager_port,
             "worker-port": worker_port,
             "state-dir": folder,
@@ -44,14 +46,16 @@ class Up:
         given = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
         self.lines: list[str] = []
         self._more = threading.Condition()
-        command = module_command("cli.main", "up", *given, *words)
+        command = module_command("cli.main", "serve", *given, *words)
         env = {**os.environ, **(environ or {})}
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, cwd=cwd
         )
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
-        self.address = f"127.0.0.1:{self.port}"
+        self.address, self.admin_address = f"127.0.0.1:{grpc_port}", f"127.0.0.1:{admin_port}"
+        # The flags with which commands reach the admin plane.
+        self.admin = ("--admin-address", self.admin_address, "--state-dir", str(folder.resolve()))
 
     def _read(self) -> None:
         assert self.process.stdout is not None

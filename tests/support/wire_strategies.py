@@ -28,7 +28,7 @@ text = st.text(max_size=12)
 blocks = st.integers(0, 2**31 - 1).map(BlockId)
 row_blocks = blocks | st.just(TRIMMED)
 hashes = st.binary(min_size=16, max_size=16).map(BlockHash)
-sequences = u32.map(SequenceId)
+sequences = u64.map(SequenceId)
 
 
 def tuples_of(strategy: st.SearchStrategy[T], max_size: int = 6) -> st.SearchStrategy[tuple[T, ...]]:
@@ -46,15 +46,16 @@ identities = st.builds(
 )
 attaches = st.builds(
     lease.Attach,
-    worker_id=st.text(min_size=1, max_size=12),
+    worker_id=st.text(st.characters(min_codepoint=0x21, max_codepoint=0x7E), min_size=1, max_size=12),
     incarnation=st.binary(min_size=16, max_size=16),
-    session=u32,
+    session=u64,
     epoch_seen=u64,
     identity=identities,
     num_blocks=st.integers(1, 2**32 - 1),
-    address=text,
+    address=st.text(st.characters(min_codepoint=0x21, max_codepoint=0x7E), max_size=12),
     prefix_caching=st.booleans(),
     max_num_seqs=st.integers(1, 2**32 - 1),
+    reset=u64,
 )
 reserves = st.builds(
     lease.Reserve,
@@ -80,6 +81,7 @@ reports = st.builds(
     stalled=st.none() | tuples_of(sequences),
     lease_want=u32,
     computed=tuples_of(st.tuples(sequences, u32)),
+    reset=u64,
 )
 batches = st.builds(
     lease.GrantBatch,
@@ -89,7 +91,7 @@ batches = st.builds(
         st.builds(
             lease.Admit,
             sequence=sequences,
-            block_table=tuples_of(row_blocks),
+            block_table=tuples_of(blocks),
             n_shared=u32,
             cached_tokens=u32,
             miss_reason=st.sampled_from(MissReason),
@@ -98,6 +100,7 @@ batches = st.builds(
         )
     ),
     lease=tuples_of(blocks),
+    reset=u64,
     preempt=tuples_of(st.builds(lease.Preempt, sequences, text)),
     cancel=tuples_of(sequences),
 )
@@ -111,7 +114,7 @@ def cached_blocks(draw: st.DrawFn) -> tuple[lease.CachedBlock, ...]:
     """Cached blocks; parent indices are arbitrary, because the wire does not interpret them."""
     count = draw(st.integers(0, 40))
     return tuple(
-        lease.CachedBlock(draw(blocks), draw(hashes), draw(st.integers(-2, index)), draw(u32)) for index in range(count)
+        lease.CachedBlock(draw(blocks), draw(hashes), draw(st.integers(-1, index)), draw(u64)) for index in range(count)
     )
 
 
@@ -122,7 +125,7 @@ inventories = st.builds(
             lease.InventorySequence,
             reserve=reserves,
             phase=st.sampled_from(SequencePhase),
-            arrival=u32,
+            arrival=u64,
             block_table=tuples_of(row_blocks, 30),
         ),
         10,

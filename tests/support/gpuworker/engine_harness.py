@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from cli.suite.embedded import EmbeddedChannel
-from common.clock import SystemClock
+from common.clock import Clock, SystemClock
 from common.hashing import block_digests, block_hash_of, root_digest
 from common.lease import Attach, LeaseChannel
 from common.types import FinishReason, KvGeometry, PoolIdentity, SamplingParams, SequenceId, TokenLogprobs, Usage
 from gpuworker.core.batch_plan import StepRunner
+from gpuworker.core.drafting import speculation_of
 from gpuworker.core.lease_agent import LeaseAgent
 from gpuworker.core.outcomes import AgentConfig
 from gpuworker.core.sequence import NewSequence
@@ -36,6 +37,7 @@ class Result:
     usage: Usage = field(default_factory=Usage)
     stop_token: int | None = None
     message: str = ""
+    embedding: bytes = b""
     cached_tokens: int = -1
     preemptions: int = 0
 
@@ -50,6 +52,7 @@ class EngineDriver:
         channel: LeaseChannel | None = None,
         identity: PoolIdentity | None = None,
         sink: OutputSink | None = None,
+        clock: Clock | None = None,
     ) -> None:
         geometry = KvGeometry(1, 1, 1, 1, "float32", config.window)
         self.identity = identity or PoolIdentity("model", "tokenizer", config.block_size, geometry)
@@ -61,9 +64,8 @@ class EngineDriver:
         self._ids = itertools.count(1)
         self.results: dict[SequenceId, Result] = {}
         self._incarnations = itertools.count(1)
-        self.engine = Engine(
-            lambda: LeaseAgent(config), self._attach, runner, self.channel, sink or self._outputs.put, SystemClock()
-        )
+        sink, clock = sink or self._outputs.put, clock or SystemClock()
+        self.engine = Engine(lambda: LeaseAgent(config), self._attach, runner, self.channel, sink, clock)
 
     def _attach(self) -> Attach:
         config = self.config
@@ -99,6 +101,7 @@ class EngineDriver:
         fork_of: SequenceId | None = None,
         eos: Iterable[int] = (),
         output_before: int = 0,
+        prediction: Sequence[int] = (),
     ) -> SequenceId:
         """Submit a sequence of at most `count` output tokens; the last `output_before` of its prompt are output too."""
         sequence = SequenceId(next(self._ids))
@@ -113,6 +116,7 @@ class EngineDriver:
             stop=StopRule(count, sampling.min_tokens, frozenset(eos), frozenset(sampling.stop_token_ids)),
             priority=priority,
             fork_of=fork_of,
+            speculation=speculation_of(sampling, tuple(prediction), output_before),
         )
         self.results[sequence] = Result()
         self.engine.submit(EngineRequest(new, sampling, len(prompt) - output_before))
@@ -133,7 +137,7 @@ class EngineDriver:
         for end in outputs.finished:
             result = self.results[end.sequence]
             result.reason, result.usage, result.stop_token = end.reason, end.usage, end.stop_token
-            result.message = end.message
+            result.message, result.embedding = end.message, end.embedding
         return outputs
 
     def finish(self) -> list[Result]:
@@ -154,9 +158,9 @@ class EngineDriver:
         assert self.channel.ledger is not None
         ledger, deadline = self.channel.ledger, time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
-            pool = ledger.pool()
-            if pool.in_use == pool.leased == pool.running == pool.waiting == 0:
-                assert pool.free + pool.cached == self.config.num_blocks
+            pool = ledger.pool()  # not at one instant: the engine's thread may change it meanwhile
+            all_free = pool.free + pool.cached == self.config.num_blocks
+            if all_free and pool.in_use == pool.leased == pool.running == pool.waiting == 0:
                 return
             self.engine.wake()
         raise AssertionError(f"not everything was released: {ledger.pool()}")

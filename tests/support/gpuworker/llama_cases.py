@@ -17,6 +17,7 @@ from gpuworker.attention.step_inputs import attention_arrays, attention_metadata
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.models.hf.model import TransformersModel
 from gpuworker.models.llama.spec import LlamaSpec, llama_spec
+from gpuworker.models.llama.weights import with_merged_experts
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 96,
@@ -49,6 +50,44 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 with biases": ("Qwen3Config", {"head_dim": 16, "attention_bias": True}),
     "mistral, a window": ("MistralConfig", {"sliding_window": 6, "head_dim": 8}),
 }
+# Models with experts.
+EXPERT_CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral, a window, all experts": (
+        "MixtralConfig",
+        {"sliding_window": 6, "num_local_experts": 3, "num_experts_per_tok": 3},
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {"head_dim": 16, "moe_intermediate_size": 24, "num_experts": 40, "num_experts_per_tok": 5},
+    ),
+    "qwen3_moe, dense layers, normalised": (
+        "Qwen3MoeConfig",
+        {
+            "moe_intermediate_size": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "attention_bias": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+}
+
+EXPERT_CASES |= {
+    "olmoe": ("OlmoeConfig", {"num_experts": 7, "num_experts_per_tok": 3}),
+    "olmoe, clipped, normalised, biases": (
+        "OlmoeConfig",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 4,
+            "clip_qkv": 0.8,
+            "norm_topk_prob": True,
+            "attention_bias": True,
+            "num_key_value_heads": 4,
+        },
+    ),
+}
 
 BLOCK_SIZE = 4
 _BLOCK_TABLE = np.array([[6, 1, 4, 3], [0, 5, 2, 7]], dtype=np.int32)
@@ -66,7 +105,7 @@ class Case:
 
     def tensor(self, name: str) -> torch.Tensor:
         tensors: dict[str, torch.Tensor] = self.transformers_model.module.state_dict()
-        return tensors[name]
+        return with_merged_experts(tensors, tensors.__getitem__)(name)
 
     def cache(self, num_blocks: int = _BLOCK_TABLE.size) -> KvCache:
         """Return a cache; the steps of `steps` are on eight blocks."""
@@ -76,8 +115,8 @@ class Case:
 
 
 def make_case(name: str) -> Case:
-    """Return one of CASES in float32, with random norms and biases: those that a model is made with hide mistakes."""
-    kind, options = CASES[name]
+    """Return one of the cases above in float32, with random norms and biases: those of a new model hide mistakes."""
+    kind, options = (CASES | EXPERT_CASES)[name]
     config: PretrainedConfig = getattr(transformers, kind)(**(_SHAPE | options))
     with torch.random.fork_rng([]):
         torch.manual_seed(7)

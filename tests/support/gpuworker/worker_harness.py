@@ -12,15 +12,16 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from common.hashing import block_digests, block_hash_of, little_endian_int32
+from common.hashing import block_digests, block_hash_of, little_endian_int32, root_digest
 from common.lease import LeaseChannel
 from common.rpc.server import RpcServer, open_channel
+from common.types import KvGeometry, PoolIdentity
 from common.wire.packing import pack_hashes, unpack_u32
 from gpuworker.core.batch_plan import StepRunner
 from gpuworker.core.outcomes import AgentConfig
 from gpuworker.engine.engine import Engine
-from gpuworker.server.codec import SubmitLimits
 from gpuworker.server.servicer import GpuWorkerServicer, Serving
+from gpuworker.server.submit_check import SubmitLimits
 from gpuworker.structured.grammars import GrammarCompiler
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.gpuworker.v1 import gpuworker_pb2_grpc as rpc
@@ -29,23 +30,28 @@ from tests.support.gpuworker.engine_harness import EngineDriver
 from tests.support.gpuworker.fake_engine_ports import ManualRunner
 
 CONFIG = AgentConfig(num_blocks=16, block_size=4, max_num_batched_tokens=16, max_num_seqs=4)
-LIMITS = SubmitLimits(max_model_len=64, vocab_size=100, block_size=CONFIG.block_size)
+IDENTITY = PoolIdentity("model", "tokenizer", CONFIG.block_size, KvGeometry(1, 1, 1, 1, "float32"))
+LIMITS = SubmitLimits(max_model_len=64, vocab_size=100, identity=IDENTITY)
 PATIENCE = 120.0
 TRACED = f"00-{1:032x}-{1:016x}-01"
 
 
 def submit(handle: int, prompt: Sequence[int], count: int, **fields: object) -> pb.StreamRequest:
-    """Return a greedy sequence of `count` tokens in all."""
+    """Return a greedy sequence of `count` tokens in all, with the hashes of its prompt."""
     sampling = types.SamplingParams(temperature=0.0, top_p=1.0, repetition_penalty=1.0, max_tokens=count)
-    digests = block_digests(bytes(32), prompt, CONFIG.block_size)
     message = pb.Submit(handle=handle, prompt_token_ids=little_endian_int32(prompt), sampling=sampling)
-    message.block_hashes, message.parent_digest = (
-        pack_hashes(map(block_hash_of, digests)),
-        digests[-1] if digests else bytes(32),
-    )
+    message.block_hashes, message.parent_digest = chain_of(prompt, LIMITS.identity)
     for name, value in fields.items():
         setattr(message, name, value)
     return pb.StreamRequest(submit=message)
+
+
+def chain_of(prompt: Sequence[int], identity: PoolIdentity, domain: bytes = b"") -> tuple[bytes, bytes]:
+    """Return the packed hashes of a prompt's full blocks, and the digest of the last one or the root."""
+    size = identity.block_size
+    root = root_digest(identity.model_fingerprint, identity.tokenizer_fingerprint, size, domain)
+    digests = block_digests(root, prompt, size)
+    return pack_hashes(map(block_hash_of, digests)), digests[-1] if digests else root
 
 
 @dataclass
@@ -106,11 +112,13 @@ class RouterEnd:
 class Served:
     """A servicer with its engine, listening."""
 
-    def __init__(self, runner: StepRunner, channel: LeaseChannel | None, config: AgentConfig) -> None:
+    def __init__(
+        self, runner: StepRunner, channel: LeaseChannel | None, config: AgentConfig, orphan_grace: float = 0.0
+    ) -> None:
         self.exporter = InMemorySpanExporter()
         provider = TracerProvider(shutdown_on_exit=False)
         provider.add_span_processor(SimpleSpanProcessor(self.exporter))
-        self.servicer = GpuWorkerServicer(provider.get_tracer("test"))
+        self.servicer = GpuWorkerServicer(provider.get_tracer("test"), orphan_grace)
         self.driver = EngineDriver(runner, config, channel, sink=self.servicer.deliver)
         self.engine: Engine = self.driver.engine
         self.address = ""
@@ -154,10 +162,14 @@ class Served:
 
 @asynccontextmanager
 async def served(
-    runner: StepRunner, channel: LeaseChannel | None = None, loaded: bool = True, config: AgentConfig = CONFIG
+    runner: StepRunner,
+    channel: LeaseChannel | None = None,
+    loaded: bool = True,
+    config: AgentConfig = CONFIG,
+    orphan_grace: float = 0.0,
 ) -> AsyncIterator[Served]:
     """Run a worker's service; every sequence must be gone when it ends."""
-    worker = Served(runner, channel, config)
+    worker = Served(runner, channel, config, orphan_grace)
     server = RpcServer(["quire.gpuworker.v1.GpuWorkerService"])
     rpc.add_GpuWorkerServiceServicer_to_server(worker.servicer, server.server)
     worker.address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"

@@ -64,7 +64,7 @@ class FakeWorker:
         self.pool: list[BlockId] = []
         self.target = 0
         self.steps = 0
-        self.next_id = 0
+        self.next_id = self.reset = 0
         self.drop_report()
 
     def drop_report(self) -> None:
@@ -73,6 +73,7 @@ class FakeWorker:
         self.bound: list[tuple[SequenceId, BlockId]] = []
         self.sealed: list[tuple[BlockId, BlockHash]] = []
         self.trimmed: list[tuple[SequenceId, int]] = []
+        self.confirms = 0
         self.ended: list[tuple[SequenceId, FinishReason]] = []
         self.stalled: set[SequenceId] = set()
 
@@ -120,12 +121,19 @@ class FakeWorker:
         for block in batch.lease:
             self._reset(block)
             self.pool.append(block)
+        if batch.reset:
+            self._forget_unheld()
+            self.reset = self.confirms = batch.reset
         for order in batch.preempt:
             live = self.live.get(order.sequence)
             if live is not None and live.phase is RUNNING:
                 live.phase = DRAINING_PREEMPT
         for number in batch.cancel:
             self.cancel(number)
+
+    def _forget_unheld(self) -> None:
+        held = {block for live in self.live.values() for block in live.block_table}
+        self.hash = {block: claim for block, claim in self.hash.items() if block in held}
 
     def _copied(self, copy: Copy) -> list[int]:
         return self.content[copy.src][: copy.length % self.block_size or self.block_size]
@@ -211,7 +219,7 @@ class FakeWorker:
         self.sealed.append((block, key))
 
     def _draw(self, live: Live) -> None:
-        if len(live.tokens) == live.reserve.max_len:
+        if len(live.tokens) >= live.reserve.max_len - 1:  # the last token is never computed
             live.reason, live.phase = FinishReason.LENGTH, DRAINING_FINISH
         else:
             live.tokens.append((live.reserve.sequence * 7 + len(live.tokens)) % self.vocabulary)
@@ -248,6 +256,7 @@ class FakeWorker:
             finished=tuple(self.ended),
             stalled=tuple(sorted(self.stalled)),
             lease_want=self._lease_want(),
+            reset=self.confirms,
         )
         stalled = self.stalled
         self.drop_report()
@@ -258,7 +267,9 @@ class FakeWorker:
         want = 0
         for live in self.live.values():
             if live.phase is RUNNING:
-                reach = min(len(live.tokens) + self.runway, live.reserve.max_len)
+                reach = min(len(live.tokens) + self.runway, max(len(live.tokens), live.reserve.max_len - 1))
+                if self.window:  # prompts get their blocks chunk by chunk
+                    reach = min(reach, live.pos + self.runway)
                 want += max(0, -(-reach // self.block_size) - len(live.block_table))
         return want
 
@@ -287,8 +298,9 @@ class FakeWorker:
         return sorted(self.hash, key=lambda block: depth(self.hash[block][0]))
 
     def _described(self, live: Live) -> InventorySequence:
-        old = live.reserve
-        now = Reserve(
-            old.sequence, len(live.tokens), old.max_len, old.priority, old.block_hashes, old.fork_of, old.request_id
-        )
+        old, size = live.reserve, self.block_size
+        cacheable = bool(old.block_hashes) or old.num_tokens < size
+        full = range(len(live.tokens) // size if cacheable else 0)
+        keys = tuple(block_hash_of(live.block_digest(index, size)) for index in full)
+        now = Reserve(old.sequence, len(live.tokens), old.max_len, old.priority, keys, old.fork_of, old.request_id)
         return InventorySequence(now, live.phase, live.arrival, tuple(live.block_table))

@@ -31,8 +31,9 @@ def make_ledger(
     policies: LedgerPolicies = DEFAULT_POLICIES,
     **options: Any,
 ) -> Ledger:
-    """Return a ledger without runway beyond the worker's own want, so that block ids are easy to follow."""
+    """Return a ledger with LRU and without runway beyond the worker's own want: block ids are then easy to follow."""
     options.setdefault("runway_reach", options.get("runway_slots", 32))
+    options.setdefault("eviction", "lru")
     config = LedgerConfig(num_blocks, block_size, **options)
     return Ledger(config, clock or ManualClock(), counted_ids(), policies)
 

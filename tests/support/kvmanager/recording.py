@@ -23,6 +23,7 @@ from tests.support.kvmanager.ledgers import counted_ids
 FILE = Path(__file__).parent / "golden" / "contended_pool.json"
 SEED = 8
 CONFIG: dict[str, Any] = {"num_blocks": 14, "block_size": 4, "max_num_seqs": 4, "runway_slots": 4, "runway_reach": 16}
+CONFIG["eviction"] = "lru"
 
 
 def jsonable(value: Any) -> Any:

@@ -47,7 +47,7 @@ class DrivenWorker:
         """Take every batch that was granted so far; a probe that no pool can hold is cancelled in the last of them."""
         assert self.stream is not None
         probe = SequenceId(1_000_000 + self.stream.sent)
-        too_long = kvmanager_pb2.Reserve(sequence=probe, num_tokens=1, max_len=BLOCKS * BLOCK_SIZE + 1)
+        too_long = kvmanager_pb2.Reserve(sequence=probe, num_tokens=1, max_len=BLOCKS * BLOCK_SIZE + 2)
         await self.stream.send(kvmanager_pb2.SessionRequest(report=self._probe(too_long)))
         while True:
             batch = await self.stream.batch()

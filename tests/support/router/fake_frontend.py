@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import AsyncGenerator, Callable, Iterable
 
 from common.errors import QuireError
 from common.types import FinishReason, MissReason, TokenLogprobs, Usage
+from quire.inference.v1 import inference_pb2 as pb
+from router.core.embedding import packed
 from router.core.events import Admitted, Finished, GenerateEvent, Timings, Tokens, ValidatedRequest
+from router.ports import CallContext, Resumed
 
 TIMINGS = Timings(0.0, 0.1, 0.01, 0.2)
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
@@ -34,9 +38,26 @@ def tokens(text: str, *ids: int, index: int = 0, logprobs: tuple[TokenLogprobs, 
 
 
 def finished(
-    output: int, index: int = 0, reason: FinishReason = FinishReason.STOP, stop: str | None = None, message: str = ""
+    output: int,
+    index: int = 0,
+    reason: FinishReason = FinishReason.STOP,
+    stop: str | None = None,
+    message: str = "",
+    cached: int = 0,
 ) -> Finished:
-    return Finished(index, reason, Usage(output_tokens=output), TIMINGS, stop_string=stop, message=message)
+    usage = Usage(output_tokens=output, cached_tokens=cached)
+    return Finished(index, reason, usage, TIMINGS, stop_string=stop, message=message)
+
+
+def embedded(*numbers: float) -> Finished:
+    """Return the end of a request that embeds."""
+    return Finished(0, FinishReason.STOP, Usage(prompt_tokens=3), TIMINGS, embedding=packed(array("f", numbers)))
+
+
+def _short_answer(request: ValidatedRequest) -> list[Step]:
+    if request.embeds:
+        return [admitted(request), embedded(0.6, 0.8)]
+    return [admitted(request), tokens("Hello"), tokens(" world"), finished(2)]
 
 
 class ScriptedFrontend:
@@ -46,8 +67,8 @@ class ScriptedFrontend:
         self.reset()
 
     def reset(self) -> None:
-        """Return to the script of a short answer; clear the recorded requests."""
-        self.script: Script = lambda request: [admitted(request), tokens("Hello"), tokens(" world"), finished(2)]
+        """Return to the script of a short answer, or of a vector; clear the recorded requests."""
+        self.script: Script = _short_answer
         self.requests: list[ValidatedRequest] = []
         # Set when the script waits, and when a request has ended for any reason.
         self.reached, self.closed = asyncio.Event(), asyncio.Event()
@@ -67,3 +88,20 @@ class ScriptedFrontend:
         finally:
             self.ended += 1
             self.closed.set()
+
+
+class ScriptedResumer:
+    """Resumes the last request of a frontend: its script plays again, from its beginning."""
+
+    def __init__(self, frontend: ScriptedFrontend) -> None:
+        self._frontend = frontend
+        self.asked: list[pb.Resume] = []
+        self.refuses: QuireError | None = None
+
+    async def resumed(self, request: pb.GenerateRequest, call: CallContext, again: bool = False) -> Resumed:
+        assert again, "a face of events reads the whole output"
+        self.asked.append(request.resume)
+        if self.refuses is not None:
+            raise self.refuses
+        last = self._frontend.requests[-1]
+        return Resumed(last, lambda whole: self._frontend.generate(last))

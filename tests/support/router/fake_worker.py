@@ -15,6 +15,7 @@ from common.errors import IdentityMismatch, QuireError
 from common.hashing import little_endian_int32
 from common.rpc.server import RpcServer
 from common.rpc.status import to_status
+from common.rpc.tls import ServerTls
 from common.types import FinishReason, KvGeometry, MissReason, PoolIdentity
 from common.wire.identity_codec import identity_from_proto, identity_to_proto
 from common.wire.packing import unpack_u32
@@ -24,6 +25,7 @@ from quire.types.v1 import types_pb2
 
 IDENTITY = PoolIdentity("m" * 32, "t" * 32, 4, KvGeometry(2, 1, 8, 8, "float32"))
 PATIENCE_S = 120.0
+_BEAT_S = 1.0
 
 
 @dataclass
@@ -44,6 +46,7 @@ class FakeWorker(rpc.GpuWorkerServiceServicer):
     # The error that refuses every new stream.
     refuses: QuireError | None = None
     port: int = 0
+    tls: ServerTls | None = None
     incarnation: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     hellos: list[pb.Hello] = field(default_factory=list)
     submits: list[pb.Submit] = field(default_factory=list)
@@ -55,12 +58,13 @@ class FakeWorker(rpc.GpuWorkerServiceServicer):
         self._outbox: asyncio.Queue[pb.StreamResponse | QuireError | None] = asyncio.Queue()
         self._seq = 0
         self._server: RpcServer | None = None
+        self._load = self._load_of({})
 
     # ------------------------------------------------------------ life
 
     async def start(self) -> None:
         """Listen, on the previous port if there was one."""
-        self._server = RpcServer(["quire.gpuworker.v1.GpuWorkerService"])
+        self._server = RpcServer(["quire.gpuworker.v1.GpuWorkerService"], tls=self.tls)
         rpc.add_GpuWorkerServiceServicer_to_server(self, self._server.server)
         self.port = await self._server.start("127.0.0.1", self.port)
 
@@ -96,14 +100,21 @@ class FakeWorker(rpc.GpuWorkerServiceServicer):
         if self.greets:
             self._outbox.put_nowait(pb.StreamResponse(hello=pb.WorkerHello(info=self.info())))
         await self._note_stream()
-        reader = asyncio.create_task(self._read(requests))
+        tasks = [asyncio.create_task(self._read(requests)), asyncio.create_task(self._beat())]
         try:
             while (message := await self._outbox.get()) is not None:
                 if isinstance(message, QuireError):
                     raise message
                 yield message
         finally:
-            reader.cancel()
+            for task in tasks:
+                task.cancel()
+
+    async def _beat(self) -> None:
+        """Repeat the last heartbeat, as a worker does: for a router one that is silent for 5 s is hung."""
+        while self.greets:
+            await asyncio.sleep(_BEAT_S)
+            self._outbox.put_nowait(pb.StreamResponse(heartbeat=pb.Heartbeat(load=self._load)))
 
     async def GetWorker(
         self, request: pb.GetWorkerRequest, context: aio.ServicerContext[Any, Any]
@@ -119,6 +130,9 @@ class FakeWorker(rpc.GpuWorkerServiceServicer):
                         self.run(request.submit)
                 case "cancel":
                     await self._note(self.cancels, request.cancel)
+                case "find":
+                    # It has no orphans.
+                    self.say(pb.StreamResponse(found=pb.Found(query=request.find.query)))
 
     async def _note(self, where: list[Any], what: object) -> None:
         async with self._changed:
@@ -157,8 +171,12 @@ class FakeWorker(rpc.GpuWorkerServiceServicer):
         self._outbox.put_nowait(error)
 
     def heartbeat(self, **load: float) -> None:
+        self._load = self._load_of(load)
+        self.say(pb.StreamResponse(heartbeat=pb.Heartbeat(load=self._load)))
+
+    def _load_of(self, load: dict[str, float]) -> pb.Load:
         full = {"num_blocks": self.num_blocks, "unheld_blocks": self.num_blocks, "manager_attached": True} | load
-        self.say(pb.StreamResponse(heartbeat=pb.Heartbeat(load=pb.Load(**full))))  # type: ignore[arg-type]
+        return pb.Load(**full)  # type: ignore[arg-type]
 
     def refuse(self, handle: int, error: QuireError) -> None:
         status = to_status(error).SerializeToString()
@@ -169,6 +187,9 @@ class FakeWorker(rpc.GpuWorkerServiceServicer):
         tokens: dict[int, Sequence[int]] | None = None,
         admitted: dict[int, int] | None = None,
         finished: dict[int, FinishReason] | None = None,
+        wrong_field: str = "",
+        embedding: bytes = b"",
+        recounted: dict[int, int] | None = None,
         **more: Any,
     ) -> None:
         """Send one step's outputs: tokens by handle, cached tokens of those admitted, reasons of those finished."""
@@ -178,8 +199,13 @@ class FakeWorker(rpc.GpuWorkerServiceServicer):
             pb.SequenceAdmitted(handle=handle, cached_tokens=cached, miss_reason=_miss(MissReason.NEVER_SEEN))
             for handle, cached in (admitted or {}).items()
         ]
+        admissions += [
+            pb.SequenceAdmitted(handle=handle, cached_tokens=cached, recounted=True)
+            for handle, cached in (recounted or {}).items()
+        ]
         ended = [
-            pb.SequenceFinished(handle=handle, reason=_finish(reason)) for handle, reason in (finished or {}).items()
+            pb.SequenceFinished(handle=handle, reason=_finish(reason), wrong_field=wrong_field, embedding=embedding)
+            for handle, reason in (finished or {}).items()
         ]
         sampled = [token for some in tokens.values() for token in some]
         outputs = pb.StepOutputs(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -20,16 +21,16 @@ from common.decisions.ring import DecisionRing
 from common.types import BlockHash, PoolIdentity, SamplingParams
 from router.core.admission import AdmissionLimiter, AdmissionLimits
 from router.core.events import Finished, GenerateEvent, Tokens, ValidatedRequest
-from router.core.identity import UNKNOWN_GEOMETRY
+from router.core.identity import UNKNOWN_GEOMETRY, UNKNOWN_POOLING
 from router.core.routing import Router
 from router.observe.metrics import RouterMetrics
 from router.observe.recorder import Recorder
-from router.ports import TextAssembler, TextDelta
+from router.ports import TextAssembler, TextAssemblers, TextDelta
 from router.requests.dispatcher import Dispatcher
 from router.requests.frontend import RouterFrontend
 from router.workers.client import Pacing, RouterIdentity
 from router.workers.pool import WorkerPool
-from tests.support.router.fake_worker import IDENTITY, PATIENCE_S, FakeWorker
+from tests.support.router.fake_worker import IDENTITY, PATIENCE_S
 
 QUICK = Pacing(Backoff(first=0.01, longest=0.05, jitter=0.5), hello=1.0)
 CLOCK = SystemClock()
@@ -55,7 +56,7 @@ class Words:
 
 
 class WordAssemblers:
-    def assembler(self, sampling: SamplingParams) -> TextAssembler:
+    def assembler(self, sampling: SamplingParams, kept: Collection[str] = (), skip: bool = True) -> TextAssembler:
         return Words(sampling.stop)
 
 
@@ -116,17 +117,34 @@ class Harness:
                 await asyncio.sleep(0)
 
 
+class Worker(Protocol):
+    """A worker that a frontend connects to."""
+
+    @property
+    def address(self) -> str: ...
+
+    async def start(self) -> None: ...
+
+    async def kill(self) -> None: ...
+
+
 @asynccontextmanager
 async def frontend_over(
-    *workers: FakeWorker,
+    *workers: Worker,
     limits: AdmissionLimits | None = None,
     index: FixedIndex | None = None,
     patience: float = PATIENCE_S,
     eos: tuple[int, ...] = (),
+    pooling: str = UNKNOWN_POOLING,
+    identity: PoolIdentity | None = None,
+    assemblers: TextAssemblers | None = None,
+    incarnation: bytes = b"i" * 16,
 ) -> AsyncIterator[Harness]:
     """Start workers and a frontend that is connected to all of them."""
-    identity = PoolIdentity("", IDENTITY.tokenizer_fingerprint, IDENTITY.block_size, UNKNOWN_GEOMETRY)
-    pool = WorkerPool(RouterIdentity("router", b"i" * 16), identity, CLOCK, QUICK)
+    identity = identity or PoolIdentity(
+        "", IDENTITY.tokenizer_fingerprint, IDENTITY.block_size, UNKNOWN_GEOMETRY, pooling=pooling
+    )
+    pool = WorkerPool(RouterIdentity("router", incarnation), identity, CLOCK, QUICK)
     index, decisions, registry, spans = index or FixedIndex(), DecisionRing(1000), CollectorRegistry(), _spans()
     numbers = itertools.count(1)
     new_id = lambda: f"id-{next(numbers)}"  # noqa: E731
@@ -136,7 +154,7 @@ async def frontend_over(
     tracer = provider.get_tracer("test")
     recorder = Recorder(RouterMetrics(registry), decisions, tracer, CLOCK, new_id)
     admission = AdmissionLimiter(limits or AdmissionLimits())
-    frontend = RouterFrontend(dispatcher, admission, WordAssemblers(), recorder, eos)
+    frontend = RouterFrontend(dispatcher, admission, assemblers or WordAssemblers(), recorder, eos)
     harness = Harness(frontend, dispatcher, pool, admission, index, decisions, spans, registry, tracer)
     try:
         for worker in workers:

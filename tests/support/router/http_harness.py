@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import httpx
@@ -11,17 +11,24 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from cli.demo_model import CHECKPOINT
 from common.clock import ManualClock
-from common.process.metrics import new_registry
 from common.types import KvGeometry, PoolIdentity
 from quire.inference.v1 import inference_pb2 as pb
+from router.anthropic.app import add_messages
 from router.constraints.checker import ConstraintChecker
-from router.openai.app import HttpParts, create_app
-from router.ports import ModelCard
+from router.openai.app import create_app
+from router.openai.responses.background import BackgroundResponses
+from router.openai.responses.parts import ResponseParts
+from router.openai.responses.store import MemoryStore, ResponseStore, StoreLimits
+from router.openai.service import HttpParts
+from router.ports import Authenticator, ModelCard
 from router.requests.validate import Validator
 from router.serving.http_server import serve_http
+from router.serving.reading import AnswerReader, Dialects
 from router.text.assembler import CheckpointText
 from router.text.checkpoint import read_checkpoint
-from tests.support.router.fake_frontend import ScriptedFrontend
+from tests.support.router.callers import OneCaller
+from tests.support.router.fake_frontend import ScriptedFrontend, ScriptedResumer
+from tests.support.router.fake_worker import PATIENCE_S
 
 HI: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Hi"}]
 FACTS = read_checkpoint(CHECKPOINT)
@@ -35,25 +42,40 @@ class Api:
     http: httpx.AsyncClient
     url: str
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        authenticator: Authenticator | None = None,
+        tools: str = "auto",
+        reasoning: str = "auto",
+        store: ResponseStore | None = None,
+        cors_origins: Sequence[str] = (),
+    ) -> None:
         self.frontend = ScriptedFrontend()
+        self.resumer = ScriptedResumer(self.frontend)
         self.is_ready = True
+        self.background = BackgroundResponses()
         self.text = CheckpointText.load(CHECKPOINT, FACTS.max_model_len)
         self.constraints = ConstraintChecker.load(CHECKPOINT, FACTS.eos_token_ids)
         identity = PoolIdentity(
             "0123456789abcdef", FACTS.tokenizer_fingerprint, 16, KvGeometry(4, 2, 64, 64, "float32")
         )
-        self.app = create_app(
-            HttpParts(
-                frontend=self.frontend,
-                validator=Validator(self.text, FACTS, draw_seed=lambda: 11, constraints=self.constraints),
-                codec=self.text,
-                card=ModelCard("demo", identity, FACTS.max_model_len, FACTS.vocab_size, FACTS.eos_token_ids, True),
-                registry=new_registry(),
-                ready=lambda: self.is_ready,
-                clock=ManualClock(3.0),
-            )
+        card = ModelCard("demo", identity, FACTS.max_model_len, FACTS.vocab_size, FACTS.eos_token_ids, True, ("alias",))
+        dialects = Dialects.of(tools, reasoning, self.text.template_source, self.text.added_tokens)
+        parts = HttpParts(
+            frontend=self.frontend,
+            validator=Validator(self.text, FACTS, draw_seed=lambda: 11, constraints=self.constraints),
+            codec=self.text,
+            card=card,
+            ready=lambda: self.is_ready,
+            clock=ManualClock(3.0),
+            authenticator=authenticator or OneCaller(),
+            reader=AnswerReader(dialects, self.text),
+            responses=ResponseParts(store or MemoryStore(StoreLimits(), ManualClock(3.0)), self.background),
+            model=lambda: card,
+            resumer=self.resumer,
         )
+        self.app = create_app(parts, cors_origins)
+        add_messages(self.app, parts)
 
     def reset(self) -> None:
         """Restore the initial script."""
@@ -63,23 +85,30 @@ class Api:
     async def encode(self, text: str) -> list[int]:
         return await self.text.encode(pb.Prompt(text=text))
 
-    def close(self) -> None:
+    async def aclose(self) -> None:
+        await self.background.aclose()
         self.text.close()
         if self.constraints is not None:
-            self.constraints.close()
+            await self.constraints.aclose()
 
 
 @asynccontextmanager
-async def served_api() -> AsyncIterator[Api]:
-    """Serve the application on a free port."""
-    made = Api()
+async def served_api(
+    authenticator: Authenticator | None = None,
+    tools: str = "auto",
+    reasoning: str = "auto",
+    store: ResponseStore | None = None,
+    cors_origins: Sequence[str] = (),
+) -> AsyncIterator[Api]:
+    """Serve the application on a free port, with these parsers of calls and thoughts."""
+    made = Api(authenticator, tools, reasoning, store, cors_origins)
     server = await serve_http(made.app, "127.0.0.1", 0)
     made.url = f"http://127.0.0.1:{server.port}"
     async with (
         AsyncOpenAI(base_url=f"{made.url}/v1", api_key="none", max_retries=0) as client,
-        httpx.AsyncClient(base_url=made.url) as http,
+        httpx.AsyncClient(base_url=made.url, timeout=PATIENCE_S) as http,
     ):
         made.client, made.http = client, http
         yield made
     await server.stop()
-    made.close()
+    await made.aclose()

@@ -20,8 +20,10 @@ from router.core.events import ValidatedRequest
 from router.kserve.servicer import KSERVE_SERVICE, KserveServicer
 from router.ports import ModelCard
 from router.requests.validate import Validator
+from router.serving.call_context import Calls
 from router.text.assembler import CheckpointText
 from router.text.checkpoint import read_checkpoint
+from tests.support.router.callers import OneCaller
 from tests.support.router.fake_frontend import ScriptedFrontend, Step, admitted, finished, tokens
 
 DEMO = Path(__file__).parents[3] / "cli" / "demo_model" / "checkpoint"
@@ -68,13 +70,13 @@ async def served_api() -> AsyncIterator[Api]:
     """Serve the demo model's tokenizer and a scripted frontend."""
     text, frontend = CheckpointText.load(DEMO, FACTS.max_model_len), ScriptedFrontend()
     identity = PoolIdentity("m", FACTS.tokenizer_fingerprint, 16, KvGeometry(4, 2, 64, 64, "float32"))
-    card = ModelCard("demo", identity, FACTS.max_model_len, FACTS.vocab_size, FACTS.eos_token_ids, True)
+    card = ModelCard("demo", identity, FACTS.max_model_len, FACTS.vocab_size, FACTS.eos_token_ids, True, ("alias",))
     server = RpcServer([KSERVE_SERVICE])
     port = await server.start("127.0.0.1", 0)
     async with open_channel(f"127.0.0.1:{port}") as channel:
         api = Api(channel, rpc.GRPCInferenceServiceStub(channel), frontend, ManualClock(ARRIVED))
         validator = Validator(text, FACTS, draw_seed=lambda: 11)
-        service = KserveServicer(frontend, validator, card, lambda: api.is_ready, api.clock)
+        service = KserveServicer(frontend, validator, card, lambda: api.is_ready, Calls(api.clock, OneCaller()))
         rpc.add_GRPCInferenceServiceServicer_to_server(service, server.server)
         await server.ready()
         yield api
@@ -90,5 +92,5 @@ def two_sequences(request: ValidatedRequest) -> list[Step]:
         tokens("b", 5, index=0, logprobs=(entry,)),
         finished(2, index=1, reason=FinishReason.LENGTH),
         tokens("c", 8, index=0, logprobs=(TokenLogprobs(8, -1.0),)),
-        finished(2, index=0),
+        finished(2, index=0, cached=2),
     ]

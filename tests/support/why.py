@@ -1,0 +1,49 @@
+"""`quire why` as a process against a running suite."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from common.process.python import module_command
+from quire.decision.v1 import decision_pb2
+from quire.inference.v1 import inference_pb2 as pb
+from tests.support.suite import PATIENCE, Suite
+
+
+async def quire_why(suite: Suite, *flags: str) -> tuple[int, str, str]:
+    """Return the exit status, the output and the errors of the command."""
+    where = ["--admin-address", suite.stack.admin_address, "--state-dir", str(suite.stack.options.state_dir)]
+    pipe = asyncio.subprocess.PIPE
+    command = module_command("cli.main", "why", *flags, *where)
+    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
+    async with asyncio.timeout(PATIENCE):
+        out, err = await process.communicate()
+    return process.returncode or 0, out.decode(), err.decode()
+
+
+async def head_of(suite: Suite, request_id: str) -> str:
+    """Return the first three lines that the command prints about a request."""
+    status, out, err = await quire_why(suite, request_id)
+    assert (status, err) == (0, "")
+    return "\n".join(out.splitlines()[:3])
+
+
+async def outcome_of(suite: Suite, request: pb.GenerateRequest) -> Mapping[str, float]:
+    """Return the figures of the router's record of how a request ended; zeros are not among them."""
+    (record,) = await _records(suite, request.request_id, "outcome")
+    return record.figures
+
+
+async def until_placed(suite: Suite, request: pb.GenerateRequest) -> str:
+    """Wait until the router has chosen a worker for a request; return the worker's id."""
+    async with asyncio.timeout(PATIENCE):
+        while True:
+            if records := await _records(suite, request.request_id, "routing"):
+                return records[-1].chosen
+            await asyncio.sleep(0.01)
+
+
+async def _records(suite: Suite, request_id: str, kind: str) -> Sequence[decision_pb2.DecisionRecord]:
+    wanted = decision_pb2.ListDecisionsRequest(request_id=request_id, kind=kind)
+    return (await suite.decisions.ListDecisions(wanted, timeout=PATIENCE)).decisions
