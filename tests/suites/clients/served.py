@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
-from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -17,6 +15,7 @@ import pytest
 from cli.demo_model import CHECKPOINT
 from cli.suite.stack import StackOptions
 from quire.inference.v1 import inference_pb2 as pb
+from tests.suites.clients.threads import in_a_thread
 from tests.support.suite import PATIENCE, Suite, running_suite
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -53,34 +52,17 @@ class Served:
 @contextmanager
 def served_suite(state_dir: Path) -> Iterator[Served]:
     """Run a suite of one worker on the demo model until the context ends."""
-    started: Future[Served] = Future()
-    stop = asyncio.Event()
-
-    async def serve() -> None:
-        flags = ("--kv-blocks", "1024", "--dtype", "float32")
-        options = StackOptions(model=CHECKPOINT, workers=WORKERS, worker_flags=flags)
-        async with running_suite(state_dir, options) as suite:
-            model = (await suite.inference.GetModel(pb.GetModelRequest(), timeout=PATIENCE)).model
-            loop = asyncio.get_running_loop()
-            started.set_result(Served(suite.stack.address, suite.stack.http_url, model, suite, loop))
-            await stop.wait()
-
-    def run() -> None:
-        try:
-            asyncio.run(serve())
-        except BaseException as error:  # the waiting caller of the start must get it
-            if started.done():
-                raise
-            started.set_exception(error)
-
-    thread = threading.Thread(target=run, name="suite")
-    thread.start()
-    try:
-        served = started.result(2 * PATIENCE)
+    with in_a_thread(lambda: _served(state_dir), 2 * PATIENCE) as served:
         yield served
-        served.loop.call_soon_threadsafe(stop.set)
-    finally:
-        thread.join()
+
+
+@asynccontextmanager
+async def _served(state_dir: Path) -> AsyncIterator[Served]:
+    flags = ("--kv-blocks", "1024", "--dtype", "float32")
+    options = StackOptions(model=CHECKPOINT, workers=WORKERS, worker_flags=flags)
+    async with running_suite(state_dir, options) as suite:
+        model = (await suite.inference.GetModel(pb.GetModelRequest(), timeout=PATIENCE)).model
+        yield Served(suite.stack.address, suite.stack.http_url, model, suite, asyncio.get_running_loop())
 
 
 def missing(what: str, how: str) -> NoReturn:

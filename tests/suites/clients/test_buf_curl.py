@@ -13,20 +13,32 @@ import pytest
 from tests.suites.clients.served import Served
 
 BUF = Path(sys.executable).with_name("buf")
-ROUTER, MANAGER, WORKER = "router", "kvmanager", "gpuworker"
-OF_EVERY_PROCESS = {"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+ROUTER, ADMIN, MANAGER, WORKER = "router", "admin plane", "kvmanager", "gpuworker"
+OF_EVERY_PROCESS = {
+    "grpc.health.v1.Health",
+    "grpc.reflection.v1.ServerReflection",
+    "grpc.reflection.v1alpha.ServerReflection",
+}
 SERVICES = {
     ROUTER: {
         "quire.inference.v1.InferenceService",
         "quire.decision.v1.DecisionService",
         "inference.GRPCInferenceService",
     },
+    ADMIN: {
+        "quire.inference.v1.InferenceService",
+        "quire.decision.v1.DecisionService",
+        "quire.kvmanager.v1.KvManagerService",
+        "opentelemetry.proto.collector.trace.v1.TraceService",
+    },
     MANAGER: {"quire.kvmanager.v1.KvManagerService", "quire.decision.v1.DecisionService"},
     WORKER: {"quire.gpuworker.v1.GpuWorkerService"},
 }
 CALLS = [
     (ROUTER, "quire.inference.v1.InferenceService/GetStatus", "{}", "workerId"),
-    (ROUTER, "quire.decision.v1.DecisionService/ListDecisions", "{}", ""),
+    (ADMIN, "quire.inference.v1.InferenceService/GetStatus", "{}", "address"),
+    (ADMIN, "quire.decision.v1.DecisionService/ListDecisions", "{}", ""),
+    (ADMIN, "grpc.health.v1.Health/Check", "{}", "SERVING"),
     (ROUTER, "inference.GRPCInferenceService/ServerReady", "{}", "ready"),
     (ROUTER, "grpc.health.v1.Health/Check", "{}", "SERVING"),
     (MANAGER, "quire.kvmanager.v1.KvManagerService/GetPool", "{}", "worker-0"),
@@ -37,8 +49,8 @@ CALLS = [
 
 def address(served: Served, process: str) -> str:
     options = served.suite.stack.options
-    ports = {ROUTER: options.port, MANAGER: options.manager_port, WORKER: options.worker_ports[0]}
-    return f"http://127.0.0.1:{ports[process]}"
+    ports = {ROUTER: options.grpc_port, MANAGER: options.manager_port, WORKER: options.worker_ports[0]}
+    return f"http://127.0.0.1:{ports.get(process, options.admin_port)}"
 
 
 def curl(*words: str) -> subprocess.CompletedProcess[str]:

@@ -7,12 +7,13 @@ import random
 
 import grpc
 
+from common.rpc.roles import Role
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 from quire.kserve.v2 import kserve_pb2 as pb
 from quire.kserve.v2 import kserve_pb2_grpc as rpc
 from tests.suites.clients.served import Served
 from tests.support.router.kserve_messages import infer, is_final, outputs_of
-from tests.support.suite import PATIENCE
+from tests.support.suite import PATIENCE, operator_channel
 
 
 def wanted(served: Served, name: str, max_tokens: int, sequences: int = 1) -> pb.ModelInferRequest:
@@ -61,6 +62,8 @@ async def test_hundreds_of_requests_on_one_stream_are_all_served_each_with_its_o
                 traces[answer.id] = answer.parameters["trace_id"].string_param
         assert counts == dict.fromkeys(names, 4)
         assert len(set(traces.values())) == 300
+    stack = served.suite.stack
+    async with operator_channel(stack.options, stack.admin_address, Role.ROUTER) as channel:
         decisions = decision_pb2_grpc.DecisionServiceStub(channel)
         trace = await decisions.GetTrace(decision_pb2.GetTraceRequest(trace_id=traces["299"]), timeout=PATIENCE)
-        assert "request" in {span.name for span in trace.spans}
+    assert "request" in {span.name for span in trace.spans}

@@ -26,8 +26,8 @@ def clients() -> None:
 def test_the_working_groups_stubs_are_answered_in_typed_contents(served: Served) -> None:
     prompt = [5, 6, 7]
     own = served.run(lambda suite: suite.generate(greedy(prompt, 6)))
-    told = {"address": served.address, "model": served.model, "prompt": prompt}
-    found = answers_of("open_inference_calls.py", told)
+    given = {"address": served.address, "model": served.model, "prompt": prompt}
+    found = answers_of("open_inference_calls.py", given)
     assert found["ready"] == [True, True, True]
     assert found["inputs"]["input_ids"] == ["INT32", [-1]]
     assert (found["id"], found["text"], found["ids"]) == ("7", [own.text], own.tokens)

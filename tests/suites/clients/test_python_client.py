@@ -15,7 +15,16 @@ from pathlib import Path
 import pytest
 
 from common.types import FinishReason
-from quire.client import AsyncClient, Client, Completion, DeadlineExceeded, InterruptedByDeadline, InvalidRequest
+from quire.client import (
+    AsyncClient,
+    Client,
+    Completion,
+    DeadlineExceeded,
+    InterruptedByDeadline,
+    InvalidRequest,
+    Message,
+    ThoughtBudget,
+)
 from tests.suites.clients.served import ROOT, Served, missing
 from tests.support.deadlines import TooSlow, with_enough_time
 from tests.support.hostile import hostile_folder
@@ -108,6 +117,41 @@ def test_the_output_keeps_to_a_schema_a_regex_or_a_grammar(served: Served) -> No
         with pytest.raises(InvalidRequest) as refused:
             ask(regex="(")
     assert [violation.field for violation in refused.value.violations] == ["regex"]
+
+
+def test_a_chat_is_rendered_with_what_the_client_sends_beside_it(served: Served) -> None:
+    messages: list[Message] = [
+        {"role": "user", "content": "Where does Anna live?"},
+        {"role": "assistant", "content": "Anna lives in"},
+    ]
+    with Client(served.address) as client:
+        whole, begun = client.tokenize(messages), client.tokenize(messages, continue_final_message=True)
+        assert client.detokenize(begun, skip_special_tokens=False).endswith("Anna lives in")
+        assert len(begun) < len(whole)
+        answer = client.chat(messages, continue_final_message=True, temperature=0.0, max_tokens=8)
+        assert answer.prompt_tokens == len(begun)
+        with pytest.raises(InvalidRequest) as refused:
+            client.chat("Hi", reasoning_effort="low")
+        assert [violation.field for violation in refused.value.violations] == ["prompt.chat.reasoning_effort"]
+        with pytest.raises(InvalidRequest, match="two tools"):
+            client.chat("Hi", tools=[{"type": "function", "function": {"name": "f"}}] * 2)
+
+
+def test_a_thought_ends_with_its_budget(served: Served) -> None:
+    budget: ThoughtBudget = {"max_tokens": 5, "opener": "<think>", "closer": "</think>", "end": "</think>\n"}
+    options = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
+    with Client(served.address) as client:
+        free = client.generate("The river", **options)  # type: ignore[arg-type]
+        ended = client.generate("The river", thought_budget=budget | {"is_open": True}, **options)  # type: ignore[arg-type]
+        end = client.tokenize("</think>\n", add_special_tokens=False)
+        without = client.generate("The river", thought_budget=budget, **options)  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest) as refused:
+            client.generate("The river", thought_budget=budget | {"end": "."})
+    assert ended.token_ids[:5] == free.token_ids[:5]
+    assert ended.token_ids[5 : 5 + len(end)] == end
+    assert len(ended.token_ids) == 24
+    assert without.token_ids == free.token_ids
+    assert [violation.field for violation in refused.value.violations] == ["thought_budget.end"]
 
 
 def test_threads_share_a_client(served: Served) -> None:

@@ -1,4 +1,4 @@
-"""Calls of `tritonclient`: run by .clients/bin/python, which reads the names of the calls as JSON on stdin.
+"""Calls of `tritonclient`: run by .clients/light/bin/python, which reads the names of the calls as JSON on stdin.
 
 The script prints one JSON object, with an entry for each named method; test_tritonclient.py checks the entries.
 """
@@ -26,8 +26,8 @@ EXTRAS = ("finish_reason", "num_input_tokens", "num_output_tokens", "output_ids"
 class Calls:
     """All calls, with the client, the model's name and the prompts."""
 
-    def __init__(self, told: dict[str, Any]) -> None:
-        self.address, self.model, self.prompts = told["address"], told["model"], told["prompts"]
+    def __init__(self, given: dict[str, Any]) -> None:
+        self.address, self.model, self.prompts = given["address"], given["model"], given["prompts"]
         self.client = triton.InferenceServerClient(self.address)
 
     def server(self) -> dict[str, Any]:
@@ -243,12 +243,12 @@ def wire() -> list[str]:
 
 def main() -> None:
     """Make the requested calls, and print their results."""
-    told = json.load(sys.stdin)
-    if told.get("wire"):
+    given = json.load(sys.stdin)
+    if given.get("wire"):
         json.dump({"wire": wire()}, sys.stdout)
     else:
-        calls = Calls(told)
-        json.dump({name: getattr(calls, name)() for name in told["calls"]}, sys.stdout)
+        calls = Calls(given)
+        json.dump({name: getattr(calls, name)() for name in given["calls"]}, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import random
 import signal
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import cast
 
 import grpc
 import pytest
@@ -17,17 +16,13 @@ from redis.asyncio import Redis
 from cli.demo_model.prompts import questions, system_text
 from cli.suite.stack import free_ports
 from common import index_format
-from common.hashing import block_digests, block_hash_of, root_digest
 from common.process import die_with_parent
 from common.process.python import module_command
 from common.rpc.server import open_channel
-from common.types import PoolIdentity
-from common.wire.identity_codec import identity_from_proto
-from common.wire.packing import pack_hashes
 from kvmanager.main import REPLACED_STATUS
 from quire.inference.v1 import inference_pb2 as pb
-from quire.kvmanager.v1 import kvmanager_pb2
 from tests.suites.e2e.conftest import WORKERS
+from tests.support.index_view import Index, identity_of
 from tests.support.kvmanager.fake_session import RawWorker, attach_of
 from tests.support.load import all_started, epoch, kill, prompts
 from tests.support.reference import assert_greedy, chat_tokens
@@ -35,7 +30,7 @@ from tests.support.suite import PATIENCE, Outcome, Suite, greedy
 
 STREAMS, COUNT = 16, 96
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 async def eventually(holds: Callable[[], Awaitable[bool]], seconds: float = PATIENCE) -> None:
@@ -43,11 +38,6 @@ async def eventually(holds: Callable[[], Awaitable[bool]], seconds: float = PATI
     async with asyncio.timeout(seconds):
         while not await holds():  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-
-
-async def identity_of(suite: Suite) -> PoolIdentity:
-    """Return the identity of the suite's pool."""
-    return identity_from_proto((await suite.inference.GetModel(pb.GetModelRequest(), timeout=PATIENCE)).identity)
 
 
 def assert_reference(asked: Sequence[list[int]], outcomes: Sequence[Outcome], count: int = COUNT) -> None:
@@ -95,47 +85,6 @@ async def test_a_killed_manager_amid_a_hundred_cancels_loses_nothing(suite: Suit
     assert_reference(asked, outcomes)
 
 
-def _until_missing(entry: tuple[int, int], held: Sequence[set[tuple[int, int]]]) -> int:
-    return next((position for position, entries in enumerate(held) if entry not in entries), len(held))
-
-
-class Index:
-    """The index as a router reads it, key by key, and the manager's own map of the same block hashes."""
-
-    def __init__(self, suite: Suite, redis: Redis, identity: PoolIdentity) -> None:
-        self._suite, self._redis, self._identity = suite, redis, identity
-        self._root = root_digest(identity.model_fingerprint, identity.tokenizer_fingerprint, identity.block_size)
-
-    async def owners(self) -> dict[str, tuple[int, int]]:
-        """Return slot and generation of each worker."""
-        found = {}
-        for slot in range(8):
-            fields = await self._redis.hgetall(index_format.slot_key(self._identity.namespace, slot))
-            owner = index_format.owner_from_fields(cast("dict[bytes, bytes]", fields))
-            if owner is not None:
-                found[owner.worker_id] = (slot, owner.generation)
-        return found
-
-    async def hits(self, tokens: Sequence[int]) -> dict[str, int]:
-        """Return for each worker how many leading blocks the index has."""
-        keys = list(map(block_hash_of, block_digests(self._root, tokens, self._identity.block_size)))
-        values = await self._redis.mget([index_format.prefix_key_root(self._identity.namespace) + key for key in keys])
-        held = [set(index_format.unpack_entries(cast("bytes", value or b""))) for value in values]
-        owners = await self.owners()
-        return {name: _until_missing(entry, held) for name, entry in owners.items()}
-
-    async def manager_hits(self, tokens: Sequence[int]) -> dict[str, int]:
-        """Return the same from the manager's own map."""
-        keys = list(map(block_hash_of, block_digests(self._root, tokens, self._identity.block_size)))
-        request = kvmanager_pb2.LookupRequest(block_hashes=pack_hashes(keys), num_tokens=len(tokens) + 1)
-        matches = (await self._suite.manager.Lookup(request, timeout=PATIENCE)).matches
-        return {match.worker_id: match.hit_blocks for match in matches}
-
-    async def number(self, key: str) -> int:
-        """Return the value of a counter, 0 when it is absent."""
-        return int(await self._redis.get(key) or 0)
-
-
 async def test_a_wiped_redis_fails_no_request_and_is_filled_again(suite: Suite) -> None:
     long = chat_tokens(questions(1)[0].text, system_text())  # so that a hit outweighs every other cost
     asked = [long, *prompts(STREAMS, seed=21)]
@@ -143,8 +92,12 @@ async def test_a_wiped_redis_fails_no_request_and_is_filled_again(suite: Suite) 
     fence = index_format.fence_key(identity.namespace)
     async with Redis.from_url(suite.stack.redis_url) as redis:
         index = Index(suite, redis, identity)
+
+        async def is_published() -> bool:
+            return await index.number(fence) > 0
+
+        await eventually(is_published)
         before = await index.number(fence)
-        assert before > 0
         tasks = await all_started(suite, asked, COUNT)
         await redis.flushall()
         outcomes = await asyncio.gather(*tasks)
@@ -233,12 +186,15 @@ async def test_streams_leave_a_worker_that_is_stopped_and_it_is_used_again_when_
     stopped = max(await suite.pools(), key=lambda pool: pool.running).worker_id
     pid = suite.stack.children[stopped].pid
     assert pid is not None
+
+    async def is_out_of_use() -> bool:
+        return [each.state for each in (await suite.status()).workers if each.worker_id == stopped] != ["connected"]
+
     kill(suite, stopped, signal.SIGSTOP)
     try:
         outcomes = await asyncio.gather(*tasks)
         assert stopped in {outcome.admitted.worker_id for outcome in outcomes if outcome.admitted}
-        status = await suite.inference.GetStatus(pb.GetStatusRequest(), timeout=PATIENCE)
-        assert [worker.state for worker in status.workers if worker.worker_id == stopped] != ["connected"]
+        await eventually(is_out_of_use)
     finally:
         os.kill(pid, signal.SIGCONT)
     assert_reference(asked, outcomes, 4 * COUNT)

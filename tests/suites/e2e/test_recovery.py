@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import re
-import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
+import pytest
 import redis
 from redis.asyncio import Redis
 
 from cli.demo_model import CHECKPOINT
 from cli.suite.stack import StackOptions
 from quire.inference.v1 import inference_pb2
-from tests.support.load import all_started, epoch, kill, prompts, started
+from tests.suites.e2e.conftest import WORKERS
+from tests.support.load import (
+    all_started,
+    epoch,
+    kill,
+    manager_stopped,
+    placed,
+    prompts,
+    until_all_wait,
+    until_used,
+    with_a_worker_killed,
+)
 from tests.support.reference import assert_greedy
 from tests.support.suite import PATIENCE, Suite, greedy, running_suite
 
 COUNT = 96
-FLAGS = ("--kv-blocks", "2048", "--dtype", "float32")
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 async def until_redis_is_back(suite: Suite) -> None:
@@ -33,55 +44,30 @@ async def until_redis_is_back(suite: Suite) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_a_killed_manager_breaks_none_of_64_streams(tmp_path: Path) -> None:
-    options = StackOptions(model=CHECKPOINT, workers=1, worker_flags=FLAGS)
+async def test_a_killed_manager_breaks_none_of_64_streams(suite: Suite) -> None:
     asked = 4 * prompts(16)
-    async with running_suite(tmp_path, options) as suite:
-        before = await epoch(suite)
-        tasks = await all_started(suite, asked, COUNT)
-        kill(suite, "kvmanager")
-        outcomes = await asyncio.gather(*tasks)
-        assert await epoch(suite) > before
-        # All sequences are accounted for: those that ended without a manager, and those that continued.
-        await suite.until_all_free(workers=1)
-        again = await suite.generate(greedy(asked[1], 8))
-        assert again.admitted is not None
-        assert again.admitted.cached_tokens > 0, "what was sealed before the crash is still cached after it"
+    before = await epoch(suite)
+    tasks = await all_started(suite, asked, COUNT)
+    kill(suite, "kvmanager")
+    outcomes = await asyncio.gather(*tasks)
+    assert await epoch(suite) > before
+    # All sequences are accounted for: those that ended without a manager, and those that continued.
+    await suite.until_all_free(WORKERS)
+    again = await suite.generate(greedy(asked[1], 8))
+    assert again.admitted is not None
+    assert again.admitted.cached_tokens > 0, "what was sealed before the crash is still cached after it"
     assert_greedy(asked, [outcome.tokens for outcome in outcomes], COUNT)
 
 
-async def test_redis_killed_and_back_fails_no_request(tmp_path: Path) -> None:
-    options = StackOptions(model=CHECKPOINT, workers=2, worker_flags=FLAGS)
+async def test_redis_killed_and_back_fails_no_request(suite: Suite) -> None:
     asked = prompts(8)
-    async with running_suite(tmp_path, options) as suite:
-        first = await asyncio.gather(*(suite.generate(greedy(prompt, 8)) for prompt in asked))
-        kill(suite, "redis")
-        second = await asyncio.gather(*(suite.generate(greedy(prompt, 8)) for prompt in asked))
-        await until_redis_is_back(suite)
-        third = await asyncio.gather(*(suite.generate(greedy(prompt, 8)) for prompt in asked))
-        await suite.until_all_free(workers=2)
+    first = await asyncio.gather(*(suite.generate(greedy(prompt, 8)) for prompt in asked))
+    kill(suite, "redis")
+    second = await asyncio.gather(*(suite.generate(greedy(prompt, 8)) for prompt in asked))
+    await until_redis_is_back(suite)
+    third = await asyncio.gather(*(suite.generate(greedy(prompt, 8)) for prompt in asked))
+    await suite.until_all_free(WORKERS)
     assert [o.tokens for o in first] == [o.tokens for o in second] == [o.tokens for o in third]
-
-
-async def until_all_wait(suite: Suite, count: int) -> None:
-    """Return when the only worker has `count` sequences, none of which has blocks."""
-    async with asyncio.timeout(PATIENCE):
-        while True:
-            status = await suite.inference.GetStatus(inference_pb2.GetStatusRequest(), timeout=PATIENCE)
-            (worker,) = status.workers
-            if (worker.running_sequences, worker.waiting_sequences) == (0, count):
-                return
-            await asyncio.sleep(0.05)
-
-
-@asynccontextmanager
-async def manager_stopped(suite: Suite) -> AsyncIterator[None]:
-    """Stop the KV manager: the worker accepts sequences, and starts none before the manager grants blocks again."""
-    kill(suite, "kvmanager", signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        kill(suite, "kvmanager", signal.SIGCONT)
 
 
 async def test_preemption_changes_no_token(tmp_path: Path) -> None:
@@ -100,35 +86,24 @@ async def test_preemption_changes_no_token(tmp_path: Path) -> None:
     assert_greedy(asked, [outcome.tokens for outcome in outcomes], 120)
 
 
-async def test_streams_outlive_a_killed_worker_and_its_successor_is_used(tmp_path: Path) -> None:
-    options = StackOptions(model=CHECKPOINT, workers=2, worker_flags=FLAGS)
+async def test_streams_outlive_a_killed_worker_and_its_successor_is_used(suite: Suite) -> None:
     asked = prompts(16, seed=5)
-    async with running_suite(tmp_path, options) as suite:
-        tasks = await all_started(suite, asked, COUNT)
-        kill(suite, "worker-1")
-        outcomes = await asyncio.gather(*tasks)
-        placed = [outcome.admitted.worker_id for outcome in outcomes if outcome.admitted]
-        assert set(placed) == {"worker-0", "worker-1"}
-        await suite.until_all_free(workers=2)  # the second is the successor, attached anew
-        async with asyncio.timeout(PATIENCE):
-            while True:
-                status = await suite.inference.GetStatus(inference_pb2.GetStatusRequest(), timeout=PATIENCE)
-                if sum(worker.state == "connected" for worker in status.workers) == 2:
-                    break
-                await asyncio.sleep(0.05)
-        later = await asyncio.gather(*(suite.generate(greedy(prompt, 8)) for prompt in prompts(16, seed=6)))
-        assert {outcome.admitted.worker_id for outcome in later if outcome.admitted} == {"worker-0", "worker-1"}
+    victim, outcomes = await with_a_worker_killed(suite, [greedy(prompt, COUNT) for prompt in asked])
+    await suite.until_all_free(WORKERS)  # one of them is the successor, attached anew
+    await suite.until_connected(WORKERS)
+    await until_used(suite, victim)
     assert_greedy(asked, [outcome.tokens for outcome in outcomes], COUNT)
 
 
 async def test_a_worker_that_joins_is_found_through_redis(tmp_path: Path) -> None:
-    options = StackOptions(model=CHECKPOINT, workers=2, worker_flags=FLAGS, named_workers=1)
+    flags = ("--kv-blocks", "1024", "--simulate", "base=4ms,prefill=10us")
+    options = StackOptions(model=CHECKPOINT, workers=2, worker_flags=flags, named_workers=1)
     async with running_suite(tmp_path, options) as suite:
-        outcomes = await asyncio.gather(*(suite.generate(greedy(prompt, 24)) for prompt in prompts(24, seed=8)))
-        assert {outcome.admitted.worker_id for outcome in outcomes if outcome.admitted} == {"worker-0", "worker-1"}
+        for name in ("worker-0", "worker-1"):
+            await until_used(suite, name)
         await suite.stack.children["worker-1"].stop()
         left = await asyncio.gather(*(suite.generate(greedy(prompt, 8)) for prompt in prompts(8, seed=9)))
-        assert {outcome.admitted.worker_id for outcome in left if outcome.admitted} == {"worker-0"}
+        assert placed(left) == {"worker-0"}
 
 
 def constrained(prompt: list[int], seed: int) -> inference_pb2.GenerateRequest:
@@ -141,16 +116,12 @@ def constrained(prompt: list[int], seed: int) -> inference_pb2.GenerateRequest:
 CODES = "([a-z]{2}[0-9]{3} ){30}"
 
 
-async def test_constraints_are_followed_on_by_another_worker(tmp_path: Path) -> None:
+async def test_constraints_are_followed_on_by_another_worker(suite: Suite) -> None:
     """The new worker first consumes the earlier output: the text is the same as from an undisturbed run."""
-    options = StackOptions(model=CHECKPOINT, workers=2, worker_flags=FLAGS)
     requests = [constrained(prompt, seed) for seed, prompt in enumerate(prompts(16, seed=7))]
-    async with running_suite(tmp_path, options) as suite:
-        tasks = await started(suite, requests)
-        kill(suite, "worker-1")
-        disturbed = await asyncio.gather(*tasks)
-        await suite.until_all_free(workers=2)
-        undisturbed = await asyncio.gather(*map(suite.generate, requests[:6]))
-    assert {outcome.admitted.worker_id for outcome in disturbed if outcome.admitted} == {"worker-0", "worker-1"}
+    _, disturbed = await with_a_worker_killed(suite, requests)
+    await suite.until_all_free(WORKERS)
+    undisturbed = await asyncio.gather(*map(suite.generate, requests[:6]))
+    await suite.until_connected(WORKERS)
     assert [outcome.tokens for outcome in disturbed[:6]] == [outcome.tokens for outcome in undisturbed]
     assert all(re.fullmatch(CODES, outcome.text) for outcome in disturbed)

@@ -9,14 +9,15 @@ import grpc
 import pytest
 
 from cli.demo_model.prompts import questions, system_text
-from quire.decision.v1 import decision_pb2, decision_pb2_grpc
+from quire.decision.v1 import decision_pb2
 from quire.inference.v1 import inference_pb2 as pb
 from quire.types.v1 import types_pb2 as types
 from tests.suites.e2e.conftest import WORKERS
+from tests.support.load import until_used
 from tests.support.reference import assert_greedy, chat_tokens, tokenizer
 from tests.support.suite import PATIENCE, Suite, chat, greedy
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -30,7 +31,8 @@ async def test_64_streams_give_the_tokens_of_transformers(suite: Suite) -> None:
     asked = prompts(64)
     outcomes = await asyncio.gather(*(suite.generate(greedy(prompt, 24)) for prompt in asked))
     assert_greedy(asked, [outcome.tokens for outcome in outcomes], 24)
-    assert {outcome.admitted.worker_id for outcome in outcomes if outcome.admitted} == {"worker-0", "worker-1"}
+    for name in ("worker-0", "worker-1"):
+        await until_used(suite, name)
     for outcome in outcomes:
         assert outcome.finished is not None
         assert outcome.finished.reason == types.FINISH_REASON_LENGTH
@@ -106,7 +108,7 @@ async def test_text_arrives_whole_and_a_stop_string_ends_it(suite: Suite) -> Non
 async def test_one_trace_spans_the_three_services(suite: Suite) -> None:
     outcome = await suite.generate(chat("Hello!"))
     assert outcome.admitted is not None
-    stub = decision_pb2_grpc.DecisionServiceStub(suite.channel)
+    stub = suite.decisions
     query = decision_pb2.GetTraceRequest(trace_id=outcome.admitted.trace_id)
     wanted = {"queue", "route", "stream", "reserve", "prefill chunk", "decode", "kvmanager.reserve"}
     names: set[str] = set()

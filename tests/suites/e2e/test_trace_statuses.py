@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from cli.demo_model import CHECKPOINT
 from cli.suite.stack import StackOptions
-from quire.decision.v1 import decision_pb2, decision_pb2_grpc
+from quire.decision.v1 import decision_pb2
 from quire.inference.v1 import inference_pb2 as pb
 from tests.support.deadlines import TooSlow, with_enough_time
 from tests.support.suite import PATIENCE, Suite, greedy, running_suite
@@ -23,10 +23,10 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def suite(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Suite]:
-    """One worker; router and manager log everything, as JSON."""
+    """One simulated worker; router and manager log everything, as JSON."""
     debug = ("--log-level", "debug")
-    # transformers' path: 3,800 tokens take longer there than any deadline below on any machine.
-    flags = ("--kv-blocks", "256", "--dtype", "float32", "--model-impl", "transformers")
+    # 3,800 tokens take longer than any deadline below on any machine.
+    flags = ("--kv-blocks", "256", "--simulate", "base=20ms")
     options = StackOptions(
         model=CHECKPOINT, worker_flags=flags, router_flags=debug, manager_flags=debug, log_format="json"
     )
@@ -43,7 +43,7 @@ def traced(max_tokens: int) -> tuple[str, pb.GenerateRequest]:
 
 async def statuses(suite: Suite, trace_id: str, wanted: Collection[str]) -> dict[str, tuple[str, str]]:
     """Return status and message of these spans of a trace once all have come."""
-    stub = decision_pb2_grpc.DecisionServiceStub(suite.channel)
+    stub = suite.decisions
     async with asyncio.timeout(PATIENCE):
         while True:
             try:

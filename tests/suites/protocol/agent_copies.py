@@ -10,9 +10,10 @@ from gpuworker.core.lease_agent import LeaseAgent
 from gpuworker.core.report_builder import ReportBuilder
 from gpuworker.core.sequence import Sequence
 from gpuworker.core.step_scheduler import StepScheduler
+from tests.suites.protocol.scenario import Guesser
 
 T = TypeVar("T")
-_COLUMNS = ("_reserve", "_bind", "_seal", "_trim", "_returned", "_preempted", "_finished", "_computed")
+_COLUMNS = ("_reserve", "_bind", "_seal", "_trim", "_returned", "_preempted", "_finished")
 
 
 def shallow(thing: T) -> T:
@@ -31,7 +32,7 @@ def copy_agent(agent: LeaseAgent) -> LeaseAgent:
     twin._in_flight = agent._in_flight.copy()
     twin._copies = agent._copies.copy()
     twin._finished, twin._preempted = agent._finished.copy(), agent._preempted.copy()
-    twin._forgotten = agent._forgotten.copy()
+    twin._forgotten, twin._recounted = agent._forgotten.copy(), agent._recounted.copy()
     return twin
 
 
@@ -43,7 +44,7 @@ def agent_key(agent: LeaseAgent) -> tuple[object, ...]:
         _report_key(agent._report),
         tuple([plan.rows for plan in agent._in_flight]),
         tuple(agent._copies),
-        agent._lease_target,
+        (agent._lease_target, agent.reset),
     )
 
 
@@ -79,6 +80,8 @@ def _copy_sequence(old: Sequence) -> Sequence:
     twin.tokens = old.tokens.copy()
     twin.block_hashes = old.block_hashes.copy()
     twin.block_table = old.block_table.copy()
+    if isinstance(old.drafter, Guesser):
+        twin.drafter = old.drafter.copy()
     return twin
 
 
@@ -105,6 +108,7 @@ def _report_key(report: ReportBuilder) -> tuple[object, ...]:
         tuple(report._returned),
         tuple(report._preempted),
         tuple(report._finished),
+        report._reset,
     )
 
 

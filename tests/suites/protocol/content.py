@@ -1,7 +1,7 @@
 """The exact content of block slots: the K/V of the last token of a known sequence of tokens.
 
 A prefix is a node of one tree of tokens, shared by all worlds; a slot holds a node or 0, nothing. Two sequences may
-share a slot if and only if their tokens up to there are the same, that is, if the node is the same.
+share a slot if and only if their tokens up to there are the same. Then the node is the same.
 """
 
 from __future__ import annotations

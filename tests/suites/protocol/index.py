@@ -89,8 +89,7 @@ class Publisher:
                 case Removed():
                     self.net.remove(event.hash, event.depth)
                 case Cleared():
-                    self.net = NetChanges()
-                    self.registered = False
+                    raise AssertionError("a clear is published under a new generation")
 
     def restart(self, generation: int, snapshot: IndexSnapshot) -> None:
         """Publish the whole membership under a new generation."""

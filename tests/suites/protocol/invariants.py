@@ -1,4 +1,4 @@
-"""The invariants I1 to I10 of the lease protocol, checked on a world after every event."""
+"""The invariants I1 to I11 of the lease protocol, checked on a world after every event."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tests.suites.protocol import content
 from tests.suites.protocol.agent_copies import copy_agent
 
 if TYPE_CHECKING:
+    from tests.suites.protocol.state import ModelManager
     from tests.suites.protocol.world import World
 
 
@@ -47,6 +48,7 @@ def check(world: World) -> None:
         if manager.alive and session is not None and session.ready:
             audit(session.ledger)
             _map_is_prefix_closed(session.ledger, world.scenario.block_size)
+            _reset_is_kept(world, manager, session.ledger)
     link = world.link
     if link is not None and link.served is not None and world.managers[link.manager].core.current(link.served):
         _registered_content_is_true(world, link.served.ledger)
@@ -92,7 +94,7 @@ def _registered_content_is_true(world: World, ledger: Ledger) -> None:
 
 
 def _map_is_prefix_closed(ledger: Ledger, block_size: int) -> None:
-    """I5, by the true parent of each hash rather than by the one that the ledger believes."""
+    """I5, by the true parent of each hash rather than by the one in the ledger."""
     entries = ledger.state.cache.entries
     for key in entries:
         parent = content.parent_key(key, block_size)
@@ -115,8 +117,22 @@ def _index_is_true(world: World) -> None:
             raise Violation("I6", "all is written and the index differs from the manager's map")
 
 
+def _reset_is_kept(world: World, manager: ModelManager, ledger: Ledger) -> None:
+    """I11: what a reset dropped is cached again only after it was computed again.
+
+    It holds at the manager that was asked, and at whichever has the worker once the worker has confirmed.
+    """
+    link = world.link
+    has_the_worker = link is not None and link.served is not None and link.served.ledger is ledger
+    if world.resets != manager.core.last_reset and not (has_the_worker and world.resets == world.agent.reset):
+        return
+    back = [block for block in world.dropped if ledger.state.block_pool.blocks[block].hash is not None]
+    if back:
+        raise Violation("I11", f"blocks {back} are registered again, and nothing has computed them since the reset")
+
+
 def _stalls_are_short(world: World) -> None:
-    """I9: once both sides have heard all, a stall means that no block is left and a preemption is outstanding."""
+    """I9: once both sides have every message, a stall means that no block is left and a preemption is outstanding."""
     link, agent = world.link, world.agent
     if link is None or link.served is None or not world.worker.open or link.to_manager or link.to_worker:
         return
@@ -152,5 +168,7 @@ def check_quiescence(world: World) -> None:
         or pool.leased
     ):
         raise Violation("I8", "the manager keeps sequences, a queue, pending blocks or leases")
+    if ledger.reset_pending:
+        raise Violation("I11", "the worker has not confirmed the reset")
     if pool.available != len(pool.blocks):
         raise Violation("I8", f"{pool.available} of {len(pool.blocks)} blocks are free or cached")

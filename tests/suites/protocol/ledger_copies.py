@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from dataclasses import replace
 from typing import TypeVar
 
 from kvmanager.core.block import Block
 from kvmanager.core.block_pool import BlockPool
 from kvmanager.core.decisions import DecisionLog
+from kvmanager.core.eviction.interface import EvictionOrder
+from kvmanager.core.eviction.lru import LeastRecentlyUsed
 from kvmanager.core.free_list import FreeList
 from kvmanager.core.ledger import Ledger
 from kvmanager.core.ledger_state import LedgerState
@@ -38,6 +42,7 @@ def ledger_key(ledger: Ledger) -> tuple[object, ...]:
         tuple(state.refused),
         state.last_sent_target,
         state.lease_want,
+        state.resets.key(),
     )
 
 
@@ -47,11 +52,15 @@ def ledger_key(ledger: Ledger) -> tuple[object, ...]:
 def _copy_state(old: LedgerState) -> LedgerState:
     new = LedgerState.__new__(LedgerState)
     new.config, new.clock, new.decisions = old.config, old.clock, _copy_decisions(old.decisions)
-    new.totals, new.block_pool = old.totals.clone(), _copy_pool(old.block_pool)
-    new.cache = _copy_cache(old.cache, new.block_pool.blocks)
+    new.totals, new.cache = old.totals.clone(), _copy_cache(old.cache)
+    new.eviction = _copy_order(old.eviction, old.cache, new.cache)
+    new.block_pool = _copy_pool(old.block_pool, new.eviction)
+    new.cache._blocks = new.block_pool.blocks
     new.sequences = {key: _copy_sequence(sequence) for key, sequence in old.sequences.items()}
+    new.tenants = old.tenants.copy()
     new.queue, new.preempting = _copy_queue(old.queue), old.preempting.copy()
     new.stalled, new.refused, new.last_sent_target = old.stalled, old.refused.copy(), old.last_sent_target
+    new.resets, new.remembered = replace(old.resets), None
     new.lease_want, new.growth, new.blocked_by = old.lease_want, old.growth, old.blocked_by
     new.running, new.admitted, new.next_arrival = old.running, old.admitted, old.next_arrival
     return new
@@ -60,7 +69,7 @@ def _copy_state(old: LedgerState) -> LedgerState:
 def _copy_block(old: Block) -> Block:
     new = Block(old.id)
     new.state, new.refs, new.hash, new.pending = old.state, old.refs, old.hash, old.pending
-    new.parent, new.owner, new.index = old.parent, old.owner, old.index
+    new.parent, new.owner, new.index, new.awaited = old.parent, old.owner, old.index, old.awaited
     return new
 
 
@@ -71,24 +80,32 @@ def _copy_list(old: FreeListT) -> FreeListT:
     return new
 
 
-def _copy_pool(old: BlockPool) -> BlockPool:
+def _copy_pool(old: BlockPool, cached: EvictionOrder) -> BlockPool:
     new = BlockPool.__new__(BlockPool)
     new.blocks = [_copy_block(block) for block in old.blocks]
-    new.free, new.cached, new.leased = _copy_list(old.free), _copy_list(old.cached), old.leased
+    new.free, new.cached, new.leased = _copy_list(old.free), cached, old.leased
     return new
 
 
-def _copy_cache(old: PrefixCache, blocks: list[Block]) -> PrefixCache:
-    new = PrefixCache(blocks, old._ghost_limit)
-    new.entries = {key: Entry(e.parent, e.depth, e.blocks.copy()) for key, e in old.entries.items()}
-    new.pending, new.ghosts = old.pending.copy(), old.ghosts.copy()
+def _copy_order(old: EvictionOrder, cache: PrefixCache, new: PrefixCache) -> EvictionOrder:
+    """Return a copy that knows the entries of the new cache in place of those of the old one."""
+    if isinstance(old, LeastRecentlyUsed):
+        return _copy_list(old)
+    known: dict[int, object] = {id(entry): new.entries[key] for key, entry in cache.entries.items()}
+    return deepcopy(old, known | {id(cache.entries): new.entries})
+
+
+def _copy_cache(old: PrefixCache) -> PrefixCache:
+    new = PrefixCache([], old._ghost_limit)
+    new.entries = {key: Entry(e.parent, e.depth, e.blocks.copy(), e.children) for key, e in old.entries.items()}
+    new.pending, new.ghosts, new.ambiguous = old.pending.copy(), old.ghosts.copy(), old.ambiguous.copy()
     new.events, new.number = old.events.copy(), old.number
     return new
 
 
 def _copy_queue(old: WaitingQueue) -> WaitingQueue:
     new = WaitingQueue()
-    new._places = old._places.copy()
+    new._lines = {tenant: line.copy() for tenant, line in old._lines.items()}
     return new
 
 
@@ -115,6 +132,6 @@ def _block_key(block: Block) -> tuple[object, ...]:
 
 def _sequence_key(each: Sequence) -> tuple[object, ...]:
     return (
-        each.id, each.num_tokens, each.max_blocks, each.priority, tuple(each.block_hashes), each.cacheable,
+        each.id, each.num_tokens, each.max_blocks, each.priority, each.tenant, tuple(each.block_hashes), each.cacheable,
         each.fork_of, each.phase.value, tuple(each.block_table), each.n_shared, each.trimmed, each.recompute,
     )  # fmt: skip

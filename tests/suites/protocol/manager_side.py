@@ -5,6 +5,7 @@ from __future__ import annotations
 from common.clock import ManualClock
 from common.lease import Attach, AttachRejected, Inventory, Report
 from kvmanager.core import epochs
+from kvmanager.core.index_events import Cleared
 from kvmanager.core.ledger import Ledger
 from kvmanager.core.manager import Manager, ManagerConfig
 from tests.suites.protocol.index import Replaced, Wiped
@@ -19,7 +20,10 @@ class ManagerSide(State):
     def start_manager(self) -> None:
         """Start a manager process, which takes its epoch."""
         config = ManagerConfig(
-            runway_slots=self.scenario.runway_slots, runway_reach=self.scenario.runway_reach, watermark=0.0
+            runway_slots=self.scenario.runway_slots,
+            runway_reach=self.scenario.runway_reach,
+            watermark=0.0,
+            eviction=self.eviction,
         )
         manager = ModelManager(Manager(config, _CLOCK, lambda: "", policies=self.policies))
         self.managers.append(manager)
@@ -49,10 +53,15 @@ class ManagerSide(State):
         batch = ledger.schedule()
         if batch is not None and not link.deaf:
             link.to_worker = (*link.to_worker, batch)
+        self._publish(manager, ledger)
+
+    def _publish(self, manager: ModelManager, ledger: Ledger) -> None:
         events = ledger.drain_index_events()
-        if self.scenario.with_index:
-            manager.publisher.follow(events)
         ledger.drain_decisions()
+        if self.scenario.with_index and any(isinstance(event, Cleared) for event in events):
+            self.republish(manager)
+        elif self.scenario.with_index:
+            manager.publisher.follow(events)
 
     def _attach(self, link: Link, manager: ModelManager, attach: Attach, inventory: Inventory) -> None:
         core, old = manager.core, manager.session()
@@ -69,6 +78,22 @@ class ManagerSide(State):
         if self.scenario.with_index:
             self.republish(manager)
         self._answer(link, manager, served.ledger)
+
+    def reset(self, number: int) -> bool:
+        """An operator resets the prefix cache. What it drops is known where the worker has a session."""
+        manager = self.managers[number]
+        session = manager.session()
+        self.resets += 1
+        self.dropped = frozenset()
+        if session is not None and session.ready:
+            self.dropped = frozenset(session.ledger.state.block_pool.cached)
+        manager.core.reset_cache(self.resets)
+        if session is not None and session.ready:
+            for link in self.links:
+                if link.served is session:
+                    self._answer(link, manager, session.ledger)
+            self._publish(manager, session.ledger)  # where no link has messages any more, the order is lost
+        return True
 
     def _renew_epoch(self, manager: ModelManager, seen: int) -> bool:
         """Take a higher epoch, with a random jump; a manager that sees that it was replaced ends itself."""
@@ -93,7 +118,7 @@ class ManagerSide(State):
             manager.publisher.restart(self.generations, session.ledger.index_snapshot())
 
     def random_jump(self) -> int:
-        """After a wipe two managers could each think that the same epoch is the next: none may be taken twice."""
+        """After a wipe two managers could each compute the same next epoch: none may be taken twice."""
         if self.index.counter is not None:
             return 0
         self.jumps += 1

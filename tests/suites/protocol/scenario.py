@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
+from gpuworker.core.drafting import Speculation
 from tests.suites.protocol import content
 
 EOS = 9
@@ -22,12 +24,14 @@ class Request:
     priority: int = 0
     fork_of: int | None = None
     no_cache: bool = False
+    tenant: str = ""
+    drafts: bool = False
 
     def draw(self, node: int, output: int) -> int:
         """Return output token number `output` (from 1) after the prefix `node`: the same in every run."""
         if output == self.stop_at:
             return EOS
-        return (node * 7 + content.token_of(node) * 3 + 1) % VOCABULARY
+        return drawn_after(node)
 
     @property
     def outputs(self) -> tuple[int, ...]:
@@ -62,3 +66,40 @@ class Scenario:
     with_index: bool = False
     max_faults: int = 0
     faults: dict[str, int] = field(default_factory=dict, hash=False)
+
+
+class Guesser:
+    """Drafts up to three tokens in every state, of which none, one or two are those that a request draws there."""
+
+    behind = None
+
+    def __init__(self, tokens: Sequence[int], _: Speculation | None = None) -> None:
+        self._nodes = content.path(tuple(tokens))
+
+    @property
+    def chance(self) -> float:
+        return 1.0
+
+    def take(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            self._nodes.append(content.child(self._nodes[-1], token))
+
+    def propose(self, most: int) -> tuple[int, ...]:
+        """Guess right where the number of tokens is even, and once more where four does not divide it; then wrong."""
+        nodes, found = self._nodes[-1:], []
+        rights = (len(self._nodes) % 2 == 0) + (len(self._nodes) % 4 == 2)
+        for guess in range(min(most, 3)):
+            token = drawn_after(nodes[-1])
+            found.append(token if guess < rights else (token + 1) % VOCABULARY)
+            nodes.append(content.child(nodes[-1], found[-1]))
+        return tuple(found)
+
+    def copy(self) -> Guesser:
+        twin = Guesser(())
+        twin._nodes = self._nodes.copy()
+        return twin
+
+
+def drawn_after(node: int) -> int:
+    """Return the ordinary token that is drawn after a prefix."""
+    return (node * 7 + content.token_of(node) * 3 + 1) % VOCABULARY

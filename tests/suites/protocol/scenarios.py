@@ -8,6 +8,9 @@ from tests.suites.protocol.scenario import Request, Scenario
 
 ALL_FAULTS = {"cancel": 4, "stream_break": 4, "worker_crash": 1, "manager_crash": 2, "hand_over": 2, "wipe": 1}
 
+RESETS = {"reset": 3}
+"""Beside the faults, for the walks that try resets of the prefix cache too."""
+
 SHARED = (0, 1, 0, 0, 1, 1)
 TWO_SHARERS = (Request((0, 1, 0), 2), Request((0, 1, 1, 0), 2))
 """Both begin with the block (0, 1); together they grow to more blocks than three."""
@@ -19,6 +22,12 @@ NESTED_SENIOR = (NESTED[0], replace(NESTED[1], priority=1))
 """The second is planned first although admitted second, and could fill the slot of the first one's last token."""
 
 FORK = (Request((0, 1, 0, 0), 1), Request((0, 1, 0, 0), 1, fork_of=0))
+
+TWO_TENANTS = (Request((0, 1, 0), 2, tenant="red"), Request((1, 1), 2, tenant="blue"))
+"""Each fits into three blocks alone, and both do not."""
+
+DRAFTING = (Request((0, 1, 0), 5, drafts=True), Request((0, 1, 1), 4, drafts=True))
+"""Both draft, and may accept none, one or two of their guesses."""
 
 TINY: dict[str, Scenario] = {
     "peace": Scenario(TWO_SHARERS, 3),
@@ -38,6 +47,14 @@ TINY: dict[str, Scenario] = {
     "nested_senior": Scenario(NESTED_SENIOR, 5, budget=2),
     "break_stop": Scenario((Request((0, 1, 0), 3, stop_at=1),), 4, max_faults=1, faults={"stream_break": 1}),
     "fork": Scenario(FORK, 5, budget=2, max_faults=1, faults={"cancel": 1}),
+    "tenants": Scenario(TWO_TENANTS, 3, max_faults=1, faults={"cancel": 1}),
+    "reset": Scenario((Request((0, 1, 0), 1),), 3, max_faults=2, faults={"reset": 1, "stream_break": 1}),
+    "reset_reuse": Scenario(TWO_SHARERS, 4, max_faults=1, faults={"reset": 1}),
+    "drafts": Scenario(DRAFTING, 6, budget=6, max_faults=1, faults={"cancel": 1}),
+    "drafts_pressure": Scenario(DRAFTING, 5, budget=4),
+    "window": Scenario(
+        (Request((0, 1, 0, 1, 1, 0, 0, 1, 0, 0), 2), Request((1,), 2)), 4, window=4, max_faults=1, faults={"cancel": 1}
+    ),
     "index": Scenario((Request((0, 1, 0), 1),), 3, with_index=True, max_faults=2, faults={"wipe": 1, "hand_over": 1}),
 }
 
@@ -54,9 +71,22 @@ _MANY_SHARERS = tuple(Request((*SHARED, *tail), 3) for tail in ((), (0,), (1,), 
 _FORKS = (Request(SHARED, 5), *(Request(SHARED, 5, fork_of=0) for _ in range(3)), Request((0, 1), 6))
 _PRIORITIES = tuple(Request((*SHARED[:size], size % 2), 6, priority=size % 3) for size in range(6))
 
+_TENANTS = tuple(
+    Request((*SHARED[: 1 + size], size % 2), 6, tenant="red" if size < 4 else "blue", priority=int(size == 7))
+    for size in (0, 1, 2, 3, 4, 5, 2, 7)
+)
+
 _TWO_FAMILIES = tuple(
     Request((*((0, 1, 0, 0) if n % 6 < 3 else (1, 1, 0, 1)), *((0,), (1,), (0, 1))[n % 3]), 2) for n in range(12)
 )
+
+_CROWD = tuple(Request((n % 2, n // 2 % 2), 7 if n else 9) for n in range(7))
+"""More sequences stall at once than the blocks of one can serve."""
+
+_LONG_PROMPTS = tuple(Request((*SHARED, *SHARED, *SHARED[: 1 + n]), 5, priority=n % 2) for n in range(4))
+"""Each has twice the blocks that it may hold at once."""
+
+_DRAFTING = tuple(replace(each, drafts=number % 3 != 1) for number, each in enumerate(_MIXED))
 
 LARGE: dict[str, Scenario] = {
     "mixed": Scenario(_MIXED, 12, budget=6, with_index=True, runway_slots=4, runway_reach=8),
@@ -66,6 +96,12 @@ LARGE: dict[str, Scenario] = {
     "families": Scenario(_TWO_FAMILIES, 6, budget=3),
     "forks": Scenario(_FORKS, 14, budget=4),
     "priorities": Scenario(_PRIORITIES, 7, budget=6, max_num_seqs=3),
+    "tenants": Scenario(_TENANTS, 8, budget=6, max_num_seqs=3),
+    "crowd": Scenario(_CROWD, 9, budget=7),
     "wide_blocks": Scenario(_MIXED, 6, block_size=4, budget=5, runway_slots=4, runway_reach=4, with_index=True),
+    "drafts": Scenario(_DRAFTING, 12, budget=12, with_index=True, runway_slots=4, runway_reach=8),
+    "drafts_tight": Scenario(_DRAFTING, 9, block_size=4, budget=6),
+    "drafts_window": Scenario(tuple(Request((*SHARED, n % 2), 9, drafts=n < 3) for n in range(4)), 9, window=4),
     "window": Scenario(tuple(Request((*SHARED, n % 2), 9) for n in range(4)), 9, window=4, budget=5),
+    "window_tight": Scenario(_LONG_PROMPTS, 6, window=4, budget=9),
 }

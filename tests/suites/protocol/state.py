@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from common.lease import Attach, AttachOk, GrantBatch, Inventory, Report
-from common.types import FinishReason, SequenceId
+from common.types import BlockId, FinishReason, SequenceId
 from gpuworker.core.batch_plan import StepPlan, StepResult
 from gpuworker.core.lease_agent import LeaseAgent
 from gpuworker.core.lease_session import LeaseSession
+from kvmanager.core.config import EvictionName
 from kvmanager.core.manager import Manager, WorkerRegistration
 from kvmanager.core.policies import DEFAULT_POLICIES, LedgerPolicies
 from tests.suites.protocol.agent_copies import shallow
@@ -69,7 +70,7 @@ class ModelManager:
             return ()
         session = self.session()
         ledger = ledger_key(session.ledger) if session is not None else ()
-        return self.core.epoch, ledger, self.publisher.state_key()
+        return self.core.epoch, self.core.last_reset, ledger, self.publisher.state_key()
 
 
 class State:
@@ -77,6 +78,8 @@ class State:
 
     policies: ClassVar[LedgerPolicies] = DEFAULT_POLICIES
     """The policies of every ledger; a mutant puts its own here."""
+    eviction: ClassVar[EvictionName] = "lru"
+    """The policy of eviction. What another one has learned would belong to the key of a state."""
 
     scenario: Scenario
     index: Index
@@ -94,6 +97,9 @@ class State:
     generations: int
     jumps: int
     incarnation: int
+    # Resets of the prefix cache so far, and the blocks that the last one dropped and no step has written since.
+    resets: int
+    dropped: frozenset[BlockId]
 
     @property
     def agent(self) -> LeaseAgent:

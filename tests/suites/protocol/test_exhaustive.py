@@ -22,12 +22,14 @@ SMALL = (
     "worker_crash",
     "manager_crash",
     "fork",
-    "hand_over",
+    "tenants",
+    "reset",
 )
-WIDE = tuple(name for name in TINY if name not in SMALL)
+LARGER = "hand_over"
+WIDE = tuple(name for name in TINY if name not in (*SMALL, LARGER))
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", [*SMALL, pytest.param(LARGER, marks=pytest.mark.long)])
 def test_no_state_of_a_small_world_violates_an_invariant(name: str) -> None:
     found = exhaust(TINY[name], ENOUGH)
     assert found.violation is None, found.trace

@@ -7,7 +7,8 @@ import pytest
 from common.types import BlockHash
 from kvmanager.ports import IndexCall
 from tests.suites.protocol.index import Index
-from tests.suites.protocol.mutants import MUTANTS, Exhaustive, Mutant, Walks
+from tests.suites.protocol.mutant import Exhaustive, Mutant, Walks
+from tests.suites.protocol.mutants import MUTANTS
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=[f"{m.name}: {m.rule}" for m in MUTANTS])

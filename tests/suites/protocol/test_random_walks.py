@@ -6,16 +6,18 @@ from unittest import mock
 
 import pytest
 
-from tests.suites.protocol.mutants import EVICTING_AHEAD, Walks
-from tests.suites.protocol.scenarios import LARGE
+from tests.suites.protocol.manager_rules import EVICTING_AHEAD
+from tests.suites.protocol.mutant import Walks
+from tests.suites.protocol.scenarios import ALL_FAULTS, LARGE, RESETS
 from tests.suites.protocol.search import Pace
+from tests.suites.protocol.world import World
 
 PACES = (Pace(150, 0.03), Pace(250, 0.06), Pace(350, 0.1))
 
 
 def walk_many(name: str, first_seed: int, walks: int) -> None:
     for pace in PACES:
-        found = Walks(name, first_seed, walks, pace=pace).run()
+        found = Walks(name, first_seed, walks, (*ALL_FAULTS, *RESETS), pace).run()
         assert found.violation is None, f"seed {found.seed}, {pace}: {found.violation}\n{found.trace}"
 
 
@@ -34,6 +36,13 @@ def test_a_manager_that_evicts_ahead_and_grants_in_another_order_does_no_harm() 
     finally:
         for patch in patches:
             patch.stop()
+
+
+@pytest.mark.parametrize("policy", ["frequency", "utility"])
+@pytest.mark.parametrize("name", ["mixed", "tight"])
+def test_walks_under_other_policies_of_eviction(policy: str, name: str) -> None:
+    with mock.patch.object(World, "eviction", policy):
+        walk_many(name, first_seed=0, walks=15)
 
 
 @pytest.mark.exhaustive

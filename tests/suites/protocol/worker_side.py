@@ -7,7 +7,8 @@ from dataclasses import replace
 from common.hashing import block_hash_of
 from common.lease import Attach, AttachOk, Inventory
 from common.types import TRIMMED, FinishReason, KvGeometry, PoolIdentity, SequenceId
-from gpuworker.core.batch_plan import StepPlan, StepResult
+from gpuworker.core.batch_plan import ScheduledRow, StepPlan, StepResult
+from gpuworker.core.drafting import NO_PRICES, Speculation, verified
 from gpuworker.core.lease_agent import LeaseAgent
 from gpuworker.core.lease_session import LeaseSession
 from gpuworker.core.outcomes import AgentConfig, Completion
@@ -16,7 +17,7 @@ from gpuworker.core.stopping import StopRule
 from tests.suites.protocol import content
 from tests.suites.protocol.content import Device
 from tests.suites.protocol.invariants import Violation
-from tests.suites.protocol.scenario import EOS
+from tests.suites.protocol.scenario import EOS, Guesser
 from tests.suites.protocol.state import WORKER, Link, State
 
 
@@ -35,6 +36,8 @@ class WorkerSide(State):
             window=sizes.window,
             runway_slots=sizes.runway_slots,
             max_num_seqs=sizes.max_num_seqs,
+            new_drafter=Guesser if any(each.drafts for each in sizes.requests) else None,
+            draft_prices=NO_PRICES,
         )
         geometry = KvGeometry(1, 1, 1, 1, "float32", sizes.window)
         identity = PoolIdentity("model", "tokenizer", sizes.block_size, geometry)
@@ -42,6 +45,7 @@ class WorkerSide(State):
         attach = Attach(WORKER, incarnation, 0, 0, identity, sizes.num_blocks, max_num_seqs=sizes.max_num_seqs)
         self.worker = LeaseSession(LeaseAgent(config), attach)
         self.device = Device(sizes.num_blocks, sizes.block_size)
+        self.dropped = frozenset()
         self.paths: dict[SequenceId, list[int]] = {}
         self.request_of: dict[SequenceId, int] = {}
         self.flights: tuple[tuple[StepPlan, StepResult], ...] = ()
@@ -69,6 +73,8 @@ class WorkerSide(State):
             priority=request.priority,
             fork_of=None if self.delivered[number] else fork_of,
             no_cache=request.no_cache,
+            tenant=request.tenant,
+            speculation=Speculation() if request.drafts else None,
         )
         self.paths[sequence], self.request_of[sequence] = nodes, number
         self.agent.submit(new)
@@ -85,7 +91,7 @@ class WorkerSide(State):
         if plan is None:
             return False
         self._write(plan)
-        drawn = {row.sequence: (self._draw(row.sequence),) for row in plan.rows if row.samples}
+        drawn = {row.sequence: self._draw(row) for row in plan.rows if row.samples}
         self.flights = (*self.flights, (plan, StepResult(plan.step, drawn)))
         return True
 
@@ -93,14 +99,15 @@ class WorkerSide(State):
         """Make every row's writes, then every row's reads; compare each read slot by slot."""
         size, slots, claimed = self.scenario.block_size, self.device.slots, self.agent._blocks.content
         for row in plan.rows:
-            nodes = self.paths[row.sequence]
-            for position in range(row.start, row.start + row.length):
+            nodes = self._with_drafts(row)
+            for position in range(row.start, row.start + row.length + len(row.drafts)):
                 block = row.blocks[position // size]
                 if block in claimed:
                     raise Violation("I4", f"step {plan.step} writes sealed block {block}")
                 slots[block][position % size] = nodes[position]
+                self.dropped -= {block}
         for row in plan.rows:
-            nodes, end = self.paths[row.sequence], row.start + row.length
+            nodes, end = self._with_drafts(row), row.start + row.length + len(row.drafts)
             if row.samples != (end == len(nodes)):
                 raise Violation("I3", f"sequence {row.sequence} samples at {end} of {len(nodes)} tokens")
             first = max(0, row.start - self.scenario.window + 1) if self.scenario.window else 0
@@ -110,12 +117,24 @@ class WorkerSide(State):
                     text = f"sequence {row.sequence} reads slot {position % size} of block {block} at {position}"
                     raise Violation("I3", text + ": not the K/V of its own tokens")
 
-    def _draw(self, sequence: SequenceId) -> int:
-        nodes = self.paths[sequence]
-        request = self.scenario.requests[self.request_of[sequence]]
-        token = request.draw(nodes[-1], len(nodes) - len(request.prompt) + 1)
-        nodes.append(content.child(nodes[-1], token))
-        return token
+    def _with_drafts(self, row: ScheduledRow) -> list[int]:
+        """Return the nodes of a sequence's tokens, and of its drafts in this step."""
+        nodes = self.paths[row.sequence]
+        for draft in row.drafts:
+            nodes = [*nodes, content.child(nodes[-1], draft)]
+        return nodes
+
+    def _draw(self, row: ScheduledRow) -> tuple[int, ...]:
+        """Draw behind the last token and behind every draft; the draws that count become the sequence's tokens."""
+        nodes = self.paths[row.sequence]
+        request = self.scenario.requests[self.request_of[row.sequence]]
+        behind = self._with_drafts(row)[len(nodes) - 1 :]
+        output = len(nodes) - len(request.prompt) + 1
+        samples = [request.draw(node, output + place) for place, node in enumerate(behind)]
+        counting = samples[: verified(row.drafts, samples)]
+        for token in counting:
+            nodes.append(content.child(nodes[-1], token))
+        return tuple(counting)
 
     def complete(self, _: int) -> bool:
         """Deliver the results of the oldest step."""
@@ -137,10 +156,10 @@ class WorkerSide(State):
 
     def report(self, _: int) -> bool:
         """The worker says what is new. Step numbers and times are left out: they name things and decide nothing."""
-        told = self.worker.take_report()
-        if told is None or self.link is None:
+        taken = self.worker.take_report()
+        if taken is None or self.link is None:
             return False
-        report = replace(told[1], step=0, computed=())
+        report = replace(taken[1], step=0, computed=())
         self.link.to_manager = (*self.link.to_manager, report)
         return True
 
@@ -167,6 +186,7 @@ class WorkerSide(State):
         if applied is not None:
             for each in message.copy:  # the next plan carries them: nothing stands between on the stream
                 self.device.copy_block(each.src, each.dst)
+                self.dropped -= {each.dst}
             for admit in applied.admitted:
                 num_tokens = self.agent.tokens_of(admit.sequence)
                 if len(num_tokens) != len(self.paths[admit.sequence]):

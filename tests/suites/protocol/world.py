@@ -1,15 +1,15 @@
 """The executable model: the real cores of worker and manager, a device whose content is known, an unreliable network.
 
 A world is one state. An event is a pair (name, argument): `World.events` lists those that may happen, `World.happen`
-lets one happen and checks every invariant. Messages wait in two queues a link; a broken link's queues may still be
-delivered, which is how commands buffered before a break, and reports that an old handler still has, come late.
+lets one happen and checks every invariant. Messages wait in two queues a link, and a broken link's queues may still be
+delivered. So commands that were buffered before a break come late, as do reports that an old handler still has.
 """
 
 from __future__ import annotations
 
 from common.errors import ProtocolViolation
 from common.lease import Attach, Inventory, Report
-from common.types import FinishReason
+from common.types import BlockId, FinishReason
 from kvmanager.core.manager import WorkerRegistration
 from tests.suites.protocol.agent_copies import agent_key, copy_agent, shallow
 from tests.suites.protocol.index import Index
@@ -20,7 +20,7 @@ from tests.suites.protocol.state import Link, ModelManager
 from tests.suites.protocol.worker_side import WorkerSide
 
 Event = tuple[str, int]
-FAULTS = ("cancel", "stream_break", "worker_crash", "manager_crash", "hand_over", "wipe")
+FAULTS = ("cancel", "stream_break", "worker_crash", "manager_crash", "hand_over", "wipe", "reset")
 
 
 class World(WorkerSide, ManagerSide):
@@ -29,7 +29,8 @@ class World(WorkerSide, ManagerSide):
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         self.index = Index()
-        self.generations = self.jumps = 0
+        self.generations = self.jumps = self.resets = 0
+        self.dropped: frozenset[BlockId] = frozenset()
         self.incarnation = 0
         self.links: list[Link] = []
         self.managers: list[ModelManager] = []
@@ -71,7 +72,7 @@ class World(WorkerSide, ManagerSide):
                 return sorted(request for request in self.request_of.values() if self.ended[request] is None)
             case "stream_break":
                 return [0] if self.link else []
-            case "manager_crash":
+            case "manager_crash" | "reset":
                 return [number for number, manager in enumerate(self.managers) if manager.alive]
             case _:
                 return [0]
@@ -158,6 +159,7 @@ class World(WorkerSide, ManagerSide):
             tuple([manager.state_key() for manager in self.managers]),
             (self.index.counter, self.index.fence, self.index.generation, self.index.entries),
             (self.unsubmitted, tuple(self.ended), self.faults_in_all, tuple(self.faults_left.items())),
+            (self.resets, self.dropped),
         )
 
     def _link_key(self, link: Link) -> tuple[object, ...]:

@@ -1,6 +1,6 @@
 """Compiles production kernels for chips that this machine does not have.
 
-The host code runs unchanged, on CPU tensors; a driver that only describes its chip replaces Triton's own, and each
+The host code runs unchanged, on CPU tensors. A driver that only describes its chip replaces Triton's own, and each
 launch ends when its kernel is compiled. So tiles, types and specialisation are those of production.
 """
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 
 from tests.suites.triton_compiled.compiling import CHIPS
-from tests.suites.triton_compiled.workloads import WORKLOADS, Attention, Results
+from tests.suites.triton_compiled.workloads import WORKLOADS, Attention, ExpertLayer, Results
 
-WAIT_SECONDS = 100
+WAIT_SECONDS = 500  # the first test of a chip waits for nearly all kernels of the chips before it
 
 
 @pytest.fixture(params=CHIPS, ids="sm_{}".format)
@@ -50,3 +50,19 @@ def test_two_programs_at_least_decode_on_a_multiprocessor(results: Results, chip
     decode = results[chip, name].result(WAIT_SECONDS)[2]
     assert 2 * (decode.shared_bytes + 1024) <= CHIPS[chip].shared_bytes + 1024
     assert 2 * decode.registers * decode.warps * 32 <= 65536
+
+
+@pytest.mark.parametrize("name", [name for name, workload in WORKLOADS.items() if isinstance(workload, ExpertLayer)])
+def test_experts_are_chosen_grouped_multiplied_and_added_up(results: Results, chip: int, name: str) -> None:
+    kernels = [found.kernel for found in results[chip, name].result(WAIT_SECONDS)]
+    assert kernels == ["choose_kernel", "group_kernel", *2 * ["expert_product_kernel"], "add_up_kernel"]
+
+
+@pytest.mark.parametrize("name", ["mixtral 8x7b, a prefill", "mixtral 8x7b, a decode", "qwen3 30b a3b, float16"])
+def test_products_by_expert_run_on_the_units_of_the_chip(results: Results, chip: int, name: str) -> None:
+    gate_up, down = results[chip, name].result(WAIT_SECONDS)[2:4]
+    prefill = {80: "mma", 90: "wgmma", 100: "tcgen05"}[chip]
+    wanted = prefill if "prefill" in name or "float16" in name else "mma"
+    assert [gate_up.matrix_unit, down.matrix_unit] == [wanted, wanted]
+    assert gate_up.loads_ahead
+    assert down.loads_ahead

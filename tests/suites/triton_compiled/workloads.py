@@ -13,7 +13,9 @@ from common.types import KvGeometry
 from gpuworker.attention.interface import LayerAttention
 from gpuworker.attention.triton_backend import TritonAttention
 from gpuworker.attention.triton_tuning import Chip
+from gpuworker.kernels.experts import Experts
 from gpuworker.kernels.triton_elementwise import add_rms_norm, rms_norm, silu_and_mul
+from gpuworker.kernels.triton_experts import mix_experts
 from gpuworker.kernels.triton_rope import QkNorm, rope_and_write, rope_table
 from gpuworker.memory.kv_cache import KvCache
 from tests.suites.triton_compiled.compiling import CHIPS, Compiled, compile_launches
@@ -87,6 +89,27 @@ class LlamaLayer:
         return launch
 
 
+@dataclass(frozen=True)
+class ExpertLayer:
+    """The experts of a layer, for a step of so many tokens; the weights take no memory."""
+
+    tokens: int
+    count: int
+    top_k: int
+    hidden: int
+    inner: int
+    dtype: torch.dtype = torch.bfloat16
+
+    def prepared(self, chip: Chip) -> Callable[[], object]:
+        place = torch.zeros(1, dtype=self.dtype)
+        gate_up = place.expand(self.count, 2 * self.inner, self.hidden)
+        down = place.expand(self.count, self.hidden, self.inner)
+        router = torch.zeros((self.count, self.hidden), dtype=self.dtype)
+        experts = Experts(router, gate_up, down, self.top_k, normalised=True)
+        x = torch.zeros((self.tokens, self.hidden), dtype=self.dtype)
+        return lambda: mix_experts(x, experts)
+
+
 WORKLOADS: dict[str, Workload] = {
     "llama": Attention(32, 8, 128, 128),
     "llama, int8": Attention(32, 8, 128, 128, "int8"),
@@ -106,6 +129,11 @@ WORKLOADS: dict[str, Workload] = {
     "llama 8b": LlamaLayer(32, 8, 128, 4096),
     "qwen3 0.6b": LlamaLayer(16, 8, 128, 1024, qk_norm=True),
     "qwen2 0.5b, fp8": LlamaLayer(14, 2, 64, 896, "fp8"),
+    "mixtral 8x7b, a decode": ExpertLayer(1, 8, 2, 4096, 14336),
+    "mixtral 8x7b, a prefill": ExpertLayer(2048, 8, 2, 4096, 14336),
+    "qwen3 30b a3b, decodes": ExpertLayer(256, 128, 8, 2048, 768),
+    "qwen3 30b a3b, float16": ExpertLayer(1024, 128, 8, 2048, 768, torch.float16),
+    "experts in float32": ExpertLayer(512, 8, 2, 1024, 3072, torch.float32),
 }
 
 Results = dict[tuple[int, str], "Future[list[Compiled]]"]

@@ -12,9 +12,9 @@ from common.types import SamplingParams
 from gpuworker.attention.step_inputs import StagedStep, pack_rows
 from gpuworker.attention.torch_backend import TorchAttention
 from gpuworker.attention.triton_backend import TritonAttention
-from gpuworker.kernels import triton_elementwise
+from gpuworker.kernels import triton_elementwise, triton_experts
 from gpuworker.memory.token_table import TokenTable
-from gpuworker.models.llama.gpu_model import LlamaGpuModel
+from gpuworker.models.llama.gpu_model import Kernels, LlamaGpuModel
 from gpuworker.models.llama.gpu_weights import fused_weights
 from gpuworker.runner.cuda_graphs import GraphLauncher, GraphParts, RepeatingRecorder
 from gpuworker.runner.graph_inputs import GraphInputs
@@ -22,7 +22,7 @@ from gpuworker.runner.launcher import EagerLauncher, LaidOutStep, StepLauncher
 from gpuworker.sampling.rows import SampledRow
 from gpuworker.sampling.sampler import SamplingBatch
 from tests.suites.triton_interpreted.attention_cases import small
-from tests.support.gpuworker.llama_cases import BLOCK_SIZE, Case, case_tokens, make_case, steps
+from tests.support.gpuworker.llama_cases import BLOCK_SIZE, EXPERT_CASES, Case, case_tokens, make_case, steps
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)
@@ -30,10 +30,12 @@ GREEDY = SamplingParams(temperature=0.0)
 
 def llama_model(case: Case) -> LlamaGpuModel:
     weights = fused_weights(case.spec, case.tensor, torch.float32, CPU)
-    return LlamaGpuModel(case.config, weights, "float32", 64, triton_elementwise)
+    return LlamaGpuModel(case.config, weights, "float32", 64, Kernels(triton_elementwise, triton_experts))
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3, wide heads", "qwen3 with biases", "mistral, a window"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen3, wide heads", "qwen3 with biases", "mistral, a window", *EXPERT_CASES]
+)
 def test_logits_are_those_of_the_transformers_path(name: str) -> None:
     case = make_case(name)
     tokens = case_tokens(case.spec)
@@ -70,16 +72,17 @@ class Decoding:
         self.launcher.launch(LaidOutStep(staged, staged.on(CPU), point, batch))
 
 
-def test_padded_decodes_draw_what_kernels_draw_one_by_one() -> None:
+@pytest.mark.parametrize(("name", "decodes"), [("llama", 4), ("mixtral", 1)])
+def test_padded_decodes_draw_what_kernels_draw_one_by_one(name: str, decodes: int) -> None:
     sampled = []
     for graphs in (False, True):
-        decoding = Decoding(make_case("llama"), graphs)
+        decoding = Decoding(make_case(name), graphs)
         decoding.step([0, 0, 0], [5, 5, 2])
-        for n in range(4):
+        for n in range(decodes):
             decoding.step([5 + n, 5 + n, 2 + n], [1, 1, 1])
         sampled.append(decoding.tokens.tensor.tolist())
     assert sampled[0] == sampled[1]
-    assert len({tuple(row[5:10]) for row in sampled[0]}) == 3
+    assert len({tuple(row[5 : 6 + decodes]) for row in sampled[0]}) == 3
 
 
 def test_each_way_to_plan_has_a_graph() -> None:

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from cli.commands.certs import parser
+from common.process.metrics import metrics_port
+from common.process.redis_users import write_secrets
 from common.settings import config as options
 from common.settings.options import ServiceSettings
 from gpuworker.config import GpuWorkerSettings
@@ -15,7 +18,9 @@ from router.config import RouterSettings
 from tests.suites.deployment.docker.conftest import REPOSITORY, Config, compose
 from tests.suites.deployment.docker.dockerfile import Dockerfile
 
-BASIC = {"redis", "kvmanager", "gpuworker", "router"}
+ONCE = {"certs", "redis-users"}
+BASIC = {"redis", "kvmanager", "gpuworker", "router"} | ONCE
+ROLES = {"kvmanager": "manager", "gpuworker": "worker", "gpuworker-gpu": "worker", "router": "router"}
 WORKERS = ("gpuworker", "gpuworker-gpu")
 SETTINGS: dict[str, type[ServiceSettings]] = {
     "kvmanager": KvManagerSettings,
@@ -28,6 +33,12 @@ SETTINGS: dict[str, type[ServiceSettings]] = {
 def services(project: dict[str, Any]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = project["services"]
     return found
+
+
+def mounted(project: dict[str, Any], name: str, target: str) -> dict[str, Any]:
+    """Return the volume of a service that is mounted at a path."""
+    (found,) = [each for each in services(project)[name]["volumes"] if each["target"] == target]
+    return dict(found)
 
 
 def seconds(duration: str) -> float:
@@ -61,15 +72,26 @@ def test_every_service_is_bounded_and_comes_back(project: dict[str, Any]) -> Non
         assert int(limits["memory"]) > 0, name
         assert limits["pids"] > 0, name
         assert limits.get("cpus") or name == "gpuworker-gpu", name
-        assert service["restart"] == "unless-stopped", name
+        assert service["restart"] == ("no" if name in ONCE else "unless-stopped"), name
         assert set(service["logging"]["options"]) == {"max-size", "max-file"}, name
+
+
+def members(project: dict[str, Any], network: str) -> set[str]:
+    """Return the services of a network."""
+    return {name for name, service in services(project).items() if network in service["networks"]}
 
 
 def test_only_the_router_is_reached_from_outside(project: dict[str, Any]) -> None:
     published = {name for name in BASIC if services(project)[name].get("ports")}
-    outside = {name for name in BASIC if "edge" in services(project)[name]["networks"]}
-    assert published == outside == {"router"}
-    assert project["networks"]["internal"]["internal"] is True
+    assert published == members(project, "public") == {"router"}
+    assert not {port["target"] for port in services(project)["router"]["ports"]} & {50050, 51051}
+
+
+def test_workers_and_what_watches_them_do_not_reach_redis(project: dict[str, Any]) -> None:
+    assert members(project, "index") == {"redis", "kvmanager", "router"}
+    assert "redis" not in members(project, "internal")
+    for name in ("index", "internal"):
+        assert project["networks"][name]["internal"] is True
 
 
 def test_ports_are_published_on_this_host_alone_unless_asked(project: dict[str, Any], config: Config) -> None:
@@ -86,7 +108,19 @@ def test_redis_is_bounded_and_forgets_what_ends_soonest(project: dict[str, Any])
     assert {"--maxmemory-policy volatile-ttl", "--appendonly no", '--save ""'} <= set(words)
     bound = next(word.split()[1] for word in words if word.startswith("--maxmemory "))
     assert int(bound.removesuffix("mb")) << 20 <= limit * 0.7  # what Redis itself needs is on top
-    assert not redis.get("volumes")
+    (users,) = redis["volumes"]
+    assert (users["source"], users["read_only"], users["volume"]) == ("redis-users", True, {"subpath": "redis"})
+    assert f"--aclfile {users['target']}/users.acl" in words
+
+
+def test_each_service_has_the_secrets_of_its_own_user_alone(project: dict[str, Any]) -> None:
+    for name, service in services(project).items():
+        mounted = [each for each in service.get("volumes", ()) if each["source"] == "redis-users"]
+        parts = [each.get("volume", {}).get("subpath") for each in mounted]
+        own = {"kvmanager": "manager", "router": "router", "redis": "redis", "redis-users": None}
+        assert parts == ([own[name]] if name in own else []), name
+        variables = service.get("environment", {})
+        assert ("REDIS_URL_FILE" in variables) == (name in ("kvmanager", "router")), name
 
 
 def test_every_service_that_serves_is_asked_for_its_health(project: dict[str, Any]) -> None:
@@ -94,8 +128,9 @@ def test_every_service_that_serves_is_asked_for_its_health(project: dict[str, An
         service = services(project)[name]
         assert "healthcheck" not in service, "the image has it"
         image = Dockerfile.read(service["build"]["dockerfile"], service["build"].get("target"))
-        port = SETTINGS[name].model_fields["port"].default
-        assert image.healthcheck == ["python", "-I", "-m", "common.rpc.probe", f"127.0.0.1:{port}"]
+        port = SETTINGS[name].model_fields["grpc_port" if name == "router" else "port"].default
+        asked = f"127.0.0.1:{port}" if name == "router" else f"http://127.0.0.1:{metrics_port(None, port)}/health"
+        assert image.healthcheck == ["python", "-I", "-m", "common.rpc.probe", asked]
     assert services(project)["redis"]["healthcheck"]["test"] == ["CMD", "redis-cli", "ping"]
 
 
@@ -105,10 +140,13 @@ def test_each_starts_after_what_it_needs_and_stops_before_it(project: dict[str, 
         for name in BASIC
     }
     assert needs == {
-        "redis": {},
-        "kvmanager": {"redis": "service_healthy"},
-        "gpuworker": {"kvmanager": "service_healthy"},
+        "certs": {},
+        "redis-users": {},
+        "redis": {"redis-users": "service_completed_successfully"},
+        "kvmanager": {"certs": "service_completed_successfully", "redis": "service_healthy"},
+        "gpuworker": {"certs": "service_completed_successfully", "kvmanager": "service_healthy"},
         "router": {
+            "certs": "service_completed_successfully",
             "redis": "service_healthy",
             "gpuworker": "service_started",
             "gpuworker-gpu": "service_started",
@@ -142,21 +180,30 @@ def test_there_is_time_to_drain(project: dict[str, Any], name: str) -> None:
 
 @pytest.mark.parametrize("name", ["router", *WORKERS])
 def test_the_model_is_mounted_read_only(project: dict[str, Any], config: Config, tmp_path: Path, name: str) -> None:
-    (demo,) = services(project)[name]["volumes"]
+    demo = mounted(project, name, "/model")
     assert (demo["target"], demo["read_only"]) == ("/model", True)
     assert (Path(demo["source"]) / "model.safetensors").is_file()
-    (other,) = services(config(MODEL_DIR=str(tmp_path)))[name]["volumes"]
+    other = mounted(config(MODEL_DIR=str(tmp_path)), name, "/model")
     assert (other["source"], other["target"], other["read_only"]) == (str(tmp_path), "/model", True)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_each_service_accepts_its_environment(project: dict[str, Any], name: str) -> None:
+def test_each_service_accepts_its_environment(project: dict[str, Any], name: str, tmp_path: Path) -> None:
     """What image and compose file set together are options that exist, with values that are allowed."""
     service = services(project)[name]
     image = Dockerfile.read(service["build"]["dockerfile"], service["build"].get("target"))
-    settings = options.load(SETTINGS[name], environ=image.environment | service["environment"])
-    assert (settings.host, settings.redis_url) == ("0.0.0.0", "redis://redis:6379/0")
-    assert settings.trace_endpoint == "router:50051"
+    write_secrets(tmp_path, "redis:6379")
+    variables = image.environment | service["environment"]
+    for mount in service.get("volumes", ()):
+        if mount["source"] == "redis-users":
+            folder = str(tmp_path / mount["volume"]["subpath"])
+            variables = {key: value.replace(mount["target"], folder) for key, value in variables.items()}
+    settings = options.load(SETTINGS[name], environ=variables)
+    assert settings.host == "0.0.0.0"
+    user = {"kvmanager": "manager", "router": "router"}.get(name)
+    assert (settings.redis_url or "").startswith(f"redis://{user}:" if user else "")
+    assert (settings.redis_url or "").endswith("@redis:6379/0" if user else "")
+    assert settings.trace_endpoint == "router:50050"
 
 
 def test_nothing_that_can_be_set_is_taken_for_an_option_of_a_service() -> None:
@@ -166,6 +213,24 @@ def test_nothing_that_can_be_set_is_taken_for_an_option_of_a_service() -> None:
 
 
 def test_the_managers_state_outlives_its_container(project: dict[str, Any]) -> None:
-    (state,) = services(project)["kvmanager"]["volumes"]
     image = Dockerfile.read("docker/kvmanager.Dockerfile")
-    assert (state["type"], state["target"]) == ("volume", image.environment["QUIRE_STATE_DIR"])
+    assert mounted(project, "kvmanager", image.environment["QUIRE_STATE_DIR"])["type"] == "volume"
+
+
+@pytest.mark.parametrize("name", ROLES)
+def test_each_service_has_the_certificate_of_its_role_alone(project: dict[str, Any], name: str) -> None:
+    service = services(project)[name]
+    certs = mounted(project, name, "/certs")
+    assert (certs["source"], certs["volume"]["subpath"], certs["read_only"]) == ("certs", ROLES[name], True)
+    environment = service["environment"]
+    files = [environment[f"QUIRE_TLS_{what}"] for what in ("CERT", "KEY", "CA")]
+    assert files == ["/certs/tls.crt", "/certs/tls.key", "/certs/ca.crt"]
+    assert "QUIRE_INSECURE" not in environment
+
+
+def test_certificates_are_made_once_where_the_image_lets_its_user_write(project: dict[str, Any]) -> None:
+    service = services(project)["certs"]
+    (volume,) = service["volumes"]
+    assert service["entrypoint"] == ["quire", "certs", volume["target"], "--if-needed"]
+    assert f"--group=quire --mode=0700 {volume['target']}" in (REPOSITORY / "docker/router.Dockerfile").read_text()
+    assert parser().parse_args(service["entrypoint"][2:]).if_needed

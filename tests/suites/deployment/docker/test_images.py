@@ -9,9 +9,11 @@ import subprocess
 import sys
 import tomllib
 from fnmatch import fnmatch
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from common.settings.options import ServiceSettings
 from gpuworker.config import GpuWorkerSettings
@@ -33,7 +35,10 @@ FILES = ["kvmanager", "router", "gpuworker"]
 
 
 # By its path: an installed package `docker` would be found in place of the folder.
-requirements = runpy.run_path(str(REPOSITORY / "docker/requirements.py"))["requirements"]
+_SCRIPT = runpy.run_path(str(REPOSITORY / "docker/requirements.py"))
+requirements, needed, read_lock, name_of = (
+    _SCRIPT[name] for name in ("requirements", "needed", "read_lock", "name_of")
+)
 
 
 def dockerfile(name: str, target: str | None = None) -> Dockerfile:
@@ -49,8 +54,8 @@ def test_an_image_runs_its_service_as_nobody_in_particular(
     assert json.loads(image.of_image("ENTRYPOINT")[-1]) == [f"quire-{name}"]
     assert f"quire-{name}" in PROJECT["scripts"]
     assert image.of_image("STOPSIGNAL") == ["SIGTERM"]
-    ports = [settings.model_fields["port"].default]
-    ports.append(settings.model_fields["http_port"].default if name == "router" else ports[0] + 1000)
+    port = settings.model_fields["port"].default
+    ports = [settings.model_fields["grpc_port"].default, port] if name == "router" else [port, port + 1000]
     assert image.of_image("EXPOSE") == [" ".join(map(str, ports))]
 
 
@@ -136,14 +141,34 @@ def test_an_image_has_the_dependencies_of_both_distributions_and_both(name: str)
     commands = dockerfile(name).of_all("RUN")
     (code,) = (rest for rest in commands if "./protos ." in rest)
     assert "--no-deps" in code
-    run = subprocess.run(
-        [sys.executable, "docker/requirements.py", name], capture_output=True, text=True, check=True, cwd=REPOSITORY
-    )
-    listed = run.stdout.splitlines()
-    assert set(DISTRIBUTIONS["protos"]["project"]["dependencies"]) < set(listed)
+    listed = installed_by(name)
+    assert {name_of(each) for each in DISTRIBUTIONS["protos"]["project"]["dependencies"]} < listed
     assert not any(each.startswith("quire") for each in listed)
     assert DISTRIBUTIONS["protos"]["project"]["version"] == PROJECT["version"]
     assert PROJECT["dependencies"] == [f"quire-client=={PROJECT['version']}"]
+
+
+def installed_by(*words: str) -> set[str]:
+    """Return the names of the packages that an image with these arguments installs from the lock."""
+    run = subprocess.run(
+        [sys.executable, "docker/requirements.py", *words], capture_output=True, text=True, check=True, cwd=REPOSITORY
+    )
+    return {name_of(line) for line in run.stdout.splitlines() if not line.startswith(" ")}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_package_but_torch_and_triton_has_hashes(name: str) -> None:
+    commands = [each for rest in dockerfile(name).of_all("RUN") for each in rest.split("&&") if "pip" in each]
+    unhashed = [each.strip() for each in commands if "install" in each and "--require-hashes" not in each]
+    for command in unhashed:
+        own = "--no-deps --no-index /wheel/" in command
+        assert own or command.partition("constraints.txt ")[2] in ("torch", "torch triton"), command
+    assert all("--no-build-isolation" in each for each in commands if "pip wheel" in each)
+
+
+def test_what_builds_quire_is_locked() -> None:
+    assert {"hatchling", "pluggy"} < installed_by("--build")
+    assert "grpcio" not in installed_by("--build")
 
 
 def sent_to_the_engine(path: str) -> bool:
@@ -170,12 +195,58 @@ def _matches(path: str, pattern: str) -> bool:
 
 def test_requirements_follow_extras_of_our_own_and_come_once() -> None:
     optional = {"service": ["a>=1", "b"], "router": ["quire[service]", "c; sys_platform == 'linux'", "b"], "cli": ["d"]}
-    assert requirements(["a>=1", "z"], optional, ["router", "cli"], without=["d"]) == [
+    assert requirements(["a>=1", "z"], optional, ["router", "cli"]) == [
         "a>=1",
         "z",
         "b",
         "c; sys_platform == 'linux'",
+        "d",
     ]
+
+
+LOCK = """\
+# a comment
+a==1 \\
+    --hash=sha256:aa
+    # via torch
+b-c==2 ; sys_platform == 'linux' \\
+    --hash=sha256:bb \\
+    --hash=sha256:cc
+    # via
+    #   -r -
+    #   a
+d==3 \\
+    --hash=sha256:dd
+    # via -r -
+"""
+
+
+def test_a_selection_has_what_its_packages_need_and_nothing_else() -> None:
+    lock = read_lock(LOCK)
+    assert list(needed(lock, ["torch"])) == LOCK.splitlines()[1:3] + LOCK.splitlines()[4:7]
+    assert list(needed(lock, ["b-c"])) == LOCK.splitlines()[4:7]
+    assert list(needed(lock, ["nothing"])) == []
+
+
+@pytest.mark.parametrize("name", [*FILES])
+def test_the_lock_has_all_that_a_service_needs_here(name: str) -> None:
+    """Compared with the metadata of what is installed, for this system and Python."""
+    wanted = requirements(PROJECT["dependencies"], PROJECT["optional-dependencies"], [name])
+    here = closure([Requirement(each) for each in wanted])
+    assert here - installed_by(name) - {"torch", "triton", "quire-client"} == set()
+
+
+def closure(wanted: list[Requirement]) -> set[str]:
+    """Return the names of all packages that requirements lead to here."""
+    found: set[str] = set()
+    while wanted:
+        requirement = wanted.pop()
+        name = name_of(requirement.name)
+        if name in found or not (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+            continue
+        found.add(name)
+        wanted += [Requirement(each) for each in distribution(name).requires or ()]
+    return found
 
 
 def test_an_unknown_extra_is_refused() -> None:
@@ -186,7 +257,6 @@ def test_an_unknown_extra_is_refused() -> None:
 @pytest.mark.parametrize("name", ["kvmanager", "router"])
 def test_the_control_plane_has_no_torch(name: str) -> None:
     (command,) = (rest for rest in dockerfile(name).of_all("RUN") if "requirements.py" in rest)
-    extras = command.partition("requirements.py ")[2].partition(" >")[0].split()
+    extras = command.rpartition("requirements.py ")[2].partition(" >")[0].split()
     assert name in extras
-    listed = requirements(PROJECT["dependencies"], PROJECT["optional-dependencies"], extras)
-    assert not any(each.startswith(("torch", "triton", "transformers", "safetensors")) for each in listed)
+    assert not installed_by(*extras) & {"torch", "triton", "transformers", "safetensors", "sympy"}

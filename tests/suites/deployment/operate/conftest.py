@@ -25,15 +25,15 @@ async def tee() -> AsyncIterator[Tee]:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def suite(tee: Tee, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Suite]:
-    """Two workers with so few blocks that sequences are preempted and prefixes evicted."""
-    flags = ("--kv-blocks", "80", "--dtype", "float32")
+    """Two simulated workers with so few blocks that sequences are preempted and prefixes evicted."""
+    flags = ("--kv-blocks", "80", "--simulate", "base=2ms")
     options = StackOptions(model=CHECKPOINT, workers=2, worker_flags=flags)
     async with AsyncExitStack() as stack:
         with pytest.MonkeyPatch.context() as environment:  # for these processes alone: the fixture outlives many tests
             environment.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", tee.endpoint)
             starting = running_suite(tmp_path_factory.mktemp("operate"), options)
             running = await stack.enter_async_context(starting)
-        await stack.enter_async_context(forwarding(tee, running.stack.address))
+        await stack.enter_async_context(forwarding(tee, running.stack.admin_address))
         await burst(running)
         await cancelled(running)
         yield running

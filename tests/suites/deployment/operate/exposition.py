@@ -10,6 +10,7 @@ import httpx
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
+from cli.suite.programs import metrics_addresses
 from tests.support.suite import Suite
 
 OPENMETRICS = {"Accept": "application/openmetrics-text; version=1.0.0, text/plain; version=0.0.4; q=0.5"}
@@ -28,7 +29,7 @@ def targets(suite: Suite) -> dict[str, list[str]]:
     """Return HOST:PORT of every process that exposes metrics, by job."""
     options = suite.stack.options
     return {
-        "router": [f"{options.host}:{options.http_port}"],
+        "router": metrics_addresses(options),
         "kvmanager": [f"{options.host}:{options.manager_port + 1000}"],
         "gpuworker": [f"{options.host}:{port + 1000}" for port in options.worker_ports],
     }
@@ -37,7 +38,7 @@ def targets(suite: Suite) -> dict[str, list[str]]:
 async def scrape(suite: Suite, headers: Mapping[str, str]) -> dict[str, Exposed]:
     """Scrape every process once."""
     found: dict[str, Exposed] = {}
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=120.0) as http:
         for job, addresses in targets(suite).items():
             found[job] = Exposed()
             for address in addresses:

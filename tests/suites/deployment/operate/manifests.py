@@ -62,9 +62,16 @@ class Manifests:
         for source in container.get("envFrom", []):
             variables |= self.one("ConfigMap", source["configMapRef"]["name"])["data"]
         for each in container.get("env", []):
-            value = each.get("value") or f"the-{each['valueFrom']['fieldRef']['fieldPath']}"
-            variables[each["name"]] = _filled(value, variables)
+            variables[each["name"]] = _filled(each.get("value") or _found_by(each["valueFrom"]), variables)
         return variables
+
+
+def _found_by(source: Mapping[str, Any]) -> str:
+    """Return what a variable has from its pod, or from a secret as `common.process.redis_users` makes it."""
+    if "fieldRef" in source:
+        return f"the-{source['fieldRef']['fieldPath']}"
+    user = source["secretKeyRef"]["name"].removeprefix("quire-redis-")
+    return {"redis-url": f"redis://{user}:password@redis:6379/0", "pool-key": "k" * 64}[source["secretKeyRef"]["key"]]
 
 
 def _filled(value: str, variables: Mapping[str, str]) -> str:

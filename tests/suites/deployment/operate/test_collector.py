@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from common.rpc.roles import Role, callers_of, dns_name
 from tests.suites.deployment.operate.files import OBSERVABILITY, ROOT, load_yaml
 
 FILES = ("otel-collector.yaml", "jaeger.yaml")
@@ -34,7 +35,7 @@ def test_spans_go_to_jaeger_and_to_the_router_which_answers_quire_trace() -> Non
     jaeger = load_yaml(OBSERVABILITY / "jaeger.yaml")
     port = jaeger["receivers"]["otlp"]["protocols"]["grpc"]["endpoint"].rpartition(":")[2]
     targets = {name: each["endpoint"] for name, each in config["exporters"].items()}
-    assert targets == {"otlp/jaeger": f"jaeger:{port}", "otlp/router": "router:50051"}
+    assert targets == {"otlp/jaeger": f"jaeger:{port}", "otlp/router": "router:50050"}
     assert config["service"]["pipelines"]["traces"]["processors"][0] == "memory_limiter"
 
 
@@ -58,9 +59,21 @@ def test_the_environment_that_turns_it_on_names_the_collector_of_the_profile() -
         assert "OTEL_EXPORTER_OTLP_ENDPOINT" in services()[service]["environment"]
 
 
+def test_the_collector_has_a_certificate_with_which_the_router_takes_its_spans() -> None:
+    tls = load_yaml(OBSERVABILITY / "otel-collector.yaml")["exporters"]["otlp/router"]["tls"]
+    (certs,) = [each for each in services()["otel-collector"]["volumes"] if isinstance(each, dict)]
+    assert (certs["source"], certs["volume"], certs["read_only"]) == ("certs", {"subpath": Role.COLLECTOR}, True)
+    files = [tls[f"{what}_file"] for what in ("ca", "cert", "key")]
+    assert files == [f"{certs['target']}/{name}" for name in ("ca.crt", "tls.crt", "tls.key")]
+    assert tls["server_name_override"] == dns_name(Role.ROUTER)
+    assert not tls.get("insecure")
+    assert Role.COLLECTOR in callers_of("/opentelemetry.proto.collector.trace.v1.TraceService/Export")
+    assert set(services()["otel-collector"]["depends_on"]) == {"certs"}
+
+
 def test_what_compose_mounts_is_there_and_is_read() -> None:
     for service in ("otel-collector", "jaeger"):
-        (mount,) = services()[service]["volumes"]
+        (mount,) = [each for each in services()[service]["volumes"] if isinstance(each, str)]
         here, there, _ = mount.split(":")
         assert (ROOT / Path(here)).is_file()
         assert services()[service]["command"] == [f"--config={there}"]

@@ -10,6 +10,7 @@ import kubernetes_validate
 import pytest
 
 from common.rpc.health import LIVE
+from common.rpc.roles import Role, dns_name
 from common.settings.config import load
 from common.settings.options import ServiceSettings
 from gpuworker.config import GpuWorkerSettings
@@ -63,14 +64,14 @@ def test_a_build_is_always_the_same_and_all_in_one_namespace(name: str, manifest
 
 def test_every_folder_is_built_here() -> None:
     folders = {str(path.parent.relative_to(K8S)) for path in K8S.glob("**/kustomization.yaml")}
-    assert folders == {*VARIANTS, "components/tracing"}
+    assert folders == {*VARIANTS, "components/tracing", "components/cert-manager"}
 
 
 # ---------------------------------------------------------------- images and ports
 
 
 def exposed_ports(service: str) -> list[int]:
-    """Return gRPC's port and that of the figures, as the image says."""
+    """Return gRPC's port and the one for HTTP, as the image says."""
     (ports,) = re.findall(r"^EXPOSE (\d+) (\d+)$", (DOCKER / f"{service}.Dockerfile").read_text(), re.MULTILINE)
     return [int(port) for port in ports]
 
@@ -84,10 +85,16 @@ def test_images_are_those_of_the_compose_stack(manifests: Manifests) -> None:
 @each_variant
 def test_ports_are_those_of_the_images(manifests: Manifests) -> None:
     for name in SERVICES:
-        grpc, figures = exposed_ports(name)
+        ports = exposed_ports(name)
+        grpc, figures = ports
+        if name == "router":  # its image does not expose the admin plane
+            settings = RouterSettings(model=Path())
+            figures = settings.used_admin_http_port
+            ports = [*ports, settings.used_admin_port, figures]
         (container,) = manifests.pods()[name]["spec"]["containers"]
-        assert [port["containerPort"] for port in container["ports"]] == [grpc, figures]
-        assert {probe["grpc"]["port"] for probe in probes(container).values()} == {grpc}
+        assert [port["containerPort"] for port in container["ports"]] == ports
+        way, port = {"router": ("grpc", grpc)}.get(name, ("httpGet", "metrics"))
+        assert {probe[way]["port"] for probe in probes(container).values()} == {port}
         assert manifests.pods()[name]["metadata"]["annotations"] == {
             "prometheus.io/scrape": "true",
             "prometheus.io/port": str(figures),
@@ -135,7 +142,7 @@ def test_every_variable_is_an_option_with_a_value_that_it_takes(manifests: Manif
     load(SETTINGS[service], environ=image_environment(service) | manifests.environment(service))
 
 
-def test_a_worker_tells_its_pods_name_and_address() -> None:
+def test_a_worker_shows_its_pods_name_and_address() -> None:
     settings = load(
         GpuWorkerSettings, environ=image_environment("gpuworker") | variant("base").environment("gpuworker")
     )
@@ -151,7 +158,9 @@ def test_services_find_each_other_by_the_services_of_the_cluster(manifests: Mani
 
     for name in SERVICES:
         settings = load(SETTINGS[name], environ=image_environment(name) | manifests.environment(name))
-        assert settings.redis_url == f"redis://{address('redis')}/0"
+        user = {"kvmanager": "manager", "router": "router"}.get(name)
+        # A worker has no business with Redis.
+        assert settings.redis_url == (f"redis://{user}:password@{address('redis')}/0" if user else None)
         if isinstance(settings, GpuWorkerSettings):
             assert settings.manager == address("kvmanager")
         if isinstance(settings, KvManagerSettings):
@@ -202,10 +211,47 @@ def test_probes_ask_for_health_that_exists(manifests: Manifests) -> None:
     """Readiness is the server's own; liveness must hold while a process waits for others to come back."""
     for name in SERVICES:
         (container,) = manifests.pods()[name]["spec"]["containers"]
-        asked = {kind: probe["grpc"].get("service", "") for kind, probe in probes(container).items()}
+        asked = {kind: _asked(probe) for kind, probe in probes(container).items()}
         assert (asked["readiness"], asked["liveness"]) == ("", LIVE)
         # A router without workers has started; a worker has when its model is loaded.
         assert asked["startup"] == (LIVE if name == "router" else "")
+
+
+def _asked(probe: dict[str, Any]) -> str:
+    """Return what a probe asks for, over gRPC or HTTP: the whole server ("") or `live`."""
+    if "grpc" in probe:
+        return str(probe["grpc"].get("service", ""))
+    return {"/health": "", "/live": LIVE}[probe["httpGet"]["path"]]
+
+
+@each_variant
+def test_each_pod_has_the_secret_of_its_role_alone(manifests: Manifests) -> None:
+    roles = {"router": "router", "kvmanager": "manager", "gpuworker": "worker"}
+    of_pods = {name: f"quire-{role}-tls" for name, role in roles.items()} | {"redis": "quire-redis-users"}
+    for name, pod, container in manifests.containers():
+        secrets = [volume["secret"]["secretName"] for volume in pod["volumes"] if "secret" in volume]
+        assert secrets == ([of_pods[name]] if name in of_pods else [])
+        if name in roles:
+            (mount,) = [mount for mount in container["volumeMounts"] if mount["name"] == "certs"]
+            settings = load(SETTINGS[name], environ=image_environment(name) | manifests.environment(name))
+            assert mount["readOnly"] is True
+            assert [settings.tls_cert, settings.tls_key, settings.tls_ca] == [
+                Path(mount["mountPath"]) / file for file in ("tls.crt", "tls.key", "ca.crt")
+            ]
+
+
+def test_cert_manager_makes_a_certificate_of_each_role(tmp_path: Path) -> None:
+    made = _with_component(tmp_path, "cert-manager").of("Certificate")
+    leaves = {each["spec"]["secretName"]: each["spec"]["dnsNames"] for each in made if "dnsNames" in each["spec"]}
+    assert leaves == {f"quire-{role}-tls": [dns_name(role)] for role in Role}
+
+
+def _with_component(tmp_path: Path, component: str) -> Manifests:
+    """Return the base with a component. kubectl takes no absolute path in a kustomization."""
+    root = Path("../" * len(tmp_path.resolve().relative_to("/").parts)) / K8S.relative_to("/")
+    text = f"resources: [{root}/base]\ncomponents: [{root}/components/{component}]\nnamespace: quire\n"
+    (tmp_path / "kustomization.yaml").write_text(text)
+    return Manifests(built(tmp_path))
 
 
 @each_variant
@@ -264,21 +310,24 @@ QUIRE = {NAMESPACE_NAME: "quire"}
 DNS = Pod("dns", {"k8s-app": "kube-dns"}, {NAMESPACE_NAME: "kube-system"})
 OUTSIDE = [
     Pod("client", {}, {NAMESPACE_NAME: "shop", "quire.dev/clients": "true"}),
+    Pod("operator", {}, {NAMESPACE_NAME: "operations", "quire.dev/operators": "true"}),
     Pod("stranger", {}, {NAMESPACE_NAME: "other"}),
     Pod("prometheus", {"app.kubernetes.io/name": "prometheus"}, {NAMESPACE_NAME: "monitoring"}),
     DNS,
 ]
-PORTS = {53, 80, 443, 4317, 6379, 8000, 50051, 50052, 50053, 51052, 51053}
+PORTS = {53, 80, 443, 4317, 6379, 8000, 50050, 50051, 50052, 50053, 51051, 51052, 51053}
 APPS = ("router", "kvmanager", "gpuworker", "redis")
 DIAGRAM = {
     ("client", "router", 50051),
     ("client", "router", 8000),
+    ("operator", "router", 50050),
     ("router", "gpuworker", 50053),
     ("gpuworker", "kvmanager", 50052),
+    ("router", "kvmanager", 50052),
     ("router", "redis", 6379),
     ("kvmanager", "redis", 6379),
 }
-SCRAPED = {("prometheus", "router", 8000), ("prometheus", "kvmanager", 51052), ("prometheus", "gpuworker", 51053)}
+SCRAPED = {("prometheus", "router", 51051), ("prometheus", "kvmanager", 51052), ("prometheus", "gpuworker", 51053)}
 ASKED = {(app, "dns", 53) for app in APPS}
 
 
@@ -300,11 +349,7 @@ def test_dns_is_asked_over_udp_too(manifests: Manifests) -> None:
 
 
 def test_tracing_adds_one_edge_and_options_that_exist(tmp_path: Path) -> None:
-    """kubectl takes no absolute path in a kustomization."""
-    root = Path("../" * len(tmp_path.resolve().relative_to("/").parts)) / K8S.relative_to("/")
-    text = f"resources: [{root}/base]\ncomponents: [{root}/components/tracing]\nnamespace: quire\n"
-    (tmp_path / "kustomization.yaml").write_text(text)
-    traced = Manifests(built(tmp_path))
+    traced = _with_component(tmp_path, "tracing")
     sent = {(name, "prometheus", 4317) for name in SERVICES}  # represents every pod of that namespace
     assert all_edges(traced) - all_edges(variant("base")) == sent
     for name in SERVICES:

@@ -10,10 +10,10 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from cli.demo_model import CHECKPOINT
 from cli.suite.stack import free_ports
 from common.process.python import module_command
 from common.rpc.health import LIVE
-from tests.support.checkpoints import checkpoint
 from tests.support.suite import Suite
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -37,7 +37,7 @@ async def test_every_service_is_ready_and_alive(suite: Suite) -> None:
 async def test_a_worker_that_waits_for_its_manager_is_alive_and_not_ready() -> None:
     port, absent = free_ports(2)
     flags = ("--port", str(port), "--metrics-port", "0", "--manager", f"127.0.0.1:{absent}", "--kv-blocks", "16")
-    command = module_command("gpuworker.main", "--model", str(checkpoint("llama")), *flags)
+    command = module_command("gpuworker.main", "--model", str(CHECKPOINT), "--simulate", "base=1ms", *flags)
     environ = os.environ | {"OMP_NUM_THREADS": "1"}
     worker = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=STDOUT, env=environ)
     try:

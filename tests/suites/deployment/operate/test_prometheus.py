@@ -21,7 +21,7 @@ import pytest_asyncio
 import yaml
 
 from cli.suite.stack import free_ports
-from quire.decision.v1 import decision_pb2, decision_pb2_grpc
+from quire.decision.v1 import decision_pb2
 from tests.suites.deployment.operate.conftest import burst, cancelled
 from tests.suites.deployment.operate.exposition import targets
 from tests.suites.deployment.operate.files import PROMETHEUS, load_yaml, panels, without_variables
@@ -67,7 +67,7 @@ async def prometheus(suite: Suite, folder: Path) -> AsyncIterator[httpx.AsyncCli
 
 
 def pods(suite: Suite) -> Iterator[dict[str, Any]]:
-    """Yield what a cluster would tell of the suite's processes: a target for each of a pod's ports."""
+    """Yield what a cluster would report of the suite's processes: a target for each of a pod's ports."""
     for job, addresses in targets(suite).items():
         for number, address in enumerate(addresses):
             host, _, port = address.rpartition(":")
@@ -157,7 +157,7 @@ async def test_a_slow_first_token_leads_to_its_trace(suite: Suite, scraped: http
     )
     exemplars = [exemplar for each in series for exemplar in each["exemplars"]]
     slowest = max(exemplars, key=lambda exemplar: float(exemplar["value"]))
-    stub = decision_pb2_grpc.DecisionServiceStub(suite.channel)
+    stub = suite.decisions
     request = decision_pb2.GetTraceRequest(trace_id=slowest["labels"]["trace_id"])
     names: set[str] = set()
     async with asyncio.timeout(PATIENCE_S):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from common import errors
+from common.process.metrics import metrics_port
 from common.settings.config import flag_of
 from gpuworker.config import GpuWorkerSettings
 from kvmanager.config import KvManagerSettings
@@ -105,10 +106,11 @@ def test_reasons_that_count_as_failures_of_ours_are_errors_that_exist() -> None:
 
 
 def test_what_is_scraped_are_the_services_of_the_stack_at_the_ports_that_they_have() -> None:
-    """The names are compose's services, the ports the images' (EXPOSE): the one that is not gRPC's."""
+    """The names are compose's services; the ports are 1000 above those of gRPC, which the images name first."""
     services = load_yaml(ROOT / "compose.yaml")["services"]
     for job in load_yaml(PROMETHEUS / "prometheus.yml")["scrape_configs"]:
         for found in job.get("dns_sd_configs", []):
             assert set(found["names"]) <= set(services)
             dockerfile = (ROOT / f"docker/{job['job_name']}.Dockerfile").read_text()
-            assert str(found["port"]) in re.findall(r"^EXPOSE \d+ (\d+)$", dockerfile, re.MULTILINE)
+            (port,) = re.findall(r"^EXPOSE (\d+) \d+$", dockerfile, re.MULTILINE)
+            assert found["port"] == metrics_port(None, int(port))

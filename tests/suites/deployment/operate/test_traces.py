@@ -9,7 +9,7 @@ from contextlib import suppress
 import grpc
 import pytest
 
-from quire.decision.v1 import decision_pb2, decision_pb2_grpc
+from quire.decision.v1 import decision_pb2
 from tests.suites.deployment.operate.tee import Tee
 from tests.support.load import prompts
 from tests.support.suite import Suite, greedy
@@ -30,7 +30,7 @@ async def test_every_service_sends_its_spans_to_the_collector(suite: Suite, tee:
 async def test_the_router_answers_for_spans_that_came_back_to_it(suite: Suite, tee: Tee) -> None:
     outcome = await suite.generate(greedy(prompts(1)[0], 4))
     assert outcome.admitted is not None
-    stub = decision_pb2_grpc.DecisionServiceStub(suite.channel)
+    stub = suite.decisions
     request = decision_pb2.GetTraceRequest(trace_id=outcome.admitted.trace_id)
     expected = {"request", "queue", "route", "stream", "sequence", "reserve", "kvmanager.reserve", "decode"}
     seen: Counter[str] = Counter()

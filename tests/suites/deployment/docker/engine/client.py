@@ -1,8 +1,8 @@
-"""Runs in a container of the router's image: `client.py HOST once` asks by gRPC and by HTTP, `client.py HOST load` asks
-many times at once until SIGTERM, and reports a JSON line several times a second.
+"""A client in a container of the router's image: one request by gRPC and by HTTP, or many until SIGTERM.
 
-Bare stubs, no retries: a stream that breaks is seen to break. Prompts are few and greedy, so the first answer to each
-is what every later one must be, whichever worker made it and whatever stopped meanwhile.
+`client.py HOST once` sends one of each kind. `client.py HOST load` sends many at once and reports a JSON line several
+times a second. It has bare stubs and no retries: a stream that breaks is seen to break. Prompts are few and greedy, so
+every later answer to one must equal the first. It does not matter which worker made it, or what stopped meanwhile.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ async def stream_after_stream(
 
 
 async def load(host: str) -> None:
-    """Keep STREAMS streams going until SIGTERM, then let them finish; a line of JSON tells how it goes."""
+    """Keep STREAMS streams going until SIGTERM, then let them finish; lines of JSON report the progress."""
     stop, tally, first = asyncio.Event(), Tally(), dict[int, list[int]]()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     async with grpc.aio.insecure_channel(f"{host}:{GRPC_PORT}") as channel:

@@ -40,18 +40,18 @@ class Events:
         label = f"label=com.docker.compose.project={project}"
         filters = [word for each in (label, "event=die", "event=kill") for word in ("--filter", each)]
         command = ["docker", "events", "--format", "{{json .}}", *filters]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as told:
-            reader = threading.Thread(target=events._read, args=(told,))
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as docker:
+            reader = threading.Thread(target=events._read, args=(docker,))
             reader.start()
             try:
                 yield events
             finally:
-                told.terminate()
+                docker.terminate()
                 reader.join()
 
-    def _read(self, told: subprocess.Popen[str]) -> None:
-        assert told.stdout is not None
-        for line in told.stdout:
+    def _read(self, docker: subprocess.Popen[str]) -> None:
+        assert docker.stdout is not None
+        for line in docker.stdout:
             event = json.loads(line)
             attributes = event["Actor"]["Attributes"]
             found = Event(

@@ -107,7 +107,7 @@ class Stack:
         return done.stdout
 
     def containers(self, service: str = "") -> list[dict[str, Any]]:
-        """Return a project's containers, those that have ended included, as `docker compose ps` tells them."""
+        """Return a project's containers, those that have ended included, as `docker compose ps` lists them."""
         lines = self.compose("ps", "--all", "--format", "json", *([service] if service else [])).splitlines()
         return [json.loads(line) for line in lines]
 

@@ -1,0 +1,325 @@
+"""Incidents of one worker, each produced for real: `quire why` names the true cause in its first three lines."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+
+from cli.demo_model import CHECKPOINT
+from cli.suite.stack import StackOptions
+from quire.inference.v1 import inference_pb2 as pb
+from quire.inference.v1 import inference_pb2_grpc as rpc
+from tests.support.load import epoch, kill, manager_stopped
+from tests.support.suite import PATIENCE, Outcome, Suite, greedy, running_suite
+from tests.support.why import head_of, outcome_of, quire_why, until_placed
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+BLOCKS = 256
+# Sequences that the router sends to the worker at once: twice its `--max-num-seqs`.
+PLACES, QUEUE = 8, 1
+names = (f"incident-{number}" for number in itertools.count())
+_random = random.Random(17)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def suite(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Suite]:
+    """One simulated worker of 256 blocks and four places."""
+    worker = ("--kv-blocks", str(BLOCKS), "--max-num-seqs", "4", "--simulate", "base=4ms,prefill=400us")
+    router = ("--max-queued-requests", str(QUEUE))
+    options = StackOptions(model=CHECKPOINT, worker_flags=worker, router_flags=router)
+    async with running_suite(tmp_path_factory.mktemp("incidents"), options) as running:
+        yield running
+
+
+def prompt(tokens: int) -> list[int]:
+    """Return a prompt that no other test has."""
+    return _random.choices(range(100, 400), k=tokens)
+
+
+def named(tokens: list[int], max_tokens: int = 2) -> pb.GenerateRequest:
+    request = greedy(tokens, max_tokens)
+    request.request_id = next(names)
+    return request
+
+
+async def asked(suite: Suite, request: pb.GenerateRequest) -> str:
+    """Serve a request to its end, and return its id."""
+    await suite.generate(request)
+    return request.request_id
+
+
+@asynccontextmanager
+async def streaming(suite: Suite, request: pb.GenerateRequest) -> AsyncIterator[asyncio.Task[Outcome]]:
+    """Stream a request beside the test from its first token on; it is cancelled at the end if it still runs."""
+    first = asyncio.Event()
+    task = asyncio.create_task(suite.generate(request, first_token=first))
+    try:
+        async with asyncio.timeout(PATIENCE):
+            await first.wait()
+        yield task
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
+            await task
+        await suite.until_all_free(1)
+
+
+async def rest_of(call: Any) -> None:
+    """Read a stream to its end."""
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
+async def waits_for(suite: Suite, holder: asyncio.Task[Outcome], seconds: float) -> bool:
+    """Let a sequence wait for blocks so long; return whether it did before the request that holds them ended."""
+    async with asyncio.timeout(PATIENCE):
+        while not any(pool.waiting for pool in await suite.pools()):
+            if holder.done():
+                return False
+            await asyncio.sleep(0.01)
+    await asyncio.wait([holder], timeout=seconds)
+    return not holder.done()
+
+
+async def until_paced(suite: Suite) -> None:
+    """Wait until the router has learnt how fast the worker computes prompts."""
+    async with asyncio.timeout(PATIENCE):
+        while True:
+            if all(each.prefill_tokens_per_second for each in (await suite.status()).workers):
+                return
+            await asyncio.sleep(0.01)
+
+
+async def until_queued(suite: Suite, queued: int) -> None:
+    """Wait until so many requests wait for a worker."""
+    async with asyncio.timeout(PATIENCE):
+        while True:
+            if (await suite.status()).queued_requests == queued:
+                return
+            await asyncio.sleep(0.01)
+
+
+async def until_succeeded(suite: Suite, before: int) -> None:
+    """Wait until another manager has taken over from that of an epoch."""
+    async with asyncio.timeout(PATIENCE):
+        while True:
+            with suppress(grpc.aio.AioRpcError):  # sent to the one that is just gone
+                if await epoch(suite) > before:
+                    return
+            await asyncio.sleep(0.05)
+
+
+async def until_worker_is_idle(suite: Suite) -> None:
+    """Wait until the worker runs nothing, whatever the router has still to send."""
+    async with asyncio.timeout(PATIENCE):
+        while True:
+            if not any(pool.running + pool.waiting for pool in await suite.pools()):
+                return
+            await asyncio.sleep(0.05)
+
+
+async def test_incident_a_prefix_shorter_than_a_block(suite: Suite) -> None:
+    head = await head_of(suite, await asked(suite, named(prompt(10))))
+    assert "0 of 10 prompt tokens were cached: it is shorter than a block, which has 16 tokens." in head
+
+
+async def test_incident_the_prefix_is_cached_in_another_cache_domain(suite: Suite) -> None:
+    requests = [named(prompt(70)) for _ in range(2)]
+    requests[1].prompt.CopyFrom(requests[0].prompt)
+    for salt, request in zip(("north", "south"), requests, strict=True):
+        request.cache.salt = salt
+        await suite.generate(request)
+    head = await head_of(suite, requests[1].request_id)
+    assert (
+        "its first 64 tokens were sent in another cache domain (of tenant peer 127.0.0.1), and not in its own" in head
+    )
+    assert "shared_domain" in head
+
+
+async def test_incident_a_prefix_that_was_evicted(suite: Suite) -> None:
+    """The prompt is the oldest in a pool that is nearly full when another one needs room."""
+    tokens = prompt(320)
+    for earlier in (tokens, prompt(3400)):
+        await asked(suite, named(earlier))
+    crowd = await asked(suite, named(prompt(1600)))
+    head = await head_of(suite, await asked(suite, named(tokens)))
+    assert f"worker-0 had more of it, and evicted that to make room for {crowd}." in head
+    assert "quirehitratefell" in head
+
+
+async def test_incident_blocks_that_another_request_holds_and_a_managers_lost_record(suite: Suite) -> None:
+    """The wait takes three times as long as the work. The second half is one of two whose answer is "not known"."""
+    clock = asyncio.get_running_loop().time
+    began = clock()
+    await asked(suite, named(prompt(960)))
+    held = 3 * (clock() - began)
+    while True:  # on a busy machine the holder may end too early
+        holder, waits = named(prompt(3200), 880), named(prompt(960))
+        async with streaming(suite, holder) as task:
+            waiting = asyncio.create_task(suite.generate(waits))
+            has_waited = await waits_for(suite, task, held)
+            task.cancel()
+            await waiting
+        if has_waited:
+            break
+    head = await head_of(suite, waits.request_id)
+    assert "to the first token: it waited at worker-0 for 60 blocks, and 1 sequence of tenant peer 127.0.0.1" in head
+    assert f"held them (the most: {holder.request_id})" in head
+    before = await epoch(suite)
+    kill(suite, "kvmanager")
+    await until_succeeded(suite, before)
+    await suite.until_all_free(1)
+    head = await head_of(suite, waits.request_id)
+    assert head.startswith("Not known for ")
+    assert "it waited at worker-0 to be admitted, and the KV manager's records of that are gone" in head
+
+
+async def test_incident_a_request_that_still_runs_is_not_known(suite: Suite) -> None:
+    runs = named(prompt(20), 3000)
+    async with streaming(suite, runs):
+        head = await head_of(suite, runs.request_id)
+    assert head.startswith("Not known: the request has not ended yet, or the record of its end is gone")
+
+
+async def test_incident_the_queue_is_full(suite: Suite) -> None:
+    calls = []
+    try:
+        for _ in range(PLACES):
+            runs = named(prompt(20), 3000)
+            calls.append(suite.inference.Generate(runs, timeout=PATIENCE))
+            await until_placed(suite, runs)
+        calls.append(suite.inference.Generate(named(prompt(20)), timeout=PATIENCE))
+        await until_queued(suite, QUEUE)
+        refused = named(prompt(20))
+        with pytest.raises(grpc.aio.AioRpcError):
+            await suite.generate(refused)
+    finally:
+        for call in calls:
+            call.cancel()
+    head = await head_of(suite, refused.request_id)
+    assert head.startswith("Refused at once by the limit router.queue: 1 requests wait; at most 1.")
+    assert "Add workers, or raise `--max-queued-requests`" in head
+    await suite.until_all_free(1)
+
+
+async def test_incident_a_hopeless_deadline(suite: Suite) -> None:
+    """Seven prompts are before it, each of 1.6 s; none begins before it was refused."""
+    await asked(suite, named(prompt(1600)))
+    await until_paced(suite)
+    calls = []
+    async with manager_stopped(suite):
+        for _ in range(PLACES - 1):
+            ahead = named(prompt(3900))
+            calls.append(suite.inference.Generate(ahead, timeout=PATIENCE))
+            await until_placed(suite, ahead)
+        hopeless = named(prompt(3900))
+        with pytest.raises(grpc.aio.AioRpcError):
+            await suite.generate(hopeless, timeout=10.0)
+        for call in calls:
+            call.cancel()
+    await suite.until_all_free(1)
+    head = await head_of(suite, hopeless.request_id)
+    assert head.startswith("Refused, because its deadline was hopeless, after ")
+    assert "s are left, and the first token is predicted in" in head
+
+
+async def test_incident_preempted_by_a_higher_priority(suite: Suite) -> None:
+    for output in itertools.chain((60, 120, 240), itertools.repeat(480)):
+        victim, urgent = named(prompt(3000), output), named(prompt(2000), 400)
+        victim.priority = -5
+        async with streaming(suite, victim) as task:
+            await suite.generate(urgent)
+            outcome = await task
+        assert outcome.finished is not None
+        if outcome.finished.usage.preemptions:
+            break  # otherwise it had ended before the other one came
+    head = await head_of(suite, victim.request_id)
+    assert re.search(rf"it was preempted: its \d+ blocks went to {urgent.request_id} \(a higher priority waits\)", head)
+    assert "quirepreempting" in head
+    gained = (await quire_why(suite, urgent.request_id))[1]
+    assert re.search(rf"{victim.request_id} gave \d+ blocks \(a higher priority waits\)", gained)
+
+
+async def test_incident_head_of_line_blocked_by_a_huge_prompt(suite: Suite) -> None:
+    ahead = 0.0
+    while ahead < 2000:  # on a busy machine the small one may come when most of the huge one is computed
+        huge, small = named(prompt(3900), 2), named(prompt(40))
+        call = suite.inference.Generate(huge, timeout=PATIENCE)
+        await call.read()  # it is admitted; its prefill takes 1.6 s
+        await suite.generate(small)
+        await rest_of(call)
+        ahead = (await outcome_of(suite, small)).get("ahead_tokens", 0.0)
+    head = await head_of(suite, small.request_id)
+    assert "it had its blocks, and worker-0 computed " in head
+    assert f"tokens of other requests first, most of them for {huge.request_id}." in head
+
+
+async def test_incident_a_slow_client(suite: Suite) -> None:
+    """The client takes twice as long as the worker, whatever the worker's pace is."""
+    request, clock = named(prompt(20), 400), asyncio.get_running_loop().time
+    request.sampling.n, request.sampling.logprobs = 4, 20
+    narrow = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024))
+    async with grpc.aio.insecure_channel(suite.stack.address, options=narrow) as channel:
+        began = clock()
+        call = rpc.InferenceServiceStub(channel).Generate(request, timeout=PATIENCE)
+        await call.read()
+        await until_worker_is_idle(suite)  # the client reads nothing meanwhile
+        worked = clock() - began
+        while clock() - began < 3 * worked:
+            assert (await suite.status()).running_requests == 1
+            await asyncio.sleep(0.05)
+        await rest_of(call)
+    head = await head_of(suite, request.request_id)
+    assert re.search(r"^\d+ % of its [\d.]+ s: the client left output unread, for [\d.]+ s at a time\.", head)
+    assert "#slow-client" in head
+
+
+# ------------------------------------------------------------ the command
+
+
+async def test_requests_are_chosen_by_what_happened_to_them(suite: Suite) -> None:
+    mine = await asked(suite, named(prompt(10)))
+    status, out, _ = await quire_why(suite, "--last")
+    assert (status, f"request {mine}" in out) == (0, True)
+    status, out, _ = await quire_why(suite, "--misses", "--since", "1h", "--json")
+    assert status == 0
+    assert f'"request_id": "{mine}"' in out
+    status, out, _ = await quire_why(suite, "--slowest", "2")
+    assert (status, len([line for line in out.splitlines() if line.startswith("incident-")])) == (0, 2)
+
+
+async def test_an_export_has_everything_in_one_file(suite: Suite, tmp_path: Path) -> None:
+    mine = await asked(suite, named(prompt(10)))
+    status, _, err = await quire_why(suite, mine, "--export", str(tmp_path / "ticket.json"))
+    assert (status, err) == (0, "")
+    text = (tmp_path / "ticket.json").read_text()
+    assert all(word in text for word in (mine, '"screen"', '"outcome"', '"grant"', '"diagnosis"'))
+    status, _, err = await quire_why(suite, mine, "--export", str(tmp_path / "missing" / "ticket.json"))
+    assert (status, "cannot be written: No such file or directory; name a file in a folder" in err) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("unknown-id",), "no record of request unknown-id: no router here has served it"),
+        ((), "REQUEST: is missing; name a request, or choose with --last"),
+        (("r", "--last"), "REQUEST: is given with flags that choose requests; give one of both"),
+        (("--last", "--since", "soon"), "--since: is 'soon'; expected a span of time such as 30s, 5m, 2h or 1d"),
+        (("--last", "--tenant", "nobody"), "no request has ended here yet, or their records are gone"),
+    ],
+)
+async def test_bad_input_is_said_in_one_line_with_what_to_do(suite: Suite, flags: tuple[str, ...], words: str) -> None:
+    status, out, err = await quire_why(suite, *flags)
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert words in err

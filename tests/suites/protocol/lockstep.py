@@ -1,0 +1,176 @@
+"""Equal requests over a pool too small for all of them, in simulated time, with reports that take whole steps.
+
+The real lease agent and the real ledger run. Beside them stands a policy in the worker's own process, which knows each
+step's needs before the step: it preempts the latest sequence at once until every other one has its block.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from common.clock import ManualClock
+from common.lease import Inventory, Report
+from common.types import SequenceId
+from gpuworker.core.batch_plan import StepPlan, StepResult
+from gpuworker.core.lease_agent import LeaseAgent
+from gpuworker.core.outcomes import AgentConfig
+from gpuworker.core.sequence import NewSequence
+from gpuworker.core.step_costs import StepCosts
+from gpuworker.core.stopping import StopRule
+from kvmanager.core.config import LedgerConfig
+from kvmanager.core.ledger import Ledger
+
+COSTS = StepCosts(base=0.005, decode=20e-6, prefill=20e-6)
+BUDGET = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Crowd:
+    """So many equal requests, and the pool."""
+
+    requests: int
+    prompt: int
+    output: int
+    num_blocks: int
+    block_size: int = 16
+
+    def sequences(self) -> Iterator[NewSequence]:
+        for number in range(self.requests):
+            tokens = tuple(range(number * self.prompt, (number + 1) * self.prompt))
+            limit = self.prompt + self.output
+            yield NewSequence(
+                SequenceId(number), "", tokens, (), bytes(32), limit, StopRule(self.output), no_cache=True
+            )
+
+
+def seconds_of(computed: int, sampled: int) -> float:
+    return COSTS.of(sampled, computed - sampled)
+
+
+# ---------------------------------------------------------------- worker and manager
+
+
+def split_rate(crowd: Crowd, delay: int) -> float:
+    """Return output tokens a second; a report reaches the manager after `delay` further steps."""
+    ids = itertools.count(1)
+    config = LedgerConfig(crowd.num_blocks, crowd.block_size, max_num_seqs=crowd.requests)
+    ledger = Ledger(config, ManualClock(), lambda: f"d{next(ids)}")
+    ledger.rebuild(Inventory())
+    agent = LeaseAgent(AgentConfig(crowd.num_blocks, crowd.block_size, BUDGET, max_num_seqs=crowd.requests))
+    agent.inventory()
+    agent.attached(0)
+    for sequence in crowd.sequences():
+        agent.submit(sequence)
+    reports: deque[tuple[int, Report]] = deque()
+    flights: deque[StepPlan] = deque()
+    seconds, tokens = 0.0, 0
+    for step in itertools.count():
+        if not agent.has_work:
+            return tokens / seconds
+        if (said := agent.take_report()) is not None:
+            reports.append((step + delay, said))
+        while reports and reports[0][0] <= step:
+            _exchange(agent, ledger, reports.popleft()[1])
+        plan = agent.plan()
+        if plan is not None:
+            flights.append(plan)
+            seconds += seconds_of(sum(row.length for row in plan.rows), sum(row.samples for row in plan.rows))
+        elif not flights:
+            seconds += COSTS.base
+        if flights and (plan is None or len(flights) == 2):
+            tokens += _complete(agent, flights.popleft())
+    raise AssertionError
+
+
+def _exchange(agent: LeaseAgent, ledger: Ledger, report: Report) -> None:
+    ledger.apply(report)
+    batch = ledger.schedule()
+    ledger.drain_decisions()
+    if batch is not None:
+        agent.apply(batch)
+        agent.departures()
+
+
+def _complete(agent: LeaseAgent, plan: StepPlan) -> int:
+    done = agent.complete(StepResult(plan.step, {row.sequence: (1,) for row in plan.rows if row.samples}))
+    return sum(map(len, done.tokens.values()))
+
+
+# ---------------------------------------------------------------- the policy in the same process
+
+
+@dataclass(slots=True, eq=False)
+class _Local:
+    tokens: int
+    computed: int = 0
+    blocks: int = 0
+
+
+class InProcess:
+    """One scheduler with all blocks at hand."""
+
+    def __init__(self, crowd: Crowd) -> None:
+        self.crowd, self.free = crowd, crowd.num_blocks
+        self.waiting = deque(_Local(crowd.prompt) for _ in range(crowd.requests))
+        self.running: list[_Local] = []
+
+    def rate(self) -> float:
+        """Return output tokens a second."""
+        seconds, tokens = 0.0, 0
+        while self.waiting or self.running:
+            rows = self._rows()
+            sampled = [each for each, length in rows if each.computed + length == each.tokens]
+            seconds += seconds_of(sum(length for _, length in rows), len(sampled))
+            tokens += len(sampled)
+            for each, length in rows:
+                each.computed += length
+            for each in sampled:
+                self._sample(each)
+        return tokens / seconds
+
+    def _rows(self) -> list[tuple[_Local, int]]:
+        left, preempted, rows = BUDGET, False, list[tuple[_Local, int]]()
+        for each in self.running.copy():
+            length = min(left, each.tokens - each.computed)
+            if each not in self.running or not length:
+                continue
+            wanted = self._wanted(each, length)
+            while wanted > self.free and each in self.running:
+                self._preempt(self.running[-1])
+                preempted = True
+            if each in self.running:
+                self._give(each, wanted)
+                rows.append((each, length))
+                left -= length
+        while self.waiting and left and not preempted:
+            each = self.waiting[0]
+            wanted = self._wanted(each, each.tokens)
+            if wanted + (self.crowd.num_blocks // 100 if self.running else 0) > self.free:
+                break
+            self.running.append(self.waiting.popleft())
+            self._give(each, wanted)
+            rows.append((each, min(left, each.tokens)))
+            left -= rows[-1][1]
+        return rows
+
+    def _wanted(self, each: _Local, length: int) -> int:
+        return max(0, -(-(each.computed + length) // self.crowd.block_size) - each.blocks)
+
+    def _give(self, each: _Local, blocks: int) -> None:
+        self.free -= blocks
+        each.blocks += blocks
+
+    def _preempt(self, each: _Local) -> None:
+        self.running.remove(each)
+        self._give(each, -each.blocks)
+        each.computed = 0
+        self.waiting.appendleft(each)
+
+    def _sample(self, each: _Local) -> None:
+        each.tokens += 1
+        if each.tokens == self.crowd.prompt + self.crowd.output:
+            self.running.remove(each)
+            self._give(each, -each.blocks)

@@ -1,0 +1,142 @@
+"""Simpler rules of the manager's cores, and another policy that the protocol allows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from common.lease import Admit, AttachOk, Copy, Inventory
+from common.types import BlockHash, BlockId, SequenceId
+from kvmanager.core.block import Block
+from kvmanager.core.block_granter import BlockGranter
+from kvmanager.core.config import LedgerConfig
+from kvmanager.core.eviction.lru import LeastRecentlyUsed
+from kvmanager.core.eviction.restored import Restored
+from kvmanager.core.free_list import FreeList
+from kvmanager.core.ledger_state import LedgerState
+from kvmanager.core.manager import Manager, WorkerRegistration
+from kvmanager.core.policies import LedgerPolicies
+from kvmanager.core.preemption import PreemptionPolicy
+from kvmanager.core.prefix_cache import PrefixCache
+from kvmanager.core.rebuild import InventoryLoader
+from kvmanager.core.report_applier import ReportApplier
+from kvmanager.core.sequence import Sequence as ManagerSequence
+from kvmanager.core.shares import TenantShares
+from tests.suites.protocol.mutant import Patch
+from tests.suites.protocol.world import World
+
+_register, _complete = PrefixCache.register, Manager.complete
+
+
+def obey(**policies: Any) -> Patch:
+    """Return what gives every ledger of the model these policies in place of the real ones."""
+    return (World, "policies", LedgerPolicies(**policies))
+
+
+class ReleasesOnTheOrder(PreemptionPolicy):
+    def order(self, state: LedgerState, victim: ManagerSequence) -> None:
+        super().order(state, victim)
+        ReportApplier().requeue(state, [(victim.id, victim.num_tokens)])
+
+
+class LetsTenantsTakeTurns(PreemptionPolicy):
+    def victims(
+        self, sequence: ManagerSequence, running: list[ManagerSequence], shares: TenantShares, blocks: int
+    ) -> list[ManagerSequence]:
+        """A tenant without anything takes from any other one, which may then have nothing either."""
+        if shares.running(sequence.tenant):
+            return super().victims(sequence, running, shares, blocks)
+        return [each for each in running if each.tenant != sequence.tenant]
+
+
+class LeavesPending(ReportApplier):
+    def release(self, state: LedgerState, block_id: BlockId) -> None:
+        state.block_pool.drop(state.block_pool.blocks[block_id])
+
+
+class ReleasesFirst(ReportApplier):
+    def __init__(self) -> None:
+        super().__init__()
+        reserve, bind, seal, trim, take_back, requeue, finish = self.columns
+        self.columns = (reserve, requeue, finish, bind, seal, trim, take_back)
+
+
+class CountsEveryStall(ReportApplier):
+    def stall(self, state: LedgerState, stalled: tuple[SequenceId, ...]) -> None:
+        state.stalled = (*state.stalled, *stalled)
+
+
+class AdmitsWhenNoneEverStalled(BlockGranter):
+    def admit(self, state: LedgerState) -> tuple[list[Copy], list[Admit]]:
+        return ([], []) if state.stalled else super().admit(state)
+
+
+class AssumesTheTargetIsKnown(InventoryLoader):
+    def load(self, state: LedgerState, inventory: Inventory) -> None:
+        super().load(state, inventory)
+        state.last_sent_target = 0
+
+
+class EvictsShallowestFirst(InventoryLoader):
+    def eviction_order(self, restored: list[Restored]) -> list[BlockId]:
+        return [each.block for each in sorted(restored, key=lambda each: (each.depth, each.last_used))]
+
+
+def one_block_a_hash(cache: PrefixCache, block: Block, key: BlockHash, parent: BlockHash) -> None:
+    if key in cache.entries:
+        cache.forget_pending(block)
+    else:
+        _register(cache, block, key, parent)
+
+
+def publish_beside_a_cached_copy(state: LedgerState, block: Block, key: BlockHash, parent: BlockHash) -> None:
+    state.cache.register(block, key, parent)
+
+
+def complete_without_reset(manager: Manager, registration: WorkerRegistration, inventory: Inventory) -> AttachOk:
+    registration.attach = replace(registration.attach, reset=manager.last_reset)
+    return _complete(manager, registration, inventory)
+
+
+def copy_all_known(num_tokens: int, _block_size: int) -> int:
+    return num_tokens
+
+
+def count_by_redis_alone(counter: int = 0, **_: int) -> int:
+    return counter + 1
+
+
+def admit_whole_prompts(config: LedgerConfig, num_tokens: int) -> int:
+    return -(-num_tokens // config.block_size)
+
+
+def expect_the_last_block_too(config: LedgerConfig, num_tokens: int) -> int:
+    return num_tokens // config.block_size
+
+
+# ---------------------------------------------------------------- another policy that the protocol allows
+
+_popleft = FreeList.popleft
+
+
+class EvictsTwoMore(BlockGranter):
+    def make_free(self, state: LedgerState, count: int, beneficiary: ManagerSequence | None) -> int:
+        evicted = super().make_free(state, count, beneficiary)
+        for _ in range(min(2, len(state.block_pool.cached))):
+            self.evict(state)
+        return evicted
+
+
+def grant_what_was_freed_last(free: FreeList) -> BlockId:
+    if isinstance(free, LeastRecentlyUsed):
+        return _popleft(free)
+    newest = list(free)[-1]
+    free.remove(newest)
+    return newest
+
+
+EVICTING_AHEAD: tuple[Patch, ...] = (
+    obey(granter=EvictsTwoMore()),
+    (FreeList, "popleft", grant_what_was_freed_last),
+)
+"""With today's order of free blocks no child ever outlives its parent at the worker; with this one it does."""

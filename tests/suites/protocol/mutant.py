@@ -1,0 +1,103 @@
+"""A simpler rule, and the search that must notice it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+from tests.suites.protocol.scenario import Scenario
+from tests.suites.protocol.scenarios import ALL_FAULTS, LARGE, RESETS, TINY
+from tests.suites.protocol.search import Found, Pace, exhaust, walk
+
+Patch = tuple[Any, str, Any]
+STEADY, HASTY = Pace(150, 0.06), Pace(150, 0.1)
+
+
+@dataclass(frozen=True, slots=True)
+class Exhaustive:
+    """Every state of a tiny world, up to a number of them."""
+
+    scenario: str
+    max_states: int = 30_000
+
+    def run(self) -> Found:
+        return exhaust(TINY[self.scenario], self.max_states, peace_every=5)
+
+    def shortened(self) -> Exhaustive:
+        """Return the same search, about as long as it needs to kill."""
+        return replace(self, max_states=4_000)
+
+    def __str__(self) -> str:
+        return f"exhaustive: {self.scenario}"
+
+
+@dataclass(frozen=True, slots=True)
+class Walks:
+    """Random walks through a larger world, from one seed on."""
+
+    scenario: str
+    first_seed: int = 0
+    walks: int = 400
+    faults: tuple[str, ...] = tuple(ALL_FAULTS)
+    pace: Pace = STEADY
+
+    def shortened(self) -> Walks:
+        """Return the same search, about as long as it needs to kill."""
+        return replace(self, walks=50)
+
+    @property
+    def world(self) -> Scenario:
+        faults = {kind: limit for kind, limit in (ALL_FAULTS | RESETS).items() if kind in self.faults}
+        return replace(LARGE[self.scenario], max_faults=12, faults=faults)
+
+    def run(self) -> Found:
+        steps, found = 0, Found()
+        for seed in range(self.first_seed, self.first_seed + self.walks):
+            found = walk(self.world, seed, self.pace)
+            steps += found.steps
+            if found.violation is not None:
+                break
+        found.steps = found.states = steps
+        return found
+
+    def __str__(self) -> str:
+        return f"walks: {self.scenario}"
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One simpler rule: what it overrides, the search that kills it, and the invariants by which it may die."""
+
+    name: str
+    rule: str
+    patches: tuple[Patch, ...]
+    search: Exhaustive | Walks
+    dies_by: tuple[str, ...]
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Use the simpler rule during the block."""
+        with ExitStack() as stack:
+            for owner, attribute, value in self.patches:
+                stack.enter_context(mock.patch.object(owner, attribute, value))
+            yield
+
+    def run(self) -> Found:
+        """Search with the simpler rule."""
+        with self.applied():
+            return self.search.run()
+
+
+def nothing(*_: Any) -> None:
+    """The rule is left out."""
+
+
+def never(*_: Any) -> bool:
+    return False
+
+
+def always(*_: Any) -> bool:
+    return True

@@ -1,0 +1,99 @@
+"""Simpler rules of the worker's cores."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from common.lease import Admit, GrantBatch, Inventory
+from common.types import BlockHash, BlockId, SequenceId, SequencePhase
+from gpuworker.core.batch_plan import ScheduledRow
+from gpuworker.core.block_states import BlockStates, Content
+from gpuworker.core.lease_agent import LeaseAgent
+from gpuworker.core.lease_session import LeaseSession
+from gpuworker.core.outcomes import Applied
+from gpuworker.core.report_builder import SessionState
+from gpuworker.core.sequence import Sequence as WorkerSequence
+from gpuworker.core.step_scheduler import Composition, StepScheduler
+from tests.suites.protocol.world import World
+
+_admit, _inventory, _apply = LeaseAgent._admit, LeaseAgent.inventory, LeaseAgent.apply
+_close_blocks, _advance = LeaseAgent._close_blocks, WorkerSequence.advance
+_take, _leave_if_idle = StepScheduler._take, LeaseAgent._leave_if_idle
+
+
+def reset_only_when_it_waits(agent: LeaseAgent, admit: Admit, copied: frozenset[BlockId]) -> bool:
+    sequence = agent._sequences.get(admit.sequence)
+    return sequence is not None and sequence.phase is SequencePhase.WAITING and _admit(agent, admit, copied)
+
+
+def wait_for_the_filler(scheduler: StepScheduler, sequence: WorkerSequence, room: int, step: Composition) -> int:
+    """What an admission counted as shared is left to the sequence that was to fill it."""
+    waits = sequence.num_computed_tokens < (sequence.announced_hits or 0)
+    return 0 if waits else _take(scheduler, sequence, room, step)
+
+
+def report_the_release_at_once(agent: LeaseAgent, sequence: WorkerSequence) -> None:
+    if sequence.phase is SequencePhase.DRAINING_FINISH and sequence.in_flight:
+        agent._report.finished(sequence.id, sequence.reason)
+    else:
+        _leave_if_idle(agent, sequence)
+
+
+def apply_what_was_buffered(session: LeaseSession, _number: int, batch: GrantBatch) -> Applied | None:
+    return session.agent.apply(batch) if session.open else None
+
+
+def accept_any_manager(session: LeaseSession, _epoch: int) -> bool:
+    return True
+
+
+def obey_one_preemption(agent: LeaseAgent, batch: GrantBatch) -> Applied:
+    return _apply(agent, replace(batch, preempt=batch.preempt[:1]))
+
+
+def leave_out_draining(agent: LeaseAgent) -> Inventory:
+    whole, phases = _inventory(agent), (SequencePhase.WAITING, SequencePhase.RUNNING)
+    return replace(whole, sequences=tuple(each for each in whole.sequences if each.phase in phases))
+
+
+def adopt_orphans(_blocks: BlockStates, content: Content, index: dict[BlockHash, int]) -> int | None:
+    return -1 if content.parent is None else index.get(content.parent, -1)
+
+
+def keep_the_claim_until_bound(blocks: BlockStates, block: BlockId) -> None:
+    blocks.pool.append(block)
+
+
+def copy_what_will_be_there(blocks: BlockStates, _src: BlockId, dst: BlockId, slots: int) -> None:
+    blocks.drop_claim(dst)
+    blocks.fill[dst] = slots
+
+
+def keep_content(agent: LeaseAgent) -> None:
+    """Pending report content survives into the next session."""
+    agent._report.state = SessionState.DETACHED
+
+
+def attach_without_a_target(agent: LeaseAgent, _lease_target: int) -> None:
+    agent._report.state = SessionState.OPEN
+
+
+def seal_drafts(agent: LeaseAgent, sequence: WorkerSequence, row: ScheduledRow, _end: int) -> None:
+    _close_blocks(agent, sequence, row, row.start + row.length + len(row.drafts))
+
+
+def compute_a_refused_draft(sequence: WorkerSequence, end: int, right: int) -> int:
+    return _advance(sequence, end, right + 1)
+
+
+def lose_the_blocks_of_drafts(sequence: WorkerSequence, end: int, right: int) -> int:
+    """Blocks that refused drafts have written leave the block table, and nothing is told of it."""
+    advanced = _advance(sequence, end, right)
+    if right < 1:
+        del sequence.block_table[-1:]
+        sequence.snapshot = None
+    return advanced
+
+
+def reuse_ids(world: World) -> SequenceId:
+    return next(SequenceId(n) for n in range(99) if n not in world.agent._sequences)
