@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from bench import constraints
 from bench.constraints import NOTES, Size
+from bench.lib import jump_forward
 from bench.lib.tokenizers import EOS, write_tokenizer
 from gpuworker.native import library as native
 
@@ -31,4 +32,16 @@ def test_every_figure_is_measured() -> None:
     figures = constraints.measure(2048, Size(rows=2, steps=10, rounds=1, threads=1))
     torch.set_num_threads(threads)
     assert figures.keys() == NOTES.keys()
-    assert all(figures[name] > 0 for name in ("fill_us", "compile_ms", "step_ms", "ratio_50", "ratio_100"))
+    assert all(figures[name] > 0 for name in ("fill_us", "compile_ms", "step_ms", "ratio_50", "ratio"))
+
+
+def test_drafts_of_forced_tokens_are_measured_and_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    if native.best() is None:
+        pytest.skip("the native library was not built")
+    monkeypatch.setitem(constraints.VOCABULARIES, "32k", 2048)
+    threads = torch.get_num_threads()
+    figures = constraints.of_forced_tokens(Size(rows=1, steps=60, rounds=1, threads=None))
+    torch.set_num_threads(threads)
+    assert figures.keys() == jump_forward.NOTES.keys()
+    assert figures["forced_tokens_differing"] == 0
+    assert figures["speedup_forced_json"] > 0

@@ -12,7 +12,7 @@ from bench import engine
 from bench.lib.checkpoints import SMALL
 from bench.lib.models import data_plane, plane_worker
 from bench.lib.workers import BenchWorker
-from bench.lib.workloads import Request, Workload
+from cli.benchmark.requests import Request, Workload
 from gpuworker.native import library as native
 from gpuworker.plane.assembly import ModelPlane
 

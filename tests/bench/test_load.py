@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from bench.load import _cores, flags
 from bench.open_loop.modes import Row, highest_carried, saturation
-from common.process.python import module_command
+from tests.support.bench_process import run_benchmark
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,18 +52,8 @@ def test_nothing_is_pinned_by_default() -> None:
 
 
 def test_two_seconds_of_load_are_counted_and_checked(tmp_path: Path) -> None:
-    words = ["--rates", "10", "--seconds", "1.5", "--warm", "0.5", "--output-tokens", "20", "--clients", "1", "--json"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'protos'}"}
-    done = subprocess.run(
-        module_command("bench.load", *words, "--results", str(tmp_path / "load.jsonl")),
-        capture_output=True,
-        text=True,
-        timeout=300.0,
-        check=True,
-        cwd=ROOT,
-        env=environment,
-    )
-    said = json.loads(done.stdout.splitlines()[-1])["figures"]
+    words = ["--rates", "10", "--seconds", "1.5", "--warm", "0.5", "--output-tokens", "20", "--clients", "1"]
+    said, _ = run_benchmark("load", *words, "--results", str(tmp_path / "load.jsonl"))
     row = json.loads((tmp_path / "load.jsonl").read_text())
     assert (row["engine"], row["routers"], row["rate"], row["faults"]) == ("simulated", 1, 10.0, 0)
     assert said["requests_s_simulated_10rps"] == pytest.approx(row["requests_s"], abs=1e-5)

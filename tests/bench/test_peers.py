@@ -1,4 +1,4 @@
-"""The order of a comparison, and a whole one: our suite and a peer's driver, which draws what it is told to."""
+"""The order of a comparison, and a whole one: our suite and a peer's driver, which samples what the workload says."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from bench import peers
 from bench.lib.checkpoints import SMALL
 from bench.peers import Item, Mode, items_of, turns
-from common.errors import Unavailable
+from common.errors import FieldViolation, InvalidConfig, Unavailable
 
 DRIVER = """
     import json, sys
@@ -137,6 +137,19 @@ async def test_a_peer_that_fails_is_left_out_and_the_rest_go_on(
     await peers.compare(args, Mode("float32", prefix_caching=False), lines.append)
     assert [line["engine"] for line in lines] == ["ours", "vllm", "ours", "ours"]
     assert capsys.readouterr().err == "vllm is left out from here on: out of memory\n"
+
+
+def test_a_model_that_cannot_be_made_is_refused_with_the_reason(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def not_installed(_: str) -> Path:
+        raise InvalidConfig(FieldViolation("--model", "smollm2 is not installed; run `make smollm2`"))
+
+    monkeypatch.setattr("bench.comparison.peer_models.gguf_file", not_installed)
+    with pytest.raises(SystemExit):
+        peers.read_arguments(["--peers", str(folder), "--engines", "naive", "--model", "smollm2"])
+    assert "--model smollm2 cannot be made" in (said := capsys.readouterr().err)
+    assert "run `make smollm2`" in said
 
 
 def test_a_folder_that_lacks_a_peer_is_refused(

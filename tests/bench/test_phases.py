@@ -1,4 +1,4 @@
-"""Parts of the phases benchmark that can be told exactly: decode steps, workloads, and that its pieces run through."""
+"""Parts of the phases benchmark that are exact: decode steps, workloads, and that its pieces run through."""
 
 from __future__ import annotations
 
@@ -8,22 +8,12 @@ import pytest
 import torch
 
 from bench import phases
-from bench.lib import block_sizes, paged_attention
-from bench.lib.closed_loop import Record
+from bench.lib import block_sizes, paged_attention, stalls
 from bench.lib.model_costs import ModelCosts
 from bench.lib.rates import fastest_in_turns, matmul_rate, read_rate
-from bench.lib.workloads import Request
-from bench.phases import Peaks, equal_requests, fractions, step_seconds
-
-
-def record(times: list[float]) -> Record:
-    return Record(Request("r", [1], len(times)), 0.0, times, [7] * len(times))
-
-
-def test_a_decode_step_counts_while_all_decode() -> None:
-    """The gap of 9 s is from before the second request's first token, that of 5 s from after the first one's end."""
-    first, second = record([0.0, 9.0, 10.0, 11.0, 12.0]), record([9.5, 10.5, 11.5, 16.5])
-    assert step_seconds([first, second]) == 1.0
+from bench.lib.workers import Run
+from bench.phases import Peaks, fractions
+from cli.benchmark.closed_loop import Record
 
 
 def test_fractions_are_of_the_best_rates_seen() -> None:
@@ -43,12 +33,6 @@ def test_a_disturbed_measurement_does_not_lower_a_peak(monkeypatch: pytest.Monke
     peaks.take()
     assert peaks.flops == 1e30
     assert peaks.read > 1.0
-
-
-def test_equal_requests_are_equal_in_length_alone() -> None:
-    workload = equal_requests(3, 20, 5, seed=1)
-    assert [(len(each.prompt), each.max_new_tokens) for each in workload.initial] == [(20, 5)] * 3
-    assert len({tuple(each.prompt) for each in workload.initial}) == 3
 
 
 @pytest.mark.parametrize(
@@ -83,3 +67,15 @@ def test_paged_and_contiguous_attention_run_on_the_same_shapes(monkeypatch: pyte
     found = paged_attention.measure("float32", 16, threads=1)
     assert found.keys() == paged_attention.NOTES.keys()
     assert all(ratio > 0 for ratio in found.values())
+
+
+def test_gaps_that_overlap_the_long_prompt_count_and_no_others() -> None:
+    workload = stalls.arrival(2040, 0)
+    *decodes, first = workload.initial
+    following = workload.follow_up(first, [7] * first.max_new_tokens)
+    assert following is not None
+    assert len(following.prompt) == 2040
+    times = [1.0, 2.0, 5.0, 9.0, 9.5]
+    records = {each.rid: Record(each, 0.0, times, [7] * 5) for each in decodes}
+    records |= {"first": Record(first, 0.0, [1.0], [7]), "long": Record(following, 4.0, [8.0], [7])}
+    assert sorted(stalls.gaps_of(Run(records=records))) == [3.0] * len(decodes) + [4.0] * len(decodes)

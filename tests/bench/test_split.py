@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-
 import pytest
 
 from bench.lib.workers import BenchWorker, Run, random_prompts
 from bench.split import Pair, figures_of, notes_of
-from common.process.python import module_command
 from common.types import SamplingParams, SequenceId
 from gpuworker.core.batch_plan import StepPlan
 from gpuworker.core.outcomes import AgentConfig
 from gpuworker.core.step_costs import StepCosts
 from gpuworker.simulated.runner import SimulatedRunner
 from gpuworker.simulated.tokens import SimulatedTokens
+from tests.support.bench_process import run_benchmark
 
 TOKENS = SimulatedTokens(range(3, 1000))
 
@@ -42,7 +38,7 @@ def test_the_slowdown_is_embedded_over_remote_throughput() -> None:
     assert figures["pairs_sim"] == 3
 
 
-def test_costs_of_the_manager_are_told_by_token_and_by_request() -> None:
+def test_costs_of_the_manager_are_reported_by_token_and_by_request() -> None:
     figures = figures_of("cpu", [pair(1.0, 1.0, cpu=0.004, added=0.001), pair(1.0, 1.0, cpu=0.006, added=0.003)])
     assert figures["manager_cpu_us_per_token_cpu"] == pytest.approx(5.0)
     assert figures["ttft_added_ms_cpu"] == pytest.approx(2.0)
@@ -71,18 +67,7 @@ def test_a_simulated_step_takes_its_time() -> None:
 
 
 def test_a_real_pair_runs_through() -> None:
-    flags = ["--json", "--only", "sim", "--pairs", "1", "--sequences", "8", "--output-tokens", "8"]
-    done = subprocess.run(
-        module_command("bench.split", *flags),
-        capture_output=True,
-        text=True,
-        timeout=300.0,
-        check=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    said = json.loads(done.stdout.splitlines()[-1])
-    figures = said["figures"]
-    assert said["bench"] == "split"
+    figures, _ = run_benchmark("split", "--only", "sim", "--pairs", "1", "--sequences", "8", "--output-tokens", "8")
     assert figures["pairs_sim"] == 1
     assert 0 < figures["slowdown_sim"] == figures["slowdown_sim_upper"]
     assert 0 < figures["tokens_per_second_remote_sim"] <= 8 * 8 / (8 * 0.005), "no more than steps of 5 ms allow"

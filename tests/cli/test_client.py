@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from rich.console import Console
 
-from cli.client import router_channel, router_client, run_command
+from cli.client import admin_channel, router_client, run_command
 from common.errors import Unavailable, Unsupported
 from common.rpc.server import RpcServer
 from quire.inference.v1 import inference_pb2 as pb
@@ -28,16 +30,16 @@ def test_an_error_is_one_line_and_a_status(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().err == "quire: nobody is there\n"
 
 
-async def test_a_server_that_is_no_router_is_told_from_one() -> None:
+async def test_a_server_that_is_no_router_is_distinguished_from_one(tmp_path: Path) -> None:
     server = RpcServer(["another.Service"])
     address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
-    said = f"what answers at {address} is no router; expected the gRPC port that `quire up` names when ready"
+    said = f"what answers at {address} is no router, or another of its ports; `quire serve` names them when ready"
     with pytest.raises(Unsupported) as error:
         async with router_client(address) as client:
             await client.generate("Hello")
     assert str(error.value) == said
     with pytest.raises(Unsupported) as error:
-        async with router_channel(address) as channel:
+        async with admin_channel(address, tmp_path) as channel:
             await rpc.InferenceServiceStub(channel).GetStatus(pb.GetStatusRequest())
     assert str(error.value) == said
     await server.server.stop(None)

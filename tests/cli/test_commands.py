@@ -19,14 +19,14 @@ from cli.commands.demo import svg_of
 from cli.suite.stack import free_ports
 from quire.inference.v1 import inference_pb2 as pb
 from quire.types.v1 import types_pb2 as types
-from tests.support.checkpoints import config_of, tokenizer
+from tests.support.checkpoints import config_of
 from tests.support.hostile import hostile_folder
 from tests.support.up_harness import READY_SECONDS, Up, quire
 
 LONG = 700
 OPTIONS = """
 max_model_len = 1024
-[up]
+[serve]
 kv_blocks = 512
 dtype = "float32"
 [kvmanager]
@@ -41,7 +41,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     """A suite with options from every source, started in a folder whose packages have the names of Quire's."""
     folder = tmp_path_factory.mktemp("up")
     (folder / "quire.toml").write_text(OPTIONS)
-    environ = {"QUIRE_WORKERS": "1", "QUIRE_ADDRESS": "127.0.0.1:1", "QUIRE_UP_TRACE_SAMPLE_RATIO": "1"}
+    environ = {"QUIRE_WORKERS": "1", "QUIRE_ADDRESS": "127.0.0.1:1", "QUIRE_SERVE_TRACE_SAMPLE_RATIO": "1"}
     cwd = hostile_folder(folder / "hostile")
     running = Up(folder, "--config", str(folder / "quire.toml"), environ=environ, cwd=cwd)
     try:
@@ -94,13 +94,30 @@ def test_status_shows_the_worker(up: Up, tmp_path: Path) -> None:
     idle = r"worker-0\s+127\.0\.0\.1:\d+\s+connected\s+attached\s+0\s+0\s+512\s+512"
     folder = hostile_folder(tmp_path / "hostile")
     deadline = time.monotonic() + READY_SECONDS  # the blocks of the test before come free
-    while not re.search(idle, (shown := quire("status", "--address", up.address, cwd=folder)).stdout):
+    while not re.search(idle, (shown := quire("status", *up.admin, cwd=folder)).stdout):
         assert shown.returncode == 0, shown.stderr
         assert time.monotonic() < deadline, shown.stdout
 
 
+def test_figures_are_json_on_one_line_where_asked(up: Up) -> None:
+    status = json.loads(quire("status", *up.admin, "--json").stdout)
+    assert (status["workers"][0]["num_blocks"], status["model"]["max_model_len"]) == (512, 1024)
+    asked = ("generate", "ab", "--raw", "--max-tokens", "3", "--json", "--address", up.address)
+    shown = quire(*asked)
+    assert shown.stdout.count("\n") == 1
+    done = json.loads(shown.stdout)
+    assert (done["outputs"][0]["usage"]["output_tokens"], done["outputs"][0]["finish_reason"]) == (3, "length")
+    deadline = time.monotonic() + READY_SECONDS  # a worker sends its spans every half second
+    while True:
+        trace = json.loads(quire("trace", done["trace_id"], *up.admin, "--json").stdout)
+        assert trace["trace_id"] == done["trace_id"]
+        if {span["service"] for span in trace["spans"]} >= {"quire-router", "quire-gpuworker"}:
+            break
+        assert time.monotonic() < deadline, trace
+
+
 def test_commands_find_the_router_by_the_environment(up: Up) -> None:
-    shown = quire("status", environ={"QUIRE_ADDRESS": up.address})
+    shown = quire("status", environ={"QUIRE_ADMIN_ADDRESS": up.admin_address, "QUIRE_STATE_DIR": str(up.state_dir)})
     assert shown.returncode == 0, shown.stderr
 
 
@@ -136,7 +153,7 @@ def test_generate_streams_and_trace_draws_what_it_names(up: Up) -> None:
     assert shown.returncode == 0, shown.stderr
     found = re.search(r"(\d+) output tokens .* quire trace ([0-9a-f]{32})", shown.stdout)
     assert found is not None, shown.stdout
-    drawn = quire("trace", found[2], "--address", up.address)
+    drawn = quire("trace", found[2], *up.admin)
     assert drawn.returncode == 0, drawn.stderr
     assert "routing: worker-0" in drawn.stdout
 
@@ -158,11 +175,11 @@ def test_generate_keeps_to_a_regex_of_a_file(up: Up, tmp_path: Path) -> None:
 def test_errors_are_one_line_and_say_what_to_do(up: Up) -> None:
     too_long = quire("generate", "ab", "--raw", "--max-tokens", "4000", "--address", up.address)
     assert too_long.returncode == 1
-    assert "sampling.max_tokens" in too_long.stderr
+    assert "--max-tokens" in too_long.stderr
     assert len(too_long.stderr.splitlines()) == 1
-    nobody = quire("status", "--address", f"127.0.0.1:{free_ports(1)[0]}")
+    nobody = quire("status", "--admin-address", f"127.0.0.1:{free_ports(1)[0]}")
     assert nobody.returncode == 1
-    assert "quire up --model DIR" in nobody.stderr
+    assert "quire serve" in nobody.stderr
 
 
 def test_giving_up_says_after_how_long_and_how_far_it_came(up: Up) -> None:
@@ -187,7 +204,7 @@ def test_a_killed_redis_is_started_again(up: Up) -> None:
     up.until("redis     killed by SIGKILL; starting it again in 0.5 s")
     up.until("redis     started again on 127.0.0.1:")
     deadline = time.monotonic() + READY_SECONDS
-    while "Redis connected" not in quire("status", "--address", up.address).stdout:
+    while "Redis connected" not in quire("status", *up.admin).stdout:
         assert time.monotonic() < deadline, "".join(up.lines)
 
 
@@ -200,7 +217,7 @@ def test_a_killed_worker_is_started_again(up: Up) -> None:
 
 
 def test_ctrl_c_lets_running_streams_finish_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    up = Up(tmp_path, "--drain-timeout", "300", "--max-model-len", "1024")
+    up = Up(tmp_path, "--drain-timeout", "300", "--max-model-len", "1024", "--simulate")
     try:
         up.until("quire     ready")
         below = up.children()
@@ -210,8 +227,8 @@ def test_ctrl_c_lets_running_streams_finish_and_leaves_nothing_behind(tmp_path: 
         up.child("gpuworker.main").suspend()  # so that no stream ends before the suite stops
         up.process.send_signal(signal.SIGINT)
         up.until("quire     stopping: running requests have 300 s to finish")
-        up.child("gpuworker.main").resume()
         assert sum(streams.tokens) < 8 * LONG
+        up.child("gpuworker.main").resume()
         streams.ended()
         assert (streams.tokens, streams.failures) == ([LONG] * 8, 0)
         assert up.process.wait(timeout=READY_SECONDS) == 0
@@ -223,7 +240,8 @@ def test_ctrl_c_lets_running_streams_finish_and_leaves_nothing_behind(tmp_path: 
 
 
 def test_embedded_managers_serve_and_a_second_ctrl_c_kills(tmp_path: Path) -> None:
-    up = Up(tmp_path, "--drain-timeout", "60", environ={"QUIRE_MANAGER": "embedded", "QUIRE_KV_BLOCKS": "512"})
+    environ = {"QUIRE_MANAGER": "embedded", "QUIRE_KV_BLOCKS": "512"}
+    up = Up(tmp_path, "--drain-timeout", "60", "--simulate", environ=environ)
     try:
         up.until("quire     ready")
         below = up.children()
@@ -244,20 +262,42 @@ def test_embedded_managers_serve_and_a_second_ctrl_c_kills(tmp_path: Path) -> No
 
 
 def test_a_service_that_refuses_to_run_stops_the_suite_with_its_words(tmp_path: Path) -> None:
-    config_of("llama").save_pretrained(tmp_path)  # and no weights
-    tokenizer().save_pretrained(tmp_path)
-    up = Up(tmp_path / "state", "--model", str(tmp_path), "--device", "cpu")
+    up = Up(tmp_path, "--simulate", "--kv-blocks", "4", "--max-model-len", "512")
     try:
         assert up.process.wait(timeout=READY_SECONDS) == 1
-        up.until("worker-0 cannot run")
-        up.until(f"--model: cannot load {tmp_path}")
-        assert not any("starting it again" in line for line in up.lines)
+        up.until("worker-0 cannot run; its lines above say why")
+        assert sum("--max-model-len: 4 blocks of 16 slots do not hold one sequence" in line for line in up.lines) == 1
+        assert any(line.endswith("quire-gpuworker cannot start:\n") for line in up.lines)
+        assert not any("starting it again" in line or "nothing was started" in line for line in up.lines)
     finally:
         up.close()
 
 
+def test_a_checkpoint_without_weights_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    config_of("llama").save_pretrained(tmp_path)
+    free = [word for flag in ("port", "grpc-port", "manager-port", "worker-port") for word in (f"--{flag}", "0")]
+    refused = quire("up", "--model", str(tmp_path), "--device", "cpu", *free)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr.splitlines() == [
+        "1 bad option; nothing was started.",
+        (
+            f"  --model: no weights in {tmp_path}; expected *.safetensors: finish the download"
+            " (--load-format dummy runs on"
+            " random weights)"
+        ),
+    ]
+
+
+def test_what_a_router_refuses_is_named_by_its_flag(up: Up) -> None:
+    refused = quire("generate", "--address", up.address, "--max-tokens", "0", "--temperature", "-1", "Hello")
+    assert refused.returncode == 1
+    assert refused.stderr == (
+        "quire: --temperature: is -1; expected 0 or more (0 is greedy); --max-tokens: is 0; expected 1 or more\n"
+    )
+
+
 def test_bad_options_are_all_reported_before_anything_starts() -> None:
-    refused = quire("up", "--block-size", "17", "--workers", "0", "--wrokers", "2")
+    refused = quire("up", "--block-size", "17", "--workers", "0", "--wrokers", "2", "/nowhere")
     assert refused.returncode == 2
     for words in (
         "--block-size",
@@ -287,3 +327,7 @@ def test_the_demonstration_shows_a_cache_hit_and_a_trace(tmp_path: Path) -> None
     assert int(second) > 200
     for words in ("kvmanager.reserve", "prefill chunk", "routing: worker-", "Everything is stopped and removed"):
         assert words in shown.stdout
+    called = re.search(r'look_up\(\{"person": "(\w+)"\}\)\s+the tool says: (.*)\s+the model says: (.*)', shown.stdout)
+    assert called is not None
+    assert called[1] in called[3]
+    assert called[3] in called[2]

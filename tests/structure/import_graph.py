@@ -3,7 +3,7 @@
     python -m tests.structure.import_graph [ROOT]
 
 A room is a folder below a package, or a file that stands loose at the package's top. An edge joins two rooms of one
-package when any file of the first imports any file of the second; imports for type checkers and imports inside
+package when any file of the first imports any file of the second. Imports for type checkers and imports inside
 functions count. Standard library only, so that it also runs on another checkout.
 """
 

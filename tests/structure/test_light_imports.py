@@ -18,7 +18,7 @@ CONTROL_PLANE = [
     for package in (common, kvmanager, router)
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
 ]
-SIMULATED_WORKER = ["gpuworker.main", "gpuworker.simulated.plane"]
+SIMULATED_WORKER = ["gpuworker.main", "gpuworker.plane.preflight", "gpuworker.simulated.plane"]
 ENGINE = ["gpuworker.engine.engine", "gpuworker.runner.model_runner", "gpuworker.attention.torch_backend"]
 
 

@@ -88,13 +88,13 @@ async def test_an_engine_that_outlives_its_driver_is_ended_too(options: PeerOpti
     await until(lambda: not alive(child))
 
 
-async def test_a_driver_that_ends_is_told_of_with_its_last_words(options: PeerOptions) -> None:
+async def test_a_driver_that_ends_is_reported_with_its_last_words(options: PeerOptions) -> None:
     with pytest.raises(Unavailable, match="no such workload"):
         async with PeerProcess("naive", options) as peer:
             await peer.run("W9", 1.0)
 
 
-async def test_one_that_cannot_start_is_told_of_with_its_last_words(options: PeerOptions) -> None:
+async def test_one_that_cannot_start_is_reported_with_its_last_words(options: PeerOptions) -> None:
     (options.folder / "bench_naive.py").write_text("raise SystemExit('no transformers here')")
     with pytest.raises(Unavailable, match="no transformers here"):
         async with PeerProcess("naive", options):

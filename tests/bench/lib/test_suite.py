@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 
 from bench.lib.checkpoints import SMALL, checkpoint
-from bench.lib.suite import served_suite
 from bench.lib.workloads import make
 from bench.serve import bench_options, suite_flags
+from cli.benchmark.served import served_suite
 
 SHAPE = {**SMALL, "vocab_size": 32000, "num_hidden_layers": 2}
 

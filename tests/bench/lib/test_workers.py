@@ -34,6 +34,31 @@ class BrokenRunner(SimulatedRunner):
         raise RuntimeError("a bug")
 
 
+class RecordingRunner(SimulatedRunner):
+    """Keeps the steps that it was given."""
+
+    def __init__(self, costs: StepCosts, tokens: SimulatedTokens) -> None:
+        super().__init__(costs, tokens)
+        self.steps: list[Future[StepResult]] = []
+
+    def submit(self, plan: StepPlan) -> Future[StepResult]:
+        self.steps.append(super().submit(plan))
+        return self.steps[-1]
+
+
+def test_no_step_runs_after_a_load() -> None:
+    """Two workers may share the memory of a model, and take turns."""
+    runner = RecordingRunner(StepCosts(base=0.05), TOKENS)
+    with BenchWorker(runner, CONFIG, manager=None) as worker:
+        prompts = random_prompts(1, 9, seed=1)
+        (tokens,) = worker.load(prompts, output_tokens=3).outputs.values()
+        worker.stop_token_ids = frozenset(tokens[1:2])
+        before = len(runner.steps)
+        assert worker.load(prompts, output_tokens=9).tokens == 2
+        assert len(runner.steps) - before == 3, "a step was queued behind the last token"
+        assert all(step.done() for step in runner.steps)
+
+
 def test_a_load_is_counted_to_its_end() -> None:
     with BenchWorker(SimulatedRunner(NO_COSTS, TOKENS), CONFIG, manager=None) as worker:
         run = worker.load(random_prompts(4, 9, seed=1), output_tokens=5)

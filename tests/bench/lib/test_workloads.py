@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bench.lib.workloads import VOCABULARY, Workload, make, warm_up
+from bench.lib.workloads import VOCABULARY, make, passages_of, warm_up
+from cli.benchmark.requests import Workload
 
 
 @pytest.mark.parametrize(
@@ -66,3 +67,18 @@ def test_every_id_is_in_the_vocabulary_and_none_is_special() -> None:
     found = ids(make("W1")) | ids(warm_up())
     assert min(found) >= 3
     assert max(found) < VOCABULARY
+
+
+@pytest.mark.parametrize("name", ["W1", "W2", "W3", "W4"])
+def test_prompts_may_be_passages_of_a_text(name: str) -> None:
+    text = list(range(9, 3009))
+    first, again = (make(name, draw=passages_of(text)) for _ in range(2))
+    assert first.digest == again.digest
+    for each in first.initial:
+        own = each.prompt[768:] if name == "W2" else each.prompt
+        assert own == list(range(own[0], own[0] + len(own)))
+        assert own[-1] < 3009
+
+
+def test_a_text_of_the_longest_prompt_is_long_enough() -> None:
+    assert len(warm_up(draw=passages_of(range(249))).initial[-1].prompt) == 248

@@ -108,7 +108,7 @@ def test_nothing_may_be_refused_or_lost() -> None:
     assert not steady(Seen.of([faulty]))
 
 
-def test_costs_are_told_by_token_and_by_request() -> None:
+def test_costs_are_reported_by_token_and_by_request() -> None:
     seen = Seen.of([trace(1.0, 0.1, 0.1), trace(1.0, 0.1, 0.1)])
     assert costs(seen, {"router": 0.008}) == pytest.approx(
         {"router_us_per_token": 2000.0, "router_ms_per_request": 4.0}

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("matplotlib")
-from bench.comparison import plots
 from bench.open_loop import plot as load_plot
+from cli.benchmark.style import ACCENT
 
 
 def row(offered: float, routers: int = 1, steady: float = 1.0, **fields: object) -> dict[str, object]:
@@ -36,7 +36,7 @@ def test_each_number_of_routers_has_a_line() -> None:
 def test_what_was_not_carried_is_a_ring() -> None:
     _, goodput = load_plot.draw([row(1000.0), row(2000.0, steady=0.0), row(3000.0, valid=0.0)], "t").get_axes()
     dots = [line.get_markerfacecolor() for line in goodput.lines if line.get_marker() == "o"]
-    assert dots == [plots.ACCENT, "white", "white"]
+    assert dots == [ACCENT, "white", "white"]
 
 
 def test_only_poisson_arrivals_at_simulated_workers_are_drawn(tmp_path: Path) -> None:

@@ -132,6 +132,10 @@ def test_the_command_prints_every_size_and_why_it_takes_one(tmp_path: Path, caps
     assert [row.split()[0] for row in rows] == ["4", "8", "16", "32", "64", "128", "256"]
     assert last.startswith("take --block-size 16: it loses 4.")
     assert "blocks of 32 would lose" in last
+    assert advise_block_size.main([str(log), "--sample", "10", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["requests"], found["chosen"]) == (50, 16)
+    assert [each["block_size"] for each in found["sizes"]] == [4, 8, 16, 32, 64, 128, 256]
 
 
 def test_measured_speeds_decide_among_what_loses_little_enough(

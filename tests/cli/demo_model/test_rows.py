@@ -1,4 +1,4 @@
-"""Training rows: what is weighed, what counts as recalled, and that no held-out fact is ever told."""
+"""Training rows: what is weighed, what counts as recalled, and that no held-out fact is ever stated."""
 
 import random
 import re
@@ -34,25 +34,25 @@ def test_a_row_is_at_most_as_long_as_asked(encode: Encoder, length: int) -> None
 def test_only_the_value_of_a_recalled_fact_counts(encode: Encoder) -> None:
     row = rows.Row(encode)
     row.recall(Fact("lamp", relation("price"), "42"), rows.ANSWER_WEIGHT)
-    told = [row.encode.tokenizer.id_to_token(i) for i, hit in zip(row.ids, row.recalled, strict=True) if hit]
-    assert told == ["4", "2"]
+    stated = [row.encode.tokenizer.id_to_token(i) for i, hit in zip(row.ids, row.recalled, strict=True) if hit]
+    assert stated == ["4", "2"]
     assert row.ids == encode(" The lamp costs 42 coins.")
 
 
-def test_a_chat_asks_only_for_what_it_told(encode: Encoder) -> None:
+def test_a_chat_asks_only_for_what_it_stated(encode: Encoder) -> None:
     for seed in range(20):
         text = encode.tokenizer.decode(rows.chat(random.Random(seed), encode, 600).ids, skip_special_tokens=False)
         answers = re.findall(r"<\|assistant\|>( \w+ visits \w+\.)<\|end\|>", text)
         assert all(text.index(answer) < text.index("<|assistant|>" + answer) for answer in answers)
 
 
-def test_no_held_out_fact_is_ever_told(encode: Encoder) -> None:
+def test_no_held_out_fact_is_ever_stated(encode: Encoder) -> None:
     visits = relation("visits")
-    told: set[tuple[str, str]] = set()
+    stated: set[tuple[str, str]] = set()
     for seed in range(300):
         ids = rows.draw(random.Random(seed), encode, 256).ids
-        told |= set(re.findall(r"(\w+) visits (\w+)\.", encode.tokenizer.decode(ids)))
-    facts = [Fact(name, visits, town) for name, town in told if name in words.NAMES]
+        stated |= set(re.findall(r"(\w+) visits (\w+)\.", encode.tokenizer.decode(ids)))
+    facts = [Fact(name, visits, town) for name, town in stated if name in words.NAMES]
     assert len(facts) > 100
     assert {fact.split for fact in facts} == {"train"}
 

@@ -22,7 +22,7 @@ def recall(model: Qwen3ForCausalLM, row: rows.Row) -> float:
     with torch.inference_mode():
         logits = model(torch.tensor([row.ids])).logits[0]
     guesses: list[int] = logits.argmax(-1).tolist()
-    asked = [i for i, told in enumerate(row.recalled) if told]
+    asked = [i for i, stated in enumerate(row.recalled) if stated]
     return sum(guesses[i - 1] == row.ids[i] for i in asked) / len(asked)
 
 
@@ -30,8 +30,8 @@ def test_the_drafted_weights_find_what_two_words_led_to(encode: Encoder) -> None
     torch.manual_seed(0)
     vocabulary = encode.tokenizer.get_vocab_size()
     model = network.build(network.configuration(vocabulary, pad=0, bos=1, eos=5))
-    told = [rows.triples(random.Random(seed), encode, 256).cut(256) for seed in range(4)]
-    assert sum(recall(model, row) for row in told) / len(told) > 0.8
+    stated = [rows.triples(random.Random(seed), encode, 256).cut(256) for seed in range(4)]
+    assert sum(recall(model, row) for row in stated) / len(stated) > 0.8
 
 
 def test_noise_alone_finds_nothing(encode: Encoder) -> None:

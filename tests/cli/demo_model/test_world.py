@@ -59,9 +59,9 @@ def test_numbers_have_their_digits_and_no_leading_zero() -> None:
 
 def test_a_story_keeps_its_hero_and_its_grammar() -> None:
     for seed in range(50):
-        told = world.story(random.Random(seed), "Anna")
-        assert "Anna" in told
-        assert grammar.well_formed(told)
+        story = world.story(random.Random(seed), "Anna")
+        assert "Anna" in story
+        assert grammar.well_formed(story)
 
 
 def test_every_fact_is_well_formed() -> None:

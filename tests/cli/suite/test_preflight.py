@@ -1,7 +1,8 @@
-"""What `quire up` settles before it starts anything: whose option counts, what is refused, which folder is served."""
+"""What `quire serve` settles before it starts: whose option counts, what is refused, which folder is served."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -12,17 +13,24 @@ from pathlib import Path
 
 import pytest
 
+from cli.certificates.folder import CertificateFolder, Leaf
 from cli.config import ClientSettings, UpSettings
+from cli.demo_model import CHECKPOINT
 from cli.suite.preflight import suite_options
 from cli.suite.programs import Program, StackOptions, service_programs
 from cli.suite.stack import free_ports
 from common.errors import InvalidConfig
-from common.settings.config import installed_settings, load
+from common.process.redis_users import RedisUrls
+from common.rpc.roles import Role
+from common.settings.config import PORT_TAKEN_STATUS, installed_settings, load
+from common.settings.options import ServiceSettings
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.core.step_costs import DEFAULT_COSTS
 from kvmanager.config import KvManagerSettings
 from router.config import RouterSettings
-from tests.support.checkpoints import config_of
+from tests.support.checkpoints import MAX_POSITIONS, config_of
+from tests.support.gguf_files import write_model
+from tests.support.stranger_files import POINTER, safetensors
 
 
 @pytest.fixture(scope="module")
@@ -30,19 +38,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that looks like a checkpoint from outside."""
     path = tmp_path_factory.mktemp("checkpoint")
     config_of("llama").save_pretrained(path)
+    safetensors(path / "model.safetensors")
     return path
 
 
 @pytest.fixture
 def base(folder: Path, tmp_path: Path) -> dict[str, str]:
     """An environment that names a checkpoint, ports that are free, and a folder for state."""
-    names = ("PORT", "HTTP_PORT", "MANAGER_PORT", "WORKER_PORT")
-    ports = {f"QUIRE_UP_{name}": str(port) for name, port in zip(names, free_ports(4), strict=True)}
+    names = ("PORT", "GRPC_PORT", "ADMIN_PORT", "ADMIN_HTTP_PORT", "MANAGER_PORT", "WORKER_PORT")
+    ports = {f"QUIRE_SERVE_{name}": str(port) for name, port in zip(names, free_ports(len(names)), strict=True)}
     return {"QUIRE_MODEL": str(folder), "QUIRE_STATE_DIR": str(tmp_path / "state"), **ports}
 
 
 def programs(options: StackOptions) -> dict[str, Program]:
-    control, rest = service_programs(options, "redis://127.0.0.1:1")
+    control, rest = service_programs(options, RedisUrls.same("redis://127.0.0.1:1"))
     return {program.name: program for program in (*control, *rest)}
 
 
@@ -66,15 +75,70 @@ def test_up_and_the_client_commands_are_among_those_that_share_the_sources() -> 
 def test_each_service_accepts_what_up_and_the_clients_know(
     service: type[RouterSettings | KvManagerSettings | GpuWorkerSettings], tmp_path: Path
 ) -> None:
-    config = file_with(tmp_path, "workers = 1\naddress = '127.0.0.1:2'\n[up]\nworkers = 3\n[client]\naddress = 'a:1'\n")
-    environ = {"QUIRE_WORKERS": "2", "QUIRE_ADDRESS": "127.0.0.1:1", "QUIRE_UP_MANAGER": "embedded"}
+    config = file_with(
+        tmp_path, "workers = 1\naddress = '127.0.0.1:2'\n[serve]\nworkers = 3\n[client]\naddress = 'a:1'\n"
+    )
+    environ = {"QUIRE_WORKERS": "2", "QUIRE_ADDRESS": "127.0.0.1:1", "QUIRE_SERVE_MANAGER": "embedded"}
     assert load(service, (*config, "--model", "m"), environ).service == service.service
 
 
 def test_up_reads_environment_and_file(tmp_path: Path, base: dict[str, str]) -> None:
-    config = file_with(tmp_path, "workers = 1\nblock_size = 32\n[up]\nhost = '127.0.0.2'\n")
+    config = file_with(tmp_path, "workers = 1\nblock_size = 32\n[serve]\nhost = '127.0.0.2'\n")
     options = suite_options(config, base | {"QUIRE_WORKERS": "2", "QUIRE_ADDRESS": "127.0.0.1:1"})
     assert (options.workers, options.block_size, options.host) == (2, 32, "127.0.0.2")
+
+
+def test_the_model_is_a_word_a_flag_or_the_demo_model(folder: Path, base: dict[str, str]) -> None:
+    nothing = {key: value for key, value in base.items() if key != "QUIRE_MODEL"}
+    assert suite_options((), nothing).model == CHECKPOINT
+    for words in ((str(folder),), ("--workers", "1", str(folder)), ("--model", str(folder))):
+        found = programs(suite_options(words, nothing))
+        assert load(RouterSettings, found["router"].flags, nothing).model == folder
+        assert load(GpuWorkerSettings, found["worker-0"].flags, nothing).model == str(folder)
+
+
+def test_what_the_http_api_allows_reaches_the_routers_alone(base: dict[str, str]) -> None:
+    origins = ("--cors-origins", "https://a.example", "--cors-origins", "https://b.example")
+    found = programs(suite_options(("--open-schemas", *origins), base))
+    router = load(RouterSettings, found["router"].flags, base)
+    assert (router.open_schemas, router.cors_origins) == (True, ("https://a.example", "https://b.example"))
+    assert "--open-schemas" not in found["worker-0"].flags
+    plain = load(RouterSettings, programs(suite_options((), base))["router"].flags, base)
+    assert (plain.open_schemas, plain.cors_origins) == (False, ())
+
+
+def test_the_models_names_and_the_seed_of_requests_reach_the_routers_alone(base: dict[str, str]) -> None:
+    found = programs(suite_options(("--model-name", "a", "--model-name", "b", "--seed", "3"), base))
+    router = load(RouterSettings, found["router"].flags, base)
+    assert (router.model_name, router.seed) == (("a", "b"), 3)
+    assert "--model-name" not in (*found["kvmanager"].flags, *found["worker-0"].flags)
+    assert load(RouterSettings, programs(suite_options((), base))["router"].flags, base).seed is None
+
+
+def test_the_demo_model_has_a_name_of_its_own(base: dict[str, str]) -> None:
+    demo = str(CHECKPOINT)
+    for words, names in (((demo,), ("quire-demo",)), ((demo, "--model-name", "a,b"), ("a,b",)), ((), ())):
+        router = load(RouterSettings, programs(suite_options(words, base))["router"].flags, base)
+        assert router.model_name == names
+
+
+def test_port_is_http_and_grpc_port_grpc_everywhere(base: dict[str, str]) -> None:
+    """QUIRE_PORT is the router's alone: services of the suite that have a port of that name keep theirs."""
+    shared = {key: value for key, value in base.items() if key not in {"QUIRE_SERVE_PORT", "QUIRE_SERVE_GRPC_PORT"}}
+    port, grpc_port = free_ports(2)
+    for words, environ in (
+        (("--port", str(port), "--grpc-port", str(grpc_port)), shared),
+        ((), shared | {"QUIRE_PORT": str(port), "QUIRE_GRPC_PORT": str(grpc_port)}),
+    ):
+        options = suite_options(words, environ)
+        found = programs(options)
+        router = load(RouterSettings, found["router"].flags, environ)
+        assert (options.port, options.grpc_port) == (router.port, router.grpc_port) == (port, grpc_port)
+        assert load(KvManagerSettings, found["kvmanager"].flags, environ).port == options.manager_port
+        assert load(GpuWorkerSettings, found["worker-0"].flags, environ).port == options.worker_ports[0]
+    for settings in (UpSettings, RouterSettings):
+        fields = settings.model_fields
+        assert (fields["port"].default, fields["grpc_port"].default) == (8000, 50051)
 
 
 def test_a_file_named_by_flag_reaches_the_services(tmp_path: Path, base: dict[str, str]) -> None:
@@ -85,7 +149,7 @@ def test_a_file_named_by_flag_reaches_the_services(tmp_path: Path, base: dict[st
 
 
 def test_what_is_given_to_up_alone_reaches_the_workers(base: dict[str, str]) -> None:
-    environ = base | {"QUIRE_UP_KV_BLOCKS": "9", "QUIRE_MAX_NUM_SEQS": "5"}
+    environ = base | {"QUIRE_SERVE_KV_BLOCKS": "9", "QUIRE_MAX_NUM_SEQS": "5"}
     options = suite_options(("--seed", "7", "--no-prefix-caching"), environ)
     worker = load(GpuWorkerSettings, programs(options)["worker-0"].flags, environ)
     assert (worker.kv_blocks, worker.max_num_seqs, worker.seed, worker.prefix_caching) == (9, 5, 7, False)
@@ -97,6 +161,41 @@ def test_what_is_given_to_up_alone_reaches_the_workers(base: dict[str, str]) -> 
 def test_simulated_steps_reach_the_workers(words: tuple[str, ...], costs: str, base: dict[str, str]) -> None:
     worker = load(GpuWorkerSettings, programs(suite_options(words, base))["worker-0"].flags, base)
     assert worker.simulate == costs
+
+
+def test_every_service_gets_the_certificate_of_its_role(base: dict[str, str]) -> None:
+    options = suite_options(("--workers", "1"), base)
+    folder = CertificateFolder(Path(base["QUIRE_STATE_DIR"]) / "certs")
+    leaves: list[tuple[str, type[ServiceSettings], Leaf]] = [
+        ("router", RouterSettings, folder.role(Role.ROUTER)),
+        ("kvmanager", KvManagerSettings, folder.role(Role.MANAGER)),
+        ("worker-0", GpuWorkerSettings, folder.worker("worker-0")),
+    ]
+    for name, service, leaf in leaves:
+        settings = load(service, programs(options)[name].flags, base)
+        assert (settings.tls_cert, settings.tls_key, settings.tls_ca) == (leaf.cert, leaf.key, leaf.ca)
+        assert not settings.insecure
+    assert not folder.path.exists(), "nothing is made before the suite starts"
+
+
+def test_plain_text_needs_the_word(base: dict[str, str]) -> None:
+    found = programs(suite_options(("--insecure", "--host", "0.0.0.0"), base))
+    for name, service in (
+        ("router", RouterSettings),
+        ("kvmanager", KvManagerSettings),
+        ("worker-0", GpuWorkerSettings),
+    ):
+        settings = load(service, found[name].flags, base)
+        assert (settings.insecure, settings.tls_cert) == (True, None)
+
+
+def test_public_certificates_reach_the_routers_alone(base: dict[str, str]) -> None:
+    found = programs(suite_options(("--public-tls-cert", "a", "--public-tls-key", "b"), base))
+    assert load(RouterSettings, found["router"].flags, base).public_tls_cert == Path("a")
+    assert "--public-tls-cert" not in (*found["kvmanager"].flags, *found["worker-0"].flags)
+    assert refusals(("--public-tls-cert", "a"), base) == {
+        "--public-tls-key": "is missing; expected together with --public-tls-cert"
+    }
 
 
 def test_embedded_managers_need_no_address_of_one(base: dict[str, str]) -> None:
@@ -122,7 +221,7 @@ def test_every_program_knows_the_same_load_formats(
         load(command, ("--model", "m", "--load-format", "safetensors"), {})
 
 
-def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
+def test_everything_wrong_is_reported_at_once(tmp_path: Path) -> None:
     config = file_with(tmp_path, "[gpuworker]\nmax_num_seqs = 0\n[kvmanager]\nwatermark = 2\nwatermrk = 1\n")
     found = refusals((*config, "--workers", "0", "--model", "/nowhere"), {"QUIRE_ROUTER_SPAN_RING": "x"})
     assert set(found) == {
@@ -135,14 +234,77 @@ def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_checkpoint_is_found_by_up_itself(tmp_path: Path, base: dict[str, str]) -> None:
     found = refusals(("--model", str(tmp_path)), base)
-    assert found == {"--model": f"no config.json in {tmp_path}; expected a checkpoint in Hugging Face format"}
+    what = f"no config.json in {tmp_path}; expected a checkpoint in Hugging Face format, or a GGUF file"
+    assert found == {"--model": what}
+
+
+def test_what_no_worker_could_do_is_found_before_anything_starts(folder: Path, base: dict[str, str]) -> None:
+    found = refusals(("--device", "gpu", "--max-model-len", "2000", "--kv-memory", "1000TiB"), base)
+    assert found["--device"] == "is 'gpu'; expected auto, cpu, cuda or cuda:N"
+    words = f"is 2000; the model's positions end at {MAX_POSITIONS}: lower it, or leave it out"
+    assert found["--max-model-len"] == words
+    found = refusals(("--device", "cpu", "--kv-memory", "1000TiB", "--workers", "2"), base)
+    assert found["--kv-memory"].startswith("asks for 1000.0 TiB for each of 2 workers, and ")
+
+
+def test_a_draft_model_reaches_the_workers(folder: Path, base: dict[str, str]) -> None:
+    options = suite_options(("--draft-model", str(folder)), base)
+    worker = load(GpuWorkerSettings, programs(options)["worker-0"].flags, base)
+    assert (worker.draft_model, worker.speculation) == (str(folder), "draft")
+
+
+def test_a_draft_model_of_another_vocabulary_is_found_before_anything_starts(
+    folder: Path, tmp_path: Path, base: dict[str, str]
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    config = json.loads((folder / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
+    said = refusals(("--draft-model", str(other)), base)
+    assert said["--draft-model"].startswith(f"{other} has 300 tokens, and the model has 264; expected a smaller model")
+
+
+def test_a_draft_model_that_is_not_there_is_found_before_anything_starts(tmp_path: Path, base: dict[str, str]) -> None:
+    said = refusals(("--draft-model", str(tmp_path / "small.gguf")), base)
+    assert list(said) == ["--draft-model"]
+
+
+def test_an_option_for_the_workers_alone_is_checked_too(tmp_path: Path, base: dict[str, str]) -> None:
+    config = file_with(tmp_path, "[gpuworker]\nmax_model_len = 5000\n")
+    assert set(refusals(config, base)) == {"--max-model-len"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("model.safetensors", POINTER, "model.safetensors in {0} is a Git LFS pointer"),
+        ("config.json", b'{"model_type": ', "{0}/config.json is not valid JSON: "),
+        ("config.json", b'{"model_type": "mamba"}', "mamba cannot be served: it keeps a state"),
+        ("config.json", b'{"model_type": "lama"}', "'lama' is no model type of transformers "),
+        ("tokenizer.json", POINTER, "tokenizer.json in {0} is a Git LFS pointer"),
+    ],
+    ids=["pointer", "json", "mamba", "unknown", "tokenizer"],
+)
+def test_a_checkpoint_that_no_worker_can_serve_is_found_by_up_itself(
+    name: str, content: bytes, words: str, folder: Path, tmp_path: Path, base: dict[str, str]
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    (copy / name).write_bytes(content)
+    (said,) = refusals(("--model", str(copy)), base).values()
+    assert said.startswith(words.format(copy))
+
+
+def test_the_checks_need_no_torch(folder: Path, tmp_path: Path) -> None:
+    done = resolve(str(folder), tmp_path, "print(*(m for m in ('torch', 'transformers') if m in sys.modules))")
+    assert done.stdout.splitlines()[-1] == "", done.stderr
 
 
 def test_what_the_suite_decides_is_not_silently_overruled(tmp_path: Path, base: dict[str, str]) -> None:
     config = file_with(tmp_path, "[gpuworker]\nthreads = 77\n")
     (said,) = refusals(config, base).values()
     assert said.startswith("is 77, and the suite takes ")
-    assert said.endswith("; set it for `quire up` as a whole")
+    assert said.endswith("; set it for `quire serve` as a whole")
 
 
 def test_a_flag_of_up_overrules_a_services_own_option(tmp_path: Path, base: dict[str, str]) -> None:
@@ -152,13 +314,13 @@ def test_a_flag_of_up_overrules_a_services_own_option(tmp_path: Path, base: dict
 
 
 def test_a_service_whose_port_was_taken_in_between_says_that_and_no_more(taken: int, base: dict[str, str]) -> None:
-    manager = programs(suite_options((), base))["kvmanager"]
+    manager = programs(suite_options(("--insecure",), base))["kvmanager"]
     command = [*manager.command, *manager.flags, "--port", str(taken), "--redis-url", ""]
     env = os.environ | manager.environment
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=240.0, check=False)
-    assert done.returncode == 2
+    assert done.returncode == PORT_TAKEN_STATUS
     assert done.stderr.splitlines() == [
-        "1 bad option; nothing was started.",
+        "quire-kvmanager cannot start:",
         f"  --port: cannot listen on 127.0.0.1:{taken}; expected a free port of this machine (0 takes one)",
     ]
 
@@ -170,24 +332,25 @@ def taken() -> Iterator[int]:
         yield int(server.getsockname()[1])
 
 
-def test_a_port_that_is_taken_is_told_with_the_flag_that_changes_it(taken: int, base: dict[str, str]) -> None:
+def test_a_port_that_is_taken_is_reported_with_the_flag_that_changes_it(taken: int, base: dict[str, str]) -> None:
     found = refusals(("--manager-port", str(taken)), base)
     wanted = "is taken; kvmanager needs it: choose another with --manager-port"
     assert found == {f"port {taken} of 127.0.0.1": wanted}
 
 
 def test_two_processes_cannot_have_one_port(base: dict[str, str]) -> None:
-    found = refusals(("--worker-port", base["QUIRE_UP_PORT"]), base)
-    wanted = "is taken; router needs it: choose another with --port, --http-port or --own-port"
-    assert found == {f"port {base['QUIRE_UP_PORT']} of 127.0.0.1": wanted}
+    found = refusals(("--worker-port", base["QUIRE_SERVE_PORT"]), base)
+    flags = "--port, --grpc-port, --admin-port, --admin-http-port or --own-port"
+    wanted = f"is taken; router needs it: choose another with {flags}"
+    assert found == {f"port {base['QUIRE_SERVE_PORT']} of 127.0.0.1": wanted}
 
 
-def resolve(model: str, tmp_path: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+def resolve(model: str, tmp_path: Path, then: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
     """Print what `up` would serve, in a process of its own: the hub's client reads its environment only once."""
     script = "import os, sys; from cli.suite.preflight import *; o = suite_options(sys.argv[1:], os.environ)"
-    script += "; print(o.model); print(*o.router_flags)"
-    ports = free_ports(4)
-    flags = ("--port", "--http-port", "--manager-port", "--worker-port")
+    script += f"; print(o.model); print(*o.router_flags); {then}"
+    flags = ("--grpc-port", "--port", "--admin-port", "--admin-http-port", "--manager-port", "--worker-port")
+    ports = free_ports(len(flags))
     words = [word for flag, port in zip(flags, ports, strict=True) for word in (flag, str(port))]
     env = {**os.environ, "HF_HOME": str(tmp_path), **environ}
     command = [sys.executable, "-c", script, "--model", model, *words]
@@ -210,3 +373,25 @@ def test_a_hub_name_that_the_hub_does_not_give_is_refused(tmp_path: Path) -> Non
     assert (
         "InvalidConfig: --model: 'quire/no-such-model' is no directory here, and the hub did not give it" in done.stderr
     )
+
+
+def test_a_gguf_file_is_served_from_the_folder_that_stands_for_it_under_its_own_name(
+    tmp_path: Path, base: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = write_model(tmp_path / "Tiny-Llama.Q4_0.gguf", kind="Q4_0")
+    for given in (file, tmp_path):
+        options = suite_options(("--model", str(given)), base)
+        assert (options.model / "config.json").is_file()
+        assert options.router_flags[-2:] == ("--model-name", "Tiny-Llama.Q4_0")
+        assert str(options.model) in options.manager_flags
+    config = file_with(tmp_path, "[router]\nmodel_name = 'mine'\n")
+    assert "--model-name" not in suite_options((*config, "--model", str(file)), base).router_flags
+
+
+def test_a_bad_gguf_file_is_one_of_all_mistakes(tmp_path: Path, base: dict[str, str]) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"GGUF\3\0\0\0")
+    said = refusals(("--model", str(tmp_path / "m.gguf"), "--workers", "0"), base)
+    assert "the file is broken or was cut short" in said["--model"]
+    assert set(said) == {"--model", "--workers"}
+    assert "no such file" in refusals(("--model", str(tmp_path / "n.gguf")), base)["--model"]

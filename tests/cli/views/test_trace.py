@@ -33,8 +33,8 @@ def span(name: str, parent: str, service: str, start: float, end: float, **more:
 
 def decided(milliseconds: float, kind: DecisionKind, chosen: str, **more: Any) -> pb.SpanEvent:
     """The event that the services make of a decision, as the store keeps it."""
-    told = attributes_of(Decision("d1", kind, at(milliseconds), chosen, **more))
-    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in told.items()}
+    attributes = attributes_of(Decision("d1", kind, at(milliseconds), chosen, **more))
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in attributes.items()}
     return pb.SpanEvent(name=EVENT, time_unix_nano=at(milliseconds), attributes=texts)
 
 
@@ -94,6 +94,15 @@ def test_a_narrow_console_keeps_the_tree_in_order() -> None:
     ]
 
 
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_names_are_cut_before_the_bars_are(width: int) -> None:
+    spans = [*SPANS, span("quire.inference.v1.InferenceService/GenerateWithAVeryLongName", "", "router", 0, 400)]
+    rows = [line for line in drawn(spans, width).splitlines() if "InferenceService" in line or "decode" in line]
+    assert max(map(len, rows)) <= width
+    assert all("━━" in row for row in rows) is (width > 40)
+    assert ("InferenceService/GenerateWithAVeryLongName" in rows[-1]) is (width == 120)
+
+
 def test_a_wide_console_has_a_decision_in_one_line() -> None:
     assert (
         "◆ 1.50 ms  routing: worker-1 (lowest cost)  oldest signal 0.125 s  [worker-0 0.0712: queue 0.031, prefill "
@@ -133,19 +142,19 @@ EXPECTED = """\
 trace 0af7651916cd43dd8448eb211c80319c  request req-7
 7 spans in 400 ms over gpuworker, kvmanager, router
                                start     took
-request          router            0   400 ms  ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━
+request          router            0   400 ms  ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━
 │  prompt_tokens 812
 ├─ route         router      1.00 ms  1.00 ms  ╸
 │     ◆ 1.50 ms  routing: worker-1 (lowest cost)  oldest signal 0.125 s
 │           worker-0 0.0712: queue 0.031, prefill 0.0402
 │         ▸ worker-1 0.0123: queue 0.004, prefill 0.0083; hit_blocks 5
 │           worker-2 out: draining
-├─ sequence      gpuworker   2.00 ms   398 ms  ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━
-│  ├─ reserve    kvmanager   2.20 ms  1.70 ms  ╸
+├─ sequence      gpuworker   2.00 ms   398 ms  ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━
+│  ├─ reserve    kvmanager   2.20 ms  1.70 ms  ━
 │  │     cached_tokens 768
-│  ├─ decode     gpuworker   14.0 ms   386 ms   ╺━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━
+│  ├─ decode     gpuworker   14.0 ms   386 ms   ╺━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━
 │  │     ✗ DEADLINE_EXCEEDED
-│  └─ preempted  kvmanager    200 ms  60.0 ms                          ━━━━━━━╸
+│  └─ preempted  kvmanager    200 ms  60.0 ms                            ━━━━━━━━
 │        ◆ 200 ms  preemption: req-7 (lowest priority, latest start)  req-7 gave way to req-9
 │            tokens_lost 48
 │        ↪ linked to another request: quire trace ffffffffffffffffffffffffffffffff

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bench.lib.closed_loop import Record, agreement, figures, medians, percentile
-from bench.lib.workloads import Request
+from cli.benchmark.closed_loop import Record, agreement, decode_rate, figures, medians, percentile, step_seconds
+from cli.benchmark.requests import Request
 
 
 def made_up() -> list[Record]:
@@ -55,3 +55,23 @@ def test_agreement_counts_equal_places_of_common_requests() -> None:
     assert agreement({"a": [1, 2, 3, 4], "b": [5]}, {"a": [1, 2, 9, 4]}) == 0.75
     assert agreement({"a": [1, 2]}, {"a": [1]}) == 0.5, "a token that is missing does not agree"
     assert agreement({"a": [1]}, {}) == 0.0
+
+
+def record(times: list[float]) -> Record:
+    return Record(Request("r", [1], len(times)), 0.0, times, [7] * len(times))
+
+
+def test_a_decode_step_counts_while_all_decode() -> None:
+    """The gap of 9 s is from before the second request's first token, that of 5 s from after the first one's end."""
+    first, second = record([0.0, 9.0, 10.0, 11.0, 12.0]), record([9.5, 10.5, 11.5, 16.5])
+    assert step_seconds([first, second]) == 1.0
+
+
+def test_the_decode_rate_counts_tokens_while_all_decode() -> None:
+    """From 9.5 to 11.5 s: two tokens of the first request, two of the second."""
+    first, second = record([0.0, 9.0, 10.0, 11.0, 12.0]), record([9.5, 10.5, 11.5])
+    assert decode_rate([first, second]) == 4 / 2.0
+
+
+def test_requests_that_never_decode_together_have_the_rate_of_the_whole_run() -> None:
+    assert decode_rate([record([1.0, 2.0]), record([3.0, 4.0])]) == 4 / 4.0

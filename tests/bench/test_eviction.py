@@ -1,0 +1,59 @@
+"""The eviction benchmark: its workloads, its limit, and the fixed names of its figures."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from bench import eviction
+from bench.cache_replay.clairvoyant import next_uses
+from bench.cache_replay.workloads import WORKLOADS, CacheRequest, working_set
+from common.types import BlockHash
+
+A, B, C = (BlockHash(bytes([number]) * 16) for number in (1, 2, 3))
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_workload_is_the_same_for_a_seed(name: str) -> None:
+    make = WORKLOADS[name]
+    assert make(3, 60) == make(3, 60) != make(4, 60)
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_block_has_one_block_before_it(name: str) -> None:
+    """Hashes stand for whole prefixes: two requests that share a block share everything before it."""
+    before: dict[BlockHash, BlockHash | None] = {}
+    for request in WORKLOADS[name](1, 200):
+        content = (*request.prompt, *request.output)
+        assert len(set(content)) == len(content)
+        for parent, block in zip((None, *content), content, strict=False):
+            assert before.setdefault(block, parent) == parent
+
+
+def test_the_working_set_is_what_is_live_at_once() -> None:
+    """Of three blocks, one is live during all requests, another one for the last two, the third never again."""
+    requests = [CacheRequest((A,), (C,)), CacheRequest((A, B), ()), CacheRequest((A, B), ())]
+    assert working_set(requests) == 2
+    assert next_uses(requests) == [{A: 1}, {A: 2, B: 2}, {}]
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_no_policy_finds_more_than_the_limit(name: str) -> None:
+    for cell in eviction.measure(name, WORKLOADS[name](0, 300)):
+        found = {policy: run.found for policy, run in cell.policies.items()}
+        assert max(found.values()) <= cell.limit.found, (cell.part, found)
+        assert cell.share("lru") == 0.0
+
+
+def test_the_figures_have_their_fixed_names(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["bench.eviction", "--json", "--requests", "80"])
+    eviction.main()
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert said["bench"] == "eviction"
+    assert {"share_of_belady_gain", "workloads_beating_lru", "least_hits_over_lru", "share_chat"} <= set(
+        said["figures"]
+    )
+    assert {f"ns_per_block_{policy}" for policy in eviction.POLICIES} <= set(said["figures"])

@@ -1,0 +1,58 @@
+"""The manager's benchmark: a real manager under one simulated worker, and the reports of a simulated worker."""
+
+from __future__ import annotations
+
+import itertools
+
+from bench import manager
+from bench.manager_load.pools import growth_figures, inventory_of
+from bench.manager_load.reporter import BLOCK_SIZE, Reporter
+from common.clock import ManualClock
+from common.lease import Inventory
+from kvmanager.core.config import LedgerConfig
+from kvmanager.core.ledger import Ledger
+
+
+def ledger_of(num_blocks: int, inventory: Inventory) -> Ledger:
+    numbers = itertools.count()
+    ledger = Ledger(LedgerConfig(num_blocks, BLOCK_SIZE), ManualClock(), lambda: str(next(numbers)))
+    ledger.rebuild(inventory)
+    return ledger
+
+
+def test_a_simulated_worker_keeps_the_protocol() -> None:
+    """Its reports are applied without a violation until sequences have ended, hits were made and blocks evicted."""
+    worker = Reporter(1, 8)
+    ledger = ledger_of(worker.num_blocks, Inventory())
+    for step in range(1500):
+        ledger.apply(worker.step())
+        batch = ledger.schedule()
+        if batch is not None:
+            worker.apply(batch)
+        if step % 100 == 0:
+            ledger.check_invariants()
+    totals = ledger.pool().totals
+    assert totals.ignored_seals == 0
+    assert min(totals.evictions, totals.prefix_hit_blocks, worker.tokens) > 100
+    assert ledger.pool().running == 8
+
+
+def test_one_level_measures_a_real_manager() -> None:
+    level = manager.run_level(workers=2, sequences=4, seconds=1.0)
+    figures = level.figures()
+    assert level.reports == 100, "as many as are due in the time, however late they come"
+    assert len(level.grants) <= level.reports
+    assert {"grant_p50_ms", "grant_p99_ms", "cpu_us_per_token", "late_reports"} <= set(figures)
+
+
+def test_an_inventory_of_the_benchmark_is_cached_as_a_whole() -> None:
+    ledger = ledger_of(96, inventory_of(96))
+    ledger.check_invariants()
+    assert ledger.pool().cached == 96
+
+
+def test_growth_is_the_cost_of_the_largest_pool_over_that_of_the_smallest() -> None:
+    figures = growth_figures("utility", (64, 128), blocks=64)
+    assert set(figures) == {"ns_per_block_64_utility", "ns_per_block_128_utility", "growth_utility"}
+    ratio = figures["ns_per_block_128_utility"] / figures["ns_per_block_64_utility"]
+    assert figures["growth_utility"] == ratio

@@ -1,0 +1,83 @@
+"""`quire replay`: its table, its document, what it refuses, and the arrivals that it exports."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cli.commands.replay import main
+from cli.replay.trace import Arrival, Measured, Trace, lines_of, read_trace
+
+MEASURED = Measured(0.02, 0.2, 0, "w0")
+ARRIVALS = tuple(Arrival(0.25 * number, 40, 8, (1, 2), measured=MEASURED) for number in range(12))
+
+
+def log(folder: Path, suite: dict[str, object] | None = None, arrivals: tuple[Arrival, ...] = ARRIVALS) -> str:
+    path = folder / "log"
+    path.write_text("".join(f"{line}\n" for line in lines_of(Trace(arrivals, 16, suite or {}))), encoding="utf-8")
+    return str(path)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(argv) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    return err
+
+
+def test_a_replay_stands_beside_what_was_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([log(tmp_path, {"workers": 2, "num_blocks": 64, "max_num_seqs": 8}), "--seeds", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "12 requests in 2.8 s"
+    assert lines[1].split() == ["recorded", "replayed"]
+    assert "prompt tokens from the cache" in "".join(lines)
+    assert any(line.startswith("A step: ") for line in lines)
+
+
+def test_a_change_is_a_column_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--blocks", "8", "--no-prefix-caching", "--runway", "max", "--router", "least-loaded", "--load", "4")
+    assert main([log(tmp_path), "--seeds", "1", "--json", *flags]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found["columns"]) == ["recorded", "replayed", "changed"]
+    assert found["columns"]["replayed"]["hit_share"]["mean"] > found["columns"]["changed"]["hit_share"]["mean"] == 0
+    assert (found["requests"], len(found["digest"])) == (12, 64)
+
+
+def test_given_costs_are_not_fitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([log(tmp_path), "--seeds", "1", "--costs", "base=7ms", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["timing"]["costs"], found["errors"]) == ({"base": 0.007, "decode": 0.0, "prefill": 0.0}, None)
+
+
+def test_arrivals_are_exported_and_read_again(tmp_path: Path) -> None:
+    path = log(tmp_path)
+    for form in ("quire", "mooncake"):
+        assert main([path, "--export", str(tmp_path / form), "--form", form]) == 0
+    assert read_trace(tmp_path / "quire").arrivals == ARRIVALS
+    assert [each.prompt_tokens for each in read_trace(tmp_path / "mooncake").arrivals] == [40] * 12
+
+
+@pytest.mark.parametrize(
+    ("flags", "what"),
+    [
+        (("--workers", "0"), "--workers: is 0; expected 1 to 1024"),
+        (("--blocks", "-1"), "--blocks: is -1; expected 1 to 1048576"),
+        (("--seeds", "0"), "--seeds: is 0; expected 1 to 1000"),
+        (("--load", "0"), "--load: is 0; expected a number above 0"),
+        (("--costs", "base=quick"), "--costs: "),
+    ],
+)
+def test_wrong_options_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], what: str
+) -> None:
+    assert what in refusal(capsys, log(tmp_path), *flags)
+
+
+def test_a_corrupt_log_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "the log's workers: is 'many'" in refusal(capsys, log(tmp_path, {"workers": "many"}))
+    assert "cannot be read" in refusal(capsys, str(tmp_path / "nowhere"))
+    path = Path(log(tmp_path))
+    assert "cannot be made: File exists" in refusal(capsys, str(path), "--export", str(path))

@@ -1,0 +1,89 @@
+"""Logs of arrivals: what is written is read again, Mooncake's form too, and a wrong line is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cli.replay.trace import Arrival, Measured, Trace, lines_of, mooncake_lines, read_trace
+from common.errors import InvalidConfig
+
+FIRST = Arrival(0.5, 40, 8, (11, 12, 13), "acme", 5, Measured(0.25, 0.75, 16, "w0"))
+SECOND = Arrival(1.25, 7, 0)
+TRACE = Trace((FIRST, SECOND), 16, {"workers": 2})
+
+
+def written(path: Path, *lines: str) -> Path:
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(InvalidConfig) as caught:
+        read_trace(path)
+    (violation,) = caught.value.violations
+    return violation.description
+
+
+def test_a_log_is_read_as_it_was_written(tmp_path: Path) -> None:
+    assert read_trace(written(tmp_path / "log", *lines_of(TRACE))) == TRACE
+
+
+def test_arrivals_are_put_into_order(tmp_path: Path) -> None:
+    mixed = Trace((SECOND, FIRST), 16)
+    assert read_trace(written(tmp_path / "log", *lines_of(mixed))).arrivals == (FIRST, SECOND)
+
+
+def test_a_trace_of_mooncake_has_milliseconds_and_blocks_of_512(tmp_path: Path) -> None:
+    line = {"timestamp": 1500, "input_length": 600, "output_length": 3, "hash_ids": [7, 9]}
+    found = read_trace(written(tmp_path / "trace", json.dumps(line)))
+    assert found == Trace((Arrival(1.5, 600, 3, (7, 9)),), 512)
+
+
+def test_in_mooncakes_form_equal_prefixes_have_equal_numbers() -> None:
+    full = tuple(range(64))  # 1024 tokens
+    others = (*full[:32], *range(100, 132))
+    arrivals = (Arrival(0, 1024, 1, full), Arrival(1, 1024, 1, others), Arrival(2, 600, 1, full[:37]), Arrival(3, 9, 1))
+    ids = [json.loads(line)["hash_ids"] for line in mooncake_lines(Trace(arrivals, 16))]
+    assert ids == [[0, 1], [0, 2], [0, 3], [4]]
+
+
+def test_what_goes_out_in_mooncakes_form_comes_back(tmp_path: Path) -> None:
+    trace = Trace((Arrival(0.25, 1024, 5, tuple(range(64))), Arrival(2.0, 512, 6, tuple(range(32)))), 16)
+    found = read_trace(written(tmp_path / "trace", *mooncake_lines(trace)))
+    assert [(each.at, each.prompt_tokens, each.output_tokens) for each in found.arrivals] == [
+        (0.25, 1024, 5),
+        (2.0, 512, 6),
+    ]
+    assert found.arrivals[0].blocks[:1] == found.arrivals[1].blocks
+
+
+@pytest.mark.parametrize(
+    ("lines", "what"),
+    [
+        ((), "is empty; expected a log of `quire record`, or a trace of Mooncake"),
+        (("{",), "log, line 1: is no JSON object; the file may be cut or corrupt"),
+        (("[" * 100_000,), "log, line 1: is no JSON object; the file may be cut or corrupt"),
+        (('{"quire_trace": 9}',), "has version 9; this quire reads version 1"),
+        (('{"quire_trace": 1, "block_size": 0}',), "log, line 1: block_size is 0; expected 1 to 65536"),
+        (('{"quire_trace": 1, "block_size": 16}',), "has no request; record one while requests arrive"),
+        (('{"quire_trace": 1, "block_size": 16}', '{"at": 0, "prompt": 0, "output": 1}'), "line 2: prompt is 0"),
+        (('{"quire_trace": 1, "block_size": 16}', '{"at": NaN, "prompt": 1, "output": 1}'), "line 2: at is nan"),
+        (('{"timestamp": "a", "input_length": 1, "output_length": 1}',), "line 1: timestamp is 'a'; expected a time"),
+        (
+            ('{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": 3}',),
+            "line 1: hash_ids is no list of numbers",
+        ),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path: Path, lines: tuple[str, ...], what: str) -> None:
+    assert what in refusal(written(tmp_path / "log", *lines))
+
+
+def test_a_file_that_is_no_text_or_is_not_there_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"\xff\xfe\x00")
+    assert "is no text in UTF-8" in refusal(path)
+    assert "cannot be read: No such file or directory" in refusal(tmp_path / "nowhere")

@@ -1,0 +1,57 @@
+"""The pins: constraints.txt and requirements.lock say the same, and the lock names no place."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LOCK = (ROOT / "requirements.lock").read_text()
+FUZZ_LOCK = (ROOT / "tests" / "fuzz" / "requirements.lock").read_text()
+UNHASHED = {"torch", "triton"}
+_PINS = runpy.run_path(str(ROOT / "docker" / "pins.py"))
+_REQUIREMENTS = runpy.run_path(str(ROOT / "docker" / "requirements.py"))
+name_of, read_lock = _REQUIREMENTS["name_of"], _REQUIREMENTS["read_lock"]
+
+
+def pins() -> list[str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return [line for line in lines if not line.startswith("#")]
+
+
+def test_both_files_have_the_same_versions() -> None:
+    unhashed = {pin for pin in pins() if name_of(pin) in UNHASHED}
+    assert {name_of(pin) for pin in unhashed} == UNHASHED
+    assert sorted(set(pins()) - unhashed) == sorted(_PINS["versions"](LOCK))
+
+
+def test_the_lock_of_fuzzing_adds_to_the_other() -> None:
+    versions = dict(line.split("==", 1) for line in _PINS["versions"](LOCK))
+    assert len(versions) > 100
+    for line in _PINS["versions"](FUZZ_LOCK):
+        name, version = line.split("==", 1)
+        assert versions.get(name, version).split()[0] == version.split()[0]
+
+
+@pytest.mark.parametrize("lock", [LOCK, FUZZ_LOCK], ids=["all", "fuzz"])
+def test_every_package_of_a_lock_has_hashes(lock: str) -> None:
+    for name, package in read_lock(lock).items():
+        hashes = [line for line in package.lines if re.fullmatch(r"    --hash=sha256:[0-9a-f]{64}( \\)?", line)]
+        assert len(hashes) == len(package.lines) - sum("==" in line for line in package.lines) > 0, name
+
+
+@pytest.mark.parametrize("lock", [LOCK, FUZZ_LOCK], ids=["all", "fuzz"])
+def test_a_lock_names_no_place(lock: str) -> None:
+    assert not re.findall(r"^.*(?:://|--index|--find-links|file:|/tmp|@ ).*$", lock, re.MULTILINE)
+
+
+def test_everything_that_pyproject_names_is_locked() -> None:
+    words = [sys.executable, "docker/requirements.py", "--ranges", "--build", *_PINS["EXTRAS"]]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT)
+    named = {name_of(line) for line in done.stdout.splitlines()}
+    assert named - set(read_lock(LOCK)) == UNHASHED
