@@ -10,6 +10,7 @@ from typing import Final
 from rich.text import Text
 
 from cli.top.snapshot import WINDOW_S, Ended, Snapshot, WorkerRow
+from cli.views.cutting import cut
 from router.core.diagnosis.words import count, duration, listed, percent
 
 KEYS: Final = "q quit   s sort workers   r sort requests   up/down select   enter why"
@@ -93,7 +94,7 @@ def _workers(snapshot: Snapshot, choice: Choice, width: int, most: int) -> Itera
     title = "worker" if not left else f"worker +{left}"
     figures = [_figures(row) for row in rows[: most - 1]]
     room = width - sum(2 + max(map(len, column)) for column in zip(_WORKER_HEAD, *figures, strict=True))
-    names = [_cut(row.worker_id, max(_LEAST_NAME, room)) for row in rows[: most - 1]]
+    names = [cut(row.worker_id, max(_LEAST_NAME, room)) for row in rows[: most - 1]]
     cells = [(name, *each) for name, each in zip(names, figures, strict=True)]
     yield from _table((title, *_WORKER_HEAD), cells, choice.workers)
 
@@ -107,7 +108,7 @@ def _figures(row: WorkerRow) -> tuple[str, ...]:
 
 def _requests(snapshot: Snapshot, choice: Choice, width: int, most: int) -> Iterator[Text]:
     found = sorted_requests(snapshot, choice)[: most - 1]
-    cells = [(_cut(each.request_id, max(12, width - 58)), *_told(each)) for each in found]
+    cells = [(cut(each.request_id, max(12, width - 58)), *_told(each)) for each in found]
     lines = _table((f"request by {choice.requests}", *_REQUEST_HEAD), cells, "")
     for place, line in enumerate(lines):
         if place == choice.selected + 1:
@@ -133,7 +134,3 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], sorted_by: str) -
             line.append(aligned, "underline" if not number and cell == sorted_by else "").append("  ")
         line.rstrip()
         yield line
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"

@@ -14,6 +14,7 @@ from typing import Final
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
+from cli.views.cutting import cut
 from router.core.diagnosis.change import HIT_RATE, Change, Division, Part
 from router.core.diagnosis.change_words import advice_of, caution_of, change_words, head_of, part_name, value_words
 from router.core.diagnosis.words import count, duration
@@ -62,7 +63,7 @@ class ChangeView:
         title = "missed tokens" if missed else f"by {division.by}"
         yield Text(f"{title:<{room + 2}}{'before':>10}{'now':>10}{'change':>11}", "bold")
         for part in parts:
-            yield self._line(_cut(_name(division, part), room), part, room, bar, largest)
+            yield self._line(cut(_name(division, part), room), part, room, bar, largest)
 
     def _line(self, name: str, part: Part, room: int, bar: int, largest: float) -> Text:
         found = self._change
@@ -100,7 +101,3 @@ def _shown(division: Division) -> tuple[Part, ...]:
 def _value(found: Change, value: float | None) -> str:
     """Return a part's value; of missed tokens, which lower the hit rate, how many there are."""
     return "-" if value is None else value_words(found, abs(value))
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"

@@ -10,6 +10,7 @@ from typing import Final
 
 from rich.text import Text
 
+from cli.views.cutting import cut
 from quire.decision.v1 import decision_pb2 as pb
 
 _KIND_WIDTH: Final = 10
@@ -23,7 +24,7 @@ _SHOWN_REASONS: Final = 2
 
 def decision_line(record: pb.DecisionRecord, service: str) -> Text:
     moment = datetime.fromtimestamp(record.time_unix_nano / 1e9).astimezone().strftime("%H:%M:%S.%f")[:-3]
-    request = _cut(record.request_id or "-", _REQUEST_WIDTH)
+    request = cut(record.request_id or "-", _REQUEST_WIDTH)
     line = Text.assemble((f"{moment}  ", "dim"), f"{service:<7}  ", f"{record.kind:<{_KIND_WIDTH}}  ")
     line.append(f"{request:<{_REQUEST_WIDTH}}  ").append(record.chosen, "bold")
     if record.worker and record.worker != record.chosen:
@@ -48,7 +49,3 @@ def _reasons(record: pb.DecisionRecord) -> str:
     shown = ", ".join(record.reasons[:_SHOWN_REASONS])
     more = len(record.reasons) - _SHOWN_REASONS
     return f"{shown} and {more} more" if more > 0 else shown
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"

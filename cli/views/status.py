@@ -16,6 +16,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from cli.views.cutting import cut
 from quire.client import Model, Status, Worker
 
 _LEAST_ID: Final = 8
@@ -75,7 +76,7 @@ def narrow_lines(status: Status, width: int) -> Iterator[RenderableType]:
     figures = ["".join(_placed(row, widths)) for row in rows]
     ids = ["worker", *(worker.worker_id or "?" for worker in status.workers)]
     room = min(max(map(len, ids)), max(_LEAST_ID, width - len(figures[0])))
-    lines = [_cut(name, room) + figure for name, figure in zip(ids, figures, strict=True)]
+    lines = [cut(name, room).ljust(room) + figure for name, figure in zip(ids, figures, strict=True)]
     yield Text(lines[0], "bold")
     for worker, line in zip(status.workers, lines[1:], strict=True):
         yield Text(line)
@@ -87,10 +88,6 @@ def _placed(row: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
     """Yield the cells of a row: the state on the left of its column, figures on the right."""
     for place, (cell, width) in enumerate(zip(row, widths, strict=True)):
         yield "  " + (cell.rjust(width) if place else cell.ljust(width))
-
-
-def _cut(name: str, width: int) -> str:
-    return name.ljust(width) if len(name) <= width else name[: width - 1] + "…"
 
 
 def _manager(worker: Worker) -> str:

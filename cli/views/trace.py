@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
+from cli.views.cutting import cut
 from cli.views.decisions import decision_lines, duration, is_decision, plain_attributes
 from quire.decision.v1 import decision_pb2 as pb
 
@@ -86,7 +87,7 @@ class TraceView:
         span, service = row.span, _service(row.span)
         failed = span.status == "error"
         line = Text(no_wrap=True, overflow="crop")
-        name = _cut(row.name, names - len(row.branch))
+        name = cut(row.name, names - len(row.branch))
         line.append(row.branch, "dim").append(name, "bold red" if failed else "bold")
         line.append(" " * (names - len(row.branch + name) + 2))
         line.append(service.ljust(services), _colour(service))
@@ -140,10 +141,6 @@ class TraceView:
 
     def _offset(self, time_ns: int) -> str:
         return "0" if time_ns == self._start else duration(time_ns - self._start)
-
-
-def _cut(name: str, width: int) -> str:
-    return name if len(name) <= width else name[: max(0, width - 1)] + "…"
 
 
 def _indent_of(line: str) -> int:
