@@ -19,7 +19,7 @@ from common.settings.options import (
     TokenizerFolder,
 )
 from common.settings.pool_key import PoolSettings
-from kvmanager.core.config import DEFAULT_EVICTION, EvictionName, Runway
+from kvmanager.core.config import DEFAULT_EVICTION, DEFAULT_MAX_WAIT, EvictionName, Runway
 
 
 class KvManagerSettings(PoolSettings):
@@ -44,6 +44,16 @@ class KvManagerSettings(PoolSettings):
         DEFAULT_EVICTION,
         description="which cached blocks leave first; utility: those least likely to be used again soon, as learned; "
         "frequency: those used least often; lru: those released longest ago",
+    )
+    backfill: bool = Field(
+        True,
+        description="requests pass one that lacks blocks if they end before it could have them, or leave it enough",
+    )
+    max_wait: float = Field(
+        DEFAULT_MAX_WAIT,
+        ge=0.0,
+        description="seconds after which a request that waits for blocks gets every eighth admission, whatever its "
+        "priority; 0: never",
     )
     runway: Runway = Field(
         "auto", description="auto: lease ahead of need; max: reserve each request's whole length up front"

@@ -146,6 +146,8 @@ def _manager_config(settings: KvManagerSettings) -> ManagerConfig:
         runway_reach=4 * settings.runway_slots,
         watermark=settings.watermark,
         eviction=settings.eviction_policy,
+        backfill=settings.backfill,
+        max_wait=settings.max_wait,
         max_workers=settings.max_workers,
         max_blocks_per_worker=settings.max_blocks_per_worker,
         max_blocks=settings.max_blocks,

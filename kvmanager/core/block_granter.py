@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from common.lease import Admit, Copy
 from common.types import BlockHash, BlockId, Candidate, DecisionKind, MissReason, SequencePhase
-from kvmanager.core import fork
+from kvmanager.core import backfill, fork
 from kvmanager.core.block import Block, BlockState
 from kvmanager.core.ledger_state import LedgerState
 from kvmanager.core.prefix_cache import PrefixMatch
@@ -18,6 +18,8 @@ from kvmanager.core.shortfall import explain_waits
 
 _NAMED = 8
 """Evicted blocks that a record lists at most; its figures have the total number."""
+_IN_TURN = 7
+"""Admissions by priority between two by age."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +35,11 @@ class BlockGranter:
     """Admits in queue order, hits first, then fresh blocks, all or nothing. It has no state of its own."""
 
     def admit(self, state: LedgerState) -> tuple[list[Copy], list[Admit]]:
-        """Admit the next sequence while it fits; no sequence is passed over."""
+        """Admit the next sequence while it fits."""
         copies: list[Copy] = []
         admits: list[Admit] = []
         state.blocked_by = ""
         if not state.queue:
-            state.queue.unexplained.clear()
             return copies, admits
         if state.preempting or state.live_stalled():
             state.blocked_by = "deferred"
@@ -53,32 +54,84 @@ class BlockGranter:
             if plan is None:
                 state.blocked_by = "capacity"
                 break
-            source = self.copy_source(state, sequence, plan, fresh)
-            admits.append(self.grant(state, sequence, plan))
-            fresh.update(sequence.block_table[len(plan.hits) :])
-            if source is not None:
-                length = fork.copy_length(sequence.num_tokens, state.config.block_size)
-                copies.append(Copy(source, sequence.block_table[len(plan.hits)], length))
-        if state.queue.unexplained:
-            self._explain_waits(state)
+            sequence.by_age = self._is_old(state, sequence)
+            state.admitted_in_turn = 0 if sequence.by_age else state.admitted_in_turn + 1
+            self._admit(state, sequence, plan, copies, admits, fresh)
         return copies, admits
 
-    def _explain_waits(self, state: LedgerState) -> None:
+    def _admit(
+        self,
+        state: LedgerState,
+        sequence: Sequence,
+        plan: GrantPlan,
+        copies: list[Copy],
+        admits: list[Admit],
+        fresh: set[BlockId],
+        passed: str = "",
+    ) -> None:
+        """Admit one sequence. `fresh` are the blocks that this batch grants, `passed` the one that it passes."""
+        source = self.copy_source(state, sequence, plan, fresh)
+        admits.append(self.grant(state, sequence, plan, passed))
+        fresh.update(sequence.block_table[len(plan.hits) :])
+        if source is not None:
+            length = fork.copy_length(sequence.num_tokens, state.config.block_size)
+            copies.append(Copy(source, sequence.block_table[len(plan.hits)], length))
+
+    def backfill(self, state: LedgerState, copies: list[Copy], admits: list[Admit]) -> None:
+        """Add to a batch those that pass the next sequence, which lacks blocks, without a delay for it."""
+        if state.blocked_by != "capacity" or len(state.queue) < 2 or not state.config.backfill:
+            return
+        head, size, ahead = self.next(state), state.config.block_size, state.config.runway_slots
+        waiting = backfill.behind((state.sequences[each] for each in state.queue), head)
+        fitting = [each for each in waiting if each.max_blocks <= state.block_pool.available]
+        if not fitting:
+            return
+        holders = backfill.running_holders(state.sequences.values(), state.steps, size)
+        reserved = backfill.reservation(
+            holders, self.missing_blocks(state, head) - state.block_pool.leased, size, ahead
+        )
+        if reserved is None:
+            return
+        passing = backfill.Passing(holders, reserved, size)
+        fresh = {block for admit in admits for block in admit.block_table[admit.n_shared :]}
+        for sequence in fitting:
+            if state.admitted < self.places(state, sequence) and passing.may_pass(sequence, state.block_pool.available):
+                plan = self.plan(state, sequence)
+                if plan is not None:
+                    self._admit(state, sequence, plan, copies, admits, fresh, head.name)
+                    passing.granted(sequence, state.steps)
+
+    def explain(self, state: LedgerState) -> None:
         """Record why those that joined the queue and were not admitted wait."""
-        if state.queue:
+        if state.queue.unexplained and state.blocked_by != "deferred":
             explain_waits(state, self.next(state), lambda each: self._fresh(state, each))
-        state.queue.unexplained.clear()
 
     def next(self, state: LedgerState) -> Sequence:
         """Return the sequence that is admitted next: the highest priority, then the tenant of the least load.
 
-        Tenants of one load go by arrival. One must wait.
+        Tenants of one load go by arrival. After seven admissions an old sequence goes first. One must wait.
         """
+        if state.admitted_in_turn >= _IN_TURN and (old := self._oldest(state)) is not None:
+            return old
         heads = [state.sequences[each] for each in state.queue.heads()]
         if len(heads) == 1:
             return heads[0]
         shares = TenantShares(state)
         return min(heads, key=lambda each: (shares.load(each.tenant), each.arrival))
+
+    def _oldest(self, state: LedgerState) -> Sequence | None:
+        """Return the old sequence that is to go first. A tenant over its share has none while others wait."""
+        oldest = [state.sequences[each] for each in state.queue.oldest()]
+        found = [each for each in oldest if self._is_old(state, each)]
+        if len(oldest) < 2:
+            return found[0] if found else None
+        shares = TenantShares(state)
+        fair = (each for each in found if shares.load(each.tenant) < 1.0)
+        return min(fair, key=lambda each: (shares.load(each.tenant), each.arrival), default=None)
+
+    def _is_old(self, state: LedgerState, sequence: Sequence) -> bool:
+        longest = state.config.max_wait
+        return longest > 0 and state.clock.monotonic() - sequence.registered_at >= longest
 
     def places(self, state: LedgerState, sequence: Sequence) -> int:
         """Return how many sequences may hold a block table if this one is to be among them.
@@ -185,7 +238,7 @@ class BlockGranter:
 
     # ------------------------------------------------------------ the grant
 
-    def grant(self, state: LedgerState, sequence: Sequence, plan: GrantPlan) -> Admit:
+    def grant(self, state: LedgerState, sequence: Sequence, plan: GrantPlan, passed: str = "") -> Admit:
         """Give the sequence its block table. Hits are referenced before anything is evicted for the fresh blocks."""
         pool = state.block_pool
         state.remembered = None
@@ -205,7 +258,7 @@ class BlockGranter:
             cached_tokens=len(plan.hits) * state.config.block_size,
             miss_reason=plan.match.miss_reason,
             diverged_at=plan.match.diverged_at,
-            decision_id=_record_grant(state, sequence, plan, evicted),
+            decision_id=_record_grant(state, sequence, plan, evicted, passed),
         )
 
     # ------------------------------------------------------------ eviction
@@ -282,7 +335,7 @@ def _await(state: LedgerState, hits: list[BlockId]) -> int:
     return len(unsealed)
 
 
-def _record_grant(state: LedgerState, sequence: Sequence, plan: GrantPlan, evicted: int) -> str:
+def _record_grant(state: LedgerState, sequence: Sequence, plan: GrantPlan, evicted: int, passed: str) -> str:
     match, hits = plan.match, len(plan.hits)
     awaited = _await(state, plan.hits[: match.hit_blocks]) if not sequence.recompute else 0
     asked = sequence.takes_hits and state.config.caches
@@ -295,6 +348,8 @@ def _record_grant(state: LedgerState, sequence: Sequence, plan: GrantPlan, evict
         reasons.append("computes all its tokens, for their log-probabilities")
     if sequence.recompute:
         reasons.append("computed again after a preemption")
+    if passed:
+        reasons.append(f"passed {passed}, which it does not delay")
     figures = {
         "num_tokens": float(sequence.num_tokens),
         "hit_blocks": float(hits),

@@ -12,6 +12,8 @@ EvictionName = Literal["lru", "frequency", "utility"]
 
 DEFAULT_EVICTION: Final[EvictionName] = "utility"
 """What `bench.eviction` found to be best."""
+DEFAULT_MAX_WAIT: Final = 30.0
+"""Seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +24,8 @@ class LedgerConfig:
     blocks ahead of need: for `runway_slots` also by evicting, up to `runway_reach` from free blocks alone. "max" gives
     each sequence all blocks of its max_len at admission. `watermark` is the part of the pool that an admission leaves
     free for the growth of those that run; `ghosts` bounds the memory of evicted hashes (0: four for each block).
-    `eviction` names the policy of `eviction/choice.py`.
+    `eviction` names the policy of `eviction/choice.py`. With `backfill`, sequences pass one that lacks blocks, unless
+    they delay it. One that is older than `max_wait` seconds gets every eighth admission (0: priority alone decides).
     """
 
     num_blocks: int
@@ -36,6 +39,8 @@ class LedgerConfig:
     watermark: float = 0.01
     ghosts: int = 0
     eviction: EvictionName = DEFAULT_EVICTION
+    backfill: bool = True
+    max_wait: float = DEFAULT_MAX_WAIT
 
     def admission_blocks(self, num_tokens: int) -> int:
         """Return the blocks with which a sequence of so many tokens is admitted.

@@ -60,6 +60,9 @@ class Ledger:
         preempt = self.policies.preemption.preempt(state)
         copies, admits = granter.admit(state)
         preempt = preempt or self._preempt_for_next()
+        if not preempt:
+            granter.backfill(state, copies, admits)
+        granter.explain(state)
         target = self.lease_target(refill)
         if refill:
             lease += granter.lease_further(state, target)

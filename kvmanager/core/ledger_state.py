@@ -52,13 +52,14 @@ class LedgerState:
     """Blocks, sequences, queue and prefix cache of one worker, with running totals so that no report needs a scan.
 
     `running` counts sequences in RUNNING and `admitted` all that hold a block table. `growth` is the number of blocks
-    that running sequences may still bind. `last_sent_target` is the lease target that the worker received last.
+    that running sequences may still bind. `admitted_in_turn` counts admissions since the last one by age, and `steps`
+    the worker's steps since the session began. `last_sent_target` is the lease target that the worker received last.
     """
 
     __slots__ = (
-        "admitted", "block_pool", "blocked_by", "cache", "clock", "config", "decisions", "eviction", "growth",
-        "last_sent_target", "lease_want", "next_arrival", "preempting", "queue", "refused", "remembered", "resets",
-        "running", "sequences", "stalled", "tenants", "totals",
+        "admitted", "admitted_in_turn", "block_pool", "blocked_by", "cache", "clock", "config", "decisions",
+        "eviction", "growth", "last_sent_target", "last_step", "lease_want", "next_arrival", "preempting", "queue",
+        "refused", "remembered", "resets", "running", "sequences", "stalled", "steps", "tenants", "totals",
     )  # fmt: skip
 
     def __init__(self, config: LedgerConfig, clock: Clock, decision_ids: Callable[[], str]) -> None:
@@ -86,8 +87,10 @@ class LedgerState:
         self.lease_want = 0
         self.resets = ResetOrder()
         self.remembered: RememberedMatch | None = None
-        self.growth = self.running = self.admitted = self.next_arrival = 0
+        self.growth = self.running = self.admitted = self.next_arrival = self.admitted_in_turn = 0
         self.blocked_by: BlockedBy = ""
+        self.steps = 0
+        self.last_step: int | None = None
 
     # ------------------------------------------------------------ sequences
 
@@ -136,7 +139,7 @@ class LedgerState:
 
     def start(self, sequence: Sequence, phase: SequencePhase = SequencePhase.RUNNING) -> None:
         """Count a sequence whose block table is complete."""
-        sequence.phase = phase
+        sequence.phase, sequence.started_at = phase, self.steps
         self.admitted += 1
         if phase is SequencePhase.RUNNING:
             self.running += 1
@@ -154,6 +157,12 @@ class LedgerState:
         sequence.phase = phase
         if phase is SequencePhase.DRAINING_PREEMPT:
             self.preempting.add(sequence.id)
+
+    def count_steps(self, step: int) -> None:
+        """Take the number of the worker's last step from a report."""
+        if self.last_step is not None:
+            self.steps += max(0, step - self.last_step)
+        self.last_step = step
 
     def count_use(self, sequence: Sequence, running: int, blocks: int) -> None:
         """Count what a tenant's running sequences hold more than before."""

@@ -15,7 +15,7 @@ from common.errors import IdentityMismatch, NotFound
 from common.lease import Attach, AttachOk, AttachRejected, Inventory
 from common.types import PoolIdentity
 from kvmanager.core import epochs
-from kvmanager.core.config import DEFAULT_EVICTION, EvictionName, LedgerConfig, Runway
+from kvmanager.core.config import DEFAULT_EVICTION, DEFAULT_MAX_WAIT, EvictionName, LedgerConfig, Runway
 from kvmanager.core.ledger import Ledger
 from kvmanager.core.policies import DEFAULT_POLICIES, LedgerPolicies
 
@@ -33,6 +33,8 @@ class ManagerConfig:
     runway_reach: int = 128
     watermark: float = 0.01
     eviction: EvictionName = DEFAULT_EVICTION
+    backfill: bool = True
+    max_wait: float = DEFAULT_MAX_WAIT
     max_workers: int = 512
     max_blocks_per_worker: int = 1 << 20
     max_blocks: int = 1 << 23
@@ -132,6 +134,8 @@ class Manager:
             runway_reach=config.runway_reach,
             watermark=config.watermark,
             eviction=config.eviction,
+            backfill=config.backfill,
+            max_wait=config.max_wait,
         )
 
     def complete(self, registration: WorkerRegistration, inventory: Inventory) -> AttachOk:

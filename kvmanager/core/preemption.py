@@ -69,7 +69,10 @@ class PreemptionPolicy:
             each
             for each in running
             if each is not senior
-            and (each.priority < sequence.priority or (within and _gives_way(each, sequence, shares)))
+            and (
+                (each.priority < sequence.priority and not each.by_age)
+                or (within and _gives_way(each, sequence, shares))
+            )
         ]
         return sorted(found, key=lambda each: _exposure(each, shares), reverse=True)
 

@@ -37,6 +37,7 @@ class ReportApplier:
 
     def apply(self, state: LedgerState, report: Report) -> None:
         """Apply a report. Raises ProtocolViolation; the ledger is then void until the next rebuild."""
+        state.count_steps(report.step)
         for entries_of, apply_entries in self.columns:
             entries = entries_of(report)
             if entries:

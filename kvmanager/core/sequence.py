@@ -12,13 +12,15 @@ class Sequence:
     `block_hashes` has the hashes of the full blocks and grows as blocks are sealed. `cacheable` is False when the
     client asked that nothing of the sequence be cached; `computes_all` is that of `Reserve`. `computed` is the length
     that the worker reported last, for traces. `recompute` is set by a preemption: the next admission is then not a new
-    query of the prefix cache.
+    query of the prefix cache. `started_at` is the worker's step of its admission (`LedgerState.steps`). One that was
+    admitted `by_age` is not preempted for a higher priority.
     """
 
     __slots__ = (
         "arrival",
         "block_hashes",
         "block_table",
+        "by_age",
         "cacheable",
         "computed",
         "computes_all",
@@ -33,7 +35,9 @@ class Sequence:
         "priority",
         "queued_at",
         "recompute",
+        "registered_at",
         "request_id",
+        "started_at",
         "tenant",
         "traceparent",
         "trimmed",
@@ -54,14 +58,14 @@ class Sequence:
         self.request_id = reserve.request_id
         self.traceparent = reserve.traceparent
         self.arrival = arrival
-        self.queued_at = queued_at
+        self.registered_at = self.queued_at = queued_at
         self.phase = SequencePhase.WAITING
         self.block_table: list[BlockId] = []
         self.n_shared = 0
         self.trimmed = 0
-        self.computed = 0
+        self.computed = self.started_at = 0
         self.preemptions = 0
-        self.recompute = False
+        self.recompute = self.by_age = False
 
     @property
     def name(self) -> str:

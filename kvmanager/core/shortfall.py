@@ -34,7 +34,7 @@ def explain_waits(state: LedgerState, head: Sequence, fresh_blocks: Callable[[Se
             "head_needed": float(head_needed),
             "available": float(state.block_pool.available),
             "num_blocks": float(state.config.num_blocks),
-            "running": float(state.running),
+            "running": float(state.admitted),
             "waiting": float(len(state.queue)),
         }
         reason, first = _reason(state, sequence, head)

@@ -1,17 +1,22 @@
 """Sequences that wait for blocks: a line for each tenant, the highest priority first in it, then by arrival.
 
-The grant policy chooses among the heads of the lines. No head is passed over: it waits until it fits.
+The grant policy chooses among the heads of the lines. One that does not fit is passed only by those that do not delay
+it (`backfill.py`).
 """
 
 from __future__ import annotations
 
 import bisect
+import heapq
 from collections.abc import Iterator
+from typing import TypeVar
 
 from common.types import SequenceId
 from kvmanager.core.sequence import Sequence
 
 _Place = tuple[int, int, SequenceId]
+_Arrival = tuple[int, SequenceId]
+Key = TypeVar("Key", _Place, _Arrival)
 
 
 class WaitingQueue:
@@ -20,10 +25,11 @@ class WaitingQueue:
     `unexplained` are those whose wait has no decision record yet, in the order in which they joined.
     """
 
-    __slots__ = ("_lines", "unexplained")
+    __slots__ = ("_arrivals", "_lines", "unexplained")
 
     def __init__(self) -> None:
         self._lines: dict[str, list[_Place]] = {}
+        self._arrivals: dict[str, list[_Arrival]] = {}
         self.unexplained: dict[SequenceId, None] = {}
 
     def __len__(self) -> int:
@@ -33,7 +39,7 @@ class WaitingQueue:
         return bool(self._lines)
 
     def __iter__(self) -> Iterator[SequenceId]:
-        return (place[2] for place in sorted(place for line in self._lines.values() for place in line))
+        return (place[2] for place in heapq.merge(*self._lines.values()))
 
     def heads(self) -> list[SequenceId]:
         """Return the first sequence of each tenant, of those with the highest priority of all that wait."""
@@ -43,21 +49,35 @@ class WaitingQueue:
         highest = min(first[0] for first in firsts)
         return [first[2] for first in firsts if first[0] == highest]
 
+    def oldest(self) -> list[SequenceId]:
+        """Return the first arrival of each tenant, whatever its priority."""
+        return [line[0][1] for line in self._arrivals.values()]
+
     def add(self, sequence: Sequence) -> None:
         bisect.insort(self._lines.setdefault(sequence.tenant, []), _place(sequence))
+        bisect.insort(self._arrivals.setdefault(sequence.tenant, []), _arrival(sequence))
         self.unexplained[sequence.id] = None
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it stands. Raises ValueError when it does not wait."""
-        place, line = _place(sequence), self._lines.get(sequence.tenant, [])
-        index = bisect.bisect_left(line, place)
-        if index == len(line) or line[index] != place:
-            raise ValueError(f"{sequence.name} does not wait")
-        del line[index]
+        _remove(self._lines, sequence, _place(sequence))
+        _remove(self._arrivals, sequence, _arrival(sequence))
         self.unexplained.pop(sequence.id, None)
-        if not line:
-            del self._lines[sequence.tenant]
+
+
+def _remove(lines: dict[str, list[Key]], sequence: Sequence, key: Key) -> None:
+    line = lines.get(sequence.tenant, [])
+    index = bisect.bisect_left(line, key)
+    if index == len(line) or line[index] != key:
+        raise ValueError(f"{sequence.name} does not wait")
+    del line[index]
+    if not line:
+        del lines[sequence.tenant]
 
 
 def _place(sequence: Sequence) -> _Place:
     return (-sequence.priority, sequence.arrival, sequence.id)
+
+
+def _arrival(sequence: Sequence) -> _Arrival:
+    return (sequence.arrival, sequence.id)

@@ -115,7 +115,7 @@ def test_the_queue_goes_by_priority_then_arrival() -> None:
 def test_behaviour_27_only_the_head_lacks_capacity_the_others_are_deferred() -> None:
     ledger = make_ledger(4)
     admit(ledger, reserve(1, prompt(40)))
-    assert admit(ledger, reserve(2, prompt(60, start=90)), reserve(3, prompt(5, start=190))) == ()
+    assert admit(ledger, reserve(2, prompt(60, start=90)), reserve(3, prompt(5, start=190), max_len=15)) == ()
     assert list(ledger.state.queue) == [2, 3]
     pool = ledger.pool()
     assert (pool.waiting, pool.capacity, pool.deferred) == (2, 1, 1)

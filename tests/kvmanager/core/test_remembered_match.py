@@ -39,7 +39,7 @@ def test_reports_about_other_blocks_need_no_new_match() -> None:
     ledger = waiting_ledger()
     other = hashes(prompt(64, start=900))
     assert matches(ledger, seal=((block_table(ledger, 2)[0], other[0]),)) == 0
-    assert matches(ledger, reserve=(reserve(4, prompt(5, start=5000)),)) == 1  # for the record of its own wait
+    assert matches(ledger, reserve=(reserve(4, prompt(320, start=5000)),)) == 1  # for the record of its own wait
     assert matches(ledger) == 0
     assert matches(ledger, finished=((SequenceId(4), FinishReason.CANCELLED),)) == 0
     assert ledger.pool().capacity == 1

@@ -35,7 +35,7 @@ def test_a_sequence_that_lacks_blocks_learns_who_holds_them() -> None:
 def test_a_sequence_behind_another_learns_which_one_goes_first() -> None:
     ledger = make_ledger(10)
     admit(ledger, reserve(1, prompt(64)))
-    assert admit(ledger, reserve(2, prompt(120, start=500)), reserve(3, prompt(16, start=900))) == ()
+    assert admit(ledger, reserve(2, prompt(120, start=500)), reserve(3, prompt(16, start=900), max_len=40)) == ()
     head, behind = drained(ledger, DecisionKind.SHORTFALL)
     assert (head.request_id, head.reasons, head.beneficiary) == ("r2", ("too few blocks",), "")
     assert (behind.request_id, behind.reasons, behind.beneficiary) == ("r3", ("behind another sequence",), "r2")

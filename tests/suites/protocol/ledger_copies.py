@@ -63,6 +63,7 @@ def _copy_state(old: LedgerState) -> LedgerState:
     new.resets, new.remembered = replace(old.resets), None
     new.lease_want, new.growth, new.blocked_by = old.lease_want, old.growth, old.blocked_by
     new.running, new.admitted, new.next_arrival = old.running, old.admitted, old.next_arrival
+    new.admitted_in_turn, new.steps, new.last_step = old.admitted_in_turn, old.steps, old.last_step
     return new
 
 
@@ -106,6 +107,7 @@ def _copy_cache(old: PrefixCache) -> PrefixCache:
 def _copy_queue(old: WaitingQueue) -> WaitingQueue:
     new = WaitingQueue()
     new._lines = {tenant: line.copy() for tenant, line in old._lines.items()}
+    new._arrivals = {tenant: line.copy() for tenant, line in old._arrivals.items()}
     return new
 
 
