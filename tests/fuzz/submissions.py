@@ -48,13 +48,16 @@ def _submit(draw: st.DrawFn, identity: PoolIdentity, vocab_size: int, handle: in
     tokens = draw(st.lists(st.integers(0, vocab_size - 1), min_size=1, max_size=_MOST_TOKENS))
     submit = draw(messages(pb.Submit, likely=True))
     submit.handle, submit.index, submit.request_id = handle, draw(st.integers(0, 3)), f"fuzz-{handle}"
-    submit.ClearField("fork_of")
+    # Another kind of worker follows these; `_flawed` gives them to some submissions here.
+    for name in ("fork_of", "thought_budget", "thought_end_token_ids", "embeds"):
+        submit.ClearField(name)  # type: ignore[arg-type]
     submit.tenant = draw(st.sampled_from(["", "acme", "peer 127.0.0.1"]))
-    submit.timeout_seconds = draw(st.sampled_from([0.0, 0.01, 60.0]))
+    submit.timeout_seconds = draw(st.sampled_from([0.0, 0.01, *[60.0] * 6]))
     _choose_constraint(draw, submit)
     submit.output_tokens_before = draw(st.integers(0, min(3, len(tokens) - 1)))
     submit.sampling.max_tokens = submit.output_tokens_before + draw(st.integers(1, 40))
     submit.sampling.min_tokens = draw(st.integers(0, submit.sampling.max_tokens))
+    submit.sampling.prompt_logprobs = draw(st.sampled_from([0, 0, 1, 20]))
     submit.prompt_logprobs_before = draw(st.integers(0, len(tokens) - submit.output_tokens_before - 1))
     words = draw(st.lists(st.lists(st.integers(0, vocab_size), min_size=1, max_size=4), max_size=3))
     submit.bad_words[:] = map(little_endian_int32, words)
@@ -67,8 +70,9 @@ def _submit(draw: st.DrawFn, identity: PoolIdentity, vocab_size: int, handle: in
 def _choose_constraint(draw: st.DrawFn, submit: pb.Submit) -> None:
     for name in _CONSTRAINTS:
         submit.ClearField(name)  # type: ignore[arg-type]
-    chosen = draw(st.sampled_from([None, None, None, *_CONSTRAINTS]))
-    if chosen is not None:
+    # The simulated worker refuses every constraint.
+    if not draw(st.integers(0, 9)):
+        chosen = draw(st.sampled_from([*_CONSTRAINTS]))
         setattr(submit, chosen, draw(st.sampled_from(_CONSTRAINTS[chosen])))
 
 
