@@ -24,7 +24,7 @@ from tests.fuzz.submissions import requests_of_a_router
 
 QUIET = 0.1
 # The same where submissions are served: blocks and steps take a while on a busy machine.
-LONG_QUIET = 2.0
+LONG_QUIET = 20.0
 SESSION, STREAM = "/quire.kvmanager.v1.KvManagerService/Session", "/quire.gpuworker.v1.GpuWorkerService/Stream"
 BLOCKS = 64
 
