@@ -17,7 +17,7 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from common.errors import DeadlineExceeded, PermissionDenied, PortTaken, QuireError, Unavailable, Unsupported
 from common.limits import MAX_METRICS_CONNECTIONS, MAX_METRICS_CONNECTIONS_A_PEER
 from common.process.connections import Connections
-from common.process.small_http import Reply, Request, SmallHttpServer, text
+from common.process.small_http import Answer, Reply, Request, SmallHttpServer, text
 
 PORT_OFFSET: Final = 1000
 # What a POST does; it returns the JSON of the answer.
@@ -69,6 +69,7 @@ class MetricsServer:
         self._pages: dict[str, Callable[[], object]] = {}
         self._actions: dict[str, Action] = {}
         self._open_actions = True
+        self._site: tuple[str, Answer] | None = None
         self.connections = Connections(MAX_METRICS_CONNECTIONS, MAX_METRICS_CONNECTIONS_A_PEER)
         self._server = SmallHttpServer(self._answer, self.connections)
         self.port = 0
@@ -84,6 +85,10 @@ class MetricsServer:
         """
         self._actions.update(actions)
         self._open_actions = from_elsewhere
+
+    def add_site(self, prefix: str, answer: Answer) -> None:
+        """Let `answer` reply to GET and HEAD of `prefix` and of all paths below it; "/" leads there."""
+        self._site = prefix, answer
 
     async def start(self, host: str, port: int, flag: str = "--metrics-port") -> int:
         """Listen and return the port, which the option `flag` names. Raises PortTaken."""
@@ -114,7 +119,7 @@ class MetricsServer:
         except QuireError as error:
             return _json(_status_of(error), {"error": {"message": str(error), "code": error.reason.lower()}})
 
-    def _show(self, request: Request) -> Reply:
+    def _show(self, request: Request) -> Reply | Awaitable[Reply]:
         if request.path in self._actions:
             return text(HTTPStatus.METHOD_NOT_ALLOWED, f"{request.path} changes something; expected POST")
         if request.path == "/metrics":
@@ -125,8 +130,18 @@ class MetricsServer:
             return _json(status, {"status": word})
         if (page := self._pages.get(request.path)) is not None:
             return _json(HTTPStatus.OK, page())
-        named = ", ".join(["/metrics", "/health", *self._pages])
+        if self._site is not None and (shown := _shown(request, *self._site)) is not None:
+            return shown
+        sites = [f"{self._site[0]}/"] if self._site is not None else []
+        named = ", ".join(["/metrics", "/health", *self._pages, *sites])
         return text(HTTPStatus.NOT_FOUND, f"{named} and /live are here")
+
+
+def _shown(request: Request, prefix: str, answer: Answer) -> Reply | Awaitable[Reply] | None:
+    """Return the answer of a site, or the way to it; None for other paths."""
+    if request.path in ("/", prefix):
+        return text(HTTPStatus.FOUND, f"see {prefix}/")._replace(headers=(("Location", f"{prefix}/"),))
+    return answer(request) if request.path.startswith(f"{prefix}/") else None
 
 
 def is_loopback(peer: str) -> bool:

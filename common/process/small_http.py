@@ -21,15 +21,19 @@ _LENGTH: Final = re.compile(r"[0-9]{1,9}")
 
 
 class Reply(NamedTuple):
-    """Status, content type and body."""
+    """Status, content type and body; further headers are written as they are."""
 
     status: HTTPStatus
     content_type: str
     body: bytes
+    headers: tuple[tuple[str, str], ...] = ()
 
 
 class Request(NamedTuple):
-    """What a client asks for; the path has no query. `origin` is the page that a browser sends it from, if any."""
+    """What a client asks for; the path has no query. `origin` is the page that a browser sends it from, if any.
+
+    `host` is the name by which the client calls this server, with the port if it named one.
+    """
 
     method: str
     path: str
@@ -37,6 +41,8 @@ class Request(NamedTuple):
     origin: str = ""
     peer: str = ""
     body_bytes: int = 0
+    query: str = ""
+    host: str = ""
 
 
 Answer = Callable[[Request], Reply | Awaitable[Reply]]
@@ -144,8 +150,9 @@ def _parsed(lines: list[str]) -> Request | Reply:
         return _NO_LENGTH
     if int(length) > limits.SMALL_HTTP_BODY_BYTES:
         return _LONG_BODY
-    accept, origin = _value("accept", headers), _value("origin", headers)
-    return Request(method, target.partition("?")[0], accept, origin, body_bytes=int(length))
+    path, _, query = target.partition("?")
+    accept, origin, host = (_value(name, headers) for name in ("accept", "origin", "host"))
+    return Request(method, path, accept, origin, body_bytes=int(length), query=query, host=host)
 
 
 def _value(name: str, headers: Iterable[str]) -> str:
@@ -163,8 +170,9 @@ async def _close_with(writer: asyncio.StreamWriter, reply: Reply, with_body: boo
 
 
 def _encoded(reply: Reply, with_body: bool = True) -> bytes:
+    further = "".join(f"{name}: {value}\r\n" for name, value in reply.headers)
     head = (
         f"HTTP/1.1 {reply.status.value} {reply.status.phrase}\r\nContent-Type: {reply.content_type}\r\n"
-        f"Content-Length: {len(reply.body)}\r\nConnection: close\r\n\r\n"
+        f"Content-Length: {len(reply.body)}\r\n{further}Connection: close\r\n\r\n"
     )
     return head.encode("latin-1") + (reply.body if with_body else b"")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from http import HTTPStatus
 
 import httpx
 import pytest
@@ -11,6 +12,7 @@ from prometheus_client import Counter
 
 from common.errors import InvalidConfig, QuireError, Unavailable
 from common.process.metrics import MetricsServer, is_loopback, metrics_port, new_registry
+from common.process.small_http import Reply, Request
 
 
 class Service:
@@ -161,3 +163,24 @@ async def test_errors_of_an_action_have_their_status_and_words(client: httpx.Asy
 )
 def test_loopback_is_told_from_other_addresses(peer: str, local: bool) -> None:
     assert is_loopback(peer) is local
+
+
+async def test_a_site_answers_below_its_prefix_with_its_own_headers(
+    client: httpx.AsyncClient, server: MetricsServer
+) -> None:
+    asked: list[Request] = []
+
+    def answer(request: Request) -> Reply:
+        asked.append(request)
+        return Reply(HTTPStatus.OK, "text/plain", b"here", (("X-Content-Type-Options", "nosniff"),))
+
+    server.add_site("/page", answer)
+    found = await client.get("/page/data?a=b&c=%20d", headers={"origin": "http://localhost:1"})
+    assert (found.text, found.headers["x-content-type-options"]) == ("here", "nosniff")
+    (request,) = asked
+    assert (request.path, request.query, request.origin) == ("/page/data", "a=b&c=%20d", "http://localhost:1")
+    assert request.host == f"127.0.0.1:{server.port}"
+    assert (await client.get("/")).headers["location"] == "/page/"
+    assert (await client.get("/pages")).text == "/metrics, /health, /page/ and /live are here\n"
+    assert (await client.post("/page/data")).status_code == HTTPStatus.METHOD_NOT_ALLOWED
+    assert len(asked) == 1
