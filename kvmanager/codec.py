@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from common.wire.enum_codec import miss_to_proto, phase_to_proto
+from kvmanager.core.block_map import BlockMap, BlockView, SequenceUse
 from kvmanager.core.block_table import BlockTable
 from kvmanager.core.counts import PoolCounts
 from kvmanager.core.prefix_cache import PrefixMatch
@@ -47,4 +48,40 @@ def pool_to_proto(worker_id: str, counts: PoolCounts) -> kvmanager_pb2.Pool:
         prefix_query_blocks=counts.totals.prefix_query_blocks,
         prefix_hit_blocks=counts.totals.prefix_hit_blocks,
         misses_by_reason=counts.totals.misses_by_reason,
+    )
+
+
+def map_to_proto(found: BlockMap) -> kvmanager_pb2.GetBlockMapResponse:
+    return kvmanager_pb2.GetBlockMapResponse(
+        num_blocks=found.num_blocks,
+        block_size=found.block_size,
+        first_block=found.first_block,
+        uses=found.uses,
+        sequences=map(_sequence_to_proto, found.sequences),
+        num_sequences=found.num_sequences,
+    )
+
+
+def block_to_proto(found: BlockView) -> kvmanager_pb2.GetBlockResponse:
+    """Return the message of a block; the numbers of both enums are the same."""
+    return kvmanager_pb2.GetBlockResponse(
+        block=found.block,
+        use=kvmanager_pb2.BlockUse.ValueType(found.use),
+        references=found.references,
+        index=found.index,
+        block_hash=found.hash or b"",
+        holders=map(_sequence_to_proto, found.holders),
+        figures=dict(found.figures),
+    )
+
+
+def _sequence_to_proto(use: SequenceUse) -> kvmanager_pb2.SequenceUse:
+    return kvmanager_pb2.SequenceUse(
+        sequence=use.sequence,
+        request_id=use.request_id,
+        tenant=use.tenant,
+        phase=phase_to_proto(use.phase),
+        blocks=use.blocks,
+        n_shared=use.n_shared,
+        max_blocks=use.max_blocks,
     )

@@ -12,11 +12,12 @@ from grpc import aio
 
 from common.errors import FieldViolation, InvalidRequest, NotFound
 from common.hashing import KEY_BYTES
+from common.limits import MAX_MAPPED_BLOCKS, MAX_MAPPED_SEQUENCES, MAX_SHOWN_HOLDERS
 from common.rpc.interceptor import send
 from common.rpc.roles import peer_of
-from common.types import BlockHash, SequenceId
+from common.types import BlockHash, BlockId, SequenceId
 from common.wire.packing import unpack_hashes
-from kvmanager.codec import match_to_proto, pool_to_proto, table_to_proto
+from kvmanager.codec import block_to_proto, map_to_proto, match_to_proto, pool_to_proto, table_to_proto
 from kvmanager.core.block_table import BlockTable
 from kvmanager.core.ledger import Ledger
 from kvmanager.sessions.attachments import Attachments
@@ -80,6 +81,31 @@ class KvManagerServicer(kvmanager_pb2_grpc.KvManagerServiceServicer):
         ledgers = self._attachments.ledgers(request.worker_id)
         pools = [pool_to_proto(worker_id, ledger.pool()) for worker_id, ledger in ledgers]
         return kvmanager_pb2.GetPoolResponse(epoch=self._attachments.index.epoch, pools=pools)
+
+    async def GetBlockMap(
+        self, request: kvmanager_pb2.GetBlockMapRequest, context: _Context
+    ) -> kvmanager_pb2.GetBlockMapResponse:
+        """Return how a page of a worker's blocks is used. It changes nothing."""
+        ledger, limit = self._ledger(request.worker_id), request.limit or MAX_MAPPED_BLOCKS
+        if limit > MAX_MAPPED_BLOCKS:
+            what = f"is {limit}; expected at most {MAX_MAPPED_BLOCKS} blocks a page"
+            raise InvalidRequest(FieldViolation("limit", what))
+        return map_to_proto(ledger.block_map(request.first_block, limit, MAX_MAPPED_SEQUENCES))
+
+    async def GetBlock(
+        self, request: kvmanager_pb2.GetBlockRequest, context: _Context
+    ) -> kvmanager_pb2.GetBlockResponse:
+        """Return everything about one block. It changes nothing."""
+        found = self._ledger(request.worker_id).block(BlockId(request.block), MAX_SHOWN_HOLDERS)
+        if found is None:
+            raise NotFound(f"worker {request.worker_id} has no block {request.block}; GetPool says how many it has")
+        return block_to_proto(found)
+
+    def _ledger(self, worker_id: str) -> Ledger:
+        """Return the ledger of a worker, which must be named. Raises InvalidRequest and NotFound."""
+        if not worker_id:
+            raise InvalidRequest(FieldViolation("worker_id", "is missing; GetPool names the workers that are attached"))
+        return next(ledger for _, ledger in self._attachments.ledgers(worker_id))
 
     async def ResetPrefixCache(
         self, request: kvmanager_pb2.ResetPrefixCacheRequest, context: _Context

@@ -8,9 +8,10 @@ from functools import partial
 
 from common.clock import Clock
 from common.lease import GrantBatch, Inventory, Preempt, Report
-from common.types import BlockHash, Decision, SequenceId
+from common.types import BlockHash, BlockId, Decision, SequenceId
 from kvmanager.core import runway
 from kvmanager.core.audit import audit
+from kvmanager.core.block_map import BlockMap, BlockView, map_of, view_of
 from kvmanager.core.block_table import BlockTable, table_of
 from kvmanager.core.config import LedgerConfig
 from kvmanager.core.counts import PoolCounts
@@ -133,6 +134,14 @@ class Ledger:
         """Return the block table of every live sequence, by arrival."""
         ordered = sorted(self.state.sequences.values(), key=lambda sequence: sequence.arrival)
         return tuple(table_of(sequence, self.state.block_pool.blocks) for sequence in ordered)
+
+    def block_map(self, first_block: int, limit: int, most_sequences: int) -> BlockMap:
+        """Return how `limit` blocks are used, and the sequences with the most blocks."""
+        return map_of(self.state, first_block, limit, most_sequences)
+
+    def block(self, block: BlockId, most_holders: int) -> BlockView | None:
+        """Return everything about one block; None when the pool has no such block."""
+        return view_of(self.state, block, most_holders) if 0 <= block < self.state.config.num_blocks else None
 
     def pool(self) -> PoolCounts:
         state, pool, waiting = self.state, self.state.block_pool, len(self.state.queue)

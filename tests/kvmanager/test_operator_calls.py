@@ -68,7 +68,7 @@ async def test_lookup_with_half_a_hash_names_the_field(manager: Running, channel
     assert error.violations[0].field == "block_hashes"
 
 
-@pytest.mark.parametrize("method", ["Lookup", "GetBlockTable", "GetPool"])
+@pytest.mark.parametrize("method", ["Lookup", "GetBlockTable", "GetPool", "GetBlockMap", "GetBlock"])
 async def test_worker_that_is_not_attached_is_not_found(manager: Running, channel_to: ChannelTo, method: str) -> None:
     request = getattr(kvmanager_pb2, method + "Request")(worker_id="nobody")
     with pytest.raises(aio.AioRpcError) as caught:
@@ -230,6 +230,39 @@ async def test_a_worker_that_leaves_during_a_reset_has_not_confirmed(
     worker.call.cancel()
     (reset,) = (await asked).workers
     assert (reset.worker_id, reset.confirmed) == ("w0", False)
+
+
+async def test_block_map_and_one_block(manager: Running, connect: Connect, channel_to: ChannelTo) -> None:
+    await worker_with_one_sequence(manager, connect)
+    stub = stub_of(manager, channel_to)
+    found = await stub.GetBlockMap(kvmanager_pb2.GetBlockMapRequest(worker_id="w0", limit=5))
+    sealed, filling = kvmanager_pb2.BLOCK_USE_SEALED, kvmanager_pb2.BLOCK_USE_FILLING
+    assert list(found.uses[:3]) == [sealed, sealed, filling]
+    assert (found.first_block, len(found.uses), found.block_size, found.num_sequences) == (0, 5, 16, 1)
+    (sequence,) = found.sequences
+    assert (sequence.sequence, sequence.request_id, sequence.blocks, sequence.max_blocks) == (7, "request-7", 3, 4)
+    assert sequence.phase == kvmanager_pb2.SEQUENCE_PHASE_RUNNING
+    block = await stub.GetBlock(kvmanager_pb2.GetBlockRequest(worker_id="w0", block=1))
+    assert (block.use, block.references, block.index, block.block_hash) == (sealed, 1, 1, HASHES[1])
+    assert [each.request_id for each in block.holders] == ["request-7"]
+
+
+@pytest.mark.parametrize(
+    ("method", "fields", "status"),
+    [
+        ("GetBlockMap", {}, grpc.StatusCode.INVALID_ARGUMENT),
+        ("GetBlockMap", {"worker_id": "w0", "limit": (1 << 16) + 1}, grpc.StatusCode.INVALID_ARGUMENT),
+        ("GetBlock", {"block": 1}, grpc.StatusCode.INVALID_ARGUMENT),
+        ("GetBlock", {"worker_id": "w0", "block": (1 << 32) - 1}, grpc.StatusCode.NOT_FOUND),
+    ],
+)
+async def test_blocks_that_there_are_not(
+    manager: Running, connect: Connect, channel_to: ChannelTo, method: str, fields: dict[str, Any], status: object
+) -> None:
+    await connect(manager, "w0").attached()
+    with pytest.raises(aio.AioRpcError) as caught:
+        await getattr(stub_of(manager, channel_to), method)(getattr(kvmanager_pb2, method + "Request")(**fields))
+    assert caught.value.code() is status
 
 
 async def test_events_of_the_prefix_cache_are_a_snapshot_and_then_every_change(

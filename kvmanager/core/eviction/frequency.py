@@ -134,3 +134,6 @@ class Frequency:
 
     def why(self, block: BlockId) -> tuple[tuple[str, float], ...]:
         return (("main_queue", float(self._is_main[block])),)
+
+    def known_of(self, block: BlockId) -> tuple[tuple[str, float], ...]:
+        return ("uses", float(self._rounds[block])), *self.why(block)

@@ -81,6 +81,10 @@ class EvictionOrder(Protocol):
         """Return the figures by which a popped block was chosen, for its record."""
         ...
 
+    def known_of(self, block: BlockId) -> tuple[tuple[str, float], ...]:
+        """Return what is known about the use of a cached block, for operators; it may take O(n)."""
+        ...
+
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[BlockId]:

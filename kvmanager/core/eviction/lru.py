@@ -52,3 +52,7 @@ class LeastRecentlyUsed(FreeList):
 
     def why(self, block: BlockId) -> tuple[tuple[str, float], ...]:
         return ()
+
+    def known_of(self, block: BlockId) -> tuple[tuple[str, float], ...]:
+        before = next(place for place, each in enumerate(self) if each == block)
+        return (("released_since", float(len(self) - before - 1)),)

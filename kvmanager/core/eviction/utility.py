@@ -174,3 +174,7 @@ class PredictedUtility:
 
     def why(self, block: BlockId) -> tuple[tuple[str, float], ...]:
         return ("age", float(self._now - self._gone)), ("uses", float(self._uses[block]))
+
+    def known_of(self, block: BlockId) -> tuple[tuple[str, float], ...]:
+        since = self._now + self._run - self._released[block] - 1
+        return ("released_since", float(since)), ("uses", float(self._uses[block]))

@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cli.certificates.folder import CertificateFolder
 from common.errors import InvalidConfig
-from common.rpc.roles import Role, peer_of
+from common.rpc.roles import Role, callers_of, peer_of
 from common.rpc.server import RpcServer, open_channel
 from common.rpc.tls import CertificateFiles, Identity, PublicCertificate
 from quire.kvmanager.v1 import kvmanager_pb2 as pb
@@ -54,6 +54,12 @@ class Manager(rpc.KvManagerServiceServicer):
         peer = peer_of(context)
         assert peer is not None
         return pb.GetPoolResponse(epoch=len(peer.roles))
+
+    async def GetBlockMap(self, request: pb.GetBlockMapRequest, context: Context) -> pb.GetBlockMapResponse:
+        raise NotImplementedError
+
+    async def GetBlock(self, request: pb.GetBlockRequest, context: Context) -> pb.GetBlockResponse:
+        raise NotImplementedError
 
     async def ResetPrefixCache(
         self, request: pb.ResetPrefixCacheRequest, context: Context
@@ -136,11 +142,16 @@ async def test_a_role_calls_its_methods_alone(served: Served, role: Role, method
     assert await served.code(method, channel) is code
 
 
+@pytest.mark.parametrize("method", ["GetBlockMap", "GetBlock", "GetBlockTable"])
+def test_routers_and_operators_see_blocks(method: str) -> None:
+    assert callers_of(f"/{SERVICE}/{method}") == {Role.ROUTER, Role.OPERATOR}
+
+
 async def test_a_refusal_names_both_roles(served: Served) -> None:
     async with open_channel(served.address, identity=served.identity(Role.ROUTER), role=Role.MANAGER) as channel:
         with pytest.raises(aio.AioRpcError) as caught:
-            await rpc.KvManagerServiceStub(channel).GetBlockTable(pb.GetBlockTableRequest(), timeout=PATIENCE)
-    expected = f"/{SERVICE}/GetBlockTable is for operator; the caller's certificate names router"
+            await rpc.KvManagerServiceStub(channel).Lookup(pb.LookupRequest(), timeout=PATIENCE)
+    expected = f"/{SERVICE}/Lookup is for operator; the caller's certificate names router"
     assert caught.value.details() == expected
 
 

@@ -86,6 +86,12 @@ class ScriptedManager(kvmanager_pb2_grpc.KvManagerServiceServicer):
     async def GetPool(self, request: Any, context: Any) -> Any:
         raise NotImplementedError
 
+    async def GetBlockMap(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
+    async def GetBlock(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
     async def ResetPrefixCache(self, request: Any, context: Any) -> Any:
         raise NotImplementedError
 

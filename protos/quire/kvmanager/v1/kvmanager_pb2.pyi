@@ -41,6 +41,46 @@ SEQUENCE_PHASE_DRAINING_FINISH: SequencePhase.ValueType  # 3
 SEQUENCE_PHASE_DRAINING_PREEMPT: SequencePhase.ValueType  # 4
 Global___SequencePhase: _TypeAlias = SequencePhase  # noqa: Y015
 
+class _BlockUse:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _BlockUseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BlockUse.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    BLOCK_USE_UNSPECIFIED: _BlockUse.ValueType  # 0
+    BLOCK_USE_FREE: _BlockUse.ValueType  # 1
+    BLOCK_USE_LEASED: _BlockUse.ValueType  # 2
+    """Leased to the worker ahead of need, in no block table yet."""
+    BLOCK_USE_FILLING: _BlockUse.ValueType  # 3
+    """In one block table; the hash of its content is not known yet."""
+    BLOCK_USE_PENDING: _BlockUse.ValueType  # 4
+    """In block tables and not computed yet; its hash is known, so that others may share it already."""
+    BLOCK_USE_SEALED: _BlockUse.ValueType  # 5
+    """In one block table, with a hash."""
+    BLOCK_USE_SHARED: _BlockUse.ValueType  # 6
+    """In several block tables, with a hash."""
+    BLOCK_USE_CACHED: _BlockUse.ValueType  # 7
+    """In no block table; its content stays until the room is needed."""
+
+class BlockUse(_BlockUse, metaclass=_BlockUseEnumTypeWrapper):
+    """How a block is used; a byte of GetBlockMapResponse.uses is one of these numbers."""
+
+BLOCK_USE_UNSPECIFIED: BlockUse.ValueType  # 0
+BLOCK_USE_FREE: BlockUse.ValueType  # 1
+BLOCK_USE_LEASED: BlockUse.ValueType  # 2
+"""Leased to the worker ahead of need, in no block table yet."""
+BLOCK_USE_FILLING: BlockUse.ValueType  # 3
+"""In one block table; the hash of its content is not known yet."""
+BLOCK_USE_PENDING: BlockUse.ValueType  # 4
+"""In block tables and not computed yet; its hash is known, so that others may share it already."""
+BLOCK_USE_SEALED: BlockUse.ValueType  # 5
+"""In one block table, with a hash."""
+BLOCK_USE_SHARED: BlockUse.ValueType  # 6
+"""In several block tables, with a hash."""
+BLOCK_USE_CACHED: BlockUse.ValueType  # 7
+"""In no block table; its content stays until the room is needed."""
+Global___BlockUse: _TypeAlias = BlockUse  # noqa: Y015
+
 @_typing.final
 class SessionRequest(_message.Message):
     """`bytes` fields that hold numbers are packed little-endian. Block ids and parent indexes are signed 32-bit integers,
@@ -885,6 +925,197 @@ class Pool(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Pool: _TypeAlias = Pool  # noqa: Y015
+
+@_typing.final
+class GetBlockMapRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    FIRST_BLOCK_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    first_block: _builtins.int
+    """The page begins with this block."""
+    limit: _builtins.int
+    """Blocks at most; 0 means 65,536, which is the most."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        first_block: _builtins.int = ...,
+        limit: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_block", b"first_block", "limit", b"limit", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetBlockMapRequest: _TypeAlias = GetBlockMapRequest  # noqa: Y015
+
+@_typing.final
+class GetBlockMapResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    FIRST_BLOCK_FIELD_NUMBER: _builtins.int
+    USES_FIELD_NUMBER: _builtins.int
+    SEQUENCES_FIELD_NUMBER: _builtins.int
+    NUM_SEQUENCES_FIELD_NUMBER: _builtins.int
+    num_blocks: _builtins.int
+    block_size: _builtins.int
+    first_block: _builtins.int
+    uses: _builtins.bytes
+    num_sequences: _builtins.int
+    @_builtins.property
+    def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceUse]:
+        """The sequences with the most blocks, at most 256, and how many live in all. Those of one page are those of all."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: _builtins.int = ...,
+        block_size: _builtins.int = ...,
+        first_block: _builtins.int = ...,
+        uses: _builtins.bytes = ...,
+        sequences: _abc.Iterable[Global___SequenceUse] | None = ...,
+        num_sequences: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "first_block", b"first_block", "num_blocks", b"num_blocks", "num_sequences", b"num_sequences", "sequences", b"sequences", "uses", b"uses"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetBlockMapResponse: _TypeAlias = GetBlockMapResponse  # noqa: Y015
+
+@_typing.final
+class SequenceUse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    N_SHARED_FIELD_NUMBER: _builtins.int
+    MAX_BLOCKS_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    request_id: _builtins.str
+    tenant: _builtins.str
+    phase: Global___SequencePhase.ValueType
+    blocks: _builtins.int
+    n_shared: _builtins.int
+    """Leading blocks that were shared at admission."""
+    max_blocks: _builtins.int
+    """Blocks that it would have if it grew to its longest."""
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        request_id: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        phase: Global___SequencePhase.ValueType = ...,
+        blocks: _builtins.int = ...,
+        n_shared: _builtins.int = ...,
+        max_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "max_blocks", b"max_blocks", "n_shared", b"n_shared", "phase", b"phase", "request_id", b"request_id", "sequence", b"sequence", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SequenceUse: _TypeAlias = SequenceUse  # noqa: Y015
+
+@_typing.final
+class GetBlockRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    BLOCK_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    block: _builtins.int
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        block: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetBlockRequest: _TypeAlias = GetBlockRequest  # noqa: Y015
+
+@_typing.final
+class GetBlockResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class FiguresEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    BLOCK_FIELD_NUMBER: _builtins.int
+    USE_FIELD_NUMBER: _builtins.int
+    REFERENCES_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    BLOCK_HASH_FIELD_NUMBER: _builtins.int
+    HOLDERS_FIELD_NUMBER: _builtins.int
+    FIGURES_FIELD_NUMBER: _builtins.int
+    block: _builtins.int
+    use: Global___BlockUse.ValueType
+    references: _builtins.int
+    """Block tables that hold it."""
+    index: _builtins.int
+    """Its place in each of them."""
+    block_hash: _builtins.bytes
+    """16 bytes; empty while its content has no hash."""
+    @_builtins.property
+    def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceUse]:
+        """Sequences that hold it, at most 16."""
+
+    @_builtins.property
+    def figures(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """What the policy of eviction knows about a cached block, such as released_since: blocks released with or after it."""
+
+    def __init__(
+        self,
+        *,
+        block: _builtins.int = ...,
+        use: Global___BlockUse.ValueType = ...,
+        references: _builtins.int = ...,
+        index: _builtins.int = ...,
+        block_hash: _builtins.bytes = ...,
+        holders: _abc.Iterable[Global___SequenceUse] | None = ...,
+        figures: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "block_hash", b"block_hash", "figures", b"figures", "holders", b"holders", "index", b"index", "references", b"references", "use", b"use"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetBlockResponse: _TypeAlias = GetBlockResponse  # noqa: Y015
 
 @_typing.final
 class ResetPrefixCacheRequest(_message.Message):

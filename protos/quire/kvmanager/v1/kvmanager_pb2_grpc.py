@@ -54,6 +54,16 @@ class KvManagerServiceStub:
                 request_serializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.GetPoolRequest.SerializeToString,
                 response_deserializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.GetPoolResponse.FromString,
                 _registered_method=True)
+        self.GetBlockMap = channel.unary_unary(
+                '/quire.kvmanager.v1.KvManagerService/GetBlockMap',
+                request_serializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.GetBlockMapRequest.SerializeToString,
+                response_deserializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.GetBlockMapResponse.FromString,
+                _registered_method=True)
+        self.GetBlock = channel.unary_unary(
+                '/quire.kvmanager.v1.KvManagerService/GetBlock',
+                request_serializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.GetBlockRequest.SerializeToString,
+                response_deserializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.GetBlockResponse.FromString,
+                _registered_method=True)
         self.ResetPrefixCache = channel.unary_unary(
                 '/quire.kvmanager.v1.KvManagerService/ResetPrefixCache',
                 request_serializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.ResetPrefixCacheRequest.SerializeToString,
@@ -91,6 +101,20 @@ class KvManagerServiceServicer:
 
     def GetPool(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetBlockMap(self, request, context):
+        """What each block of a worker is used for, a byte a block, in pages of at most 65,536 blocks.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetBlock(self, request, context):
+        """Everything about one block: its content's hash, who holds it, and what the policy of eviction knows about it.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -133,6 +157,16 @@ def add_KvManagerServiceServicer_to_server(servicer, server):
                     servicer.GetPool,
                     request_deserializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.GetPoolRequest.FromString,
                     response_serializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.GetPoolResponse.SerializeToString,
+            ),
+            'GetBlockMap': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetBlockMap,
+                    request_deserializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.GetBlockMapRequest.FromString,
+                    response_serializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.GetBlockMapResponse.SerializeToString,
+            ),
+            'GetBlock': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetBlock,
+                    request_deserializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.GetBlockRequest.FromString,
+                    response_serializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.GetBlockResponse.SerializeToString,
             ),
             'ResetPrefixCache': grpc.unary_unary_rpc_method_handler(
                     servicer.ResetPrefixCache,
@@ -253,6 +287,60 @@ class KvManagerService:
             '/quire.kvmanager.v1.KvManagerService/GetPool',
             quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.GetPoolRequest.SerializeToString,
             quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.GetPoolResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetBlockMap(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.kvmanager.v1.KvManagerService/GetBlockMap',
+            quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.GetBlockMapRequest.SerializeToString,
+            quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.GetBlockMapResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetBlock(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.kvmanager.v1.KvManagerService/GetBlock',
+            quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.GetBlockRequest.SerializeToString,
+            quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.GetBlockResponse.FromString,
             options,
             channel_credentials,
             insecure,

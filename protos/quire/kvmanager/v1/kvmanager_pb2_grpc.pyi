@@ -20,6 +20,10 @@ class KvManagerServiceStub:
     """Longest cached prefix of a prompt on each attached worker, from the manager's prefix map."""
     GetBlockTable: _aio.UnaryUnaryMultiCallable[_kvmanager_pb2.GetBlockTableRequest, _kvmanager_pb2.GetBlockTableResponse]
     GetPool: _aio.UnaryUnaryMultiCallable[_kvmanager_pb2.GetPoolRequest, _kvmanager_pb2.GetPoolResponse]
+    GetBlockMap: _aio.UnaryUnaryMultiCallable[_kvmanager_pb2.GetBlockMapRequest, _kvmanager_pb2.GetBlockMapResponse]
+    """What each block of a worker is used for, a byte a block, in pages of at most 65,536 blocks."""
+    GetBlock: _aio.UnaryUnaryMultiCallable[_kvmanager_pb2.GetBlockRequest, _kvmanager_pb2.GetBlockResponse]
+    """Everything about one block: its content's hash, who holds it, and what the policy of eviction knows about it."""
     ResetPrefixCache: _aio.UnaryUnaryMultiCallable[_kvmanager_pb2.ResetPrefixCacheRequest, _kvmanager_pb2.ResetPrefixCacheResponse]
     """Drops the cached blocks that no sequence uses, on all workers and in the index; running sequences go on. Answered once
     the workers have confirmed. The router's admin plane passes this call on.
@@ -59,6 +63,22 @@ class KvManagerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kvmanager_pb2.GetPoolRequest,
         context: _aio.ServicerContext[_kvmanager_pb2.GetPoolRequest, _abc.Awaitable[_kvmanager_pb2.GetPoolResponse]],
     ) -> _abc.Awaitable[_kvmanager_pb2.GetPoolResponse]: ...
+
+    @_abc_1.abstractmethod
+    def GetBlockMap(
+        self,
+        request: _kvmanager_pb2.GetBlockMapRequest,
+        context: _aio.ServicerContext[_kvmanager_pb2.GetBlockMapRequest, _abc.Awaitable[_kvmanager_pb2.GetBlockMapResponse]],
+    ) -> _abc.Awaitable[_kvmanager_pb2.GetBlockMapResponse]:
+        """What each block of a worker is used for, a byte a block, in pages of at most 65,536 blocks."""
+
+    @_abc_1.abstractmethod
+    def GetBlock(
+        self,
+        request: _kvmanager_pb2.GetBlockRequest,
+        context: _aio.ServicerContext[_kvmanager_pb2.GetBlockRequest, _abc.Awaitable[_kvmanager_pb2.GetBlockResponse]],
+    ) -> _abc.Awaitable[_kvmanager_pb2.GetBlockResponse]:
+        """Everything about one block: its content's hash, who holds it, and what the policy of eviction knows about it."""
 
     @_abc_1.abstractmethod
     def ResetPrefixCache(

@@ -1,0 +1,109 @@
+"""Frozen views of a worker's blocks, for operators: how each of them is used, and everything about one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from common.types import BlockHash, BlockId, SequencePhase
+from kvmanager.core.block import Block, BlockState
+from kvmanager.core.ledger_state import LedgerState
+from kvmanager.core.sequence import Sequence
+
+
+class BlockUse(IntEnum):
+    """How a block is used; a byte of a block map is one of these numbers."""
+
+    FREE = 1
+    LEASED = 2
+    FILLING = 3
+    PENDING = 4
+    SEALED = 5
+    SHARED = 6
+    CACHED = 7
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceUse:
+    """What one live sequence holds; `max_blocks` is what it would hold if it grew to its longest."""
+
+    sequence: int
+    request_id: str
+    tenant: str
+    phase: SequencePhase
+    blocks: int
+    n_shared: int
+    max_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMap:
+    """A page of the pool from `first_block` on, a byte of `uses` a block; sequences with the most blocks come first."""
+
+    num_blocks: int
+    block_size: int
+    first_block: int
+    uses: bytes
+    sequences: tuple[SequenceUse, ...]
+    num_sequences: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockView:
+    """One block; `references` counts all block tables that hold it, `holders` are the first of their sequences."""
+
+    block: BlockId
+    use: BlockUse
+    references: int
+    index: int
+    hash: BlockHash | None
+    holders: tuple[SequenceUse, ...]
+    figures: tuple[tuple[str, float], ...]
+
+
+_APART = {BlockState.FREE: BlockUse.FREE, BlockState.LEASED: BlockUse.LEASED, BlockState.CACHED: BlockUse.CACHED}
+
+
+def map_of(state: LedgerState, first_block: int, limit: int, most_sequences: int) -> BlockMap:
+    """Return the uses of `limit` blocks, and the sequences with the most blocks."""
+    blocks = state.block_pool.blocks
+    uses = bytes(use_of(block) for block in blocks[first_block : first_block + limit])
+    ordered = sorted(state.sequences.values(), key=lambda each: (-len(each.block_table), each.arrival))
+    sequences = tuple(_sequence(each) for each in ordered[:most_sequences])
+    config = state.config
+    return BlockMap(config.num_blocks, config.block_size, first_block, uses, sequences, len(ordered))
+
+
+def view_of(state: LedgerState, block_id: BlockId, most_holders: int) -> BlockView:
+    """Return one block of the pool. A sequence that holds it has it at the block's own place in its block table."""
+    block = state.block_pool.blocks[block_id]
+    cached, holders = block.state is BlockState.CACHED, list[SequenceUse]()
+    if block.refs:
+        held = (each for each in state.sequences.values() if _holds(each, block))
+        holders = [_sequence(each) for each, _ in zip(held, range(most_holders), strict=False)]
+    figures = state.eviction.known_of(block_id) if cached else ()
+    return BlockView(block_id, use_of(block), block.refs, block.index, block.hash, tuple(holders), figures)
+
+
+def use_of(block: Block) -> BlockUse:
+    if block.state is not BlockState.IN_USE:
+        return _APART[block.state]
+    if block.hash is None:
+        return BlockUse.FILLING if block.refs == 1 and block.pending is None else BlockUse.PENDING
+    return BlockUse.SEALED if block.refs == 1 else BlockUse.SHARED
+
+
+def _holds(sequence: Sequence, block: Block) -> bool:
+    return block.index < len(sequence.block_table) and sequence.block_table[block.index] == block.id
+
+
+def _sequence(sequence: Sequence) -> SequenceUse:
+    return SequenceUse(
+        sequence=sequence.id,
+        request_id=sequence.request_id,
+        tenant=sequence.tenant,
+        phase=sequence.phase,
+        blocks=len(sequence.block_table) - sequence.trimmed,
+        n_shared=sequence.n_shared,
+        max_blocks=sequence.max_blocks,
+    )
