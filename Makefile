@@ -28,7 +28,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install clients demo demo-svg smollm2 quality-text up models-matrix test-fast test test-rest test-clients test-triton test-all test-docker sanitize search coverage check fmt lint types protos protos-baseline pins fuzz bench bench-gpu clean
+.PHONY: help install clients demo demo-svg page screenshots smollm2 quality-text up models-matrix test-fast test test-rest test-clients test-triton test-all test-docker sanitize search coverage check fmt lint types protos protos-baseline pins fuzz bench bench-gpu clean
 
 help: ## List what make can do
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -108,6 +108,12 @@ $(TEXT): bench/text.txt | $(STAMP)
 demo-svg: $(STAMP) ## Run the demonstration and draw its output into docs/demo.svg
 	$(BIN)/quire demo --svg docs/demo.svg
 
+page: ## Copy the packages that the page for operators serves into router/page/static/vendor (needs npm)
+	$(PYTHON) router/page/npm/vendor.py
+
+screenshots: $(STAMP) ## Take the pictures of the page in docs/page, of a suite under load (2 minutes; needs chromium)
+	$(BIN)/python -m tests.support.screenshots
+
 up: $(STAMP) ## Run the whole suite in the foreground (MODEL=DIR to serve another checkpoint)
 	$(BIN)/quire serve $(MODEL)
 
@@ -167,6 +173,7 @@ check: $(STAMP) lint types coverage ## All that must be clean: ruff, mypy, cover
 	$(BIN)/buf lint
 	$(BIN)/buf breaking --against protos/baseline.binpb
 	$(BIN)/python protos/generate.py --check
+	@! command -v npm >/dev/null || $(BIN)/python router/page/npm/vendor.py --check
 
 fmt: $(STAMP) ## Format the code and mend what ruff can mend
 	$(BIN)/ruff format

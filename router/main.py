@@ -64,6 +64,8 @@ from router.openai.responses.background import BackgroundResponses
 from router.openai.responses.parts import ResponseParts
 from router.openai.responses.store import MemoryStore, NoStore, RedisStore, ResponseStore, StoreLimits
 from router.openai.service import HttpParts
+from router.page.parts import Sampler, history_of, site_of
+from router.page.site import PREFIX
 from router.ports import ModelCard, PrefixIndex
 from router.requests.dispatcher import Dispatcher
 from router.requests.explainer import Explainer
@@ -91,6 +93,9 @@ _UNTRACED: Final = (f"/{KSERVE_SERVICE}/ModelStreamInfer",)
 _DISCOVERY_TIMEOUT_S: Final = 1.0
 # While it fails, the router serves with the workers that it has, and reports Redis as not connected.
 _DISCOVERY: Final = "discovery"
+# While it fails, the page for operators shows old figures.
+_HISTORY: Final = "history of figures"
+_ASIDE: Final = frozenset({_DISCOVERY, _HISTORY})
 _LAST_REPLIES_S: Final = 0.5
 
 
@@ -167,10 +172,10 @@ class RouterProcess:
         return _DISCOVERY in self.supervisor.failing
 
     def _serving_fails(self) -> bool:
-        return bool({*self.supervisor.failing} - {_DISCOVERY})
+        return bool({*self.supervisor.failing} - _ASIDE)
 
     async def _report_failing(self, failing: tuple[str, ...]) -> None:
-        await self._server.health.failing(tuple(name for name in failing if name != _DISCOVERY))
+        await self._server.health.failing(tuple(name for name in failing if name not in _ASIDE))
 
     def _serve_requests(self, name: str, checkpoint: Checkpoint) -> None:
         settings, clock = self.settings, self._clock
@@ -207,6 +212,9 @@ class RouterProcess:
         decision_pb2_grpc.add_DecisionServiceServicer_to_server(public, self._server.server)
         self._admin.add(decisions, self._store, self.status, routers, manager)
         self._admin.http.add(pages(settings, folder, self.status.model, self.status.status))
+        self._history = history_of(Sampler(metrics, admission, self.frontend, self.status), clock)
+        site = site_of(decisions, manager, self.status, routers, self._history, clock, self._tls is None)
+        self._admin.http.add_site(PREFIX, site.answer)
 
     def debug_state(self) -> dict[str, object]:
         """Return the router's part of `quire debug dump`: its queue, its workers and, if measured, its loop's turns."""
@@ -259,6 +267,7 @@ class RouterProcess:
         self.supervisor.watch("HTTP server", self._http.task)
         self.supervisor.run("readiness", self.readiness.run)
         self.supervisor.run("watch of hung workers", self.pool.watch)
+        self.supervisor.run(_HISTORY, self._history.run)
         if self._discovery is not None:
             self.supervisor.run(_DISCOVERY, self._discovery.run)
         if isinstance(self._authenticator, TenantDirectory):

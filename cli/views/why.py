@@ -18,7 +18,7 @@ from rich.text import Text
 
 from router.core.diagnosis.causes import Cause
 from router.core.diagnosis.phases import LABELS, WORK
-from router.core.diagnosis.verdict import Diagnosis, PhaseSpan, Verdict
+from router.core.diagnosis.verdict import Diagnosis, PhaseSpan, advised
 from router.core.diagnosis.words import duration, percent
 
 _MIN_BAR, _MAX_BAR = 10, 60
@@ -91,17 +91,8 @@ def head_lines(found: Diagnosis) -> Iterator[Text]:
     yield Text(found.verdict.sentence, "bold yellow" if found.verdict.cause is Cause.NOT_KNOWN else "bold")
     if found.prefix is not None:
         yield Text(found.prefix.sentence)
-    for each in _advised(found):
+    for each in advised(found):
         yield Text.assemble(("What to do: ", "green"), each.advice.text, (f" ({each.advice.link})", "dim"))
-
-
-def _advised(found: Diagnosis) -> list[Verdict]:
-    """Return the verdicts whose advice counts; a prompt that was only computed is best helped by its prefix."""
-    if found.prefix is None or found.prefix.cause is Cause.NOT_KNOWN:
-        return [found.verdict]
-    if found.verdict.cause in (Cause.PREFILL, Cause.DECODE, Cause.MESSAGES):
-        return [found.prefix]
-    return [found.verdict, found.prefix]
 
 
 def _colour(each: PhaseSpan) -> str:

@@ -73,6 +73,30 @@ class ManagerCalls:
             except aio.AioRpcError as error:
                 raise self._in_words(error) from None
 
+    async def block_map(self, request: pb.GetBlockMapRequest) -> pb.GetBlockMapResponse:
+        """Return how a page of a worker's blocks is used. Raises Unavailable when no manager answers, and NotFound."""
+        async with self._dial(self._address) as channel:
+            try:
+                return await rpc.KvManagerServiceStub(channel).GetBlockMap(request, timeout=_LIST_PATIENCE_S)
+            except aio.AioRpcError as error:
+                raise self._in_words(error) from None
+
+    async def block(self, request: pb.GetBlockRequest) -> pb.GetBlockResponse:
+        """Return everything about one block. Raises Unavailable when no manager answers, and NotFound."""
+        async with self._dial(self._address) as channel:
+            try:
+                return await rpc.KvManagerServiceStub(channel).GetBlock(request, timeout=_LIST_PATIENCE_S)
+            except aio.AioRpcError as error:
+                raise self._in_words(error) from None
+
+    async def block_tables(self, request: pb.GetBlockTableRequest) -> pb.GetBlockTableResponse:
+        """Return block tables of live sequences. Raises Unavailable when no manager answers, and NotFound."""
+        async with self._dial(self._address) as channel:
+            try:
+                return await rpc.KvManagerServiceStub(channel).GetBlockTable(request, timeout=_LIST_PATIENCE_S)
+            except aio.AioRpcError as error:
+                raise self._in_words(error) from None
+
     async def reset_page(self) -> object:
         """Return the answer to a reset over HTTP."""
         answer = await self.reset(pb.ResetPrefixCacheRequest())

@@ -153,6 +153,14 @@ class RouterFrontend:
             return GONE_WORDS
         return DEADLINE_WORDS if run.expired else ""
 
+    def lengths(self) -> Iterator[tuple[int, int]]:
+        """Yield the tokens that each sequence with blocks has, and those that it may grow to."""
+        for run in self._runs:
+            for each in run.unfinished():
+                if each.client is not None and each.output.admitted_at is not None:
+                    prompt = len(run.request.prompt)
+                    yield prompt + len(each.output.tokens), prompt + run.request.sampling.max_tokens
+
     def end_revoked(self, is_live: Callable[[Caller], bool]) -> None:
         """End every request whose caller `is_live` refuses, those that wait for a worker included."""
         for run in list(self._runs):

@@ -55,3 +55,12 @@ class Diagnosis:
     missing: tuple[str, ...]
     total_s: float | None
     first_token_s: float | None
+
+
+def advised(found: Diagnosis) -> list[Verdict]:
+    """Return the verdicts whose advice counts; a prompt that was only computed is best helped by its prefix."""
+    if found.prefix is None or found.prefix.cause is Cause.NOT_KNOWN:
+        return [found.verdict]
+    if found.verdict.cause in (Cause.PREFILL, Cause.DECODE, Cause.MESSAGES):
+        return [found.prefix]
+    return [found.verdict, found.prefix]

@@ -1,0 +1,1 @@
+"""The page for operators: static files, and the JSON that they read, on the admin HTTP port."""

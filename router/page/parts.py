@@ -1,0 +1,85 @@
+"""The page's parts, put together: a history that is always kept, and the sources of its data."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Histogram
+
+from common.clock import Clock
+from router.core.admission import AdmissionLimiter
+from router.grpc_api.decision_servicer import DecisionServicer
+from router.grpc_api.manager_calls import ManagerCalls
+from router.grpc_api.servicer import Routers
+from router.observe.metrics import RouterMetrics
+from router.observe.status import RouterStatus
+from router.page import records
+from router.page.blocks import Blocks
+from router.page.history import Buckets, History, Sample, slots
+from router.page.overview import Overview
+from router.page.records import Records
+from router.page.requests import Requests
+from router.page.routing import Routing
+from router.page.site import Site, Source
+from router.requests.frontend import RouterFrontend
+
+
+class Sampler:
+    """Reads what the history keeps: some 0.1 ms every two seconds."""
+
+    def __init__(
+        self, metrics: RouterMetrics, admission: AdmissionLimiter, frontend: RouterFrontend, status: RouterStatus
+    ) -> None:
+        self._metrics, self._admission, self._frontend, self._status = metrics, admission, frontend, status
+
+    def take(self, now: float) -> Sample:
+        model = self._status.model()
+        held = slots(self._frontend.lengths(), model.identity.block_size, model.max_model_len)
+        return Sample(
+            at=now,
+            tokens=total_of(self._metrics.generation_tokens),
+            first_token=buckets_of(self._metrics.time_to_first_token),
+            gap=buckets_of(self._metrics.inter_token_latency),
+            queued=self._admission.queued,
+            running=self._admission.running,
+            **held._asdict(),
+        )
+
+
+def total_of(counter: Counter) -> float:
+    """Return the value of a counter without labels."""
+    (metric,) = counter.collect()
+    return next(each.value for each in metric.samples if each.name.endswith("_total"))
+
+
+def buckets_of(histogram: Histogram) -> Buckets:
+    """Return bounds and counts of a histogram without labels."""
+    (metric,) = histogram.collect()
+    return tuple((float(each.labels["le"]), each.value) for each in metric.samples if "le" in each.labels)
+
+
+def history_of(sampler: Sampler, clock: Clock) -> History:
+    return History(lambda: sampler.take(clock.time_ns() / 1e9))
+
+
+def site_of(
+    decisions: DecisionServicer,
+    manager: ManagerCalls,
+    status: RouterStatus,
+    routers: Routers,
+    history: History,
+    clock: Clock,
+    from_elsewhere: bool,
+) -> Site:
+    """Return the page; other machines may read it if `from_elsewhere`."""
+    listed = Records(decisions, manager)
+    requests, blocks = Requests(listed, decisions), Blocks(manager)
+    overview = Overview(status, routers, manager, requests, history)
+    sources = {
+        "overview": Source(overview.answer),
+        "decisions": Source(listed.answer, records.PARAMETERS),
+        "requests": Source(requests.listed, frozenset(("limit",))),
+        "request": Source(requests.one, frozenset(("id",))),
+        "routing": Source(Routing(listed, requests).answer, frozenset(("limit", "worker"))),
+        "blocks": Source(blocks.map, frozenset(("worker", "first", "limit", "sequence"))),
+        "block": Source(blocks.one, frozenset(("worker", "block"))),
+    }
+    return Site(sources, clock, from_elsewhere)

@@ -1,0 +1,87 @@
+// Lines over time, by uPlot, in the colours of the style sheet.
+
+import { h } from "./dom.js";
+import { clock } from "./format.js";
+
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+// `lines` are [{name, colour, format, fill}]; update(columns) takes times and a column for each line.
+export class Chart {
+  constructor(lines, format, height = 150) {
+    this.lines = lines;
+    this.format = format;
+    this.height = height;
+    this.place = h("div", { class: "chart" });
+    this.columns = [[], ...lines.map(() => [])];
+    this.watch = new ResizeObserver(() => this.plot?.setSize({ width: this.place.clientWidth, height }));
+    this.watch.observe(this.place);
+  }
+
+  update(columns) {
+    this.columns = columns;
+    if (this.plot) this.plot.setData(columns);
+    else if (this.place.clientWidth) this.draw();
+  }
+
+  draw() {
+    this.plot?.destroy();
+    const muted = colour("--muted");
+    const axis = { stroke: muted, font: `11px ${colour("--font")}`, ticks: { show: false } };
+    const format = (_, values) => values.map((each) => (each === null ? "" : this.format(each)));
+    this.plot = new uPlot(
+      {
+        width: this.place.clientWidth,
+        height: this.height,
+        padding: [8, 8, 0, 0],
+        legend: { show: false },
+        cursor: { y: false, points: { size: 6 } },
+        scales: { y: { range: (_, low, high) => [0, Math.max(high * 1.1, 1e-6) || 1] } },
+        axes: [
+          { ...axis, grid: { show: false }, size: 26, space: 90, values: (_, times) => this.times(times) },
+          { ...axis, grid: { stroke: colour("--line"), width: 1 }, size: 54, gap: 8, space: 34, values: format },
+        ],
+        series: [
+          {},
+          ...this.lines.map((each) => ({
+            label: each.name,
+            stroke: colour(each.colour),
+            fill: each.fill ? colour(each.fill) : undefined,
+            width: 1.75,
+            points: { show: false },
+            spanGaps: false,
+          })),
+        ],
+        hooks: { setCursor: [(plot) => this.read(plot.cursor.idx)] },
+      },
+      this.columns,
+      this.place,
+    );
+  }
+
+  // Shows the figures under the pointer, and the last ones without a pointer.
+  read(index) {
+    if (!this.figures) return;
+    this.lines.forEach((_, line) => {
+      const column = this.columns[line + 1];
+      const value = column[index ?? column.length - 1];
+      this.figures[line].textContent = value === null || value === undefined ? "–" : this.format(value);
+    });
+  }
+
+  // A legend whose figures follow the pointer.
+  legend() {
+    this.figures = this.lines.map(() => h("b", {}, "–"));
+    return h("ul", { class: "legend" }, this.lines.map((each, line) => h("li", {}, h("i", { class: `swatch ${each.mark}` }), each.name, this.figures[line])));
+  }
+
+  // Minutes, and seconds where two marks have one minute.
+  times(times) {
+    const shown = times.map((at) => clock(at).slice(0, 5));
+    return new Set(shown).size === shown.length ? shown : times.map((at) => clock(at));
+  }
+
+  close() {
+    this.watch.disconnect();
+    this.plot?.destroy();
+  }
+}

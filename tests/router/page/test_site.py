@@ -1,0 +1,192 @@
+"""The page over a real socket: files, headers, who may read, errors, and how many answers are made at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from common.clock import ManualClock
+from common.errors import NotFound, Unavailable
+from common.process.metrics import MetricsServer, new_registry
+from common.process.small_http import Request
+from router.page.query import Query
+from router.page.site import PREFIX, Site, Source
+
+
+class Data:
+    """Sources that a test looks into."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.hold = asyncio.Event()
+        self.hold.set()
+        self.inside = self.most_inside = 0
+        self.clock = ManualClock(100.0)
+
+    async def echo(self, query: Query) -> object:
+        self.asked.append(query.text("id"))
+        self.inside += 1
+        self.most_inside = max(self.most_inside, self.inside)
+        try:
+            await self.hold.wait()
+        finally:
+            self.inside -= 1
+        if query.text("id") == "gone":
+            raise NotFound("no record of request gone")
+        if query.text("id") == "away":
+            raise Unavailable("no KV manager answers")
+        return {"id": query.text("id")}
+
+    def site(self, from_elsewhere: bool = True) -> Site:
+        return Site({"echo": Source(self.echo, frozenset(("id",)))}, self.clock, from_elsewhere)
+
+
+@pytest.fixture
+def data() -> Data:
+    return Data()
+
+
+@pytest.fixture
+async def client(data: Data) -> AsyncIterator[httpx.AsyncClient]:
+    server = MetricsServer(new_registry(), lambda: True)
+    server.add_site(PREFIX, data.site().answer)
+    await server.start("127.0.0.1", 0)
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=60.0) as opened:
+        yield opened
+    await server.stop()
+
+
+async def test_the_page_and_its_files(client: httpx.AsyncClient) -> None:
+    page = await client.get("/page/")
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    assert "<title>Quire</title>" in page.text
+    script = await client.get("/page/views/overview.js")
+    assert script.headers["content-type"] == "text/javascript; charset=utf-8"
+    assert (await client.get("/page/vendor/uPlot.LICENSE.txt")).text.startswith("The MIT License")
+
+
+@pytest.mark.parametrize("path", ["/page/", "/page/data/echo?id=a", "/page/nothing", "/page/data/nothing"])
+async def test_every_answer_forbids_foreign_and_inline_code(client: httpx.AsyncClient, path: str) -> None:
+    headers = (await client.get(path)).headers
+    policy = headers["content-security-policy"].split("; ")
+    assert policy[0] == "default-src 'self'"
+    assert "frame-ancestors 'none'" in policy
+    assert "unsafe" not in headers["content-security-policy"]
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["cross-origin-resource-policy"] == "same-origin"
+
+
+@pytest.mark.parametrize("path", ["/", "/page"])
+async def test_the_root_leads_to_the_page(client: httpx.AsyncClient, path: str) -> None:
+    answer = await client.get(path)
+    assert (answer.status_code, answer.headers["location"]) == (302, "/page/")
+
+
+@pytest.mark.parametrize(
+    "path", ["/page/../main.py", "/page/%2e%2e/main.py", "/page//etc/passwd", "/page/npm/vendor.py", "/page/views/"]
+)
+async def test_only_files_of_the_page_are_served(data: Data, path: str) -> None:
+    answer = await data.site().answer(Request("GET", path, "", peer="127.0.0.1", host="localhost"))
+    assert answer.status == 404
+
+
+async def test_nothing_of_the_page_changes_anything(client: httpx.AsyncClient) -> None:
+    assert (await client.post("/page/data/echo?id=a")).status_code == 405
+
+
+@pytest.mark.parametrize(
+    ("query", "status", "words"),
+    [
+        ("id=gone", 404, "no record of request gone"),
+        ("id=away", 503, "no KV manager answers"),
+        ("name=a", 400, "name: is unknown here; expected id"),
+        ("id=%00%ff", 400, "in UTF-8"),
+    ],
+)
+async def test_errors_are_json(client: httpx.AsyncClient, query: str, status: int, words: str) -> None:
+    answer = await client.get(f"/page/data/echo?{query}")
+    assert answer.status_code == status
+    assert words in answer.json()["error"]["message"]
+
+
+async def test_what_clients_sent_stays_text(client: httpx.AsyncClient) -> None:
+    answer = await client.get("/page/data/echo", params={"id": "<script>alert(1)</script>"})
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.json() == {"id": "<script>alert(1)</script>"}
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:51051", 200),
+        ("[::1]:51051", 200),
+        ("localhost", 200),
+        ("router:51051", 200),
+        ("router.quire.svc", 200),
+        ("192.0.2.7", 200),
+        ("evil.example", 403),
+        ("127.0.0.1.evil.example:51051", 403),
+    ],
+)
+async def test_a_name_that_could_lead_elsewhere_is_refused(data: Data, host: str, status: int) -> None:
+    request = Request("GET", "/page/data/echo", "", peer="127.0.0.1", query="id=a", host=host)
+    assert (await data.site().answer(request)).status == status
+
+
+@pytest.mark.parametrize(("origin", "status"), [("", 200), ("http://localhost:1", 200), ("https://evil.example", 403)])
+async def test_pages_of_other_origins_get_nothing(data: Data, origin: str, status: int) -> None:
+    request = Request("GET", "/page/data/echo", "", origin=origin, peer="127.0.0.1", query="id=a", host="localhost:1")
+    assert (await data.site().answer(request)).status == status
+
+
+@pytest.mark.parametrize(
+    ("peer", "from_elsewhere", "status"), [("10.1.2.3", False, 403), ("10.1.2.3", True, 200), ("127.0.0.1", False, 200)]
+)
+async def test_with_certificates_only_the_machine_itself_may_read(
+    data: Data, peer: str, from_elsewhere: bool, status: int
+) -> None:
+    request = Request("GET", "/page/data/echo", "", peer=peer, query="id=a", host="192.0.2.7")
+    assert (await data.site(from_elsewhere).answer(request)).status == status
+
+
+def ask(site: Site, name: str) -> asyncio.Task[object]:
+    request = Request("GET", "/page/data/echo", "", peer="127.0.0.1", query=f"id={name}", host="localhost")
+    return asyncio.create_task(site.answer(request))
+
+
+async def test_equal_questions_share_an_answer_for_a_second(data: Data) -> None:
+    site = data.site()
+    await asyncio.gather(*(ask(site, "a") for _ in range(5)))
+    await ask(site, "a")
+    assert data.asked == ["a"]
+    data.clock.advance(1.0)
+    await ask(site, "a")
+    assert data.asked == ["a", "a"]
+
+
+async def test_few_answers_are_made_at_once_and_few_questions_wait(data: Data) -> None:
+    site = data.site()
+    data.hold.clear()
+    waiting = [ask(site, str(number)) for number in range(64)]
+    while data.inside < 4:  # noqa: ASYNC110 - the tasks of this loop need turns
+        await asyncio.sleep(0)
+    refused = await ask(site, "one more")
+    assert getattr(refused, "status", 0) == 429
+    data.hold.set()
+    answers = await asyncio.gather(*waiting)
+    assert {getattr(each, "status", 0) for each in answers} == {200}
+    assert (data.most_inside, len(data.asked)) == (4, 64)
+
+
+async def test_a_reader_who_leaves_does_not_take_the_answer_from_others(data: Data) -> None:
+    site = data.site()
+    data.hold.clear()
+    first, second = ask(site, "a"), ask(site, "a")
+    while not data.inside:  # noqa: ASYNC110 - the tasks of this loop need turns
+        await asyncio.sleep(0)
+    first.cancel()
+    data.hold.set()
+    assert getattr(await second, "status", 0) == 200
