@@ -10,7 +10,10 @@ const TERMS = [
   ["decode_pressure", "Output", "c-leased"],
 ];
 const SIDE = 300;
-const EDGE = 54;
+const EDGE = 62;
+const MARGIN = 18;
+// So many requests with a first token are enough to leave out those without.
+const ENOUGH = 6;
 
 export class Routing {
   constructor() {
@@ -19,15 +22,17 @@ export class Routing {
     this.place = h(
       "div",
       {},
-      h("div", { class: "page-head" }, h("h1", {}, "Routing"), h("p", { class: "note" }, "the last 60 decisions, newest first; a bar is the predicted cost of a worker, and the shortest one gets the request")),
+      h("div", { class: "page-head" }, h("h1", {}, "Routing"), h("p", { class: "note" }, "newest first; a bar is the predicted cost of a worker, and the shortest one gets the request")),
       h("div", { class: "grid wide-left" }, card("Decisions", {}, legend(TERMS.map(([, name, mark]) => [name, mark])), this.list), h("div", {}, card("First token: predicted, measured", {}, this.plot))),
     );
   }
 
   async refresh() {
-    const { decisions } = await load("routing");
-    this.showPlot(decisions.filter((each) => each.predicted_s > 0 && each.actual_s > 0));
-    replace(this.list, decisions.length ? decisions.slice(0, 24).map(choice) : h("p", { class: "empty" }, "No request was routed yet."));
+    const { decisions } = await load("routing", { limit: 120 });
+    const measured = decisions.filter((each) => each.predicted_s > 0 && each.actual_s > 0);
+    const listed = measured.length >= ENOUGH ? measured : decisions;
+    this.showPlot(measured);
+    replace(this.list, listed.length ? listed.slice(0, 20).map(choice) : h("p", { class: "empty" }, "No request was routed yet."));
   }
 
   showPlot(points) {
@@ -38,20 +43,20 @@ export class Routing {
     const all = points.flatMap((each) => [each.predicted_s, each.actual_s]);
     const low = Math.floor(Math.log10(Math.min(...all)) * 2) / 2;
     const high = Math.max(Math.ceil(Math.log10(Math.max(...all)) * 2) / 2, low + 1);
-    const at = (value) => EDGE + ((Math.log10(value) - low) / (high - low)) * (SIDE - EDGE - 8);
-    const drawing = svg("svg", { viewBox: `0 0 ${SIDE} ${SIDE}`, class: "scatter", role: "img", "aria-label": "predicted against measured seconds to the first token" });
+    const at = (value) => EDGE + ((Math.log10(value) - low) / (high - low)) * (SIDE - EDGE - MARGIN);
+    const drawing = svg("svg", { viewBox: `0 0 ${SIDE} ${SIDE - 18}`, class: "scatter", role: "img", "aria-label": "predicted against measured seconds to the first token" });
     for (let power = Math.ceil(low); power <= high; power += 1) {
       const value = 10 ** power;
       drawing.append(
-        svg("line", { x1: at(value), x2: at(value), y1: 8, y2: SIDE - EDGE, class: "tick" }),
-        svg("line", { x1: EDGE, x2: SIDE - 8, y1: SIDE - at(value), y2: SIDE - at(value), class: "tick" }),
+        svg("line", { x1: at(value), x2: at(value), y1: MARGIN, y2: SIDE - EDGE, class: "tick" }),
+        svg("line", { x1: EDGE, x2: SIDE - MARGIN, y1: SIDE - at(value), y2: SIDE - at(value), class: "tick" }),
         svg("text", { x: at(value), y: SIDE - EDGE + 16, class: "tick-name middle" }, seconds(value)),
         svg("text", { x: EDGE - 6, y: SIDE - at(value) + 4, class: "tick-name end" }, seconds(value)),
       );
     }
     drawing.append(
       svg("line", { x1: at(10 ** low), y1: SIDE - at(10 ** low), x2: at(10 ** high), y2: SIDE - at(10 ** high), class: "even" }),
-      svg("text", { x: (SIDE + EDGE) / 2, y: SIDE - 4, class: "tick-name middle" }, "predicted"),
+      svg("text", { x: (SIDE + EDGE) / 2, y: SIDE - EDGE + 38, class: "tick-name middle" }, "predicted"),
       svg("text", { x: 10, y: (SIDE - EDGE) / 2, class: "tick-name middle", transform: `rotate(-90 10 ${(SIDE - EDGE) / 2})` }, "measured"),
     );
     for (const each of points) drawing.append(svg("circle", { cx: at(each.predicted_s), cy: SIDE - at(each.actual_s), r: 3.5, class: "dot" }, svg("title", {}, `${each.request}: predicted ${seconds(each.predicted_s)}, measured ${seconds(each.actual_s)}`)));
