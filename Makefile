@@ -111,7 +111,7 @@ demo-svg: $(STAMP) ## Run the demonstration and draw its output into docs/demo.s
 page: ## Copy the packages that the page for operators serves into router/page/static/vendor (needs npm)
 	$(PYTHON) router/page/npm/vendor.py
 
-screenshots: $(STAMP) ## Take the pictures of the page in docs/page, of a suite under load (2 minutes; needs chromium)
+screenshots: $(STAMP) ## Take the pictures of the page in docs/page, of a suite under load (2 minutes; needs chromium, looks best with fonts-inter)
 	$(BIN)/python -m tests.support.screenshots
 
 up: $(STAMP) ## Run the whole suite in the foreground (MODEL=DIR to serve another checkpoint)

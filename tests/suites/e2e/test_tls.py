@@ -84,6 +84,22 @@ async def test_every_internal_port_wants_a_certificate_of_the_right_role(suite: 
             assert allowed or await call.code() is grpc.StatusCode.PERMISSION_DENIED
 
 
+async def test_the_page_asks_the_manager_with_the_routers_certificate(suite: Suite) -> None:
+    url = f"http://{metrics_addresses(suite.stack.options)[0]}/page/data/"
+    async with httpx.AsyncClient(timeout=PATIENCE) as client:
+        for query in (
+            "overview",
+            "blocks?worker=worker-0",
+            "block?worker=worker-0&block=1",
+            "decisions?service=kvmanager",
+        ):
+            answer = await client.get(url + query)
+            assert answer.status_code == 200, answer.text
+        # It is the same machine. Others have no certificate to show, and get nothing: tests/router/page/test_site.py.
+        blocks = (await client.get(f"{url}blocks?worker=worker-0")).json()
+    assert blocks["num_blocks"] == 1024
+
+
 async def test_operators_reset_the_cache_through_the_router_and_workers_may_not(suite: Suite) -> None:
     await suite.generate(greedy(prompts(1)[0], 1))
     await suite.until_all_free(WORKERS)
