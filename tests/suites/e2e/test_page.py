@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -95,13 +94,13 @@ async def test_the_history_sees_the_running_sequence(paged: Paged) -> None:
     async with asyncio.timeout(PATIENCE):
         while True:
             history = (await paged.data("overview"))["history"]
-            if history["stored"] and history["stored"][-1]:
+            # Its newest sample may still be of an earlier request.
+            if history["contiguous"] and history["contiguous"][-1] == 81 + 1500:
                 break
             await asyncio.sleep(0.2)
-    stored, paged_, contiguous, context = (history[name][-1] for name in ("stored", "paged", "contiguous", "context"))
+    stored, paged_, context = (history[name][-1] for name in ("stored", "paged", "context"))
     assert 81 <= stored <= paged_ < stored + 16
-    assert contiguous == 81 + 1500
-    assert contiguous <= context
+    assert context >= 81 + 1500
     assert len({len(column) for column in history.values()}) == 1
 
 
@@ -273,10 +272,3 @@ async def test_filters_of_decisions(paged: Paged, page: Page) -> None:
     )
     await page.until("document.querySelectorAll('tbody tr').length === 1")
     assert page.complaints == []
-
-
-def test_the_pictures_are_small() -> None:
-    folder = Path(__file__).resolve().parents[3] / "docs" / "page"
-    sizes = {path.name: path.stat().st_size for path in folder.glob("*.png")}
-    assert len(sizes) == 6
-    assert max(sizes.values()) < 300_000
