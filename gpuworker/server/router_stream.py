@@ -250,6 +250,7 @@ class RouterStream:
         """Go on with an orphan, after all of its output so far."""
         handle = message.handle
         orphan.handle = handle
+        self.push(pb.StreamResponse(adopted=pb.Adopted(handle=handle)))
         if orphan.deadline is not None:
             orphan.deadline.cancel()
             orphan.deadline = None

@@ -68,6 +68,8 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
         self.orphans = Orphans(orphan_grace, self._cancel)
         self._serving: Serving | None = None
         self._streams: set[RouterStream] = set()
+        # The open stream of each connection of a router, by the router's incarnation and the connection's number.
+        self._connections: dict[tuple[bytes, int], RouterStream] = {}
         self._unnamed = 0  # streams that have not sent their hello
         # None: it is an orphan.
         self._owner: dict[SequenceId, RouterStream | None] = {}
@@ -147,11 +149,16 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
         serving = self._ready()
         with self._place():
             hello = await self._greet(serving.engine.attach.identity, request_iterator)
+        connection = hello.incarnation, hello.connection
+        if hello.connection and (earlier := self._connections.pop(connection, None)) is not None:
+            earlier.close()
         self.orphans.returned(hello.incarnation)
         own = self._owner.__setitem__
         stream = RouterStream(serving.engine, self._next_sequence, own, serving.limits, self._tracer, serving.grammars)
         stream.push(pb.StreamResponse(hello=pb.WorkerHello(info=serving.info())))
         self._streams.add(stream)
+        if hello.connection:
+            self._connections[connection] = stream
         tasks = [asyncio.create_task(work) for work in (self._read(stream, request_iterator), self._beat(stream))]
         for task in tasks:
             task.add_done_callback(lambda done: _end(stream, done))
@@ -166,6 +173,8 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
         finally:
             for task in tasks:
                 task.cancel()
+            if self._connections.get(connection) is stream:
+                del self._connections[connection]
             if not stream.ended_here and self.orphans.keeps(hello.incarnation):
                 self._orphan(stream, hello.incarnation)
             stream.close()

@@ -20,8 +20,12 @@ class Adopter:
         self._dispatcher, self._admission, self._recorder = dispatcher, admission, recorder
         self._clock = recorder.clock
 
-    def adopt(self, run: RequestRun, resumable: Resumable) -> None:
-        """Go on with every sequence. Raises Unavailable when a worker has just gone."""
+    async def adopt(self, run: RequestRun, resumable: Resumable) -> None:
+        """Go on with every sequence, one after the other in the order of their indices.
+
+        Of two routers that adopt one request, only one gets the first sequence; the other one then has taken none.
+        Raises AlreadyExists for that one, and Unavailable when a worker has just gone.
+        """
         now = self._clock.monotonic()
         run.received, run.hits_counted = resumable.received, True
         run.worker_id = resumable.sequences[0].worker_id
@@ -36,7 +40,9 @@ class Adopter:
             running.received = resumable.received.of(found.orphan.index)
             running.output.resume(found.orphan, now)
             running.reservation = self._dispatcher.adopted(found.client, run.request.flow)
-            running.place(found.client, found.client.adopt(found.orphan.sequence, run.sink(running), left))
+            handle, confirmed = found.client.adopt(found.orphan.sequence, run.sink(running), left)
+            running.place(found.client, handle)
+            await confirmed
         self._admission.start(run.request_id, now, run.request.tenant)
         self._recorder.metrics.resumed.inc()
 

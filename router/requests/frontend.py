@@ -223,7 +223,7 @@ class RouterFrontend:
         if resumable is None:
             await self._placer.place(run, run.sequences)
         else:
-            self._adopter.adopt(run, resumable)
+            await self._adopter.adopt(run, resumable)
 
     def _earlier(self, run: RequestRun, resumable: Resumable | None) -> Iterator[GenerateEvent]:
         """Yield what resumed sequences put out at earlier workers, after the admission that came before it."""

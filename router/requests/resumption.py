@@ -1,7 +1,8 @@
 """Finds what is left of a request whose router died, so that this router can go on with it.
 
 Every worker of the pool is asked. The first router's death may be news to a worker: as long as one says that another
-stream has the request, it is asked again for some seconds. So it is while some worker cannot be asked.
+stream has the request, it is asked again for some seconds. So it is while some worker cannot be asked. A worker at
+whose address no process listens is not waited for: its orphans have ended with it.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ ANSWER_SECONDS: Final = 2.0
 SEARCH_SECONDS: Final = 5.0
 _PAUSES: Final = Backoff(first=0.02, longest=1.0, jitter=0.5)
 _RETRY_S: Final = 1.0
+_MOST_NAMES: Final = 4
 _ALLOWED: Final = ("resume", "traceparent")
 
 
@@ -73,10 +75,14 @@ class Resumable:
 
 @dataclass(frozen=True, slots=True)
 class _Answers:
-    """What the workers said. `silent`: some did not answer, or could not be asked."""
+    """What the workers said.
+
+    `silent`: some did not answer, or could not be asked. `gone` are the names of those that have ended.
+    """
 
     found: Sequence[tuple[Member, FoundOrphans]]
     silent: bool
+    gone: tuple[str, ...] = ()
 
     @property
     def held(self) -> bool:
@@ -160,10 +166,12 @@ class Resumption:
             await asyncio.sleep(_PAUSES.pause(asked, random.random()))
 
     async def _ask(self, request_id: str, tenant: str) -> _Answers:
-        members = list(self._pool.members())
+        everyone = list(self._pool.members())
+        members = [member for member in everyone if not member.client.refused]
         answers = await asyncio.gather(*(self._answer(member, request_id, tenant) for member in members))
         found = [(member, answer) for member, answer in zip(members, answers, strict=True) if answer is not None]
-        return _Answers(found, silent=len(found) < max(1, len(members)))
+        gone = tuple(member.name for member in everyone if member.client.refused)
+        return _Answers(found, silent=len(found) < max(1, len(members)), gone=gone)
 
     async def _answer(self, member: Member, request_id: str, tenant: str) -> FoundOrphans | None:
         try:
@@ -203,7 +211,14 @@ def _failure(request_id: str, answers: _Answers) -> QuireError:
         return Unavailable(f"{what}; try again", _RETRY_S)
     if answers.submit() is not None:
         return NotFound(f"some sequences of request {request_id} were lost with their worker; send it again")
-    return NotFound(UNKNOWN.format(request_id))
+    return NotFound(UNKNOWN.format(request_id) + _gone_words(answers.gone))
+
+
+def _gone_words(gone: Sequence[str]) -> str:
+    if not gone:
+        return ""
+    names = ", ".join(gone[:_MOST_NAMES]) + (f" and {len(gone) - _MOST_NAMES} more" if len(gone) > _MOST_NAMES else "")
+    return f". What ran there has ended: no worker listens at {names}"
 
 
 def _validated(submit: worker_pb.Submit, first: Orphan, call: CallContext, now: float) -> ValidatedRequest:

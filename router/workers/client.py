@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import secrets
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -129,6 +130,11 @@ class WorkerClient:
         self._beats = 0
         # Whether the worker has said that it ends: the end of its stream is then no failure.
         self._draining = False
+        self._connection = secrets.randbits(63) + 1
+        self._leaving = False
+        self._confirming: dict[int, asyncio.Future[None]] = {}
+        self.refused = False
+        """Whether the latest attempt to connect found no process at the address."""
         # The identity of the pool as known so far; the worker gets it once it is complete.
         self.identity: PoolIdentity | None = None
 
@@ -160,10 +166,11 @@ class WorkerClient:
         self._outbox.put(pb.StreamRequest(find=question))
         return answer
 
-    def adopt(self, sequence: int, sink: Sink, timeout: float | None = None) -> int:
-        """Go on with an orphan and return its handle; all its events so far come to `sink` again, then the others.
+    def adopt(self, sequence: int, sink: Sink, timeout: float | None = None) -> tuple[int, asyncio.Future[None]]:
+        """Go on with an orphan; all its events so far come to `sink` again, then the others.
 
-        Raises Unavailable without a stream. The deadline is in `timeout` seconds.
+        Return its handle, and a future that is done when the orphan is this router's, and fails when it is another
+        one's. Raises Unavailable without a stream. The deadline is in `timeout` seconds.
         """
         if self._outbox is None:
             raise Unavailable(f"worker at {self.address} is not connected")
@@ -171,7 +178,18 @@ class WorkerClient:
         self._outbox.put(pb.StreamRequest(adopt=pb.Adopt(handle=handle, sequence=sequence, timeout_seconds=timeout)))
         self._in_flight[handle] = _InFlight(sink, self._beats)
         self._last_handle = handle
-        return handle
+        confirmed = self._confirming[handle] = asyncio.get_running_loop().create_future()
+        return handle, confirmed
+
+    def _confirm(self, handle: int, error: QuireError | None = None) -> None:
+        confirmed = self._confirming.pop(handle, None)
+        if confirmed is None or confirmed.done():
+            return
+        if error is None:
+            confirmed.set_result(None)
+        else:
+            confirmed.set_exception(error)
+            confirmed.exception()  # whoever waited may have left
 
     def acknowledge(self, handle: int) -> None:
         """Let the worker forget a sequence that has ended: its request has left the router."""
@@ -188,6 +206,7 @@ class WorkerClient:
     def cancel(self, handle: int, reason: FinishReason) -> None:
         """Cancel a sequence at the worker; its sink gets no further event. Idempotent."""
         if self._in_flight.pop(handle, None) is not None and self._outbox is not None:
+            self._confirming.pop(handle, None)
             self._tell_to_cancel(handle, reason)
 
     def _tell_to_cancel(self, handle: int, reason: FinishReason) -> None:
@@ -203,6 +222,7 @@ class WorkerClient:
             self._tell_to_cancel(handle, FinishReason.CANCELLED)
         breakdown = Breakdown()
         for handle, each in lost.items():
+            self._confirm(handle, Unavailable(f"{self.address}: {reason}"))
             begun = broken and each.begun(self._beats)
             self._give(handle, each, Lost(f"{self.address}: {reason}", breakdown if begun else None))
 
@@ -219,12 +239,20 @@ class WorkerClient:
 
     # ------------------------------------------------------------ the connection
 
+    def leave(self) -> None:
+        """Send what waits, then end the stream: `run` returns when the worker has read all of it."""
+        self._leaving = True
+        if self._outbox is not None:
+            self._outbox.close()
+
     async def run(self) -> None:
-        """Keep the stream open until this task is cancelled, or fails by a bug; sequences are then Lost."""
+        """Keep the stream open until `leave` or a cancellation ends this task, or a bug; sequences are then Lost."""
         failures, broken = 0, True
         try:
-            while True:
+            while not self._leaving:
                 failures = await self._session() or failures + 1
+                if self._leaving:
+                    return
                 await asyncio.sleep(self._pacing.reconnect.pause(failures, random.random()))
         except asyncio.CancelledError:
             broken = False
@@ -245,9 +273,10 @@ class WorkerClient:
                 finally:
                     call.cancel()
             error: QuireError = Unavailable("the worker closed the stream")
-            broken = not self._draining
+            broken = not self._draining and not self._leaving
         except aio.AioRpcError as failed:
             error = error_from_rpc(failed)
+            self.refused = is_refused(failed)
         except QuireError as refused:
             error = refused
         self._disconnect(error, broken)
@@ -260,16 +289,18 @@ class WorkerClient:
             router_id=self._router.router_id,
             incarnation=self._router.incarnation,
             identity=identity_to_proto(known) if known else None,
+            connection=self._connection,
         )
         try:
             async with asyncio.timeout(self._pacing.hello):
                 await _write_first(call, pb.StreamRequest(hello=hello))
                 answer = await _read(call)
         except TimeoutError:
+            self.refused = False
             raise Unavailable(f"no hello within {self._pacing.hello:g} s") from None
         if answer is None or answer.WhichOneof("message") != "hello":
             raise ProtocolViolation("the worker's first message was no hello")
-        self._outbox, self._last_seq, self._draining = Outbox(), 0, False
+        self._outbox, self._last_seq, self._draining, self.refused = Outbox(), 0, False, False
         self._listener.connected(self, facts_from_proto(answer.hello.info))
 
     async def _serve(self, call: _Call) -> None:
@@ -295,11 +326,14 @@ class WorkerClient:
                 self._listener.heartbeat(self, load_from_proto(response.heartbeat.load))
             case "found":
                 self._queries.answered(response.found)
+            case "adopted":
+                self._confirm(response.adopted.handle)
             case "refused":
                 # Decoded first: if that fails, the sequence is still in flight, and is Lost with the stream.
                 handle, refusal = response.refused.handle, refusal_from_proto(response.refused)
                 refused = self._in_flight.pop(handle, None)
                 self._given_up.discard(handle)
+                self._confirm(handle, refusal.error)
                 if refused is not None:
                     self._give(handle, refused, refusal)
             case other:
@@ -341,6 +375,11 @@ def _failure(event: SequenceEvent, failed: Breakdown) -> Lost | Refused | None:
     return None
 
 
+def is_refused(error: aio.AioRpcError) -> bool:
+    """Return whether a call failed because no process listens at its address: a worker there has ended."""
+    return "Connection refused" in (error.details() or "")
+
+
 async def _read(call: _Call) -> pb.StreamResponse | None:
     """Return the next message, None at the end of the stream."""
     response = await call.read()
@@ -365,5 +404,6 @@ async def _write_first(call: _Call, message: pb.StreamRequest) -> None:
 async def _write(call: _Call, outbox: Outbox) -> None:
     """The one writer of a stream; a broken stream ends it, and the reader gets the error."""
     with suppress(aio.AioRpcError, asyncio.InvalidStateError):
-        while True:
-            await call.write(await outbox.take())
+        while (message := await outbox.take()) is not None:
+            await call.write(message)
+        await call.done_writing()

@@ -27,6 +27,7 @@ class Outbox:
         self._last = 0
         self._filled = asyncio.Event()
         self._acknowledged: list[int] = []
+        self._closed = False
         self.bytes = 0
 
     def __len__(self) -> int:
@@ -68,11 +69,21 @@ class Outbox:
 
     def _put_acknowledged(self) -> None:
         handles, self._acknowledged = self._acknowledged, []
+        if not handles:
+            return
         self.put(pb.StreamRequest(ack=pb.Ack(handles=little_endian_int32(handles))))
 
-    async def take(self) -> pb.StreamRequest:
-        """Return the next message, once there is one."""
+    def close(self) -> None:
+        """Take no further message: after those that wait comes the end."""
+        self._put_acknowledged()
+        self._closed = True
+        self._filled.set()
+
+    async def take(self) -> pb.StreamRequest | None:
+        """Return the next message, once there is one; None at the end."""
         while not self._messages:
+            if self._closed:
+                return None
             self._filled.clear()
             await self._filled.wait()
         _, (message, size) = self._messages.popitem(last=False)

@@ -21,7 +21,8 @@ from router.workers.codec import WorkerFacts
 log = logging.getLogger(__name__)
 
 WATCH_SECONDS = 0.5
-_LAST_WORDS_S = 0.1
+# Seconds that a worker has to read the last messages of a router that leaves it. What it has not read become orphans.
+LAST_WORDS_S = 5.0
 
 
 class PoolListener(Protocol):
@@ -96,7 +97,7 @@ class WorkerPool:
 
     def _ended(self, address: str, task: asyncio.Task[None]) -> None:
         """Connect again after an unexpected error, such as one in a sink: the worker must not be lost for ever."""
-        if not task.cancelled():
+        if not task.cancelled() and task.exception() is not None:
             log.error("unexpected error in the connection to %s", address, exc_info=task.exception())
             asyncio.get_running_loop().call_later(self._pacing.reconnect.longest, self._run, address)
 
@@ -107,13 +108,15 @@ class WorkerPool:
             return
         member.client.abandon("the router uses it no longer", broken=False)
         if member.task is not None:
-            self._leave(member.task, member.client.ready)
+            self._leave(member.task, member.client)
         self._forget_cache(member)
 
-    def _leave(self, task: asyncio.Task[None], connected: bool) -> None:
-        """End a connection, once its last messages are sent: what it leaves uncancelled would run on as orphans."""
-        if connected:
-            asyncio.get_running_loop().call_later(_LAST_WORDS_S, task.cancel)
+    def _leave(self, task: asyncio.Task[None], client: WorkerClient) -> None:
+        """End a connection when its worker has read the last messages: what is not cancelled runs on as orphans."""
+        if client.ready:
+            client.leave()
+            limit = asyncio.get_running_loop().call_later(LAST_WORDS_S, task.cancel)
+            task.add_done_callback(lambda _: limit.cancel())
         else:
             task.cancel()
 

@@ -287,3 +287,38 @@ async def test_a_worker_that_drains_waits_for_orphans_and_closing_ends_them() ->
         assert worker.servicer.live_sequences == 1
         worker.servicer.close()
         await worker.step_until(runner, lambda: not worker.servicer.live_sequences)
+
+
+@asynccontextmanager
+async def connection_of(worker: Served, number: int) -> AsyncIterator[RouterEnd]:
+    async with worker.stub() as stub:
+        router = RouterEnd(stub.Stream())
+        hello = pb.Hello(router_id="r", incarnation=FIRST, connection=number)
+        await router.send(pb.StreamRequest(hello=hello))
+        await router.until("hello")
+        yield router
+
+
+async def test_a_router_that_is_back_before_its_old_stream_died_leaves_no_orphans() -> None:
+    runner = ManualRunner()
+    async with served(runner, orphan_grace=LONG) as worker, connection_of(worker, 5) as old:
+        await old.send(resumable(1, 40))
+        await worker.until(lambda: len(runner.num_tokens) == 1)
+        async with connection_of(worker, 5):
+            await worker.step_until(runner, lambda: not runner.num_tokens and not worker.servicer.live_sequences)
+            old.call.cancel()
+        await worker.until(lambda: not worker.servicer._streams)
+        assert not worker.servicer.orphans.fates
+        assert not worker.servicer._connections
+
+
+async def test_another_connection_of_the_same_router_leaves_the_first_one_alone() -> None:
+    """A worker may have two addresses: the router uses one of them, and ends the stream to the other one."""
+    runner = ManualRunner()
+    async with served(runner, orphan_grace=LONG) as worker, connection_of(worker, 5) as first:
+        await first.send(resumable(1, 4))
+        async with connection_of(worker, 6) as second:
+            second.call.cancel()
+        runner.release()
+        await first.until_finished(1)
+        assert first.tokens == {1: [7] * 4}

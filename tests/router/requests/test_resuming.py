@@ -10,8 +10,10 @@ from dataclasses import dataclass
 import pytest
 
 from common.errors import AlreadyExists, InvalidRequest, NotFound, QuireError, Unavailable
+from common.process.ports import free_ports
 from common.types import DecisionKind, FinishReason, SamplingParams
 from common.wire.identity_codec import identity_to_proto
+from gpuworker.server.router_stream import RouterStream
 from gpuworker.server.servicer import Serving
 from quire.gpuworker.v1 import gpuworker_pb2 as worker_pb
 from quire.inference.v1 import inference_pb2 as pb
@@ -20,8 +22,10 @@ from router.core.tenancy import Caller, Tenant
 from router.ports import CallContext, TextAssembler
 from router.requests.resumption import Resumption
 from router.text.output import OutputText
+from router.workers import pool as pool_module
 from tests.support.gpuworker.fake_engine_ports import ManualRunner
 from tests.support.gpuworker.worker_harness import IDENTITY, LIMITS, PATIENCE, Served, served
+from tests.support.router.fake_worker import FakeWorker, running
 from tests.support.router.frontend_harness import (
     CLOCK,
     Harness,
@@ -281,10 +285,86 @@ async def test_a_router_that_dies_meanwhile_hands_over() -> None:
         assert len(tokens_of(seen) + tokens_of(await task)) == 12
 
 
-async def test_a_worker_that_cannot_be_asked_leaves_it_open() -> None:
+async def test_two_routers_that_resume_at_once_do_not_both_lose_the_request() -> None:
+    """Each worker message of the second router comes between those of the first one."""
     async with world() as whole:
+        first, second, third = [await whole.router() for _ in range(3)]
+        seen = await whole.begun(first, wanted(n=2), 2)
+        counts = [len(tokens_of(seen, index)) for index in range(2)]
+        await whole.dies(first)
+        adoptions = Adoptions(whole.worker)
+        tasks = [asyncio.create_task(resumed(router, resume(*counts))) for router in (second, third)]
+        await adoptions.interleave(tasks)
+        await whole.finish()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        won = [result for result in results if not isinstance(result, BaseException)]
+        assert len(won) == 1, results
+        assert any(isinstance(result, AlreadyExists) for result in results)
+        for index in range(2):
+            assert len(tokens_of(seen, index)) + len(tokens_of(won[0], index)) == 12
+
+
+class Adoptions:
+    """Holds the adoptions that come to a worker, to let them pass in another order."""
+
+    def __init__(self, worker: Served) -> None:
+        self._worker, self._pass = worker, worker.servicer._adopt
+        self._held: list[tuple[RouterStream, worker_pb.Adopt]] = []
+        worker.servicer._adopt = lambda *given: self._held.append(given)  # type: ignore[method-assign]
+
+    async def interleave(self, tasks: Collection[asyncio.Task[list[GenerateEvent]]]) -> None:
+        """Hold the first adoption of each router, and what it sends at once with it; then let all pass."""
+        await self._worker.until(lambda: len({id(stream) for stream, _ in self._held}) == len(tasks))
+        await asyncio.wait(tasks, timeout=0.2)  # what a router sends without an answer
+        self._worker.servicer._adopt = self._pass  # type: ignore[method-assign]
+        first = self._held.pop(0)
+        for stream, message in (first, *reversed(self._held)):
+            self._pass(stream, message)
+
+
+async def test_a_router_that_stops_leaves_no_orphans_at_a_worker_that_reads_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool_module, "LAST_WORDS_S", PATIENCE)
+    reads = asyncio.Event()
+    reads.set()
+    async with world() as whole:
+        original = whole.worker.servicer._read
+
+        async def late(requests: AsyncIterator[worker_pb.StreamRequest]) -> AsyncIterator[worker_pb.StreamRequest]:
+            async for each in requests:
+                await reads.wait()
+                yield each
+
+        monkeypatch.setattr(whole.worker.servicer, "_read", lambda stream, requests: original(stream, late(requests)))
+        first = await whole.router()
+        await whole.begun(first, wanted(n=2), 1)
+        reads.clear()
+        closing = asyncio.create_task(first.pool.aclose())
+        await asyncio.wait({closing}, timeout=0.5)
+        assert not closing.done(), "the router did not wait until its cancels were read"
+        reads.set()
+        async with asyncio.timeout(PATIENCE):
+            await closing
+        await whole.finish()
+        await whole.worker.until(lambda: whole.worker.servicer.live_sequences == 0)
+        assert not whole.worker.servicer.orphans.fates
+
+
+async def test_a_dead_address_does_not_hold_up_the_answer_to_an_unknown_request() -> None:
+    async with world() as whole:
+        router, port = await whole.router(), free_ports(1)[0]
+        router.pool.add(f"127.0.0.1:{port}")
+        await router.until(lambda: any(member.client.refused for member in router.pool.members()))
+        with pytest.raises(NotFound, match=f"no request r9 .* no worker listens at 127.0.0.1:{port}"):
+            await resumed(router, resume(request_id="r9"), search_seconds=PATIENCE)
+
+
+async def test_a_worker_that_cannot_be_asked_leaves_it_open() -> None:
+    silent = FakeWorker(worker_id="w1", greets=False)
+    async with world() as whole, running(silent):
         router = await whole.router()
-        router.pool.add("127.0.0.1:1")
+        router.pool.add(silent.address)
         assert isinstance(await refused(router, resume()), Unavailable)
 
 

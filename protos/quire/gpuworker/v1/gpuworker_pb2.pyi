@@ -72,9 +72,14 @@ class Hello(_message.Message):
     ROUTER_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     IDENTITY_FIELD_NUMBER: _builtins.int
+    CONNECTION_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     incarnation: _builtins.bytes
     """16 random bytes per router process. A router without them leaves no orphans."""
+    connection: _builtins.int
+    """Names one connection of the router process through all its streams; 0 names none. A new stream ends the earlier one
+    of its connection, whose break the worker may not have seen yet, and cancels what that one left.
+    """
     @_builtins.property
     def identity(self) -> _types_pb2.PoolIdentity:
         """The pool's identity, unset while the router does not know it. A worker with another identity refuses."""
@@ -85,10 +90,11 @@ class Hello(_message.Message):
         router_id: _builtins.str = ...,
         incarnation: _builtins.bytes = ...,
         identity: _types_pb2.PoolIdentity | None = ...,
+        connection: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "incarnation", b"incarnation", "router_id", b"router_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connection", b"connection", "identity", b"identity", "incarnation", b"incarnation", "router_id", b"router_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -368,7 +374,7 @@ Global___Find: _TypeAlias = Find  # noqa: Y015
 @_typing.final
 class Adopt(_message.Message):
     """Continues an orphan on this stream, under a new handle. All that it has put out since its submit comes once more, as
-    StepOutputs, then the rest. NOT_FOUND in Refused where the orphan has gone.
+    StepOutputs, then the rest. The answer is Adopted, or Refused with ALREADY_EXISTS where the orphan has gone.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -406,6 +412,7 @@ class StreamResponse(_message.Message):
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
     FOUND_FIELD_NUMBER: _builtins.int
+    ADOPTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___WorkerHello: ...
     @_builtins.property
@@ -416,6 +423,8 @@ class StreamResponse(_message.Message):
     def refused(self) -> Global___Refused: ...
     @_builtins.property
     def found(self) -> Global___Found: ...
+    @_builtins.property
+    def adopted(self) -> Global___Adopted: ...
     def __init__(
         self,
         *,
@@ -424,16 +433,38 @@ class StreamResponse(_message.Message):
         heartbeat: Global___Heartbeat | None = ...,
         refused: Global___Refused | None = ...,
         found: Global___Found | None = ...,
+        adopted: Global___Adopted | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["found", b"found", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "outputs", b"outputs", "refused", b"refused"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adopted", b"adopted", "found", b"found", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "outputs", b"outputs", "refused", b"refused"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["found", b"found", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "outputs", b"outputs", "refused", b"refused"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopted", b"adopted", "found", b"found", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "outputs", b"outputs", "refused", b"refused"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "outputs", "heartbeat", "refused", "found"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "outputs", "heartbeat", "refused", "found", "adopted"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___StreamResponse: _TypeAlias = StreamResponse  # noqa: Y015
+
+@_typing.final
+class Adopted(_message.Message):
+    """The orphan belongs to this stream."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    handle: _builtins.int
+    def __init__(
+        self,
+        *,
+        handle: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Adopted: _TypeAlias = Adopted  # noqa: Y015
 
 @_typing.final
 class Found(_message.Message):
