@@ -78,11 +78,14 @@ def main(argv: Sequence[str]) -> int:
     async def body(console: Console) -> None:
         services = services_of(args)
         async with admin_channel(args.admin_address, args.state_dir) as channel:
-            watchers = {}
+            watchers: dict[str, Watcher] = {}
             if args.follow:
-                # They begin before the listing, so that no record falls between the two.
+                # They begin before the listing, so that no record falls between the two. Without the manager the
+                # command goes on with the routers.
                 for service in services:
-                    watchers[service] = await Watcher.begun(channel, filters_of(args), service == _MANAGER)
+                    watchers[service] = await Watcher.begun(
+                        channel, filters_of(args), service == _MANAGER, may_wait=bool(watchers)
+                    )
             found = await listed(Lister(channel), args) if args.limit else Listed()
             show(console, found, args.json, as_lines=args.follow)
             if args.follow:

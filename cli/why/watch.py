@@ -32,18 +32,29 @@ class Watcher:
         self._positions: dict[str, int] = {}
         self._call: Any = None
         self._first: pb.WatchDecisionsResponse | None = None
+        self._away = ""
 
     @classmethod
-    async def begun(cls, channel: grpc.aio.Channel, filters: pb.ListDecisionsRequest, from_manager: bool) -> Watcher:
-        """Raises the call's AioRpcError when no watch can begin."""
+    async def begun(
+        cls, channel: grpc.aio.Channel, filters: pb.ListDecisionsRequest, from_manager: bool, may_wait: bool = False
+    ) -> Watcher:
+        """Raises the call's AioRpcError when no watch can begin. `may_wait`: one that may begin later says so first."""
         watcher = cls(channel, filters, from_manager)
-        watcher._first = await watcher._open()
+        try:
+            watcher._first = await watcher._open()
+        except grpc.aio.AioRpcError as error:
+            if not may_wait or error.code() not in _PASSING:
+                raise
+            watcher._away = _words_of(error)
         return watcher
 
     async def responses(self) -> AsyncGenerator[Watched, None]:
         """Yield what comes. A router that is away is asked again, from the positions that were reached."""
         if self._first is not None:
             yield self._taken(self._first)
+        elif self._away:
+            yield self._away
+            await asyncio.sleep(_PAUSE_S)
         while True:
             try:
                 if self._call is None:
@@ -54,7 +65,7 @@ class Watcher:
                 if error.code() not in _PASSING:
                     raise
                 if self._call is not None:
-                    yield f"no answer, trying again: {str(error_from_rpc(error)).partition(chr(10))[0]}"
+                    yield _words_of(error)
             self._call = None
             await asyncio.sleep(_PAUSE_S)
 
@@ -71,8 +82,12 @@ class Watcher:
 
     def _taken(self, response: pb.WatchDecisionsResponse) -> pb.WatchDecisionsResponse:
         position = response.position
-        if position.sequence:
-            self._positions[position.source] = position.sequence
-        elif response.lost_because:
+        if response.lost_because and not position.sequence:
             self._positions.pop(position.source, None)
+        else:
+            self._positions[position.source] = position.sequence
         return response
+
+
+def _words_of(error: grpc.aio.AioRpcError) -> str:
+    return f"no answer, trying again: {str(error_from_rpc(error)).partition(chr(10))[0]}"

@@ -149,16 +149,10 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
         serving = self._ready()
         with self._place():
             hello = await self._greet(serving.engine.attach.identity, request_iterator)
-        connection = hello.incarnation, hello.connection
-        if hello.connection and (earlier := self._connections.pop(connection, None)) is not None:
-            earlier.close()
-        self.orphans.returned(hello.incarnation)
         own = self._owner.__setitem__
         stream = RouterStream(serving.engine, self._next_sequence, own, serving.limits, self._tracer, serving.grammars)
         stream.push(pb.StreamResponse(hello=pb.WorkerHello(info=serving.info())))
-        self._streams.add(stream)
-        if hello.connection:
-            self._connections[connection] = stream
+        self._begin(stream, hello)
         tasks = [asyncio.create_task(work) for work in (self._read(stream, request_iterator), self._beat(stream))]
         for task in tasks:
             task.add_done_callback(lambda done: _end(stream, done))
@@ -173,14 +167,23 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
         finally:
             for task in tasks:
                 task.cancel()
-            if self._connections.get(connection) is stream:
-                del self._connections[connection]
+            self._connections = {name: each for name, each in self._connections.items() if each is not stream}
             if not stream.ended_here and self.orphans.keeps(hello.incarnation):
                 self._orphan(stream, hello.incarnation)
             stream.close()
             if not stream.sequences:
                 self._streams.discard(stream)
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _begin(self, stream: RouterStream, hello: pb.Hello) -> None:
+        """Take up a stream. The earlier one of its connection ends: its router has moved the sequences."""
+        if hello.connection:
+            name = hello.incarnation, hello.connection
+            if (earlier := self._connections.get(name)) is not None:
+                earlier.close()
+            self._connections[name] = stream
+        self.orphans.returned(hello.incarnation)
+        self._streams.add(stream)
 
     def _orphan(self, stream: RouterStream, router: bytes) -> None:
         """Keep the sequences of a lost router."""

@@ -22,7 +22,7 @@ from router.grpc_api.explanation import Explanations
 from router.grpc_api.manager_calls import ManagerCalls
 from router.observe.decision_pages import merged
 from router.observe.decision_watch import DecisionWatch
-from router.observe.own_view import own_decision, own_spans
+from router.observe.own_view import own_decision, own_explanation, own_spans
 from router.observe.request_tap import RequestTap, Tapped
 from router.observe.siblings import Siblings, asked_by_sibling
 from router.observe.trace_store import TraceStore
@@ -187,9 +187,11 @@ class PublicDecisionServicer(decision_pb2_grpc.DecisionServiceServicer):
         raise Unsupported("this port records no requests; ask the router's admin plane")
 
     async def Explain(self, request: decision_pb2.ExplainRequest, context: Context) -> decision_pb2.ExplainResponse:
-        """Return what would happen to a request of the caller; an admin tenant may name another one."""
+        """Return what would happen to a request of the caller; an admin tenant may name another one, and sees loads."""
         caller = self._calls.caller(context)
-        return await self._whole.explanation(request, None if caller.tenant.admin and request.tenant else caller)
+        if caller.tenant.admin:
+            return await self._whole.explanation(request, None if request.tenant else caller)
+        return own_explanation(await self._whole.explanation(request, caller))
 
     async def GetTrace(self, request: decision_pb2.GetTraceRequest, context: Context) -> decision_pb2.GetTraceResponse:
         """Return the spans of one request; NOT_FOUND when no store has one."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from common.clock import Clock
 from common.errors import FieldViolation, InvalidRequest, Overloaded, QuotaViolation
-from common.limits import MAX_EXPLANATIONS_AT_ONCE
+from common.limits import MAX_EXPLANATIONS_A_TENANT, MAX_EXPLANATIONS_AT_ONCE
 from common.wire.decision_codec import candidate_to_proto
 from quire.decision.v1 import decision_pb2 as pb
 from quire.inference.v1 import inference_pb2
@@ -20,23 +23,34 @@ class Explanations:
 
     def __init__(self, explainer: Explainer, validator: RequestValidator, clock: Clock) -> None:
         self._explainer, self._validator, self._clock = explainer, validator, clock
-        self._running = 0
+        self._running: Counter[str] = Counter()
 
     async def answer(self, asked: pb.ExplainRequest, caller: Caller) -> pb.ExplainResponse:
         """Raises what `Generate` raises for a wrong request, and Overloaded when too many are asked at once."""
         seconds = asked.deadline_seconds
         if not (math.isfinite(seconds) and seconds >= 0.0):
             raise InvalidRequest(FieldViolation("deadline_seconds", f"is {seconds:g}; expected 0 (none) or more"))
-        if self._running >= MAX_EXPLANATIONS_AT_ONCE:
-            words = f"{self._running} requests are being explained; at most {MAX_EXPLANATIONS_AT_ONCE} at once"
-            raise Overloaded(QuotaViolation("router.explanations", words), 1.0)
-        self._running += 1
-        try:
+        with self._counted(caller.tenant.name):
             call = CallContext(self._clock.monotonic(), caller=caller)
             request = await self._validator.validate(_unnamed(asked.request), call)
             return explanation_to_proto(await self._explainer.explain(request, seconds or None))
+
+    @contextmanager
+    def _counted(self, tenant: str) -> Iterator[None]:
+        total, own = self._running.total(), self._running[tenant]
+        if total >= MAX_EXPLANATIONS_AT_ONCE:
+            words = f"{total} requests are being explained; at most {MAX_EXPLANATIONS_AT_ONCE} at once"
+            raise Overloaded(QuotaViolation("router.explanations", words), 1.0)
+        if own >= MAX_EXPLANATIONS_A_TENANT:
+            words = f"{own} requests of this tenant are being explained; at most {MAX_EXPLANATIONS_A_TENANT} at once"
+            raise Overloaded(QuotaViolation(f"tenant {tenant}.explanations", words), 1.0)
+        self._running[tenant] += 1
+        try:
+            yield
         finally:
-            self._running -= 1
+            self._running[tenant] -= 1
+            if not self._running[tenant]:
+                del self._running[tenant]
 
 
 def _unnamed(given: inference_pb2.GenerateRequest) -> inference_pb2.GenerateRequest:

@@ -1,6 +1,7 @@
 """Decisions as they are made, of this router and of its siblings, in one stream.
 
-Each source goes on when the watcher has taken its last message: one message of each is held here, and no more.
+Each source goes on when the watcher has taken its last message: one message of each is held here, and no more. A
+sibling whose stream has ended is asked again, from the record that was reached.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Final
 
 from common.decisions.pages import gone, query_of, watch_of
 from common.decisions.ring import DecisionRing
@@ -19,9 +21,14 @@ from router.observe.siblings import Siblings
 _Arrival = tuple[pb.WatchDecisionsResponse, bool]
 
 
+# Seconds until a sibling is asked again whose stream has ended.
+_AGAIN_S: Final = 1.0
+
+
 class DecisionWatch:
-    def __init__(self, ring: DecisionRing, siblings: Siblings) -> None:
+    def __init__(self, ring: DecisionRing, siblings: Siblings, again_s: float = _AGAIN_S) -> None:
         self._ring, self._siblings, self.limit = ring, siblings, WatcherLimit()
+        self._again_s = again_s
 
     async def stream(
         self, request: pb.WatchDecisionsRequest, alone: bool = False
@@ -40,8 +47,9 @@ class DecisionWatch:
 
     async def _merged(self, request: pb.WatchDecisionsRequest) -> AsyncGenerator[pb.WatchDecisionsResponse, None]:
         arrivals: asyncio.Queue[_Arrival] = asyncio.Queue(maxsize=1)
-        streams = [(self._ring.source, watch_of(self._ring, request)), *self._siblings.watches(request)]
-        tasks = [asyncio.create_task(_pump(name, stream, arrivals)) for name, stream in streams]
+        pumps = [_pump(watch_of(self._ring, request), arrivals)]
+        pumps += [self._follow(address, request, arrivals) for address in self._siblings.addresses]
+        tasks = [asyncio.create_task(pump) for pump in pumps]
         unheard, named = len(tasks), {each.source for each in request.positions}
         try:
             while True:
@@ -58,14 +66,30 @@ class DecisionWatch:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    async def _follow(self, address: str, request: pb.WatchDecisionsRequest, arrivals: asyncio.Queue[_Arrival]) -> None:
+        """Pass on what a sibling decides, in all its streams and lives. At the end of a stream say that it is gone."""
+        asked, name, first = pb.WatchDecisionsRequest(), address, True
+        asked.CopyFrom(request)
+        while True:
+            reached = await _pump(self._siblings.watch(address, asked), arrivals, first)
+            if reached is not None:
+                name = reached.source
+                others = [each for each in asked.positions if each.source != name]
+                del asked.positions[:]
+                asked.positions.extend([*others, reached])
+            if first or reached is not None:
+                await arrivals.put((gone(name), first and reached is None))
+            first = False
+            await asyncio.sleep(self._again_s)
+
 
 async def _pump(
-    name: str, stream: AsyncGenerator[pb.WatchDecisionsResponse, None], arrivals: asyncio.Queue[_Arrival]
-) -> None:
-    """Pass on one source, and at its end say so. `name` is its address where it has said nothing yet."""
-    first = True
+    stream: AsyncGenerator[pb.WatchDecisionsResponse, None], arrivals: asyncio.Queue[_Arrival], first: bool = True
+) -> pb.Position | None:
+    """Pass on one stream, and return how far it got; None without any message."""
+    reached: pb.Position | None = None
     async with aclosing(stream) as responses:
         async for response in responses:
             await arrivals.put((response, first))
-            name, first = response.position.source, False
-    await arrivals.put((gone(name), first))
+            reached, first = response.position, False
+    return reached

@@ -15,6 +15,7 @@ from router.core.diagnosis.outcome import PRIVATE_COUNTS, PRIVATE_TEXTS
 from router.observe.trace_codec import REQUEST_ID, TENANT
 
 ANOTHER: Final = "another request"
+HIT_BLOCKS: Final = "hit_blocks"
 _PREFIX: Final = "quire.decision."
 _NAMES: Final = (_PREFIX + "victim", _PREFIX + "beneficiary", REQUEST_ID)
 
@@ -39,6 +40,26 @@ def own_decision(record: pb.DecisionRecord, request_id: str) -> pb.DecisionRecor
         del own.candidates[:]
     if own.kind == DecisionKind.OUTCOME:
         _mask_outcome(own)
+    return own
+
+
+def own_explanation(whole: pb.ExplainResponse) -> pb.ExplainResponse:
+    """Return a copy without what others do: who waits, and how busy each worker is.
+
+    A dry run is free and leaves no record, so a caller could follow the load of others with many of them. The predicted
+    time to the first token stays: a request of the caller would measure it.
+    """
+    own = pb.ExplainResponse()
+    own.CopyFrom(whole)
+    own.ClearField("requests_before")
+    own.signal_ages.clear()
+    for worker in own.workers:
+        hit_blocks = worker.figures.get(HIT_BLOCKS)
+        worker.ClearField("cost")
+        worker.terms.clear()
+        worker.figures.clear()
+        if hit_blocks is not None:
+            worker.figures[HIT_BLOCKS] = hit_blocks
     return own
 
 

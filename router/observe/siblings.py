@@ -52,15 +52,14 @@ class Siblings:
     def count(self) -> int:
         return len(self._addresses)
 
-    def watches(
-        self, request: decision_pb2.WatchDecisionsRequest
-    ) -> list[tuple[str, AsyncGenerator[decision_pb2.WatchDecisionsResponse, None]]]:
-        """Return the address of each sibling, and the stream of its decisions; it ends when the sibling does."""
-        return [(address, self._watch(address, request)) for address in self._addresses]
+    @property
+    def addresses(self) -> Sequence[str]:
+        return self._addresses
 
-    async def _watch(
+    async def watch(
         self, address: str, request: decision_pb2.WatchDecisionsRequest
     ) -> AsyncGenerator[decision_pb2.WatchDecisionsResponse, None]:
+        """Yield the decisions of the sibling at an address, until its stream ends or cannot be opened."""
         try:
             async with self._dial(address) as channel:
                 stub = decision_pb2_grpc.DecisionServiceStub(channel)

@@ -107,6 +107,46 @@ async def test_the_managers_decisions_come_through_the_router() -> None:
                 assert [each.kind for each in (await news(stream)).decisions] == ["grant"]
 
 
+async def test_records_of_a_source_that_had_none_are_not_missed() -> None:
+    (port,) = free_ports(1)
+    ring = DecisionRing(4, source="router-a")
+    server = await router(ring, port)
+    async with open_channel(f"127.0.0.1:{port}") as channel, asyncio.timeout(PATIENCE_S):
+        watcher = await Watcher.begun(channel, ANY, from_manager=False)
+        async with aclosing(watcher.responses()) as stream:
+            assert not isinstance(first := await anext(stream), str)
+            assert first.position.sequence == 0
+            await server.stop(0.0)
+            ring.record(decision(1))
+            server = await router(ring, port)
+            assert [each.decision_id for each in (await news(stream)).decisions] == ["d1"]
+    await server.stop(0.0)
+
+
+async def test_a_watch_of_a_manager_that_is_away_says_so_and_begins_when_it_is_back() -> None:
+    async with AsyncExitStack() as stack:
+        ports = free_ports(2)
+        server = await router(DecisionRing(4), ports[0], f"127.0.0.1:{ports[1]}")
+        stack.push_async_callback(server.stop, 0.0)
+        channel = await stack.enter_async_context(open_channel(f"127.0.0.1:{ports[0]}"))
+        async with asyncio.timeout(PATIENCE_S):
+            with pytest.raises(grpc.aio.AioRpcError):
+                await Watcher.begun(channel, ANY, from_manager=True)
+            watcher = await Watcher.begun(channel, ANY, from_manager=True, may_wait=True)
+            async with aclosing(watcher.responses()) as stream:
+                notice = await anext(stream)
+                assert isinstance(notice, str)
+                assert "no KV manager answers" in notice
+                manager, ring = RpcServer([]), DecisionRing(4, source="m-1")
+                rpc.add_DecisionServiceServicer_to_server(ManagerServicer(ring), manager.server)
+                await manager.start("127.0.0.1", ports[1])
+                stack.push_async_callback(manager.stop, 0.0)
+                begun = await anext(stream)
+                assert not isinstance(begun, str)
+                ring.record(decision(1))
+                assert (await news(stream)).position.source == "m-1"
+
+
 async def test_no_watch_begins_where_no_router_answers() -> None:
     (port,) = free_ports(1)
     async with open_channel(f"127.0.0.1:{port}") as channel:

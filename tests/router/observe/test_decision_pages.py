@@ -186,3 +186,20 @@ async def test_too_many_watchers_are_refused_and_a_place_is_free_again(routers: 
                 await asyncio.sleep(0.01)
     for watch in (*watches, again):
         watch.cancel()
+
+
+async def test_the_watch_of_a_sibling_that_came_back_goes_on_where_it_stopped(routers: list[Shared]) -> None:
+    watch, lost = Watch(routers[0]), routers[1]
+    await watch.until(sources=2)
+    lost.decide(1)
+    await watch.until(records=1)
+    await lost.server.stop(0.0)
+    await watch.until(lost=1)
+    lost.decide(2)
+    back = RpcServer([])
+    rpc.add_DecisionServiceServicer_to_server(DecisionServicer(lost.ring, TraceStore(8), Siblings()), back.server)
+    await back.start("127.0.0.1", int(lost.ring.source.rpartition("-")[2]))
+    await watch.until(records=2)
+    assert watch.ids == [f"{lost.ring.source}-1", f"{lost.ring.source}-2"]
+    watch.cancel()
+    await back.stop(0.0)

@@ -6,7 +6,7 @@ import json
 
 from quire.decision.v1 import decision_pb2 as pb
 from router.core.diagnosis.outcome import Outcome, figures_of, texts_of
-from router.observe.own_view import ANOTHER, own_decision, own_spans
+from router.observe.own_view import ANOTHER, own_decision, own_explanation, own_spans
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 
@@ -103,3 +103,29 @@ def test_an_outcome_says_nothing_of_what_others_sent_or_computed() -> None:
     own = own_decision(record, "a")
     assert list(own.reasons) == ["ended: length", "miss: never_seen"]
     assert dict(own.figures) == {"prompt_tokens": 70, "block_size": 16, "index_answered": 1}
+
+
+def test_an_explanation_says_nothing_of_what_others_do() -> None:
+    busy = pb.Candidate(
+        name="w0", cost=2.0, terms={"queue_delay": 1.9}, figures={"hit_blocks": 3.0, "queue_delay": 1.9, "unheld": 4.0}
+    )
+    whole = pb.ExplainResponse(
+        outcome="placed",
+        worker_id="w0",
+        workers=[busy, pb.Candidate(name="w1", rejected="no place")],
+        signal_ages={"heartbeat": 0.1},
+        cached_tokens=48,
+        first_token_seconds=0.5,
+        requests_before=7,
+    )
+    own = own_explanation(whole)
+    assert own == pb.ExplainResponse(
+        outcome="placed",
+        worker_id="w0",
+        workers=[
+            pb.Candidate(name="w0", figures={"hit_blocks": 3.0}),
+            pb.Candidate(name="w1", rejected="no place"),
+        ],
+        cached_tokens=48,
+        first_token_seconds=0.5,
+    )

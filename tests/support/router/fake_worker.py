@@ -100,9 +100,11 @@ class FakeWorker(rpc.GpuWorkerServiceServicer):
         if self.greets:
             self._outbox.put_nowait(pb.StreamResponse(hello=pb.WorkerHello(info=self.info())))
         await self._note_stream()
+        outbox = self._outbox
         tasks = [asyncio.create_task(self._read(requests)), asyncio.create_task(self._beat())]
+        tasks[0].add_done_callback(lambda _: outbox.put_nowait(None))
         try:
-            while (message := await self._outbox.get()) is not None:
+            while (message := await outbox.get()) is not None:
                 if isinstance(message, QuireError):
                     raise message
                 yield message

@@ -494,7 +494,7 @@ class ExplainResponse(_message.Message):
     first_token_seconds: _builtins.float
     """Predicted seconds from now to the first token; unset unless placed."""
     requests_before: _builtins.int
-    """Requests of the same or a higher priority that wait for a worker."""
+    """Requests of the same or a higher priority that wait for a worker. Only on the admin plane, and to admin tenants."""
     index_answered: _builtins.bool
     """Whether the prefix index answered. Without it the hits are what this router remembers."""
     shareable_tokens: _builtins.int
@@ -504,12 +504,12 @@ class ExplainResponse(_message.Message):
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Candidate]:
         """Workers with their cost terms and hit_blocks, or why they are out, as the record of a decision names them: of many the
-        cheapest, the best holder, and some that are out.
+        cheapest, the best holder, and some that are out. The public plane leaves out costs, terms and figures of load.
         """
 
     @_builtins.property
     def signal_ages(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Age in seconds of each signal in the costs."""
+        """Age in seconds of each signal in the costs. Only on the admin plane, and to admin tenants."""
 
     def __init__(
         self,

@@ -1,0 +1,59 @@
+"""How many dry runs a router makes at once, in all and for one tenant."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+
+from common.clock import SystemClock
+from common.errors import NotFound, Overloaded, QuireError
+from common.limits import MAX_EXPLANATIONS_A_TENANT, MAX_EXPLANATIONS_AT_ONCE
+from quire.decision.v1 import decision_pb2 as pb
+from router.core.tenancy import Caller, Tenant
+from router.grpc_api.explanation import Explanations
+from router.ports import RequestValidator
+from router.requests.explainer import Explainer
+
+
+class HeldValidator:
+    """Refuses each request, once it is let go."""
+
+    def __init__(self) -> None:
+        self.go, self.inside = asyncio.Event(), 0
+
+    async def validate(self, *given: object) -> object:
+        self.inside += 1
+        await self.go.wait()
+        raise NotFound("validated")
+
+
+async def outcome(explanations: Explanations, tenant: str) -> QuireError:
+    with pytest.raises(QuireError) as caught:
+        await explanations.answer(pb.ExplainRequest(), Caller(Tenant(tenant)))
+    return caught.value
+
+
+async def test_one_tenant_leaves_places_to_others_and_gets_its_own_back() -> None:
+    validator = HeldValidator()
+    explanations = Explanations(
+        cast("Explainer", None), cast("RequestValidator", cast("Any", validator)), SystemClock()
+    )
+    tenants = [f"t{number}" for number in range(MAX_EXPLANATIONS_AT_ONCE // MAX_EXPLANATIONS_A_TENANT)]
+    runs = [asyncio.create_task(outcome(explanations, "t0")) for _ in range(MAX_EXPLANATIONS_A_TENANT)]
+    while validator.inside < len(runs):  # noqa: ASYNC110 - it changes in other tasks
+        await asyncio.sleep(0)
+    refused = await outcome(explanations, "t0")
+    assert isinstance(refused, Overloaded)
+    assert str(refused.violation.subject) == "tenant t0.explanations"
+    for tenant in tenants[1:]:
+        runs += [asyncio.create_task(outcome(explanations, tenant)) for _ in range(MAX_EXPLANATIONS_A_TENANT)]
+    while validator.inside < MAX_EXPLANATIONS_AT_ONCE:  # noqa: ASYNC110 - it changes in other tasks
+        await asyncio.sleep(0)
+    refused = await outcome(explanations, "late")
+    assert isinstance(refused, Overloaded)
+    assert str(refused.violation.subject) == "router.explanations"
+    validator.go.set()
+    assert [type(each) for each in await asyncio.gather(*runs)] == [NotFound] * MAX_EXPLANATIONS_AT_ONCE
+    assert isinstance(await outcome(explanations, "t0"), NotFound)
