@@ -37,6 +37,20 @@ class Victim:
         self.peak_rss: dict[str, float] = {}
 
     @property
+    def redis_url(self) -> str:
+        return self._stack.redis_url
+
+    @property
+    def manager_address(self) -> str:
+        return f"{self._stack.options.admin_host}:{self._stack.options.manager_port}"
+
+    @property
+    def admin_addresses(self) -> tuple[str, ...]:
+        """HOST:PORT of the admin plane of each router."""
+        options = self._stack.options
+        return tuple(f"{options.admin_host}:{port}" for port in options.own_ports) or (self._stack.admin_address,)
+
+    @property
     def restarts(self) -> int:
         return sum(child.restarts for child in self._stack.children.values())
 
@@ -74,11 +88,14 @@ class Victim:
 
 
 @asynccontextmanager
-async def victim(options: Sequence[str], workers: int, tenants: bool = False) -> AsyncIterator[Victim]:
+async def victim(
+    options: Sequence[str], workers: int, tenants: bool = False, routers: int = 1
+) -> AsyncIterator[Victim]:
     """Run a suite whose router measures its turns, with two tenants or none; `options` are flags of `quire serve`."""
     names = ("--grpc-port", "--port", "--admin-port", "--admin-http-port", "--manager-port")
-    ports = free_ports(len(names) + workers)
-    used, of_workers = ports[: len(names)], ports[len(names) :]
+    ports = free_ports(len(names) + workers + routers)
+    used, of_workers = ports[: len(names)], ports[len(names) : len(names) + workers]
+    of_routers = ports[len(names) + workers :] if routers > 1 else []
     with tempfile.TemporaryDirectory(prefix="quire-attacks-") as name:
         folder = Path(name)
         flags = [word for name, port in zip(names, used, strict=True) for word in (name, str(port))]
@@ -90,6 +107,7 @@ async def victim(options: Sequence[str], workers: int, tenants: bool = False) ->
         stack_options = replace(
             stack_options,
             worker_ports=tuple(of_workers),
+            own_ports=tuple(of_routers),
             router_flags=(*stack_options.router_flags, "--debug-loop-turns"),
         )
         async with Stack(stack_options, lambda _name, _line: None) as stack:

@@ -1,0 +1,61 @@
+"""Streams that run while something fails: their tokens against those that must come, and the pauses between them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from gpuworker.simulated.tokens import SimulatedTokens
+from quire.client import AsyncClient, Retry
+from quire.client import errors as client_errors
+
+# A client that waits for as long as a suite takes to start a process anew.
+RETRY = Retry(attempts=12, max_backoff=2.0, budget=1e6, resumes=60)
+PATIENCE_S = 240.0
+
+
+@dataclass
+class Stream:
+    """One request: what has come of it."""
+
+    seed: int
+    prompt: Sequence[int]
+    tokens: list[int] = field(default_factory=list)
+    broken: str = ""
+    longest_gap: float = 0.0
+    _last: float = 0.0
+
+    async def run(self, client: AsyncClient, count: int, timeout: float = PATIENCE_S) -> None:
+        """Read the request to its end; an error is noted."""
+        options = {"seed": self.seed, "max_tokens": count, "ignore_eos": True, "timeout": timeout}
+        try:
+            async with client.stream(list(self.prompt), **options) as chunks:  # type: ignore[arg-type]
+                async for chunk in chunks:
+                    self._take(chunk.token_ids)
+        except client_errors.QuireError as error:
+            self.broken = str(error)
+
+    def _take(self, token_ids: Sequence[int]) -> None:
+        if not token_ids:
+            return
+        now = time.monotonic()
+        if self.tokens:
+            self.longest_gap = max(self.longest_gap, now - self._last)
+        self.tokens.extend(token_ids)
+        self._last = now
+
+    def differing(self, tokens: SimulatedTokens, count: int) -> int:
+        """Return how many tokens are not those that a worker must give; missing ones count too."""
+        expected = tokens.expected(self.seed, len(self.prompt), count)
+        wrong = sum(ours != theirs for ours, theirs in zip(self.tokens, expected, strict=False))
+        return wrong + abs(count - len(self.tokens))
+
+
+async def until_tokens(streams: Sequence[Stream], each: int, tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Wait until all streams have begun and have so many tokens on average, or have ended."""
+    while not all(task.done() for task in tasks):
+        if all(stream.tokens for stream in streams) and sum(len(one.tokens) for one in streams) >= each * len(streams):
+            return
+        await asyncio.sleep(0.005)

@@ -1,0 +1,179 @@
+"""Each failure of ARCHITECTURE.md's table that comes from outside, injected under streams of a suite of real processes.
+
+    python -m bench.faults --json                     each failure once, under 64 streams
+    python -m bench.faults --seed 7 --rounds 3
+    python -m bench.faults --replay PLAN.json         the line that an earlier run printed after `plan:`
+
+Two routers on one port, two simulated workers, the KV manager and Redis run. For each failure 64 streams start. When
+all have tokens, and as many as the plan says, the failure comes. It is a kill (SIGKILL; the suite starts the process
+again), a stop (SIGSTOP for 2 s), a wipe of Redis, 16 further clients that hang up, or 16 whose deadline passes. A
+simulated worker's token is determined by seed and position, so each lost, repeated or wrong token is seen. A gap is
+the longest pause of one stream, from its first token to its last. `none` is a round without a failure. Failures inside
+a process (a step that fails, a task that ends) cannot be injected from outside: tests have them. So do two managers at
+once: `tests/suites/e2e/test_chaos.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import statistics
+import sys
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import uvloop
+
+from bench.attack.victim import Victim, victim
+from bench.fault_injection.injection import Injector
+from bench.fault_injection.plan import Fault, Kind, planned, read, written
+from bench.fault_injection.streams import RETRY, Stream, until_tokens
+from bench.lib.harness import parser, progress, report_columns
+from bench.serve import suite_flags
+from gpuworker.simulated.tokens import SimulatedTokens, readable_ids
+from quire.client import AsyncClient
+from router.text.checkpoint import read_checkpoint
+
+DEMO: Final = Path("cli/demo_model/checkpoint")
+WORKERS: Final = 2
+_STREAMS_A_CLIENT: Final = 8
+NOTES: Final = {
+    "faults_injected": "failures; the round without one does not count",
+    "streams": "streams that ran while something failed",
+    "streams_broken": "streams that ended with an error",
+    "tokens_differing": "tokens that were lost, repeated or wrong",
+    "blocks_leaked": "blocks that were held when nothing ran any more",
+    "gap_p50_s": "longest pause of a stream between two tokens, median",
+    "gap_p99_s": "the same, 99th percentile",
+}
+
+
+@dataclass
+class Found:
+    """What the streams of one kind of failure showed."""
+
+    faults: int = 0
+    streams: int = 0
+    broken: int = 0
+    differing: int = 0
+    leaked: int = 0
+    gaps: list[float] = field(default_factory=list)
+
+    def add(self, other: Found) -> None:
+        self.faults += other.faults
+        self.streams += other.streams
+        self.broken += other.broken
+        self.differing += other.differing
+        self.leaked += other.leaked
+        self.gaps += other.gaps
+
+    def figures(self) -> dict[str, float]:
+        return {
+            "faults_injected": self.faults,
+            "streams": self.streams,
+            "streams_broken": self.broken,
+            "tokens_differing": self.differing,
+            "blocks_leaked": self.leaked,
+            "gap_p50_s": statistics.median(self.gaps),
+            "gap_p99_s": sorted(self.gaps)[min(len(self.gaps) - 1, int(0.99 * len(self.gaps)))],
+        }
+
+
+class Rounds:
+    """Runs the streams of one failure after the other."""
+
+    def __init__(self, clients: Sequence[AsyncClient], injector: Injector, args: argparse.Namespace) -> None:
+        self._clients, self._injector, self._args = clients, injector, args
+        checkpoint = read_checkpoint(DEMO)
+        self._tokens = SimulatedTokens(readable_ids(DEMO, checkpoint.vocab_size, checkpoint.eos_token_ids))
+        self._rng = random.Random(f"streams/{args.seed}")
+
+    async def run(self, fault: Fault) -> Found:
+        count = self._args.tokens
+        streams = [Stream(self._rng.randrange(1 << 30), prompt) for prompt in prompts(self._rng, self._args.streams)]
+        tasks = [
+            asyncio.create_task(stream.run(self._clients[number // _STREAMS_A_CLIENT], count))
+            for number, stream in enumerate(streams)
+        ]
+        await until_tokens(streams, fault.after_tokens, tasks)
+        injected = not all(task.done() for task in tasks)
+        await self._injector.inject(fault)
+        await asyncio.gather(*tasks)
+        await self._injector.whole()
+        for stream in streams:
+            if stream.broken:
+                print(f"  {fault.kind}: a stream broke after {len(stream.tokens)} tokens: {stream.broken}")
+        return Found(
+            faults=int(injected and fault.kind is not Kind.NONE),
+            streams=len(streams),
+            broken=sum(bool(stream.broken) for stream in streams),
+            differing=sum(stream.differing(self._tokens, count) for stream in streams if not stream.broken),
+            leaked=await self._injector.leaked(),
+            gaps=[stream.longest_gap for stream in streams if stream.tokens],
+        )
+
+
+def prompts(rng: random.Random, count: int) -> list[list[int]]:
+    """Return prompts of which every other one shares a prefix with others."""
+    return [
+        [40 + number % 4] * (48 if number % 2 else 0) + rng.choices(range(8, 200), k=rng.randrange(8, 64))
+        for number in range(count)
+    ]
+
+
+async def inject_all(suite: Victim, plan: Sequence[Fault], args: argparse.Namespace) -> dict[str, Found]:
+    async with AsyncExitStack() as stack:
+        addresses = f"{suite.host}:{suite.grpc_port}"
+        wanted = -(-args.streams // _STREAMS_A_CLIENT) + 1
+        clients = [await stack.enter_async_context(AsyncClient(addresses, retry=RETRY, ca="")) for _ in range(wanted)]
+        injector = Injector(suite, clients[-1], prompts(random.Random(0), 8), WORKERS)
+        rounds, found = Rounds(clients, injector, args), dict[str, Found]()
+        await injector.whole()
+        for number, fault in enumerate(plan, start=1):
+            progress(f"{number} of {len(plan)}: {fault.kind} {fault.victim}")
+            found.setdefault(fault.kind.value, Found()).add(await rounds.run(fault))
+        return found
+
+
+async def measure(args: argparse.Namespace) -> dict[str, Found]:
+    kinds = [Kind(name) for name in args.kinds]
+    plan = read(args.replay.read_text()) if args.replay else planned(args.seed, kinds, args.rounds, args.tokens // 2)
+    print(f"plan: {written(plan)}", flush=True)
+    options: dict[str, object] = {"model": DEMO, "simulate": args.simulate, "kv_blocks": 4096, "insecure": True}
+    options |= {"max_num_seqs": 128, "trace_sample_ratio": 0.0}
+    async with victim(suite_flags(options), WORKERS, routers=2) as suite:
+        return await inject_all(suite, plan, args)
+
+
+def flags() -> argparse.ArgumentParser:
+    made = parser(__doc__)
+    made.formatter_class = argparse.RawDescriptionHelpFormatter
+    made.add_argument("--streams", type=int, default=64, help="streams at once")
+    made.add_argument("--tokens", type=int, default=400, help="tokens of each stream")
+    made.add_argument(
+        "--kinds", nargs="+", default=[each.value for each in Kind], choices=[each.value for each in Kind]
+    )
+    made.add_argument("--rounds", type=int, default=1, help="times that each failure comes")
+    made.add_argument("--seed", type=int, default=0, help="of the plan and of the prompts")
+    made.add_argument("--replay", type=Path, metavar="FILE", help="a plan that an earlier run printed")
+    made.add_argument("--simulate", default="base=8ms,decode=4us,prefill=2us", help="what a simulated step costs")
+    return made
+
+
+def main() -> int:
+    args = flags().parse_args()
+    found = uvloop.run(measure(args))
+    whole = Found()
+    for each in found.values():
+        whole.add(each)
+    columns = {name: each.figures() for name, each in sorted(found.items())}
+    report_columns("faults", columns, NOTES, args.json, single=whole.figures())
+    return int(bool(whole.broken or whole.differing or whole.leaked))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

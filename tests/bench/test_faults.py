@@ -1,0 +1,39 @@
+"""The faults benchmark: a plan that can be replayed, and a few failures under a few streams."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.fault_injection.plan import VICTIMS, Fault, Kind, planned, read, written
+from tests.support.bench_process import run_benchmark
+
+
+def test_a_seed_determines_the_plan_and_a_printed_plan_is_read_again() -> None:
+    kinds = list(Kind)
+    plan = planned(3, kinds, rounds=2, most_tokens=50)
+    assert plan == planned(3, kinds, rounds=2, most_tokens=50) != planned(4, kinds, rounds=2, most_tokens=50)
+    assert sorted(fault.kind for fault in plan) == sorted([*kinds, *kinds])
+    assert all(fault.victim in VICTIMS.get(fault.kind, ("",)) for fault in plan)
+    assert all(1 <= fault.after_tokens < 50 for fault in plan)
+    assert read(written(plan)) == plan
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '[{"kind": "rain", "victim": "", "after_tokens": 1}]'])
+def test_what_is_no_plan_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="this is no plan"):
+        read(text)
+
+
+def test_failures_break_no_stream_and_change_no_token(tmp_path: Path) -> None:
+    plan = [Fault(Kind.NONE, "", 1), Fault(Kind.MANAGER_KILLED, "kvmanager", 3), Fault(Kind.CLIENTS_GONE, "", 2)]
+    (tmp_path / "plan.json").write_text(written(plan))
+    words = ["--replay", str(tmp_path / "plan.json"), "--streams", "8", "--tokens", "120"]
+    figures, lines = run_benchmark("faults", *words)
+    assert f"plan: {written(plan)}" in lines
+    assert figures["streams"] == 24
+    assert figures["faults_injected"] == 2
+    for name in ("streams_broken", "tokens_differing", "blocks_leaked"):
+        assert figures[name] == 0, name
+    assert figures["gap_p99_s"] >= figures["gap_p50_s"] > 0
