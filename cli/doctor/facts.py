@@ -23,7 +23,7 @@ from common.process.cores import cpus_of_workers, usable_cores
 from common.process.local_redis import find_server
 from common.process.metrics import metrics_port
 from common.process.topology import here
-from gpuworker.memory.host_memory import available_bytes
+from gpuworker.memory.host_memory import available_bytes, total_bytes
 from gpuworker.native.build import NoCompiler, compiler
 from gpuworker.native.levels import levels_here, why_not
 
@@ -81,7 +81,7 @@ def look(settings: UpSettings) -> Facts:
         asked_level=asked,
         kernels_missing=why_not(asked),
         memory_free=available_bytes(),
-        memory_total=int(psutil.virtual_memory().total),
+        memory_total=total_bytes(),
         address_space=_limit(resource.RLIMIT_AS),
         open_files=_limit(resource.RLIMIT_NOFILE),
         redis=redis,

@@ -8,7 +8,7 @@ import torch
 
 from common.errors import FieldViolation, InvalidConfig
 from common.process.cores import threads_of_each
-from gpuworker.memory.host_memory import available_bytes
+from gpuworker.memory import host_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # The types of K and V in a cache. The last two carry a float32 scale for each (slot, head): stored = value / scale.
@@ -80,13 +80,11 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free: int = torch.cuda.mem_get_info(device)[0]
         return free
-    return available_bytes()
+    return host_memory.available_bytes()
 
 
 def total_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         total: int = torch.cuda.mem_get_info(device)[1]
         return total
-    import psutil
-
-    return int(psutil.virtual_memory().total)
+    return host_memory.total_bytes()

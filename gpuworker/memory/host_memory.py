@@ -24,6 +24,17 @@ def available_bytes() -> int:
     return available
 
 
+def total_bytes() -> int:
+    """Return the memory of this machine, or of this container where it has a limit."""
+    import psutil
+
+    total = int(psutil.virtual_memory().total)
+    for limit, _ in _CGROUP_MEMORY:
+        if limit.is_file() and (most := limit.read_text().strip()).isdigit():
+            total = min(total, int(most))
+    return total
+
+
 def address_space() -> int | None:
     """Return the bytes of addresses that this process may have (`ulimit -v`); None without a limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)

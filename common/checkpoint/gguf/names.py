@@ -41,9 +41,18 @@ def is_local_name(model: str) -> bool:
 def gguf_file(model: str) -> Path | None:
     """Return the GGUF file that a model's name stands for; None where it stands for none.
 
-    Raises InvalidConfig when it stands for one that is not there, for several, or for a file of another kind.
+    Raises InvalidConfig when it stands for one that is not there, for several, for a file of another kind, or for
+    something that this user may not read.
     """
     path = Path(model).expanduser()
+    try:
+        return _gguf_at(path, model)
+    except PermissionError:
+        what = "cannot be read by this user: permission denied; make it readable, such as by chmod -R a+rX"
+        raise refused(path, what) from None
+
+
+def _gguf_at(path: Path, model: str) -> Path | None:
     if path.is_file():
         if path.suffix != _SUFFIX and not _has_magic(path):
             raise refused(path, "is a file; expected a GGUF file, or a folder with a checkpoint in Hugging Face format")

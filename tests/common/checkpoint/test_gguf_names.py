@@ -139,3 +139,17 @@ def test_metadata_of_a_wrong_type_are_refused(tmp_path: Path) -> None:
 
     said = reason(write_model(tmp_path / "m.gguf", facts=wrong))
     assert "its metadata do not make a model" in said
+
+
+def test_a_folder_that_this_user_may_not_read_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    folder = tmp_path / "closed"
+    folder.mkdir(mode=0)
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65_534)  # permissions hold for others alone
+    try:
+        words = reason(folder)
+    finally:
+        os.seteuid(user)
+    assert f"{folder}: cannot be read by this user" in words
+    assert "chmod" in words
