@@ -84,6 +84,7 @@ class Worker:
         self._engine: Engine | None = None
         self._client: LeaseClient | None = None
         self._stop = asyncio.Event()
+        self._address, self._port = "", 0
 
     def _attached(self) -> bool:
         return self._engine is not None and self._engine.load().manager_attached
@@ -107,7 +108,8 @@ class Worker:
         port = await self._server.start(settings.host, settings.port)
         await self._metrics.start(settings.host, metrics_port(settings.metrics_port, settings.port))
         dumps_on_signal("gpuworker", f"{settings.host}:{port}", settings.state_dir, self._debug_state)
-        address = settings.advertise or await reachable_address(settings.host, port, settings.manager)
+        self._port = port
+        await self._look_up_address()
         began = time.monotonic()
         plane = await asyncio.to_thread(assemble, settings)
         # Objects of torch and transformers live on. Walking them takes 0.2 s between steps, and 0.8 s at the end.
@@ -117,25 +119,35 @@ class Worker:
             loop.add_signal_handler(number, self._stop.set)
         for line in plane.start_lines():
             print(line, flush=True)  # noqa: T201
-        await self._serve(plane, port, address)
+        await self._serve(plane, port)
         await self._until_attached()
         if not self._stop.is_set():
             await self._server.ready()
             self._servicer.beat()  # for routers that connected during the attach
             took = time.monotonic() - began
-            print(f"READY {address} {plane.facts.device_words}, loaded in {took:.1f} s", flush=True)  # noqa: T201
+            print(f"READY {self._address} {plane.facts.device_words}, loaded in {took:.1f} s", flush=True)  # noqa: T201
         await self._stop.wait()
         await self._drain()
 
     def _add_servicer(self, server: aio.Server) -> None:
         gpuworker_pb2_grpc.add_GpuWorkerServiceServicer_to_server(self._servicer, server)
 
-    async def _serve(self, plane: DataPlane, port: int, address: str) -> None:
+    async def _look_up_address(self) -> None:
+        """Set the address for routers. Before each session, because a container may have got another one."""
+        settings = self.settings
+        own = settings.advertise or await reachable_address(settings.host, self._port, settings.manager)
+        if self._address not in ("", own):
+            log.warning("this worker was at %s and is at %s now", self._address, own)
+        self._address = own
+
+    async def _serve(self, plane: DataPlane, port: int) -> None:
         worker_id = self.settings.worker_id or default_worker_id(port)
-        new_attach = partial(plane.attach, worker_id, address)
+        new_attach = lambda: plane.attach(worker_id, self._address)  # noqa: E731
         channel = self._given_channel or self._lease_client()
         new_agent = partial(LeaseAgent, plane.agent_config())
-        engine = Engine(new_agent, new_attach, plane.runner, channel, self._servicer.deliver, SystemClock())
+        engine = Engine(
+            new_agent, new_attach, plane.runner, channel, self._servicer.deliver, SystemClock(), lambda: self._address
+        )
         self._engine = engine
         loop = asyncio.get_running_loop()
         engine.ended.add_done_callback(lambda _: loop.call_soon_threadsafe(self._stop.set))
@@ -158,6 +170,7 @@ class Worker:
             dial=dialer(self._tls, Role.MANAGER),
             supervisor=self._supervisor,
         )
+        self._client.before = self._look_up_address
         return self._client
 
     def _wake(self) -> None:

@@ -24,6 +24,10 @@ class LeaseSession:
         self.open = False
         self.attach = attach
 
+    def advertise(self, address: str) -> None:
+        """Use another address from the next session on: this machine may have got a new one."""
+        self.attach = replace(self.attach, address=address)
+
     def connect(self) -> tuple[Attach, Inventory]:
         """Start a new session, regardless of the last one; return its first two messages. Call between two steps."""
         self.session += 1

@@ -56,6 +56,7 @@ class Engine:
 
     `new_agent` makes an empty lease agent and `new_attach` the identity part of an attach. Both are called again after
     a failed step, which voids the KV cache and therefore the worker's incarnation. `attach` is the present one.
+    `address` is where routers reach the worker, if it may change; each session begins with the present one.
     """
 
     def __init__(
@@ -66,8 +67,9 @@ class Engine:
         channel: LeaseChannel,
         sink: OutputSink,
         clock: Clock,
+        address: Callable[[], str] | None = None,
     ) -> None:
-        self._new_agent, self._new_attach = new_agent, new_attach
+        self._new_agent, self._new_attach, self._address = new_agent, new_attach, address
         self._lease = LeaseSession(new_agent(), new_attach())
         self._runner, self._channel, self._sink, self._clock = runner, channel, sink, clock
         self._requests: dict[SequenceId, EngineRequest] = {}
@@ -220,6 +222,8 @@ class Engine:
     def _on_lease_event(self, event: LeaseEvent) -> None:
         match event:
             case Connected():
+                if self._address is not None:
+                    self._lease.advertise(self._address())
                 self._channel.attach(*self._lease.connect())
             case Attached(session, ok):
                 if not self._lease.accept(session, ok) and self._lease.is_current(session):

@@ -12,7 +12,7 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
@@ -129,6 +129,8 @@ class LeaseClient:
         self._address, self._on_event, self._on_refused = address, on_event, on_refused
         self._on_round_trip, self._dial = on_round_trip, dial
         self._supervisor = supervisor or Supervisor()
+        self.before: Callable[[], Awaitable[None]] | None = None
+        """Awaited before each stream."""
         self._rng = rng or random.Random()
         self._events: deque[tuple[int, LeaseEvent]] = deque()
         self._connection: _Connection | None = None
@@ -245,6 +247,8 @@ class LeaseClient:
 
     async def _connect(self) -> None:
         """Open one stream and serve it until it ends, for whatever reason."""
+        if self.before is not None:
+            await self.before()
         async with self._dial(self._address) as channel:
             call: _Call = kvmanager_pb2_grpc.KvManagerServiceStub(channel).Session()
             try:

@@ -130,6 +130,21 @@ def test_nothing_is_reported_before_the_manager_answered(scripted: tuple[EngineD
     assert [(session, each.sequence) for session, report in channel.reports for each in report.reserve] == [(1, 2)]
 
 
+def test_each_session_begins_with_the_address_that_the_worker_has_then(
+    scripted: tuple[EngineDriver, ScriptedChannel],
+) -> None:
+    driver, channel = scripted
+    now = ["10.0.0.1:7"]
+    driver.engine._address = lambda: now[0]
+    channel.events.append(Connected())
+    driver.engine.turn()
+    now[0] = "10.0.0.2:7"
+    channel.events.append(Connected())
+    driver.engine.turn()
+    assert [attach.address for attach, _ in channel.attached] == ["10.0.0.1:7", "10.0.0.2:7"]
+    assert len({attach.incarnation for attach, _ in channel.attached}) == 1, "its cache is still there"
+
+
 def test_a_manager_of_a_lower_epoch_is_refused(scripted: tuple[EngineDriver, ScriptedChannel]) -> None:
     driver, channel = scripted
     for session, epoch in ((1, 5), (2, 4)):
