@@ -132,6 +132,11 @@ class RouterSettings(PoolSettings):
         None,
         description="prompt and output tokens of all requests inside a router process; unset: the queue is the bound",
     )
+    manager_patience: Seconds = Field(
+        60.0,
+        description="seconds for which a worker without its KV manager gets requests; then its silent sequences go to "
+        "another worker or end, and a router without another worker is not ready",
+    )
     index_timeout: Seconds = Field(
         0.02, description="seconds that a lookup in the prefix index may take; a later answer costs hits, not a request"
     )

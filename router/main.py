@@ -120,7 +120,9 @@ class RouterProcess:
         self._clients = self._redis_clients()
         self._card = _card(settings, checkpoint, _identity(settings, checkpoint), self._text)
         router, dial = RouterIdentity(name, incarnation), dialer(self._tls, Role.WORKER)
-        self.pool = WorkerPool(router, self._card.identity, self._clock, dial=dial)
+        self.pool = WorkerPool(
+            router, self._card.identity, self._clock, dial=dial, manager_patience=settings.manager_patience
+        )
         tracer = self._telemetry.tracer
         self._server = RpcServer(
             [INFERENCE, DECISIONS, KSERVE_SERVICE],
@@ -129,7 +131,7 @@ class RouterProcess:
             MAX_PUBLIC_MESSAGE_BYTES,
             tls=self._public_tls,
         )
-        self._admin = AdminPlane(settings, self._registry, self._is_ready, [server_spans(tracer)], self._tls)
+        self._admin = AdminPlane(settings, self._registry, self._why_not_ready, [server_spans(tracer)], self._tls)
         self.supervisor = Supervisor(self._report_failing)
         self._siblings = Siblings(settings.sibling, dialer(self._tls, Role.ROUTER), settings.sibling_timeout)
         self._discovery = self._new_discovery()
@@ -230,7 +232,15 @@ class RouterProcess:
         return RedisStore(self._clients[1], bounds, self._clock)
 
     def _is_ready(self) -> bool:
-        return self.readiness.ready and not self.frontend.draining and not self._serving_fails()
+        return not self._why_not_ready()
+
+    def _why_not_ready(self) -> str:
+        """Return why no request can be served now; "" if they can."""
+        if self.frontend.draining:
+            return "the router is draining"
+        if self._serving_fails():
+            return "a part of the router has failed and begins anew; its log has the details"
+        return "" if self.readiness.ready else self.pool.trouble() or "a worker has just come"
 
     async def start(self) -> str:
         """Listen and look for workers; return the addresses. Raises InvalidConfig when a port is taken."""
@@ -242,7 +252,7 @@ class RouterProcess:
             validator=self._validator,
             codec=self._text,
             card=self._card,
-            ready=self._is_ready,
+            why_not_ready=self._why_not_ready,
             clock=self._clock,
             authenticator=self._authenticator,
             reader=AnswerReader(_dialects(settings, self._text), self._text, settings.open_schemas),

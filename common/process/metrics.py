@@ -64,8 +64,11 @@ class MetricsServer:
     Probes have no certificate, so they ask here and not the gRPC port. /live answers while the event loop turns.
     """
 
-    def __init__(self, registry: CollectorRegistry, healthy: Callable[[], bool]) -> None:
-        self._registry, self._healthy = registry, healthy
+    def __init__(
+        self, registry: CollectorRegistry, healthy: Callable[[], bool], why_not: Callable[[], str] = lambda: ""
+    ) -> None:
+        """`why_not` returns a reason for what is not healthy."""
+        self._registry, self._healthy, self._why_not = registry, healthy, why_not
         self._pages: dict[str, Callable[[], object]] = {}
         self._actions: dict[str, Action] = {}
         self._open_actions = True
@@ -127,7 +130,8 @@ class MetricsServer:
         if request.path in ("/health", "/live"):
             well = request.path == "/live" or self._healthy()
             status, word = (HTTPStatus.OK, "ok") if well else (HTTPStatus.SERVICE_UNAVAILABLE, "not ready")
-            return _json(status, {"status": word})
+            why = "" if well else self._why_not()
+            return _json(status, {"status": word} | ({"reason": why} if why else {}))
         if (page := self._pages.get(request.path)) is not None:
             return _json(HTTPStatus.OK, page())
         if self._site is not None and (shown := _shown(request, *self._site)) is not None:

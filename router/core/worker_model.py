@@ -17,6 +17,7 @@ class WorkerState(StrEnum):
     DRAINING = "draining"
     HUNG = "hung"
     MISMATCHED = "mismatched"
+    DETACHED = "detached"
 
 
 HUNG_FACTOR = 10.0
@@ -85,6 +86,10 @@ class WorkerModel:
     heartbeat_at: float
     rates: Rates = field(init=False)
     draining: bool = False
+    # Seconds for which it may be without a KV manager: its leases last for a while, and a manager comes back soon.
+    manager_patience: float = float("inf")
+    # When a heartbeat first said that it has no manager; None while it has one.
+    detached_at: float | None = None
     # When a heartbeat last brought new measurements of steps (seconds).
     shown_at: float = float("-inf")
     sampled: CountRate = field(default_factory=CountRate)
@@ -102,6 +107,10 @@ class WorkerModel:
         """
         self.sampled.add(load.sampled_tokens, now)
         self.computed.add(load.computed_tokens, now)
+        if load.manager_attached:
+            self.detached_at = None
+        elif self.detached_at is None:
+            self.detached_at = now
         news = _shown(load) != _shown(self.load)
         self.load, self.heartbeat_at, self._since = load, now, _Placed()
         if not news:
@@ -115,6 +124,8 @@ class WorkerModel:
     def router_paused(self, seconds: float, now: float) -> None:
         """Leave out of the heartbeat's age what the router itself did not run, and so could not read one."""
         self.heartbeat_at = min(now, self.heartbeat_at + seconds)
+        if self.detached_at is not None:
+            self.detached_at = min(now, self.detached_at + seconds)
 
     def placed(self, sequences: int, prefill_tokens: int, blocks: int) -> None:
         """Count load that was just placed; negative numbers take back what was released."""
@@ -145,7 +156,10 @@ class WorkerModel:
         return min(max(reported, 0), self.capacity.num_blocks)
 
     def trouble(self, now: float) -> tuple[WorkerState, str] | None:
-        """Return why the worker may not get work: it drains, or its step or its heartbeat is late; None if it may."""
+        """Return why the worker may not get work; None if it may.
+
+        It drains, its step or its heartbeat is late, or it has had no KV manager for too long.
+        """
         load = self.load
         limit = max(HUNG_FACTOR * load.step_predicted_seconds, HUNG_FLOOR_S)
         if not load.step_predicted_seconds:
@@ -156,6 +170,9 @@ class WorkerModel:
             return WorkerState.HUNG, f"no heartbeat for {now - self.heartbeat_at:.1f} s"
         if self.draining or load.draining:
             return WorkerState.DRAINING, "it finishes what it has and takes nothing new"
+        if self.detached_at is not None and now - self.detached_at >= self.manager_patience:
+            words = f"it has had no KV manager for {self.manager_patience:g} s (--manager-patience)"
+            return WorkerState.DETACHED, f"{words}, so its sequences get no more blocks"
         return None
 
 

@@ -39,14 +39,14 @@ class AdminPlane:
         self,
         settings: RouterSettings,
         registry: CollectorRegistry,
-        ready: Callable[[], bool],
+        why_not_ready: Callable[[], str],
         interceptors: Sequence[aio.ServerInterceptor],
         tls: Identity | None,
     ) -> None:
         self._settings, services = settings, [INFERENCE, DECISIONS, MANAGER, OTLP]
         self._asks_callers = tls is not None
         self.rpc = RpcServer(services, interceptors, settings.own_port is not None, tls=tls, own_tls=tls)
-        self.http = MetricsServer(registry, ready)
+        self.http = MetricsServer(registry, lambda: not why_not_ready(), why_not_ready)
 
     def add(
         self,

@@ -136,9 +136,10 @@ class _Api:
         return self._model(name)
 
     async def health(self) -> Response:
-        """Return 200 while requests can be served, else 503."""
-        ready = self._parts.ready()
-        return JSONResponse({"status": "ok" if ready else "not ready"}, 200 if ready else 503)
+        """Return 200 while requests can be served, else 503 with the reason."""
+        if why := self._parts.why_not_ready():
+            return JSONResponse({"status": "not ready", "reason": why}, 503)
+        return JSONResponse({"status": "ok"})
 
     async def version(self) -> Json:
         """Return the version."""

@@ -301,6 +301,7 @@ class Health(_Exact):
     """Whether requests can be served now."""
 
     status: Literal["ok", "not ready"]
+    reason: str = Field("", description="Why not.")
 
 
 class Version(_Exact):

@@ -37,7 +37,7 @@ class HttpParts:
     validator: RequestValidator
     codec: TextCodec
     card: ModelCard
-    ready: Callable[[], bool]
+    why_not_ready: Callable[[], str]
     clock: Clock
     authenticator: Authenticator
     reader: AnswerReader

@@ -39,7 +39,7 @@ from router.observe.request_trace import RequestTrace
 from router.ports import TextAssemblers
 from router.requests.adopting import Adopter
 from router.requests.dispatcher import Dispatcher
-from router.requests.inbox import Aborted, Arrival, Expired, Interruption, Revoked, Turns, work_of
+from router.requests.inbox import Aborted, Arrival, Expired, Interruption, Revoked, Stopped, Turns, work_of
 from router.requests.output_stream import EXPIRED, STOPPED, OutputStream, StopTokens
 from router.requests.placing import Placer
 from router.requests.request_ids import automatic_id
@@ -50,6 +50,7 @@ from router.requests.run_log import DEADLINE_WORDS, GONE_WORDS
 # The failure in the spans of a request that did not end by itself.
 REVOKED_WORDS = "the key of this request was revoked; ask the operator for another one"
 ABORTED_WORDS = "the request was aborted by another call"
+STOPPED_WORDS = "the router stops, and waits no longer for this request; send it again to another one"
 
 
 class RouterFrontend:
@@ -174,19 +175,24 @@ class RouterFrontend:
             self._end(run, Aborted(), Cancelled(ABORTED_WORDS))
         return len(named)
 
-    def _end(self, run: RequestRun, why: Revoked | Aborted, error: QuireError) -> None:
+    def _end(self, run: RequestRun, why: Revoked | Aborted | Stopped, error: QuireError) -> None:
         run.interrupt(why)
         if run.ticket is not None:
             self._dispatcher.refuse(run.ticket, error)
 
     async def drain(self, seconds: float) -> bool:
-        """Refuse new requests; return whether all requests inside have ended within so many seconds."""
+        """Refuse new requests; return whether all requests inside have ended within so many seconds.
+
+        Those that have not are ended then with the reason: their calls would only be cancelled.
+        """
         self.draining = True
         if not self._admission.inside:
             return True
         try:
             await asyncio.wait_for(self._idle.wait(), seconds)
         except TimeoutError:
+            for run in list(self._runs):
+                self._end(run, Stopped(), Unavailable(STOPPED_WORDS))
             return False
         return True
 
@@ -238,7 +244,7 @@ class RouterFrontend:
     # ------------------------------------------------------------ the stream
 
     def _step(self, run: RequestRun, arrival: Arrival, event: SequenceEvent | Interruption) -> Iterator[GenerateEvent]:
-        if isinstance(event, Expired | Revoked | Aborted):
+        if isinstance(event, Expired | Revoked | Aborted | Stopped):
             yield from self._interrupt(run, event)
             return
         running = run.sequences[arrival.index]
@@ -349,6 +355,8 @@ class RouterFrontend:
             raise Unauthenticated(REVOKED_WORDS)
         if isinstance(event, Aborted):
             raise Cancelled(ABORTED_WORDS)
+        if isinstance(event, Stopped):
+            raise Unavailable(STOPPED_WORDS)
         if not run.live:  # the last sequence finished together with the deadline
             return
         if not run.admitted:

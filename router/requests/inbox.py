@@ -129,7 +129,12 @@ class Aborted:
     """A call asked for the end of the request."""
 
 
-Interruption = Expired | Revoked | Aborted
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """The router ends, and has waited for the request as long as it may."""
+
+
+Interruption = Expired | Revoked | Aborted | Stopped
 
 
 @dataclass(slots=True)

@@ -27,7 +27,7 @@ from router.core.worker_events import (
 )
 from router.observe.request_tap import EndedSequence
 from router.observe.request_trace import RequestTrace
-from router.requests.inbox import Aborted, Expired, Inbox, Revoked, Turns
+from router.requests.inbox import Aborted, Expired, Inbox, Revoked, Stopped, Turns
 from router.requests.output_stream import OutputStream
 from router.requests.probation import Turn
 from router.requests.reservation import LoadReservation
@@ -168,7 +168,7 @@ class RequestRun:
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(max(0.0, seconds), self.inbox.put, -1, 0, Expired())
 
-    def interrupt(self, why: Revoked | Aborted) -> None:
+    def interrupt(self, why: Revoked | Aborted | Stopped) -> None:
         """End the sequences at their workers at once, and let `why` arrive, however slowly the client reads."""
         self.inbox.put(-1, 0, why)
         self._leave()

@@ -10,12 +10,13 @@ import asyncio
 import logging
 import random
 import secrets
+import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from grpc import StatusCode, aio
+from grpc import aio
 
 from common.backoff import Backoff
 from common.errors import FieldViolation, InvalidRequest, ProtocolViolation, QuireError, Unavailable
@@ -31,6 +32,7 @@ from router.core.identity import is_complete
 from router.core.suspicion import Breakdown
 from router.core.worker_events import Lost, Refused, SequenceAdmitted, SequenceEvent, SequenceFinished, TokensSampled
 from router.core.worker_model import Load
+from router.workers.call import WorkerCall, is_refused, read, write, write_first
 from router.workers.codec import (
     Submission,
     WorkerFacts,
@@ -46,7 +48,6 @@ from router.workers.outbox import Outbox
 log = logging.getLogger(__name__)
 
 Sink = Callable[[SequenceEvent], None]
-_Call = aio.StreamStreamCall[pb.StreamRequest, pb.StreamResponse]
 
 
 class WorkerListener(Protocol):
@@ -81,6 +82,7 @@ class _InFlight:
 
     sink: Sink
     beats: int
+    heard_at: float = field(default_factory=time.monotonic)
     admitted: bool = False
     sampled: bool = False
 
@@ -218,6 +220,17 @@ class WorkerClient:
     def abandon(self, reason: str, broken: bool = True) -> None:
         """Cancel all sequences at the worker; each sink gets Lost. `broken` says that a sequence may be the cause."""
         lost, self._in_flight = self._in_flight, {}
+        self._abandon(lost, reason, broken)
+
+    def abandon_silent(self, seconds: float, reason: str) -> None:
+        """Cancel the sequences of which nothing has come for so many seconds; each sink gets Lost."""
+        latest = time.monotonic() - seconds
+        lost = {handle: each for handle, each in self._in_flight.items() if each.heard_at <= latest}
+        for handle in lost:
+            del self._in_flight[handle]
+        self._abandon(lost, reason, broken=False)
+
+    def _abandon(self, lost: dict[int, _InFlight], reason: str, broken: bool) -> None:
         for handle in lost if self._outbox is not None else ():
             self._tell_to_cancel(handle, FinishReason.CANCELLED)
         breakdown = Breakdown()
@@ -265,7 +278,7 @@ class WorkerClient:
         answered, broken = 0, True
         try:
             async with self._dial(self.address) as channel:
-                call: _Call = rpc.GpuWorkerServiceStub(channel).Stream()
+                call: WorkerCall = rpc.GpuWorkerServiceStub(channel).Stream()
                 try:
                     await self._greet(call)
                     answered = 1
@@ -282,7 +295,7 @@ class WorkerClient:
         self._disconnect(error, broken)
         return answered
 
-    async def _greet(self, call: _Call) -> None:
+    async def _greet(self, call: WorkerCall) -> None:
         """Exchange hellos. Raises Unavailable when the worker does not answer, and the listener's errors."""
         known = self.identity if self.identity is not None and is_complete(self.identity) else None
         hello = pb.Hello(
@@ -293,8 +306,8 @@ class WorkerClient:
         )
         try:
             async with asyncio.timeout(self._pacing.hello):
-                await _write_first(call, pb.StreamRequest(hello=hello))
-                answer = await _read(call)
+                await write_first(call, pb.StreamRequest(hello=hello))
+                answer = await read(call)
         except TimeoutError:
             self.refused = False
             raise Unavailable(f"no hello within {self._pacing.hello:g} s") from None
@@ -303,11 +316,11 @@ class WorkerClient:
         self._outbox, self._last_seq, self._draining, self.refused = Outbox(), 0, False, False
         self._listener.connected(self, facts_from_proto(answer.hello.info))
 
-    async def _serve(self, call: _Call) -> None:
+    async def _serve(self, call: WorkerCall) -> None:
         assert self._outbox is not None
-        writer = asyncio.create_task(_write(call, self._outbox))
+        writer = asyncio.create_task(write(call, self._outbox))
         try:
-            while (response := await _read(call)) is not None:
+            while (response := await read(call)) is not None:
                 self._receive(response)
         finally:
             writer.cancel()
@@ -343,11 +356,12 @@ class WorkerClient:
         if outputs.seq != self._last_seq + 1:
             raise ProtocolViolation(f"outputs {outputs.seq} came after {self._last_seq}")
         self._last_seq = outputs.seq
-        failed = Breakdown()
+        failed, now = Breakdown(), time.monotonic()
         for handle, event in events_of(outputs):
             ended = isinstance(event, SequenceFinished)
             to = self._in_flight.pop(handle, None) if ended else self._in_flight.get(handle)
             if to is not None:
+                to.heard_at = now
                 if not to.sampled:
                     to.saw(event)
                 self._give(handle, to, _failure(event, failed) or event)
@@ -373,37 +387,3 @@ def _failure(event: SequenceEvent, failed: Breakdown) -> Lost | Refused | None:
             return Refused(InvalidRequest(FieldViolation(event.wrong_field, event.message)))
         return Lost(event.message or f"the worker ended it: {event.reason.value}", failed)
     return None
-
-
-def is_refused(error: aio.AioRpcError) -> bool:
-    """Return whether a call failed because no process listens at its address: a worker there has ended."""
-    return "Connection refused" in (error.details() or "")
-
-
-async def _read(call: _Call) -> pb.StreamResponse | None:
-    """Return the next message, None at the end of the stream."""
-    response = await call.read()
-    return response if isinstance(response, pb.StreamResponse) else None
-
-
-async def _write_first(call: _Call, message: pb.StreamRequest) -> None:
-    """Write the first message of a stream. Raises Unavailable when nothing answers.
-
-    A write to a call that has just ended makes grpc.aio report an internal error of its own, and the reason is lost.
-    """
-    try:
-        await call.write(message)
-    except asyncio.InvalidStateError:
-        pass  # the call has ended, and the next read raises the reason
-    except aio.AioRpcError as error:
-        if error.code() is not StatusCode.INTERNAL:
-            raise
-        raise Unavailable("nothing answers at its address") from error
-
-
-async def _write(call: _Call, outbox: Outbox) -> None:
-    """The one writer of a stream; a broken stream ends it, and the reader gets the error."""
-    with suppress(aio.AioRpcError, asyncio.InvalidStateError):
-        while (message := await outbox.take()) is not None:
-            await call.write(message)
-        await call.done_writing()

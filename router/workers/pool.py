@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 from common.clock import Clock
 from common.errors import IdentityMismatch, QuireError, Unavailable
@@ -21,6 +22,13 @@ from router.workers.codec import WorkerFacts
 log = logging.getLogger(__name__)
 
 WATCH_SECONDS = 0.5
+_WORDS: Final = {
+    WorkerState.CONNECTING: "not connected",
+    WorkerState.DRAINING: "draining",
+    WorkerState.HUNG: "hung",
+    WorkerState.MISMATCHED: "of another model or pool",
+    WorkerState.DETACHED: "without a KV manager",
+}
 # Seconds that a worker has to read the last messages of a router that leaves it. What it has not read become orphans.
 LAST_WORDS_S = 5.0
 
@@ -69,10 +77,12 @@ class WorkerPool:
         clock: Clock,
         pacing: Pacing | None = None,
         dial: Dial = open_channel,
+        manager_patience: float = float("inf"),
     ) -> None:
         """The first worker fills in the unknown parts of `identity`; others must agree while any is connected."""
         self.identity = self._configured = identity
         self._router, self._clock, self._pacing, self._dial = router, clock, pacing or Pacing(), dial
+        self._manager_patience = manager_patience
         self._members: dict[str, Member] = {}
         self._listeners: list[PoolListener] = []
 
@@ -169,6 +179,17 @@ class WorkerPool:
         now = self._clock.monotonic()
         return any(model.trouble(now) is None for model in self.models())
 
+    def trouble(self) -> str:
+        """Return in words why no worker is usable, without names and addresses; "" if one is."""
+        if self.usable:
+            return ""
+        now, states = self._clock.monotonic(), Counter[str]()
+        for member in self._members.values():
+            found = member.model.trouble(now) if member.model is not None else None
+            states[_WORDS.get(found[0] if found else member.state, "not usable yet")] += 1
+        counts = ", ".join(f"{count} {words}" for words, count in sorted(states.items()))
+        return f"no worker takes requests: {counts or 'none is known'}"
+
     # ------------------------------------------------------------ watching
 
     async def watch(self) -> None:
@@ -180,6 +201,9 @@ class WorkerPool:
 
     def check(self, late: float = 0.0) -> None:
         """Update each worker's state; move the sequences of a hung worker if another worker is usable.
+
+        Without a KV manager for too long, a worker loses the sequences that have put out nothing for as long. They go
+        to another worker, or end with the reason.
 
         `late`: seconds by which this check is late, because the router was stopped or had no processor. The heartbeats
         of that time are still unread.
@@ -196,6 +220,8 @@ class WorkerPool:
                 self._notify()
             if member.state is WorkerState.HUNG and member.model.outstanding and self.usable:
                 member.client.abandon(f"hung: {member.reason}")
+            if member.state is WorkerState.DETACHED and member.model.outstanding:
+                member.client.abandon_silent(self._manager_patience, f"detached: {member.reason}")
 
     # ------------------------------------------------------------ WorkerListener
 
@@ -215,7 +241,13 @@ class WorkerPool:
                 self._renew(other, facts)
         now = self._clock.monotonic()
         member.worker_id, member.incarnation, member.facts = facts.worker_id, facts.incarnation, facts
-        member.model = WorkerModel(facts.worker_id, facts.capacity, _idle(facts), heartbeat_at=now)
+        member.model = WorkerModel(
+            facts.worker_id,
+            facts.capacity,
+            _idle(facts),
+            heartbeat_at=now,
+            manager_patience=self._manager_patience,
+        )
         member.state, member.reason = WorkerState.CONNECTED, ""
         member.logged_reasons.clear()
         log.info("worker %s connected", facts.worker_id, extra={"address": client.address})

@@ -83,3 +83,21 @@ def test_a_draining_worker_takes_nothing_new() -> None:
     trouble = _loaded(Load(draining=True)).trouble(0.0)
     assert trouble is not None
     assert trouble[0] is WorkerState.DRAINING
+
+
+def test_a_worker_without_a_manager_is_trusted_for_a_while() -> None:
+    model = WorkerModel("w0", CAPACITY, Load(), heartbeat_at=0.0, manager_patience=4.0)
+    alone = Load(manager_attached=False)
+    model.heartbeat(alone, 1.0)
+    model.heartbeat(alone, 4.0)
+    assert model.trouble(4.9) is None
+    trouble = model.trouble(5.0)
+    assert trouble is not None
+    assert (trouble[0], "no KV manager for 4 s (--manager-patience)" in trouble[1]) == (WorkerState.DETACHED, True)
+    model.router_paused(2.0, 6.0)
+    assert model.trouble(6.9) is None, "the router did not run, and a heartbeat of that time is unread"
+    assert model.trouble(7.0) is not None
+    model.heartbeat(Load(), 8.0)
+    assert model.trouble(8.0) is None
+    model.heartbeat(alone, 9.0)
+    assert model.trouble(12.0) is None, "the time of the first loss counts no more"

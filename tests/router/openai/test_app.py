@@ -341,7 +341,8 @@ async def test_health_distinguishes_ready_from_not_ready(api: Api) -> None:
     assert (await api.http.get("/health")).status_code == 200
     api.is_ready = False
     answer = await api.http.get("/health")
-    assert (answer.status_code, answer.json()) == (503, {"status": "not ready"})
+    why = {"status": "not ready", "reason": "no worker takes requests: none is known"}
+    assert (answer.status_code, answer.json()) == (503, why)
 
 
 async def test_metrics_are_not_for_clients(api: Api) -> None:

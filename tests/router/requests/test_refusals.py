@@ -91,6 +91,20 @@ async def test_a_draining_router_refuses() -> None:
             await harness.events(request())
 
 
+async def test_what_a_drain_does_not_wait_for_ends_with_the_reason() -> None:
+    worker = FakeWorker(max_num_seqs=1)
+    async with frontend_over(worker) as harness, in_background(harness, request()) as running:
+        await worker.until(lambda: len(worker.submits) == 1)
+        async with in_background(harness, request()) as waiting:
+            await harness.until(lambda: len(harness.frontend._runs) == 2)
+            assert not await harness.frontend.drain(0.05)
+            for task in (running, waiting):
+                with pytest.raises(Unavailable, match="the router stops"):
+                    await task
+        await worker.until(lambda: len(worker.cancels) == 1)
+        assert nothing_left(harness)
+
+
 async def test_without_any_worker_a_request_is_refused_after_some_patience() -> None:
     async with frontend_over(patience=0.05) as harness:
         with pytest.raises(Unavailable, match=r"no worker for 0\.05 s: none is known"):

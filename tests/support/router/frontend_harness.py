@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -139,12 +140,13 @@ async def frontend_over(
     identity: PoolIdentity | None = None,
     assemblers: TextAssemblers | None = None,
     incarnation: bytes = b"i" * 16,
+    manager_patience: float = math.inf,
 ) -> AsyncIterator[Harness]:
     """Start workers and a frontend that is connected to all of them."""
     identity = identity or PoolIdentity(
         "", IDENTITY.tokenizer_fingerprint, IDENTITY.block_size, UNKNOWN_GEOMETRY, pooling=pooling
     )
-    pool = WorkerPool(RouterIdentity("router", incarnation), identity, CLOCK, QUICK)
+    pool = WorkerPool(RouterIdentity("router", incarnation), identity, CLOCK, QUICK, manager_patience=manager_patience)
     index, decisions, registry, spans = index or FixedIndex(), DecisionRing(1000), CollectorRegistry(), _spans()
     numbers = itertools.count(1)
     new_id = lambda: f"id-{next(numbers)}"  # noqa: E731

@@ -66,7 +66,7 @@ class Api:
             validator=Validator(self.text, FACTS, draw_seed=lambda: 11, constraints=self.constraints),
             codec=self.text,
             card=card,
-            ready=lambda: self.is_ready,
+            why_not_ready=lambda: "" if self.is_ready else "no worker takes requests: none is known",
             clock=ManualClock(3.0),
             authenticator=authenticator or OneCaller(),
             reader=AnswerReader(dialects, self.text),

@@ -1013,7 +1013,7 @@ class WorkerStatus(_message.Message):
     address: _builtins.str
     """HOST:PORT; empty on the router's port for clients."""
     state: _builtins.str
-    """connected, connecting, draining, hung, mismatched."""
+    """connected, connecting, draining, hung, mismatched, detached (without a KV manager for --manager-patience)."""
     running_sequences: _builtins.int
     waiting_sequences: _builtins.int
     num_blocks: _builtins.int
