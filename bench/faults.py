@@ -20,7 +20,7 @@ import asyncio
 import random
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +32,7 @@ from bench.attack.victim import Victim, victim
 from bench.fault_injection.injection import Injector
 from bench.fault_injection.plan import Fault, Kind, planned, read, written
 from bench.fault_injection.streams import RETRY, Stream, until_tokens
-from bench.lib.harness import parser, progress, report_columns
+from bench.lib.harness import end_with_json, parser, progress, report
 from bench.serve import suite_flags
 from gpuworker.simulated.tokens import SimulatedTokens, readable_ids
 from quire.client import AsyncClient
@@ -149,6 +149,15 @@ async def measure(args: argparse.Namespace) -> dict[str, Found]:
         return await inject_all(suite, plan, args)
 
 
+def table(found: Mapping[str, Found]) -> None:
+    """Print a line for each kind of failure."""
+    print(f"{'':<18} streams  broken  differing  leaked  gap p50 s  gap p99 s")
+    for kind, one in sorted(found.items()):
+        shown = one.figures()
+        counts = f"{one.streams:>7}  {one.broken:>6}  {one.differing:>9}  {one.leaked:>6}"
+        print(f"{kind:<18} {counts}  {shown['gap_p50_s']:>9.3f}  {shown['gap_p99_s']:>9.3f}")
+
+
 def flags() -> argparse.ArgumentParser:
     made = parser(__doc__)
     made.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -170,8 +179,10 @@ def main() -> int:
     whole = Found()
     for each in found.values():
         whole.add(each)
-    columns = {name: each.figures() for name, each in sorted(found.items())}
-    report_columns("faults", columns, NOTES, args.json, single=whole.figures())
+    table(found)
+    each_kind = {f"{name}_{kind}": value for kind, one in found.items() for name, value in one.figures().items()}
+    report("faults", whole.figures(), NOTES, as_json=False)
+    end_with_json("faults", whole.figures() | each_kind, args.json)
     return int(bool(whole.broken or whole.differing or whole.leaked))
 
 

@@ -70,6 +70,9 @@ def written(plan: Sequence[Fault]) -> str:
 def read(text: str) -> list[Fault]:
     """Return the plan that `written` wrote. Raises ValueError for anything else."""
     try:
-        return [Fault(Kind(each["kind"]), str(each["victim"]), int(each["after_tokens"])) for each in json.loads(text)]
+        found = json.loads(text)
+        if not isinstance(found, list):
+            raise TypeError("it is no list")
+        return [Fault(Kind(each["kind"]), str(each["victim"]), int(each["after_tokens"])) for each in found]
     except (TypeError, KeyError, ValueError) as error:
         raise ValueError(f"this is no plan: {error}; expected the line that a run prints after `plan:`") from None

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gpuworker.simulated.tokens import SimulatedTokens
+from quire.api.errors import QuireError
 from quire.client import AsyncClient, Retry
-from quire.client import errors as client_errors
 
 # A client that waits for as long as a suite takes to start a process anew.
 RETRY = Retry(attempts=12, max_backoff=2.0, budget=1e6, resumes=60)
@@ -34,7 +34,7 @@ class Stream:
             async with client.stream(list(self.prompt), **options) as chunks:  # type: ignore[arg-type]
                 async for chunk in chunks:
                     self._take(chunk.token_ids)
-        except client_errors.QuireError as error:
+        except QuireError as error:
             self.broken = str(error)
 
     def _take(self, token_ids: Sequence[int]) -> None:
