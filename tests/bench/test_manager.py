@@ -7,6 +7,7 @@ import itertools
 from bench import manager
 from bench.manager_load.pools import growth_figures, inventory_of
 from bench.manager_load.reporter import BLOCK_SIZE, Reporter
+from bench.manager_load.reports import report_figures
 from common.clock import ManualClock
 from common.lease import Inventory
 from kvmanager.core.config import LedgerConfig
@@ -56,3 +57,10 @@ def test_growth_is_the_cost_of_the_largest_pool_over_that_of_the_smallest() -> N
     assert set(figures) == {"ns_per_block_64_utility", "ns_per_block_128_utility", "growth_utility"}
     ratio = figures["ns_per_block_128_utility"] / figures["ns_per_block_64_utility"]
     assert figures["growth_utility"] == ratio
+
+
+def test_the_parts_of_a_report_add_up() -> None:
+    figures = report_figures("utility", workers=1, sequences=4, steps=200)
+    total = figures.pop("core_us_per_report_utility")
+    assert set(figures) == {f"{part}_us_per_report_utility" for part in ("decode", "apply", "schedule", "encode")}
+    assert total == sum(figures.values()) > 0.0
