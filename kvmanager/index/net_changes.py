@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from itertools import chain, islice
 
 from common.types import BlockHash
 from kvmanager.ports import IndexCall
@@ -44,18 +45,22 @@ class NetChanges:
             self._pending[block_hash] = (_Kind.KEPT, depth)
 
     def calls(self, limit: int) -> Iterator[IndexCall]:
-        """Yield calls of at most `limit` hashes: removes deepest first, then adds shallowest first."""
-        removes = sorted(
-            (-depth, block_hash) for block_hash, (kind, depth) in self._pending.items() if kind is _Kind.REMOVED
+        """Yield calls of at most `limit` hashes: removes deepest first, then adds shallowest first.
+
+        The hashes of a depth are sorted when their turn comes: an attach may have a million changes.
+        """
+        removes: dict[int, list[BlockHash]] = {}
+        adds: dict[int, list[BlockHash]] = {}
+        for block_hash, (kind, depth) in self._pending.items():
+            (removes if kind is _Kind.REMOVED else adds).setdefault(depth, []).append(block_hash)
+        order = chain(
+            ((True, block_hash) for depth in sorted(removes, reverse=True) for block_hash in sorted(removes[depth])),
+            ((False, block_hash) for depth in sorted(adds) for block_hash in sorted(adds[depth])),
         )
-        adds = sorted(
-            (depth, block_hash) for block_hash, (kind, depth) in self._pending.items() if kind is not _Kind.REMOVED
-        )
-        for at in range(0, len(removes) + len(adds), limit):
-            begin, end = max(0, at - len(removes)), max(0, at + limit - len(removes))
+        while part := list(islice(order, limit)):
             yield IndexCall(
-                tuple(block_hash for _, block_hash in removes[at : at + limit]),
-                tuple(block_hash for _, block_hash in adds[begin:end]),
+                tuple(block_hash for is_remove, block_hash in part if is_remove),
+                tuple(block_hash for is_remove, block_hash in part if not is_remove),
             )
 
     def sent(self, call: IndexCall) -> None:
