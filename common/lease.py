@@ -8,8 +8,9 @@ stream is a resync: W sends an inventory, M rebuilds its ledger from that alone.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, overload
 
 from common.errors import Mismatch
 from common.limits import MAX_EPOCH_LEAD, MAX_FOREIGN_EPOCH
@@ -122,13 +123,61 @@ class CachedBlock:
     last_used: int
 
 
+class CachedBlocks(Sequence[CachedBlock]):
+    """The cached blocks of an inventory, a column for each of their properties: there may be a million of them."""
+
+    __slots__ = ("blocks", "hashes", "last_used", "parents")
+
+    def __init__(
+        self,
+        blocks: Sequence[BlockId],
+        hashes: Sequence[BlockHash],
+        parents: Sequence[int],
+        last_used: Sequence[int],
+    ) -> None:
+        """Take columns of one length."""
+        self.blocks, self.hashes, self.parents, self.last_used = blocks, hashes, parents, last_used
+
+    @classmethod
+    def of(cls, entries: Sequence[CachedBlock]) -> CachedBlocks:
+        """Return the columns of cached blocks."""
+        if isinstance(entries, CachedBlocks):
+            return entries
+        return cls(
+            [each.block for each in entries],
+            [each.hash for each in entries],
+            [each.parent for each in entries],
+            [each.last_used for each in entries],
+        )
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    @overload
+    def __getitem__(self, at: int) -> CachedBlock: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> CachedBlocks: ...
+
+    def __getitem__(self, at: int | slice) -> CachedBlock | CachedBlocks:
+        if isinstance(at, slice):
+            return CachedBlocks(self.blocks[at], self.hashes[at], self.parents[at], self.last_used[at])
+        return CachedBlock(self.blocks[at], self.hashes[at], self.parents[at], self.last_used[at])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+
 @dataclass(frozen=True, slots=True)
 class Inventory:
     """Everything W holds, taken between two steps after the old session ended. `cached_blocks` has parents first."""
 
     sequences: tuple[InventorySequence, ...] = ()
     pool: tuple[BlockId, ...] = ()
-    cached_blocks: tuple[CachedBlock, ...] = ()
+    cached_blocks: Sequence[CachedBlock] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,13 @@ whenever its child is. So its next use is never later, and the rule among leaves
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar
 
 from bench.cache_replay.workloads import CacheRequest
 from common.types import BlockHash, BlockId
-from kvmanager.core.block import Block
+from kvmanager.core.block import Blocks
 from kvmanager.core.eviction.interface import NO_MARK, Mark
-from kvmanager.core.prefix_cache import Entry
 
 _NEVER = 1 << 60
 
@@ -36,10 +35,10 @@ class Clairvoyant:
     name: ClassVar[str] = "limit"
     reason: ClassVar[str] = "used again last of all"
 
-    def __init__(self, coming: list[dict[BlockHash, int]], entries: dict[BlockHash, Entry]) -> None:
-        self._coming, self._entries = coming, entries
+    def __init__(self, coming: list[dict[BlockHash, int]], blocks: Blocks, entries: dict[BlockHash, BlockId]) -> None:
+        self._coming, self._blocks, self._entries = coming, blocks, entries
         self._request = 0
-        self._next: dict[BlockId, tuple[int, BlockHash]] = {}
+        self._next: dict[BlockId, int] = {}
         self._heap: list[tuple[int, BlockId]] = []
 
     def now_at(self, request: int) -> None:
@@ -59,42 +58,43 @@ class Clairvoyant:
     def __iter__(self) -> Iterator[BlockId]:
         return iter(list(self._next))
 
-    def add(self, block: Block) -> None:
-        assert block.hash is not None
-        comes = self._coming[self._request].get(block.hash, _NEVER)
-        self._next[block.id] = (comes, block.hash)
-        if not self._entries[block.hash].children:
-            heapq.heappush(self._heap, (-comes, block.id))
+    def add(self, block: BlockId) -> None:
+        block_hash = self._blocks.hash[block]
+        assert block_hash is not None
+        self._next[block] = self._coming[self._request].get(block_hash, _NEVER)
+        if not self._blocks.children[block]:
+            heapq.heappush(self._heap, (-self._next[block], block))
 
-    def take(self, block: Block) -> None:
-        del self._next[block.id]
+    def restore(self, blocks: Iterable[BlockId]) -> None:
+        for block in blocks:
+            self.add(block)
 
-    def discard(self, block: Block) -> None:
-        del self._next[block.id]
+    def take(self, block: BlockId) -> None:
+        del self._next[block]
 
-    def replaced(self, old: Block, by: Block) -> None:
-        del self._next[old.id]
+    def discard(self, block: BlockId) -> None:
+        del self._next[block]
 
-    def registered(self, block: Block, parent: BlockId | None, mark: Mark) -> None:
+    def replaced(self, old: BlockId, by: BlockId) -> None:
+        del self._next[old]
+
+    def registered(self, block: BlockId, parent: BlockId | None, mark: Mark) -> None:
         """Change nothing."""
 
-    def used(self, block: Block) -> None:
+    def used(self, block: BlockId) -> None:
         """Change nothing."""
 
     def pop(self) -> BlockId:
         while True:
             comes, block = heapq.heappop(self._heap)
-            known = self._next.get(block)
-            if known is None or known[0] != -comes:
-                continue
-            entry = self._entries[known[1]]
-            if not entry.children:
+            if self._next.get(block) == -comes and not self._blocks.children[block]:
                 break
         del self._next[block]
-        if entry.parent:
-            above = self._entries[entry.parent]
-            if above.children == 1 and above.blocks[0] in self._next:
-                heapq.heappush(self._heap, (-self._next[above.blocks[0]][0], above.blocks[0]))
+        parent = self._blocks.parent[block]
+        if parent:
+            above = self._entries[parent]
+            if self._blocks.children[above] == 1 and above in self._next:
+                heapq.heappush(self._heap, (-self._next[above], above))
         return block
 
     def mark_of(self, block: BlockId) -> Mark:

@@ -60,7 +60,7 @@ def replay(
 def _serve(state: LedgerState, granter: BlockGranter, request: CacheRequest, result: Replayed) -> None:
     pool, cache, prompt = state.block_pool, state.cache, request.prompt
     hits = cache.longest(prompt, len(prompt))
-    table = [pool.blocks[block] for block in hits]
+    table = list(hits)
     for held in table:
         pool.hold(held)
     content = (*prompt, *request.output)
@@ -69,7 +69,7 @@ def _serve(state: LedgerState, granter: BlockGranter, request: CacheRequest, res
     parent: BlockHash = prompt[len(hits) - 1] if hits else ROOT
     for index in range(len(hits), len(content)):
         block = pool.take()
-        block.index = index
+        state.blocks.index[block] = index
         state.publish(block, content[index], parent)
         table.append(block)
         parent = content[index]

@@ -5,13 +5,13 @@ Entries keep their order over chunk borders, so that a cached block's parent ind
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from common.errors import ProtocolViolation
 from common.hashing import KEY_BYTES
-from common.lease import CachedBlock, Inventory, InventorySequence
+from common.lease import CachedBlock, CachedBlocks, Inventory, InventorySequence
 from common.limits import MAX_WORKER_SEQUENCES
 from common.types import BlockId
 from common.wire import packing
@@ -23,10 +23,22 @@ CHUNK_BYTES: Final = 256 * 1024
 _CLAIM_BYTES: Final = 4 + KEY_BYTES + 4 + 8
 _OVERHEAD_BYTES: Final = 64  # tags and lengths of a chunk's own fields
 _TAG_BYTES: Final = 6  # tag and length of one sequence in a chunk
-# The packed columns, and the bytes of an entry in each.
+
+
+class _Column(NamedTuple):
+    """The bytes of an entry of a packed column, and how the column is read."""
+
+    width: int
+    unpack: Callable[[bytes], Sequence[Any]]
+
+
 _PACKED_FIELDS: Final = {
-    "pool": 4, "cached_blocks": 4, "cached_hashes": KEY_BYTES, "cached_parents": 4, "cached_last_used": 8
-}  # fmt: skip
+    "pool": _Column(4, packing.unpack_blocks),
+    "cached_blocks": _Column(4, packing.unpack_blocks),
+    "cached_hashes": _Column(KEY_BYTES, packing.unpack_hashes),
+    "cached_parents": _Column(4, packing.unpack_indexes),
+    "cached_last_used": _Column(8, packing.unpack_u64),
+}
 
 _T = TypeVar("_T")
 
@@ -62,11 +74,12 @@ def _slices(entries: Sequence[_T], width: int) -> Iterator[Sequence[_T]]:
 
 
 def _claims_to_proto(cached_blocks: Sequence[CachedBlock]) -> kvmanager_pb2.Inventory:
+    columns = CachedBlocks.of(cached_blocks)
     return kvmanager_pb2.Inventory(
-        cached_blocks=packing.pack_blocks(each.block for each in cached_blocks),
-        cached_hashes=packing.pack_hashes(each.hash for each in cached_blocks),
-        cached_parents=packing.pack_blocks(BlockId(each.parent) for each in cached_blocks),
-        cached_last_used=packing.pack_u64(each.last_used for each in cached_blocks),
+        cached_blocks=packing.pack_blocks(columns.blocks),
+        cached_hashes=packing.pack_hashes(columns.hashes),
+        cached_parents=packing.pack_blocks(map(BlockId, columns.parents)),
+        cached_last_used=packing.pack_u64(columns.last_used),
     )
 
 
@@ -99,13 +112,16 @@ class InventoryBounds:
 
 
 class InventoryAssembler:
-    """Puts the chunks of one inventory together. Each is compared with the bounds before it is kept."""
+    """Puts the chunks of one inventory together. Each is compared with the bounds, and then decoded on its own.
+
+    So no turn of the event loop decodes more than one chunk.
+    """
 
     def __init__(self, bounds: InventoryBounds = InventoryBounds()) -> None:
         self._bounds = bounds
         self._messages = self._bytes = 0
         self._sequences: list[InventorySequence] = []
-        self._packed: dict[str, bytearray] = {name: bytearray() for name in _PACKED_FIELDS}
+        self._columns: dict[str, list[Any]] = {name: [] for name in _PACKED_FIELDS}
 
     def add(self, chunk: kvmanager_pb2.Inventory) -> Inventory | None:
         """Take the next chunk; return the inventory when it was the last.
@@ -114,20 +130,25 @@ class InventoryAssembler:
         """
         self._refuse_excess(chunk)
         self._sequences += map(_sequence_from_proto, chunk.sequences)
-        for name in _PACKED_FIELDS:
-            self._packed[name] += getattr(chunk, name)
+        for name, column in _PACKED_FIELDS.items():
+            self._columns[name] += column.unpack(getattr(chunk, name))
         return self._assemble() if chunk.last else None
 
     def _refuse_excess(self, chunk: kvmanager_pb2.Inventory) -> None:
-        bounds, packed = self._bounds, self._packed
+        bounds, columns = self._bounds, self._columns
         self._messages, self._bytes = self._messages + 1, self._bytes + chunk.ByteSize()
         sizes = (
             ("messages", self._messages, bounds.messages, "--max-inventory-messages"),
             ("bytes", self._bytes, bounds.bytes, "--max-inventory-bytes"),
             ("sequences", len(self._sequences) + len(chunk.sequences), bounds.sequences, ""),
             *(
-                (f"entries of {name}", (len(packed[name]) + len(getattr(chunk, name))) // width, bounds.blocks, "")
-                for name, width in _PACKED_FIELDS.items()
+                (
+                    f"entries of {name}",
+                    len(columns[name]) + len(getattr(chunk, name)) // column.width,
+                    bounds.blocks,
+                    "",
+                )
+                for name, column in _PACKED_FIELDS.items()
             ),
         )
         for what, found, most, flag in sizes:
@@ -136,10 +157,6 @@ class InventoryAssembler:
                 raise ProtocolViolation(f"an inventory has {found} {what} so far; expected at most {most}{hint}")
 
     def _assemble(self) -> Inventory:
-        packed = {name: bytes(value) for name, value in self._packed.items()}
-        blocks, hashes = packing.unpack_blocks(packed["cached_blocks"]), packing.unpack_hashes(packed["cached_hashes"])
-        parents = packing.unpack_indexes(packed["cached_parents"])
-        last_used = packing.unpack_u64(packed["cached_last_used"])
-        packing.parallel("cached_blocks", blocks, hashes, parents, last_used)
-        cached_blocks = tuple(map(CachedBlock, blocks, hashes, parents, last_used))
-        return Inventory(tuple(self._sequences), tuple(packing.unpack_blocks(packed["pool"])), cached_blocks)
+        pool, *cached = self._columns.values()
+        packing.parallel("cached_blocks", *cached)
+        return Inventory(tuple(self._sequences), tuple(pool), CachedBlocks(*cached))

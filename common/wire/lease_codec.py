@@ -184,6 +184,8 @@ def _unpack_seals(message: kvmanager_pb2.Report) -> tuple[tuple[BlockId, BlockHa
 
 
 def _unpack_finished(message: kvmanager_pb2.Report) -> tuple[tuple[SequenceId, FinishReason], ...]:
+    if not message.finished_sequences and not message.finished_reasons:
+        return ()
     sequences = packing.unpack_sequences(message.finished_sequences)
     packing.parallel("finished", sequences, message.finished_reasons)
     return tuple(zip(sequences, map(finish_from_proto, message.finished_reasons), strict=True))

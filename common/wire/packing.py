@@ -9,6 +9,8 @@ from __future__ import annotations
 import array
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import chain
+from struct import Struct
 from typing import cast
 
 from common.errors import ProtocolViolation
@@ -16,6 +18,7 @@ from common.hashing import KEY_BYTES
 from common.types import BlockHash, BlockId, SequenceId
 
 _SWAP = sys.byteorder == "big"
+_HASHES = Struct(f"{KEY_BYTES}s")
 
 
 def pack_u32(values: Iterable[int]) -> bytes:
@@ -73,7 +76,7 @@ def unpack_hashes(packed: bytes) -> tuple[BlockHash, ...]:
     """Raises ProtocolViolation when the length is no multiple of 16."""
     if len(packed) % KEY_BYTES:
         raise ProtocolViolation(f"{len(packed)} bytes hold no whole number of {KEY_BYTES}-byte hashes")
-    return tuple(BlockHash(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), KEY_BYTES))
+    return cast("tuple[BlockHash, ...]", tuple(chain.from_iterable(_HASHES.iter_unpack(packed))))
 
 
 def parallel(what: str, *columns: Sequence[object]) -> None:
@@ -96,6 +99,8 @@ def _pack(code: str, values: Iterable[int]) -> bytes:
 
 
 def _unpack(code: str, packed: bytes) -> list[int]:
+    if not packed:
+        return []
     values = array.array(code)
     if len(packed) % values.itemsize:
         raise ProtocolViolation(f"{len(packed)} bytes hold no whole number of {8 * values.itemsize}-bit integers")

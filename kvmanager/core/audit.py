@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from common.errors import ProtocolViolation
-from common.types import TRIMMED, SequencePhase
+from common.types import TRIMMED, BlockId, SequencePhase
 from kvmanager.core.block import ROOT, BlockState
 from kvmanager.core.ledger_state import LedgerState
 
@@ -33,8 +33,8 @@ def _check(holds: bool, words: str) -> None:
 
 def _states(state: LedgerState) -> None:
     """Check that each block has one state: lists and counters agree with the block's own fields."""
-    pool = state.block_pool
-    states = Counter(block.state for block in pool.blocks)
+    pool, state_of = state.block_pool, state.blocks.state
+    states = Counter(state_of)
     free, cached = list(pool.free), list(pool.cached)
     _check(
         len(free) == len(pool.free) == states[BlockState.FREE],
@@ -44,10 +44,8 @@ def _states(state: LedgerState) -> None:
         len(cached) == len(pool.cached) == states[BlockState.CACHED],
         "the eviction order does not hold the cached blocks",
     )
-    _check(all(pool.blocks[b].state is BlockState.FREE for b in free), "a block in the free list is not free")
-    _check(
-        all(pool.blocks[b].state is BlockState.CACHED for b in cached), "a block in the eviction order is not cached"
-    )
+    _check(all(state_of[b] is BlockState.FREE for b in free), "a block in the free list is not free")
+    _check(all(state_of[b] is BlockState.CACHED for b in cached), "a block in the eviction order is not cached")
     _check(pool.leased == states[BlockState.LEASED], "the count of leased blocks is wrong")
     total = len(free) + len(cached) + pool.leased + pool.in_use
     _check(total == state.config.num_blocks, f"{total} blocks are accounted for, of {state.config.num_blocks}")
@@ -56,53 +54,62 @@ def _states(state: LedgerState) -> None:
 def _references(state: LedgerState) -> None:
     """Check that references count block tables; a block in no table has no reference and, unless cached, no hash."""
     refs = Counter(block for sequence in state.sequences.values() for block in sequence.block_table if block != TRIMMED)
-    for block in state.block_pool.blocks:
+    blocks = state.blocks
+    for block, (of, held, key) in enumerate(zip(blocks.state, blocks.refs, blocks.hash, strict=True)):
         _check(
-            block.refs == refs[block.id],
-            f"block {block.id} counts {block.refs} references, block tables hold {refs[block.id]}",
+            held == refs[BlockId(block)],
+            f"block {block} counts {held} references, block tables hold {refs[BlockId(block)]}",
         )
-        _check(
-            (block.state is BlockState.IN_USE) == (block.refs > 0),
-            f"block {block.id} is {block.state.value} with {block.refs} references",
-        )
-        if block.state in (BlockState.FREE, BlockState.LEASED):
-            _check(block.hash is None, f"block {block.id} is {block.state.value} and has a hash")
-        if block.state is BlockState.CACHED:
-            _check(block.hash is not None, f"block {block.id} is cached without a hash")
+        _check((of is BlockState.IN_USE) == (held > 0), f"block {block} is {of.value} with {held} references")
+        if of in (BlockState.FREE, BlockState.LEASED):
+            _check(key is None, f"block {block} is {of.value} and has a hash")
+        if of is BlockState.CACHED:
+            _check(key is not None, f"block {block} is cached without a hash")
     for sequence in state.sequences.values():
         for index, block_id in enumerate(sequence.block_table):
-            at = index if block_id == TRIMMED else state.block_pool.blocks[block_id].index
+            at = index if block_id == TRIMMED else blocks.index[block_id]
             _check(at == index, f"block {block_id} is at index {index} of {sequence.name} and records index {at}")
 
 
 def _prefix_map(state: LedgerState) -> None:
     """Check that the map holds exactly the registered blocks and, with each hash, its parent."""
-    children = Counter(entry.parent for entry in state.cache.entries.values())
-    copies = {block: key for key, entry in state.cache.entries.items() for block in entry.blocks}
-    hashes = {block.id: block.hash for block in state.block_pool.blocks if block.hash is not None}
+    blocks, cache = state.blocks, state.cache
+    children = Counter(blocks.parent[first] for first in cache.entries.values())
+    copies = {block: key for key in cache.entries for block in cache.copies_of(key)}
+    hashes = {block: key for block, key in enumerate(blocks.hash) if key is not None}
     _check(copies == hashes, "the prefix map and the blocks' hashes disagree")
-    for key, entry in state.cache.entries.items():
-        _check(entry.children == children[key], "the children of a hash are miscounted")
-        _check(bool(entry.blocks), "a hash is in the map without a block")
-        in_use = [state.block_pool.blocks[block].state is BlockState.IN_USE for block in entry.blocks]
+    _check(set(cache.copies) <= set(cache.entries), "a hash has copies and is not in the map")
+    first_copies = set(cache.entries.values())
+    _check(
+        not any(count for block, count in enumerate(blocks.children) if block not in first_copies),
+        "a block that is no first copy counts children",
+    )
+    for key, first in cache.entries.items():
+        blocks_of = cache.copies_of(key)
+        _check(blocks.children[first] == children[key], "the children of a hash are miscounted")
+        _check(blocks_of[0] == first, "the first copy of a hash is not the first of its copies")
+        alike = {(blocks.index[each], blocks.parent[each]) for each in blocks_of}
+        _check(len(alike) == 1, "the copies of a hash differ in depth or parent")
+        in_use = [blocks.state[each] is BlockState.IN_USE for each in blocks_of]
         _check(len(in_use) == 1 or all(in_use), "a cached block has the content of another block")
-        if entry.parent != ROOT:
-            parent = state.cache.entries.get(entry.parent)
-            _check(parent is not None, "a hash is in the map without its parent")
-            _check(parent is not None and parent.depth + 1 == entry.depth, "a depth is not its parent's plus one")
-            held = parent is not None and state.block_pool.blocks[parent.blocks[0]].state is BlockState.IN_USE
+        over = blocks.parent[first]
+        if over != ROOT:
+            above = cache.entries.get(over) if over is not None else None
+            _check(above is not None, "a hash is in the map without its parent")
+            depth = blocks.index[above] + 1 if above is not None else 0
+            _check(depth == blocks.index[first], "a depth is not its parent's plus one")
+            held = above is not None and blocks.state[above] is BlockState.IN_USE
             _check(held or not any(in_use), "a child is in use whose parent is not")
 
 
 def _pending(state: LedgerState) -> None:
     """Check that a pending block is in a block table, not registered, and named by its own hash."""
-    said = {block.pending: block.id for block in state.block_pool.blocks if block.pending is not None}
+    blocks = state.blocks
+    said = {key: block for block, key in enumerate(blocks.pending) if key is not None}
     _check(said == state.cache.pending, "the pending map and the blocks disagree")
-    for block_id in state.cache.pending.values():
-        block = state.block_pool.blocks[block_id]
-        _check(
-            block.state is BlockState.IN_USE and block.hash is None, f"pending block {block_id} is {block.state.value}"
-        )
+    for block in state.cache.pending.values():
+        of = blocks.state[block]
+        _check(of is BlockState.IN_USE and blocks.hash[block] is None, f"pending block {block} is {of.value}")
 
 
 def _remembered(state: LedgerState) -> None:
@@ -111,10 +118,9 @@ def _remembered(state: LedgerState) -> None:
     found = state.recall(sequence) if sequence is not None else None
     if sequence is None or found is None:
         return
-    blocks = state.block_pool.blocks
     hits = state.cache.longest(sequence.block_hashes, sequence.num_tokens // state.config.block_size)
     _check(found.hits == hits[: found.match.hit_blocks], "a remembered match has other blocks than a look-up")
-    cached = sum(blocks[block].state is BlockState.CACHED for block in found.hits)
+    cached = sum(state.blocks.state[block] is BlockState.CACHED for block in found.hits)
     _check(found.cached_hits == cached, "a remembered match counts other cached blocks than a look-up")
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from common.lease import Admit, Copy
 from common.types import BlockHash, BlockId, Candidate, DecisionKind, MissReason, SequencePhase
 from kvmanager.core import backfill, fork
-from kvmanager.core.block import Block, BlockState
+from kvmanager.core.block import BlockState
 from kvmanager.core.ledger_state import LedgerState
 from kvmanager.core.prefix_cache import PrefixMatch
 from kvmanager.core.remembered_match import RememberedMatch
@@ -217,8 +217,8 @@ class BlockGranter:
 
     def _match_anew(self, state: LedgerState, sequence: Sequence) -> RememberedMatch:
         hits, match = self.match(state, sequence.block_hashes, sequence.num_tokens, sequence.takes_hits)
-        blocks = state.block_pool.blocks
-        cached_hits = sum(blocks[block].state is BlockState.CACHED for block in hits)
+        states = state.blocks.state
+        cached_hits = sum(states[block] is BlockState.CACHED for block in hits)
         return RememberedMatch(sequence.id, sequence.num_tokens, hits, match, cached_hits)
 
     def copy_source(
@@ -243,7 +243,7 @@ class BlockGranter:
         pool = state.block_pool
         state.remembered = None
         for block in plan.hits:
-            pool.hold(pool.blocks[block])
+            pool.hold(block)
         evicted = self.make_free(state, plan.fresh, sequence)
         state.queue.remove(sequence)
         sequence.block_table = list(plan.hits)
@@ -287,7 +287,7 @@ class BlockGranter:
         pool, dropped = state.block_pool, len(state.block_pool.cached)
         if pool.in_use:
             # Nothing is learned of their uses: they go for another reason than want of room.
-            for block in sorted((pool.blocks[each] for each in pool.cached), key=state.cache.depth_of, reverse=True):
+            for block in sorted(pool.cached, key=state.blocks.index.__getitem__, reverse=True):
                 state.cache.evict(block)
                 pool.free_cached(block)
         else:
@@ -302,13 +302,13 @@ class BlockGranter:
     def evict(self, state: LedgerState, beneficiary: str = "") -> Candidate:
         """Free the next block in the order of eviction and drop its content; return the record of the block."""
         block, depth = self.uncache(state, beneficiary)
-        figures = state.block_pool.cached.why(block.id)
-        return Candidate(f"block {block.id}", terms=(("depth", float(depth)),), figures=figures)
+        figures = state.block_pool.cached.why(block)
+        return Candidate(f"block {block}", terms=(("depth", float(depth)),), figures=figures)
 
-    def uncache(self, state: LedgerState, beneficiary: str) -> tuple[Block, int]:
+    def uncache(self, state: LedgerState, beneficiary: str) -> tuple[BlockId, int]:
         """Free the next block in the order of eviction; return it and the depth of what it held."""
         block = state.block_pool.uncache()
-        depth = state.cache.evict(block, beneficiary, state.block_pool.cached.mark_of(block.id))
+        depth = state.cache.evict(block, beneficiary, state.block_pool.cached.mark_of(block))
         state.totals.evictions += 1
         return block, depth
 
@@ -329,9 +329,9 @@ class BlockGranter:
 
 def _await(state: LedgerState, hits: list[BlockId]) -> int:
     """Leave hits on blocks that are not sealed to be counted once they are; return how many there are."""
-    unsealed = [block for block in map(state.block_pool.blocks.__getitem__, hits) if block.hash is None]
+    unsealed = [block for block in hits if state.blocks.hash[block] is None]
     for block in unsealed:
-        block.awaited += 1
+        state.blocks.awaited[block] = state.blocks.awaited.get(block, 0) + 1
     return len(unsealed)
 
 

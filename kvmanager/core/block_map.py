@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from common.types import BlockHash, BlockId, SequencePhase
-from kvmanager.core.block import Block, BlockState
+from kvmanager.core.block import Blocks, BlockState
 from kvmanager.core.ledger_state import LedgerState
 from kvmanager.core.sequence import Sequence
 
@@ -66,8 +66,8 @@ _APART = {BlockState.FREE: BlockUse.FREE, BlockState.LEASED: BlockUse.LEASED, Bl
 
 def map_of(state: LedgerState, first_block: int, limit: int, most_sequences: int) -> BlockMap:
     """Return the uses of `limit` blocks, and the sequences with the most blocks."""
-    blocks = state.block_pool.blocks
-    uses = bytes(use_of(block) for block in blocks[first_block : first_block + limit])
+    there = range(state.config.num_blocks)[first_block : first_block + limit]
+    uses = bytes(use_of(state.blocks, BlockId(block)) for block in there)
     ordered = sorted(state.sequences.values(), key=lambda each: (-len(each.block_table), each.arrival))
     sequences = tuple(_sequence(each) for each in ordered[:most_sequences])
     config = state.config
@@ -76,25 +76,27 @@ def map_of(state: LedgerState, first_block: int, limit: int, most_sequences: int
 
 def view_of(state: LedgerState, block_id: BlockId, most_holders: int) -> BlockView:
     """Return one block of the pool. A sequence that holds it has it at the block's own place in its block table."""
-    block = state.block_pool.blocks[block_id]
-    cached, holders = block.state is BlockState.CACHED, list[SequenceUse]()
-    if block.refs:
-        held = (each for each in state.sequences.values() if _holds(each, block))
+    blocks, holders = state.blocks, list[SequenceUse]()
+    refs, index = blocks.refs[block_id], blocks.index[block_id]
+    if refs:
+        held = (each for each in state.sequences.values() if _holds(each, block_id, index))
         holders = [_sequence(each) for each, _ in zip(held, range(most_holders), strict=False)]
-    figures = state.eviction.known_of(block_id) if cached else ()
-    return BlockView(block_id, use_of(block), block.refs, block.index, block.hash, tuple(holders), figures)
+    figures = state.eviction.known_of(block_id) if blocks.state[block_id] is BlockState.CACHED else ()
+    use = use_of(blocks, block_id)
+    return BlockView(block_id, use, refs, index, blocks.hash[block_id], tuple(holders), figures)
 
 
-def use_of(block: Block) -> BlockUse:
-    if block.state is not BlockState.IN_USE:
-        return _APART[block.state]
-    if block.hash is None:
-        return BlockUse.FILLING if block.refs == 1 and block.pending is None else BlockUse.PENDING
-    return BlockUse.SEALED if block.refs == 1 else BlockUse.SHARED
+def use_of(blocks: Blocks, block: BlockId) -> BlockUse:
+    if blocks.state[block] is not BlockState.IN_USE:
+        return _APART[blocks.state[block]]
+    alone = blocks.refs[block] == 1
+    if blocks.hash[block] is None:
+        return BlockUse.FILLING if alone and blocks.pending[block] is None else BlockUse.PENDING
+    return BlockUse.SEALED if alone else BlockUse.SHARED
 
 
-def _holds(sequence: Sequence, block: Block) -> bool:
-    return block.index < len(sequence.block_table) and sequence.block_table[block.index] == block.id
+def _holds(sequence: Sequence, block: BlockId, index: int) -> bool:
+    return index < len(sequence.block_table) and sequence.block_table[index] == block
 
 
 def _sequence(sequence: Sequence) -> SequenceUse:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from common.errors import ProtocolViolation
 from common.types import BlockId
-from kvmanager.core.block import Block, BlockState
+from kvmanager.core.block import Blocks, BlockState
 from kvmanager.core.eviction.interface import EvictionOrder
 from kvmanager.core.free_list import FreeList
 
@@ -14,11 +14,11 @@ class BlockPool:
 
     __slots__ = ("blocks", "cached", "free", "leased")
 
-    def __init__(self, num_blocks: int, cached: EvictionOrder) -> None:
-        """Make a pool of free blocks; `cached` is empty."""
-        ids = [BlockId(block) for block in range(num_blocks)]
-        self.blocks = [Block(block) for block in ids]
-        self.free = FreeList(num_blocks, ids)
+    def __init__(self, blocks: Blocks, cached: EvictionOrder) -> None:
+        """Make a pool of blocks that are all free; `cached` is empty."""
+        self.blocks = blocks
+        self.free = FreeList(len(blocks))
+        self.free.fill()
         self.cached = cached
         self.leased = 0
 
@@ -32,87 +32,90 @@ class BlockPool:
         """Blocks that at least one block table holds."""
         return len(self.blocks) - len(self.free) - len(self.cached) - self.leased
 
-    def get(self, block: BlockId) -> Block:
-        """Return a block by its id. Raises ProtocolViolation when the pool has no such block."""
+    def check(self, block: BlockId) -> None:
+        """Raise ProtocolViolation when the pool has no such block."""
         if not 0 <= block < len(self.blocks):
             raise ProtocolViolation(f"block {block} is not one of the {len(self.blocks)} of this pool")
-        return self.blocks[block]
 
-    def take(self) -> Block:
+    def take(self) -> BlockId:
         """Take the first free block into a block table, with one reference. Raises IndexError when none is free."""
-        block = self.blocks[self.free.popleft()]
-        block.state, block.refs = BlockState.IN_USE, 1
+        block = self.free.popleft()
+        self.blocks.state[block], self.blocks.refs[block] = BlockState.IN_USE, 1
         return block
 
     def lease(self) -> BlockId:
         """Lease the first free block to the worker. Raises IndexError when none is free."""
-        block = self.blocks[self.free.popleft()]
-        block.state = BlockState.LEASED
+        block = self.free.popleft()
+        self.blocks.state[block] = BlockState.LEASED
         self.leased += 1
-        return block.id
-
-    def bind(self, block_id: BlockId) -> Block:
-        """Move a leased block into a block table, with one reference. Raises ProtocolViolation if it is not leased."""
-        block = self._leased(block_id, "bound")
-        block.state, block.refs = BlockState.IN_USE, 1
-        self.leased -= 1
         return block
 
-    def give_back(self, block_id: BlockId) -> None:
-        """Free a leased block that the worker returned. Raises ProtocolViolation when it is not leased."""
-        block = self._leased(block_id, "returned")
-        block.state = BlockState.FREE
+    def bind(self, block: BlockId) -> None:
+        """Move a leased block into a block table, with one reference. Raises ProtocolViolation if it is not leased."""
+        state = self.blocks.state
+        if not (0 <= block < len(state) and state[block] is BlockState.LEASED):
+            raise self._not_leased(block, "bound")
+        state[block], self.blocks.refs[block] = BlockState.IN_USE, 1
         self.leased -= 1
-        self.free.append(block.id)
 
-    def hold(self, block: Block) -> None:
+    def give_back(self, block: BlockId) -> None:
+        """Free a leased block that the worker returned. Raises ProtocolViolation when it is not leased."""
+        state = self.blocks.state
+        if not (0 <= block < len(state) and state[block] is BlockState.LEASED):
+            raise self._not_leased(block, "returned")
+        self.leased -= 1
+        self._free(block)
+
+    def hold(self, block: BlockId) -> None:
         """Add a reference to a block in use or in the cache."""
-        if block.state is BlockState.CACHED:
+        blocks = self.blocks
+        if blocks.state[block] is BlockState.CACHED:
             self.cached.take(block)
-            block.state = BlockState.IN_USE
-        elif block.hash is not None:
+            blocks.state[block] = BlockState.IN_USE
+        elif blocks.hash[block] is not None:
             self.cached.used(block)
-        block.refs += 1
+        blocks.refs[block] += 1
 
-    def drop(self, block: Block) -> bool:
+    def drop(self, block: BlockId) -> bool:
         """Drop a reference; a registered block without any goes to the cache. Return whether it is free now."""
-        block.refs -= 1
-        if block.refs:
+        blocks = self.blocks
+        left = blocks.refs[block] - 1
+        blocks.refs[block] = left
+        if left:
             return False
-        if block.hash is not None:
-            block.state = BlockState.CACHED
+        if blocks.hash[block] is not None:
+            blocks.state[block] = BlockState.CACHED
             self.cached.add(block)
             return False
-        block.state = BlockState.FREE
-        self.free.append(block.id)
+        self._free(block)
         return True
 
-    def uncache(self) -> Block:
+    def uncache(self) -> BlockId:
         """Free the cached block that is next in the order of eviction; the caller forgets its hash."""
-        block = self.blocks[self.cached.pop()]
-        block.state = BlockState.FREE
-        self.free.append(block.id)
+        block = self.cached.pop()
+        self._free(block)
         return block
 
-    def free_cached(self, block: Block) -> None:
+    def free_cached(self, block: BlockId) -> None:
         """Free a cached block, wherever it stands in the order of eviction; the caller forgets its hash."""
         self.cached.discard(block)
-        block.state = BlockState.FREE
-        self.free.append(block.id)
+        self._free(block)
 
-    def replace_cached(self, old: Block, by: Block) -> None:
+    def replace_cached(self, old: BlockId, by: BlockId) -> None:
         """Free a cached block whose content a block in use has."""
         self.cached.replaced(old, by)
-        old.state = BlockState.FREE
-        self.free.append(old.id)
+        self._free(old)
 
     def free_all_cached(self) -> None:
         """Free every cached block; the caller has forgotten all hashes."""
-        for block_id in list(self.cached):
-            self.free_cached(self.blocks[block_id])
+        for block in list(self.cached):
+            self.free_cached(block)
 
-    def _leased(self, block_id: BlockId, verb: str) -> Block:
-        block = self.get(block_id)
-        if block.state is not BlockState.LEASED:
-            raise ProtocolViolation(f"block {block_id} was {verb} although it is {block.state.value}, not leased")
-        return block
+    def _free(self, block: BlockId) -> None:
+        self.blocks.state[block] = BlockState.FREE
+        self.free.append(block)
+
+    def _not_leased(self, block: BlockId, verb: str) -> ProtocolViolation:
+        self.check(block)
+        state = self.blocks.state[block].value
+        return ProtocolViolation(f"block {block} was {verb} although it is {state}, not leased")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.types import TRIMMED, BlockId, SequenceId, SequencePhase
-from kvmanager.core.block import Block
+from kvmanager.core.block import Blocks
 from kvmanager.core.sequence import Sequence
 
 
@@ -21,7 +21,7 @@ class BlockTable:
     sealed_blocks: int
 
 
-def table_of(sequence: Sequence, blocks: list[Block]) -> BlockTable:
-    sealed = sum(blocks[block].hash is not None for block in sequence.block_table if block != TRIMMED)
+def table_of(sequence: Sequence, blocks: Blocks) -> BlockTable:
+    sealed = sum(blocks.hash[block] is not None for block in sequence.block_table if block != TRIMMED)
     block_table = tuple(sequence.block_table)
     return BlockTable(sequence.id, sequence.request_id, sequence.phase, block_table, sequence.n_shared, sealed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from itertools import islice
 
 from kvmanager.core.index_events import IndexEvent
@@ -21,12 +21,13 @@ class EventLog:
         self.number = number
         self._events: deque[IndexEvent] = deque(maxlen=most)
 
-    def add(self, events: Iterable[IndexEvent]) -> None:
-        """Add events; those that are older than the log's beginning are passed over."""
-        for event in events:
-            if event.number > self.number:
-                self.number = event.number
-                self._events.append(event)
+    def add(self, events: Sequence[IndexEvent]) -> None:
+        """Add events in their order; those that are older than the log's beginning are passed over."""
+        if events and events[0].number <= self.number:
+            events = [event for event in events if event.number > self.number]
+        if events:
+            self.number = events[-1].number
+            self._events.extend(events)
 
     def since(self, number: int) -> tuple[IndexEvent, ...] | None:
         """Return the events after a number; None when some of them are gone, or the number was never given."""

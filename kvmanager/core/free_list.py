@@ -19,9 +19,7 @@ class FreeList:
 
     def __init__(self, num_blocks: int, blocks: Iterable[BlockId] = ()) -> None:
         self._sentinel = num_blocks
-        self._next = [_ABSENT] * num_blocks + [num_blocks]
-        self._previous = [_ABSENT] * num_blocks + [num_blocks]
-        self._length = 0
+        self.empty()
         for block in blocks:
             self.append(block)
 
@@ -36,6 +34,18 @@ class FreeList:
         while block != self._sentinel:
             yield BlockId(block)
             block = self._next[block]
+
+    def empty(self) -> None:
+        """Take out every block."""
+        count = self._sentinel
+        self._next, self._previous = [_ABSENT] * count + [count], [_ABSENT] * count + [count]
+        self._length = 0
+
+    def fill(self) -> None:
+        """Hold every block, in the order of their ids."""
+        count = self._sentinel
+        self._next, self._previous = [*range(1, count + 1), 0], [count, *range(count)]
+        self._length = count
 
     def append(self, block: BlockId) -> None:
         """Put a block that is not in the list at its end. Raises ValueError when it is."""
@@ -63,6 +73,10 @@ class FreeList:
         """Take the first block out. Raises IndexError when the list is empty."""
         if not self._length:
             raise IndexError("the list is empty")
-        block = BlockId(self._next[self._sentinel])
-        self.remove(block)
-        return block
+        following, sentinel = self._next, self._sentinel
+        block = following[sentinel]
+        after = following[block]
+        following[sentinel], self._previous[after] = after, sentinel
+        following[block] = self._previous[block] = _ABSENT
+        self._length -= 1
+        return BlockId(block)

@@ -1,5 +1,7 @@
 """Changes of the prefix cache's membership for the index: numbered densely, with snapshots to repair gaps."""
 
+# `Stored` and `Removed` are not frozen: to make a frozen one takes twice as long, and each seal makes one.
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -7,7 +9,7 @@ from dataclasses import dataclass
 from common.types import BlockHash
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Stored:
     """The first copy of a hash was registered. `depth` is 0 for the first block of a prompt."""
 
@@ -16,7 +18,7 @@ class Stored:
     depth: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Removed:
     """The last copy of a hash was evicted."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from functools import partial
 
@@ -43,7 +43,12 @@ class Ledger:
 
     def rebuild(self, inventory: Inventory) -> None:
         """Replace the state by the worker's inventory. Raises ProtocolViolation if the inventory contradicts itself."""
-        self.policies.loader.load(self.state, inventory)
+        for _ in self.rebuilding(inventory):
+            pass
+
+    def rebuilding(self, inventory: Inventory) -> Iterator[None]:
+        """Rebuild in steps of some milliseconds; between them nothing else may be called. Raises as `rebuild` does."""
+        return self.policies.loader.load(self.state, inventory)
 
     def apply(self, report: Report) -> None:
         """Apply a report. Raises ProtocolViolation; the ledger is then void until the next rebuild."""
@@ -64,7 +69,9 @@ class Ledger:
         if not preempt:
             granter.backfill(state, copies, admits)
         granter.explain(state)
-        target = self.lease_target(refill)
+        if admits or preempt:
+            terms, _ = self._runway_terms()
+        target = self._target(terms, refill)
         if refill:
             lease += granter.lease_further(state, target)
         cancel, state.refused = tuple(state.refused), []
@@ -84,9 +91,11 @@ class Ledger:
         return self.policies.preemption.preempt_for(state, sequence, missing)
 
     def lease_target(self, refill: bool) -> int:
+        return self._target(self._runway_terms()[0], refill)
+
+    def _target(self, terms: runway.RunwayTerms, refill: bool) -> int:
         state = self.state
         pressed = state.blocked_by == "capacity"
-        terms, _ = self._runway_terms()
         return runway.next_target(terms, state.last_sent_target, refill, pressed, state.block_pool.leased)
 
     def _runway_terms(self) -> tuple[runway.RunwayTerms, int]:
@@ -128,12 +137,12 @@ class Ledger:
     def block_table(self, sequence_id: SequenceId) -> BlockTable | None:
         """Return a sequence's block table; None when the sequence is unknown."""
         sequence = self.state.sequences.get(sequence_id)
-        return table_of(sequence, self.state.block_pool.blocks) if sequence else None
+        return table_of(sequence, self.state.blocks) if sequence else None
 
     def block_tables(self) -> tuple[BlockTable, ...]:
         """Return the block table of every live sequence, by arrival."""
         ordered = sorted(self.state.sequences.values(), key=lambda sequence: sequence.arrival)
-        return tuple(table_of(sequence, self.state.block_pool.blocks) for sequence in ordered)
+        return tuple(table_of(sequence, self.state.blocks) for sequence in ordered)
 
     def block_map(self, first_block: int, limit: int, most_sequences: int) -> BlockMap:
         """Return how `limit` blocks are used, and the sequences with the most blocks."""

@@ -12,8 +12,8 @@ from common.clock import Clock
 from common.errors import ProtocolViolation
 from common.lease import Reserve, blocks_needed
 from common.limits import MAX_WORKER_SEQUENCES
-from common.types import BlockHash, DecisionKind, SequenceId, SequencePhase
-from kvmanager.core.block import ROOT, Block, BlockState
+from common.types import BlockHash, BlockId, DecisionKind, SequenceId, SequencePhase
+from kvmanager.core.block import ROOT, Blocks, BlockState
 from kvmanager.core.block_pool import BlockPool
 from kvmanager.core.config import LedgerConfig
 from kvmanager.core.counts import Totals
@@ -57,25 +57,28 @@ class LedgerState:
     """
 
     __slots__ = (
-        "admitted", "admitted_in_turn", "block_pool", "blocked_by", "cache", "clock", "config", "decisions",
-        "eviction", "growth", "last_sent_target", "last_step", "lease_want", "next_arrival", "preempting", "queue",
-        "refused", "remembered", "resets", "running", "sequences", "stalled", "steps", "tenants", "totals",
+        "admitted", "admitted_in_turn", "block_pool", "blocked_by", "blocks", "cache", "caches", "clock", "config",
+        "decisions", "eviction", "growth", "last_sent_target", "last_step", "lease_want", "next_arrival",
+        "preempting", "queue", "refused", "remembered", "resets", "running", "sequences", "stalled", "steps",
+        "tenants", "totals",
     )  # fmt: skip
 
     def __init__(self, config: LedgerConfig, clock: Clock, decision_ids: Callable[[], str]) -> None:
-        self.config = config
+        self.config, self.caches = config, config.caches
         self.clock = clock
         self.decisions = DecisionLog(clock, decision_ids)
         self.totals = Totals()
-        self.cache = PrefixCache([], config.ghosts or 4 * config.num_blocks)
-        self.eviction = order_of(config.eviction, config.num_blocks, self.cache.entries)
+        self.blocks = Blocks(config.num_blocks)
+        self.cache = PrefixCache(self.blocks, config.ghosts or 4 * config.num_blocks)
+        self.eviction = order_of(config.eviction, self.blocks, self.cache.entries)
         self.empty()
 
     def empty(self) -> None:
         """Forget sequences and levels and free every block; event numbers, ghosts and totals go on."""
         self.eviction.empty()
-        self.block_pool = BlockPool(self.config.num_blocks, self.eviction)
-        self.cache.rebase(self.block_pool.blocks)
+        self.blocks.clear()
+        self.block_pool = BlockPool(self.blocks, self.eviction)
+        self.cache.rebase()
         self.sequences: dict[SequenceId, Sequence] = {}
         # Those with a live sequence.
         self.tenants: dict[str, TenantUse] = {}
@@ -192,85 +195,91 @@ class LedgerState:
 
     # ------------------------------------------------------------ blocks
 
-    def append_block(self, block: Block, sequence: Sequence) -> None:
+    def append_block(self, block: BlockId, sequence: Sequence) -> None:
         """Append a block without content to a block table. Others may share it at once if its hash is known.
 
         The block of the last known token is not shared. If a sharer filled that slot first, the sequence could never
         compute its logits, because a slot is written once. So it is with all blocks of one that computes all tokens.
         """
-        index = len(sequence.block_table)
+        table = sequence.block_table
+        index = len(table)
         self.describe(block, sequence, index)
-        sequence.block_table.append(block.id)
-        self.expect(block, sequence, index)
+        table.append(block)
+        if index < len(sequence.block_hashes):
+            self.expect(block, sequence, index)
 
-    def expect(self, block: Block, sequence: Sequence, index: int) -> None:
+    def expect(self, block: BlockId, sequence: Sequence, index: int) -> None:
         """Let others share a block that the sequence is about to fill, where its hash is known."""
-        shared = 0 if sequence.computes_all else self.config.hits_of(sequence.num_tokens)
-        if index < min(shared, len(sequence.block_hashes)) and self.config.caches:
+        if not self.caches or sequence.computes_all or index >= len(sequence.block_hashes):
+            return
+        if index < self.config.hits_of(sequence.num_tokens):
             self.cache.expect(block, sequence.block_hashes[index])
 
-    def may_publish(self, block: Block, block_hash: BlockHash, parent: BlockHash) -> bool:
+    def may_publish(self, block: BlockId, block_hash: BlockHash, parent: BlockHash) -> bool:
         """Return whether a block in use may be registered: after its parent, at its own depth, under a hash of its own.
 
         A block whose hash another content has is not shared, and nothing after it.
         """
         cache = self.cache
-        if not self.config.caches or not cache.has_parent(parent) or cache.depth_after(parent) != block.index:
+        if not self.caches or not cache.follows(block, parent):
             return False
         if cache.is_ambiguous(block_hash, parent):
             cache.forget_pending(block)
             return False
         return True
 
-    def publish(self, block: Block, block_hash: BlockHash, parent: BlockHash) -> None:
+    def publish(self, block: BlockId, block_hash: BlockHash, parent: BlockHash) -> None:
         """Register a block in use. A cached copy of its content is free from now on."""
         cache, pool = self.cache, self.block_pool
         ghost = cache.register(block, block_hash, parent)
-        before = cache.entries[parent].blocks[0] if parent else None
+        before = cache.entries[parent] if parent else None
         pool.cached.registered(block, before, ghost.mark if ghost else NO_MARK)
-        self._count_awaited(block)
-        first = pool.blocks[cache.entries[block_hash].blocks[0]]
-        if first.state is BlockState.CACHED:
+        if block in self.blocks.awaited:
+            self._count_awaited(block)
+        first = cache.entries[block_hash]
+        if self.blocks.state[first] is BlockState.CACHED:
             cache.evict(first)
             pool.replace_cached(first, block)
 
-    def release(self, block: Block) -> None:
+    def release(self, block: BlockId) -> None:
         """Drop a reference. Of several blocks with one content, the one that is released last stays cached.
 
         The others are in use then and come later in the order of eviction, so a parent still outlives its children.
         """
-        if block.refs == 1 and block.hash is not None:
-            self.cache.touch(block.hash)
-            if self.cache.has_twin(block):
-                self.cache.evict(block)
+        blocks, cache = self.blocks, self.cache
+        block_hash = blocks.hash[block]
+        if block_hash is not None and blocks.refs[block] == 1:
+            if cache.watched:
+                cache.touch(block_hash)
+            if block_hash in cache.copies:
+                cache.evict(block)
         if self.block_pool.drop(block):
-            self.cache.forget_pending(block)
-            block.awaited = 0
+            if blocks.pending[block] is not None:
+                cache.forget_pending(block)
+            blocks.awaited.pop(block, None)
 
-    def _count_awaited(self, block: Block) -> None:
+    def _count_awaited(self, block: BlockId) -> None:
         """Count hits on a block that was not sealed when they were granted.
 
         Where the sequence that was to fill it has left, one of those that shared the block has filled it.
         """
-        if block.awaited:
-            owner = self.sequences.get(block.owner)
-            table = owner.block_table if owner is not None else ()
-            filled = block.index < len(table) and table[block.index] == block.id
-            self.totals.prefix_hit_blocks += block.awaited - (not filled)
-            block.awaited = 0
+        owner, index = self.sequences.get(self.blocks.owner[block]), self.blocks.index[block]
+        table = owner.block_table if owner is not None else ()
+        filled = index < len(table) and table[index] == block
+        self.totals.prefix_hit_blocks += self.blocks.awaited.pop(block) - (not filled)
 
-    def describe(self, block: Block, sequence: Sequence, index: int) -> None:
+    def describe(self, block: BlockId, sequence: Sequence, index: int) -> None:
         """Set the index, owner and parent hash of a block, as far as the sequence's block hashes are known."""
-        block.index, block.owner = index, sequence.id
-        block.parent = (
-            ROOT if not index else sequence.block_hashes[index - 1] if index <= len(sequence.block_hashes) else None
-        )
+        blocks, block_hashes = self.blocks, sequence.block_hashes
+        blocks.index[block], blocks.owner[block] = index, sequence.id
+        blocks.parent[block] = ROOT if not index else block_hashes[index - 1] if index <= len(block_hashes) else None
 
-    def parent_of(self, block: Block) -> BlockHash | None:
+    def parent_of(self, block: BlockId) -> BlockHash | None:
         """Return the hash of the block before this one (ROOT for a first block); None while it is not known."""
-        if block.parent is not None:
-            return block.parent
-        owner = self.sequences.get(block.owner)
-        if owner is None or block.index > len(owner.block_hashes):
+        parent, index = self.blocks.parent[block], self.blocks.index[block]
+        if parent is not None:
+            return parent
+        owner = self.sequences.get(self.blocks.owner[block])
+        if owner is None or index > len(owner.block_hashes):
             return None
-        return owner.block_hashes[block.index - 1]
+        return owner.block_hashes[index - 1]

@@ -7,7 +7,7 @@ was configured. It is forgotten when no worker is attached.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from common.clock import Clock
@@ -143,12 +143,24 @@ class Manager:
 
         Raises ProtocolViolation when the inventory contradicts itself, ValueError while a higher epoch is needed.
         """
+        for _ in self.rebuilding(registration, inventory):
+            pass
+        return self.rebuilt(registration)
+
+    def rebuilding(self, registration: WorkerRegistration, inventory: Inventory) -> Iterator[None]:
+        """Rebuild the ledger in steps of some milliseconds, between which other ledgers may be served.
+
+        Call `rebuilt` after the last one. Raises as `complete` does.
+        """
         if self.needs_epoch(registration.attach):
             attach = registration.attach
             raise ValueError(
                 f"worker {attach.worker_id} has accepted epoch {attach.epoch_seen}; take a higher one than {self.epoch}"
             )
-        registration.ledger.rebuild(inventory)
+        yield from registration.ledger.rebuilding(inventory)
+
+    def rebuilt(self, registration: WorkerRegistration) -> AttachOk:
+        """Count a worker whose ledger is rebuilt as attached, and return the answer."""
         if self.last_reset and registration.attach.reset != self.last_reset:
             registration.ledger.reset_cache(self.last_reset)
         registration.ready = True

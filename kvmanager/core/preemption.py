@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 
 from common.lease import Preempt
 from common.types import TRIMMED, BlockId, Candidate, SequenceId, SequencePhase
-from kvmanager.core.block import Block
+from kvmanager.core.block import Blocks
 from kvmanager.core.ledger_state import LedgerState
 from kvmanager.core.sequence import Sequence
 from kvmanager.core.shares import TenantShares
@@ -36,7 +36,7 @@ class PreemptionPolicy:
         if not stalled:
             return ()
         running = running_sequences(state)
-        victims = victims_for(stalled, running, TenantShares(state), state.block_pool.blocks)
+        victims = victims_for(stalled, running, TenantShares(state), state.blocks)
         leaving = {victim.id for victim in victims}
         going_on = [each for each in stalled if each not in leaving] or stalled
         beneficiary = min((state.sequences[each] for each in going_on), key=seniority)
@@ -54,7 +54,7 @@ class PreemptionPolicy:
         victims = self.victims(sequence, running, TenantShares(state), blocks)
         if not victims:
             return ()
-        pool = state.block_pool.blocks
+        pool = state.blocks
         if missing() > sum(private_blocks(each, pool) for each in victims):
             return ()
         victim = victims[0]
@@ -85,7 +85,7 @@ class PreemptionPolicy:
         reasons: tuple[str, ...],
     ) -> tuple[Preempt, ...]:
         # The records of one order share their candidates: the first has them.
-        named = candidates(running, state.block_pool.blocks)
+        named = candidates(running, state.blocks)
         shown = [named, *[()] * (len(victims) - 1)]
         records = [_record(state, each, beneficiary, reasons, of) for each, of in zip(victims, shown, strict=True)]
         orders = tuple(Preempt(each.id, record) for each, record in zip(victims, records, strict=True))
@@ -98,18 +98,18 @@ class PreemptionPolicy:
         state.halt(victim, SequencePhase.DRAINING_PREEMPT)
 
 
-def private_blocks(sequence: Sequence, blocks: list[Block]) -> int:
+def private_blocks(sequence: Sequence, blocks: Blocks) -> int:
     """Return how many blocks of a block table no other sequence holds: the blocks that its preemption frees."""
-    return sum(blocks[block].refs == 1 for block in sequence.block_table if block != TRIMMED)
+    return sum(blocks.refs[block] == 1 for block in sequence.block_table if block != TRIMMED)
 
 
-def tokens_lost(sequence: Sequence, blocks: list[Block], block_size: int) -> int:
+def tokens_lost(sequence: Sequence, blocks: Blocks, block_size: int) -> int:
     """Return how many tokens of a sequence must be computed again if its sealed blocks stay cached.
 
     The number goes into the decision record. It may be some tokens low, because the worker reports lengths only with
     what may cause a preemption, and not at every step (`Report.computed`).
     """
-    sealed = sum(block == TRIMMED or blocks[block].hash is not None for block in sequence.block_table)
+    sealed = sum(block == TRIMMED or blocks.hash[block] is not None for block in sequence.block_table)
     return max(0, max(sequence.num_tokens, sequence.computed) - sealed * block_size)
 
 
@@ -123,7 +123,7 @@ def running_sequences(state: LedgerState) -> list[Sequence]:
 
 
 def victims_for(
-    stalled: Iterable[SequenceId], running: list[Sequence], shares: TenantShares, blocks: list[Block]
+    stalled: Iterable[SequenceId], running: list[Sequence], shares: TenantShares, blocks: Blocks
 ) -> list[Sequence]:
     """Return victims, the first one first, until each stalled sequence that is not among them gets a block.
 
@@ -145,7 +145,7 @@ def victims_for(
 class FreedBlocks:
     """The blocks that several sequences together free when they leave."""
 
-    def __init__(self, blocks: list[Block]) -> None:
+    def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks
         self._dropped: Counter[BlockId] = Counter()
         self.count = 0
@@ -154,7 +154,7 @@ class FreedBlocks:
         for block in sequence.block_table:
             if block != TRIMMED:
                 self._dropped[block] += 1
-                self.count += self._dropped[block] == self._blocks[block].refs
+                self.count += self._dropped[block] == self._blocks.refs[block]
 
 
 def _exposure(sequence: Sequence, shares: TenantShares) -> tuple[int, float, int]:
@@ -169,7 +169,7 @@ def _gives_way(victim: Sequence, sequence: Sequence, shares: TenantShares) -> bo
     return shares.load(victim.tenant) > 1.0 and shares.running(victim.tenant) > 1
 
 
-def candidates(running: Iterable[Sequence], blocks: list[Block]) -> tuple[Candidate, ...]:
+def candidates(running: Iterable[Sequence], blocks: Blocks) -> tuple[Candidate, ...]:
     """Return every running sequence with the terms of the choice, the first to be preempted first."""
     found = []
     for sequence in sorted(running, key=seniority, reverse=True):
@@ -190,7 +190,7 @@ def _record(
     reasons: tuple[str, ...],
     named: tuple[Candidate, ...],
 ) -> str:
-    blocks = state.block_pool.blocks
+    blocks = state.blocks
     figures = {
         "tokens_lost": float(tokens_lost(victim, blocks, state.config.block_size)),
         "blocks_freed": float(private_blocks(victim, blocks)),

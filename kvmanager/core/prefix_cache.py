@@ -3,6 +3,7 @@
 The map is hash -> copies. Every sealed block is registered, even if its hash has a copy. With one block per hash, the
 first copy could be evicted while a sequence holds a private twin. That sequence would then seal a child without a
 registered parent. For the index, a hash is a member while it has a copy: events report the first and the last copy.
+Parent, depth and children of a hash stand in the columns of its first copy (`Blocks`); the depth is its index.
 
 A copy that no sequence holds is worth its block only while it is the only one. So the copies of a hash are either one
 cached block or blocks in use; `LedgerState` frees every other one. A look-up takes the first copy.
@@ -13,11 +14,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import NamedTuple
 
 from common.errors import ProtocolViolation
 from common.types import BlockHash, BlockId, MissReason
-from kvmanager.core.block import ROOT, Block
+from kvmanager.core.block import ROOT, Blocks
 from kvmanager.core.eviction.interface import NO_MARK, Mark
 from kvmanager.core.index_events import Cleared, IndexEvent, IndexSnapshot, Removed, Stored
 
@@ -35,21 +37,6 @@ class PrefixMatch:
     evicted_for: str = field(default="", compare=False)
 
 
-class Entry:
-    """A registered hash: the blocks that hold it, its parent's hash (ROOT for a first block) and its depth.
-
-    `children` counts the registered hashes whose parent it is.
-    """
-
-    __slots__ = ("blocks", "children", "depth", "parent")
-
-    def __init__(self, parent: BlockHash, depth: int, blocks: list[BlockId], children: int = 0) -> None:
-        self.parent = parent
-        self.depth = depth
-        self.blocks = blocks
-        self.children = children
-
-
 class Ghost(NamedTuple):
     """What is kept of an evicted hash: the name of the sequence that needed the room, and the policy's mark."""
 
@@ -60,12 +47,16 @@ class Ghost(NamedTuple):
 class PrefixCache:
     """Registered and pending hashes, the ghosts of evicted ones, and the events that follow from changes."""
 
-    __slots__ = ("_blocks", "_ghost_limit", "ambiguous", "entries", "events", "ghosts", "number", "pending", "watched")
+    __slots__ = (
+        "_blocks", "_ghost_limit", "ambiguous", "copies", "entries", "events", "ghosts", "number", "pending", "watched",
+    )  # fmt: skip
 
-    def __init__(self, blocks: list[Block], ghost_limit: int) -> None:
+    def __init__(self, blocks: Blocks, ghost_limit: int) -> None:
         self._blocks = blocks
         self._ghost_limit = ghost_limit
-        self.entries: dict[BlockHash, Entry] = {}
+        # The first copy of each registered hash, and all copies of those that have several.
+        self.entries: dict[BlockHash, BlockId] = {}
+        self.copies: dict[BlockHash, list[BlockId]] = {}
         self.pending: dict[BlockHash, BlockId] = {}
         # Hashes that two contents have; nothing more is registered after them.
         self.ambiguous: set[BlockHash] = set()
@@ -83,25 +74,24 @@ class PrefixCache:
 
         Two contents may have one hash of 16 bytes. So a block counts only with the same parent at the same depth.
         """
-        entry = self.entries.get(block_hash)
-        if entry is not None:
-            return entry.blocks[0] if entry.depth == depth and entry.parent == parent else None
-        pending = self.pending.get(block_hash)
-        if pending is None:
-            return None
-        block = self._blocks[pending]
-        return pending if block.index == depth and block.parent == parent else None
+        block = self.entries.get(block_hash)
+        if block is None:
+            block = self.pending.get(block_hash)
+            if block is None:
+                return None
+        blocks = self._blocks
+        return block if blocks.index[block] == depth and blocks.parent[block] == parent else None
 
-    def has_twin(self, block: Block) -> bool:
-        """Return whether another block has the same content as this registered one."""
-        return block.hash is not None and len(self.entries[block.hash].blocks) > 1
+    def copies_of(self, block_hash: BlockHash) -> list[BlockId]:
+        """Return the blocks that hold a registered hash, the first one first."""
+        return self.copies.get(block_hash) or [self.entries[block_hash]]
 
     def longest(self, block_hashes: Items[BlockHash], limit: int) -> list[BlockId]:
         """Return the blocks of the longest prefix of block_hashes[:limit] that is registered or pending."""
         hits: list[BlockId] = []
         parent = ROOT
-        for block_hash in block_hashes[:limit]:
-            block = self.find(block_hash, parent, len(hits))
+        for depth, block_hash in enumerate(block_hashes[:limit]):
+            block = self.find(block_hash, parent, depth)
             if block is None:
                 break
             hits.append(block)
@@ -129,87 +119,111 @@ class PrefixCache:
 
     # ------------------------------------------------------------ membership
 
-    def register(self, block: Block, block_hash: BlockHash, parent: BlockHash) -> Ghost | None:
+    def register(self, block: BlockId, block_hash: BlockHash, parent: BlockHash) -> Ghost | None:
         """Add a copy; `parent` is registered, or ROOT. Return what was kept of its last eviction."""
-        self.forget_pending(block)
-        self.touch(block_hash)
-        block.hash = block_hash
-        entry = self.entries.get(block_hash)
-        if entry is not None:
-            entry.blocks.append(block.id)
+        blocks = self._blocks
+        if blocks.pending[block] is not None:
+            self.forget_pending(block)
+        if self.watched:
+            self.touch(block_hash)
+        blocks.hash[block], blocks.parent[block] = block_hash, parent
+        first = self.entries.get(block_hash)
+        if first is not None:
+            self.copies.setdefault(block_hash, [first]).append(block)
             return None
-        depth = 0
         if parent:
-            above = self.entries[parent]
-            above.children += 1
-            depth = above.depth + 1
-        self.entries[block_hash] = Entry(parent, depth, [block.id])
+            blocks.children[self.entries[parent]] += 1
+        self.entries[block_hash] = block
         self.number += 1
-        self.events.append(Stored(self.number, block_hash, depth))
+        self.events.append(Stored(self.number, block_hash, blocks.index[block]))
         return self.ghosts.pop(block_hash, None)
 
-    def has_parent(self, parent: BlockHash) -> bool:
-        """Return whether a child of `parent` may be registered."""
-        return parent == ROOT or (parent in self.entries and parent not in self.ambiguous)
+    def follows(self, block: BlockId, parent: BlockHash) -> bool:
+        """Return whether `parent` is registered, or ROOT, and a block stands at the depth of its children."""
+        depth = self._blocks.index[block]
+        if not parent:
+            return depth == 0
+        above = self.entries.get(parent)
+        return above is not None and parent not in self.ambiguous and self._blocks.index[above] + 1 == depth
+
+    def forget_ghosts(self, block_hashes: Items[BlockHash]) -> None:
+        """Forget the eviction of those hashes that are registered again."""
+        for block_hash in block_hashes:
+            if block_hash in self.entries:
+                self.ghosts.pop(block_hash, None)
 
     def depth_after(self, parent: BlockHash) -> int:
         """Return the depth of a child of `parent`, which is registered or ROOT."""
-        return self.entries[parent].depth + 1 if parent else 0
+        return self._blocks.index[self.entries[parent]] + 1 if parent else 0
 
     def is_ambiguous(self, block_hash: BlockHash, parent: BlockHash) -> bool:
         """Return whether another content than a child of `parent` has this hash; remember that.
 
         The children of the two could not be told apart: each would count as a child of the registered one.
         """
-        entry = self.entries.get(block_hash)
-        if entry is None or entry.parent == parent:
+        first = self.entries.get(block_hash)
+        if first is None or self._blocks.parent[first] == parent:
             return False
         self.ambiguous.add(block_hash)
         return True
 
-    def depth_of(self, block: Block) -> int:
-        """Return the depth of what a block holds; 0 for the first block of a prompt."""
-        assert block.hash is not None
-        return self.entries[block.hash].depth
-
-    def evict(self, block: Block, beneficiary: str = "", mark: Mark = NO_MARK) -> int:
+    def evict(self, block: BlockId, beneficiary: str = "", mark: Mark = NO_MARK) -> int:
         """Drop a copy for a sequence and return its depth; when it was the last, the hash becomes a ghost."""
-        assert block.hash is not None
-        block_hash, block.hash = block.hash, None
-        self.touch(block_hash)
-        entry = self.entries[block_hash]
-        entry.blocks.remove(block.id)
-        if entry.blocks:
-            return entry.depth
+        blocks = self._blocks
+        block_hash, depth = blocks.hash[block], blocks.index[block]
+        assert block_hash is not None
+        blocks.hash[block] = None
+        if self.watched:
+            self.touch(block_hash)
+        if block_hash in self.copies:
+            self._drop_copy(block, block_hash)
+            return depth
         del self.entries[block_hash]
-        if entry.parent:
-            if (parent := self.entries.get(entry.parent)) is None:
-                raise ProtocolViolation(f"block {block.id} was cached without its parent")
-            parent.children -= 1
+        blocks.children[block] = 0
+        parent = blocks.parent[block]
+        if parent:
+            above = self.entries.get(parent)
+            if above is None:
+                raise ProtocolViolation(f"block {block} was cached without its parent")
+            blocks.children[above] -= 1
         self.number += 1
-        self.events.append(Removed(self.number, block_hash, entry.depth))
+        self.events.append(Removed(self.number, block_hash, depth))
         self.ghosts[block_hash] = Ghost(beneficiary, mark)
         if len(self.ghosts) > self._ghost_limit:
             self.ghosts.popitem(last=False)
-        return entry.depth
+        return depth
+
+    def _drop_copy(self, block: BlockId, block_hash: BlockHash) -> None:
+        """Drop one of several copies. If it was the first one, the next one counts the children from now on."""
+        copies, children = self.copies[block_hash], self._blocks.children
+        copies.remove(block)
+        first = copies[0]
+        if self.entries[block_hash] == block:
+            self.entries[block_hash] = first
+            children[first], children[block] = children[block], 0
+        if len(copies) == 1:
+            del self.copies[block_hash]
 
     def clear(self) -> None:
         """Forget everything, ghosts included, with one event. The caller frees the blocks."""
-        for entry in self.entries.values():
-            for block in entry.blocks:
-                self._blocks[block].hash = None
+        blocks = self._blocks
+        for block_hash, first in self.entries.items():
+            blocks.children[first] = 0
+            for block in self.copies.get(block_hash, (first,)):
+                blocks.hash[block] = None
         self.entries.clear()
+        self.copies.clear()
         self.ghosts.clear()
         self.ambiguous.clear()
         self.watched = frozenset()
         self.number += 1
         self.events.append(Cleared(self.number))
 
-    def rebase(self, blocks: list[Block]) -> None:
-        """Start again with new blocks. The membership is cleared; event numbers and ghosts are kept."""
-        self._blocks = blocks
+    def rebase(self) -> None:
+        """Start again; the caller clears the blocks. The membership is cleared; event numbers and ghosts are kept."""
         self.pending.clear()
         self.ambiguous.clear()
+        self.copies.clear()
         self.watched = frozenset()
         if self.entries:
             self.entries.clear()
@@ -218,19 +232,20 @@ class PrefixCache:
 
     # ------------------------------------------------------------ pending
 
-    def expect(self, block: Block, block_hash: BlockHash) -> None:
+    def expect(self, block: BlockId, block_hash: BlockHash) -> None:
         """Let others share a block that will hold `block_hash`; the first such block wins."""
         if block_hash not in self.pending:
             self.touch(block_hash)
-            self.pending[block_hash] = block.id
-            block.pending = block_hash
+            self.pending[block_hash] = block
+            self._blocks.pending[block] = block_hash
 
-    def forget_pending(self, block: Block) -> None:
+    def forget_pending(self, block: BlockId) -> None:
         """Stop the sharing of an unsealed block, because it was sealed or freed."""
-        if block.pending is not None:
-            self.touch(block.pending)
-            del self.pending[block.pending]
-            block.pending = None
+        block_hash = self._blocks.pending[block]
+        if block_hash is not None:
+            self.touch(block_hash)
+            del self.pending[block_hash]
+            self._blocks.pending[block] = None
 
     # ------------------------------------------------------------ remembered matches
 
@@ -248,7 +263,7 @@ class PrefixCache:
 
     def snapshot(self) -> IndexSnapshot:
         """Return the whole membership, parents first."""
-        entries = sorted(
-            ((block_hash, entry.depth) for block_hash, entry in self.entries.items()), key=lambda each: each[1]
-        )
+        index = self._blocks.index
+        entries = [(block_hash, index[block]) for block_hash, block in self.entries.items()]
+        entries.sort(key=itemgetter(1))
         return IndexSnapshot(self.number, tuple(entries))

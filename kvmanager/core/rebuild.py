@@ -1,74 +1,161 @@
-"""Builds a ledger's state from an inventory: at the start of a session the worker's blocks are the whole truth."""
+"""Builds a ledger's state from an inventory: at the start of a session the worker's blocks are the whole truth.
+
+An inventory may have a million cached blocks, and the manager serves other workers meanwhile. So a rebuild is carried
+out in steps of some milliseconds.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Final
+
 from common.errors import ProtocolViolation
-from common.lease import CachedBlock, Inventory, InventorySequence
+from common.lease import CachedBlocks, Inventory, InventorySequence
 from common.types import TRIMMED, BlockHash, BlockId, SequencePhase
-from kvmanager.core.block import ROOT, Block, BlockState
-from kvmanager.core.eviction.restored import Restored, order_after_rebuild
+from kvmanager.core.block import NOBODY, ROOT, BlockState
+from kvmanager.core.eviction.restored import order_after_rebuild
 from kvmanager.core.ledger_state import LedgerState
 from kvmanager.core.sequence import Sequence
+
+STEP_BLOCKS: Final = 1 << 13
+"""Blocks of one step."""
 
 
 class InventoryLoader:
     """The rules by which an inventory becomes a ledger's state. It has no state of its own."""
 
-    def load(self, state: LedgerState, inventory: Inventory) -> None:
-        """Replace the ledger's state. Raises ProtocolViolation when the inventory contradicts itself."""
+    def load(self, state: LedgerState, inventory: Inventory) -> Iterator[None]:
+        """Replace the ledger's state, step by step; the state is consistent after the last step alone.
+
+        Raises ProtocolViolation when the inventory contradicts itself.
+        """
         state.empty()
+        state.block_pool.free.empty()
         loaded = [(_register(state, entry), entry.block_table) for entry in inventory.sequences]
         tables = [(sequence, table) for sequence, table in loaded if sequence.phase is not SequencePhase.WAITING]
         for sequence, table in tables:
             _restore_table(state, sequence, table)
-        for block_id in inventory.pool:
-            _restore_lease(state, block_id)
-        cached = self._restore_cached_blocks(state, inventory.cached_blocks)
+        for block in inventory.pool:
+            _restore_lease(state, block)
+        yield
+        cached: list[BlockId] = []
+        entries = CachedBlocks.of(inventory.cached_blocks)
+        if state.caches:
+            events = len(state.cache.events)
+            for first in range(0, len(entries), STEP_BLOCKS):
+                self._restore_cached_blocks(state, entries, first, cached)
+                yield
+            if len(entries):
+                # There are no events of a rebuild. A gap in their numbers leads each follower to take a snapshot.
+                del state.cache.events[events:]
+                state.cache.number += 1
         for sequence, table in tables:
             _restore_content(state, sequence, table)
-        for block_id in self.eviction_order(cached):
-            state.block_pool.free.remove(block_id)
-            state.block_pool.blocks[block_id].state = BlockState.CACHED
-            state.block_pool.cached.add(state.block_pool.blocks[block_id])
+        yield from self._restore_order(state, cached, entries)
+        yield from _restore_free(state)
         # The worker keeps its present runway until its first report.
         state.lease_want = len(inventory.pool)
 
     def adopts(self, state: LedgerState, parent: BlockHash) -> bool:
-        """Return whether a cached block with this parent is registered.
+        """Return whether a cached block is registered although its parent is not.
 
         If the parent is not registered, an ancestor may have been granted to another sequence in the meantime.
         """
-        return state.cache.has_parent(parent)
+        return False
 
-    def eviction_order(self, restored: list[Restored]) -> list[BlockId]:
-        """Return the registered blocks that no block table holds in the order of their eviction."""
-        return order_after_rebuild(restored)
+    def levels(self, by_depth: list[list[BlockId]]) -> Iterable[list[BlockId]]:
+        """Return the restored blocks of each depth in the order of their eviction."""
+        return reversed(by_depth)
 
-    def _restore_cached_blocks(self, state: LedgerState, cached_blocks: tuple[CachedBlock, ...]) -> list[Restored]:
-        """Register cached blocks whose parent is registered; return those that no block table holds.
+    def _restore_cached_blocks(
+        self, state: LedgerState, entries: CachedBlocks, first: int, cached: list[BlockId]
+    ) -> None:
+        """Register the cached blocks of one step whose parent is registered; add those that no block table holds.
 
         A block that no block table holds stays free when another one has its content.
         """
-        cached: list[Restored] = []
-        if not state.config.caches:
-            return cached
-        for number, entry in enumerate(cached_blocks):
-            block = state.block_pool.get(entry.block)
-            if block.state is BlockState.LEASED or block.hash is not None:
-                raise ProtocolViolation(f"cached block {entry.block} is leased, or stands twice in the inventory")
-            parent = (
-                cached_blocks[entry.parent].hash if 0 <= entry.parent < number else ROOT if entry.parent == -1 else None
-            )
-            if parent is None or not self.adopts(state, parent) or state.cache.is_ambiguous(entry.hash, parent):
+        blocks, cache, hashes = state.blocks, state.cache, entries.hashes
+        states, hash_of, parent_of, depth_of = blocks.state, blocks.hash, blocks.parent, blocks.index
+        registered, ambiguous, children = cache.entries, cache.ambiguous, blocks.children
+        step = slice(first, first + STEP_BLOCKS)
+        columns = zip(entries.blocks[step], hashes[step], entries.parents[step], strict=True)
+        _check_range(state, entries.blocks[step])
+        for number, (block, block_hash, at) in enumerate(columns, start=first):
+            of = states[block]
+            if of is BlockState.LEASED or hash_of[block] is not None:
+                raise ProtocolViolation(f"cached block {block} is leased, or stands twice in the inventory")
+            parent = ROOT if at == -1 else hashes[at] if 0 <= at < number else None
+            if parent is None or not (parent == ROOT or parent in registered or self.adopts(state, parent)):
                 continue
-            depth = state.cache.depth_after(parent)
-            if block.state is BlockState.FREE and entry.hash not in state.cache.entries:
-                block.index = depth
-                state.cache.register(block, entry.hash, parent)
-                cached.append(Restored(block.id, depth, entry.last_used))
-            elif block.state is BlockState.IN_USE and block.index == depth:
-                _restore_in_use(state, block, entry.hash, parent)
-        return [each for each in cached if state.block_pool.blocks[each.block].hash is not None]
+            if of is not BlockState.FREE or block_hash in registered or ambiguous:
+                if _restore_copy(state, block, block_hash, parent):
+                    cached.append(block)
+                continue
+            # What `PrefixCache.register` does with a new hash, without an event: this is most of the time of a rebuild.
+            if parent:
+                above = registered[parent]
+                depth_of[block] = depth_of[above] + 1
+                children[above] += 1
+            else:
+                depth_of[block] = 0
+            hash_of[block], parent_of[block] = block_hash, parent
+            registered[block_hash] = block
+            cached.append(block)
+        if cache.ghosts:
+            cache.forget_ghosts(hashes[step])
+
+    def _restore_order(self, state: LedgerState, cached: list[BlockId], entries: CachedBlocks) -> Iterator[None]:
+        """Put the registered blocks that no block table holds into the order of their eviction."""
+        if not cached:
+            return
+        by_depth: list[list[BlockId]] = []
+        for first in range(0, len(cached), STEP_BLOCKS):
+            _sort_by_depth(state, cached[first : first + STEP_BLOCKS], by_depth)
+            yield
+        states, last_used = state.blocks.state, [0] * len(state.blocks)
+        for first in range(0, len(entries), STEP_BLOCKS):
+            step = slice(first, first + STEP_BLOCKS)
+            for block, used in zip(entries.blocks[step], entries.last_used[step], strict=True):
+                last_used[block] = used
+            yield
+        due = 0
+        for part in order_after_rebuild(self.levels(by_depth), last_used.__getitem__):
+            for block in part:
+                states[block] = BlockState.CACHED
+            state.block_pool.cached.restore(part)
+            due += len(part)
+            if due >= STEP_BLOCKS or not part:
+                due = 0
+                yield
+
+
+def _check_range(state: LedgerState, blocks: Iterable[BlockId]) -> None:
+    for block in (min(blocks), max(blocks)):
+        state.block_pool.check(block)
+
+
+def _sort_by_depth(state: LedgerState, cached: list[BlockId], by_depth: list[list[BlockId]]) -> None:
+    """Add cached blocks to those of their depth; one whose content a block in use has stays free."""
+    depth_of, hash_of = state.blocks.index, state.blocks.hash
+    for block in cached:
+        if hash_of[block] is None:
+            continue
+        depth = depth_of[block]
+        while depth >= len(by_depth):
+            by_depth.append([])
+        by_depth[depth].append(block)
+
+
+def _restore_free(state: LedgerState) -> Iterator[None]:
+    """Put the blocks that nothing holds into the list of free ones."""
+    states, free = state.blocks.state, state.block_pool.free
+    numbers = iter(range(len(states)))
+    while step := list(islice(numbers, STEP_BLOCKS)):
+        for block in step:
+            if states[block] is BlockState.FREE:
+                free.append(BlockId(block))
+        yield
 
 
 def _register(state: LedgerState, entry: InventorySequence) -> Sequence:
@@ -81,12 +168,25 @@ def _register(state: LedgerState, entry: InventorySequence) -> Sequence:
     return sequence
 
 
-def _restore_in_use(state: LedgerState, block: Block, block_hash: BlockHash, parent: BlockHash) -> None:
-    """Register a block of a block table. Another block with its content, if no block table holds it, stays free."""
-    state.cache.register(block, block_hash, parent)
-    first = state.block_pool.blocks[state.cache.entries[block_hash].blocks[0]]
-    if first.state is BlockState.FREE:
-        state.cache.evict(first)
+def _restore_copy(state: LedgerState, block: BlockId, block_hash: BlockHash, parent: BlockHash) -> bool:
+    """Register a cached block that is no new hash of a free block, where it may be; return whether no table holds it.
+
+    A block of a block table counts at its own depth alone. Another block with its content stays free.
+    """
+    cache, blocks = state.cache, state.blocks
+    if parent in cache.ambiguous or cache.is_ambiguous(block_hash, parent):
+        return False
+    depth, is_free = cache.depth_after(parent), blocks.state[block] is BlockState.FREE
+    if is_free and block_hash not in cache.entries:
+        blocks.index[block] = depth
+        cache.register(block, block_hash, parent)
+        return True
+    if not is_free and blocks.index[block] == depth:
+        cache.register(block, block_hash, parent)
+        first = cache.entries[block_hash]
+        if blocks.state[first] is BlockState.FREE:
+            cache.evict(first)
+    return False
 
 
 def _restore_table(state: LedgerState, sequence: Sequence, table: tuple[BlockId, ...]) -> None:
@@ -94,44 +194,46 @@ def _restore_table(state: LedgerState, sequence: Sequence, table: tuple[BlockId,
         raise ProtocolViolation(
             f"sequence {sequence.id} has a block table of {len(table)} blocks; at most {sequence.max_blocks} fit"
         )
-    for index, block_id in enumerate(table):
-        if block_id == TRIMMED:
+    blocks = state.blocks
+    for index, block in enumerate(table):
+        if block == TRIMMED:
             sequence.trimmed = index + 1
             continue
-        block = state.block_pool.get(block_id)
-        if block.state is BlockState.FREE:
-            state.block_pool.free.remove(block.id)
-            block.state, block.index = BlockState.IN_USE, index
-        elif block.index != index:
+        state.block_pool.check(block)
+        if blocks.state[block] is BlockState.FREE:
+            blocks.state[block], blocks.index[block] = BlockState.IN_USE, index
+        elif blocks.index[block] != index:
             raise ProtocolViolation(
-                f"block {block_id} has index {block.index} in one block table and {index} in another"
+                f"block {block} has index {blocks.index[block]} in one block table and {index} in another"
             )
-        block.refs += 1
+        blocks.refs[block] += 1
     sequence.block_table = list(table)
     state.start(sequence, sequence.phase)
 
 
-def _restore_lease(state: LedgerState, block_id: BlockId) -> None:
-    block = state.block_pool.get(block_id)
-    if block.state is not BlockState.FREE:
-        raise ProtocolViolation(f"block {block_id} is in the lease pool although it is {block.state.value}")
-    state.block_pool.free.remove(block.id)
-    block.state = BlockState.LEASED
+def _restore_lease(state: LedgerState, block: BlockId) -> None:
+    state.block_pool.check(block)
+    of = state.blocks.state[block]
+    if of is not BlockState.FREE:
+        raise ProtocolViolation(f"block {block} is in the lease pool although it is {of.value}")
+    state.blocks.state[block] = BlockState.LEASED
     state.block_pool.leased += 1
 
 
 def _restore_content(state: LedgerState, sequence: Sequence, table: tuple[BlockId, ...]) -> None:
     """Set the present or future content of a table's blocks; hashes of sealed blocks extend the block hashes."""
-    block_hashes = sequence.block_hashes
-    for index, block_id in enumerate(table):
-        if block_id == TRIMMED:
+    blocks, block_hashes = state.blocks, sequence.block_hashes
+    for index, block in enumerate(table):
+        if block == TRIMMED:
             continue
-        block = state.block_pool.blocks[block_id]
-        if block.parent is None:
+        block_hash = blocks.hash[block]
+        if blocks.parent[block] is None:
             state.describe(block, sequence, index)
-        if block.hash is None:
+        elif blocks.owner[block] == NOBODY:
+            blocks.owner[block] = sequence.id
+        if block_hash is None:
             state.expect(block, sequence, index)
         elif index == len(block_hashes):
-            block_hashes.append(block.hash)
-        elif index < len(block_hashes) and block_hashes[index] != block.hash:
-            raise ProtocolViolation(f"block {block_id} has another hash in the inventory than in its sequence's prompt")
+            block_hashes.append(block_hash)
+        elif index < len(block_hashes) and block_hashes[index] != block_hash:
+            raise ProtocolViolation(f"block {block} has another hash in the inventory than in its sequence's prompt")

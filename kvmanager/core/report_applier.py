@@ -59,6 +59,7 @@ class ReportApplier:
 
     def bind(self, state: LedgerState, bindings: Iterable[tuple[SequenceId, BlockId]]) -> None:
         """Append leased blocks to block tables."""
+        bound: dict[str, int] = {}
         for sequence_id, block_id in bindings:
             sequence = state.sequences.get(sequence_id)
             if sequence is None or sequence.phase is SequencePhase.WAITING:
@@ -67,24 +68,29 @@ class ReportApplier:
                 )
             if not sequence.growth:
                 raise ProtocolViolation(f"sequence {sequence_id} grew beyond {sequence.max_blocks} blocks")
-            state.append_block(state.block_pool.bind(block_id), sequence)
+            state.block_pool.bind(block_id)
+            state.append_block(block_id, sequence)
             if sequence.phase is SequencePhase.RUNNING:
-                state.growth -= 1
-                state.count_use(sequence, 0, 1)
+                bound[sequence.tenant] = bound.get(sequence.tenant, 0) + 1
+        for tenant, count in bound.items():
+            state.growth -= count
+            state.tenants[tenant] = state.tenants[tenant].more(0, count)
 
     def seal(self, state: LedgerState, seals: Iterable[tuple[BlockId, BlockHash]]) -> None:
         """Register full, computed blocks whose parent is registered; count and ignore the others."""
-        for block_id, block_hash in seals:
-            block = state.block_pool.get(block_id)
-            parent = state.parent_of(block) if block.state is BlockState.IN_USE and block.hash is None else None
+        blocks, pool = state.blocks, state.block_pool
+        for block, block_hash in seals:
+            pool.check(block)
+            unsealed = blocks.state[block] is BlockState.IN_USE and blocks.hash[block] is None
+            parent = (blocks.parent[block] or state.parent_of(block)) if unsealed else None
             if parent is None or not state.may_publish(block, block_hash, parent):
                 state.totals.ignored_seals += 1
                 continue
-            if block.pending not in (None, block_hash):
-                raise ProtocolViolation(f"block {block_id} was sealed with another hash than its prompt's")
+            if blocks.pending[block] not in (None, block_hash):
+                raise ProtocolViolation(f"block {block} was sealed with another hash than its prompt's")
             state.publish(block, block_hash, parent)
-            owner = state.sequences.get(block.owner)
-            if owner is not None and block.index == len(owner.block_hashes):
+            owner = state.sequences.get(blocks.owner[block])
+            if owner is not None and blocks.index[block] == len(owner.block_hashes):
                 owner.block_hashes.append(block_hash)
 
     def trim(self, state: LedgerState, trims: Iterable[tuple[SequenceId, int]]) -> None:
@@ -154,5 +160,5 @@ class ReportApplier:
         sequence.block_table = []
         sequence.trimmed = sequence.n_shared = 0
 
-    def release(self, state: LedgerState, block_id: BlockId) -> None:
-        state.release(state.block_pool.blocks[block_id])
+    def release(self, state: LedgerState, block: BlockId) -> None:
+        state.release(block)

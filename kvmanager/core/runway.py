@@ -7,13 +7,12 @@ while no sequence waits for blocks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvmanager.core.config import LedgerConfig
 
 
-@dataclass(frozen=True, slots=True)
-class RunwayTerms:
+class RunwayTerms(NamedTuple):
     """`want` blocks are leased even by evicting cached ones; up to `reach` from free blocks alone."""
 
     want: int

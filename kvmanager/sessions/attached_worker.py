@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -58,11 +59,15 @@ class AttachedWorker:
     def current(self) -> bool:
         return self._manager.current(self.registration)
 
-    def complete(self, inventory: Inventory) -> tuple[AttachOk, Effects]:
-        """Rebuild from the inventory; return the answer and the first batch. Raises ProtocolViolation."""
+    def rebuilding(self, inventory: Inventory) -> Iterator[None]:
+        """Rebuild from the inventory, in steps between which others are served. Raises ProtocolViolation."""
         if self.registration.ready:
             raise ProtocolViolation("a session has one inventory")
-        ok = self._manager.complete(self.registration, inventory)
+        return self._manager.rebuilding(self.registration, inventory)
+
+    def complete(self, inventory: Inventory) -> tuple[AttachOk, Effects]:
+        """Return the answer to an inventory whose rebuild is done, and the first batch."""
+        ok = self._manager.rebuilt(self.registration)
         return ok, self._scheduled(inventory)
 
     def report(self, report: Report) -> Effects:

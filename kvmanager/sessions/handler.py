@@ -1,7 +1,8 @@
 """Handles one Session stream. Nothing is awaited between a report and its answer.
 
 `serve` is the stream's only writer. A reader task applies the worker's messages. The other effects of a report (index,
-decisions, spans) run after the answer was handed to gRPC.
+decisions, spans) run after the answer was handed to gRPC. A rebuild from a large inventory takes seconds: other
+sessions are served between its steps.
 """
 
 from __future__ import annotations
@@ -45,10 +46,15 @@ class SessionLimits:
 DEFAULT_LIMITS: Final = SessionLimits()
 
 
+async def _next_turn() -> None:
+    await asyncio.sleep(0)
+
+
 class SessionHandler:
     """Serves one stream until it ends. `observe` receives the seconds that each report took.
 
-    `peer` is the worker by its certificate; None without TLS.
+    `peer` is the worker by its certificate; None without TLS. `between_steps` is awaited between the steps of a
+    rebuild.
     """
 
     def __init__(
@@ -58,7 +64,9 @@ class SessionHandler:
         observe: Callable[[float], None],
         limits: SessionLimits = DEFAULT_LIMITS,
         peer: Peer | None = None,
+        between_steps: Callable[[], Awaitable[None]] = _next_turn,
     ) -> None:
+        self._between_steps = between_steps
         self._attachments, self._observe, self._peer = attachments, observe, peer
         self._limits, self._messages = limits, aiter(requests)
         self._outbox: asyncio.Queue[kvmanager_pb2.SessionResponse | None] = asyncio.Queue()
@@ -127,9 +135,10 @@ class SessionHandler:
 
     async def _next(self) -> kvmanager_pb2.SessionRequest | None:
         """Return the next message, None at the end. A session that is open may be silent, one that begins may not."""
-        ready = self._worker is not None and self._worker.registration.ready
+        if self._worker is not None and self._worker.registration.ready:
+            return await anext(self._messages, None)
         try:
-            async with asyncio.timeout(None if ready else self._limits.silence):
+            async with asyncio.timeout(self._limits.silence):
                 return await anext(self._messages, None)
         except TimeoutError:
             what = "the rest of the inventory" if self._worker is not None else "an attach"
@@ -152,7 +161,7 @@ class SessionHandler:
         if kind == "report":
             self._take_report(self._worker, request.report)
         elif kind == "inventory":
-            self._take_inventory(self._worker, request.inventory)
+            return await self._take_inventory(self._worker, request.inventory)
         else:
             raise ProtocolViolation(f"the worker sent {kind}; expected a report or an inventory")
         return True
@@ -174,13 +183,17 @@ class SessionHandler:
         limits = self._limits
         return InventoryBounds(limits.inventory_messages, limits.inventory_bytes, worker.attach.num_blocks)
 
-    def _take_inventory(self, worker: AttachedWorker, chunk: kvmanager_pb2.Inventory) -> None:
+    async def _take_inventory(self, worker: AttachedWorker, chunk: kvmanager_pb2.Inventory) -> bool:
         if self._inventory is None:
             raise ProtocolViolation("a session has one inventory")
         inventory = self._inventory.add(chunk)
         if inventory is None:
-            return
-        self._inventory = None  # its parts are in the ledger now
+            return True
+        self._inventory = None  # its parts are in the ledger soon
+        for _ in worker.rebuilding(inventory):
+            await self._between_steps()
+            if self._over or not worker.current:
+                return False
         ok, effects = worker.complete(inventory)
         self._send(kvmanager_pb2.SessionResponse(attach_ok=attach_ok_to_proto(ok)))
         figures = {
@@ -190,6 +203,7 @@ class SessionHandler:
         }
         log.info("worker attached", extra={"worker_id": worker.attach.worker_id, **figures})
         self._answer(worker, effects)
+        return True
 
     def _take_report(self, worker: AttachedWorker, message: kvmanager_pb2.Report) -> None:
         began = time.perf_counter()

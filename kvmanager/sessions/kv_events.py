@@ -211,6 +211,8 @@ class KvEventHub:
         """Pass on the events of an attached worker, in their order."""
         source = self._sources[worker_id]
         source.log.add(events)
+        if not self._subscriptions:
+            return
         at = Position(source.stream, source.log.number)
         self._tell(worker_id, Changes(worker_id, at, tuple(events)))
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from common.types import BlockHash
+from common.types import BlockHash, BlockId
+from kvmanager.core.block import Blocks
 from kvmanager.core.config import EvictionName
 from kvmanager.core.eviction.frequency import Frequency
 from kvmanager.core.eviction.interface import EvictionOrder
 from kvmanager.core.eviction.lru import LeastRecentlyUsed
 from kvmanager.core.eviction.utility import PredictedUtility
-from kvmanager.core.prefix_cache import Entry
 
-_MAKERS: Final[dict[EvictionName, Callable[[int, dict[BlockHash, Entry]], EvictionOrder]]] = {
-    "lru": lambda num_blocks, _: LeastRecentlyUsed(num_blocks),
+_MAKERS: Final[dict[EvictionName, Callable[[Blocks, dict[BlockHash, BlockId]], EvictionOrder]]] = {
+    "lru": lambda blocks, _: LeastRecentlyUsed(len(blocks)),
     "frequency": Frequency,
     "utility": PredictedUtility,
 }
 
 
-def order_of(name: EvictionName, num_blocks: int, entries: dict[BlockHash, Entry]) -> EvictionOrder:
-    """Return the policy of that name for a pool of so many blocks; `entries` are the registered hashes."""
-    return _MAKERS[name](num_blocks, entries)
+def order_of(name: EvictionName, blocks: Blocks, entries: dict[BlockHash, BlockId]) -> EvictionOrder:
+    """Return the policy of that name for these blocks; `entries` has the first copy of each registered hash."""
+    return _MAKERS[name](blocks, entries)

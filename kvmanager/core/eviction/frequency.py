@@ -8,13 +8,12 @@ that comes back soon after its eviction goes to the main queue at once.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import ClassVar, Final
 
 from common.types import BlockHash, BlockId
-from kvmanager.core.block import Block
+from kvmanager.core.block import Blocks
 from kvmanager.core.eviction.interface import Mark, no_leaf
-from kvmanager.core.prefix_cache import Entry
 
 _SMALL_SHARE: Final = 10
 _ROUNDS: Final = 3
@@ -25,12 +24,12 @@ class Frequency:
     """Queues of leaves; a block that is no leaf waits for the eviction of its last child outside of them."""
 
     __slots__ = (
+        "_blocks",
+        "_cached",
         "_entries",
-        "_entry",
         "_is_main",
         "_length",
         "_main",
-        "_num_blocks",
         "_rounds",
         "_small",
         "_small_length",
@@ -39,15 +38,15 @@ class Frequency:
     name: ClassVar[str] = "frequency"
     reason: ClassVar[str] = "used least often, leaves first"
 
-    def __init__(self, num_blocks: int, entries: dict[BlockHash, Entry]) -> None:
-        self._num_blocks, self._entries = num_blocks, entries
+    def __init__(self, blocks: Blocks, entries: dict[BlockHash, BlockId]) -> None:
+        self._blocks, self._entries = blocks, entries
         self.empty()
 
     def empty(self) -> None:
-        count = self._num_blocks
+        count = len(self._blocks)
         self._small: OrderedDict[BlockId, None] = OrderedDict()
         self._main: OrderedDict[BlockId, None] = OrderedDict()
-        self._entry: list[Entry | None] = [None] * count
+        self._cached = [False] * count
         self._rounds, self._is_main = [0] * count, [False] * count
         # Cached blocks, and those of them that belong to the small queue, whether they are leaves or not.
         self._length = self._small_length = 0
@@ -56,45 +55,48 @@ class Frequency:
         return self._length
 
     def __contains__(self, block: BlockId) -> bool:
-        return self._entry[block] is not None
+        return self._cached[block]
 
     def __iter__(self) -> Iterator[BlockId]:
-        return (BlockId(number) for number, entry in enumerate(self._entry) if entry is not None)
+        return (BlockId(number) for number, cached in enumerate(self._cached) if cached)
 
     # ------------------------------------------------------------ what happens to blocks
 
-    def registered(self, block: Block, parent: BlockId | None, mark: Mark) -> None:
-        self._rounds[block.id], self._is_main[block.id] = 0, bool(mark)
+    def registered(self, block: BlockId, parent: BlockId | None, mark: Mark) -> None:
+        self._rounds[block], self._is_main[block] = 0, bool(mark)
 
-    def used(self, block: Block) -> None:
-        if self._rounds[block.id] < _ROUNDS:
-            self._rounds[block.id] += 1
+    def used(self, block: BlockId) -> None:
+        if self._rounds[block] < _ROUNDS:
+            self._rounds[block] += 1
 
-    def add(self, block: Block) -> None:
-        assert block.hash is not None
-        entry = self._entry[block.id] = self._entries[block.hash]
-        if not entry.children:
-            self._queue(block.id)[block.id] = None
+    def add(self, block: BlockId) -> None:
+        self._cached[block] = True
+        if not self._blocks.children[block]:
+            self._queue(block)[block] = None
         self._length += 1
-        self._small_length += not self._is_main[block.id]
+        self._small_length += not self._is_main[block]
 
-    def take(self, block: Block) -> None:
+    def restore(self, blocks: Iterable[BlockId]) -> None:
+        for block in blocks:
+            self.add(block)
+
+    def take(self, block: BlockId) -> None:
         self.discard(block)
         self.used(block)
 
-    def discard(self, block: Block) -> None:
-        self._queue(block.id).pop(block.id, None)
-        self._leave(block.id)
+    def discard(self, block: BlockId) -> None:
+        self._queue(block).pop(block, None)
+        self._leave(block)
 
-    def replaced(self, old: Block, by: Block) -> None:
-        self._rounds[by.id], self._is_main[by.id] = self._rounds[old.id], self._is_main[old.id]
+    def replaced(self, old: BlockId, by: BlockId) -> None:
+        self._rounds[by], self._is_main[by] = self._rounds[old], self._is_main[old]
         self.discard(old)
 
     def _queue(self, block: BlockId) -> OrderedDict[BlockId, None]:
         return self._main if self._is_main[block] else self._small
 
     def _leave(self, block: BlockId) -> None:
-        self._entry[block] = None
+        self._cached[block] = False
         self._length -= 1
         self._small_length -= not self._is_main[block]
 
@@ -115,19 +117,18 @@ class Frequency:
                 self._small_length -= 1
                 self._is_main[block] = True
             self._main[block] = None
-        entry = self._entry[block]
-        assert entry is not None
         self._leave(block)
-        self._expose(entry)
+        self._expose(block)
         return block
 
-    def _expose(self, entry: Entry) -> None:
+    def _expose(self, block: BlockId) -> None:
         """Put the block before a popped one at the head of its queue, if that was its last child."""
-        above = self._entries.get(entry.parent)
-        if above is not None and above.children == 1 and self._entry[above.blocks[0]] is not None:
-            queue = self._queue(above.blocks[0])
-            queue[above.blocks[0]] = None
-            queue.move_to_end(above.blocks[0], last=False)
+        parent = self._blocks.parent[block]
+        above = self._entries.get(parent) if parent else None
+        if above is not None and self._blocks.children[above] == 1 and self._cached[above]:
+            queue = self._queue(above)
+            queue[above] = None
+            queue.move_to_end(above, last=False)
 
     def mark_of(self, block: BlockId) -> Mark:
         return () if self._is_main[block] else _EVICTED

@@ -8,12 +8,11 @@ cached block.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import ClassVar, Final, Protocol
 
 from common.errors import ProtocolViolation
 from common.types import BlockId
-from kvmanager.core.block import Block
 
 Mark = tuple[int, ...]
 """What a policy remembers of an evicted hash until it is registered again, or forgotten; empty: nothing."""
@@ -35,19 +34,26 @@ class EvictionOrder(Protocol):
     name: ClassVar[str]
     reason: ClassVar[str]
 
-    def add(self, block: Block) -> None:
+    def add(self, block: BlockId) -> None:
         """Take a registered block that no block table holds any more. Children are added before their parents."""
         ...
 
-    def take(self, block: Block) -> None:
+    def restore(self, blocks: Iterable[BlockId]) -> None:
+        """Take the blocks of an inventory that no block table holds, the next to be evicted first.
+
+        That is what `add` does to each of them; a million of them must not take long.
+        """
+        ...
+
+    def take(self, block: BlockId) -> None:
         """Let a cached block go that is used again."""
         ...
 
-    def discard(self, block: Block) -> None:
+    def discard(self, block: BlockId) -> None:
         """Let a cached block go that is freed, although not for room."""
         ...
 
-    def replaced(self, old: Block, by: Block) -> None:
+    def replaced(self, old: BlockId, by: BlockId) -> None:
         """Let a cached block go because the block `by`, which is in use, has its content."""
         ...
 
@@ -62,14 +68,14 @@ class EvictionOrder(Protocol):
         """
         ...
 
-    def registered(self, block: Block, parent: BlockId | None, mark: Mark) -> None:
+    def registered(self, block: BlockId, parent: BlockId | None, mark: Mark) -> None:
         """Note that a block in use got its hash. `parent` is a block with the content before it; None: there is none.
 
         `mark` is what `mark_of` said when this content was evicted, if that is not long ago.
         """
         ...
 
-    def used(self, block: Block) -> None:
+    def used(self, block: BlockId) -> None:
         """Note that one more block table holds a block in use."""
         ...
 

@@ -6,10 +6,10 @@ leaves first, without a count of children.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar
 
 from common.types import BlockId
-from kvmanager.core.block import Block
 from kvmanager.core.eviction.interface import NO_MARK, Mark
 from kvmanager.core.free_list import FreeList
 
@@ -22,29 +22,29 @@ class LeastRecentlyUsed(FreeList):
     name: ClassVar[str] = "lru"
     reason: ClassVar[str] = "released longest ago, leaves first"
 
-    def add(self, block: Block) -> None:
-        self.append(block.id)
+    def add(self, block: BlockId) -> None:
+        self.append(block)
 
-    def take(self, block: Block) -> None:
-        self.remove(block.id)
+    def restore(self, blocks: Iterable[BlockId]) -> None:
+        for block in blocks:
+            self.append(block)
 
-    def discard(self, block: Block) -> None:
-        self.remove(block.id)
+    def take(self, block: BlockId) -> None:
+        self.remove(block)
 
-    def replaced(self, old: Block, by: Block) -> None:
-        self.remove(old.id)
+    def discard(self, block: BlockId) -> None:
+        self.remove(block)
 
-    def empty(self) -> None:
-        while self:
-            self.popleft()
+    def replaced(self, old: BlockId, by: BlockId) -> None:
+        self.remove(old)
 
     def pop(self) -> BlockId:
         return self.popleft()
 
-    def registered(self, block: Block, parent: BlockId | None, mark: Mark) -> None:
+    def registered(self, block: BlockId, parent: BlockId | None, mark: Mark) -> None:
         """Change nothing: only the order of release counts."""
 
-    def used(self, block: Block) -> None:
+    def used(self, block: BlockId) -> None:
         """Change nothing: only the order of release counts."""
 
     def mark_of(self, block: BlockId) -> Mark:

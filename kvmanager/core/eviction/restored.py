@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+import heapq
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 
 from common.types import BlockId
 
-
-class Restored(NamedTuple):
-    """A cached block of an inventory: its depth (0 is the first block) and the step that last used it."""
-
-    block: BlockId
-    depth: int
-    last_used: int
+_AT_ONCE = 1 << 15
 
 
-def order_after_rebuild(restored: Iterable[Restored]) -> list[BlockId]:
-    """Return the blocks in the order of eviction: deepest first, then the least recently used."""
-    return [each.block for each in sorted(restored, key=lambda each: (-each.depth, each.last_used))]
+def order_after_rebuild(
+    levels: Iterable[list[BlockId]], last_used: Callable[[BlockId], int]
+) -> Iterator[list[BlockId]]:
+    """Yield the blocks of each level (those of one depth), the least recently used first.
+
+    They come in lists, some of them empty, so that no list takes more than some milliseconds to make.
+    """
+    for level in levels:
+        runs = []
+        for at in range(0, len(level), _AT_ONCE):
+            runs.append(sorted(level[at : at + _AT_ONCE], key=last_used))
+            yield []
+        if len(runs) < 2:
+            yield from runs
+            continue
+        merged = heapq.merge(*runs, key=last_used)
+        while part := list(islice(merged, _AT_ONCE)):
+            yield part

@@ -6,16 +6,15 @@ for the next choice, and the blocks before an evicted leaf follow it while they 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import ClassVar, Final
 
 from common.types import BlockHash, BlockId
-from kvmanager.core.block import Block
+from kvmanager.core.block import Blocks
 from kvmanager.core.eviction.classes import CLASSES, MOST_USES, class_of
 from kvmanager.core.eviction.interface import Mark, no_leaf
 from kvmanager.core.eviction.leaves import LeafSet
 from kvmanager.core.eviction.lifetimes import Lifetimes, bucket_of
-from kvmanager.core.prefix_cache import Entry
 
 _PICKED: Final = 32
 _KEPT: Final = 32
@@ -31,26 +30,25 @@ class PredictedUtility:
     """
 
     __slots__ = (
-        "_born", "_due", "_entries", "_entry", "_follower", "_gone", "_kept", "_klass", "_leaves", "_length",
-        "_lifetimes", "_now", "_num_blocks", "_origin", "_period", "_released", "_run", "_tip", "_uses",
+        "_blocks", "_born", "_due", "_entries", "_follower", "_gone", "_kept", "_klass", "_leaves", "_length",
+        "_lifetimes", "_now", "_origin", "_period", "_released", "_run", "_tip", "_uses",
     )  # fmt: skip
 
     name: ClassVar[str] = "utility"
     reason: ClassVar[str] = "least likely to be used again soon, leaves first"
 
-    def __init__(self, num_blocks: int, entries: dict[BlockHash, Entry]) -> None:
-        self._num_blocks, self._entries = num_blocks, entries
+    def __init__(self, blocks: Blocks, entries: dict[BlockHash, BlockId]) -> None:
+        self._blocks, self._entries = blocks, entries
         self._lifetimes = Lifetimes(CLASSES)
         self._now = self._run = self._gone = 0
-        self._period, self._due = max(_LESSON, num_blocks // 2), _FIRST_LESSON
+        self._period, self._due = max(_LESSON, len(blocks) // 2), _FIRST_LESSON
         self.empty()
 
     def empty(self) -> None:
-        count = self._num_blocks
+        count = len(self._blocks)
         self._uses, self._tip = [1] * count, [False] * count
         self._origin, self._born = [0] * count, [0] * count
         self._released, self._klass = [_ABSENT] * count, [0] * count
-        self._entry: list[Entry | None] = [None] * count
         self._leaves, self._kept = LeafSet(count), list[BlockId]()
         self._follower: BlockId | None = None
         self._length = 0
@@ -66,8 +64,7 @@ class PredictedUtility:
 
     # ------------------------------------------------------------ what happens to blocks
 
-    def registered(self, block: Block, parent: BlockId | None, mark: Mark) -> None:
-        number = block.id
+    def registered(self, block: BlockId, parent: BlockId | None, mark: Mark) -> None:
         uses, origin, born = 1, 0, self._now
         if parent is not None:
             if self._tip[parent]:
@@ -80,48 +77,55 @@ class PredictedUtility:
             self._lifetimes.regret(klass, self._now - released)
             if before >= uses:
                 uses, born = min(before + 1, MOST_USES), then
-        self._uses[number], self._origin[number], self._born[number] = uses, origin, born
-        self._tip[number] = True
+        self._uses[block], self._origin[block], self._born[block] = uses, origin, born
+        self._tip[block] = True
 
-    def used(self, block: Block) -> None:
-        uses = self._uses[block.id]
+    def used(self, block: BlockId) -> None:
+        uses = self._uses[block]
         if uses < MOST_USES:
-            self._uses[block.id] = uses + 1
+            self._uses[block] = uses + 1
 
-    def add(self, block: Block) -> None:
-        number = block.id
-        assert block.hash is not None
-        entry = self._entries[block.hash]
-        if entry.children:
-            self._tip[number] = False
+    def add(self, block: BlockId) -> None:
+        if self._blocks.children[block]:
+            self._tip[block] = False
         else:  # the release of another block table begins
             self._now += self._run
             self._run = 0
-            self._leaves.add(number)
-        self._entry[number] = entry
-        self._klass[number] = class_of(self._uses[number], self._origin[number], self._now - self._born[number])
-        self._released[number] = self._now
+            self._leaves.add(block)
+        self._klass[block] = class_of(self._uses[block], self._origin[block], self._now - self._born[block])
+        self._released[block] = self._now
         self._run += 1
         self._length += 1
 
-    def take(self, block: Block) -> None:
-        number = block.id
-        self._lifetimes.reuse(self._klass[number], self._now - self._released[number])
+    def restore(self, blocks: Iterable[BlockId]) -> None:
+        # Nothing is known of their uses: they keep the class and the tip of a block that is new.
+        children, leaves, released = self._blocks.children, self._leaves, self._released
+        now, run, length = self._now, self._run, 0
+        for block in blocks:
+            if not children[block]:
+                now, run = now + run, 0
+                leaves.add(block)
+            released[block] = now
+            run += 1
+            length += 1
+        self._now, self._run = now, run
+        self._length += length
+
+    def take(self, block: BlockId) -> None:
+        self._lifetimes.reuse(self._klass[block], self._now - self._released[block])
         self.discard(block)
         self.used(block)
 
-    def discard(self, block: Block) -> None:
-        number = block.id
-        if number in self._leaves:
-            self._leaves.remove(number)
-        if number == self._follower:
+    def discard(self, block: BlockId) -> None:
+        if block in self._leaves:
+            self._leaves.remove(block)
+        if block == self._follower:
             self._follower = None
-        self._released[number] = _ABSENT
-        self._entry[number] = None
+        self._released[block] = _ABSENT
         self._length -= 1
 
-    def replaced(self, old: Block, by: Block) -> None:
-        self._uses[by.id], self._born[by.id] = self._uses[old.id], self._born[old.id]
+    def replaced(self, old: BlockId, by: BlockId) -> None:
+        self._uses[by], self._born[by] = self._uses[old], self._born[old]
         self.discard(old)
 
     # ------------------------------------------------------------ eviction
@@ -130,23 +134,19 @@ class PredictedUtility:
         if not self._length:
             raise IndexError("nothing is cached")
         number = self._least() if self._follower is None else self._follower
-        entry = self._entry[number]
-        assert entry is not None
         self._leaves.remove(number)
         self._gone = self._released[number]
-        self._released[number], self._entry[number] = _ABSENT, None
+        self._released[number] = _ABSENT
         self._length -= 1
         self._lifetimes.evict(self._klass[number])
-        self._follower = self._expose(number, entry)
+        self._follower = self._expose(number)
         return number
 
-    def _expose(self, number: BlockId, entry: Entry) -> BlockId | None:
+    def _expose(self, number: BlockId) -> BlockId | None:
         """Make a leaf of the block before a popped one, if that was its last child; return it if it goes next."""
-        above = self._entries.get(entry.parent)
-        if above is None or above.children > 1:
-            return None
-        parent = above.blocks[0]
-        if self._released[parent] == _ABSENT:
+        over = self._blocks.parent[number]
+        parent = self._entries.get(over) if over else None
+        if parent is None or self._blocks.children[parent] > 1 or self._released[parent] == _ABSENT:
             return None
         self._leaves.add(parent)
         alike = self._klass[parent] == self._klass[number] and self._released[parent] == self._gone

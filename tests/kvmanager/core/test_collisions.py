@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from common.lease import CachedBlock, Inventory, InventorySequence, Reserve
 from common.types import BlockHash, BlockId, SequenceId, SequencePhase
-from tests.support.kvmanager.ledgers import admit, block_table, finish, make_ledger, play, prompt, run_through
+from tests.support.kvmanager.ledgers import admit, block_table, copies, finish, make_ledger, play, prompt, run_through
 
 A, B, C, D, SAME = (BlockHash(letter * 16) for letter in (b"a", b"b", b"c", b"d", b"="))
 RUNNING = SequencePhase.RUNNING
@@ -69,6 +69,6 @@ def test_an_inventory_with_two_contents_of_one_hash_is_no_contradiction() -> Non
     cached = tuple(CachedBlock(BlockId(block), key, parent, 0) for block, key, parent in claims)
     ledger.rebuild(Inventory(sequences, cached_blocks=cached))
     ledger.check_invariants()
-    assert {key: entry.blocks for key, entry in ledger.state.cache.entries.items()} == {A: [0], SAME: [3]}
+    assert copies(ledger) == {A: [0], SAME: [3]}
     (granted,) = admit(ledger, chained(3, A, SAME))
     assert granted.n_shared == 1

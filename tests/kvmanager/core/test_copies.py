@@ -9,6 +9,7 @@ from kvmanager.core.ledger import Ledger
 from tests.support.kvmanager.ledgers import (
     admit,
     block_table,
+    copies,
     finish,
     free_order,
     hashes,
@@ -31,11 +32,7 @@ def answer_once(ledger: Ledger, number: int, tokens: list[int], prompt_tokens: i
     assert batch is not None
     ledger.apply(Report(bind=tuple((sequence, block) for block in batch.lease)))
     table = block_table(ledger, number)
-    fresh = [
-        (block, key)
-        for block, key in zip(table, keys, strict=True)
-        if ledger.state.block_pool.blocks[block].hash is None
-    ]
+    fresh = [(block, key) for block, key in zip(table, keys, strict=True) if ledger.state.blocks.hash[block] is None]
     ledger.apply(Report(seal=tuple(fresh), finished=((sequence, FinishReason.STOP),)))
     ledger.schedule()
 
@@ -53,7 +50,7 @@ def test_repeats_of_one_request_evict_no_other_content() -> None:
         answer_once(ledger, 50 + number, prompt(128, start=90_000), 64)
     ledger.check_invariants()
     assert remaining(ledger, prompts) == 500
-    assert max(len(entry.blocks) for entry in ledger.state.cache.entries.values()) == 1
+    assert not ledger.state.cache.copies
     assert ledger.pool().cached == 500 + 8
 
 
@@ -61,11 +58,11 @@ def test_the_copy_that_is_released_last_stays() -> None:
     ledger, keys = make_ledger(6), hashes(prompt(16))
     admit(ledger, reserve(1, prompt(16)), reserve(2, prompt(16)))
     play(ledger, seal=((0, keys[0]), (1, keys[0])))
-    assert ledger.state.cache.entries[keys[0]].blocks == [0, 1]
+    assert ledger.state.cache.copies_of(keys[0]) == [0, 1]
     finish(ledger, 1)
-    assert (ledger.pool().cached, ledger.state.cache.entries[keys[0]].blocks) == (0, [1])
+    assert (ledger.pool().cached, ledger.state.cache.copies_of(keys[0])) == (0, [1])
     finish(ledger, 2)
-    assert (ledger.pool().cached, ledger.state.cache.entries[keys[0]].blocks) == (1, [1])
+    assert (ledger.pool().cached, ledger.state.cache.copies_of(keys[0])) == (1, [1])
     assert free_order(ledger) == [2, 3, 4, 5, 0, 1]
 
 
@@ -76,8 +73,8 @@ def test_a_cached_copy_is_free_once_a_block_in_use_has_its_content() -> None:
     admit(ledger, reserve(2, prompt(32)))  # the block of the last token is no hit
     assert block_table(ledger, 2) == (0, 2)
     seal(ledger, 2, keys)
-    assert ledger.state.cache.entries[keys[1]].blocks == [2]
-    assert ledger.state.block_pool.blocks[1].state is BlockState.FREE
+    assert ledger.state.cache.copies_of(keys[1]) == [2]
+    assert ledger.state.blocks.state[1] is BlockState.FREE
     assert ledger.drain_index_events() == (), "the hash had a copy all the time"
     assert ledger.pool().totals.evictions == 0
 
@@ -102,7 +99,7 @@ def test_a_rebuild_keeps_one_copy_that_no_table_holds() -> None:
     claims = [(0, keys[0], -1), (3, keys[0], -1), (5, keys[1], 0), (6, keys[1], 1)]
     ledger.rebuild(inventory(claims))
     ledger.check_invariants()
-    assert {key: entry.blocks for key, entry in ledger.state.cache.entries.items()} == {keys[0]: [0], keys[1]: [5]}
+    assert copies(ledger) == {keys[0]: [0], keys[1]: [5]}
     assert (ledger.pool().cached, ledger.pool().free) == (2, 6)
 
 

@@ -6,7 +6,7 @@ import random
 
 from kvmanager.core.index_events import Cleared, Removed, Stored
 from tests.support.kvmanager.index_replica import IndexReplica
-from tests.support.kvmanager.ledgers import admit, hashes, make_ledger, play, prompt, reserve, run_through, seal
+from tests.support.kvmanager.ledgers import admit, depths, hashes, make_ledger, play, prompt, reserve, run_through, seal
 
 
 def test_behaviour_15_reset_is_refused_while_a_block_is_in_use() -> None:
@@ -63,7 +63,7 @@ def test_behaviour_16_replaying_all_events_gives_the_pools_map() -> None:
             assert ledger.reset()
         if number % 7 == 0:
             assert replica.apply(ledger.drain_index_events())
-            assert replica.depths == {key: entry.depth for key, entry in ledger.state.cache.entries.items()}
+            assert replica.depths == depths(ledger)
     assert ledger.pool().totals.evictions > 100
 
 

@@ -10,6 +10,7 @@ from kvmanager.core.prefix_cache import PrefixMatch
 from tests.support.kvmanager.ledgers import (
     admit,
     block_table,
+    copies,
     finish,
     hashes,
     make_ledger,
@@ -86,9 +87,7 @@ def test_behaviour_14_identical_blocks_of_one_sequence_are_two_entries() -> None
     admit(ledger, reserve(1, tokens))
     seal(ledger, 1, hashes(tokens))
     assert len(set(hashes(tokens))) == 2
-    assert {key: entry.blocks for key, entry in ledger.state.cache.entries.items()} == dict(
-        zip(hashes(tokens), ([0], [1]), strict=True)
-    )
+    assert copies(ledger) == dict(zip(hashes(tokens), ([0], [1]), strict=True))
 
 
 def test_behaviour_17_released_before_its_prefill_ran_it_publishes_nothing() -> None:
@@ -163,7 +162,7 @@ def test_behaviour_21b_whoever_leaves_the_others_keep_the_blocks(aborted: int) -
     burst = [reserve(number, prompt(32) + prompt(5, start=100 * number)) for number in range(1, 4)]
     admit(ledger, *burst)
     finish(ledger, aborted)
-    assert [ledger.state.block_pool.blocks[block].refs for block in (0, 1)] == [2, 2]
+    assert [ledger.state.blocks.refs[block] for block in (0, 1)] == [2, 2]
     assert set(ledger.state.cache.pending) == set(hashes(prompt(32)))
     for number in {1, 2, 3} - {aborted}:
         seal(ledger, number, hashes(prompt(32)))

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from common.errors import ProtocolViolation
-from common.lease import CachedBlock, Inventory, InventorySequence
+from common.lease import CachedBlock, CachedBlocks, Inventory, InventorySequence
 from common.types import TRIMMED, BlockHash, BlockId, SequenceId, SequencePhase
-from kvmanager.core.index_events import Cleared, Stored
+from kvmanager.core.config import EvictionName
+from kvmanager.core.index_events import Cleared
 from kvmanager.core.ledger import Ledger
 from kvmanager.core.ledger_state import LedgerState
 from kvmanager.core.policies import DEFAULT_POLICIES, LedgerPolicies
-from kvmanager.core.rebuild import InventoryLoader
+from kvmanager.core.rebuild import STEP_BLOCKS, InventoryLoader
 from tests.support.kvmanager.fake_worker import FakeWorker
+from tests.support.kvmanager.index_replica import IndexReplica
 from tests.support.kvmanager.ledgers import (
     EMPTY,
     admit,
     block_table,
+    copies,
     finish,
     hashes,
     make_ledger,
@@ -152,12 +155,24 @@ def test_a_pool_that_nobody_needs_is_called_back() -> None:
     assert batch.lease_target == 0
 
 
-def test_a_rebuild_shows_the_index_in_dense_numbers() -> None:
-    ledger = make_ledger(8)
+def test_a_rebuild_leaves_a_gap_that_leads_followers_to_a_snapshot() -> None:
+    """A million blocks make no million events."""
+    ledger, replica = make_ledger(8), IndexReplica()
     run_through(ledger, 1, prompt(17))
-    ledger.drain_index_events()
-    ledger.rebuild(Inventory(cached_blocks=(cached(4, OTHER[0]), cached(2, OTHER[1], 0))))
-    assert ledger.drain_index_events() == (Cleared(2), Stored(3, OTHER[0], 0), Stored(4, OTHER[1], 1))
+    assert replica.apply(ledger.drain_index_events())
+    ledger.rebuild(
+        Inventory(
+            (live(1, 20, (4, 5), block_hashes=OTHER[:1]),), cached_blocks=(cached(4, OTHER[0]), cached(2, OTHER[1], 0))
+        )
+    )
+    events = ledger.drain_index_events()
+    assert events == (Cleared(2),)
+    assert replica.apply(events)
+    finish(ledger, 1)
+    run_through(ledger, 2, prompt(17, start=90))
+    assert not replica.apply(ledger.drain_index_events())
+    replica.load(ledger.index_snapshot())
+    assert set(replica.depths) == {OTHER[0], OTHER[1], hashes(prompt(17, start=90))[0]}
 
 
 def test_trimmed_places_stay_trimmed() -> None:
@@ -222,15 +237,63 @@ def test_rebuilding_at_any_time_gives_the_state_that_was_there(seed: int) -> Non
         worker.drop_report()
         twin.rebuild(worker.inventory())
         twin.check_invariants()
-        assert {key: set(entry.blocks) for key, entry in twin.state.cache.entries.items()} == {
-            key: set(entry.blocks) for key, entry in ledger.state.cache.entries.items()
+        assert {key: set(blocks) for key, blocks in copies(twin).items()} == {
+            key: set(blocks) for key, blocks in copies(ledger).items()
         }
-        assert [block.state for block in twin.state.block_pool.blocks] == [
-            block.state for block in ledger.state.block_pool.blocks
-        ]
+        assert twin.state.blocks.state == ledger.state.blocks.state
         assert [(each.id, each.block_table) for each in twin.state.sequences.values()] == [
             (each.id, each.block_table)
             for each in sorted(ledger.state.sequences.values(), key=lambda each: each.arrival)
         ]
         assert list(twin.state.queue) == list(ledger.state.queue)
     assert SequenceId(0) not in worker.live
+
+
+def large_inventory(count: int, chain: int, pick: random.Random) -> Inventory:
+    """Return an idle worker's inventory of so many cached blocks, in chains."""
+    return Inventory(
+        cached_blocks=CachedBlocks(
+            [BlockId(block) for block in range(count)],
+            [BlockHash(block.to_bytes(16, "little")) for block in range(1, count + 1)],
+            [block - 1 if block % chain else -1 for block in range(count)],
+            [pick.randrange(1 << 40) for _ in range(count)],
+        )
+    )
+
+
+@pytest.mark.parametrize("chain", [1, 32])
+def test_no_step_of_a_large_rebuild_handles_many_blocks(chain: int) -> None:
+    count = 100_000
+    ledger = make_ledger(count + 5)
+    inventory = large_inventory(count, chain, random.Random(7))
+    registered = ordered = free = steps = 0
+    for _ in ledger.rebuilding(inventory):
+        state, steps = ledger.state, steps + 1
+        assert len(state.cache.entries) - registered <= STEP_BLOCKS
+        assert len(state.block_pool.cached) - ordered <= 5 * STEP_BLOCKS
+        assert len(state.block_pool.free) - free <= STEP_BLOCKS
+        registered, ordered, free = len(state.cache.entries), len(state.block_pool.cached), len(state.block_pool.free)
+    assert (registered, ordered, free) == (count, count, 5)
+    assert steps >= 3 * count // STEP_BLOCKS
+    ledger.check_invariants()
+    by_use = sorted(range(count), key=lambda block: (-(block % chain), inventory.cached_blocks[block].last_used))
+    assert list(ledger.state.block_pool.cached) == by_use
+
+
+@pytest.mark.parametrize("policy", get_args(EvictionName))
+def test_a_policy_takes_restored_blocks_as_if_they_were_released_one_by_one(policy: str) -> None:
+    pick = random.Random(3)
+    ledgers = [make_ledger(100, eviction=policy) for _ in range(2)]
+    for each in ledgers:
+        each.rebuild(large_inventory(96, 6, pick))
+    order = sorted(range(96), key=lambda block: (-(block % 6), pick.random()))
+    at_once, one_by_one = (each.state.eviction for each in ledgers)
+    for policy_order in (at_once, one_by_one):
+        policy_order.empty()
+    at_once.restore(map(BlockId, order))
+    for block in order:
+        one_by_one.add(BlockId(block))
+    for each in ledgers:
+        each.check_invariants()
+    evicted = [[each.policies.granter.evict(each.state) for _ in range(96)] for each in ledgers]
+    assert evicted[0] == evicted[1]

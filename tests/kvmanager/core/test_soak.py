@@ -53,6 +53,7 @@ class Life:
     def resync(self) -> None:
         """Break the stream: the ledger is rebuilt from the inventory alone."""
         self.ledger.rebuild(self.worker.inventory())
+        self.replica.load(self.ledger.index_snapshot())
         self.worker.deliver(self.ledger.schedule())
 
     def reset(self) -> None:

@@ -15,7 +15,7 @@ from kvmanager.core.ledger import Ledger
 from tests.suites.protocol.ledger_copies import copy_ledger, ledger_key
 from tests.support.kvmanager.fake_worker import FakeWorker
 from tests.support.kvmanager.index_replica import IndexReplica
-from tests.support.kvmanager.ledgers import make_ledger
+from tests.support.kvmanager.ledgers import depths, make_ledger
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=6)
 
@@ -106,6 +106,7 @@ class LedgerLife(RuleBasedStateMachine):
         self.reports.clear()
         self.batches.clear()
         self.ledger.rebuild(self.worker.inventory())
+        self.replica.load(self.ledger.index_snapshot())
         if self.worker.reset != self.resets:  # as Manager.complete has it
             self.ledger.reset_cache(self.resets)
         self.ledger.check_invariants()
@@ -137,7 +138,7 @@ class LedgerLife(RuleBasedStateMachine):
             return
         for block, content in self.dropped.items():
             again = self.worker.content[block] is not content
-            assert again or self.ledger.state.block_pool.blocks[block].hash is None
+            assert again or self.ledger.state.blocks.hash[block] is None
 
     @rule()
     def copy(self) -> None:
@@ -153,7 +154,7 @@ class LedgerLife(RuleBasedStateMachine):
     @invariant()
     def the_index_follows(self) -> None:
         assert self.replica.apply(self.ledger.drain_index_events())
-        assert self.replica.depths == {key: entry.depth for key, entry in self.ledger.state.cache.entries.items()}
+        assert self.replica.depths == depths(self.ledger)
 
     @invariant()
     def both_sides_agree_when_nothing_is_under_way(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,13 +12,16 @@ import pytest
 from grpc import aio
 
 from common.checkpoint.fingerprint import model_fingerprint
+from common.errors import Unavailable
 from common.lease import Admit, CachedBlock, Inventory, InventorySequence, Report, Reserve, public_incarnation
 from common.types import BlockHash, BlockId, FinishReason, KvGeometry, MissReason, SequenceId, SequencePhase
+from common.wire.inventory_codec import inventory_chunks
 from common.wire.lease_codec import attach_to_proto
+from kvmanager.sessions.handler import SessionHandler
 from quire.kvmanager.v1 import kvmanager_pb2
 from tests.kvmanager.conftest import Connect, Running, Start
 from tests.support.deadlines import TooSlow, with_enough_time
-from tests.support.kvmanager.fake_session import IDENTITY, RawWorker
+from tests.support.kvmanager.fake_session import IDENTITY, RawWorker, attach_of
 
 S0, S1 = SequenceId(0), SequenceId(1)
 HASHES = tuple(BlockHash(bytes([index]) * 16) for index in range(1, 5))
@@ -105,6 +109,81 @@ async def test_inventory_in_many_chunks_is_one_inventory(manager: Running, conne
     answer = await worker.attach(Inventory(cached_blocks=cached_blocks))
     assert answer.ack == 4  # the Attach and three chunks
     assert manager.attachments.manager.ledger("w0").pool().cached == count
+
+
+class HeldRebuild:
+    """A session in this process whose rebuild is held after its first step, until `going_on` is set."""
+
+    def __init__(self, running: Running, count: int) -> None:
+        self._count = count
+        self._held, self.going_on = asyncio.Event(), asyncio.Event()
+        self.answers: asyncio.Queue[kvmanager_pb2.SessionResponse] = asyncio.Queue()
+        handler = SessionHandler(
+            running.attachments, self._requests(), lambda _: None, between_steps=self._between_steps
+        )
+        self.serving = asyncio.create_task(handler.serve(self.answers.put))
+
+    async def _requests(self) -> AsyncIterator[kvmanager_pb2.SessionRequest]:
+        keys = [BlockHash(index.to_bytes(16, "little")) for index in range(self._count)]
+        cached = tuple(CachedBlock(BlockId(index), key, index - 1, 0) for index, key in enumerate(keys))
+        attach = attach_to_proto(attach_of("w0", num_blocks=self._count))
+        yield kvmanager_pb2.SessionRequest(session=1, seq=1, attach=attach)
+        for seq, chunk in enumerate(inventory_chunks(Inventory(cached_blocks=cached)), start=2):
+            yield kvmanager_pb2.SessionRequest(session=1, seq=seq, inventory=chunk)
+        await asyncio.Event().wait()
+
+    async def _between_steps(self) -> None:
+        self._held.set()
+        await self.going_on.wait()
+
+    async def held(self) -> None:
+        async with asyncio.timeout(60.0):
+            await self._held.wait()
+
+
+async def test_reports_of_others_are_answered_between_the_steps_of_a_rebuild(
+    manager: Running, connect: Connect
+) -> None:
+    other = connect(manager, "w1")
+    await other.attached()
+    rebuild = HeldRebuild(manager, 20_000)
+    await rebuild.held()
+    assert len((await other.exchange(Report(reserve=(reserve(S0),)))).admit) == 1
+    assert rebuild.answers.empty()
+    assert manager.attachments.manager.workers() == ("w1",), "a worker is attached when its ledger is rebuilt"
+    rebuild.going_on.set()
+    async with asyncio.timeout(60.0):
+        answer = await rebuild.answers.get()
+    assert answer.WhichOneof("message") == "attach_ok"
+    assert manager.attachments.manager.ledger("w0").pool().cached == 20_000
+    rebuild.serving.cancel()
+    await asyncio.wait([rebuild.serving])
+
+
+async def test_a_rebuild_ends_when_the_worker_opens_another_session(manager: Running, connect: Connect) -> None:
+    rebuild = HeldRebuild(manager, 20_000)
+    await rebuild.held()
+    newer = connect(manager, "w0", session=2)
+    await newer.attached()
+    rebuild.going_on.set()
+    with pytest.raises(Unavailable, match="opened another session"):
+        await asyncio.wait_for(rebuild.serving, 60.0)
+    assert rebuild.answers.empty()
+    ledger = manager.attachments.manager.ledger("w0")
+    assert (ledger.pool().num_blocks, ledger.pool().cached) == (8, 0)
+
+
+async def test_a_reset_during_a_rebuild_reaches_the_worker_with_its_first_batch(manager: Running) -> None:
+    rebuild = HeldRebuild(manager, 20_000)
+    await rebuild.held()
+    assert await manager.attachments.reset_cache(7, seconds=60.0) == ()
+    rebuild.going_on.set()
+    async with asyncio.timeout(60.0):
+        _, second = await rebuild.answers.get(), await rebuild.answers.get()
+    assert second.batch.reset == 7
+    assert manager.attachments.manager.ledger("w0").pool().cached == 0
+    rebuild.serving.cancel()
+    await asyncio.wait([rebuild.serving])
 
 
 DIFFERENT = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from common.errors import ProtocolViolation
-from common.types import TRIMMED
+from common.types import TRIMMED, BlockId
 from gpuworker.core.lease_agent import LeaseAgent
 from kvmanager.core.audit import InvariantBroken
 from kvmanager.core.ledger import Ledger
@@ -86,11 +86,12 @@ def _fill_is_true(world: World) -> None:
 def _registered_content_is_true(world: World, ledger: Ledger) -> None:
     """I4: a registered block is full, of a completed step, and holds what its hash says."""
     fill = world.agent._blocks.fill
-    for block in ledger.state.block_pool.blocks:
-        if block.hash is None:
+    for number, key in enumerate(ledger.state.blocks.hash):
+        if key is None:
             continue
-        if fill[block.id] != world.scenario.block_size or world.device.block_key(block.id) != block.hash:
-            raise Violation("I4", f"block {block.id} is registered and does not hold what its hash says")
+        block = BlockId(number)
+        if fill[block] != world.scenario.block_size or world.device.block_key(block) != key:
+            raise Violation("I4", f"block {block} is registered and does not hold what its hash says")
 
 
 def _map_is_prefix_closed(ledger: Ledger, block_size: int) -> None:
@@ -126,7 +127,7 @@ def _reset_is_kept(world: World, manager: ModelManager, ledger: Ledger) -> None:
     has_the_worker = link is not None and link.served is not None and link.served.ledger is ledger
     if world.resets != manager.core.last_reset and not (has_the_worker and world.resets == world.agent.reset):
         return
-    back = [block for block in world.dropped if ledger.state.block_pool.blocks[block].hash is not None]
+    back = [block for block in world.dropped if ledger.state.blocks.hash[block] is not None]
     if back:
         raise Violation("I11", f"blocks {back} are registered again, and nothing has computed them since the reset")
 

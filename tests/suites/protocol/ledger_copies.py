@@ -6,7 +6,7 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import TypeVar
 
-from kvmanager.core.block import Block
+from kvmanager.core.block import Blocks
 from kvmanager.core.block_pool import BlockPool
 from kvmanager.core.decisions import DecisionLog
 from kvmanager.core.eviction.interface import EvictionOrder
@@ -14,7 +14,7 @@ from kvmanager.core.eviction.lru import LeastRecentlyUsed
 from kvmanager.core.free_list import FreeList
 from kvmanager.core.ledger import Ledger
 from kvmanager.core.ledger_state import LedgerState
-from kvmanager.core.prefix_cache import Entry, PrefixCache
+from kvmanager.core.prefix_cache import PrefixCache
 from kvmanager.core.sequence import Sequence
 from kvmanager.core.waiting_queue import WaitingQueue
 
@@ -33,7 +33,7 @@ def ledger_key(ledger: Ledger) -> tuple[object, ...]:
     state = ledger.state
     by_arrival = sorted(state.sequences.values(), key=lambda sequence: sequence.arrival)
     return (
-        tuple([_block_key(block) for block in state.block_pool.blocks]),
+        _blocks_key(state.blocks),
         tuple(state.block_pool.free),
         tuple(state.block_pool.cached),
         tuple([_sequence_key(each) for each in by_arrival]),
@@ -51,11 +51,12 @@ def ledger_key(ledger: Ledger) -> tuple[object, ...]:
 
 def _copy_state(old: LedgerState) -> LedgerState:
     new = LedgerState.__new__(LedgerState)
-    new.config, new.clock, new.decisions = old.config, old.clock, _copy_decisions(old.decisions)
-    new.totals, new.cache = old.totals.clone(), _copy_cache(old.cache)
-    new.eviction = _copy_order(old.eviction, old.cache, new.cache)
-    new.block_pool = _copy_pool(old.block_pool, new.eviction)
-    new.cache._blocks = new.block_pool.blocks
+    new.config, new.caches, new.clock = old.config, old.caches, old.clock
+    new.decisions = _copy_decisions(old.decisions)
+    new.totals, new.blocks = old.totals.clone(), _copy_blocks(old.blocks)
+    new.cache = _copy_cache(old.cache, new.blocks)
+    new.eviction = _copy_order(old, new)
+    new.block_pool = _copy_pool(old.block_pool, new)
     new.sequences = {key: _copy_sequence(sequence) for key, sequence in old.sequences.items()}
     new.tenants = old.tenants.copy()
     new.queue, new.preempting = _copy_queue(old.queue), old.preempting.copy()
@@ -67,10 +68,10 @@ def _copy_state(old: LedgerState) -> LedgerState:
     return new
 
 
-def _copy_block(old: Block) -> Block:
-    new = Block(old.id)
-    new.state, new.refs, new.hash, new.pending = old.state, old.refs, old.hash, old.pending
-    new.parent, new.owner, new.index, new.awaited = old.parent, old.owner, old.index, old.awaited
+def _copy_blocks(old: Blocks) -> Blocks:
+    new = Blocks(0)
+    for name in Blocks.__slots__:
+        setattr(new, name, getattr(old, name).copy())
     return new
 
 
@@ -81,24 +82,23 @@ def _copy_list(old: FreeListT) -> FreeListT:
     return new
 
 
-def _copy_pool(old: BlockPool, cached: EvictionOrder) -> BlockPool:
+def _copy_pool(old: BlockPool, state: LedgerState) -> BlockPool:
     new = BlockPool.__new__(BlockPool)
-    new.blocks = [_copy_block(block) for block in old.blocks]
-    new.free, new.cached, new.leased = _copy_list(old.free), cached, old.leased
+    new.blocks, new.cached = state.blocks, state.eviction
+    new.free, new.leased = _copy_list(old.free), old.leased
     return new
 
 
-def _copy_order(old: EvictionOrder, cache: PrefixCache, new: PrefixCache) -> EvictionOrder:
-    """Return a copy that knows the entries of the new cache in place of those of the old one."""
-    if isinstance(old, LeastRecentlyUsed):
-        return _copy_list(old)
-    known: dict[int, object] = {id(entry): new.entries[key] for key, entry in cache.entries.items()}
-    return deepcopy(old, known | {id(cache.entries): new.entries})
+def _copy_order(old: LedgerState, new: LedgerState) -> EvictionOrder:
+    """Return a copy that knows the blocks and the entries of the new ledger in place of those of the old one."""
+    if isinstance(old.eviction, LeastRecentlyUsed):
+        return _copy_list(old.eviction)
+    return deepcopy(old.eviction, {id(old.blocks): new.blocks, id(old.cache.entries): new.cache.entries})
 
 
-def _copy_cache(old: PrefixCache) -> PrefixCache:
-    new = PrefixCache([], old._ghost_limit)
-    new.entries = {key: Entry(e.parent, e.depth, e.blocks.copy(), e.children) for key, e in old.entries.items()}
+def _copy_cache(old: PrefixCache, blocks: Blocks) -> PrefixCache:
+    new = PrefixCache(blocks, old._ghost_limit)
+    new.entries, new.copies = old.entries.copy(), {key: copies.copy() for key, copies in old.copies.items()}
     new.pending, new.ghosts, new.ambiguous = old.pending.copy(), old.ghosts.copy(), old.ambiguous.copy()
     new.events, new.number = old.events.copy(), old.number
     return new
@@ -128,8 +128,10 @@ def _copy_sequence(old: Sequence) -> Sequence:
 # ---------------------------------------------------------------- keys
 
 
-def _block_key(block: Block) -> tuple[object, ...]:
-    return (block.state.value, block.refs, block.hash, block.pending, block.parent, block.owner, block.index)
+def _blocks_key(blocks: Blocks) -> tuple[object, ...]:
+    states = tuple([state.value for state in blocks.state])
+    content = (tuple(blocks.hash), tuple(blocks.pending), tuple(blocks.parent))
+    return (states, tuple(blocks.refs), *content, tuple(blocks.owner), tuple(blocks.index))
 
 
 def _sequence_key(each: Sequence) -> tuple[object, ...]:

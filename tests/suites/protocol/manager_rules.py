@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from common.lease import Admit, AttachOk, Copy, Inventory
 from common.types import BlockHash, BlockId, SequenceId
-from kvmanager.core.block import Block
 from kvmanager.core.block_granter import BlockGranter
 from kvmanager.core.config import LedgerConfig
 from kvmanager.core.eviction.lru import LeastRecentlyUsed
-from kvmanager.core.eviction.restored import Restored
 from kvmanager.core.free_list import FreeList
 from kvmanager.core.ledger_state import LedgerState
 from kvmanager.core.manager import Manager, WorkerRegistration
@@ -50,8 +49,8 @@ class LetsTenantsTakeTurns(PreemptionPolicy):
 
 
 class LeavesPending(ReportApplier):
-    def release(self, state: LedgerState, block_id: BlockId) -> None:
-        state.block_pool.drop(state.block_pool.blocks[block_id])
+    def release(self, state: LedgerState, block: BlockId) -> None:
+        state.block_pool.drop(block)
 
 
 class ReleasesFirst(ReportApplier):
@@ -72,24 +71,24 @@ class AdmitsWhenNoneEverStalled(BlockGranter):
 
 
 class AssumesTheTargetIsKnown(InventoryLoader):
-    def load(self, state: LedgerState, inventory: Inventory) -> None:
-        super().load(state, inventory)
+    def load(self, state: LedgerState, inventory: Inventory) -> Iterator[None]:
+        yield from super().load(state, inventory)
         state.last_sent_target = 0
 
 
 class EvictsShallowestFirst(InventoryLoader):
-    def eviction_order(self, restored: list[Restored]) -> list[BlockId]:
-        return [each.block for each in sorted(restored, key=lambda each: (each.depth, each.last_used))]
+    def levels(self, by_depth: list[list[BlockId]]) -> Iterable[list[BlockId]]:
+        return by_depth
 
 
-def one_block_a_hash(cache: PrefixCache, block: Block, key: BlockHash, parent: BlockHash) -> None:
+def one_block_a_hash(cache: PrefixCache, block: BlockId, key: BlockHash, parent: BlockHash) -> None:
     if key in cache.entries:
         cache.forget_pending(block)
     else:
         _register(cache, block, key, parent)
 
 
-def publish_beside_a_cached_copy(state: LedgerState, block: Block, key: BlockHash, parent: BlockHash) -> None:
+def publish_beside_a_cached_copy(state: LedgerState, block: BlockId, key: BlockHash, parent: BlockHash) -> None:
     state.cache.register(block, key, parent)
 
 

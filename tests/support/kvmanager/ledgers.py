@@ -97,6 +97,16 @@ def block_table(ledger: Ledger, number: int) -> tuple[BlockId, ...]:
     return table.block_ids
 
 
+def copies(ledger: Ledger) -> dict[BlockHash, list[BlockId]]:
+    """Return the blocks of every registered hash."""
+    return {key: ledger.state.cache.copies_of(key) for key in ledger.state.cache.entries}
+
+
+def depths(ledger: Ledger) -> dict[BlockHash, int]:
+    """Return the depth of every registered hash."""
+    return {key: ledger.state.blocks.index[block] for key, block in ledger.state.cache.entries.items()}
+
+
 def free_order(ledger: Ledger) -> list[int]:
     """Return blocks in the order in which they would be granted: free ones, then cached ones."""
     return [*ledger.state.block_pool.free, *ledger.state.block_pool.cached]
