@@ -102,3 +102,6 @@ class Clairvoyant:
 
     def why(self, block: BlockId) -> tuple[tuple[str, float], ...]:
         return ()
+
+    def known_of(self, block: BlockId) -> tuple[tuple[str, float], ...]:
+        return ()
