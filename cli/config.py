@@ -130,6 +130,12 @@ class UpSettings(EngineSettings):
     )
     public_tls_key: Path | None = Field(None, description="PEM file: the key of that certificate")
     trace_sample_ratio: Fraction = Field(1.0, description="share of requests that are traced")
+    slo_ttft: Seconds | None = Field(
+        None, description="seconds to the first token that clients were promised; a later one is kept as slow"
+    )
+    slo_itl: Seconds | None = Field(
+        None, description="seconds between two outputs; a request with more than 1 % of longer gaps is kept as slow"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe line shown")
     drain_timeout: Seconds = Field(30.0, description="seconds that running requests get after Ctrl-C")
 

@@ -220,6 +220,11 @@ MAX_EXPLANATIONS_AT_ONCE: Final = 8  # dry runs at once; each tokenises a prompt
 MAX_EXPLANATIONS_A_TENANT: Final = 2  # of these, of one tenant: a dry run is not charged to its rates
 CLIENT_TRACES_PER_SECOND: Final = 1.0  # requests a second that are traced because their client asks for it
 CLIENT_TRACES_BURST: Final = 10  # requests that may be traced at once because their clients ask for it
+KEPT_TRACES_PER_SECOND: Final = 5.0  # requests a second that each tail rule keeps: a built trace takes about 1 ms
+KEPT_TRACES_BURST: Final = 100  # requests that a tail rule may keep at once
+MAX_TRACES_TO_BUILD: Final = 512  # kept requests whose trace is not built yet; a silent KV manager lets them wait
+MAX_KEPT_RECORDS: Final = 64  # records of a kept request, from each service
+KEPT_RECORDS_SHARE: Final = 0.25  # memory of the records of kept requests, as a share of the decision ring's
 
 # ------------------------------------------------------------ tenants
 

@@ -30,6 +30,7 @@ from common.settings.options import (
 )
 from common.settings.pool_key import PoolSettings
 from router.core.dialects.names import REASONING_DIALECTS, TOOL_DIALECTS
+from router.core.tail_rules import Objective
 
 ToolCallParser = Annotated[str, AfterValidator(one_of("auto", "none", *TOOL_DIALECTS))]
 ReasoningParser = Annotated[str, AfterValidator(one_of("auto", "none", *REASONING_DIALECTS))]
@@ -145,10 +146,21 @@ class RouterSettings(PoolSettings):
     decision_ring_bytes: Bytes = Field(DEFAULT_RING_BYTES, description="memory of the decision records, about")
     span_ring: Count = Field(20_000, description="spans kept by the built-in receiver")
     span_ring_bytes: Bytes = Field(DEFAULT_RING_BYTES, description="memory of the spans, about")
+    slo_ttft: Seconds | None = Field(
+        None, description="seconds to the first token that clients were promised; a later one is kept as slow"
+    )
+    slo_itl: Seconds | None = Field(
+        None, description="seconds between two outputs; a request with more than 1 % of longer gaps is kept as slow"
+    )
     debug_loop_turns: bool = Field(
         False, description="measure the turns of the event loop for `quire debug dump`; costs up to 4 % of a core"
     )
     routing_seed: int = Field(0, description="seed of the tie-break between equal workers")
+
+    @property
+    def objective(self) -> Objective:
+        """What makes a request slow."""
+        return Objective.of(self.slo_ttft, self.slo_itl)
 
     @property
     def used_admin_port(self) -> int:

@@ -20,7 +20,7 @@ from common.checkpoint.gguf.names import served_folder, served_name
 from common.clock import SystemClock
 from common.decisions.ring import DecisionRing
 from common.errors import FieldViolation, InvalidConfig
-from common.limits import MAX_PUBLIC_MESSAGE_BYTES
+from common.limits import KEPT_RECORDS_SHARE, MAX_PUBLIC_MESSAGE_BYTES
 from common.process.debug import dumps_on_signal
 from common.process.garbage import collect_rarely
 from common.process.loop_turns import LoopTurns
@@ -51,12 +51,14 @@ from router.grpc_api.explanation import Explanations
 from router.grpc_api.manager_calls import ManagerCalls
 from router.grpc_api.servicer import InferenceServicer, Routers
 from router.kserve.servicer import KSERVE_SERVICE, KserveServicer
+from router.observe.kept_records import KeptRecords
 from router.observe.metrics import RouterMetrics
 from router.observe.pages import pages
 from router.observe.recorder import Recorder
 from router.observe.sampling import RequestSampler
 from router.observe.siblings import Siblings
 from router.observe.status import RouterStatus
+from router.observe.tail_keeper import TailKeeper
 from router.observe.trace_ids import ChosenTraceIds
 from router.observe.trace_store import StoreExporter, TraceStore
 from router.openai.app import create_app
@@ -191,7 +193,11 @@ class RouterProcess:
         new_id = _ids(name)
         chooser = Router(clock, new_id, settings.routing_seed)
         dispatcher = Dispatcher(self.pool, chooser, index, self._ring, clock)
-        recorder = Recorder(metrics, self._ring, self._telemetry.tracer, clock, new_id)
+        manager = ManagerCalls(settings.manager, dialer(self._tls, Role.MANAGER))
+        kept = KeptRecords(round(KEPT_RECORDS_SHARE * settings.decision_ring_bytes))
+        slo, emit = settings.objective, self._telemetry.emit
+        self._tail = TailKeeper(slo, self._ring, kept, metrics, emit, manager.all_decisions)
+        recorder = Recorder(metrics, self._ring, self._telemetry.tracer, clock, new_id, self._tail)
         self.frontend = RouterFrontend(dispatcher, admission, self._text, recorder, checkpoint.eos_token_ids)
         self.status = RouterStatus(
             self._card, self.pool, admission, self._redis_connected, lambda: self.frontend.draining, clock
@@ -206,8 +212,8 @@ class RouterProcess:
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, self._server.server)
         kserve = KserveServicer(self.frontend, self._validator, self._card, self._is_ready, calls)
         kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(kserve, self._server.server)
-        manager = ManagerCalls(settings.manager, dialer(self._tls, Role.MANAGER))
         decisions = DecisionServicer(self._ring, self._store, self._siblings, manager, recorder.tap)
+        decisions.keeps(kept)
         explainer = Explainer(dispatcher, admission, lambda: self.pool.identity, lambda: self.frontend.draining, clock)
         decisions.explains(Explanations(explainer, self._validator, clock), self._authenticator.named)
         public = PublicDecisionServicer(decisions, calls)
@@ -278,6 +284,7 @@ class RouterProcess:
         self.supervisor.run("readiness", self.readiness.run)
         self.supervisor.run("watch of hung workers", self.pool.watch)
         self.supervisor.run(_HISTORY, self._history.run)
+        self.supervisor.run("traces of kept requests", self._tail.run)
         if self._discovery is not None:
             self.supervisor.run(_DISCOVERY, self._discovery.run)
         if isinstance(self._authenticator, TenantDirectory):

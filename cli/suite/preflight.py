@@ -41,6 +41,7 @@ _SERVICES: Final[Mapping[str, type[Settings]]] = {
 }
 Listened = tuple[str, int]  # address, port
 _TO_ALL: Final = ("log_level", "trace_sample_ratio")
+_TO_ROUTER: Final = ("seed", "open_schemas", "slo_ttft", "slo_itl")
 _TEXT: Final = ("tokenizer", "chat_template", "tool_call_parser", "reasoning_parser")
 _PUBLIC_TLS: Final = ("public_tls_cert", "public_tls_key")
 _PORT_FLAGS: Final = {
@@ -157,7 +158,7 @@ def _stack_options(settings: UpSettings, reading: Reading, model_name: str | Non
     # The model is a folder by then, which has no revisions; the services would read the variable themselves.
     revision = () if settings.revision is None else ("--revision", "")
     redis = _flags(settings, ["redis_ca"])
-    router_own = _flags(settings, [key for key in ("seed", "open_schemas") if key in reading.own])
+    router_own = _flags(settings, [key for key in _TO_ROUTER if key in reading.own])
     pages = [word for origin in settings.cors_origins for word in ("--cors-origins", origin)]
     model = Path(settings.model).expanduser()
     names = settings.model_name or _name_of(model, model_name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Final
 
 import grpc
@@ -11,7 +11,7 @@ from google.protobuf.json_format import MessageToDict
 from common.errors import NotFound, QuireError
 from common.limits import MAX_LISTED_DECISIONS
 from common.types import Decision
-from common.wire.decision_codec import decision_from_proto
+from common.wire.decision_codec import known_decisions
 from quire.api.status import error_from_rpc
 from quire.decision.v1 import decision_pb2 as pb
 from quire.decision.v1 import decision_pb2_grpc as rpc
@@ -35,7 +35,7 @@ class Gatherer:
     async def listed(self, kind: str) -> list[Decision]:
         """Return the newest records of one kind that the routers have, oldest first."""
         wanted = pb.ListDecisionsRequest(kind=kind, tenant=self._tenant, limit=MAX_LISTED_DECISIONS)
-        return list(_known((await self._stub.ListDecisions(wanted, timeout=_PATIENCE_S)).decisions))
+        return list(known_decisions((await self._stub.ListDecisions(wanted, timeout=_PATIENCE_S)).decisions))
 
     async def story(self, name: str) -> Story:
         """Return the story of a request by its id, or by the client's own name for it. Raises NotFound."""
@@ -51,20 +51,22 @@ class Gatherer:
     async def _story(self, request_id: str) -> Story | None:
         """Return the story of a request; None when no record concerns it."""
         messages, unread = await self.records(request_id)
-        decisions = list(_known(messages))
+        decisions = list(known_decisions(messages))
         self._check_tenant(request_id, decisions)
         return story_of(request_id, decisions, unread) if decisions else None
 
     async def records(self, request_id: str) -> tuple[list[pb.DecisionRecord], tuple[str, ...]]:
         """Return all records that concern a request, and which services could not be asked, with the reason."""
         wanted = pb.ListDecisionsRequest(request_id=request_id, limit=MAX_LISTED_DECISIONS)
-        found = list((await self._stub.ListDecisions(wanted, timeout=_PATIENCE_S)).decisions)
-        wanted.from_manager = True
+        newest = (await self._stub.ListDecisions(wanted, timeout=_PATIENCE_S)).decisions
+        wanted.kept = True
+        kept = (await self._stub.ListDecisions(wanted, timeout=_PATIENCE_S)).decisions
+        wanted.kept, wanted.from_manager = False, True
         try:
-            found += (await self._stub.ListDecisions(wanted, timeout=_PATIENCE_S)).decisions
+            of_manager = (await self._stub.ListDecisions(wanted, timeout=_PATIENCE_S)).decisions
         except grpc.aio.AioRpcError as error:
-            return found, (f"the KV manager: {_words_of(error_from_rpc(error))}",)
-        return found, ()
+            return _each_once(kept, newest), (f"the KV manager: {_words_of(error_from_rpc(error))}",)
+        return _each_once(kept, newest, of_manager), ()
 
     async def trace(self, request_id: str) -> dict[str, object] | None:
         """Return the spans of a request as JSON has them; None when it was not sampled."""
@@ -94,13 +96,9 @@ def _without_prefix(name: str) -> str:
     return next((name.removeprefix(each) for each in _PREFIXES if name.startswith(each)), name)
 
 
-def _known(records: Iterable[pb.DecisionRecord]) -> Iterator[Decision]:
-    """Yield the records of kinds that this version knows; a newer service may have others."""
-    for each in records:
-        try:
-            yield decision_from_proto(each)
-        except ValueError:
-            continue
+def _each_once(*parts: Iterable[pb.DecisionRecord]) -> list[pb.DecisionRecord]:
+    """Return the records of all parts; of one that is in several parts, the last."""
+    return list({each.decision_id: each for part in parts for each in part}.values())
 
 
 def _words_of(error: QuireError) -> str:

@@ -46,6 +46,13 @@ class Telemetry:
 
     tracer: Tracer
     provider: TracerProvider
+    processor: SpanProcessor | None = None
+
+    def emit(self, spans: Sequence[ReadableSpan]) -> None:
+        """Deliver spans that have ended and that no tracer made, as those of the tracer."""
+        if self.processor is not None:
+            for span in spans:
+                self.processor.on_end(span)
 
     async def aclose(self) -> None:
         """Deliver the remaining spans and stop; the event loop goes on meanwhile."""
@@ -76,7 +83,7 @@ def setup(
     processor = _processor(settings, exporter, os.environ if environ is None else environ)
     if processor is not None:
         provider.add_span_processor(processor)
-    return Telemetry(provider.get_tracer("quire"), provider)
+    return Telemetry(provider.get_tracer("quire"), provider, processor)
 
 
 def _processor(

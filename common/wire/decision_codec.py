@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from common.types import Candidate, Decision, DecisionKind
 from quire.decision.v1 import decision_pb2
@@ -45,6 +45,15 @@ def decision_from_proto(message: decision_pb2.DecisionRecord) -> Decision:
         tenant=message.tenant,
         worker=message.worker,
     )
+
+
+def known_decisions(messages: Iterable[decision_pb2.DecisionRecord]) -> Iterator[Decision]:
+    """Yield the records of kinds that this version knows; a newer service may have others."""
+    for each in messages:
+        try:
+            yield decision_from_proto(each)
+        except ValueError:
+            continue
 
 
 def _candidate_from_proto(message: decision_pb2.Candidate) -> Candidate:

@@ -12,16 +12,18 @@ from typing import Any
 
 from grpc import aio
 
-from common.decisions.pages import bounds_of, page_of
+from common.decisions.pages import bounds_of, page_of, query_of
 from common.decisions.ring import DecisionRing, listed
 from common.errors import FieldViolation, InvalidRequest, NotFound, PermissionDenied, Unsupported
 from common.untrusted.ids import ID_WORDS, is_id
+from common.wire.decision_codec import decision_to_proto
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 from router.core.tenancy import ANYONE, Caller
 from router.grpc_api.explanation import Explanations
 from router.grpc_api.manager_calls import ManagerCalls
 from router.observe.decision_pages import merged
 from router.observe.decision_watch import DecisionWatch
+from router.observe.kept_records import KeptRecords
 from router.observe.own_view import own_decision, own_explanation, own_spans
 from router.observe.request_tap import RequestTap, Tapped
 from router.observe.siblings import Siblings, asked_by_sibling
@@ -46,11 +48,16 @@ class DecisionServicer(decision_pb2_grpc.DecisionServiceServicer):
         self._manager, self._tap = manager, tap
         self._watch = DecisionWatch(ring, siblings)
         self._explanations: Explanations | None = None
+        self._kept: KeptRecords | None = None
         self._named: Callable[[str], Caller] = lambda tenant: ANYONE
 
     def explains(self, explanations: Explanations, named: Callable[[str], Caller]) -> None:
         """Answer `Explain` too; `named` returns the caller for whom an operator asks."""
         self._explanations, self._named = explanations, named
+
+    def keeps(self, kept: KeptRecords) -> None:
+        """Answer with the records of kept requests too."""
+        self._kept = kept
 
     async def ListDecisions(
         self, request: decision_pb2.ListDecisionsRequest, context: Context
@@ -112,7 +119,7 @@ class DecisionServicer(decision_pb2_grpc.DecisionServiceServicer):
         self, request: decision_pb2.ListDecisionsRequest, alone: bool = False
     ) -> decision_pb2.ListDecisionsResponse:
         """Return the records of this process alone, or of all routers on its ports."""
-        own = page_of(self._ring, request)
+        own = self._kept_of(request) if request.kept else page_of(self._ring, request)
         if alone:
             return own
         others = await self._siblings.decisions(request)
@@ -139,6 +146,13 @@ class DecisionServicer(decision_pb2_grpc.DecisionServiceServicer):
         ordered = sorted(spans.values(), key=lambda span: (span.start_unix_nano, -span.end_unix_nano))
         return decision_pb2.GetTraceResponse(trace_id=trace_id, spans=ordered)
 
+    def _kept_of(self, request: decision_pb2.ListDecisionsRequest) -> decision_pb2.ListDecisionsResponse:
+        if not is_id(request.request_id):
+            what = "is missing; expected the id of the request whose kept records are asked for"
+            raise InvalidRequest(FieldViolation("request_id", what))
+        found = self._kept.find(query_of(request)) if self._kept is not None else []
+        return decision_pb2.ListDecisionsResponse(decisions=map(decision_to_proto, found), source=self._ring.source)
+
     async def _trace_of(self, request: decision_pb2.GetTraceRequest) -> str:
         """Return the id of the trace that a request is in, from this router or a sibling; "" when none has it."""
         if trace_id := self._store.trace_of(request.request_id, request.tenant):
@@ -163,7 +177,7 @@ class PublicDecisionServicer(decision_pb2_grpc.DecisionServiceServicer):
         if caller.tenant.admin:
             return await self._whole.decisions(request)
         _check_named(request.request_id)
-        request.tenant = caller.owner
+        request.tenant, request.kept = caller.owner, False
         found = await self._whole.decisions(request)
         own = [own_decision(record, request.request_id) for record in found.decisions]
         return decision_pb2.ListDecisionsResponse(decisions=own)

@@ -6,7 +6,7 @@ need one address, the router's. Each call opens its channel: they are rare, and 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any, Final
 
 import grpc
@@ -48,6 +48,18 @@ class ManagerCalls:
             try:
                 stub = decision_pb2_grpc.DecisionServiceStub(channel)
                 return await stub.ListDecisions(request, timeout=_LIST_PATIENCE_S)
+            except aio.AioRpcError as error:
+                raise self._in_words(error) from None
+
+    async def all_decisions(
+        self, requests: Sequence[decision_pb2.ListDecisionsRequest]
+    ) -> Sequence[decision_pb2.ListDecisionsResponse]:
+        """Return the manager's records for several calls, in their order. Raises Unavailable when none answers."""
+        async with self._dial(self._address) as channel:
+            stub = decision_pb2_grpc.DecisionServiceStub(channel)
+            calls = [stub.ListDecisions(each, timeout=_LIST_PATIENCE_S) for each in requests]
+            try:
+                return [await call for call in calls]
             except aio.AioRpcError as error:
                 raise self._in_words(error) from None
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import time
+from bisect import bisect_left
 from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.samples import Exemplar
 
 from common.errors import Cancelled, DeadlineExceeded, EngineFailure, Overloaded, QuireError, Unavailable
 from common.types import FinishReason
+from router.core.diagnosis.outcome import Outcome, Phase
 from router.core.events import Finished
+from router.core.tail_rules import Rule
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 # Outcomes of a lookup in the prefix index: an answer, none in time, or skipped after many failures.
 LOOKUPS = ("answered", "failed", "skipped")
+# The phases before a request has blocks.
+_QUEUE = (Phase.QUEUE, Phase.LOOKUP, Phase.BLOCKS)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 50_000, 100_000)
 
 
@@ -35,6 +42,12 @@ class RouterMetrics:
         self._lookups = Counter(
             "quire:prefix_lookups", "lookups in the prefix index by outcome", ["outcome"], registry=registry
         )
+        self.kept = Counter(
+            "quire:kept_requests", "requests that a tail rule keeps for `quire why`", ["rule"], registry=registry
+        )
+        self.left_out = Counter(
+            "quire:kept_requests_left_out", "requests beyond the rate of their tail rule", ["rule"], registry=registry
+        )
         self._begin_at_zero()
         self.migrations = self._counter("migrations", "sequences that went on at another worker")
         self.resumed = self._counter("requests_resumed", "requests of another router that went on at this one")
@@ -54,6 +67,9 @@ class RouterMetrics:
             self.failed.labels(error.reason)
         for outcome in LOOKUPS:
             self._lookups.labels(outcome)
+        for rule in Rule:
+            self.kept.labels(rule.value)
+            self.left_out.labels(rule.value)
 
     def watch(self, running: Callable[[], float], waiting: Callable[[], float]) -> None:
         """Read these gauges whenever metrics are exposed."""
@@ -79,6 +95,26 @@ class RouterMetrics:
         self.latency.observe(event.timings.total_seconds, _exemplar(trace_id))
         self.request_generation.observe(event.usage.output_tokens)
 
+    def blocks_granted(self, seconds: float, trace_id: str) -> None:
+        """Count the wait of a request for a worker and blocks; `trace_id` as for `first_token`."""
+        self.queue_time.observe(seconds, _exemplar(trace_id))
+
+    def traced(self, outcome: Outcome, trace_id: str, sampled: bool) -> None:
+        """Let the times of a request that has ended point at its trace.
+
+        A sampled one is known from its beginning: then only its longest gap is still to be named.
+        """
+        if outcome.longest_gap:
+            self.inter_token_latency.point(outcome.longest_gap, trace_id)
+        if sampled:
+            return
+        if outcome.admissions:
+            before = dict(outcome.before)
+            self.queue_time.point(sum(before.get(phase, 0.0) for phase in _QUEUE), trace_id)
+        if outcome.has_first_token:
+            self.time_to_first_token.point(outcome.first_token_s, trace_id)
+            self.latency.point(outcome.total_s, trace_id)
+
     def refused(self, error: QuireError) -> None:
         self.failed.labels(error.reason).inc()
 
@@ -88,8 +124,17 @@ class RouterMetrics:
     def _gauge(self, name: str, help_: str) -> Gauge:
         return Gauge(f"quire:{name}", help_, registry=self._registry)
 
-    def _histogram(self, name: str, help_: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"quire:{name}", help_, buckets=buckets, registry=self._registry)
+    def _histogram(self, name: str, help_: str, buckets: tuple[float, ...]) -> TracedHistogram:
+        return TracedHistogram(f"quire:{name}", help_, buckets=buckets, registry=self._registry)
+
+
+class TracedHistogram(Histogram):
+    """A histogram whose bars may point at a trace later: which requests are kept is known at their end alone."""
+
+    def point(self, value: float, trace_id: str) -> None:
+        """Let the bucket of a value that was observed earlier point at a trace."""
+        place = bisect_left(self._upper_bounds, value)
+        self._buckets[place].set_exemplar(Exemplar({"trace_id": trace_id}, value, time.time()))
 
 
 def _exemplar(trace_id: str) -> dict[str, str] | None:

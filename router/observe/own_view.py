@@ -17,6 +17,8 @@ from router.observe.trace_codec import REQUEST_ID, TENANT
 ANOTHER: Final = "another request"
 HIT_BLOCKS: Final = "hit_blocks"
 _PREFIX: Final = "quire.decision."
+# Kinds of decisions whose candidates are other requests.
+_AMONG_REQUESTS: Final = (DecisionKind.PREEMPTION, DecisionKind.SHORTFALL)
 _NAMES: Final = (_PREFIX + "victim", _PREFIX + "beneficiary", REQUEST_ID)
 
 
@@ -36,7 +38,7 @@ def own_decision(record: pb.DecisionRecord, request_id: str) -> pb.DecisionRecor
         setattr(own, name, _own_name(getattr(own, name), request_id))
     if own.kind == DecisionKind.PREEMPTION:  # it chooses among requests
         own.chosen = _own_name(own.chosen, request_id)
-    if own.kind in (DecisionKind.PREEMPTION, DecisionKind.SHORTFALL):  # the candidates are other requests
+    if own.kind in _AMONG_REQUESTS:
         del own.candidates[:]
     if own.kind == DecisionKind.OUTCOME:
         _mask_outcome(own)
@@ -104,6 +106,7 @@ def _mask(attributes: MutableMapping[str, str], request_id: str) -> None:
             attributes[name] = _own_name(attributes[name], request_id)
     if attributes.get(_PREFIX + "kind") == DecisionKind.PREEMPTION:
         attributes[_PREFIX + "chosen"] = _own_name(attributes[_PREFIX + "chosen"], request_id)
+    if attributes.get(_PREFIX + "kind") in _AMONG_REQUESTS:
         attributes.pop(_PREFIX + "candidates", None)
 
 

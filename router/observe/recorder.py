@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from opentelemetry.trace import Tracer
 
 from common.clock import Clock
+from common.errors import QuireError
 from common.types import Decision, DecisionKind
 from router.core.diagnosis.outcome import Outcome, figures_of, texts_of
 from router.core.events import Finished, ValidatedRequest
+from router.core.record_spans import EndedRequest
+from router.core.tail_rules import Rule
 from router.observe.metrics import RouterMetrics
 from router.observe.request_tap import RequestTap
 from router.observe.request_trace import RequestTrace
+from router.observe.tail_keeper import TailKeeper
 from router.ports import DecisionSink
 
 log = logging.getLogger(__name__)
@@ -23,11 +29,19 @@ class Recorder:
     """Writes all records of requests; `new_id` makes ids of requests and decisions."""
 
     def __init__(
-        self, metrics: RouterMetrics, decisions: DecisionSink, tracer: Tracer, clock: Clock, new_id: Callable[[], str]
+        self,
+        metrics: RouterMetrics,
+        decisions: DecisionSink,
+        tracer: Tracer,
+        clock: Clock,
+        new_id: Callable[[], str],
+        tail: TailKeeper | None = None,
     ) -> None:
         self.metrics, self.clock, self.new_id = metrics, clock, new_id
         self.tap = RequestTap(clock)
-        self._decisions, self._tracer = decisions, tracer
+        self._decisions, self._tracer, self._tail = decisions, tracer, tail
+        # The longest time between two events of output that is as promised.
+        self.objective_itl = math.inf if tail is None else tail.objective.itl
 
     def trace(self, request: ValidatedRequest, request_id: str) -> RequestTrace:
         """Count a request, and return its spans."""
@@ -42,8 +56,33 @@ class Recorder:
             lengths = {name: getattr(usage, name) for name in ("prompt_tokens", "cached_tokens", "output_tokens")}
             log.debug("finished: %s", event.reason, extra={"request_id": request_id, **lengths})
 
+    def refused(self, trace: RequestTrace, request_id: str, error: QuireError) -> None:
+        """Count a request that was refused at its arrival, and keep it."""
+        self.metrics.refused(error)
+        rules = self._tail.refuses() if self._tail is not None else ()
+        if rules:
+            self._keep(trace, EndedRequest(request_id, trace.began_ns, self.clock.time_ns(), None, str(error)), rules)
+        trace.end(str(error))
+
     def ended(self, trace: RequestTrace, request_id: str, outcome: Outcome) -> None:
-        """Record how a request ended. It is no event of a span: it may name other requests, and operators read it."""
+        """Record how a request ended, and keep it where a rule says so."""
+        rules = self._tail.rules(outcome) if self._tail is not None else ()
+        if rules:
+            outcome = replace(outcome, kept=", ".join(rules))
+        self._record_end(trace, request_id, outcome)
+        if rules or trace.recording:
+            self.metrics.traced(outcome, trace.built_id, trace.recording)
+        if rules:
+            ended_ns = self.clock.time_ns()
+            began_ns = min(trace.began_ns, ended_ns - round(outcome.total_s * 1e9))
+            self._keep(trace, EndedRequest(request_id, began_ns, ended_ns, outcome, outcome.failure), rules)
+
+    def _keep(self, trace: RequestTrace, ended: EndedRequest, rules: tuple[Rule, ...]) -> None:
+        if self._tail is not None:
+            self._tail.keep(trace.head(rules), ended)
+
+    def _record_end(self, trace: RequestTrace, request_id: str, outcome: Outcome) -> None:
+        """Record the outcome. It is no event of a span: it may name other requests, and operators read it."""
         self._decisions.record(
             Decision(
                 decision_id=self.new_id(),

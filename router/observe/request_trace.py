@@ -8,13 +8,16 @@ request                 the whole request; parent of the worker's spans too
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from opentelemetry.trace import Span, Status, StatusCode, Tracer, set_span_in_context
 
 from common.clock import Clock
-from common.telemetry import parent_of, traceparent_of
+from common.telemetry import parent_of, span_context_of, traceparent_of
 from common.telemetry.decisions import add_decision
 from common.types import Decision
 from router.core.events import Finished, ValidatedRequest
+from router.observe.record_trace import TraceHead, parent_span
 from router.observe.trace_ids import beginning
 
 
@@ -30,24 +33,40 @@ class RequestTrace:
         context = self._span.get_span_context()
         self.trace_id = f"{context.trace_id:032x}" if self.recording else ""
         self.traceparent = traceparent_of(set_span_in_context(self._span)) if self.recording else ""
-        self._queued_ns = clock.time_ns()
+        self._request, self._request_id, self._trace_id = request, request_id, context.trace_id
+        self.began_ns = self._queued_ns = clock.time_ns()
         self._stream: Span | None = None
         if self.recording:
-            self._span.set_attributes(
-                {
-                    "quire.request_id": request_id,
-                    "quire.prompt_tokens": len(request.prompt),
-                    "quire.max_tokens": request.sampling.max_tokens,
-                    "quire.sequences": request.sampling.n,
-                    "quire.priority": request.priority,
-                }
-            )
-            if request.correlation_id:
-                self._span.set_attribute("quire.correlation_id", request.correlation_id)
-            if self.owner:
-                self._span.set_attribute("quire.tenant", self.owner)
-            if request.sampling.constraint is not None:
-                self._span.set_attribute("quire.constraint", request.sampling.constraint.kind.value)
+            self._span.set_attributes(self._attributes())
+
+    def _attributes(self) -> dict[str, str | int]:
+        """Return what the request's span says of it; empty names are left out."""
+        request, constraint = self._request, self._request.sampling.constraint
+        names = {
+            "quire.correlation_id": request.correlation_id,
+            "quire.tenant": self.owner,
+            "quire.constraint": "" if constraint is None else constraint.kind.value,
+        }
+        return {
+            "quire.request_id": self._request_id,
+            "quire.prompt_tokens": len(request.prompt),
+            "quire.max_tokens": request.sampling.max_tokens,
+            "quire.sequences": request.sampling.n,
+            "quire.priority": request.priority,
+            **{name: value for name, value in names.items() if value},
+        }
+
+    @property
+    def built_id(self) -> str:
+        """The id that a trace has which is built at the end, in hexadecimal; that of the spans if there are any."""
+        return f"{self._trace_id:032x}"
+
+    def head(self, rules: Iterable[str]) -> TraceHead | None:
+        """Return the head of the trace that is built from records; None where there are spans."""
+        if self.recording:
+            return None
+        attributes = {**self._attributes(), "quire.kept": ", ".join(rules)}
+        return TraceHead(self._trace_id, parent_span(span_context_of(self._request.traceparent)), attributes)
 
     def decided(self, decision: Decision) -> None:
         add_decision(self._span, decision)

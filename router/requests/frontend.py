@@ -90,8 +90,7 @@ class RouterFrontend:
         try:
             self._enter(request, request_id, trace)
         except QuireError as refused:
-            self._recorder.metrics.refused(refused)
-            trace.end(str(refused))
+            self._recorder.refused(trace, request_id, refused)
             raise
         run = RequestRun(request, request_id, trace, self._turns, self._clock)
         self._runs.add(run)
@@ -280,7 +279,7 @@ class RouterFrontend:
         request, metrics = run.request, self._recorder.metrics
         run.admitted = True
         if run.received is None:
-            metrics.queue_time.observe(admitted_at - request.arrived)
+            metrics.blocks_granted(admitted_at - request.arrived, run.trace.trace_id)
             metrics.request_prompt.observe(len(request.prompt))
             metrics.prompt_tokens.inc(len(request.prompt))
         yield Admitted(
@@ -317,7 +316,9 @@ class RouterFrontend:
             run.trace.first_token()
             self._count_hits(run, output)
         elif not run.request.whole and not output.replays:
-            metrics.inter_token_latency.observe(now - output.last_token_at)
+            gap = now - output.last_token_at
+            metrics.inter_token_latency.observe(gap)
+            output.waited(gap, self._recorder.objective_itl)
         if running.reservation is not None:
             running.reservation.prefilled()
         event = output.sampled(sampled, now)

@@ -53,6 +53,9 @@ class OutputStream:
         self._first_attempt = 0
         self._computed_again = 0
         self._preemptions = 0
+        # Times between two events that a client sees: all, those above the objective, and the longest.
+        self.gaps = self.late_gaps = 0
+        self.longest_gap = 0.0
         # Of a sequence that another router began: how many tokens it had, when the last one came, and its admission.
         self._resumed_tokens = 0
         self._resumed_at = self._resumed_admission = 0.0
@@ -121,6 +124,13 @@ class OutputStream:
 
     def preempted(self) -> None:
         self._preemptions += 1
+
+    def waited(self, seconds: float, objective: float) -> None:
+        """Count a time between two events of output."""
+        self.gaps += 1
+        self.longest_gap = max(self.longest_gap, seconds)
+        if seconds > objective:
+            self.late_gaps += 1
 
     def sampled(self, event: TokensSampled, now: float) -> Tokens | None:
         """Take new tokens and return the client's part of them; afterwards `stop_string` may be set."""

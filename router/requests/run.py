@@ -177,8 +177,13 @@ class RequestRun:
         """Return the last record of the request; `failure` is "" for one that ended by itself."""
         if self.ticket is not None:
             self.log.queued = self.ticket.waited
-        output = sum(len(each.output.tokens) for each in self.sequences)
-        return self.log.outcome(failure, self.worker_id, output)
+        outputs = [each.output for each in self.sequences]
+        return replace(
+            self.log.outcome(failure, self.worker_id, sum(len(each.tokens) for each in outputs)),
+            gaps=sum(each.gaps for each in outputs),
+            late_gaps=sum(each.late_gaps for each in outputs),
+            longest_gap=max((each.longest_gap for each in outputs), default=0.0),
+        )
 
     def ended_sequences(self) -> Iterator[EndedSequence]:
         """Yield what a recording keeps of each sequence; nothing of a request that was never placed."""

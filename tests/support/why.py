@@ -1,4 +1,4 @@
-"""`quire why` as a process against a running suite."""
+"""`quire why` and `quire trace` as processes against a running suite."""
 
 from __future__ import annotations
 
@@ -13,9 +13,18 @@ from tests.support.suite import PATIENCE, Suite
 
 async def quire_why(suite: Suite, *flags: str) -> tuple[int, str, str]:
     """Return the exit status, the output and the errors of the command."""
+    return await _command(suite, "why", *flags)
+
+
+async def quire_trace(suite: Suite, *flags: str) -> tuple[int, str, str]:
+    """Return the same of `quire trace`."""
+    return await _command(suite, "trace", *flags)
+
+
+async def _command(suite: Suite, *words: str) -> tuple[int, str, str]:
     where = ["--admin-address", suite.stack.admin_address, "--state-dir", str(suite.stack.options.state_dir)]
     pipe = asyncio.subprocess.PIPE
-    command = module_command("cli.main", "why", *flags, *where)
+    command = module_command("cli.main", *words, *where)
     process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
     async with asyncio.timeout(PATIENCE):
         out, err = await process.communicate()

@@ -81,4 +81,5 @@ def _granted(grant: Grant) -> str:
 
 def _ended(outcome: Outcome) -> str:
     words = outcome.failure or outcome.ended
-    return f"ends with {count(outcome.output_tokens, 'token')} after {duration(outcome.total_s)}: {words}"
+    kept = f" (kept: {outcome.kept})" if outcome.kept else ""
+    return f"ends with {count(outcome.output_tokens, 'token')} after {duration(outcome.total_s)}: {words}{kept}"

@@ -38,7 +38,8 @@ class Outcome:
     manager's reason why no more of its prompt was cached; empty while it had no blocks. `other_domain_tokens` is how
     much of its prompt another cache domain has sent, `other_domain` which one. `client_longest` is the longest time
     that the client left an event unread. `ahead_tokens` are positions that its worker computed for others between
-    its admission and its own first step, most of them for `ahead_of`.
+    its admission and its own first step, most of them for `ahead_of`. `gaps` are the times between two events of output
+    that a client sees, `late_gaps` those above the objective of the router. `kept` names the tail rules that keep it.
     """
 
     time_ns: int = 0
@@ -48,6 +49,7 @@ class Outcome:
     miss: str = ""
     other_domain: str = ""
     ahead_of: str = ""
+    kept: str = ""
     tenant: str = ""
     before: Seconds = ()
     after: Seconds = ()
@@ -66,6 +68,9 @@ class Outcome:
     ahead_tokens: int = 0
     other_domain_tokens: int = 0
     diverged_at: int = 0
+    gaps: int = 0
+    late_gaps: int = 0
+    longest_gap: float = 0.0
     client_longest: float = 0.0
 
     @property
@@ -78,7 +83,7 @@ class Outcome:
         return self.first_token_s + sum(seconds for _, seconds in self.after)
 
 
-_TEXTS: Final = ("ended", "failure", "worker", "miss", "other_domain", "ahead_of")
+_TEXTS: Final = ("ended", "failure", "worker", "miss", "other_domain", "ahead_of", "kept")
 _FLAGS: Final = ("has_first_token", "started", "queued", "index_answered")
 _APART: Final = frozenset((*_TEXTS, *_FLAGS, "time_ns", "tenant", "before", "after"))
 _COUNTS: Final = tuple(field.name for field in fields(Outcome) if field.name not in _APART)
@@ -106,7 +111,7 @@ def outcome_of(decision: Decision) -> Outcome:
     values |= {name: bool(figures.get(name, 0.0)) for name in _FLAGS}
     values |= {name: int(figures.get(name, 0.0)) for name in _COUNTS}
     values |= {"before": _phases(figures, "before."), "after": _phases(figures, "after.")}
-    values["client_longest"] = figures.get("client_longest", 0.0)
+    values |= {name: figures.get(name, 0.0) for name in ("client_longest", "longest_gap")}
     return Outcome(time_ns=decision.time_ns, tenant=decision.tenant, **values)
 
 

@@ -28,6 +28,7 @@ from gpuworker.config import GpuWorkerSettings
 from gpuworker.core.step_costs import DEFAULT_COSTS
 from kvmanager.config import KvManagerSettings
 from router.config import RouterSettings
+from router.core.tail_rules import Objective
 from tests.support.checkpoints import MAX_POSITIONS, config_of
 from tests.support.gguf_files import write_model
 from tests.support.stranger_files import POINTER, safetensors
@@ -196,6 +197,18 @@ def test_public_certificates_reach_the_routers_alone(base: dict[str, str]) -> No
     assert refusals(("--public-tls-cert", "a"), base) == {
         "--public-tls-key": "is missing; expected together with --public-tls-cert"
     }
+
+
+@pytest.mark.parametrize(
+    ("flags", "more"),
+    [(("--slo-ttft", "1.5", "--slo-itl", "0.2"), {}), ((), {"QUIRE_SLO_TTFT": "1.5", "QUIRE_ROUTER_SLO_ITL": "0.2"})],
+)
+def test_objectives_reach_the_routers_alone(base: dict[str, str], flags: tuple[str, ...], more: dict[str, str]) -> None:
+    found, environ = programs(suite_options(flags, base | more)), base | more
+    assert load(RouterSettings, found["router"].flags, environ).objective == Objective(1.5, 0.2)
+    assert "--slo-ttft" not in (*found["kvmanager"].flags, *found["worker-0"].flags)
+    assert refusals(("--slo-ttft", "0"), base).keys() == {"--slo-ttft"}
+    assert refusals((), base | {"QUIRE_SLO_ITL": "soon"}).keys() == {"QUIRE_SLO_ITL"}
 
 
 def test_embedded_managers_need_no_address_of_one(base: dict[str, str]) -> None:

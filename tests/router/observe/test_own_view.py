@@ -66,6 +66,21 @@ def test_a_preemption_names_no_other_request() -> None:
     }
 
 
+def test_a_short_fall_names_no_request_that_holds_blocks() -> None:
+    found = shared()
+    decision = {"kind": "shortfall", "chosen": "waits", "beneficiary": "b", "id": "m-1"}
+    attributes = {f"quire.decision.{key}": value for key, value in decision.items()}
+    attributes["quire.decision.candidates"] = json.dumps(['{"name": "b"}', '{"name": "tenant blue"}'])
+    found.spans[2].events.add(name="decision", attributes=attributes)
+    (event,) = own_spans(found, "a").spans[1].events
+    assert event.attributes == {
+        "quire.decision.id": "m-1",
+        "quire.decision.kind": "shortfall",
+        "quire.decision.chosen": "waits",
+        "quire.decision.beneficiary": ANOTHER,
+    }
+
+
 def test_a_record_of_a_preemption_names_no_other_request() -> None:
     record = pb.DecisionRecord(
         decision_id="m-1", kind="preemption", request_id="b", chosen="b", victim="b", beneficiary="a",

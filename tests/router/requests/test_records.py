@@ -5,15 +5,25 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
+from prometheus_client.samples import Exemplar
 
 from common.process.logs import fields_of
 from common.process.metrics import exposed
 from router.core.events import Admitted
+from router.core.tail_rules import Objective
 from tests.support.router.fake_worker import FakeWorker
 from tests.support.router.frontend_harness import (
     frontend_over,
     in_background,
     request,
+)
+
+UNSAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"
+TIMES = (
+    "quire:time_to_first_token_seconds",
+    "quire:inter_token_latency_seconds",
+    "quire:request_queue_time_seconds",
+    "quire:e2e_request_latency_seconds",
 )
 
 
@@ -93,8 +103,38 @@ async def test_times_of_a_traced_request_point_at_its_trace() -> None:
     async with frontend_over(FakeWorker(automatic=True)) as harness:
         (admitted, *_) = await harness.events(request(prompt=10))
         assert isinstance(admitted, Admitted)
-        for name in ("quire:time_to_first_token_seconds", "quire:e2e_request_latency_seconds"):
-            assert exemplars_of(harness.registry, name) == [{"trace_id": admitted.trace_id}]
+        for name in TIMES:
+            assert exemplars_of(harness.registry, name) == [{"trace_id": admitted.trace_id}], name
+
+
+async def test_times_of_a_kept_request_point_at_the_trace_that_is_built() -> None:
+    """Its bars count it once, and the exemplar of gaps is its longest one."""
+    async with frontend_over(FakeWorker(automatic=True), objective=Objective(ttft=1e-9)) as harness:
+        await harness.events(request(request_id="r1", traceparent=UNSAMPLED))
+        await harness.until(lambda: bool(exemplars_of(harness.registry, TIMES[0])))
+        for name in TIMES:
+            assert exemplars_of(harness.registry, name) == [{"trace_id": UNSAMPLED[3:35]}], name
+            assert harness.registry.get_sample_value(f"{name}_count") == (2 if "inter" in name else 1)
+        (end,) = harness.decisions.find("r1", "outcome")
+        figures = dict(end.figures)
+        assert "kept: slow" in end.reasons
+        assert figures["gaps"] == 2
+        (gap,) = values_of(harness.registry, "quire:inter_token_latency_seconds")
+        assert gap == pytest.approx(figures["longest_gap"])
+
+
+async def test_an_ordinary_untraced_request_is_no_exemplar() -> None:
+    async with frontend_over(FakeWorker(automatic=True), objective=Objective()) as harness:
+        await harness.events(request(traceparent=UNSAMPLED))
+        assert [exemplars_of(harness.registry, name) for name in TIMES] == [[]] * len(TIMES)
+
+
+async def test_exemplars_are_for_those_who_ask_for_openmetrics() -> None:
+    async with frontend_over(FakeWorker(automatic=True)) as harness:
+        (admitted, *_) = await harness.events(request())
+        assert isinstance(admitted, Admitted)
+        for accept, there in (("application/openmetrics-text", True), ("text/plain", False), ("*/*", False)):
+            assert (admitted.trace_id in exposed(harness.registry, accept)[1].decode()) is there, accept
 
 
 async def test_times_of_an_untraced_request_point_nowhere() -> None:
@@ -105,10 +145,18 @@ async def test_times_of_an_untraced_request_point_nowhere() -> None:
 
 def exemplars_of(registry: CollectorRegistry, name: str) -> list[dict[str, str]]:
     """Return the labels of the exemplars that OpenMetrics has of a histogram."""
+    return [dict(exemplar.labels) for exemplar in _exemplars(registry, name)]
+
+
+def values_of(registry: CollectorRegistry, name: str) -> list[float]:
+    return [exemplar.value for exemplar in _exemplars(registry, name)]
+
+
+def _exemplars(registry: CollectorRegistry, name: str) -> list[Exemplar]:
     _, text = exposed(registry, "application/openmetrics-text")
     families = text_string_to_metric_families(text.decode())  # type: ignore[no-untyped-call]
     samples = [sample for family in families if family.name == name for sample in family.samples]
-    return [dict(sample.exemplar.labels) for sample in samples if sample.exemplar is not None]
+    return [sample.exemplar for sample in samples if sample.exemplar is not None]
 
 
 async def test_the_lengths_of_what_ended_are_logged_for_who_chooses_a_block_size(

@@ -20,12 +20,16 @@ from common.backoff import Backoff
 from common.clock import SystemClock
 from common.decisions.ring import DecisionRing
 from common.types import BlockHash, PoolIdentity, SamplingParams
+from quire.decision.v1.decision_pb2 import ListDecisionsRequest, ListDecisionsResponse
 from router.core.admission import AdmissionLimiter, AdmissionLimits
 from router.core.events import Finished, GenerateEvent, Tokens, ValidatedRequest
 from router.core.identity import UNKNOWN_GEOMETRY, UNKNOWN_POOLING
 from router.core.routing import Router
+from router.core.tail_rules import Objective
+from router.observe.kept_records import KeptRecords
 from router.observe.metrics import RouterMetrics
 from router.observe.recorder import Recorder
+from router.observe.tail_keeper import TailKeeper
 from router.ports import TextAssembler, TextAssemblers, TextDelta
 from router.requests.dispatcher import Dispatcher
 from router.requests.frontend import RouterFrontend
@@ -141,8 +145,9 @@ async def frontend_over(
     assemblers: TextAssemblers | None = None,
     incarnation: bytes = b"i" * 16,
     manager_patience: float = math.inf,
+    objective: Objective | None = None,
 ) -> AsyncIterator[Harness]:
-    """Start workers and a frontend that is connected to all of them."""
+    """Start workers and a frontend that is connected to all of them; with an objective it keeps bad requests."""
     identity = identity or PoolIdentity(
         "", IDENTITY.tokenizer_fingerprint, IDENTITY.block_size, UNKNOWN_GEOMETRY, pooling=pooling
     )
@@ -154,7 +159,9 @@ async def frontend_over(
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(spans))
     tracer = provider.get_tracer("test")
-    recorder = Recorder(RouterMetrics(registry), decisions, tracer, CLOCK, new_id)
+    metrics = RouterMetrics(registry)
+    tail = None if objective is None else _keeper(objective, decisions, metrics, spans)
+    recorder = Recorder(metrics, decisions, tracer, CLOCK, new_id, tail)
     admission = AdmissionLimiter(limits or AdmissionLimits())
     frontend = RouterFrontend(dispatcher, admission, assemblers or WordAssemblers(), recorder, eos)
     harness = Harness(frontend, dispatcher, pool, admission, index, decisions, spans, registry, tracer)
@@ -168,6 +175,17 @@ async def frontend_over(
         await pool.aclose()
         for worker in workers:
             await worker.kill()
+
+
+def _keeper(
+    objective: Objective, ring: DecisionRing, metrics: RouterMetrics, spans: InMemorySpanExporter
+) -> TailKeeper:
+    """Return a keeper without a KV manager."""
+
+    async def nothing(calls: Sequence[ListDecisionsRequest]) -> Sequence[ListDecisionsResponse]:
+        return [ListDecisionsResponse()] * len(calls)
+
+    return TailKeeper(objective, ring, KeptRecords(1 << 20), metrics, spans.export, nothing)
 
 
 def _spans() -> InMemorySpanExporter:

@@ -229,6 +229,7 @@ class ListDecisionsRequest(_message.Message):
     SINCE_UNIX_NANO_FIELD_NUMBER: _builtins.int
     UNTIL_UNIX_NANO_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Only records of this request."""
     kind: _builtins.str
@@ -246,6 +247,10 @@ class ListDecisionsRequest(_message.Message):
     until_unix_nano: _builtins.int
     page_token: _builtins.str
     """As an earlier answer had it in next_page_token: the records before those of that answer. The filters must be the same."""
+    kept: _builtins.bool
+    """Instead of the newest records those of the kept request that request_id names, of router and KV manager, however old
+    they are. Served by the router's admin plane, in one page.
+    """
     def __init__(
         self,
         *,
@@ -258,10 +263,11 @@ class ListDecisionsRequest(_message.Message):
         since_unix_nano: _builtins.int = ...,
         until_unix_nano: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        kept: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_manager", b"from_manager", "kind", b"kind", "limit", b"limit", "page_token", b"page_token", "request_id", b"request_id", "since_unix_nano", b"since_unix_nano", "tenant", b"tenant", "until_unix_nano", b"until_unix_nano", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_manager", b"from_manager", "kept", b"kept", "kind", b"kind", "limit", b"limit", "page_token", b"page_token", "request_id", b"request_id", "since_unix_nano", b"since_unix_nano", "tenant", b"tenant", "until_unix_nano", b"until_unix_nano", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -98,6 +98,8 @@ async def test_every_figure_of_ours_is_looked_at(exposed: dict[str, Exposed]) ->
         "quire:prefill_seconds_per_token",
         "quire:ignored_seals",  # a manager that waits for a parent: only for the search of a defect
         "quire:workers",
+        "quire:kept_requests",  # by rule: read when a bad request has no trace
+        "quire:kept_requests_left_out",
         "quire:orphan_bytes",  # what the limits bound; the dashboard has the orphans
     }
     assert families - {_family(name) for name in asked} == unread
