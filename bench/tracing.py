@@ -1,0 +1,177 @@
+"""What observing requests costs: the loss of throughput by sampled spans and by tail rules, and a decision record.
+
+    python -m bench.tracing --json
+
+Three suites with the real engine over a small model of random weights run side by side: without sampling, with a ratio
+of 1 % and tail rules, and with every request sampled. One of them works at a time. A pair is the same requests on the
+suite without sampling and on another one, in alternating order; the loss is 1 less the ratio of output tokens a second.
+Under the tail rules every request counts as slow: the router keeps as many as it may, 5 a second, which is the most
+that one rule can cost for long. Requests of one token use up what it may keep at once, before each run of every suite.
+Spans and traces that come late are made before the next run, and count as processor time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import uvloop
+
+from bench.lib.checkpoints import SMALL, checkpoint
+from bench.lib.decision_records import bytes_of, records_of, seconds_to_keep
+from bench.lib.harness import median_interval, parser, progress, report
+from bench.serve import suite_flags
+from cli.benchmark.closed_loop import figures as client_figures
+from cli.benchmark.requests import Workload, equal_requests
+from cli.benchmark.served import ServedSuite, served_suite
+from common.limits import KEPT_TRACES_BURST
+from router.core.diagnosis.outcome import Outcome
+from router.core.tail_rules import Objective, rules_for
+
+OFF: Final = "off"
+# Options of the suites that are compared with one without sampling; a first token always takes longer than this SLO.
+SAMPLED: Final[Mapping[str, Mapping[str, float]]] = {
+    "sampled_1pct": {"trace_sample_ratio": 0.01, "slo_ttft": 1e-6},
+    "sampled_all": {"trace_sample_ratio": 1.0},
+}
+_VOCABULARY: Final = int(str(SMALL["vocab_size"]))
+_RECORDS: Final = 2_000
+_RULES: Final = 20_000
+_ORDINARY: Final = Outcome(ended="length", before=(("queue", 0.01), ("prefill", 0.1)), has_first_token=True, gaps=100)
+NOTES: Final = {
+    "overhead_sampled_1pct": "loss of throughput, 1 % sampled and as many kept as may be; median over the pairs",
+    "overhead_sampled_all": "loss of throughput, every request sampled; median over the pairs",
+    "cpu_sampled_1pct": "more processor time of all services for a token, as a share; median",
+    "cpu_sampled_all": "the same, every request sampled",
+    "tokens_s_off": "output tokens a second without sampling, median",
+    "pairs": "pairs of each comparison",
+    "record_ns": "to keep a decision record in a full ring, nanoseconds; 8 workers, mean of four kinds",
+    "record_bytes": "memory of such a record, bytes",
+    "rules_ns": "to see that no tail rule keeps a request, nanoseconds",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One run: output tokens a second, and seconds of processor time for a token."""
+
+    tokens_s: float
+    cpu: float
+
+
+@dataclass(slots=True)
+class Pairs:
+    """Runs of a suite that samples, each beside one of the suite without sampling."""
+
+    off: list[Measured] = field(default_factory=list)
+    on: list[Measured] = field(default_factory=list)
+
+    def losses(self) -> list[float]:
+        return [1.0 - on.tokens_s / off.tokens_s for off, on in zip(self.off, self.on, strict=True)]
+
+    def more_cpu(self) -> list[float]:
+        return [on.cpu / off.cpu - 1.0 for off, on in zip(self.off, self.on, strict=True)]
+
+
+async def measure(suite: ServedSuite, workload: Workload, salt: str, settle: float) -> Measured:
+    """Run a workload, and wait until its last spans are delivered."""
+    await suite.run(equal_requests(KEPT_TRACES_BURST, 1, 1, 0, _VOCABULARY), salt)
+    await asyncio.sleep(settle)
+    before = suite.cpu_seconds()
+    seconds, records = await suite.run(workload, salt)
+    await asyncio.sleep(settle)
+    found = client_figures(seconds, records.values())
+    return Measured(found["output_tok_s"], (suite.cpu_seconds() - before) / found["output_tokens"])
+
+
+async def compare(folder: Path, load_format: str, args: argparse.Namespace) -> dict[str, Pairs]:
+    """Start all suites, and run the pairs of all comparisons in turns."""
+    workload = equal_requests(args.requests, args.prompt, args.output, args.seed, _VOCABULARY)
+    pairs = {name: Pairs() for name in SAMPLED}
+    async with AsyncExitStack() as stack:
+        suites: dict[str, ServedSuite] = {}
+        for name, special in {OFF: {"trace_sample_ratio": 0.0}, **SAMPLED}.items():
+            options = {**_common(folder, load_format, args), **special}
+            suites[name] = await stack.enter_async_context(served_suite(suite_flags(options)))
+            await suites[name].run(workload, "warm")
+        for number in range(args.pairs):
+            for name, found in pairs.items():
+                order = (OFF, name) if number % 2 else (name, OFF)
+                runs = {each: await measure(suites[each], workload, f"{number}", args.settle_s) for each in order}
+                found.off.append(runs[OFF])
+                found.on.append(runs[name])
+                progress(f"{name}, pair {number + 1}: {found.losses()[-1]:+.3f}", end=True)
+    return pairs
+
+
+def _common(folder: Path, load_format: str, args: argparse.Namespace) -> dict[str, object]:
+    return {
+        "model": folder,
+        "load_format": load_format,
+        "threads": args.threads,
+        "max_num_seqs": args.max_num_seqs,
+        "max_model_len": 512,
+        "kv_blocks": 4096,
+        "log_level": "warning",
+    }
+
+
+def figures_of(pairs: Mapping[str, Pairs]) -> dict[str, float]:
+    """Return the losses with their intervals, and what a run without sampling has."""
+    found: dict[str, float] = {}
+    for name, each in pairs.items():
+        for suffix, value in zip(("", "_lower", "_upper"), median_interval(each.losses()), strict=True):
+            found[f"overhead_{name}{suffix}"] = value
+        found[f"cpu_{name}"] = statistics.median(each.more_cpu())
+    every = [run.tokens_s for each in pairs.values() for run in each.off]
+    return found | {"tokens_s_off": statistics.median(every), "pairs": min(len(each.off) for each in pairs.values())}
+
+
+def records() -> dict[str, float]:
+    """Return what a decision record and the tail rules cost."""
+    made = list(records_of(_RECORDS))
+    return {
+        "record_ns": 1e9 * min(seconds_to_keep(made) for _ in range(3)),
+        "record_bytes": bytes_of(_RECORDS // 4),
+        "rules_ns": 1e9 * min(_seconds_of_rules(range(_RULES)) for _ in range(3)),
+    }
+
+
+def _seconds_of_rules(times: Iterable[int]) -> float:
+    promised, began, count = Objective(1.0, 0.1), time.perf_counter(), 0
+    for _ in times:
+        count += 1
+        rules_for(_ORDINARY, promised)
+    return (time.perf_counter() - began) / count
+
+
+def flags() -> argparse.ArgumentParser:
+    made = parser(__doc__)
+    made.formatter_class = argparse.RawDescriptionHelpFormatter
+    made.add_argument("--pairs", type=int, default=16, help="pairs of each comparison")
+    made.add_argument("--requests", type=int, default=128, help="requests of a run, all at once")
+    made.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
+    made.add_argument("--output", type=int, default=128, help="tokens of an output")
+    made.add_argument("--max-num-seqs", type=int, default=64)
+    made.add_argument("--threads", type=int, default=1, help="threads of each engine")
+    made.add_argument("--settle-s", type=float, default=1.0, help="seconds after a run until its spans are delivered")
+    made.add_argument("--seed", type=int, default=0)
+    return made
+
+
+def main() -> None:
+    args = flags().parse_args()
+    with checkpoint(None, SMALL) as (folder, load_format):
+        pairs = uvloop.run(compare(folder, load_format, args))
+    report("tracing", figures_of(pairs) | records(), NOTES, args.json)
+
+
+if __name__ == "__main__":
+    main()
