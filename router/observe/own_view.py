@@ -12,7 +12,7 @@ from typing import Final
 from common.types import DecisionKind
 from quire.decision.v1 import decision_pb2 as pb
 from router.core.diagnosis.outcome import PRIVATE_COUNTS, PRIVATE_TEXTS
-from router.observe.trace_codec import REQUEST_ID, TENANT
+from router.observe.trace_codec import REQUEST_ID, TENANT, UNREAD
 
 ANOTHER: Final = "another request"
 HIT_BLOCKS: Final = "hit_blocks"
@@ -101,6 +101,7 @@ def _own_span(span: pb.Span, ids: set[str], trace_id: str, request_id: str) -> p
 
 
 def _mask(attributes: MutableMapping[str, str], request_id: str) -> None:
+    attributes.pop(UNREAD, None)
     for name in _NAMES:
         if name in attributes:
             attributes[name] = _own_name(attributes[name], request_id)

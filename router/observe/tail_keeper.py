@@ -30,6 +30,7 @@ from router.observe.kept_records import KeptRecords
 from router.observe.metrics import RouterMetrics
 from router.observe.record_trace import TraceHead, readable_spans
 from router.observe.sampling import Allowance
+from router.observe.trace_codec import UNREAD
 
 Emit = Callable[[Sequence[ReadableSpan]], object]
 # Returns the answers of the KV manager, in the order of the calls. Raises QuireError when it has none.
@@ -40,8 +41,6 @@ _GATHERED_S: Final = 0.1
 _MOST_TOGETHER: Final = 64
 # Clocks of two machines may differ by so much; older records under the same id are of an earlier request.
 _SKEW_NS: Final = 10_000_000_000
-# What the request's span says of the records that are missing.
-UNREAD: Final = "quire.unread"
 
 
 @dataclass(frozen=True, slots=True)

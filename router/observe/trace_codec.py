@@ -27,6 +27,8 @@ from router.observe.span_limits import bounded, has_ids
 REQUEST_ID: Final = "quire.request_id"
 TENANT: Final = "quire.tenant"
 CORRELATION_ID: Final = "quire.correlation_id"
+# Of a trace that is built from records: which ones are missing, and why. It may name an internal address.
+UNREAD: Final = "quire.unread"
 # Bytes in CPython of a kept span without its content, with its places in the store; of an attribute and of an event.
 _SPAN_BYTES: Final = 1_000
 _SDK_SPAN_BYTES: Final = 2_500

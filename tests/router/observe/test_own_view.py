@@ -7,6 +7,7 @@ import json
 from quire.decision.v1 import decision_pb2 as pb
 from router.core.diagnosis.outcome import Outcome, figures_of, texts_of
 from router.observe.own_view import ANOTHER, own_decision, own_explanation, own_spans
+from router.observe.trace_codec import UNREAD
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 
@@ -64,6 +65,12 @@ def test_a_preemption_names_no_other_request() -> None:
         "quire.decision.victim": ANOTHER,
         "quire.decision.beneficiary": "a",
     }
+
+
+def test_a_built_trace_names_no_internal_address() -> None:
+    found = shared()
+    found.spans[1].attributes[UNREAD] = "the KV manager: no KV manager answers at 10.0.0.7:50052"
+    assert own_spans(found, "a").spans[0].attributes == {"quire.request_id": "a"}
 
 
 def test_a_short_fall_names_no_request_that_holds_blocks() -> None:

@@ -23,7 +23,8 @@ from router.core.tail_rules import Objective, Rule
 from router.observe.kept_records import KeptRecords
 from router.observe.metrics import RouterMetrics
 from router.observe.record_trace import TraceHead
-from router.observe.tail_keeper import UNREAD, AskManager, TailKeeper
+from router.observe.tail_keeper import AskManager, TailKeeper
+from router.observe.trace_codec import UNREAD
 
 PATIENCE_S = 60.0
 TRACE_ID = 0x0AF7651916CD43DD8448EB211C80319C
