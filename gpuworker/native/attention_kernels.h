@@ -81,16 +81,20 @@ class Fetcher {
   }
 
   void some() {
+    const char* at = at_;
+    int left = left_;
     for (int i = 0; i < quota_; ++i) {
-      if (left_ == 0) {
-        if (next_run_ == last_run_) return;
-        at_ = *next_run_++;
-        left_ = lines_;
+      if (left == 0) {
+        if (next_run_ == last_run_) break;
+        at = *next_run_++;
+        left = lines_;
       }
-      __builtin_prefetch(at_, 0, 2);
-      at_ += 64;
-      --left_;
+      __builtin_prefetch(at, 0, 2);
+      at += 64;
+      --left;
     }
+    at_ = at;
+    left_ = left;
   }
 
  private:

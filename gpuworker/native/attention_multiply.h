@@ -31,54 +31,87 @@ struct Scores {
   // Writes the dot products of each packed query with the 64 slots: to [Q][64].
   template <int Q>
   static void run(const Number* const* runs, int dim, const float* const (&queries)[Q], float* to, Fetcher& fetcher) {
-    constexpr int S = slots_at_once(Q);
-    for (int slot = 0; slot < kTile; slot += S) {
-      fetcher.some();
-      some<Q, S>(runs, slot, dim, queries, to + slot);
-    }
+#if defined(__AVX2__)
+    if (dim == 64) return run<Q, 64>(runs, dim, queries, to, fetcher);
+    if (dim == 128) return run<Q, 128>(runs, dim, queries, to, fetcher);
+#endif
+    run<Q, 0>(runs, dim, queries, to, fetcher);
   }
 
  private:
-  template <int Q, int S>
-  static inline __attribute__((always_inline)) void some(const Number* const* runs, int slot, int dim,
-                                                         const float* const (&queries)[Q], float* to) {
-    const Number* rows[(S + kRun - 1) / kRun];
-#pragma GCC unroll 4
-    for (int i = 0; i * kRun < S; ++i) rows[i] = runs[slot / kRun + i] + slot % kRun * dim;
-    Acc acc[Q * S];
-#pragma GCC unroll 32
-    for (int i = 0; i < Q * S; ++i) acc[i] = Numbers::zero();
-    int column = 0;
-    for (; column + kWidth <= dim; column += kWidth) {
-      step<Q, S>(queries, column, acc, [&](int s) { return Numbers::load(rows[s / kRun] + s % kRun * dim + column); });
-    }
-    if (const int rest = dim - column) {
-      step<Q, S>(queries, column, acc, [&](int s) { return Numbers::load(rows[s / kRun] + s % kRun * dim + column, rest); });
-    }
-#pragma GCC unroll 32
-    for (int i = 0; i < Q * S; i += kUnit) {
-      if constexpr (S >= kUnit) {
-        Numbers::reduce(acc + i, to + i / S * kTile + i % S);
-      } else {
-        float sums[kUnit];
-        Numbers::reduce(acc + i, sums);
-#pragma GCC unroll 4
-        for (int part = 0; part < kUnit; part += S) std::memcpy(to + (i + part) / S * kTile, sums + part, S * sizeof(float));
-      }
+  using Row = decltype(Numbers::load(static_cast<const Number*>(nullptr)));
+
+  // A function for each of the usual head sizes, `Dim`, where it is not 0: with a loop over columns, or inside of a larger
+  // function, GCC 12 keeps sums in memory.
+  template <int Q, int Dim>
+  static __attribute__((noinline)) void run(const Number* const* runs, int dim, const float* const (&queries)[Q], float* to,
+                                            Fetcher& fetcher) {
+    constexpr int S = slots_at_once(Q);
+    for (int slot = 0; slot < kTile; slot += S) {
+      fetcher.some();
+      some<S, Dim>(runs + slot / kRun, slot % kRun, Dim ? Dim : dim, queries, to + slot);
     }
   }
 
-  template <int Q, int S, typename Load>
-  static inline __attribute__((always_inline)) void step(const float* const (&queries)[Q], int column, Acc (&acc)[Q * S],
-                                                         Load&& load) {
-    decltype(Numbers::query(queries[0], 0)) query[Q];
-#pragma GCC unroll 4
-    for (int q = 0; q < Q; ++q) query[q] = Numbers::query(queries[q], column);
+  template <int S, int Dim, int Q>
+  static QUIRE_INLINE void some(const Number* const* runs, int slot, int dim, const float* const (&queries)[Q], float* to) {
+    const Number* rows[S];
 #pragma GCC unroll 8
-    for (int s = 0; s < S; ++s) {
-      const auto row = load(s);
+    for (int s = 0; s < S; ++s) rows[s] = runs[s / kRun] + (slot + s % kRun) * dim;
+    Acc acc[Q * S];
+    clear(acc, UpTo<Q * S>());
+    if constexpr (Dim) {
+      steps<S>(rows, queries, acc, UpTo<Dim / kWidth>());
+    } else {
+      int column = 0;
+      for (; column + kWidth <= dim; column += kWidth) step<S>(rows, column, kWidth, queries, acc, UpTo<S>(), UpTo<Q>());
+      if (column < dim) step<S>(rows, column, dim - column, queries, acc, UpTo<S>(), UpTo<Q>());
+    }
+    deliver<S>(acc, to, UpTo<Q * S / kUnit>());
+  }
+
+  template <int S, int N, int Q, int... Step>
+  static QUIRE_INLINE void steps(const Number* const (&rows)[S], const float* const (&queries)[Q], Acc (&acc)[N],
+                                 Places<Step...>) {
+    (step<S>(rows, Step * kWidth, kWidth, queries, acc, UpTo<S>(), UpTo<Q>()), ...);
+  }
+
+  template <int N, int... I>
+  static QUIRE_INLINE void clear(Acc (&acc)[N], Places<I...>) {
+    ((acc[I] = Numbers::zero()), ...);
+  }
+
+  // Adds the products of `count` columns to the sums of all slots and queries.
+  template <int S, int N, int Q, int... Ss, int... Qs>
+  static QUIRE_INLINE void step(const Number* const (&rows)[S], int column, int count, const float* const (&queries)[Q],
+                                Acc (&acc)[N], Places<Ss...>, Places<Qs...> all) {
+    const decltype(Numbers::query(nullptr, 0)) query[] = {Numbers::query(queries[Qs], column)...};
+    (add<S, Ss>(count == kWidth ? Numbers::load(rows[Ss] + column) : Numbers::load(rows[Ss] + column, count), query, acc,
+                all),
+     ...);
+  }
+
+  template <int S, int s, int N, typename Query, int Q, int... Qs>
+  static QUIRE_INLINE void add(Row row, const Query (&query)[Q], Acc (&acc)[N], Places<Qs...>) {
+    ((acc[Qs * S + s] = Numbers::dot(acc[Qs * S + s], row, query[Qs])), ...);
+  }
+
+  template <int S, int N, int... Unit>
+  static QUIRE_INLINE void deliver(const Acc (&acc)[N], float* to, Places<Unit...>) {
+    (deliver<S>(acc + Unit * kUnit, Unit * kUnit, to), ...);
+  }
+
+  template <int S>
+  static QUIRE_INLINE void deliver(const Acc* acc, int first, float* to) {
+    if constexpr (S >= kUnit) {
+      Numbers::reduce(acc, to + first / S * kTile + first % S);
+    } else {
+      float sums[kUnit];
+      Numbers::reduce(acc, sums);
 #pragma GCC unroll 4
-      for (int q = 0; q < Q; ++q) acc[q * S + s] = Numbers::dot(acc[q * S + s], row, query[q]);
+      for (int part = 0; part < kUnit; part += S) {
+        std::memcpy(to + (first + part) / S * kTile, sums + part, S * sizeof(float));
+      }
     }
   }
 };
@@ -87,7 +120,8 @@ struct Scores {
 template <typename T>
 struct Wide : WideNumbers<T>, Scores<WideNumbers<T>> {
   using Number = T;
-  static constexpr int kWidth = kLanes;  // columns of `accumulate`
+  static constexpr int kWidth = kLanes;   // columns of `accumulate`
+  static constexpr int kFetches = kTile;  // how often it fetches
 #if defined(__AVX512F__)
   static constexpr int columns_at_once(int lanes) { return std::min(4, 16 / lanes); }
 #elif defined(__AVX2__)
@@ -98,31 +132,31 @@ struct Wide : WideNumbers<T>, Scores<WideNumbers<T>> {
 
   // Adds weights · values to `acc`, for `Columns` times kWidth columns from `column`.
   template <int Q, int Columns, bool Whole>
-  static void accumulate(const T* const* runs, int dim, int column, const Lanes<Q>& lanes, Fetcher& fetcher) {
-    Vec sum[Q][Columns];
-    const float* weights = lanes.weights;
-#pragma GCC unroll 8
-    for (int q = 0; q < Q; ++q) {
-#pragma GCC unroll 8
-      for (int c = 0; c < Columns; ++c) {
-        sum[q][c] = Vec::load(lanes.acc[q] + column + c * kLanes) * Vec::all(lanes.keep[q]);
+  static __attribute__((noinline)) void accumulate(const T* const* runs, int dim, int column, const Lanes<Q>& lanes,
+                                                   Fetcher& fetcher) {
+    accumulate<Whole>(runs, dim, column, lanes, fetcher, UpTo<Q>(), UpTo<Columns>(), UpTo<Q * Columns>());
+  }
+
+  template <bool Whole, int Q, int... Qs, int... Cs, int... Is>
+  static QUIRE_INLINE void accumulate(const T* const* runs, int dim, int column, const Lanes<Q>& lanes, Fetcher& fetcher,
+                                      Places<Qs...> all, Places<Cs...>, Places<Is...>) {
+    constexpr int C = sizeof...(Cs);
+    Vec sum[] = {Vec::load(lanes.acc[Is / C] + column + Is % C * kLanes) * Vec::all(lanes.keep[Is / C])...};
+    for (int run = 0; run < kRuns; ++run) {
+#pragma GCC unroll 4
+      for (int slot = 0; slot < kRun; ++slot) {
+        fetcher.some();
+        const T* row = runs[run] + slot * dim + column;
+        const float* weights = lanes.weights + run * kRun + slot;
+        (add<C, Cs>(Whole ? Vec::load(row + Cs * kLanes) : load_first(row, dim - column), weights, sum, all), ...);
       }
     }
-    for (int slot = 0; slot < kTile; ++slot) {
-      const T* row = runs[slot / kRun] + (slot % kRun) * dim + column;
-      if (slot % kRun == 0) fetcher.some();
-#pragma GCC unroll 8
-      for (int c = 0; c < Columns; ++c) {
-        const Vec v = Whole ? Vec::load(row + c * kLanes) : load_first(row, dim - column);
-#pragma GCC unroll 8
-        for (int q = 0; q < Q; ++q) sum[q][c] = fma(Vec::all(weights[q * kTile + slot]), v, sum[q][c]);
-      }
-    }
-#pragma GCC unroll 8
-    for (int q = 0; q < Q; ++q) {
-#pragma GCC unroll 8
-      for (int c = 0; c < Columns; ++c) sum[q][c].store(lanes.acc[q] + column + c * kLanes);
-    }
+    (sum[Is].store(lanes.acc[Is / C] + column + Is % C * kLanes), ...);
+  }
+
+  template <int C, int c, int N, int... Qs>
+  static QUIRE_INLINE void add(Vec v, const float* weights, Vec (&sum)[N], Places<Qs...>) {
+    ((sum[Qs * C + c] = fma(Vec::all(weights[Qs * kTile]), v, sum[Qs * C + c])), ...);
   }
 
   static void put_in_order(float*, int) {}
@@ -136,6 +170,7 @@ struct Pairs : Numbers, Scores<Numbers> {
   using Number = typename Numbers::Number;
   using Acc = typename Numbers::Acc;
   static constexpr int kWidth = Numbers::kColumns;
+  static constexpr int kFetches = kRuns;
 #if defined(__AVX512F__)
   static constexpr int columns_at_once(int lanes) { return std::max(1, 4 / lanes); }
   static constexpr int chains(int) { return 2; }
@@ -146,54 +181,47 @@ struct Pairs : Numbers, Scores<Numbers> {
 
   static float pack_query(float* query, int dim) { return Numbers::pack_query(query, padded(dim, 32)); }
 
+  template <int Q, int Columns, bool Whole>
+  static __attribute__((noinline)) void accumulate(const Number* const* runs, int dim, int column, const Lanes<Q>& lanes,
+                                                   Fetcher& fetcher) {
+    accumulate<Whole, chains(Q)>(runs, dim, column, lanes, fetcher, UpTo<Q>(), UpTo<Columns>(), UpTo<Q * Columns>());
+  }
+
   // Even and odd pairs of slots have separate accumulators, where registers suffice: dependent sums wait for the latency
   // of each addition.
-  template <int Q, int Columns, bool Whole>
-  static void accumulate(const Number* const* runs, int dim, int column, const Lanes<Q>& lanes, Fetcher& fetcher) {
-    constexpr int kChains = chains(Q);
-    Acc low[kChains][Q][Columns], high[kChains][Q][Columns];
-    const int rest = dim - column;
-    const float* weights = lanes.weights;
-#pragma GCC unroll 8
-    for (int q = 0; q < Q; ++q) {
-#pragma GCC unroll 8
-      for (int c = 0; c < Columns; ++c) {
-        start(lanes, q, column + c * kWidth, low[0][q][c], high[0][q][c]);
-        if constexpr (kChains == 2) low[1][q][c] = high[1][q][c] = Numbers::zero();
-      }
-    }
+  template <bool Whole, int Chains, int Q, int... Qs, int... Cs, int... Is>
+  static QUIRE_INLINE void accumulate(const Number* const* runs, int dim, int column, const Lanes<Q>& lanes,
+                                      Fetcher& fetcher, Places<Qs...> all, Places<Cs...>, Places<Is...>) {
+    constexpr int C = sizeof...(Cs), N = Q * C, odd = (Chains - 1) * N;
+    const int rest = Whole ? kWidth : dim - column;
+    Acc low[Chains * N], high[Chains * N];
+    (start(lanes, Is / C, column + Is % C * kWidth, low[Is], high[Is]), ...);
+    if constexpr (Chains == 2) ((low[N + Is] = high[N + Is] = Numbers::zero()), ...);
     for (int run = 0; run < kRuns; ++run) {
       fetcher.some();
-#pragma GCC unroll 2
-      for (int half = 0; half < 2; ++half) {
-        const int at = half * 2 * dim + column;
-#pragma GCC unroll 8
-        for (int c = 0; c < Columns; ++c) {
-          const Number *a = runs[run] + at + c * kWidth, *b = a + dim;
-          const Interleaved v = Whole ? interleave(Numbers::load(a), Numbers::load(b))
-                                      : interleave(Numbers::load(a, rest), Numbers::load(b, rest));
-#pragma GCC unroll 8
-          for (int q = 0; q < Q; ++q) {
-            const auto weight = broadcast_pair(weights + q * kTile + run * 2 + half);
-            constexpr int last = kChains - 1;
-            Acc &lower = low[half & last][q][c], &upper = high[half & last][q][c];
-            lower = Numbers::dot(lower, weight, v.low);
-            upper = Numbers::dot(upper, weight, v.high);
-          }
-        }
-      }
+      const Number* from = runs[run] + column;
+      const float* weights = lanes.weights + run * 2;
+      (add<C, Cs>(pair<Whole>(from + Cs * kWidth, dim, rest), weights, low, high, all), ...);
+      (add<C, odd + Cs>(pair<Whole>(from + 2 * dim + Cs * kWidth, dim, rest), weights + 1, low, high, all), ...);
     }
-#pragma GCC unroll 8
-    for (int q = 0; q < Q; ++q) {
-#pragma GCC unroll 8
-      for (int c = 0; c < Columns; ++c) {
-        if constexpr (kChains == 2) {
-          low[0][q][c] = Numbers::sum(low[0][q][c], low[1][q][c]);
-          high[0][q][c] = Numbers::sum(high[0][q][c], high[1][q][c]);
-        }
-        end(lanes, q, column + c * kWidth, low[0][q][c], high[0][q][c]);
-      }
+    if constexpr (Chains == 2) {
+      ((low[Is] = Numbers::sum(low[Is], low[N + Is]), high[Is] = Numbers::sum(high[Is], high[N + Is])), ...);
     }
+    (end(lanes, Is / C, column + Is % C * kWidth, low[Is], high[Is]), ...);
+  }
+
+  // The numbers of a slot and of the next one.
+  template <bool Whole>
+  static QUIRE_INLINE Interleaved pair(const Number* a, int dim, int rest) {
+    return Whole ? interleave(Numbers::load(a), Numbers::load(a + dim))
+                 : interleave(Numbers::load(a, rest), Numbers::load(a + dim, rest));
+  }
+
+  template <int C, int first, int N, int... Qs>
+  static QUIRE_INLINE void add(Interleaved v, const float* weights, Acc (&low)[N], Acc (&high)[N], Places<Qs...>) {
+    ((low[first + Qs * C] = Numbers::dot(low[first + Qs * C], broadcast_pair(weights + Qs * kTile), v.low),
+      high[first + Qs * C] = Numbers::dot(high[first + Qs * C], broadcast_pair(weights + Qs * kTile), v.high)),
+     ...);
   }
 
 #if defined(__AVX512F__)
@@ -209,22 +237,22 @@ struct Pairs : Numbers, Scores<Numbers> {
  private:
   static __m512i broadcast_pair(const float* p) { return _mm512_castps_si512(_mm512_set1_ps(*p)); }
   template <int Q>
-  static void start(const Lanes<Q>& lanes, int q, int column, __m512& low, __m512& high) {
+  static QUIRE_INLINE void start(const Lanes<Q>& lanes, int q, int column, __m512& low, __m512& high) {
     const Vec keep = Vec::all(lanes.keep[q]);
     low = (Vec::load(lanes.acc[q] + column) * keep).v;
     high = (Vec::load(lanes.acc[q] + column + kLanes) * keep).v;
   }
   template <int Q>
-  static void end(const Lanes<Q>& lanes, int q, int column, __m512 low, __m512 high) {
+  static QUIRE_INLINE void end(const Lanes<Q>& lanes, int q, int column, __m512 low, __m512 high) {
     Vec{low}.store(lanes.acc[q] + column);
     Vec{high}.store(lanes.acc[q] + column + kLanes);
   }
   template <int Q>
-  static void start(const Lanes<Q>&, int, int, __m512i& low, __m512i& high) {
+  static QUIRE_INLINE void start(const Lanes<Q>&, int, int, __m512i& low, __m512i& high) {
     low = high = _mm512_setzero_si512();
   }
   template <int Q>
-  static void end(const Lanes<Q>& lanes, int q, int column, __m512i low, __m512i high) {
+  static QUIRE_INLINE void end(const Lanes<Q>& lanes, int q, int column, __m512i low, __m512i high) {
     const Vec keep = Vec::all(lanes.keep[q]), factor = Vec::all(lanes.factor[q]);
     float* acc = lanes.acc[q] + column;
     fma(Vec{_mm512_cvtepi32_ps(low)}, factor, Vec::load(acc) * keep).store(acc);
@@ -236,11 +264,11 @@ struct Pairs : Numbers, Scores<Numbers> {
  private:
   static __m256i broadcast_pair(const float* p) { return _mm256_castps_si256(_mm256_broadcast_ss(p)); }
   template <int Q>
-  static void start(const Lanes<Q>&, int, int, __m256i& low, __m256i& high) {
+  static QUIRE_INLINE void start(const Lanes<Q>&, int, int, __m256i& low, __m256i& high) {
     low = high = _mm256_setzero_si256();
   }
   template <int Q>
-  static void end(const Lanes<Q>& lanes, int q, int column, __m256i low, __m256i high) {
+  static QUIRE_INLINE void end(const Lanes<Q>& lanes, int q, int column, __m256i low, __m256i high) {
     const Vec keep = Vec::all(lanes.keep[q]), factor = Vec::all(lanes.factor[q]);
     float* acc = lanes.acc[q] + column;
     fma(in_order(low, high), factor, Vec::load(acc) * keep).store(acc);

@@ -2,9 +2,12 @@
 // bf16; or as pairs of 16-bit integers (int8: query and weights are rounded to 16 bits, which is finer than bf16).
 //
 // Each struct has: a row's vectors (`load`, all kColumns numbers or the first `count`), a packed query (`query`), sums of
-// products (`dot`, `reduce`), and the packing of a query and of the weights of 64 slots, which return the step of a
-// packed integer, or 1. The numbers of levels: AVX-512 and AVX2 multiply integers in pairs, AVX-512 with bf16 dot products
-// bf16 too. A level that has none of these widens.
+// products (`dot`, `reduce`), and the packing of a query, which returns the step of a packed integer, or 1, and of the
+// weights of 64 slots, where kStepped as integers with so many steps to 1. The numbers of levels: AVX-512 and AVX2 multiply
+// integers in pairs, AVX-512 with bf16 dot products bf16 too. A level that has none of these widens.
+//
+// Where `dot` is an instruction by name, GCC 12 would copy each sum twice a round, or add the products of a row up apart
+// from its sum, which takes more registers than there are.
 #pragma once
 
 #include <algorithm>
@@ -13,6 +16,7 @@
 #include "attention_bf16.h"
 #include "attention_kernels.h"
 #include "byte_dots.h"
+#include "unroll.h"
 
 namespace quire {
 
@@ -30,26 +34,28 @@ constexpr int slots_at_once(int) { return 4; }
 
 constexpr int kUnit = 8;
 using FloatSums = __m512;
+constexpr int kFloats = 16;  // that are multiplied at once
+using Floats = Vec;
+inline Floats floats(Vec x) { return x; }
 inline FloatSums dot_floats(FloatSums acc, Vec a, Vec b) { return _mm512_fmadd_ps(a.v, b.v, acc); }
 inline FloatSums no_floats() { return _mm512_setzero_ps(); }
 
 template <typename Add>
-inline __m256 sum_unit(const __m512* a, Add add) {
-  __m512 fours[2];
-#pragma GCC unroll 2
-  for (int i = 0; i < 2; ++i) {
-    const __m512* p = a + 4 * i;
-    const __m512d x = _mm512_castps_pd(add(_mm512_unpacklo_ps(p[0], p[1]), _mm512_unpackhi_ps(p[0], p[1])));
-    const __m512d y = _mm512_castps_pd(add(_mm512_unpacklo_ps(p[2], p[3]), _mm512_unpackhi_ps(p[2], p[3])));
-    fours[i] = add(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
-  }
-  const auto parts = [&](__m512 x, __m512 y) {
-    return add(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xdd));
-  };
-  const __m512 both = parts(fours[0], fours[1]);
-  return _mm512_castps512_ps256(parts(both, both));
+QUIRE_INLINE __m512 add_four(__m512 a, __m512 b, __m512 c, __m512 d, Add add) {
+  const __m512d x = _mm512_castps_pd(add(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
+  const __m512d y = _mm512_castps_pd(add(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d)));
+  return add(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
 }
-inline void reduce_floats(const FloatSums* a, float* to) {
+template <typename Add>
+QUIRE_INLINE __m512 add_parts(__m512 a, __m512 b, Add add) {
+  return add(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+}
+template <typename Add>
+QUIRE_INLINE __m256 sum_unit(const __m512* a, Add add) {
+  const __m512 both = add_parts(add_four(a[0], a[1], a[2], a[3], add), add_four(a[4], a[5], a[6], a[7], add), add);
+  return _mm512_castps512_ps256(add_parts(both, both, add));
+}
+QUIRE_INLINE void reduce_floats(const FloatSums* a, float* to) {
   _mm256_storeu_ps(to, sum_unit(a, [](__m512 x, __m512 y) { return _mm512_add_ps(x, y); }));
 }
 
@@ -57,11 +63,12 @@ inline void reduce_floats(const FloatSums* a, float* to) {
 
 constexpr int kUnit = 4;
 using FloatSums = __m256;
-inline FloatSums dot_floats(FloatSums acc, Vec a, Vec b) {
-  return _mm256_fmadd_ps(a.b, b.b, _mm256_fmadd_ps(a.a, b.a, acc));
-}
+constexpr int kFloats = 8;  // that are multiplied at once
+using Floats = __m256;
+inline Floats floats(Vec x) { return x.a; }
+inline FloatSums dot_floats(FloatSums acc, __m256 a, __m256 b) { return _mm256_fmadd_ps(a, b, acc); }
 inline FloatSums no_floats() { return _mm256_setzero_ps(); }
-inline void reduce_floats(const FloatSums* a, float* to) {
+QUIRE_INLINE void reduce_floats(const FloatSums* a, float* to) {
   const __m256 four = _mm256_hadd_ps(_mm256_hadd_ps(a[0], a[1]), _mm256_hadd_ps(a[2], a[3]));
   _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(four), _mm256_extractf128_ps(four, 1)));
 }
@@ -70,9 +77,12 @@ inline void reduce_floats(const FloatSums* a, float* to) {
 
 constexpr int kUnit = 1;
 using FloatSums = Vec;
+constexpr int kFloats = kLanes;  // that are multiplied at once
+using Floats = Vec;
+inline Floats floats(Vec x) { return x; }
 inline FloatSums dot_floats(FloatSums acc, Vec a, Vec b) { return fma(a, b, acc); }
 inline FloatSums no_floats() { return Vec::zero(); }
-inline void reduce_floats(const FloatSums* a, float* to) { *to = a->sum(); }
+QUIRE_INLINE void reduce_floats(const FloatSums* a, float* to) { *to = a->sum(); }
 
 #endif
 
@@ -81,18 +91,32 @@ template <typename T>
 struct WideNumbers {
   using Number = T;
   using Acc = FloatSums;
-  static constexpr int kColumns = kLanes;
+  static constexpr int kColumns = kFloats;
   static constexpr bool kScaled = std::is_same<T, int8_t>::value;
   static Acc zero() { return no_floats(); }
-  static Vec load(const T* p) { return Vec::load(p); }
-  static Vec load(const T* p, int count) { return load_first(p, count); }
-  static Vec query(const float* q, int column) { return Vec::load(q + column); }
-  static Acc dot(Acc acc, Vec k, Vec q) { return dot_floats(acc, k, q); }
-  static void reduce(const Acc* a, float* to) { reduce_floats(a, to); }
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  static Floats load(const float* p) { return _mm256_loadu_ps(p); }
+  static Floats load(const bf16* p) {
+    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+  }
+  static Floats load(const f16* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+  static Floats query(const float* q, int column) {
+    __m256 eight = _mm256_loadu_ps(q + column);
+    asm("" : "+x"(eight));  // read once, and not again for each slot
+    return eight;
+  }
+#else
+  static Floats load(const T* p) { return Vec::load(p); }
+  static Floats query(const float* q, int column) { return Vec::load(q + column); }
+#endif
+  static Floats load(const T* p, int count) { return floats(load_first(p, count)); }
+  static Acc dot(Acc acc, Floats k, Floats q) { return dot_floats(acc, k, q); }
+  static QUIRE_INLINE void reduce(const Acc* a, float* to) { reduce_floats(a, to); }
   static float pack_query(float*, int) { return 1.0f; }
-  static float pack_weights(const Vec (&p)[4], float* to) {
+  static constexpr bool kStepped = false;
+  static QUIRE_INLINE void pack_weights(const Vec (&p)[4], Vec, float* to) {
     for (int i = 0; i < 4; ++i) p[i].store(to + i * kLanes);
-    return 1.0f;
   }
 };
 
@@ -107,9 +131,12 @@ struct Bf16Numbers {
   static __m512i load(const bf16* p, int count) { return _mm512_maskz_loadu_epi16(first32(count), p); }
   static __m512i load(const bf16* p) { return _mm512_loadu_si512(p); }
   static __m512i query(const float* q, int column) { return _mm512_loadu_si512(q + column / 2); }
-  static Acc dot(Acc acc, __m512i a, __m512i b) { return dot_bf16(acc, a, b); }
+  static Acc dot(Acc acc, __m512i a, __m512i b) {
+    asm("vdpbf16ps %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));
+    return acc;
+  }
   static Acc sum(Acc a, Acc b) { return _mm512_add_ps(a, b); }
-  static void reduce(const Acc* a, float* to) { reduce_floats(a, to); }
+  static QUIRE_INLINE void reduce(const Acc* a, float* to) { reduce_floats(a, to); }
 
   static float pack_query(float* query, int dim) {  // in place: 32 bf16 lie where 16 floats did
     for (int i = 0; i < dim; i += 32) {
@@ -118,12 +145,9 @@ struct Bf16Numbers {
     }
     return 1.0f;
   }
-  static float pack_weights(const Vec (&p)[4], float* to) {
-    for (int i = 0; i < 2; ++i) {
-      const __m512i both = round_bf16(p[2 * i], p[2 * i + 1]);
-      std::memcpy(to + i * kLanes, &both, 64);
-    }
-    return 1.0f;
+  static constexpr bool kStepped = false;
+  static QUIRE_INLINE void pack_weights(const Vec (&p)[4], Vec, float* to) {
+    for (int i = 0; i < 2; ++i) _mm512_storeu_si512(to + i * kLanes, round_bf16(p[2 * i], p[2 * i + 1]));
   }
 };
 
@@ -148,18 +172,15 @@ inline float pack_query16(float* query, int dim) {
   for (int i = 0; i < dim; i += kLanes) store16(Vec::load(query + i) * Vec::all(steps), query + i / 2);
   return largest / 32767.0f;
 }
-inline float pack_weights16(const Vec (&p)[4], float* to) {
-  const float largest = max(max(p[0], p[1]), max(p[2], p[3])).max();
-  const Vec steps = Vec::all(largest > 0.0f ? 32767.0f / largest : 0.0f);
-  for (int i = 0; i < 4; ++i) store16(p[i] * steps, to + i * kLanes / 2);
-  return largest / 32767.0f;
-}
 
 struct Int8Numbers {
   using Number = int8_t;
   static constexpr bool kScaled = true;
   static float pack_query(float* query, int dim) { return pack_query16(query, dim); }
-  static float pack_weights(const Vec (&p)[4], float* to) { return pack_weights16(p, to); }
+  static constexpr bool kStepped = true;
+  static QUIRE_INLINE void pack_weights(const Vec (&p)[4], Vec steps, float* to) {
+    for (int i = 0; i < 4; ++i) store16(p[i] * steps, to + i * kLanes / 2);
+  }
 
 #if defined(__AVX512F__)
   using Acc = __m512i;
@@ -174,14 +195,20 @@ struct Int8Numbers {
   static __m512i query(const float* q, int column) { return _mm512_loadu_si512(q + column / 2); }
   static Acc sum(Acc a, Acc b) { return _mm512_add_epi32(a, b); }
 #if defined(QUIRE_BYTE_DOTS)
-  static Acc dot(Acc acc, __m512i a, __m512i b) { return _mm512_dpwssd_epi32(acc, a, b); }
+  static Acc dot(Acc acc, __m512i a, __m512i b) {
+    asm("vpdpwssd %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));
+    return acc;
+  }
 #else
-  static Acc dot(Acc acc, __m512i a, __m512i b) { return _mm512_add_epi32(acc, _mm512_madd_epi16(a, b)); }
+  static Acc dot(Acc acc, __m512i a, __m512i b) {
+    asm("vpaddd %1, %0, %0" : "+v"(acc) : "v"(_mm512_madd_epi16(a, b)));
+    return acc;
+  }
 #endif
-  static void reduce(const Acc* a, float* to) {
-    __m512 bits[kUnit];
-#pragma GCC unroll 8
-    for (int i = 0; i < kUnit; ++i) bits[i] = _mm512_castsi512_ps(a[i]);
+  static QUIRE_INLINE void reduce(const Acc* a, float* to) {
+    const __m512 bits[] = {_mm512_castsi512_ps(a[0]), _mm512_castsi512_ps(a[1]), _mm512_castsi512_ps(a[2]),
+                           _mm512_castsi512_ps(a[3]), _mm512_castsi512_ps(a[4]), _mm512_castsi512_ps(a[5]),
+                           _mm512_castsi512_ps(a[6]), _mm512_castsi512_ps(a[7])};
     const __m256 whole = sum_unit(bits, [](__m512 x, __m512 y) {
       return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(x), _mm512_castps_si512(y)));
     });
@@ -203,8 +230,11 @@ struct Int8Numbers {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q + column / 2));
   }
   static Acc sum(Acc a, Acc b) { return _mm256_add_epi32(a, b); }
-  static Acc dot(Acc acc, __m256i a, __m256i b) { return _mm256_add_epi32(acc, _mm256_madd_epi16(a, b)); }
-  static void reduce(const Acc* a, float* to) {
+  static Acc dot(Acc acc, __m256i a, __m256i b) {
+    asm("vpaddd %1, %0, %0" : "+x"(acc) : "x"(_mm256_madd_epi16(a, b)));
+    return acc;
+  }
+  static QUIRE_INLINE void reduce(const Acc* a, float* to) {
     const __m256i four = _mm256_hadd_epi32(_mm256_hadd_epi32(a[0], a[1]), _mm256_hadd_epi32(a[2], a[3]));
     const __m128i whole = _mm_add_epi32(_mm256_castsi256_si128(four), _mm256_extracti128_si256(four, 1));
     _mm_storeu_ps(to, _mm_cvtepi32_ps(whole));

@@ -23,23 +23,23 @@ class RowsKernel {
   // `fetched`: the last item's run has fetched this one's first tile; this one fetches that of `after`, if there is one.
   void run(bool fetched, const Item* after) {
     const int begin = first_tile(item_);
-    load_tile(item_, begin, next_);
+    load_tile(item_, begin, *next_);
     if (!fetched) {
       for (int run = 0; run < kRuns; ++run) {
-        prefetch(next_.keys[run], kRun * sizeof(Number) * dk_);
-        prefetch(next_.values[run], kRun * sizeof(Number) * dv_);
+        prefetch(next_->keys[run], kRun * sizeof(Number) * dk_);
+        prefetch(next_->values[run], kRun * sizeof(Number) * dv_);
       }
     }
     for (int lane = 0; lane < lanes_; ++lane) open(lane);
     for (int base = begin; base < item_.end; base += kTile) {
       if (work_.plan.deterministic && base > begin && base % kFold == 0) fold_lanes();
-      tile_ = next_;
-      load_scales(tile_);
+      std::swap(now_, next_);
+      load_scales(*now_);
       more_ = base + kTile < item_.end;
       if (more_) {
-        load_tile(item_, base + kTile, next_);
+        load_tile(item_, base + kTile, *next_);
       } else if (after) {
-        load_tile(*after, first_tile(*after), next_);
+        load_tile(*after, first_tile(*after), *next_);
         more_ = true;
       }
       attend_tile(base);
@@ -135,12 +135,16 @@ class RowsKernel {
     for (int at = 0; at < count; at += lanes_at_once(count - at)) {
       const int lanes = lanes_at_once(count - at), width = Kind::columns_at_once(lanes) * Kind::kWidth;
       score_steps += Kind::calls(lanes);
-      value_steps += kRuns * ((dv_ + width - 1) / width);
+      value_steps += Kind::kFetches * ((dv_ + width - 1) / width);
     }
-    fetch_next(next_.keys, dk_, score_steps);
+    fetch_next(next_->keys, dk_, score_steps);
     for_lanes(count, [&](auto lanes, int at) { score<decltype(lanes)::value>(seeing, at); });
-    for (int i = 0; i < count; ++i) weigh(seeing[i], base, weights_ + i * kTile);
-    fetch_next(next_.values, dv_, value_steps);
+#if defined(__AVX2__)
+    for_lanes(count, [&](auto lanes, int at) { weigh<decltype(lanes)::value>(seeing, at, base); });
+#else
+    for (int at = 0; at < count; ++at) weigh<1>(seeing, at, base);  // more at once gain nothing, and take long to compile
+#endif
+    fetch_next(next_->values, dv_, value_steps);
     for_lanes(count, [&](auto lanes, int at) { accumulate<decltype(lanes)::value>(seeing, at); });
   }
 
@@ -167,40 +171,92 @@ class RowsKernel {
   void score(const int* seeing, int at) {
     const float* packed[Q];
     for (int q = 0; q < Q; ++q) packed[q] = queries_ + static_cast<size_t>(seeing[at + q]) * padded(dk_, 32);
-    Kind::template run<Q>(tile_.keys, dk_, packed, weights_ + at * kTile, fetcher_);
+    Kind::template run<Q>(now_->keys, dk_, packed, weights_ + at * kTile, fetcher_);
   }
 
-  // The weights of a lane's slots, in place of its scores.
-  void weigh(int lane, int base, float* weights) {
+  // The weights of a few lanes' slots, in place of their scores. What is one number a lane is computed for all at once.
+  template <int Q>
+  void weigh(const int* seeing, int at, int base) {
+    weigh(seeing + at, weights_ + at * kTile, base, UpTo<Q>());
+  }
+
+  template <int... Qs>
+  QUIRE_INLINE void weigh(const int* seeing, float* weights, int base, Places<Qs...>) {
+    constexpr int Q = sizeof...(Qs);
+    Scores score[] = {load_scores(seeing[Qs], base, weights + Qs * kTile)...};
+    for (int q = 0; q < Q; ++q) fetcher_.some();
+    const Vec before = of_lanes<Q>(most_, seeing), most = max(before, maxima_of(score));
+    const Vec keep = exp2_falling(before - most);
+    (use(score[Qs], spread<Qs>(most), spread<Qs>(keep), sum_[seeing[Qs]]), ...);
+    Vec steps = Vec::all(1.0f), factor = steps;
+    if constexpr (Kind::kStepped) {
+      // Weights that are all 0 take any step.
+      const Vec top = max(maxima_of(score), Vec::all(1e-30f)), whole = Vec::all(32767.0f);
+      steps = whole / top;
+      factor = top / whole;
+    }
+    (Kind::pack_weights(score[Qs].of, spread<Qs>(steps), weights + Qs * kTile), ...);
+    to_lanes<Q>(most, most_, seeing);
+    to_lanes<Q>(keep, keep_, seeing);
+    to_lanes<Q>(factor, weight_factor_, seeing);
+  }
+
+  struct Scores {
+    Vec of[4];
+    QUIRE_INLINE Vec largest() const { return max(max(of[0], of[1]), max(of[2], of[3])); }
+  };
+
+  QUIRE_INLINE Scores load_scores(int lane, int base, const float* from) const {
     const Query& query = query_of(lane);
     const Vec factor = Vec::all(factor_[lane]);
-    Vec score[4];
-    for (int group = 0; group < 4; ++group) {
-      score[group] = Vec::load(weights + group * kLanes) * factor;
-      if (Kind::kScaled) score[group] = score[group] * Vec::load(tile_.key_scales + group * kLanes);
+    Scores score;
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      score.of[i] = Vec::load(from + i * kLanes) * factor;
+      if (Kind::kScaled) score.of[i] = score.of[i] * Vec::load(now_->key_scales + i * kLanes);
     }
     if (work_.layer.softcap != 0.0f) {
-      for (Vec& some : score) some = soft_cap(some, work_.layer.softcap) * Vec::all(kLog2E);
+      for (Vec& some : score.of) some = soft_cap(some, work_.layer.softcap) * Vec::all(kLog2E);
     }
     if (query.first > base || query.end < base + kTile) {
       const Vec first = Vec::all(query.first - base), end = Vec::all(query.end - base);
-      for (int group = 0; group < 4; ++group) {
-        score[group] = keep_between(score[group], counting() + Vec::all(group * kLanes), first, end);
+      for (int i = 0; i < 4; ++i) {
+        score.of[i] = keep_between(score.of[i], counting() + Vec::all(i * kLanes), first, end);
       }
     }
-    const float before = most_[lane];
-    const float most = std::max(before, max(max(score[0], score[1]), max(score[2], score[3])).max());
-    keep_[lane] = exp2_falling(before - most);
-    most_[lane] = most;
-    fetcher_.some();
-    for (Vec& some : score) some = exp2_falling(some - Vec::all(most));
-    sum_[lane] = fma(sum_[lane], Vec::all(keep_[lane]), (score[0] + score[1]) + (score[2] + score[3]));
-    if (Kind::kScaled) {
-      for (int group = 0; group < 4; ++group) {
-        score[group] = score[group] * Vec::load(tile_.value_scales + group * kLanes);
-      }
+    return score;
+  }
+
+  // Makes weights of scores, and adds them to the lane's sum.
+  QUIRE_INLINE void use(Scores& score, Vec most, Vec keep, Vec& sum) const {
+#pragma GCC unroll 4
+    for (Vec& some : score.of) some = exp2_falling(some - most);
+    sum = fma(sum, keep, (score.of[0] + score.of[1]) + (score.of[2] + score.of[3]));
+    if constexpr (Kind::kScaled) {
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) score.of[i] = score.of[i] * Vec::load(now_->value_scales + i * kLanes);
     }
-    weight_factor_[lane] = Kind::pack_weights(score, weights);
+  }
+
+  template <int Q>
+  static QUIRE_INLINE Vec maxima_of(const Scores (&of)[Q]) {
+    return maxima(of[0].largest(), of[Q > 1 ? 1 : 0].largest(), of[Q > 2 ? 2 : 0].largest(), of[Q > 3 ? 3 : 0].largest());
+  }
+
+  // The numbers of Q lanes out of an array with one for each lane, and back.
+  template <int Q>
+  static QUIRE_INLINE Vec of_lanes(const float* from, const int* lanes) {
+    if (lanes[Q - 1] - lanes[0] == Q - 1) return load_four(from + lanes[0]);
+    float four[4] = {};
+    for (int q = 0; q < Q; ++q) four[q] = from[lanes[q]];
+    return load_four(four);
+  }
+  template <int Q>
+  static QUIRE_INLINE void to_lanes(Vec four, float* to, const int* lanes) {
+    if (lanes[Q - 1] - lanes[0] == Q - 1) return store_four<Q>(four, to + lanes[0]);
+    float of_lane[Q];
+    store_four<Q>(four, of_lane);
+    for (int q = 0; q < Q; ++q) to[lanes[q]] = of_lane[q];
   }
 
   template <int Q>
@@ -216,22 +272,23 @@ class RowsKernel {
     constexpr int kAtOnce = Kind::columns_at_once(Q);
     int column = 0;
     for (; column + kAtOnce * Kind::kWidth <= dv_; column += kAtOnce * Kind::kWidth) {
-      Kind::template accumulate<Q, kAtOnce, true>(tile_.values, dv_, column, lanes, fetcher_);
+      Kind::template accumulate<Q, kAtOnce, true>(now_->values, dv_, column, lanes, fetcher_);
     }
     for (; column + Kind::kWidth <= dv_; column += Kind::kWidth) {
-      Kind::template accumulate<Q, 1, true>(tile_.values, dv_, column, lanes, fetcher_);
+      Kind::template accumulate<Q, 1, true>(now_->values, dv_, column, lanes, fetcher_);
     }
-    if (column < dv_) Kind::template accumulate<Q, 1, false>(tile_.values, dv_, column, lanes, fetcher_);
+    if (column < dv_) Kind::template accumulate<Q, 1, false>(now_->values, dv_, column, lanes, fetcher_);
   }
 
   const Work& work_;
   const Item& item_;
   const int dk_, dv_, lanes_;
   float *queries_, *weights_, *acc_, *totals_;
-  Tile tile_, next_;
+  Tile tiles_[2];
+  Tile *now_ = tiles_, *next_ = tiles_ + 1;
   Fetcher fetcher_;
   bool more_ = false;
-  float factor_[kMaxLanes], most_[kMaxLanes], keep_[kMaxLanes], weight_factor_[kMaxLanes];
+  float factor_[kMaxLanes], most_[kMaxLanes + 3], keep_[kMaxLanes], weight_factor_[kMaxLanes];  // 3: load_four
   float total_most_[kMaxLanes], total_sum_[kMaxLanes];
   Vec sum_[kMaxLanes];
 };

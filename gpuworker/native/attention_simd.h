@@ -54,6 +54,59 @@ inline Vec soft_cap(Vec x, float cap) {
   return Vec::all(cap) - Vec::all(2.0f * cap) / (e + Vec::all(1.0f));
 }
 
+// Four floats, repeated in every quarter of a vector: a number for each of four lanes of queries.
+#if defined(__AVX512F__)
+inline Vec load_four(const float* p) { return {_mm512_broadcast_f32x4(_mm_loadu_ps(p))}; }
+// Number `I` of the four, everywhere.
+template <int I>
+inline Vec spread(Vec four) { return {_mm512_permute_ps(four.v, I * 0x55)}; }
+// The largest number of each vector.
+inline Vec maxima(Vec a, Vec b, Vec c, Vec d) {
+  const auto both = [](__m512 x, __m512 y) { return _mm512_max_ps(_mm512_unpacklo_ps(x, y), _mm512_unpackhi_ps(x, y)); };
+  const __m512d x = _mm512_castps_pd(both(a.v, b.v)), y = _mm512_castps_pd(both(c.v, d.v));
+  __m512 four = _mm512_max_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+  four = _mm512_max_ps(four, _mm512_shuffle_f32x4(four, four, 0x4e));
+  return {_mm512_max_ps(four, _mm512_shuffle_f32x4(four, four, 0xb1))};
+}
+#elif defined(__AVX2__)
+inline Vec load_four(const float* p) {
+  const __m256 four = _mm256_broadcast_ps(reinterpret_cast<const __m128*>(p));
+  return {four, four};
+}
+template <int I>
+inline Vec spread(Vec four) {
+  const __m256 all = _mm256_permute_ps(four.a, I * 0x55);
+  return {all, all};
+}
+inline Vec maxima(Vec a, Vec b, Vec c, Vec d) {
+  const auto both = [](Vec v, Vec w) {
+    const __m256 x = _mm256_max_ps(v.a, v.b), y = _mm256_max_ps(w.a, w.b);
+    return _mm256_castps_pd(_mm256_max_ps(_mm256_unpacklo_ps(x, y), _mm256_unpackhi_ps(x, y)));
+  };
+  const __m256d x = both(a, b), y = both(c, d);
+  const __m256 four = _mm256_max_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(x, y)), _mm256_castpd_ps(_mm256_unpackhi_pd(x, y)));
+  const __m256 all = _mm256_max_ps(four, _mm256_permute2f128_ps(four, four, 1));
+  return {all, all};
+}
+#else
+inline Vec load_four(const float* p) {
+  return each([&](int i) { return p[i % 4]; });
+}
+template <int I>
+inline Vec spread(Vec four) { return Vec::all(four.v[I]); }
+inline Vec maxima(Vec a, Vec b, Vec c, Vec d) {
+  const float most[] = {a.max(), b.max(), c.max(), d.max()};
+  return load_four(most);
+}
+#endif
+// Stores the first N of the four.
+template <int N>
+inline void store_four(Vec four, float* p) {
+  float all[kLanes];
+  four.store(all);
+  std::memcpy(p, all, N * sizeof(float));
+}
+
 // The first `count` numbers (less than kLanes), zeros after them; touches no more memory than that.
 template <typename T>
 inline Vec load_first(const T* p, int count) {
