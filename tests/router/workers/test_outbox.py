@@ -20,8 +20,15 @@ def cancel(handle: int) -> pb.StreamRequest:
     return pb.StreamRequest(cancel=pb.Cancel(handle=handle))
 
 
+async def take(outbox: Outbox) -> pb.StreamRequest:
+    """Return the next message of an outbox that is open."""
+    message = await outbox.take()
+    assert message is not None
+    return message
+
+
 async def taken(outbox: Outbox) -> list[int]:
-    return [(await outbox.take()).submit.handle for _ in range(len(outbox))]
+    return [(await take(outbox)).submit.handle for _ in range(len(outbox))]
 
 
 async def test_messages_leave_in_order_and_their_bytes_with_them() -> None:
@@ -35,7 +42,7 @@ async def test_messages_leave_in_order_and_their_bytes_with_them() -> None:
 
 async def test_who_waits_gets_the_next_message() -> None:
     outbox = Outbox()
-    waiting = asyncio.create_task(outbox.take())
+    waiting = asyncio.create_task(take(outbox))
     await asyncio.sleep(0)
     outbox.submit(submit(5))
     assert (await waiting).submit.handle == 5
@@ -55,7 +62,7 @@ async def test_the_cancel_of_a_submission_that_was_sent_is_a_message() -> None:
     outbox.submit(submit(1))
     await outbox.take()
     assert outbox.cancel(cancel(1))
-    assert (await outbox.take()).cancel.handle == 1
+    assert (await take(outbox)).cancel.handle == 1
 
 
 async def test_a_submission_above_the_limit_is_refused_and_the_next_one_goes() -> None:
