@@ -23,10 +23,11 @@ from gpuworker.core.lease_agent import LeaseAgent
 from gpuworker.core.lease_session import LeaseSession
 from gpuworker.core.outcomes import Applied, Completion, SequenceFinished
 from gpuworker.engine.gathered_outputs import GatheredOutputs
-from gpuworker.engine.ports import Chunk, EngineLoad, EngineRequest, OutputSink
+from gpuworker.engine.ports import EngineLoad, EngineRequest, OutputSink
 from gpuworker.engine.report_pace import ReportPace
 from gpuworker.engine.start_watch import StartWatch
 from gpuworker.engine.step_rates import StepRates
+from gpuworker.engine.traced_steps import TracedSteps
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class Engine:
         self._lease = LeaseSession(new_agent(), new_attach())
         self._runner, self._channel, self._sink, self._clock = runner, channel, sink, clock
         self._requests: dict[SequenceId, EngineRequest] = {}
-        self._traced: set[SequenceId] = set()  # those of the requests that are
+        self._traced = TracedSteps()
         self._in_runner: set[SequenceId] = set()  # the runner holds state of these
         self._flights: deque[_Flight] = deque()
         self._commands: deque[EngineRequest | tuple[SequenceId, FinishReason]] = deque()
@@ -202,7 +203,7 @@ class Engine:
         else:
             self._requests[request.new.sequence] = request
             if request.traced:
-                self._traced.add(request.new.sequence)
+                self._traced.follow(request.new.sequence, request.prompt_tokens)
 
     def _finish_with_error(self, sequence: SequenceId, message: str, usage: Usage) -> None:
         self._outputs.finished.append(SequenceFinished(sequence, FinishReason.ERROR, usage, None, message))
@@ -312,7 +313,8 @@ class Engine:
         self._steps += 1
         self._pace.completed(flight.plan)
         self._rates.learn(flight.plan, result.seconds)
-        self._trace_rows(flight)
+        if self._traced:
+            self._outputs.chunks += self._traced.stepped(flight.plan, flight.began_ns, self._clock.time_ns())
         if self._starts:
             self._outputs.started.extend(self._starts.stepped(flight.plan, flight.began, self._name_of))
         completion = self._agent.complete(result)
@@ -327,17 +329,6 @@ class Engine:
             self._outputs.prompt_logprobs.setdefault(sequence, []).extend(result.prompt_logprobs[sequence])
         self._settle(completion)
 
-    def _trace_rows(self, flight: _Flight) -> None:
-        if not self._traced:
-            return
-        now = self._clock.time_ns()
-        for row in flight.plan.rows:
-            if row.sequence in self._traced:
-                request = self._requests[row.sequence]
-                decode = row.samples and row.length == 1 and row.start >= request.prompt_tokens
-                chunk = Chunk(row.sequence, row.start, row.length, flight.began_ns, now, decode, len(row.drafts))
-                self._outputs.chunks.append(chunk)
-
     def _name_of(self, sequence: SequenceId) -> str:
         request = self._requests.get(sequence)
         return request.new.request_id if request is not None else ""
@@ -348,7 +339,7 @@ class Engine:
         for end in completion.finished:
             self._outputs.finished.append(end)
             self._requests.pop(end.sequence, None)
-            self._traced.discard(end.sequence)
+            self._outputs.chunks += self._traced.ended(end.sequence)
             self._starts.left(end.sequence)
         for sequence in completion.preempted:
             self._starts.left(sequence)
@@ -384,12 +375,13 @@ class Engine:
         """Begin a new incarnation. Sequences that did not end wait again, with the tokens that they have."""
         for sequence in ended:
             self._finish_with_error(sequence, str(failure), self._agent.usage(sequence))
+            self._outputs.chunks += self._traced.ended(sequence)
             del self._requests[sequence]
         others = [each for each in self._agent.unfinished() if each.id in self._requests]
         self._outputs.preempted.extend(each.id for each in others if each.phase is not SequencePhase.WAITING)
         for sequence in self._in_runner:  # including those that ended while a step in flight still contained them
             self._runner.remove(sequence)
-        self._traced &= self._requests.keys()
+        self._traced.keep(self._requests.keys())
         self._in_runner.clear()
         self._starts.clear()
         agent, lease = self._new_agent(), self._lease

@@ -26,10 +26,10 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One traced sequence's part of a step: `length` positions from `start`; wall-clock begin and end in ns.
+    """A traced sequence's part of a step: `length` positions from `start`; wall-clock begin and end in ns.
 
-    `decode`: the part computed a sampled token, to sample the next one; otherwise prompt, or work lost by a preemption.
-    `drafts` were verified besides.
+    `decode`: all its steps that computed a sampled token, to sample the next one; otherwise one step over its prompt,
+    or over work that a preemption lost. `drafts` were verified besides.
     """
 
     sequence: SequenceId
@@ -39,6 +39,7 @@ class Chunk:
     end_ns: int
     decode: bool = False
     drafts: int = 0
+    steps: int = 1
 
 
 class Started(NamedTuple):

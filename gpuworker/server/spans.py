@@ -62,11 +62,11 @@ class SequenceSpans:
         self._root.add_event("resumed")
 
     def chunk(self, chunk: Chunk) -> None:
-        """Take in the sequence's part of a step: a prefill chunk is a span, decode steps are counted into one."""
+        """Take in a prefill chunk, which is a span, or decode steps, of which there is one span in all."""
         if chunk.decode:
             self._decode_begin = self._decode_begin or chunk.begin_ns
             self._decode_end = chunk.end_ns
-            self._decode_steps += 1
+            self._decode_steps += chunk.steps
             self._drafted += chunk.drafts
             return
         attributes = {"quire.start": chunk.start, "quire.scheduled_tokens": chunk.length}

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from bench.lib.decision_records import bytes_of, records_of
-from bench.tracing import NOTES, Measured, Pairs, figures_of
+from bench.tracing import NOTES, SAMPLED, Measured, Pairs, figures_of
 from common.decisions.ring import record_bytes
 from common.types import DecisionKind
 from tests.support.bench_process import run_benchmark
@@ -16,7 +16,7 @@ from tests.support.bench_process import run_benchmark
 def test_a_small_run_has_every_figure() -> None:
     words = ("--pairs", "2", "--requests", "8", "--output", "8", "--settle-s", "0")
     figures, _ = run_benchmark("tracing", *words)
-    intervals = {f"overhead_{name}_{end}" for name in ("sampled_1pct", "sampled_all") for end in ("lower", "upper")}
+    intervals = {f"overhead_{name}_{end}" for name in SAMPLED for end in ("lower", "upper")}
     assert set(figures) == {*NOTES, *intervals}
     assert figures["pairs"] == 2
     assert min(figures[name] for name in ("tokens_s_off", "record_ns", "record_bytes", "rules_ns")) > 0

@@ -1,0 +1,61 @@
+"""What traced sequences did in their steps: a prefill chunk is told at once, all decode steps together at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from common.types import SequenceId
+from gpuworker.core.batch_plan import StepPlan
+from gpuworker.engine.ports import Chunk
+
+
+class _Traced:
+    """One traced sequence: the length of its prompt, and the sum of its decode steps."""
+
+    __slots__ = ("begin_ns", "drafts", "end_ns", "prompt_tokens", "start", "steps")
+
+    def __init__(self, prompt_tokens: int) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.begin_ns = self.end_ns = self.start = self.steps = self.drafts = 0
+
+
+class TracedSteps:
+    """The traced sequences of an engine. A decode step of one costs no object: it is added to a sum."""
+
+    def __init__(self) -> None:
+        self._traced: dict[SequenceId, _Traced] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._traced)
+
+    def follow(self, sequence: SequenceId, prompt_tokens: int) -> None:
+        """Trace a sequence from now on."""
+        self._traced[sequence] = _Traced(prompt_tokens)
+
+    def stepped(self, plan: StepPlan, begin_ns: int, end_ns: int) -> list[Chunk]:
+        """Take in a step; return what its rows computed of prompts, or anew after a preemption."""
+        chunks = list[Chunk]()
+        for row in plan.rows:
+            one = self._traced.get(row.sequence)
+            if one is None:
+                continue
+            if row.samples and row.length == 1 and row.start >= one.prompt_tokens:
+                if not one.steps:
+                    one.begin_ns, one.start = begin_ns, row.start
+                one.end_ns = end_ns
+                one.steps += 1
+                one.drafts += len(row.drafts)
+            else:
+                chunks.append(Chunk(row.sequence, row.start, row.length, begin_ns, end_ns, drafts=len(row.drafts)))
+        return chunks
+
+    def ended(self, sequence: SequenceId) -> tuple[Chunk, ...]:
+        """Forget a sequence; return its decode steps, if it was traced and had any."""
+        one = self._traced.pop(sequence, None)
+        if one is None or not one.steps:
+            return ()
+        return (Chunk(sequence, one.start, one.steps, one.begin_ns, one.end_ns, True, one.drafts, one.steps),)
+
+    def keep(self, sequences: Collection[SequenceId]) -> None:
+        """Forget all others."""
+        self._traced = {each: one for each, one in self._traced.items() if each in sequences}
