@@ -208,7 +208,7 @@ class WorkerClient:
     def cancel(self, handle: int, reason: FinishReason) -> None:
         """Cancel a sequence at the worker; its sink gets no further event. Idempotent."""
         if self._in_flight.pop(handle, None) is not None and self._outbox is not None:
-            self._confirming.pop(handle, None)
+            self._confirm(handle, Unavailable("the sequence was cancelled before the worker gave it"))
             self._tell_to_cancel(handle, reason)
 
     def _tell_to_cancel(self, handle: int, reason: FinishReason) -> None:
