@@ -47,7 +47,7 @@ class KvManagerSettings(PoolSettings):
     )
     backfill: bool = Field(
         True,
-        description="requests pass one that lacks blocks if they end before it could have them, or leave it enough",
+        description="requests pass one that lacks blocks if they end before it can have them, or leave it enough",
     )
     max_wait: float = Field(
         DEFAULT_MAX_WAIT,

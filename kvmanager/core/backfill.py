@@ -1,82 +1,126 @@
-"""Which waiting sequences may pass the one that is next and lacks blocks: those that do not delay it.
+"""Decides which waiting sequences may pass the next one while it lacks blocks.
 
 This is EASY backfilling (Lifka 1995) with steps in place of seconds. A running sequence takes part in each step, and
 every report has the number of the last one. A sequence has ended at the latest when it has `max_len` tokens. So there
-is a step by which the next sequence has its blocks. One that will have ended by then may pass, and so may one whose
-blocks are left over then. What passes never lets the pool run out before its own end: it causes no preemption.
+is a step by which the next sequence has its blocks. Until then a sequence may pass that will have ended by then, or
+whose blocks are left over then. All that can be bound until its own end must be there when it passes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Final
+from itertools import accumulate, islice
+from typing import Final, NamedTuple
 
-from common.types import SequencePhase
+from common.types import TRIMMED, BlockId, SequenceId, SequencePhase
 from kvmanager.core.sequence import Sequence
 
 PROMPT_TOKENS: Final = 256
-"""Tokens of a prompt that count as one step: few, since a step is shared."""
+"""Tokens of a prompt that count as one step. Low, because several prompts share a step."""
 CANDIDATES: Final = 8
-"""Sequences behind the next one that are looked at: each report pays for them."""
+"""Sequences behind the next one that are looked at, because each report pays for them."""
+_LOOKED_THROUGH: Final = 64
+_LEAST_PAUSE: Final = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """A sequence that holds blocks: its steps to come, its blocks, and those that it may still bind.
+class Holder(NamedTuple):
+    """A running sequence: its steps to come, the blocks that its end releases, and those that it may still bind.
 
-    `room` is the number of tokens that its last block still takes. Shared blocks count for their first sequence.
+    `room` is the number of tokens that its last block still takes, at least.
     """
 
     steps: int
-    blocks: int
+    released: int
     growth: int
     room: int
 
-    @staticmethod
-    def of(sequence: Sequence, now: int, block_size: int) -> Holder:
-        elapsed = now - sequence.started_at
-        known = max(sequence.computed, sequence.num_tokens + max(0, elapsed - _prompt_steps(sequence)))
-        room = len(sequence.block_table) * block_size - min(known, sequence.max_len)
-        return Holder(max(0, steps_of(sequence) - elapsed), sequence.own_blocks, sequence.growth, room)
-
     def grown(self, steps: int, block_size: int) -> int:
-        """Return how many blocks it will have bound after so many steps."""
+        """Return how many blocks it will have bound after so many steps, at most."""
         return max(0, min(self.growth, -((self.room - steps) // block_size)))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reservation:
-    """By which step the next sequence has its blocks, and how many are left beside it then."""
+    """What the next sequence was promised at step `made_at`: its blocks by step `until`, with `spare` ones left then.
 
-    steps: int
-    spare: int
+    `until` is None where those that run do not release enough. It is never put off for the same sequence.
+    """
+
+    sequence: SequenceId
+    made_at: int
+    until: int | None = None
+    spare: int = 0
+    pause: int = _LEAST_PAUSE
+
+    def is_over(self, now: int) -> bool:
+        """Return whether nobody may pass any more."""
+        return self.until is not None and now >= self.until
+
+    def is_due(self, now: int) -> bool:
+        """Return whether it is to be made anew: sequences may have ended before their greatest length."""
+        return now - self.made_at >= self.pause
+
+    def admits(self, sequence: Sequence, now: int) -> bool:
+        """Return whether a sequence that starts now keeps the promise."""
+        if self.until is None:
+            return False
+        return now + steps_of(sequence) <= self.until or sequence.max_blocks <= self.spare
+
+    def passed(self, sequence: Sequence, now: int) -> None:
+        """Count a sequence that has passed."""
+        if self.until is not None and now + steps_of(sequence) > self.until:
+            self.spare -= sequence.max_blocks
 
 
 def steps_of(sequence: Sequence) -> int:
-    """Return the steps after its admission by which a sequence has ended at the latest."""
-    return _prompt_steps(sequence) + sequence.max_len - sequence.num_tokens
+    """Return the steps after its admission by which a sequence has ended."""
+    return -(-sequence.num_tokens // PROMPT_TOKENS) + sequence.max_len - sequence.num_tokens
 
 
-def _prompt_steps(sequence: Sequence) -> int:
-    return -(-sequence.num_tokens // PROMPT_TOKENS)
+def holder_of(sequence: Sequence, now: int, block_size: int, released: int = 0) -> Holder:
+    """Return a running sequence as of step `now`."""
+    elapsed = now - sequence.started_at
+    known = min(sequence.num_tokens + elapsed, sequence.max_len)
+    room = len(sequence.block_table) * block_size - known
+    return Holder(max(0, steps_of(sequence) - elapsed), released, sequence.growth, room)
 
 
-def running_holders(sequences: Iterable[Sequence], now: int, block_size: int) -> list[Holder]:
-    """Return those that run at step `now`, the first to end first."""
-    found = (each for each in sequences if each.phase is SequencePhase.RUNNING)
-    return sorted((Holder.of(each, now, block_size) for each in found), key=lambda each: each.steps)
+def running(sequences: Iterable[Sequence]) -> list[Sequence]:
+    return [each for each in sequences if each.phase is SequencePhase.RUNNING]
 
 
-def reservation(holders: list[Holder], missing: int, block_size: int, ahead: int) -> Reservation | None:
-    """Return when a sequence that lacks so many blocks has them; `holders` are in the order of their ends.
+def holders_of(found: list[Sequence], refs: list[int], kept: Collection[BlockId], now: int, size: int) -> list[Holder]:
+    """Return running sequences, the first to end first; `refs` are the references of all blocks.
 
-    Those that still run then have leased blocks for `ahead` tokens more. None where the others do not free enough. A
-    later end can leave less than an earlier one, because others grow. So the search by halves finds one end that
-    suffices, not always the first.
+    A shared block is released at the last end among those that hold it. `kept` are the hits of the next sequence,
+    which it needs besides.
     """
-    released = [0, *accumulate(each.blocks for each in holders)]
+    left: dict[BlockId, int] = {}
+    holders = []
+    for sequence in sorted(found, key=lambda each: steps_of(each) + each.started_at):
+        released = 0
+        for block in sequence.block_table:
+            if block == TRIMMED or block in kept:
+                continue
+            count = refs[block]
+            if count > 1:
+                count = left[block] = left.get(block, count) - 1
+                released += not count
+            else:
+                released += 1
+        holders.append(holder_of(sequence, now, size, released))
+    return holders
+
+
+def reserved(holders: list[Holder], missing: int, block_size: int, ahead: int) -> tuple[int, int] | None:
+    """Return after how many steps a sequence that lacks so many blocks has them, and how many are left then.
+
+    `holders` are in the order of their ends. Those that still run then have leased blocks for `ahead` tokens more. None
+    where the others do not release enough. A later end can leave less than an earlier one, because others grow. So the
+    search by halves finds one end that suffices, not always the first.
+    """
+    released = [0, *accumulate(each.released for each in holders)]
 
     def left_at(index: int) -> int:
         steps = holders[index].steps + ahead
@@ -89,33 +133,32 @@ def reservation(holders: list[Holder], missing: int, block_size: int, ahead: int
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if left_at(middle) >= 0 else (middle + 1, high)
-    return Reservation(holders[low].steps, left_at(low))
+    return holders[low].steps, left_at(low)
 
 
-class Passing:
-    """The sequences that may pass at one moment. `granted` tells it of each one that did."""
+def renewed(
+    old: Reservation | None, head: Sequence, growth: int, found: tuple[int, int] | None, now: int, in_use: int
+) -> Reservation:
+    """Return the reservation of the next sequence, which may bind `growth` blocks after its admission.
 
-    def __init__(self, holders: list[Holder], reserved: Reservation, block_size: int) -> None:
-        self._holders, self._block_size = holders, block_size
-        self._steps, self._spare = reserved.steps, reserved.spare
-
-    def may_pass(self, sequence: Sequence, available: int) -> bool:
-        """Whether a sequence delays nobody, without any hit. `available` blocks are free or cached."""
-        steps, blocks = steps_of(sequence), sequence.max_blocks
-        if blocks > available or (steps > self._steps and blocks > self._spare):
-            return False
-        return blocks + sum(each.grown(steps, self._block_size) for each in self._holders) <= available
-
-    def granted(self, sequence: Sequence, now: int) -> None:
-        if steps_of(sequence) > self._steps:
-            self._spare -= sequence.max_blocks
-        self._holders.append(Holder.of(sequence, now, self._block_size))
+    A pool with more blocks in use is looked through less often.
+    """
+    new = Reservation(head.id, now, old.until if old is not None else None, pause=max(_LEAST_PAUSE, in_use // 256))
+    if found is not None:
+        until = now + found[0]
+        new.until = until if new.until is None else min(new.until, until)
+        new.spare = max(0, found[1] - growth)
+    return new
 
 
-def behind(waiting: Iterator[Sequence], head: Sequence) -> Iterator[Sequence]:
-    """Return the first few that wait behind the next sequence."""
-    for count, sequence in enumerate(waiting):
-        if count > CANDIDATES:
-            return
-        if sequence is not head:
-            yield sequence
+def candidates_behind(waiting: Iterator[Sequence], head: Sequence, available: int) -> list[Sequence]:
+    """Return the first few that wait behind the next sequence and fit into what is there.
+
+    None has a lower priority: the next sequence could be entitled to its blocks.
+    """
+    found = (
+        each
+        for each in islice(waiting, _LOOKED_THROUGH)
+        if each is not head and each.priority >= head.priority and each.max_blocks <= available
+    )
+    return list(islice(found, CANDIDATES))

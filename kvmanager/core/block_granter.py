@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from common.lease import Admit, Copy
 from common.types import BlockHash, BlockId, Candidate, DecisionKind, MissReason, SequencePhase
 from kvmanager.core import backfill, fork
+from kvmanager.core.backfill import Reservation
 from kvmanager.core.block import BlockState
 from kvmanager.core.ledger_state import LedgerState
 from kvmanager.core.prefix_cache import PrefixMatch
@@ -32,7 +33,10 @@ class GrantPlan:
 
 
 class BlockGranter:
-    """Admits in queue order, hits first, then fresh blocks, all or nothing. It has no state of its own."""
+    """Admits the next sequence, then those that may pass it: hits first, then fresh blocks, all or nothing.
+
+    It has no state of its own.
+    """
 
     def admit(self, state: LedgerState) -> tuple[list[Copy], list[Admit]]:
         """Admit the next sequence while it fits."""
@@ -46,7 +50,7 @@ class BlockGranter:
             return copies, admits
         fresh: set[BlockId] = set()
         while state.queue:
-            sequence = self.next(state)
+            sequence, by_age = self._choose(state)
             if state.admitted >= self.places(state, sequence):
                 state.blocked_by = "places"
                 break
@@ -54,8 +58,8 @@ class BlockGranter:
             if plan is None:
                 state.blocked_by = "capacity"
                 break
-            sequence.by_age = self._is_old(state, sequence)
-            state.admitted_in_turn = 0 if sequence.by_age else state.admitted_in_turn + 1
+            sequence.by_age = by_age
+            state.admitted_in_turn = 0 if by_age else state.admitted_in_turn + 1
             self._admit(state, sequence, plan, copies, admits, fresh)
         return copies, admits
 
@@ -67,39 +71,60 @@ class BlockGranter:
         copies: list[Copy],
         admits: list[Admit],
         fresh: set[BlockId],
-        passed: str = "",
+        passes: bool = False,
     ) -> None:
-        """Admit one sequence. `fresh` are the blocks that this batch grants, `passed` the one that it passes."""
+        """Admit one sequence; it may pass the next one. `fresh` are the blocks that this batch grants."""
         source = self.copy_source(state, sequence, plan, fresh)
-        admits.append(self.grant(state, sequence, plan, passed))
+        admits.append(self.grant(state, sequence, plan, passes))
         fresh.update(sequence.block_table[len(plan.hits) :])
         if source is not None:
             length = fork.copy_length(sequence.num_tokens, state.config.block_size)
             copies.append(Copy(source, sequence.block_table[len(plan.hits)], length))
 
     def backfill(self, state: LedgerState, copies: list[Copy], admits: list[Admit]) -> None:
-        """Add to a batch those that pass the next sequence, which lacks blocks, without a delay for it."""
-        if state.blocked_by != "capacity" or len(state.queue) < 2 or not state.config.backfill:
+        """Add to a batch those that pass the next sequence, which lacks blocks."""
+        config, now = state.config, state.steps
+        if state.blocked_by != "capacity" or len(state.queue) < 2 or not config.backfill or config.window:
             return
-        head, size, ahead = self.next(state), state.config.block_size, state.config.runway_slots
-        waiting = backfill.behind((state.sequences[each] for each in state.queue), head)
-        fitting = [each for each in waiting if each.max_blocks <= state.block_pool.available]
-        if not fitting:
+        head = self.next(state)
+        kept = state.reservation if state.reservation and state.reservation.sequence == head.id else None
+        if kept is not None and kept.is_over(now):
             return
-        holders = backfill.running_holders(state.sequences.values(), state.steps, size)
-        reserved = backfill.reservation(
-            holders, self.missing_blocks(state, head) - state.block_pool.leased, size, ahead
-        )
-        if reserved is None:
+        spare = state.block_pool.available - config.watermark_blocks
+        waiting = (state.sequences[each] for each in state.queue)
+        candidates = backfill.candidates_behind(waiting, head, spare)
+        if not candidates:
             return
-        passing = backfill.Passing(holders, reserved, size)
+        if kept is None or kept.is_due(now):
+            kept = state.reservation = self._reserve(state, head, kept)
         fresh = {block for admit in admits for block in admit.block_table[admit.n_shared :]}
-        for sequence in fitting:
-            if state.admitted < self.places(state, sequence) and passing.may_pass(sequence, state.block_pool.available):
-                plan = self.plan(state, sequence)
-                if plan is not None:
-                    self._admit(state, sequence, plan, copies, admits, fresh, head.name)
-                    passing.granted(sequence, state.steps)
+        for sequence in candidates:
+            if kept.admits(sequence, now) and self._may_pass(state, sequence):
+                plan, missing = self._plan(state, sequence, self._found(state, sequence))
+                if missing <= 0:
+                    self._admit(state, sequence, plan, copies, admits, fresh, passes=True)
+                    kept.passed(sequence, now)
+
+    def _reserve(self, state: LedgerState, head: Sequence, old: Reservation | None) -> Reservation:
+        """Look when the next sequence will have its blocks."""
+        config, now, size = state.config, state.steps, state.config.block_size
+        missing = self.missing_blocks(state, head) - state.block_pool.leased
+        hits = frozenset(self._found(state, head).hits)
+        holders = backfill.holders_of(backfill.running(state.sequences.values()), state.blocks.refs, hits, now, size)
+        found = backfill.reserved(holders, missing, size, config.runway_slots)
+        growth = head.max_blocks - config.admission_blocks(head.num_tokens)
+        return backfill.renewed(old, head, growth, found, now, state.block_pool.in_use)
+
+    def _may_pass(self, state: LedgerState, sequence: Sequence) -> bool:
+        """Return whether a sequence has a place, leaves its tenant within its share, and does not empty the pool."""
+        if state.admitted >= state.config.max_num_seqs:
+            return False
+        blocks, steps, size = sequence.max_blocks, backfill.steps_of(sequence), state.config.block_size
+        if len(state.tenants) > 1 and TenantShares(state).load(sequence.tenant, 1, blocks) > 1.0:
+            return False
+        runs = backfill.running(state.sequences.values())
+        grown = sum(backfill.holder_of(each, state.steps, size).grown(steps, size) for each in runs)
+        return blocks + grown <= state.block_pool.available
 
     def explain(self, state: LedgerState) -> None:
         """Record why those that joined the queue and were not admitted wait."""
@@ -107,20 +132,25 @@ class BlockGranter:
             explain_waits(state, self.next(state), lambda each: self._fresh(state, each))
 
     def next(self, state: LedgerState) -> Sequence:
-        """Return the sequence that is admitted next: the highest priority, then the tenant of the least load.
+        """Return the sequence that is admitted next. The queue must not be empty."""
+        return self._choose(state)[0]
 
-        Tenants of one load go by arrival. After seven admissions an old sequence goes first. One must wait.
+    def _choose(self, state: LedgerState) -> tuple[Sequence, bool]:
+        """Return the sequence that is admitted next, and whether its age is the reason.
+
+        It is the highest priority, then the tenant of the least load, then the first arrival. After seven admissions
+        by these an old sequence is next.
         """
         if state.admitted_in_turn >= _IN_TURN and (old := self._oldest(state)) is not None:
-            return old
+            return old, True
         heads = [state.sequences[each] for each in state.queue.heads()]
         if len(heads) == 1:
-            return heads[0]
+            return heads[0], False
         shares = TenantShares(state)
-        return min(heads, key=lambda each: (shares.load(each.tenant), each.arrival))
+        return min(heads, key=lambda each: (shares.load(each.tenant), each.arrival)), False
 
     def _oldest(self, state: LedgerState) -> Sequence | None:
-        """Return the old sequence that is to go first. A tenant over its share has none while others wait."""
+        """Return the old sequence that is next by age. A tenant over its share has none while others wait."""
         oldest = [state.sequences[each] for each in state.queue.oldest()]
         found = [each for each in oldest if self._is_old(state, each)]
         if len(oldest) < 2:
@@ -131,7 +161,7 @@ class BlockGranter:
 
     def _is_old(self, state: LedgerState, sequence: Sequence) -> bool:
         longest = state.config.max_wait
-        return longest > 0 and state.clock.monotonic() - sequence.registered_at >= longest
+        return longest > 0 and sequence.waited + state.clock.monotonic() - sequence.queued_at >= longest
 
     def places(self, state: LedgerState, sequence: Sequence) -> int:
         """Return how many sequences may hold a block table if this one is to be among them.
@@ -238,7 +268,7 @@ class BlockGranter:
 
     # ------------------------------------------------------------ the grant
 
-    def grant(self, state: LedgerState, sequence: Sequence, plan: GrantPlan, passed: str = "") -> Admit:
+    def grant(self, state: LedgerState, sequence: Sequence, plan: GrantPlan, passes: bool = False) -> Admit:
         """Give the sequence its block table. Hits are referenced before anything is evicted for the fresh blocks."""
         pool = state.block_pool
         state.remembered = None
@@ -246,6 +276,7 @@ class BlockGranter:
             pool.hold(block)
         evicted = self.make_free(state, plan.fresh, sequence)
         state.queue.remove(sequence)
+        sequence.waited += state.clock.monotonic() - sequence.queued_at
         sequence.block_table = list(plan.hits)
         sequence.n_shared = len(plan.hits)
         for _ in range(plan.fresh):
@@ -258,7 +289,7 @@ class BlockGranter:
             cached_tokens=len(plan.hits) * state.config.block_size,
             miss_reason=plan.match.miss_reason,
             diverged_at=plan.match.diverged_at,
-            decision_id=_record_grant(state, sequence, plan, evicted, passed),
+            decision_id=_record_grant(state, sequence, plan, evicted, passes),
         )
 
     # ------------------------------------------------------------ eviction
@@ -335,7 +366,7 @@ def _await(state: LedgerState, hits: list[BlockId]) -> int:
     return len(unsealed)
 
 
-def _record_grant(state: LedgerState, sequence: Sequence, plan: GrantPlan, evicted: int, passed: str) -> str:
+def _record_grant(state: LedgerState, sequence: Sequence, plan: GrantPlan, evicted: int, passes: bool) -> str:
     match, hits = plan.match, len(plan.hits)
     awaited = _await(state, plan.hits[: match.hit_blocks]) if not sequence.recompute else 0
     asked = sequence.takes_hits and state.config.caches
@@ -348,8 +379,6 @@ def _record_grant(state: LedgerState, sequence: Sequence, plan: GrantPlan, evict
         reasons.append("computes all its tokens, for their log-probabilities")
     if sequence.recompute:
         reasons.append("computed again after a preemption")
-    if passed:
-        reasons.append(f"passed {passed}, which it does not delay")
     figures = {
         "num_tokens": float(sequence.num_tokens),
         "hit_blocks": float(hits),
@@ -358,6 +387,7 @@ def _record_grant(state: LedgerState, sequence: Sequence, plan: GrantPlan, evict
         "available": float(state.block_pool.available),
         "waiting": float(len(state.queue)),
         "waited_seconds": state.clock.monotonic() - sequence.queued_at,
+        **({"passes": 1.0} if passes else {}),
     }
     chosen = f"{hits} shared and {plan.fresh} fresh blocks"
     kind = DecisionKind.GRANT

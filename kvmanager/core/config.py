@@ -24,8 +24,8 @@ class LedgerConfig:
     blocks ahead of need: for `runway_slots` also by evicting, up to `runway_reach` from free blocks alone. "max" gives
     each sequence all blocks of its max_len at admission. `watermark` is the part of the pool that an admission leaves
     free for the growth of those that run; `ghosts` bounds the memory of evicted hashes (0: four for each block).
-    `eviction` names the policy of `eviction/choice.py`. With `backfill`, sequences pass one that lacks blocks, unless
-    they delay it. One that is older than `max_wait` seconds gets every eighth admission (0: priority alone decides).
+    `eviction` names the policy of `eviction/choice.py`. With `backfill`, sequences pass one that lacks blocks, for a
+    bounded time. One that has waited for `max_wait` seconds gets every eighth admission (0: priority alone decides).
     """
 
     num_blocks: int

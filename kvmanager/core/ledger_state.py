@@ -13,6 +13,7 @@ from common.errors import ProtocolViolation
 from common.lease import Reserve, blocks_needed
 from common.limits import MAX_WORKER_SEQUENCES
 from common.types import BlockHash, BlockId, DecisionKind, SequenceId, SequencePhase
+from kvmanager.core.backfill import Reservation
 from kvmanager.core.block import ROOT, Blocks, BlockState
 from kvmanager.core.block_pool import BlockPool
 from kvmanager.core.config import LedgerConfig
@@ -59,8 +60,8 @@ class LedgerState:
     __slots__ = (
         "admitted", "admitted_in_turn", "block_pool", "blocked_by", "blocks", "cache", "caches", "clock", "config",
         "decisions", "eviction", "growth", "last_sent_target", "last_step", "lease_want", "next_arrival",
-        "preempting", "queue", "refused", "remembered", "resets", "running", "sequences", "stalled", "steps",
-        "tenants", "totals",
+        "preempting", "queue", "refused", "remembered", "reservation", "resets", "running", "sequences", "stalled",
+        "steps", "tenants", "totals",
     )  # fmt: skip
 
     def __init__(self, config: LedgerConfig, clock: Clock, decision_ids: Callable[[], str]) -> None:
@@ -94,6 +95,7 @@ class LedgerState:
         self.blocked_by: BlockedBy = ""
         self.steps = 0
         self.last_step: int | None = None
+        self.reservation: Reservation | None = None
 
     # ------------------------------------------------------------ sequences
 
@@ -162,7 +164,7 @@ class LedgerState:
             self.preempting.add(sequence.id)
 
     def count_steps(self, step: int) -> None:
-        """Take the number of the worker's last step from a report."""
+        """Count the worker's steps up to the one that a report names."""
         if self.last_step is not None:
             self.steps += max(0, step - self.last_step)
         self.last_step = step

@@ -163,10 +163,16 @@ def _exposure(sequence: Sequence, shares: TenantShares) -> tuple[int, float, int
 
 
 def _gives_way(victim: Sequence, sequence: Sequence, shares: TenantShares) -> bool:
-    """Return whether a tenant over its share may lose a sequence, and is left with another one."""
+    """Return whether a tenant over its share may lose a sequence, and is left with another one.
+
+    The one that waits comes before the victim once that waits, too: else the victim would get its blocks back at once.
+    """
     if victim.tenant == sequence.tenant or victim.priority > sequence.priority:
         return False
-    return shares.load(victim.tenant) > 1.0 and shares.running(victim.tenant) > 1
+    if shares.load(victim.tenant) <= 1.0 or shares.running(victim.tenant) < 2:
+        return False
+    without = shares.load(victim.tenant, -1, -victim.own_blocks)
+    return (shares.load(sequence.tenant), sequence.arrival) < (without, victim.arrival)
 
 
 def candidates(running: Iterable[Sequence], blocks: Blocks) -> tuple[Candidate, ...]:

@@ -11,9 +11,10 @@ class Sequence:
 
     `block_hashes` has the hashes of the full blocks and grows as blocks are sealed. `cacheable` is False when the
     client asked that nothing of the sequence be cached; `computes_all` is that of `Reserve`. `computed` is the length
-    that the worker reported last, for traces. `recompute` is set by a preemption: the next admission is then not a new
-    query of the prefix cache. `started_at` is the worker's step of its admission (`LedgerState.steps`). One that was
-    admitted `by_age` is not preempted for a higher priority.
+    that the worker reported last, for records and traces. `recompute` is set by a preemption: the next admission is
+    then not a new query of the prefix cache. `started_at` is the worker's step of its admission (`LedgerState.steps`),
+    `waited` its seconds in the queue before that. A sequence that was admitted `by_age` is not preempted for a higher
+    priority.
     """
 
     __slots__ = (
@@ -35,12 +36,12 @@ class Sequence:
         "priority",
         "queued_at",
         "recompute",
-        "registered_at",
         "request_id",
         "started_at",
         "tenant",
         "traceparent",
         "trimmed",
+        "waited",
         "weight",
     )  # fmt: skip
 
@@ -58,7 +59,7 @@ class Sequence:
         self.request_id = reserve.request_id
         self.traceparent = reserve.traceparent
         self.arrival = arrival
-        self.registered_at = self.queued_at = queued_at
+        self.queued_at, self.waited = queued_at, 0.0
         self.phase = SequencePhase.WAITING
         self.block_table: list[BlockId] = []
         self.n_shared = 0

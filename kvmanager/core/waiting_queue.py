@@ -1,7 +1,6 @@
 """Sequences that wait for blocks: a line for each tenant, the highest priority first in it, then by arrival.
 
-The grant policy chooses among the heads of the lines. One that does not fit is passed only by those that do not delay
-it (`backfill.py`).
+The grant policy chooses among the heads of the lines. `backfill.py` says who may pass one that does not fit.
 """
 
 from __future__ import annotations

@@ -65,6 +65,7 @@ def _copy_state(old: LedgerState) -> LedgerState:
     new.lease_want, new.growth, new.blocked_by = old.lease_want, old.growth, old.blocked_by
     new.running, new.admitted, new.next_arrival = old.running, old.admitted, old.next_arrival
     new.admitted_in_turn, new.steps, new.last_step = old.admitted_in_turn, old.steps, old.last_step
+    new.reservation = replace(old.reservation) if old.reservation else None
     return new
 
 
