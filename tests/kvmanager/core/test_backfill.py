@@ -292,7 +292,7 @@ def test_nobody_is_preempted_again_and_again(seed: int) -> None:
             length = rng.choice([20, 20, 100, 400])
             tenant, priority = rng.choice(["red", "blue"]), rng.choice([0, 0, 5])
             tokens = prompt(length, start=1000 * number)
-            options = {"tenant": tenant, "priority": priority}
+            options: dict[str, Any] = {"tenant": tenant, "priority": priority}
             play(ledger, reserve=(reserve(number, tokens, max_len=length + rng.randint(1, 80), **options),))
             number += 1
         leaves = [each.id for each in ledger.state.sequences.values() if each.id in ledger.state.preempting]
