@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from typing import Any, Final
 
 from common.errors import QuireError
@@ -15,6 +14,7 @@ from router.grpc_api.manager_calls import ManagerCalls
 from router.grpc_api.servicer import Routers
 from router.observe.status import RouterStatus
 from router.page.history import History, Point
+from router.page.loop_share import in_steps
 from router.page.query import Query
 from router.page.records import MOST
 from router.page.requests import Requests, ended_of
@@ -46,7 +46,7 @@ class Overview:
             "running": status.running_requests,
             "troubles": troubles(status, failure),
             "workers": [_worker(each, pools.get(each.worker_id)) for each in loads.workers],
-            "history": columns(self._history.points()),
+            "history": columns(await in_steps(lambda each: each, self._history.each_point())),
             "hits": hits(outcome for _, outcome in ended),
             "slowest": [ended_of(*each) for each in slowest(ended)],
         }
@@ -61,8 +61,7 @@ class Overview:
 
 def columns(points: Sequence[Point]) -> dict[str, list[float | None]]:
     """Return the points by columns, which charts take."""
-    rows = [asdict(each) for each in points]
-    return {name: [row[name] for row in rows] for name in Point.__dataclass_fields__}
+    return {name: [getattr(each, name) for each in points] for name in Point.__dataclass_fields__}
 
 
 def hits(outcomes: Iterable[Outcome]) -> Json:

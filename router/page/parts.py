@@ -12,13 +12,14 @@ from router.grpc_api.servicer import Routers
 from router.observe.metrics import RouterMetrics
 from router.observe.status import RouterStatus
 from router.page import records
+from router.page.answers import Source
 from router.page.blocks import Blocks
 from router.page.history import Buckets, History, Sample, slots
 from router.page.overview import Overview
 from router.page.records import Records
 from router.page.requests import Requests
 from router.page.routing import Routing
-from router.page.site import Site, Source
+from router.page.site import Site
 from router.requests.frontend import RouterFrontend
 
 

@@ -37,6 +37,10 @@ class Query:
                 wanted = f"expected {', '.join(sorted(names))}" if names else "expected no parameter"
                 raise invalid(name[:40], f"is unknown here; {wanted}")
 
+    def key(self) -> tuple[tuple[str, str], ...]:
+        """Return the parameters by name, without empty ones: equal for equal questions."""
+        return tuple(sorted((name, value) for name, value in self._values.items() if value))
+
     def text(self, name: str) -> str:
         """Return a parameter; "" where it is missing."""
         return self._values.get(name, "")

@@ -10,6 +10,7 @@ from common.wire.decision_codec import decision_from_proto
 from quire.decision.v1 import decision_pb2 as pb
 from router.grpc_api.decision_servicer import DecisionServicer
 from router.grpc_api.manager_calls import ManagerCalls
+from router.page.loop_share import in_steps
 from router.page.query import Query
 
 ROUTER, MANAGER = "router", "kvmanager"
@@ -45,7 +46,7 @@ class Records:
         )
         found = await self.list(service, wanted)
         return {
-            "records": [record_of(each, service) for each in found.decisions],
+            "records": await in_steps(lambda each: record_of(each, service), found.decisions),
             "page": found.next_page_token,
             "complete_since": found.complete_since_unix_nano / 1e9,
             "silent_routers": found.silent_routers,
@@ -88,12 +89,13 @@ def finite(figures: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in sorted(figures.items()) if abs(value) < float("inf")}
 
 
-def known(records: Iterable[pb.DecisionRecord]) -> list[Decision]:
+async def known(records: Iterable[pb.DecisionRecord]) -> list[Decision]:
     """Return the records of kinds that this version knows; a newer sibling may have others."""
-    found = []
-    for each in records:
-        try:
-            found.append(decision_from_proto(each))
-        except ValueError:
-            continue
-    return found
+    return [each for each in await in_steps(known_or_none, records) if each is not None]
+
+
+def known_or_none(record: pb.DecisionRecord) -> Decision | None:
+    try:
+        return decision_from_proto(record)
+    except ValueError:
+        return None

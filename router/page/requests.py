@@ -17,6 +17,7 @@ from router.core.diagnosis.rules import diagnose
 from router.core.diagnosis.story import story_of
 from router.core.diagnosis.verdict import Diagnosis, advised
 from router.grpc_api.decision_servicer import DecisionServicer
+from router.page.loop_share import in_steps
 from router.page.query import Query, invalid
 from router.page.records import MANAGER, MOST, ROUTER, Records, known, record_of
 
@@ -34,13 +35,13 @@ class Requests:
     async def ended(self, limit: int) -> list[tuple[str, Outcome]]:
         """Return the requests that ended last, oldest first."""
         wanted = pb.ListDecisionsRequest(kind=DecisionKind.OUTCOME, limit=limit)
-        found = known((await self._records.list(ROUTER, wanted)).decisions)
-        return [(each.request_id, outcome_of(each)) for each in found]
+        found = await known((await self._records.list(ROUTER, wanted)).decisions)
+        return await in_steps(lambda each: (each.request_id, outcome_of(each)), found)
 
     async def listed(self, query: Query) -> Json:
         """Return the requests that ended last, newest first."""
         found = await self.ended(query.number("limit", 100, MOST) or MOST)
-        return {"requests": [ended_of(*each) for each in reversed(found)]}
+        return {"requests": await in_steps(lambda each: ended_of(*each), reversed(found))}
 
     async def one(self, query: Query) -> Json:
         """Return everything about one request. Raises NotFound when no record concerns it."""
@@ -68,14 +69,14 @@ class Requests:
     async def _whole(
         self, request_id: str, records: Sequence[tuple[str, pb.DecisionRecord]], unread: tuple[str, ...]
     ) -> Json:
-        story = story_of(request_id, known(record for _, record in records), unread)
+        story = story_of(request_id, await known(record for _, record in records), unread)
         ordered = sorted(records, key=lambda each: each[1].time_unix_nano)
         return {
             "request": request_id,
             "began": story.began_ns / 1e9,
             "diagnosis": diagnosis_of(diagnose(story)),
             "outcome": ended_of(request_id, story.outcome) if story.outcome is not None else None,
-            "records": [record_of(record, service) for service, record in ordered],
+            "records": await in_steps(lambda each: record_of(each[1], each[0]), ordered),
             "spans": await self._spans(request_id),
         }
 
@@ -85,7 +86,7 @@ class Requests:
             found = await self._decisions.trace(pb.GetTraceRequest(request_id=request_id))
         except NotFound:
             return []
-        return [_span(each) for each in found.spans[:_MOST_SPANS]]
+        return await in_steps(_span, found.spans[:_MOST_SPANS])
 
 
 def _without_prefix(name: str) -> str:

@@ -7,8 +7,9 @@ from typing import Any, Final
 from common.types import Decision, DecisionKind
 from quire.decision.v1 import decision_pb2 as pb
 from router.core.diagnosis.outcome import Outcome
+from router.page.loop_share import in_steps
 from router.page.query import Query
-from router.page.records import MOST, ROUTER, Records, known, record_of
+from router.page.records import MOST, ROUTER, Records, known_or_none, record_of
 from router.page.requests import Requests
 
 Json = dict[str, Any]
@@ -26,14 +27,14 @@ class Routing:
         wanted = pb.ListDecisionsRequest(kind=DecisionKind.ROUTING, worker=query.text("worker"), limit=limit)
         found = (await self._records.list(ROUTER, wanted)).decisions
         ends = dict(await self._requests.ended(MOST))
-        return {"decisions": [_joined(each, ends.get(each.request_id)) for each in reversed(found)]}
+        return {"decisions": await in_steps(lambda each: _joined(each, ends.get(each.request_id)), reversed(found))}
 
 
 def _joined(record: pb.DecisionRecord, outcome: Outcome | None) -> Json:
-    decided = known([record])
+    decided = known_or_none(record)
     return {
         **record_of(record, ROUTER),
-        "predicted_s": predicted_s(decided[0]) if decided else None,
+        "predicted_s": predicted_s(decided) if decided is not None else None,
         "actual_s": actual_s(outcome),
         "cached_tokens": outcome.cached_tokens if outcome is not None else None,
     }

@@ -1,4 +1,4 @@
-"""What each source of data answers, from records that are made up here and from a manager that says what it is told."""
+"""What each source of data answers, from records that are made up here and from a fake manager."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ from router.core.diagnosis.outcome import Outcome, figures_of, texts_of
 from router.grpc_api.decision_servicer import DecisionServicer
 from router.observe.siblings import Siblings
 from router.observe.trace_store import TraceStore
+from router.page.answers import json_of
 from router.page.blocks import Blocks
+from router.page.loop_share import A_STEP
 from router.page.overview import columns, hits, slowest, troubles
 from router.page.query import Query
 from router.page.records import Records, record_of
 from router.page.requests import Requests
 from router.page.routing import Routing, actual_s
+from tests.router.page.turns import counted_turns
 
 SECOND = 1_000_000_000
 
@@ -181,6 +184,21 @@ async def test_requests_that_ended_come_newest_first() -> None:
         ("r2", 3.0, pytest.approx(0.3)),
         ("r1", 2.0, pytest.approx(0.2)),
     ]
+
+
+async def test_long_lists_leave_turns_of_the_loop_to_others() -> None:
+    suite = Suite()
+    for number in range(200):
+        suite.add(DecisionKind.ROUTING, f"r{number}", candidates=COSTS, worker="w0", chosen="w0")
+        suite.end(f"r{number}", ended(0.5))
+    for source in (suite.routing.answer, suite.requests.listed, suite.records.answer):
+        async with counted_turns() as turns:
+            found = await source(Query("limit=200"))
+            made = turns.count
+            assert json.loads(await json_of(found)) == found
+            written = turns.count - made
+        assert made >= 200 // A_STEP
+        assert written >= 200 // A_STEP
 
 
 async def test_predicted_against_measured() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import httpx
 import pytest
@@ -11,9 +11,14 @@ import pytest
 from common.clock import ManualClock
 from common.errors import NotFound, Unavailable
 from common.process.metrics import MetricsServer, new_registry
-from common.process.small_http import Request
+from common.process.small_http import Reply, Request
+from router.page.answers import MOST_KEPT, MOST_WAITING, MOST_WAITING_A_PEER, Source
 from router.page.query import Query
-from router.page.site import PREFIX, Site, Source
+from router.page.site import PREFIX, Site
+from tests.router.page.turns import counted_turns
+
+# Bounds a hang; nothing that a test asserts depends on it.
+PATIENCE = 60.0
 
 
 class Data:
@@ -25,6 +30,7 @@ class Data:
         self.hold.set()
         self.inside = self.most_inside = 0
         self.clock = ManualClock(100.0)
+        self.timers: list[Callable[[], None]] = []
 
     async def echo(self, query: Query) -> object:
         self.asked.append(query.text("id"))
@@ -41,7 +47,14 @@ class Data:
         return {"id": query.text("id")}
 
     def site(self, from_elsewhere: bool = True) -> Site:
-        return Site({"echo": Source(self.echo, frozenset(("id",)))}, self.clock, from_elsewhere)
+        sources = {"echo": Source(self.echo, frozenset(("id", "and")))}
+        return Site(sources, self.clock, from_elsewhere, lambda seconds, call: self.timers.append(call))
+
+    def pass_a_second(self) -> None:
+        """Call what waits for a second to pass."""
+        timers, self.timers = self.timers, []
+        for call in timers:
+            call()
 
 
 @pytest.fixture
@@ -102,7 +115,7 @@ async def test_nothing_of_the_page_changes_anything(client: httpx.AsyncClient) -
     [
         ("id=gone", 404, "no record of request gone"),
         ("id=away", 503, "no KV manager answers"),
-        ("name=a", 400, "name: is unknown here; expected id"),
+        ("name=a", 400, "name: is unknown here; expected and, id"),
         ("id=%00%ff", 400, "in UTF-8"),
     ],
 )
@@ -152,41 +165,112 @@ async def test_with_certificates_only_the_machine_itself_may_read(
     assert (await data.site(from_elsewhere).answer(request)).status == status
 
 
-def ask(site: Site, name: str) -> asyncio.Task[object]:
-    request = Request("GET", "/page/data/echo", "", peer="127.0.0.1", query=f"id={name}", host="localhost")
+def ask(site: Site, query: str, peer: str = "127.0.0.1", name: str = "echo") -> asyncio.Task[Reply]:
+    request = Request("GET", f"/page/data/{name}", "", peer=peer, query=query, host="localhost")
     return asyncio.create_task(site.answer(request))
+
+
+async def until_inside(data: Data, most: int) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while data.inside < most:  # noqa: ASYNC110 - the tasks of this loop need turns
+            await asyncio.sleep(0)
 
 
 async def test_equal_questions_share_an_answer_for_a_second(data: Data) -> None:
     site = data.site()
-    await asyncio.gather(*(ask(site, "a") for _ in range(5)))
-    await ask(site, "a")
+    await asyncio.gather(*(ask(site, "id=a&and=b") for _ in range(5)))
+    await ask(site, "and=b&id=%61")
     assert data.asked == ["a"]
-    data.clock.advance(1.0)
-    await ask(site, "a")
+    data.pass_a_second()
+    await ask(site, "and=b&id=a")
     assert data.asked == ["a", "a"]
+
+
+async def test_answers_are_dropped_after_a_second_though_nobody_asks(data: Data) -> None:
+    site = data.site()
+    await asyncio.gather(*(ask(site, f"id={number}", f"10.0.0.{number % 8}") for number in range(MOST_WAITING)))
+    await ask(site, "id=one more")
+    assert site.kept == MOST_KEPT
+    data.pass_a_second()
+    assert site.kept == 0
+
+
+async def test_the_loop_turns_between_any_two_answers() -> None:
+    async with counted_turns() as turns:
+        seen = []
+
+        async def at_once(query: Query) -> object:
+            seen.append(turns.count)
+            return {}
+
+        site = Site({"echo": Source(at_once, frozenset(("id",)))}, ManualClock(100.0), from_elsewhere=True)
+        await asyncio.gather(*(ask(site, f"id={number}", f"10.0.0.{number % 8}") for number in range(64)))
+    assert len(set(seen)) == 64
 
 
 async def test_few_answers_are_made_at_once_and_few_questions_wait(data: Data) -> None:
     site = data.site()
     data.hold.clear()
-    waiting = [ask(site, str(number)) for number in range(64)]
-    while data.inside < 4:  # noqa: ASYNC110 - the tasks of this loop need turns
-        await asyncio.sleep(0)
-    refused = await ask(site, "one more")
-    assert getattr(refused, "status", 0) == 429
+    peers = MOST_WAITING // MOST_WAITING_A_PEER
+    waiting = [ask(site, f"id={number}", f"10.0.0.{number % peers}") for number in range(MOST_WAITING)]
+    await until_inside(data, 4)
+    refused = await ask(site, "id=one more", "10.0.1.1")
+    assert refused.status == 429
     data.hold.set()
     answers = await asyncio.gather(*waiting)
-    assert {getattr(each, "status", 0) for each in answers} == {200}
-    assert (data.most_inside, len(data.asked)) == (4, 64)
+    assert {each.status.value for each in answers} == {200}
+    assert (data.most_inside, len(data.asked)) == (4, MOST_WAITING)
+
+
+async def test_one_address_leaves_places_to_others(data: Data) -> None:
+    site = data.site()
+    data.hold.clear()
+    waiting = [ask(site, f"id={number}", "10.0.0.1") for number in range(MOST_WAITING_A_PEER)]
+    await until_inside(data, 4)
+    refused = await ask(site, "id=one more", "10.0.0.1")
+    assert (refused.status, b"16 of 10.0.0.1 wait" in refused.body) == (429, True)
+    # Who asks what is asked already takes no place.
+    waiting += [ask(site, "id=3", "10.0.0.1"), ask(site, "id=one more", "10.0.0.2")]
+    data.hold.set()
+    assert {each.status.value for each in await asyncio.gather(*waiting)} == {200}
+
+
+async def test_wrong_questions_are_refused_at_once_and_take_no_place(data: Data) -> None:
+    site = data.site()
+    data.hold.clear()
+    waiting = [ask(site, f"id={number}", "10.0.0.1") for number in range(MOST_WAITING_A_PEER)]
+    await until_inside(data, 4)
+    for number in range(2 * MOST_WAITING):
+        assert (await ask(site, f"id={number}", "10.0.0.2", name=f"none{number}")).status == 404
+        assert (await ask(site, f"x{number}=1", "10.0.0.2")).status == 400
+    waiting.append(ask(site, "id=right", "10.0.0.2"))
+    data.hold.set()
+    assert {each.status.value for each in await asyncio.gather(*waiting)} == {200}
+
+
+async def test_a_question_that_all_readers_left_is_dropped(data: Data) -> None:
+    site = data.site()
+    data.hold.clear()
+    readers = [ask(site, f"id={number % MOST_WAITING_A_PEER}") for number in range(2 * MOST_WAITING_A_PEER)]
+    await until_inside(data, 4)
+    for each in readers:
+        each.cancel()
+    await asyncio.gather(*readers, return_exceptions=True)
+    # It asks what was asked already: nobody joins a question that is dropped.
+    again = ask(site, "id=1", "10.0.0.2")
+    async with asyncio.timeout(PATIENCE):
+        while data.asked.count("1") < 2:  # noqa: ASYNC110 - the tasks of this loop need turns
+            await asyncio.sleep(0)
+    data.hold.set()
+    assert (await again).status == 200
+    assert data.asked == ["0", "1", "2", "3", "1"]
 
 
 async def test_a_reader_who_leaves_does_not_take_the_answer_from_others(data: Data) -> None:
     site = data.site()
     data.hold.clear()
-    first, second = ask(site, "a"), ask(site, "a")
-    while not data.inside:  # noqa: ASYNC110 - the tasks of this loop need turns
-        await asyncio.sleep(0)
+    first, second = ask(site, "id=a"), ask(site, "id=a")
+    await until_inside(data, 1)
     first.cancel()
     data.hold.set()
-    assert getattr(await second, "status", 0) == 200
+    assert (await second).status == 200
