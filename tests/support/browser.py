@@ -169,7 +169,7 @@ async def browser(profile: Path) -> AsyncIterator[Browser]:
 
 
 def _high(file: int) -> int:
-    """Return a copy of a file under a number that stands in nobody's way, and close the file."""
+    """Return a copy of a file under an unused descriptor number, and close the file."""
     copy = fcntl.fcntl(file, fcntl.F_DUPFD, _FIRST_FREE)
     os.close(file)
     return copy
