@@ -32,7 +32,8 @@ class Reply(NamedTuple):
 class Request(NamedTuple):
     """What a client asks for; the path has no query. `origin` is the page that a browser sends it from, if any.
 
-    `host` is the name by which the client calls this server, with the port if it named one.
+    `host` is the name by which the client calls this server, with the port if it named one. `fetch_site` is how a
+    browser relates the page that asks to this server (Sec-Fetch-Site); other clients send nothing.
     """
 
     method: str
@@ -43,6 +44,7 @@ class Request(NamedTuple):
     body_bytes: int = 0
     query: str = ""
     host: str = ""
+    fetch_site: str = ""
 
 
 Answer = Callable[[Request], Reply | Awaitable[Reply]]
@@ -151,8 +153,8 @@ def _parsed(lines: list[str]) -> Request | Reply:
     if int(length) > limits.SMALL_HTTP_BODY_BYTES:
         return _LONG_BODY
     path, _, query = target.partition("?")
-    accept, origin, host = (_value(name, headers) for name in ("accept", "origin", "host"))
-    return Request(method, path, accept, origin, body_bytes=int(length), query=query, host=host)
+    accept, origin, host, site = (_value(name, headers) for name in ("accept", "origin", "host", "sec-fetch-site"))
+    return Request(method, path, accept, origin, body_bytes=int(length), query=query, host=host, fetch_site=site)
 
 
 def _value(name: str, headers: Iterable[str]) -> str:

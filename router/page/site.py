@@ -36,6 +36,8 @@ HEADERS: Final = (
     ("Cross-Origin-Resource-Policy", "same-origin"),
     ("Cache-Control", "no-cache"),
 )
+# Ends of names that only the machine or its cluster gives away.
+_OWN_ENDS: Final = (".localhost", ".svc", ".svc.cluster.local")
 
 
 class Site:
@@ -70,6 +72,8 @@ class Site:
         """Return why a caller gets nothing, or ""."""
         if request.origin and request.origin.partition("://")[2] != request.host:
             return "pages of other origins may not read this"
+        if request.path.startswith(DATA) and request.fetch_site not in ("", "same-origin"):
+            return f"this is for the page itself: open {PREFIX}/"
         if not self._is_own_name(request.host):
             return f"open the page by the machine's address or name: {request.host[:100]!r} could be anybody's"
         if not (self._from_elsewhere or is_loopback(request.peer)):
@@ -81,13 +85,15 @@ class Site:
         """Return whether no foreign DNS server could have said this name: else any page could ask by its own name."""
         name = host.lower()
         name = name[: name.find("]") + 1] if name.startswith("[") else name.partition(":")[0]
+        if not name:
+            return False
         has_domain = "." in name or name.startswith("[")
         if name in self._own_names or not has_domain:
             return True
         try:
             ipaddress.ip_address(name.strip("[]"))
         except ValueError:
-            return name.endswith((".svc", ".internal", ".local", ".localhost", ".svc.cluster.local"))
+            return name.endswith(_OWN_ENDS)
         return True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable
 
 import httpx
@@ -142,6 +143,12 @@ async def test_what_clients_sent_stays_text(client: httpx.AsyncClient) -> None:
         ("192.0.2.7", 200),
         ("evil.example", 403),
         ("127.0.0.1.evil.example:51051", 403),
+        (socket.gethostname().upper(), 200),
+        ("page.localhost:51051", 200),
+        ("router.quire.svc.cluster.local", 200),
+        ("printer.local", 403),
+        ("router.corp.internal", 403),
+        ("", 403),
     ],
 )
 async def test_a_name_that_could_lead_elsewhere_is_refused(data: Data, host: str, status: int) -> None:
@@ -153,6 +160,21 @@ async def test_a_name_that_could_lead_elsewhere_is_refused(data: Data, host: str
 async def test_pages_of_other_origins_get_nothing(data: Data, origin: str, status: int) -> None:
     request = Request("GET", "/page/data/echo", "", origin=origin, peer="127.0.0.1", query="id=a", host="localhost:1")
     assert (await data.site().answer(request)).status == status
+
+
+@pytest.mark.parametrize("fetched", ["cross-site", "same-site", "none", "?"])
+async def test_a_browser_gets_data_for_the_page_itself_alone(data: Data, fetched: str) -> None:
+    asked = Request("GET", "/page/data/echo", "", peer="127.0.0.1", query="id=a", host="localhost")
+    refused = await data.site().answer(asked._replace(fetch_site=fetched))
+    assert (refused.status, b"for the page itself" in refused.body, data.asked) == (403, True, [])
+    assert (await data.site().answer(asked._replace(fetch_site="same-origin"))).status == 200
+    # A link, or an address that somebody types, leads to the page itself.
+    assert (await data.site().answer(asked._replace(path="/page/", fetch_site=fetched))).status == 200
+
+
+async def test_the_server_reads_what_a_browser_says_of_its_fetch(client: httpx.AsyncClient) -> None:
+    answer = await client.get("/page/data/echo?id=a", headers={"Sec-Fetch-Site": "cross-site"})
+    assert answer.status_code == 403
 
 
 @pytest.mark.parametrize(
