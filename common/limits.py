@@ -110,6 +110,9 @@ HTTP_LINGER_SECONDS: Final = 1.0
 # Connections to a port of metrics and probes, of all and of one address.
 MAX_METRICS_CONNECTIONS: Final = 128
 MAX_METRICS_CONNECTIONS_A_PEER: Final = 32
+# Those of them that a site beside the metrics may have; the others are for probes and scrapers.
+MAX_SITE_CONNECTIONS: Final = 64
+MAX_SITE_CONNECTIONS_A_PEER: Final = 24
 # Bytes of a body; docs/decisions/0044 has what parsing costs.
 MAX_HTTP_BODY_BYTES: Final = 4 << 20
 # Values in a body: entries of lists and objects, at every level. A prompt may have 128,000 token ids.

@@ -15,7 +15,12 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 from prometheus_client.openmetrics import exposition as openmetrics
 
 from common.errors import DeadlineExceeded, PermissionDenied, PortTaken, QuireError, Unavailable, Unsupported
-from common.limits import MAX_METRICS_CONNECTIONS, MAX_METRICS_CONNECTIONS_A_PEER
+from common.limits import (
+    MAX_METRICS_CONNECTIONS,
+    MAX_METRICS_CONNECTIONS_A_PEER,
+    MAX_SITE_CONNECTIONS,
+    MAX_SITE_CONNECTIONS_A_PEER,
+)
 from common.process.connections import Connections
 from common.process.small_http import Answer, Reply, Request, SmallHttpServer, text
 
@@ -90,8 +95,12 @@ class MetricsServer:
         self._open_actions = from_elsewhere
 
     def add_site(self, prefix: str, answer: Answer) -> None:
-        """Let `answer` reply to GET and HEAD of `prefix` and of all paths below it; "/" leads there."""
+        """Let `answer` reply to GET and HEAD of `prefix` and of all paths below it; "/" leads there.
+
+        It has connections of its own bound, so that its readers cannot take those of probes.
+        """
         self._site = prefix, answer
+        self._server.bound(f"{prefix}/", Connections(MAX_SITE_CONNECTIONS, MAX_SITE_CONNECTIONS_A_PEER, f"{prefix}/"))
 
     async def start(self, host: str, port: int, flag: str = "--metrics-port") -> int:
         """Listen and return the port, which the option `flag` names. Raises PortTaken."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from http import HTTPStatus
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from common import limits
 from common.process.connections import Connections
@@ -72,6 +72,11 @@ class SmallHttpServer:
         self._answer, self._connections = answer, connections
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.StreamWriter] = set()
+        self._parts: dict[str, Connections] = {}
+
+    def bound(self, prefix: str, connections: Connections) -> None:
+        """Count connections that ask for paths with a prefix on their own too, and end those whose readers leave."""
+        self._parts[prefix] = connections
 
     async def start(self, host: str, port: int) -> int:
         """Listen and return the port (a free one for 0). Raises OSError when it is taken."""
@@ -107,9 +112,9 @@ class SmallHttpServer:
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str) -> None:
         request = await _received(reader)
         if isinstance(request, Request):
-            answer = self._answer(request._replace(peer=peer))
-            reply = await answer if inspect.isawaitable(answer) else answer
-            await _close_with(writer, reply, with_body=request.method != "HEAD")
+            part = next((each for prefix, each in self._parts.items() if request.path.startswith(prefix)), None)
+            request = request._replace(peer=peer)
+            await (self._reply(request, writer) if part is None else self._reply_in(part, request, reader, writer))
             return
         if writer.is_closing():
             return
@@ -118,6 +123,41 @@ class SmallHttpServer:
         async with asyncio.timeout(limits.HTTP_LINGER_SECONDS):
             while await reader.read(limits.MAX_HTTP_HEAD_BYTES):
                 pass  # a refusal would be lost if something were left unread
+
+    async def _reply(self, request: Request, writer: asyncio.StreamWriter) -> None:
+        answer = self._answer(request)
+        reply = await answer if inspect.isawaitable(answer) else answer
+        await _close_with(writer, reply, with_body=request.method != "HEAD")
+
+    async def _reply_in(
+        self, part: Connections, request: Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Reply to a request for a bounded part, until the reader closes its side of the connection."""
+        if full := part.enter(request.peer):
+            await _close_with(writer, text(HTTPStatus.SERVICE_UNAVAILABLE, full))
+            return
+        try:
+            await _unless_gone(self._reply(request, writer), reader)
+        finally:
+            part.leave(request.peer)
+
+
+async def _unless_gone(work: Coroutine[Any, Any, None], reader: asyncio.StreamReader) -> None:
+    """Do work; cancel it when the other side sends no more. Raises what the work raises."""
+    working, rest = asyncio.create_task(work), asyncio.create_task(_drained(reader))
+    try:
+        await asyncio.wait((working, rest), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+    finally:
+        working.cancel()
+        rest.cancel()
+        await asyncio.gather(working, rest, return_exceptions=True)
+
+
+async def _drained(reader: asyncio.StreamReader) -> None:
+    while await reader.read(limits.MAX_HTTP_HEAD_BYTES):
+        pass  # nothing is expected after a request
 
 
 async def _received(reader: asyncio.StreamReader) -> Request | Reply:

@@ -13,6 +13,7 @@ from prometheus_client import Gauge
 
 from common import limits
 from common.process.metrics import MetricsServer, new_registry
+from common.process.small_http import Reply, Request
 from tests.support.kvmanager.manager_child import manager_process
 from tests.support.router.fake_worker import PATIENCE_S
 from tests.support.router.router_process import raw_connection, whole_answer
@@ -118,3 +119,39 @@ async def test_one_address_cannot_keep_probes_from_a_service(tmp_path: Path) -> 
         assert refusal.startswith(b"HTTP/1.1 503 ")
         assert b"32 connections, which is the limit of one address" in refusal
         assert b" 200 OK" in await answer_to(port, GET + b"\r\n", "127.0.0.1")
+
+
+class HeldSite:
+    """A site whose answers never come."""
+
+    def __init__(self) -> None:
+        self.asked = self.ended = 0
+
+    async def answer(self, request: Request) -> Reply:
+        self.asked += 1
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.ended += 1
+        raise AssertionError
+
+
+async def test_readers_of_a_site_leave_places_to_probes(server: MetricsServer) -> None:
+    site = HeldSite()
+    server.add_site("/page", site.answer)
+    ask = b"GET /page/data HTTP/1.1\r\nHost: a\r\n\r\n"
+    async with AsyncExitStack() as held:
+        for _ in range(limits.MAX_SITE_CONNECTIONS_A_PEER):
+            _, writer = await held.enter_async_context(raw_connection(server.port))
+            writer.write(ask)
+        await until(lambda: site.asked == limits.MAX_SITE_CONNECTIONS_A_PEER)
+        refusal = await answer_to(server.port, ask, ends=False)
+        assert refusal.startswith(b"HTTP/1.1 503 ")
+        assert b"24 connections" in refusal
+        assert b" 200 OK" in await answer_to(server.port, GET + b"\r\n")
+    # Who leaves takes no place, though the answer has not come.
+    await until(lambda: not len(server.connections))
+    assert site.ended == site.asked == limits.MAX_SITE_CONNECTIONS_A_PEER
+    async with raw_connection(server.port) as (_, writer):
+        writer.write(ask)
+        await until(lambda: site.asked == limits.MAX_SITE_CONNECTIONS_A_PEER + 1)
