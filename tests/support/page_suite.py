@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+
+import httpx
 
 from cli.demo_model import CHECKPOINT
 from cli.suite.programs import metrics_addresses
@@ -18,6 +20,7 @@ from tests.support.suite import PATIENCE, Suite, running_suite
 
 WORKERS = 2
 BLOCKS = 288
+_BUSY_STATUSES = (429, 503)
 _BUSY = "base=14ms,prefill=120us"
 # Lengths of the prompts that many requests begin with.
 _SYSTEMS = (96, 160, 224)
@@ -31,6 +34,17 @@ async def page_suite(state_dir: Path, step_costs: str = _BUSY) -> AsyncIterator[
     async with running_suite(state_dir, options) as suite:
         await suite.until_connected(WORKERS)
         yield suite, f"http://{metrics_addresses(suite.stack.options)[0]}/page/"
+
+
+async def answer_of(url: str, parameters: Mapping[str, object]) -> httpx.Response:
+    """Return the page's answer to a question; ask again while the router or the manager is too busy for it."""
+    given = {key: str(value) for key, value in parameters.items()}
+    async with asyncio.timeout(PATIENCE), httpx.AsyncClient(timeout=PATIENCE) as client:
+        while True:
+            answer = await client.get(url, params=given)
+            if answer.status_code not in _BUSY_STATUSES:
+                return answer
+            await asyncio.sleep(0.2)
 
 
 def request_of(number: int, draw: random.Random) -> pb.GenerateRequest:

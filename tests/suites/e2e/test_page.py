@@ -6,12 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-import httpx
 import pytest
 import pytest_asyncio
 
 from tests.support.browser import CHROMIUM, Page, browser
-from tests.support.page_suite import BLOCKS, WORKERS, page_suite
+from tests.support.page_suite import BLOCKS, WORKERS, answer_of, page_suite
 from tests.support.screenshots import READY
 from tests.support.simulated import seeded
 from tests.support.suite import PATIENCE, Suite
@@ -20,6 +19,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 # What a client may call its request: printable, and markup to whoever takes it for that.
 HOSTILE = "<img/src=x/onerror=document.title='owned'>"
+REQUESTS = {"served-1", HOSTILE, "running-1"}
 SHARED = list(range(100, 180))
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium; on Debian: apt-get install chromium")
 
@@ -31,17 +31,22 @@ class Paged:
         self.suite, self.url = suite, url
 
     async def data(self, name: str, **parameters: object) -> Any:
-        async with httpx.AsyncClient(timeout=PATIENCE) as client:
-            given = {key: str(value) for key, value in parameters.items()}
-            answer = await client.get(f"{self.url}data/{name}", params=given)
-            assert answer.status_code == 200, answer.text
-            return answer.json()
+        answer = await answer_of(f"{self.url}data/{name}", parameters)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
 
     async def refusal(self, name: str, **parameters: object) -> tuple[int, str]:
-        async with httpx.AsyncClient(timeout=PATIENCE) as client:
-            given = {key: str(value) for key, value in parameters.items()}
-            answer = await client.get(f"{self.url}data/{name}", params=given)
-            return answer.status_code, answer.json()["error"]["message"]
+        answer = await answer_of(f"{self.url}data/{name}", parameters)
+        return answer.status_code, answer.json()["error"]["message"]
+
+    async def routed(self) -> list[Any]:
+        """Return all routing records, newest first; a request that was moved has several."""
+        found, page = list[Any](), ""
+        while True:
+            part = await self.data("decisions", kind="routing", limit=1, page=page)
+            found += part["records"]
+            if not (page := part["page"]):
+                return found
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -105,14 +110,14 @@ async def test_the_history_sees_the_running_sequence(paged: Paged) -> None:
 
 
 async def test_decisions_of_both_services_by_filter_and_page(paged: Paged) -> None:
-    routed = await paged.data("decisions", kind="routing", limit=1)
-    (newest,) = routed["records"]
-    assert (newest["request"], newest["kind"], newest["service"]) == ("running-1", "routing", "router")
-    assert {each["name"] for each in newest["candidates"]} == {"worker-0", "worker-1"}
-    (before,) = (await paged.data("decisions", kind="routing", limit=1, page=routed["page"]))["records"]
-    assert before["request"] == HOSTILE
+    routed = await paged.routed()
+    assert {each["request"] for each in routed} == REQUESTS
+    assert {(each["kind"], each["service"]) for each in routed} == {("routing", "router")}
+    assert len({each["id"] for each in routed}) == len(routed)
+    first = next(each for each in reversed(routed) if each["request"] == "running-1")
+    assert {each["name"] for each in first["candidates"]} == {"worker-0", "worker-1"}
     granted = await paged.data("decisions", service="kvmanager", kind="grant", request="served-1")
-    assert [each["request"] for each in granted["records"]] == ["served-1"]
+    assert {each["request"] for each in granted["records"]} == {"served-1"}
 
 
 async def test_one_request_has_its_verdict_records_and_spans(paged: Paged) -> None:
@@ -136,12 +141,13 @@ async def test_one_request_has_its_verdict_records_and_spans(paged: Paged) -> No
 
 async def test_routing_has_predicted_and_measured_times(paged: Paged) -> None:
     found = (await paged.data("routing"))["decisions"]
-    assert [each["request"] for each in found] == ["running-1", HOSTILE, "served-1"]
-    ended = found[2]
+    assert {each["request"] for each in found} == REQUESTS
+    # A request that was moved has no time to compare.
+    ended = next(each for each in found if each["actual_s"] is not None)
     assert ended["actual_s"] > 0.0
     chosen = next(each for each in ended["candidates"] if each["name"] == ended["worker"])
     assert ended["predicted_s"] == pytest.approx(chosen["cost"] - chosen["terms"]["decode_pressure"])
-    assert found[0]["actual_s"] is None
+    assert {each["actual_s"] for each in found if each["request"] == "running-1"} == {None}
 
 
 async def test_the_block_map_leads_to_one_block_and_to_a_block_table(paged: Paged) -> None:
@@ -207,8 +213,8 @@ async def shown(page: Page, url: str, view: str) -> None:
         ("requests", "document.querySelectorAll('tbody tr').length === 2"),
         ("request/served-1", "document.querySelector('.verdict .lead').textContent.length > 20"),
         ("request/served-1", "document.querySelectorAll('.timeline .mark').length >= 3"),
-        ("routing", "document.querySelectorAll('.choice').length === 3"),
-        ("routing", "document.querySelectorAll('.scatter .dot').length === 2"),
+        ("routing", "document.querySelectorAll('.choice').length >= 3"),
+        ("routing", "document.querySelectorAll('.scatter .dot').length >= 1"),
         ("blocks", "document.querySelectorAll('.legend li').length === 7"),
         ("decisions", "document.querySelectorAll('tbody tr').length >= 8"),
     ],
@@ -263,12 +269,14 @@ async def test_the_keyboard_reaches_views_and_blocks(paged: Paged, page: Page) -
 @needs_chromium
 async def test_filters_of_decisions(paged: Paged, page: Page) -> None:
     await shown(page, f"{paged.url}#decisions/routing", "decisions")
-    await page.until("document.querySelectorAll('tbody tr').length === 3")
+    await page.until("document.querySelectorAll('tbody tr').length >= 3")
     await page.run("document.querySelector('.toggle').click()")
     assert "decode pressure" in await page.until("document.querySelector('.details')?.textContent")
     await page.run(
         "{ const field = document.getElementById('request'); field.value = 'served-1';"
         " field.dispatchEvent(new Event('change')); }"
     )
-    await page.until("document.querySelectorAll('tbody tr').length === 1")
+    rows = "[...document.querySelectorAll('tbody tr')]"
+    await page.until(f"{rows}.some((each) => each.textContent.includes('served-1'))")
+    await page.until(f"!{rows}.some((each) => each.textContent.includes('running-1'))")
     assert page.complaints == []

@@ -25,6 +25,7 @@ from quire.gpuworker.v1 import gpuworker_pb2, gpuworker_pb2_grpc
 from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
 from tests.support.certificates import renew
 from tests.support.load import prompts, until_used
+from tests.support.page_suite import answer_of
 from tests.support.simulated import expected, seeded
 from tests.support.suite import PATIENCE, Suite, chat, greedy, running_suite
 
@@ -86,17 +87,17 @@ async def test_every_internal_port_wants_a_certificate_of_the_right_role(suite: 
 
 async def test_the_page_asks_the_manager_with_the_routers_certificate(suite: Suite) -> None:
     url = f"http://{metrics_addresses(suite.stack.options)[0]}/page/data/"
-    async with httpx.AsyncClient(timeout=PATIENCE) as client:
-        for query in (
-            "overview",
-            "blocks?worker=worker-0",
-            "block?worker=worker-0&block=1",
-            "decisions?service=kvmanager",
-        ):
-            answer = await client.get(url + query)
-            assert answer.status_code == 200, answer.text
-        # It is the same machine. Others have no certificate to show, and get nothing: tests/router/page/test_site.py.
-        blocks = (await client.get(f"{url}blocks?worker=worker-0")).json()
+    worker: dict[str, object] = {"worker": "worker-0"}
+    questions: dict[str, dict[str, object]] = {
+        "overview": {},
+        "block": {**worker, "block": 1},
+        "decisions": {"service": "kvmanager"},
+        "blocks": worker,
+    }
+    # It is the same machine. Others have no certificate to show, and get nothing: tests/router/page/test_site.py.
+    answers = {name: await answer_of(url + name, parameters) for name, parameters in questions.items()}
+    assert {name: answer.status_code for name, answer in answers.items()} == dict.fromkeys(questions, 200)
+    blocks = answers["blocks"].json()
     assert blocks["num_blocks"] == 1024
 
 
