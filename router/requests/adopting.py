@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from common.errors import Unavailable
 from common.types import DecisionKind
 from router.core.admission import AdmissionLimiter
@@ -11,6 +13,8 @@ from router.requests.resumption import Resumable
 from router.requests.run import RequestRun
 
 LOST_WORDS = "its router was lost, and its client resumed it here"
+# Seconds that a worker has for the answer to an adoption. A worker of an earlier version gives none.
+CONFIRM_SECONDS = 5.0
 
 
 class Adopter:
@@ -24,7 +28,10 @@ class Adopter:
         """Go on with every sequence, one after the other in the order of their indices.
 
         Of two routers that adopt one request, only one gets the first sequence; the other one then has taken none.
-        Raises AlreadyExists for that one, and Unavailable when a worker has just gone.
+        Return early when the request is interrupted: its stream then finds the reason in its inbox.
+
+        Raises AlreadyExists for the router that came second. Raises Unavailable when a worker has just gone, or when it
+        does not answer.
         """
         now = self._clock.monotonic()
         run.received, run.hits_counted = resumable.received, True
@@ -36,13 +43,16 @@ class Adopter:
             raise Unavailable("a worker of this request has just gone; resume again")
         deadline = run.request.deadline
         left = None if deadline is None else max(0.0, deadline - now)
-        for running, found in zip(run.sequences, resumable.sequences, strict=True):
+        places = list(zip(run.sequences, resumable.sequences, strict=True))
+        for running, found in places:
             running.received = resumable.received.of(found.orphan.index)
             running.output.resume(found.orphan, now)
+        for running, found in places:
             running.reservation = self._dispatcher.adopted(found.client, run.request.flow)
             handle, confirmed = found.client.adopt(found.orphan.sequence, run.sink(running), left)
             running.place(found.client, handle)
-            await confirmed
+            if not await _confirmed(confirmed, run):
+                return
         self._admission.start(run.request_id, now, run.request.tenant)
         self._recorder.metrics.resumed.inc()
 
@@ -58,3 +68,22 @@ class Adopter:
             run.trace, DecisionKind.MIGRATION, run.request_id, run.worker_id, figures, reasons
         )
         run.trace.resumed()
+
+
+async def _confirmed(answer: asyncio.Future[None], run: RequestRun) -> bool:
+    """Wait until a worker has given a sequence; return False when the request was interrupted.
+
+    Raises the worker's refusal, and Unavailable when no answer comes in time.
+    """
+    interrupted = asyncio.ensure_future(run.inbox.interrupted.wait())
+    try:
+        await asyncio.wait((answer, interrupted), timeout=CONFIRM_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        interrupted.cancel()
+    if run.inbox.interrupted.is_set():
+        return False
+    if not answer.done():
+        what = f"a worker of this request did not answer within {CONFIRM_SECONDS:g} s"
+        raise Unavailable(f"{what}; resume again, or send the request again")
+    answer.result()
+    return True

@@ -209,6 +209,8 @@ class Inbox:
         self._reader: asyncio.Task[object] | None = None
         self._stalled: asyncio.TimerHandle | None = None
         self._closed = False
+        self.interrupted = asyncio.Event()
+        """Set when something other than a worker ends the request: `take` then returns it, or raises."""
 
     def put(self, index: int, attempt: int, event: SequenceEvent | Interruption) -> None:
         """Add an event, and wake the stream. A request whose client was too slow gets nothing more."""
@@ -230,6 +232,8 @@ class Inbox:
         else:
             self._open.pop(index, None)
             self._arrivals.append(Arrival(index, attempt, event))
+            if isinstance(event, Interruption):
+                self.interrupted.set()
         if self._waiter is not None:
             self._turns.wake(self._waiter, first=not self._shown)
             self._waiter = None
@@ -296,6 +300,7 @@ class Inbox:
         """Drop what waits, and end the sequences; a stream that stays blocked for long is cancelled."""
         self._left_unread = self._waiting
         too_slow = self._too_slow
+        self.interrupted.set()
         self.close()
         if self._reader is not None:
             self._stalled = asyncio.get_running_loop().call_later(OUTPUT_STALL_SECONDS, self._reader.cancel)

@@ -198,6 +198,7 @@ async def test_output_that_a_client_leaves_unread_ends_its_sequences_once() -> N
         inbox.put(0, 1, much(100))
     inbox.put(0, 1, END)
     assert (ended, turns.output_bytes) == (["ended"], 0)
+    assert inbox.interrupted.is_set()
     with pytest.raises(Overloaded, match="the client reads too slowly"):
         await inbox.take()
     inbox.close()
