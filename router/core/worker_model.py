@@ -155,6 +155,10 @@ class WorkerModel:
         reported = self.load.unheld_blocks - self._since.blocks
         return min(max(reported, 0), self.capacity.num_blocks)
 
+    def silent(self, now: float) -> bool:
+        """Return whether the heartbeat is late."""
+        return now - self.heartbeat_at > HEARTBEAT_LIMIT_S
+
     def trouble(self, now: float) -> tuple[WorkerState, str] | None:
         """Return why the worker may not get work; None if it may.
 
@@ -166,7 +170,7 @@ class WorkerModel:
             limit = HUNG_UNPREDICTED_S
         if load.step_age_seconds > limit:
             return WorkerState.HUNG, f"its step runs for {load.step_age_seconds:.1f} s; at most {limit:.1f} s expected"
-        if now - self.heartbeat_at > HEARTBEAT_LIMIT_S:
+        if self.silent(now):
             return WorkerState.HUNG, f"no heartbeat for {now - self.heartbeat_at:.1f} s"
         if self.draining or load.draining:
             return WorkerState.DRAINING, "it finishes what it has and takes nothing new"

@@ -30,7 +30,8 @@ _WORDS: Final = {
     WorkerState.DETACHED: "without a KV manager",
 }
 # Seconds that a worker has to read the last messages of a router that leaves it. What it has not read become orphans.
-LAST_WORDS_S = 5.0
+# After its drain a router has 5 s in all before a suite kills it.
+LAST_WORDS_S = 1.0
 
 
 class PoolListener(Protocol):
@@ -118,13 +119,17 @@ class WorkerPool:
             return
         member.client.abandon("the router uses it no longer", broken=False)
         if member.task is not None:
-            self._leave(member.task, member.client)
+            self._leave(member, member.task)
         self._forget_cache(member)
 
-    def _leave(self, task: asyncio.Task[None], client: WorkerClient) -> None:
-        """End a connection when its worker has read the last messages: what is not cancelled runs on as orphans."""
-        if client.ready:
-            client.leave()
+    def _leave(self, member: Member, task: asyncio.Task[None]) -> None:
+        """End a connection when its worker has read the last messages: what is not cancelled runs on as orphans.
+
+        A worker whose heartbeat is late does not read, and is not waited for.
+        """
+        late = member.model is not None and member.model.silent(self._clock.monotonic())
+        if member.client.ready and not late:
+            member.client.leave()
             limit = asyncio.get_running_loop().call_later(LAST_WORDS_S, task.cancel)
             task.add_done_callback(lambda _: limit.cancel())
         else:

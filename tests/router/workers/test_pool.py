@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
 
 import pytest
 
+from cli.suite.stack import _LAST_REPLIES_SECONDS
 from common.backoff import Backoff
 from common.clock import ManualClock, SystemClock
 from common.errors import Unavailable
+from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from router.core.worker_model import Capacity, WorkerState
+from router.main import _LAST_REPLIES_S
 from router.workers.client import Pacing, RouterIdentity
 from router.workers.codec import WorkerFacts
-from router.workers.pool import WorkerPool
-from tests.support.router.fake_worker import IDENTITY, FakeWorker, running
+from router.workers.pool import LAST_WORDS_S, WorkerPool
+from tests.support.router.fake_worker import IDENTITY, PATIENCE_S, FakeWorker, running
 
 QUICK = Pacing(Backoff(first=0.01, longest=0.05, jitter=0.5))
 
@@ -117,3 +121,31 @@ async def test_the_time_in_which_the_router_itself_did_not_run_makes_no_worker_h
     assert (member.state, member.reason) == (WorkerState.HUNG, "no heartbeat for 6.0 s")
     watch.cancel()
     await pool.aclose()
+
+
+class Endless(FakeWorker):
+    """A worker that does not end its stream when the router has ended its own."""
+
+    async def _read(self, requests: AsyncIterator[pb.StreamRequest]) -> None:
+        await super()._read(requests)
+        await asyncio.Event().wait()
+
+
+async def test_a_router_that_stops_does_not_wait_for_a_worker_whose_heartbeat_is_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("router.workers.pool.LAST_WORDS_S", 3600.0)
+    clock, worker = ManualClock(), Endless()
+    async with running(worker):
+        pool = WorkerPool(RouterIdentity("router", b"i" * 16), IDENTITY, clock, QUICK)
+        pool.add(worker.address)
+        async with asyncio.timeout(PATIENCE_S):
+            while not pool.models():  # noqa: ASYNC110 - it changes in other tasks
+                await asyncio.sleep(0)
+            clock.advance(6.0)  # a frozen process is one reason for it
+            await pool.aclose()
+
+
+def test_the_last_words_to_workers_leave_time_to_close_everything_else() -> None:
+    """A suite kills a router some seconds after its drain: telemetry and Redis are closed before that."""
+    assert LAST_WORDS_S + _LAST_REPLIES_S <= _LAST_REPLIES_SECONDS / 2
