@@ -159,6 +159,15 @@ class WorkerModel:
         """Return whether the heartbeat is late."""
         return now - self.heartbeat_at > HEARTBEAT_LIMIT_S
 
+    def detached(self, now: float) -> bool:
+        """Return whether it has had no KV manager for too long, also where another state is shown."""
+        return self.detached_at is not None and now - self.detached_at >= self.manager_patience
+
+    @property
+    def detached_words(self) -> str:
+        words = f"it has had no KV manager for {self.manager_patience:g} s (--manager-patience)"
+        return f"{words}, so its sequences get no more blocks"
+
     def trouble(self, now: float) -> tuple[WorkerState, str] | None:
         """Return why the worker may not get work; None if it may.
 
@@ -174,9 +183,8 @@ class WorkerModel:
             return WorkerState.HUNG, f"no heartbeat for {now - self.heartbeat_at:.1f} s"
         if self.draining or load.draining:
             return WorkerState.DRAINING, "it finishes what it has and takes nothing new"
-        if self.detached_at is not None and now - self.detached_at >= self.manager_patience:
-            words = f"it has had no KV manager for {self.manager_patience:g} s (--manager-patience)"
-            return WorkerState.DETACHED, f"{words}, so its sequences get no more blocks"
+        if self.detached(now):
+            return WorkerState.DETACHED, self.detached_words
         return None
 
 

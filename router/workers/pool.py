@@ -208,7 +208,7 @@ class WorkerPool:
         """Update each worker's state; move the sequences of a hung worker if another worker is usable.
 
         Without a KV manager for too long, a worker loses the sequences that have put out nothing for as long. They go
-        to another worker, or end with the reason.
+        to another worker, or end with the reason. So they do at a worker that drains.
 
         `late`: seconds by which this check is late, because the router was stopped or had no processor. The heartbeats
         of that time are still unread.
@@ -225,8 +225,8 @@ class WorkerPool:
                 self._notify()
             if member.state is WorkerState.HUNG and member.model.outstanding and self.usable:
                 member.client.abandon(f"hung: {member.reason}")
-            if member.state is WorkerState.DETACHED and member.model.outstanding:
-                member.client.abandon_silent(self._manager_patience, f"detached: {member.reason}")
+            if member.model.detached(now) and member.model.outstanding:
+                member.client.abandon_silent(self._manager_patience, f"detached: {member.model.detached_words}")
 
     # ------------------------------------------------------------ WorkerListener
 

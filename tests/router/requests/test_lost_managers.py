@@ -10,6 +10,7 @@ import pytest
 
 from common.errors import Unavailable
 from common.types import FinishReason
+from router.core.worker_model import WorkerState
 from tests.support.router.fake_worker import FakeWorker
 from tests.support.router.frontend_harness import Harness, frontend_over, in_background, request, tokens_of
 
@@ -48,6 +49,22 @@ async def test_a_stream_that_cannot_go_on_ends_with_the_reason_and_the_router_is
         worker.heartbeat(manager_attached=True)
         await harness.until(lambda: harness.pool.usable)
         assert harness.pool.trouble() == ""
+
+
+async def test_a_silent_stream_goes_to_another_worker_also_when_its_own_drains() -> None:
+    """The drain is shown as the worker's state; the time without a manager counts all the same."""
+    alone, other = FakeWorker(), FakeWorker(worker_id="w1", automatic=True)
+    async with frontend_over(alone, manager_patience=0.2) as harness, watched(harness):
+        async with in_background(harness, request()) as task:
+            await alone.until(lambda: len(alone.submits) == 1)
+            await other.start()
+            alone.step({1: [100]}, admitted={1: 0})
+            harness.pool.add(other.address)
+            await harness.connected(2)
+            alone.heartbeat(manager_attached=False, draining=True)
+            assert tokens_of(await task) == [100, 101, 102]
+        assert WorkerState.DRAINING in [member.state for member in harness.pool.members()]
+        await other.kill()
 
 
 async def test_a_silent_stream_goes_on_at_a_worker_that_has_a_manager() -> None:
