@@ -20,6 +20,7 @@ from common.errors import (
     EngineFailure,
     FieldViolation,
     InvalidRequest,
+    NotFound,
     Overloaded,
     QuireError,
     QuotaViolation,
@@ -241,10 +242,13 @@ class RouterStream:
         """Return whether an orphan can go on here."""
         return not self.closed and message.handle not in self._sizes
 
-    def refuse_orphan(self, message: pb.Adopt) -> None:
-        """Say that there is no such orphan: another router has it, or its time was over."""
-        what = f"sequence {message.sequence} is no orphan of this worker any more"
-        self._refuse(pb.Submit(handle=message.handle), AlreadyExists(what))
+    def refuse_orphan(self, message: pb.Adopt, held: bool) -> None:
+        """Say that a router has the sequence (`held`), or that it has ended: its time was over, or room was short."""
+        what = "another stream has gone on with a sequence of this request; read that one"
+        error: QuireError = AlreadyExists(what)
+        if not held:
+            error = NotFound("a sequence of this request has ended at its worker meanwhile; send the request again")
+        self._refuse(pb.Submit(handle=message.handle), error)
 
     def adopt(self, message: pb.Adopt, orphan: LiveSequence) -> None:
         """Go on with an orphan, after all of its output so far."""
@@ -271,6 +275,10 @@ class RouterStream:
     def holds(self, request: tuple[str, str]) -> bool:
         """Return whether a request of this tenant and id has sequences here."""
         return any(live.request == request for live in (*self._live.values(), *self._ended))
+
+    def has(self, sequence: SequenceId) -> bool:
+        """Return whether a sequence is here, also one that has ended while its router may still send its output."""
+        return sequence in self._live or any(live.id == sequence for live in self._ended)
 
     def abandon(self) -> list[LiveSequence]:
         """Give up what another router may go on with, ended sequences first. The router's stream is lost."""

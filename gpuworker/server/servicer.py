@@ -198,11 +198,13 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
         self._loaded().engine.cancel(sequence, reason)
 
     def _adopt(self, stream: RouterStream, message: pb.Adopt) -> None:
-        orphan = self.orphans.adopt(message.sequence) if stream.takes(message) else None
-        if orphan is None:
-            stream.refuse_orphan(message)
-        else:
+        if not stream.takes(message):
+            stream.refuse_orphan(message, held=True)
+        elif (orphan := self.orphans.adopt(message.sequence)) is not None:
             stream.adopt(message, orphan)
+        else:
+            sequence = SequenceId(message.sequence)
+            stream.refuse_orphan(message, any(each.has(sequence) for each in self._streams))
 
     def _find(self, stream: RouterStream, message: pb.Find) -> None:
         request = message.tenant, message.request_id

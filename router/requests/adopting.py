@@ -30,8 +30,8 @@ class Adopter:
         Of two routers that adopt one request, only one gets the first sequence; the other one then has taken none.
         Return early when the request is interrupted: its stream then finds the reason in its inbox.
 
-        Raises AlreadyExists for the router that came second. Raises Unavailable when a worker has just gone, or when it
-        does not answer.
+        Raises AlreadyExists for the router that came second, and NotFound when a sequence has ended meanwhile. Raises
+        Unavailable when a worker has just gone, or when it does not answer.
         """
         now = self._clock.monotonic()
         run.received, run.hits_counted = resumable.received, True

@@ -39,6 +39,12 @@ async def adopt(router: RouterEnd, handle: int, sequence: int, **fields: float) 
     await router.send(pb.StreamRequest(adopt=pb.Adopt(handle=handle, sequence=sequence, **fields)))
 
 
+async def refusal(router: RouterEnd) -> tuple[int, int]:
+    """Return the handle and the status code of the next refusal."""
+    refused = (await router.until("refused")).refused
+    return refused.handle, status_pb2.Status.FromString(refused.status).code
+
+
 @asynccontextmanager
 async def router_of(worker: Served, incarnation: bytes) -> AsyncIterator[RouterEnd]:
     async with worker.stub() as stub:
@@ -147,13 +153,42 @@ async def test_only_one_of_two_routers_gets_an_orphan() -> None:
             await adopt(one, 1, orphan.sequence)
             await one.until_sampled(1)
             await adopt(other, 5, orphan.sequence)
-            refused = (await other.until("refused")).refused
-            code = status_pb2.Status.FromString(refused.status).code
-            assert (refused.handle, code) == (5, grpc.StatusCode.ALREADY_EXISTS.value[0])
+            assert await refusal(other) == (5, grpc.StatusCode.ALREADY_EXISTS.value[0])
             assert (await found(other)).held
             runner.release()
             await one.until_finished(1)
             assert one.tokens == {1: [7] * 4}
+
+
+@pytest.mark.parametrize("acknowledged", [False, True])
+async def test_an_orphan_that_another_router_has_had_is_its_until_it_acknowledges_the_end(acknowledged: bool) -> None:
+    runner = ManualRunner()
+    async with served(runner, orphan_grace=LONG) as worker:
+        await lost(worker, runner, resumable(1, 4))
+        async with router_of(worker, SECOND) as one, router_of(worker, b"c" * 16) as other:
+            (orphan,) = (await found(one)).orphans
+            await adopt(one, 1, orphan.sequence)
+            runner.release()
+            await one.until_finished(1)
+            if acknowledged:
+                await one.send(pb.StreamRequest(ack=pb.Ack(handles=(1).to_bytes(4, "little"))))
+                await found(one)
+            await adopt(other, 5, orphan.sequence)
+            expected = grpc.StatusCode.NOT_FOUND if acknowledged else grpc.StatusCode.ALREADY_EXISTS
+            assert await refusal(other) == (5, expected.value[0])
+
+
+async def test_an_orphan_whose_time_was_over_is_not_found() -> None:
+    """It is no other router's: the client must send the request again, and not wait for another stream."""
+    runner = ManualRunner()
+    async with served(runner, orphan_grace=LONG) as worker:
+        await lost(worker, runner, resumable(1, 40))
+        async with router_of(worker, SECOND) as router:
+            (orphan,) = (await found(router)).orphans
+            worker.servicer.orphans.close()
+            await adopt(router, 5, orphan.sequence)
+            assert await refusal(router) == (5, grpc.StatusCode.NOT_FOUND.value[0])
+            await worker.step_until(runner, lambda: not runner.num_tokens)
 
 
 async def test_a_second_death_leaves_orphans_again() -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 
 import pytest
 
-from common.errors import Cancelled, DeadlineExceeded, QuireError, Unauthenticated, Unavailable
+from common.errors import Cancelled, DeadlineExceeded, NotFound, QuireError, Unauthenticated, Unavailable
 from gpuworker.server.router_stream import RouterStream
 from quire.gpuworker.v1 import gpuworker_pb2 as worker_pb
 from router.core.events import GenerateEvent
@@ -28,6 +28,7 @@ class Held:
     router: Harness
     task: asyncio.Task[list[GenerateEvent]]
     adoption: worker_pb.Adopt
+    refuse: Callable[[], None]
 
     async def error(self) -> QuireError:
         """Return the error with which the request ends, though the worker still says nothing."""
@@ -41,7 +42,8 @@ class Held:
 async def silent(sequences: int = 1, lets_pass: int = 0, seconds: float | None = None) -> AsyncIterator[Held]:
     """Resume a request at a worker that answers so many adoptions, and holds the next one.
 
-    At the end the worker must have read a cancel for each adoption, and at the router nothing may be left.
+    At the end the worker must have read a cancel for each adoption that it did not refuse. At the router nothing may be
+    left.
     """
     adoptions: list[worker_pb.Adopt] = []
     cancelled: list[int] = []
@@ -49,16 +51,23 @@ async def silent(sequences: int = 1, lets_pass: int = 0, seconds: float | None =
         first, second = await whole.router(), await whole.router()
         await whole.begun(first, wanted(n=sequences), 2)
         await whole.dies(first)
+        streams: list[RouterStream] = []
+        refused: list[worker_pb.Adopt] = []
         answer, cancel = whole.worker.servicer._adopt, RouterStream.cancel
 
         def adopt(stream: RouterStream, message: worker_pb.Adopt) -> None:
             adoptions.append(message)
+            streams.append(stream)
             if len(adoptions) <= lets_pass:
                 answer(stream, message)
 
         def note(stream: RouterStream, message: worker_pb.Cancel) -> None:
             cancelled.append(message.handle)
             cancel(stream, message)
+
+        def refuse() -> None:
+            refused.append(adoptions[-1])
+            answer(streams[-1], adoptions[-1])
 
         whole.worker.servicer._adopt = adopt  # type: ignore[method-assign]
         deadline = None if seconds is None else CLOCK.monotonic() + seconds
@@ -75,8 +84,10 @@ async def silent(sequences: int = 1, lets_pass: int = 0, seconds: float | None =
             patch.setattr(RouterStream, "cancel", note)
             try:
                 await whole.worker.until(lambda: len(adoptions) == lets_pass + 1)
-                yield Held(whole, second, task, adoptions[-1])
-                await whole.worker.until(lambda: cancelled == [each.handle for each in adoptions])
+                yield Held(whole, second, task, adoptions[-1], refuse)
+                await whole.worker.until(
+                    lambda: cancelled == [each.handle for each in adoptions if each not in refused]
+                )
                 assert nothing_left(second)
             finally:
                 task.cancel()
@@ -143,3 +154,13 @@ async def test_a_worker_that_says_nothing_is_not_waited_for_for_long(monkeypatch
         assert isinstance(error, Unavailable)
         assert error.retry_after_s > 0
         assert "did not answer" in str(error)
+
+
+async def test_an_orphan_that_ends_before_its_adoption_is_not_found() -> None:
+    """The time of the second sequence is over when the first one has been adopted."""
+    async with silent(sequences=2, lets_pass=1) as held:
+        held.whole.worker.servicer.orphans.close()
+        held.refuse()
+        error = await held.error()
+        assert isinstance(error, NotFound)
+        assert "send the request again" in str(error)

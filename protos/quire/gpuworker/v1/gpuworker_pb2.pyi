@@ -63,8 +63,8 @@ Global___StreamRequest: _TypeAlias = StreamRequest  # noqa: Y015
 
 @_typing.final
 class Hello(_message.Message):
-    """The sequences of a router whose stream is lost are orphans: they run on for the worker's --orphan-grace, and any router
-    of the pool may adopt them. A router that comes back has moved its sequences to other workers: its orphans end.
+    """The sequences of a router whose stream is lost are orphans. They run on for the worker's --orphan-grace. Any router of
+    the pool may adopt them. A router that comes back has moved its sequences to other workers, so its orphans end.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -374,7 +374,8 @@ Global___Find: _TypeAlias = Find  # noqa: Y015
 @_typing.final
 class Adopt(_message.Message):
     """Continues an orphan on this stream, under a new handle. All that it has put out since its submit comes once more, as
-    StepOutputs, then the rest. The answer is Adopted, or Refused with ALREADY_EXISTS where the orphan has gone.
+    StepOutputs, then the rest. The answer is Adopted, or Refused: ALREADY_EXISTS where another stream has the sequence,
+    NOT_FOUND where it has ended meanwhile.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
