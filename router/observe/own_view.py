@@ -16,6 +16,9 @@ from router.observe.trace_codec import REQUEST_ID, TENANT, UNREAD
 
 ANOTHER: Final = "another request"
 HIT_BLOCKS: Final = "hit_blocks"
+# The reasons of an explanation without any worker are those of each worker, by name.
+_NO_WORKER: Final = "no_worker"
+_NO_WORKER_WORDS: Final = "no worker takes requests"
 _PREFIX: Final = "quire.decision."
 # Kinds of decisions whose candidates are other requests.
 _AMONG_REQUESTS: Final = (DecisionKind.PREEMPTION, DecisionKind.SHORTFALL)
@@ -55,7 +58,9 @@ def own_explanation(whole: pb.ExplainResponse) -> pb.ExplainResponse:
     own.CopyFrom(whole)
     own.ClearField("requests_before")
     own.signal_ages.clear()
+    own.reason = _NO_WORKER_WORDS if own.outcome == _NO_WORKER else _class_of(own.reason)
     for worker in own.workers:
+        worker.rejected = _class_of(worker.rejected)
         hit_blocks = worker.figures.get(HIT_BLOCKS)
         worker.ClearField("cost")
         worker.terms.clear()
@@ -63,6 +68,11 @@ def own_explanation(whole: pb.ExplainResponse) -> pb.ExplainResponse:
         if hit_blocks is not None:
             worker.figures[HIT_BLOCKS] = hit_blocks
     return own
+
+
+def _class_of(reason: str) -> str:
+    """Return what stands before the details of a reason."""
+    return reason.partition(":")[0]
 
 
 def _mask_outcome(own: pb.DecisionRecord) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from quire.decision.v1 import decision_pb2 as pb
 from router.core.diagnosis.outcome import Outcome, figures_of, texts_of
 from router.observe.own_view import ANOTHER, own_decision, own_explanation, own_spans
@@ -134,7 +136,7 @@ def test_an_explanation_says_nothing_of_what_others_do() -> None:
     whole = pb.ExplainResponse(
         outcome="placed",
         worker_id="w0",
-        workers=[busy, pb.Candidate(name="w1", rejected="no place")],
+        workers=[busy, pb.Candidate(name="w1", rejected="over limit: 24 sequences of at most 24")],
         signal_ages={"heartbeat": 0.1},
         cached_tokens=48,
         first_token_seconds=0.5,
@@ -146,8 +148,25 @@ def test_an_explanation_says_nothing_of_what_others_do() -> None:
         worker_id="w0",
         workers=[
             pb.Candidate(name="w0", figures={"hit_blocks": 3.0}),
-            pb.Candidate(name="w1", rejected="no place"),
+            pb.Candidate(name="w1", rejected="over limit"),
         ],
         cached_tokens=48,
         first_token_seconds=0.5,
     )
+
+
+@pytest.mark.parametrize(
+    ("outcome", "whole", "own"),
+    [
+        ("placed", "", ""),
+        ("queued", "no worker has a place: w0: over limit: 24 sequences of at most 24", "no worker has a place"),
+        ("queued", "another request waits for a worker and goes first", "another request waits for a worker and goes first"),
+        ("refused", "router.queue: 512 requests wait; at most 512", "router.queue"),
+        ("refused", "tenant ana.sequences: 3 of at most 2", "tenant ana.sequences"),
+        ("too_large", "prompt and output fit no worker: w0: too large: 9 blocks", "prompt and output fit no worker"),
+        ("no_worker", "w0: hung: no heartbeat for 6.0 s; w1: draining", "no worker takes requests"),
+        ("too_late", "0.100 s are left, and the first token takes 0.500 s", "0.100 s are left, and the first token takes 0.500 s"),
+    ],
+)  # fmt: skip
+def test_the_reason_of_an_explanation_is_without_the_load_of_others(outcome: str, whole: str, own: str) -> None:
+    assert own_explanation(pb.ExplainResponse(outcome=outcome, reason=whole)).reason == own

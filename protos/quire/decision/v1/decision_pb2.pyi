@@ -486,9 +486,9 @@ class ExplainResponse(_message.Message):
     (for every pool), no_worker, or too_late (for the deadline).
     """
     reason: _builtins.str
-    """Why, in words; empty for placed."""
+    """Why, in words; empty for placed. The public plane has the kind of the reason alone, without figures and workers."""
     worker_id: _builtins.str
-    """The worker; one of `tied`, of which chance takes one, where several cost the same. Of many, `tied` has those of
+    """The worker. Where several cost the same, it is one of `tied`, and chance takes one. Of many, `tied` has those of
     `workers`.
     """
     prompt_tokens: _builtins.int
@@ -510,7 +510,8 @@ class ExplainResponse(_message.Message):
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Candidate]:
         """Workers with their cost terms and hit_blocks, or why they are out, as the record of a decision names them: of many the
-        cheapest, the best holder, and some that are out. The public plane leaves out costs, terms and figures of load.
+        cheapest, the best holder, and some that are out. The public plane leaves out costs, terms and figures of load, also
+        those in `rejected`.
         """
 
     @_builtins.property
