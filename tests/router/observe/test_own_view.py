@@ -12,6 +12,8 @@ from router.observe.own_view import ANOTHER, own_decision, own_explanation, own_
 from router.observe.trace_codec import UNREAD
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
+AHEAD = "another request waits for a worker and goes first"
+LATE = "0.100 s are left, and the first token is predicted in 0.500 s"
 
 
 def span(span_id: str, parent: str, name: str, request_id: str = "") -> pb.Span:
@@ -160,12 +162,12 @@ def test_an_explanation_says_nothing_of_what_others_do() -> None:
     [
         ("placed", "", ""),
         ("queued", "no worker has a place: w0: over limit: 24 sequences of at most 24", "no worker has a place"),
-        ("queued", "another request waits for a worker and goes first", "another request waits for a worker and goes first"),
+        ("queued", AHEAD, AHEAD),
         ("refused", "router.queue: 512 requests wait; at most 512", "router.queue"),
         ("refused", "tenant ana.sequences: 3 of at most 2", "tenant ana.sequences"),
         ("too_large", "prompt and output fit no worker: w0: too large: 9 blocks", "prompt and output fit no worker"),
         ("no_worker", "w0: hung: no heartbeat for 6.0 s; w1: draining", "no worker takes requests"),
-        ("too_late", "0.100 s are left, and the first token takes 0.500 s", "0.100 s are left, and the first token takes 0.500 s"),
+        ("too_late", LATE, LATE),
     ],
 )  # fmt: skip
 def test_the_reason_of_an_explanation_is_without_the_load_of_others(outcome: str, whole: str, own: str) -> None:
