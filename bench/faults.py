@@ -1,16 +1,16 @@
-"""Each failure of ARCHITECTURE.md's table that comes from outside, injected under streams of a suite of real processes.
+"""Injects each failure of ARCHITECTURE.md's table that comes from outside, under streams of a suite of processes.
 
     python -m bench.faults --json                     each failure once, under 64 streams
     python -m bench.faults --seed 7 --rounds 3
     python -m bench.faults --replay PLAN.json         the line that an earlier run printed after `plan:`
 
 Two routers on one port, two simulated workers, the KV manager and Redis run. For each failure 64 streams start. When
-all have tokens, and as many as the plan says, the failure comes. It is a kill (SIGKILL; the suite starts the process
-again), a stop (SIGSTOP for 2 s), a wipe of Redis, 16 further clients that hang up, or 16 whose deadline passes. A
-simulated worker's token is determined by seed and position, so each lost, repeated or wrong token is seen. A gap is
-the longest pause of one stream, from its first token to its last. `none` is a round without a failure. Failures inside
-a process (a step that fails, a task that ends) cannot be injected from outside: tests have them. So do two managers at
-once: `tests/suites/e2e/test_chaos.py`.
+all have tokens, and as many as the plan says, the failure comes. A killed process (SIGKILL) is started again by the
+suite. A stopped one (SIGSTOP) goes on after 2 s. The other failures are a wipe of Redis, 16 further clients that hang
+up, and 16 whose deadline passes. A simulated worker's token is determined by seed and position, so each lost, repeated
+or wrong token is seen. A gap is the longest pause of one stream, from its first token to its last. `none` is a round
+without a failure. Failures inside a process (a step that fails, a task that ends) cannot be injected from outside:
+tests have them. Two managers at once are in `tests/suites/e2e/test_chaos.py`.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ class RouterSettings(PoolSettings):
     )
     manager_patience: Seconds = Field(
         60.0,
-        description="seconds for which a worker without its KV manager gets requests; then its silent sequences go to "
+        description="seconds for which a worker without its KV manager gets requests. Then its silent sequences go to "
         "another worker or end, and a router without another worker is not ready",
     )
     index_timeout: Seconds = Field(

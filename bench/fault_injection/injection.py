@@ -1,4 +1,4 @@
-"""Does to a running suite what a plan says: kills and stops processes, wipes Redis, ends clients."""
+"""Injects a plan's faults into a running suite."""
 
 from __future__ import annotations
 

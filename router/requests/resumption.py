@@ -1,8 +1,8 @@
 """Finds what is left of a request whose router died, so that this router can go on with it.
 
-Every worker of the pool is asked. The first router's death may be news to a worker: as long as one says that another
-stream has the request, it is asked again for some seconds. So it is while some worker cannot be asked. A worker at
-whose address no process listens is not waited for: its orphans have ended with it.
+Every worker of the pool is asked. A worker may not have seen the first router's death yet. While a worker says that
+another stream has the request, the router asks it again for some seconds. So it does while some worker cannot be asked.
+A worker at whose address no process listens is not waited for: its orphans have ended with it.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Resumable:
 
 @dataclass(frozen=True, slots=True)
 class _Answers:
-    """What the workers said.
+    """The workers' answers.
 
     `silent`: some did not answer, or could not be asked. `gone` are the names of those that have ended.
     """

@@ -41,8 +41,8 @@ def is_local_name(model: str) -> bool:
 def gguf_file(model: str) -> Path | None:
     """Return the GGUF file that a model's name stands for; None where it stands for none.
 
-    Raises InvalidConfig when it stands for one that is not there, for several, for a file of another kind, or for
-    something that this user may not read.
+    Raises InvalidConfig when the file is not there or of another kind. So it does when the name stands for several
+    files, or when this user may not read the file.
     """
     path = Path(model).expanduser()
     try:
