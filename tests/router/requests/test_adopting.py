@@ -16,7 +16,8 @@ from router.core.events import GenerateEvent
 from router.ports import CallContext
 from router.requests import adopting
 from router.requests.resumption import Resumption
-from tests.router.requests.test_resuming import ANA, LONG, PATIENCE, World, resume, wanted, world
+from tests.router.requests.test_resuming import ANA, LONG, World, resume, wanted, world
+from tests.support.gpuworker.worker_harness import PATIENCE
 from tests.support.router.frontend_harness import CLOCK, Harness, nothing_left
 
 
