@@ -13,6 +13,7 @@ from common.errors import AlreadyExists, InvalidRequest, NotFound, QuireError, U
 from common.process.ports import free_ports
 from common.types import DecisionKind, FinishReason, SamplingParams
 from common.wire.identity_codec import identity_to_proto
+from gpuworker.server.orphans import Fate
 from gpuworker.server.router_stream import RouterStream
 from gpuworker.server.servicer import Serving
 from quire.gpuworker.v1 import gpuworker_pb2 as worker_pb
@@ -99,11 +100,11 @@ class World:
 
     async def dies(self, router: Harness) -> None:
         """End a router's connections without a word; its clients get nothing more."""
-        before = len(self.worker.servicer.orphans)
+        before = self.worker.servicer.orphans.fates[Fate.KEPT]
         for member in router.pool.members():
             assert member.task is not None
             member.task.cancel()
-        await self.worker.until(lambda: len(self.worker.servicer.orphans) > before)
+        await self.worker.until(lambda: self.worker.servicer.orphans.fates[Fate.KEPT] > before)
 
     async def finish(self) -> None:
         self.runner.release()
