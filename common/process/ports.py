@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import random
 import socket
 from contextlib import ExitStack, suppress
@@ -12,15 +13,25 @@ from typing import Final
 # own: of its workers, the next ones; of its metrics, the one 1,000 above. No candidate is one of those of another.
 CANDIDATES: Final = range(20_000, 32_000, 11)
 
+_count = itertools.count(1)
+_last_picked: dict[int, int] = {}
+
 
 def free_ports(count: int) -> list[int]:
-    """Return different ports that are free now. Another process may take one before its owner does."""
+    """Return different ports that are free now. Another process may take one before its owner does.
+
+    A port that this process has picked is the last to be picked again: its owner may not listen yet.
+    """
+    shuffled = random.SystemRandom().sample(CANDIDATES, len(CANDIDATES))
+    ports: list[int] = []
     with ExitStack() as held:
-        ports: list[int] = []
-        for port in random.SystemRandom().sample(CANDIDATES, len(CANDIDATES)):
+        for port in sorted(shuffled, key=lambda port: _last_picked.get(port, 0)):
             if len(ports) == count:
-                return ports
+                break
             with suppress(OSError):
                 held.enter_context(socket.socket()).bind(("127.0.0.1", port))
                 ports.append(port)
-    raise OSError(errno.EADDRINUSE, f"fewer than {count} ports from {CANDIDATES[0]} to {CANDIDATES[-1]} are free")
+                _last_picked[port] = next(_count)
+    if len(ports) < count:
+        raise OSError(errno.EADDRINUSE, f"fewer than {count} ports from {CANDIDATES[0]} to {CANDIDATES[-1]} are free")
+    return ports
