@@ -28,7 +28,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install clients demo demo-svg page screenshots smollm2 quality-text up models-matrix test-fast test test-rest test-clients test-triton test-all test-docker sanitize search coverage check fmt lint types protos protos-baseline pins fuzz bench bench-gpu clean
+.PHONY: help install clients demo demo-svg page screenshots smollm2 quality-text up models-matrix test-fast test test-rest test-clients test-triton test-all test-docker test-hosts sanitize search coverage check fmt lint types protos protos-baseline pins fuzz bench bench-gpu clean
 
 help: ## List what make can do
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -155,6 +155,9 @@ sanitize: $(STAMP) ## Run the tests of native code under AddressSanitizer and UB
 
 test-docker: $(STAMP) ## Build the images, run the stack on this host's Docker engine under load, scale it, break it (minutes)
 	$(BIN)/python -m pytest -n 0 -x -s --timeout 1800 tests/suites/deployment/docker/engine
+
+test-hosts: $(STAMP) ## Run each service in a network namespace; lose, delay and stop packets between them (root; minutes)
+	$(BIN)/python -m pytest -n 0 -v --timeout 600 tests/suites/deployment/hosts
 
 search: $(STAMP) ## Search the lease protocol's model at length (7 minutes), and print which mutant each search kills
 	$(PYTEST) -m exhaustive tests/suites/protocol

@@ -1,0 +1,129 @@
+"""A network of hosts on one machine: network namespaces around a gateway, which can drop, lose and delay packets.
+
+It needs root, `ip` (iproute2) and `iptables`. Each host is a namespace with one address. All packets pass the
+namespace of the gateway, which has the rules. A partition is as silent as a real one: nothing is refused, and no
+connection ends. The caller's own namespace is one of the hosts.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Final, Self
+
+from common.process import die_with_parent
+
+PROXY: Final = Path(__file__).with_name("delay_proxy.py")
+_PROXY_PORT: Final = 9_999
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise OSError(f"`{' '.join(command)}` fails: {done.stderr.strip() or done.returncode}")
+
+
+class Network:
+    """The hosts by name; the last one is the caller's own namespace. Use it as a context manager."""
+
+    def __init__(self, hosts: Sequence[str]) -> None:
+        self._name, self._stop = f"quire-{os.getpid()}", ExitStack()
+        self._addresses = {host: f"10.213.{number}.2" for number, host in enumerate(hosts, start=1)}
+
+    def address(self, host: str) -> str:
+        return self._addresses[host]
+
+    def command(self, host: str, command: Sequence[str]) -> list[str]:
+        """Return a command that runs another one on a host, and ends with this process."""
+        return ["ip", "netns", "exec", self._namespace(host), *die_with_parent.command(list(command))]
+
+    def __enter__(self) -> Self:
+        with ExitStack() as made:
+            self._add(made, self._name)
+            self._on_gateway("sysctl", "-qw", "net.ipv4.ip_forward=1")
+            for number, host in enumerate(self._addresses, start=1):
+                self._connect(made, number, host)
+            self._stop = made.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.close()
+
+    def _namespace(self, host: str) -> str:
+        return f"{self._name}-{host}"
+
+    def _add(self, made: ExitStack, namespace: str) -> None:
+        _run("ip", "netns", "add", namespace)
+        made.callback(_run, "ip", "netns", "del", namespace)
+        _run("ip", "-n", namespace, "link", "set", "lo", "up")
+
+    def _connect(self, made: ExitStack, number: int, host: str) -> None:
+        """Put a cable between a host and the gateway; the host sends all packets of the network there."""
+        here, there = f"quire{number}", f"host{number}"
+        own = host == next(reversed(self._addresses))
+        if not own:
+            self._add(made, self._namespace(host))
+        within = () if own else ("-n", self._namespace(host))
+        end = here if own else "eth0"
+        place = () if own else ("netns", self._namespace(host))
+        _run("ip", "link", "add", end, *place, "type", "veth", "peer", "name", there, "netns", self._name)
+        for at, device, last in ((within, end, 2), (("-n", self._name), there, 1)):
+            _run("ip", *at, "addr", "add", f"10.213.{number}.{last}/29", "dev", device)
+            _run("ip", *at, "link", "set", device, "up")
+        _run("ip", *within, "route", "add", "10.213.0.0/16", "via", f"10.213.{number}.1")
+
+    def _on_gateway(self, *command: str) -> None:
+        _run("ip", "netns", "exec", self._name, *command)
+
+    # ------------------------------------------------------------ what can be wrong
+
+    def move(self, host: str) -> None:
+        """Give a host another address for good: its connections fall silent, and nothing answers at the old one."""
+        before, within = self._addresses[host], ("-n", self._namespace(host))
+        network, _, last = before.rpartition(".")
+        self._addresses[host] = f"{network}.{int(last) + 1}"
+        _run("ip", *within, "addr", "del", f"{before}/29", "dev", "eth0")
+        _run("ip", *within, "addr", "add", f"{self._addresses[host]}/29", "dev", "eth0")
+        _run("ip", *within, "route", "add", "10.213.0.0/16", "via", f"{network}.1")
+
+    @contextmanager
+    def _rules(self, *rules: Sequence[str]) -> Iterator[None]:
+        with ExitStack() as undone:
+            for rule in rules:
+                self._on_gateway("iptables", "-A", *rule)
+                undone.callback(self._on_gateway, "iptables", "-D", *rule)
+            yield
+
+    @contextmanager
+    def partition(self, one: str, other: str) -> Iterator[None]:
+        """Let no packet pass between two hosts meanwhile."""
+        ends = (self.address(one), self.address(other))
+        with self._rules(
+            *(("FORWARD", "-s", source, "-d", target, "-j", "DROP") for source, target in (ends, ends[::-1]))
+        ):
+            yield
+
+    @contextmanager
+    def loss(self, share: float) -> Iterator[None]:
+        """Lose this share of all packets meanwhile."""
+        with self._rules(("FORWARD", "-m", "statistic", "--mode", "random", "--probability", str(share), "-j", "DROP")):
+            yield
+
+    @contextmanager
+    def delay(self, seconds: float) -> Iterator[None]:
+        """Delay what new connections carry by this time in each direction: a proxy on the gateway passes it on."""
+        command = ["ip", "netns", "exec", self._name, sys.executable, "-P", str(PROXY), str(_PROXY_PORT), str(seconds)]
+        rule = ("PREROUTING", "-t", "nat", "-p", "tcp", "-j", "REDIRECT", "--to-ports", str(_PROXY_PORT))
+        with subprocess.Popen(die_with_parent.command(command), stdout=subprocess.PIPE, text=True) as proxy:
+            assert proxy.stdout is not None
+            try:
+                if not proxy.stdout.readline().startswith("READY"):
+                    raise OSError("the proxy that delays does not start")
+                with self._rules(rule):
+                    yield
+            finally:
+                proxy.kill()

@@ -1,0 +1,176 @@
+"""A suite with each service on a host of its own: Redis, the KV manager, two simulated workers, a router, a client."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Final
+
+import grpc
+
+from bench.fault_injection.streams import RETRY, Stream, until_tokens
+from cli.demo_model import CHECKPOINT
+from common.process.local_redis import find_server
+from common.process.python import module_command
+from common.rpc.server import open_channel
+from gpuworker.simulated.plane import simulated_tokens
+from quire.client import AsyncClient
+from quire.inference.v1 import inference_pb2 as pb
+from quire.inference.v1 import inference_pb2_grpc
+from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
+from tests.suites.deployment.hosts.network import Network
+
+WORKERS: Final = ("worker-0", "worker-1")
+HOSTS: Final = ("redis", "manager", *WORKERS, "router", "client")
+# Bounds a hang; nothing that a test asserts depends on it.
+PATIENCE: Final = 240.0
+_CALL_S: Final = 2.0
+_POLL_S: Final = 0.1
+_SIMULATED: Final = "base=8ms,decode=4us,prefill=2us"
+
+
+class Suite:
+    """The services of a network by host, and a client of the router."""
+
+    def __init__(self, network: Network, folder: Path) -> None:
+        self.network, self._folder = network, folder
+        self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._tokens = simulated_tokens(CHECKPOINT)
+        self._environment = {**os.environ, "QUIRE_POOL_KEY": secrets.token_hex(32)}
+
+    def address(self, host: str, port: int) -> str:
+        return f"{self.network.address(host)}:{port}"
+
+    @property
+    def router(self) -> str:
+        return self.address("router", 50051)
+
+    async def start(self, host: str) -> None:
+        """Start the service of a host. Its lines go to a file, those of a restart too."""
+        command = self.network.command(host, self._command(host))
+        with (self._folder / f"{host}.log").open("ab") as lines:
+            self._processes[host] = await asyncio.create_subprocess_exec(
+                *command, stdin=asyncio.subprocess.DEVNULL, stdout=lines, stderr=lines, env=self._environment
+            )
+
+    async def kill(self, host: str) -> None:
+        process = self._processes.pop(host)
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+    def _all_run(self) -> None:
+        """Raise when a service has ended by itself."""
+        for host, process in self._processes.items():
+            if process.returncode is not None:
+                raise AssertionError(f"{host} ended with {process.returncode}: {self.lines(host)[-1000:]}")
+
+    async def aclose(self) -> None:
+        for host in tuple(self._processes):
+            await self.kill(host)
+
+    def lines(self, host: str) -> str:
+        return (self._folder / f"{host}.log").read_text(errors="replace")
+
+    def _command(self, host: str) -> list[str]:
+        # A worker that listens on every address finds out, and tells the manager, at which one it is now.
+        listens = "0.0.0.0" if host in WORKERS else self.network.address(host)
+        own = ("--insecure", "--host", listens, "--state-dir", str(self._folder / host))
+        redis_url = f"redis://{self.address('redis', 6379)}/0"
+        manager = self.address("manager", 50052)
+        if host == "redis":
+            bound = ("--bind", self.network.address(host), "--port", "6379", "--protected-mode", "no")
+            return [str(find_server()), *bound, "--save", "", "--appendonly", "no"]
+        if host == "manager":
+            return module_command("kvmanager.main", *own, "--port", "50052", "--redis-url", redis_url)
+        if host in WORKERS:
+            named = ("--worker-id", host, "--port", "50053", "--manager", manager, "--model", str(CHECKPOINT))
+            return module_command("gpuworker.main", *own, *named, "--simulate", _SIMULATED, "--kv-blocks", "2048")
+        ports = ("--grpc-port", "50051", "--admin-host", self.network.address(host))
+        flags = (*own, *ports, "--model", str(CHECKPOINT), "--redis-url", redis_url, "--manager", manager)
+        return module_command("router.main", *flags)
+
+    # ------------------------------------------------------------ what the services say
+
+    async def usable(self) -> set[str]:
+        """Return the workers that the router may use; none while it does not answer."""
+        async with open_channel(self.router) as channel:
+            try:
+                status = await inference_pb2_grpc.InferenceServiceStub(channel).GetStatus(
+                    pb.GetStatusRequest(), timeout=_CALL_S
+                )
+            except grpc.aio.AioRpcError:
+                return set()
+        return {each.worker_id for each in status.workers if each.state == "connected" and each.manager_attached}
+
+    async def attached(self) -> dict[str, int]:
+        """Return the workers that the manager has sessions with, and the blocks that each one holds."""
+        async with open_channel(self.address("manager", 50052)) as channel:
+            stub = kvmanager_pb2_grpc.KvManagerServiceStub(channel)
+            pools = (await stub.GetPool(kvmanager_pb2.GetPoolRequest(), timeout=PATIENCE)).pools
+        return {pool.worker_id: pool.in_use + pool.leased + pool.pinned for pool in pools}
+
+    async def until_whole(self) -> None:
+        """Wait until the router may use every worker."""
+
+        async def whole() -> bool:
+            self._all_run()
+            return await self.usable() == set(WORKERS)
+
+        await until(whole)
+
+    async def until_free(self) -> None:
+        """Wait until every worker is attached, and no block is held."""
+
+        async def free() -> bool:
+            return await self.attached() == dict.fromkeys(WORKERS, 0)
+
+        await until(free)
+
+    # ------------------------------------------------------------ load
+
+    @asynccontextmanager
+    async def streams(self, count: int, tokens: int) -> AsyncIterator[None]:
+        """Run streams, and what the caller does once all of them have tokens; every token must be the right one."""
+        rng = random.Random(count)
+        streams = [Stream(rng.randrange(1 << 30), _prompt(rng)) for _ in range(count)]
+        async with AsyncClient(self.router, retry=RETRY, ca="") as client:
+            tasks = [asyncio.create_task(stream.run(client, tokens, PATIENCE)) for stream in streams]
+            await until_tokens(streams, 4, tasks)
+            self.running = tasks
+            yield
+            await asyncio.gather(*tasks)
+        broken = [stream.broken for stream in streams if stream.broken]
+        assert not broken, broken
+        differing = [stream for stream in streams if stream.differing(self._tokens, tokens)]
+        assert not differing, differing
+
+
+def _prompt(rng: random.Random) -> Sequence[int]:
+    return [40 + rng.randrange(2)] * 32 + rng.choices(range(8, 200), k=rng.randrange(8, 64))
+
+
+async def until(holds: Callable[[], Awaitable[bool]]) -> None:
+    """Return once a condition holds that other processes bring about."""
+    async with asyncio.timeout(PATIENCE):
+        while not await holds():  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_S)
+
+
+@asynccontextmanager
+async def suite_of_hosts(folder: Path) -> AsyncIterator[Suite]:
+    """Run all services, each on its host."""
+    with Network(HOSTS) as network:
+        suite = Suite(network, folder)
+        try:
+            for host in HOSTS[:-1]:
+                await suite.start(host)
+            await suite.until_whole()
+            yield suite
+        finally:
+            await suite.aclose()
