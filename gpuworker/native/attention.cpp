@@ -8,6 +8,8 @@
 namespace quire {
 namespace {
 
+constexpr int kHeadsAtOnce = 16;  // of a piece: some microseconds
+
 size_t scratch_floats(const quire_cache& cache) {
   return (std::max(rows_scratch(cache), tiles_scratch(cache)) + 1023) / 1024 * 1024;
 }
@@ -45,43 +47,39 @@ const float* as_floats(const Rows& rows, int64_t token, int head, int count, flo
 
 }  // namespace
 
-void attention_write(const Team& team, const quire_cache& cache, int layer, const quire_step& step, const Rows& key,
+void attention_write(Team& team, const quire_cache& cache, int layer, const quire_step& step, const Rows& key,
                      const Rows& value) {
   constexpr int kMost = 1024;  // of head_dim; the Python side refuses larger ones
   alignas(64) float k[kMost], v[kMost];
   const int heads = cache.num_kv_heads;
-  const Range mine = team.share(static_cast<int64_t>(step.num_tokens) * heads);
-  for (int64_t i = mine.begin; i < mine.end; ++i) {
+  team.phase(static_cast<int64_t>(step.num_tokens) * heads, kHeadsAtOnce, [&](int64_t i) {
     const int64_t token = i / heads;
     const int head = static_cast<int>(i % heads);
     const float* keys = as_floats(key, token, head, cache.head_dim_k, k);
     store_slot(cache, layer, step.slot_mapping[token], head, keys, as_floats(value, token, head, cache.head_dim_v, v));
-  }
+  });
 }
 
-void attend(const Team& team, const quire_cache& cache, const quire_layer& layer, AttentionPlan& plan, const Rows& query,
+void attend(Team& team, const quire_cache& cache, const quire_layer& layer, AttentionPlan& plan, const Rows& query,
             const Rows& out) {
   const Window& window = plan.window(layer.window);
   const float factor = layer.softcap != 0.0f ? layer.scale : layer.scale * kLog2E;
   float* parts = plan.parts.data();
   const Work work{plan, window, cache, layer, query, out, parts, factor};
   float* scratch = plan.scratch.data() + team.rank() * scratch_floats(cache);
-  const auto take = [&]() -> const Item* {
-    const int64_t at = plan.tickets.take(static_cast<int64_t>(window.items.size()), team.size());
-    return at < 0 ? nullptr : &window.items[at];
-  };
-  for (const Item *before = nullptr, *item = take(); item;) {
-    const Item* after = take();
-    item->tiles ? attend_tiles(work, *item, scratch) : attend_rows(work, *item, before, after, scratch);
-    before = item;
-    item = after;
-  }
-  if (window.merges.empty()) return;
-  team.barrier();
-  const Range mine = team.share(static_cast<int64_t>(window.merges.size()) * plan.num_heads);
-  for (int64_t i = mine.begin; i < mine.end; ++i) {
+  // The end of an item fetches the start of the one that this member probably takes next: members take turns.
+  const int64_t items = static_cast<int64_t>(window.items.size());
+  int64_t expected = -1;
+  team.phase(items, [&](int64_t at) {
+    const Item& item = window.items[at];
+    const Item* before = at == expected ? &window.items[at - team.size()] : nullptr;
+    expected = at + team.size();
+    const Item* after = expected < items ? &window.items[expected] : nullptr;
+    item.tiles ? attend_tiles(work, item, scratch) : attend_rows(work, item, before, after, scratch);
+  });
+  team.phase(static_cast<int64_t>(window.merges.size()) * plan.num_heads, kHeadsAtOnce, [&](int64_t i) {
     merge(work, window.merges[i / plan.num_heads], static_cast<int>(i % plan.num_heads), scratch);
-  }
+  });
 }
 
 void prepare(AttentionPlan& plan, int window) {

@@ -1,7 +1,7 @@
 // Paged attention for a team of threads: a plan made once a step, the cache write, and attention of one layer.
 //
 // One thread calls `begin`, and `prepare` for each window that the step's layers have, before the team starts; then, for
-// each layer, every member calls `attention_write` (or store_slot), waits, calls `attend`, and waits.
+// each layer, every member calls `attention_write` (or store_slot in a phase of its own) and `attend`.
 #pragma once
 
 #include "attention_store.h"
@@ -25,11 +25,12 @@ void begin(AttentionPlan&, const quire_cache&, const quire_step&, int num_heads,
 void prepare(AttentionPlan&, int window);
 
 // Writes all tokens of the step into their slots. key [T, kv_heads, head_dim_k], value [T, kv_heads, head_dim_v].
-// No barrier: the caller has one between this and attend.
-void attention_write(const Team&, const quire_cache&, int layer, const quire_step&, const Rows& key, const Rows& value);
+// One phase.
+void attention_write(Team&, const quire_cache&, int layer, const quire_step&, const Rows& key, const Rows& value);
 
 // query [T, num_heads, head_dim_k], out [T, num_heads, head_dim_v]. All members call it, on a plan that was begun for a
-// team of this size. Without a barrier at its end: the caller has one before out is read, and before the next attend.
-void attend(const Team&, const quire_cache&, const quire_layer&, AttentionPlan&, const Rows& query, const Rows& out);
+// team of this size.
+constexpr int kAttendPhases = 2;  // at most
+void attend(Team&, const quire_cache&, const quire_layer&, AttentionPlan&, const Rows& query, const Rows& out);
 
 }  // namespace quire

@@ -43,16 +43,15 @@ void quire_attention_layer(quire_attention* attention, const quire_layer* layer,
                            const quire_rows* key, const quire_rows* value, const quire_rows* out) {
   AttentionPlan& plan = attention->plan;
   prepare(plan, layer->window);
-  run_team(plan.members, [&](const Team& team) {
+  run_team(plan.members, 1 + kAttendPhases, [&](Team& team) {
     attention_write(team, plan.cache, layer->layer, plan.step, *key, *value);
-    team.barrier();
     attend(team, plan.cache, *layer, plan, *query, *out);
   });
 }
 
 float quire_read(const void* from, int64_t bytes, int32_t threads) {
   std::atomic<float> total{0.0f};
-  run_team(threads, [&](const Team& team) {
+  run_team(threads, 0, [&](const Team& team) {
     const float sum = read_part(static_cast<const float*>(from), team.share(bytes / 4, kGrain));
     if (team.rank() == 0) total.store(sum);
     if (sum == 1.0f) total.store(sum);  // keeps the compiler from removing the reads

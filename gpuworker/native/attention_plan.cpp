@@ -224,7 +224,6 @@ void begin(AttentionPlan& plan, const quire_cache& cache, const quire_step& step
   plan.members = std::max(1, threads);
   plan.deterministic = deterministic;
   plan.windows.clear();
-  plan.tickets.reset();
 }
 
 }  // namespace quire

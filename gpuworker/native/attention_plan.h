@@ -46,22 +46,6 @@ struct Window {
   int32_t parts = 0;
 };
 
-// Hands out pieces as Queue does, and restarts once every member has received -1.
-class Tickets {
- public:
-  // Returns a number below `count`, or -1.
-  int64_t take(int64_t count, int members) {
-    const int64_t ticket = next_.fetch_add(1, std::memory_order_relaxed);
-    if (ticket < count) return ticket;
-    if (ticket == count + members - 1) next_.store(0, std::memory_order_relaxed);
-    return -1;
-  }
-  void reset() { next_.store(0, std::memory_order_relaxed); }
-
- private:
-  alignas(64) std::atomic<int64_t> next_{0};
-};
-
 // Memory that grows and never shrinks, aligned to a cache line; its contents are lost when it grows.
 class Arena {
  public:
@@ -83,7 +67,6 @@ class AttentionPlan {
   int num_heads = 0, members = 0;
   bool deterministic = false;
   std::vector<std::unique_ptr<Window>> windows;
-  Tickets tickets;
   Arena parts;    // [part, head]: see Part in attention_kernels.h
   Arena scratch;  // [member]
 

@@ -75,7 +75,7 @@ Experts::Experts(const quire_llama& model, int64_t rows, void* memory)
     : hidden_(model.hidden), scratch_(lay_out_experts(model, rows, memory)),
       groups_(most(model, [](const quire_experts& w) { return w.count; })), queues_(2 * groups_.size()) {}
 
-void Experts::gate_up(const Team& team, const quire_experts& w, const Input& normed, int64_t rows) {
+void Experts::gate_up(Team& team, const quire_experts& w, const Input& normed, int64_t rows) {
   const int64_t pairs = rows * w.top_k;
   if (pairs <= kPairsAlone) {
     if (team.rank() == 0) {
@@ -99,7 +99,7 @@ void Experts::gate_up(const Team& team, const quire_experts& w, const Input& nor
   team.barrier();
 }
 
-void Experts::down(const Team& team, const quire_experts& w, int64_t rows, float* residual) {
+void Experts::down(Team& team, const quire_experts& w, int64_t rows, float* residual) {
   if (wide_) {
     const Range part = team.share(rows * w.top_k);
     for (int64_t p = part.begin; p < part.end; ++p) {
@@ -116,8 +116,7 @@ void Experts::down(const Team& team, const quire_experts& w, int64_t rows, float
     linear(team, queues_[w.count + e], w.each[e].down, inner_of(w, e), groups_[e].count, out);
   }
   team.barrier();
-  const Range part = team.share(rows);
-  for (int64_t row = part.begin; row < part.end; ++row) add_up(w, row, residual + row * hidden_);
+  team.phase(rows, [&](int64_t row) { add_up(w, row, residual + row * hidden_); });
 }
 
 // The experts of the largest logits; of equal logits that of the lower number. (torch leaves open which it takes.) The

@@ -43,10 +43,10 @@ class Experts {
   float* logits() const { return scratch_.logits; }
 
   // Chooses experts, and leaves silu(gate) · up of their rows; a barrier at its end. `normed` has rows of floats.
-  void gate_up(const Team& team, const quire_experts& w, const Input& normed, int64_t rows);
+  void gate_up(Team& team, const quire_experts& w, const Input& normed, int64_t rows);
 
-  // Adds to each row its experts' outputs. No barrier at its end: a member adds to the rows of its share.
-  void down(const Team& team, const quire_experts& w, int64_t rows, float* residual);
+  // Adds to each row its experts' outputs, as a phase.
+  void down(Team& team, const quire_experts& w, int64_t rows, float* residual);
 
  private:
   using Choice = ExpertScratch::Choice;

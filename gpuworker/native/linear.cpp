@@ -104,10 +104,10 @@ class Product {
   Product(const quire_linear& w, const Input& x, int64_t rows, const Output& out)
       : w_(w), layout_(w), plan_(layout_, rows), x_(x), out_(out), block_steps_(steps_of_block(layout_, rows)) {}
 
-  const Layout& layout() const { return layout_; }
   const Plan& plan() const { return plan_; }
+  const uint8_t* panel(int64_t index) const { return layout_.panel(w_, index); }
 
-  // `next` is the panel that this member takes afterwards, null when there is none.
+  // `next` is the panel whose start is prefetched in the end, null when there is none.
   void run(const Task& task, const uint8_t* next, Scratch& scratch) const {
     const uint8_t* panel = layout_.panel(w_, task.panel);
     for (int64_t step = 0; step < layout_.steps; step += block_steps_) {
@@ -286,21 +286,29 @@ Scratch& scratch_of_thread() {
   return scratch;
 }
 
+// The end of a task prefetches the start of the one that this member probably takes next: members take turns.
+void run_task(const Team& team, const Product& product, int64_t now, Scratch& scratch) {
+  const Plan& plan = product.plan();
+  const int64_t then = now + team.size();
+  const uint8_t* next = then < plan.tasks ? product.panel(plan.task(then).panel) : nullptr;
+  product.run(plan.task(now), next, scratch);
+}
+
 }  // namespace
 
-void linear(const Team&, Queue& queue, const quire_linear& w, const Input& x, int64_t rows, const Output& out) {
+void linear(Team& team, const quire_linear& w, const Input& x, int64_t rows, const Output& out) {
   if (rows < 1) return;
   const Product product(w, x, rows, out);
   const Plan& plan = product.plan();
   Scratch& scratch = scratch_of_thread();
-  // One task ahead: the end of a task prefetches the start of the next one.
-  int64_t now = queue.take();
-  while (now < plan.tasks) {
-    const int64_t then = queue.take();
-    const uint8_t* next = then < plan.tasks ? product.layout().panel(w, plan.task(then).panel) : nullptr;
-    product.run(plan.task(now), next, scratch);
-    now = then;
-  }
+  team.phase(plan.tasks, [&](int64_t now) { run_task(team, product, now, scratch); });
+}
+
+void linear(Team& team, Queue& queue, const quire_linear& w, const Input& x, int64_t rows, const Output& out) {
+  if (rows < 1) return;
+  const Product product(w, x, rows, out);
+  Scratch& scratch = scratch_of_thread();
+  for (int64_t now; (now = queue.take()) < product.plan().tasks;) run_task(team, product, now, scratch);
 }
 
 }  // namespace quire
@@ -321,20 +329,17 @@ extern "C" int32_t quire_linear_run(const quire_linear* w, const void* x, int32_
   const Input made = input_at(*w, rows, scratch);
   const Input input = direct ? Input{const_cast<void*>(x), x_stride * bytes, nullptr, nullptr} : made;
   const Output output{out, out_stride, static_cast<quire_store>(store)};
-  Queue queue;
-  run_team(threads, [&](const Team& team) {
+  run_team(threads, 2, [&](Team& team) {
     if (!direct) {
-      const Range mine = team.share(rows);
-      for (int64_t m = mine.begin; m < mine.end; ++m) {
+      team.phase(rows, [&](int64_t m) {
         if (x_type == QUIRE_F32) {
           put_row(*w, made, m, static_cast<const float*>(x) + m * x_stride);
         } else {
           put_row(*w, made, m, static_cast<const bf16*>(x) + m * x_stride);
         }
-      }
-      team.barrier();
+      });
     }
-    linear(team, queue, *w, input, rows, output);
+    linear(team, *w, input, rows, output);
   });
   return 0;
 }

@@ -119,9 +119,12 @@ void put_row(const quire_linear& w, const Input& in, int64_t m, const bf16* x);
 // Packs, as the whole team. No barrier inside.
 void pack(const Team& team, const quire_linear& w, const quire_source* sources, int count);
 
-// The product, as the whole team. `queue` must be fresh: reset, and a barrier (or the start of the region) since. There
-// is no barrier inside: before it the input must be complete, and after it one must stand before the output is read.
-void linear(const Team& team, Queue& queue, const quire_linear& w, const Input& x, int64_t rows, const Output& out);
+// The product, as a phase of the team.
+void linear(Team& team, const quire_linear& w, const Input& x, int64_t rows, const Output& out);
+
+// The product without an end, for several in a row. `queue` must be fresh: reset, and a barrier since. Before it the
+// input must be complete, and after it a barrier must stand before the output is read.
+void linear(Team& team, Queue& queue, const quire_linear& w, const Input& x, int64_t rows, const Output& out);
 
 }  // namespace quire
 #endif

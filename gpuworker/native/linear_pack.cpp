@@ -152,6 +152,6 @@ extern "C" size_t quire_linear_bytes(const quire_linear* w) {
 extern "C" int32_t quire_linear_pack(const quire_linear* w, const quire_source* sources, int32_t count,
                                      int32_t threads) {
   if (!quire_linear_bytes(w) || !quire::fits(*w, sources, count)) return 1;
-  quire::run_team(threads, [&](const quire::Team& team) { quire::pack(team, *w, sources, count); });
+  quire::run_team(threads, 0, [&](const quire::Team& team) { quire::pack(team, *w, sources, count); });
   return 0;
 }

@@ -1,4 +1,4 @@
-// See llama.h. Every function below is called by all members of a team, and says which barriers it has.
+// See llama.h. Every function below is called by all members of a team. What they share is written in phases alone.
 #include "llama.h"
 
 #include <algorithm>
@@ -45,10 +45,12 @@ class Step {
     for (int n = 0; all_kept_ && n < run.num_keep; ++n) all_kept_ = run.keep[n] == n;
   }
 
+  int64_t phases() const { return 3 + model_.num_layers * (11 + kAttendPhases); }
+
   // The whole step, as a team.
-  void forward(const Team& team) {
+  void forward(Team& team) {
     Clock clock(run_.seconds, team);
-    Member me{team, clock, 0};
+    Member me{team, clock};
     embed(me);
     float* residual = scratch_.residual;
     int64_t rows = step_.num_tokens;
@@ -80,23 +82,20 @@ class Step {
 
  private:
   struct Member {
-    const Team& team;
+    Team& team;
     Clock& clock;
-    int products;  // so far; all members count alike
   };
 
-  // One product, between barriers. Two queues alternate: while one is used, no member reads the other.
+  // How many rows of so many floats a piece has: some microseconds of work.
+  static int64_t rows_of_piece(int64_t floats) { return std::max<int64_t>(8192 / floats, 1); }
+
   void multiply(Member& me, const quire_linear& w, const Input& in, int64_t rows, const Output& out) {
-    const int turn = me.products++ % 2;
-    if (me.team.rank() == 0) queues_[1 - turn].reset();
-    linear(me.team, queues_[turn], w, in, rows, out);
-    me.team.barrier();
+    linear(me.team, w, in, rows, out);
   }
 
   void embed(Member& me) {
     const Layout layout(model_.head);
-    const Range part = me.team.share(step_.num_tokens);
-    for (int64_t t = part.begin; t < part.end; ++t) {
+    me.team.phase(step_.num_tokens, rows_of_piece(model_.hidden), [&](int64_t t) {
       float* out = scratch_.residual + t * model_.hidden;
       const int64_t token = run_.token_ids[t];
       if (!model_.embedding) {
@@ -108,12 +107,10 @@ class Step {
       } else {
         widen_row<bf16>(model_.embedding, token, model_.hidden, out);
       }
-    }
+    });
   }
 
   // Norms, multiplies by q, k and v, norms and rotates heads, and writes K and V into their slots.
-  //
-  // A member norms the rows of its share, which it has embedded: no barrier is needed in between.
   void write_cache(Member& me, int n, const quire_llama_layer& layer, const float* residual) {
     const int64_t rows = step_.num_tokens;
     const Input in = input_at(layer.qkv, rows, scratch_.normed);
@@ -121,14 +118,13 @@ class Step {
     multiply(me, layer.qkv, in, rows, {scratch_.qkv, qkv_width(model_), QUIRE_STORE_F32});
     me.clock.mark(QUIRE_PHASE_QKV);
     const int64_t heads = model_.num_heads + model_.num_kv_heads;
-    if (model_.joint_norm) {
-      norm_jointly(me, layer, rows);
-      me.team.barrier();
-    }
-    const Range part = me.team.share(rows * heads);
-    for (int64_t item = part.begin; item < part.end; ++item) turn_head(n, layer, item / heads, item % heads);
-    if (!needs_put_row(layer.output)) pad_rows(me, layer.output, input_at(layer.output, rows, scratch_.attended), rows);
-    me.team.barrier();
+    if (model_.joint_norm) norm_jointly(me, layer, rows);
+    const Input attended = input_at(layer.output, rows, scratch_.attended);
+    const bool pads = is_padded(layer.output);
+    me.team.phase(rows, rows_of_piece(qkv_width(model_)), [&](int64_t row) {
+      for (int64_t head = 0; head < heads; ++head) turn_head(n, layer, row, head);
+      if (pads) pad_row(layer.output, attended, row);
+    });
     me.clock.mark(QUIRE_PHASE_ROPE);
   }
 
@@ -136,13 +132,12 @@ class Step {
   void norm_jointly(Member& me, const quire_llama_layer& layer, int64_t rows) {
     const int64_t queries = static_cast<int64_t>(model_.num_heads) * model_.head_dim;
     const int64_t keys = static_cast<int64_t>(model_.num_kv_heads) * model_.head_dim;
-    const Range part = me.team.share(rows);
-    for (int64_t token = part.begin; token < part.end; ++token) {
+    me.team.phase(rows, rows_of_piece(queries + keys), [&](int64_t token) {
       float* query = scratch_.qkv + token * qkv_width(model_);
       float* key = query + queries;
       scale_row(query, layer.query_norm, rms_factor(query, queries, model_.norm_eps), queries, query);
       scale_row(key, layer.key_norm, rms_factor(key, keys, model_.norm_eps), keys, key);
-    }
+    });
   }
 
   // Norms, clips and rotates one head of one token; a key goes on into the cache, and its value with it.
@@ -172,7 +167,6 @@ class Step {
     if (by_row) out = {scratch_.wide, layer.output.k, dim, QUIRE_F32};
     const quire_layer how{n, layer.window, model_.scale, 0.0f, nullptr};
     attend(me.team, cache_, how, plan_, query, out);
-    me.team.barrier();
     const bool gathered = n + 1 == model_.num_layers && !all_kept_;
     if (by_row && !gathered) put_rows(me, layer.output, in, step_.num_tokens);
     me.clock.mark(QUIRE_PHASE_ATTENTION);
@@ -183,8 +177,7 @@ class Step {
   Input gather(Member& me, const quire_llama_layer& layer, const Input& from) {
     const quire_linear& w = layer.output;
     const Input in = input_at(w, run_.num_keep, scratch_.attended_kept);
-    const Range part = me.team.share(run_.num_keep);
-    for (int64_t row = part.begin; row < part.end; ++row) {
+    me.team.phase(run_.num_keep, rows_of_piece(model_.hidden), [&](int64_t row) {
       const int64_t token = run_.keep[row];
       const float* x = scratch_.residual + token * model_.hidden;
       std::copy(x, x + model_.hidden, scratch_.kept + row * model_.hidden);
@@ -193,21 +186,19 @@ class Step {
       } else {
         std::memcpy(row_of(in, row), row_of(from, token), row_elements(w) * item_size(w));
       }
-    }
-    me.team.barrier();
+    });
     return in;
   }
 
   void mlp(Member& me, const quire_llama_layer& layer, float* residual, int64_t rows) {
     const Input in = input_at(layer.gate_up, rows, scratch_.normed);
-    norm(me, layer.mlp_norm, layer.gate_up, in, rows, residual);
     const quire_linear& down = layer.down;
     const Input inner = input_at(down, rows, scratch_.inner);
+    norm(me, layer.mlp_norm, layer.gate_up, in, rows, residual, is_padded(down) ? &down : nullptr);
     Output out{inner.data, inner.stride / item_size(down),
                input_type(down) == QUIRE_F32 ? QUIRE_STORE_SILU_F32 : QUIRE_STORE_SILU_BF16};
     const bool by_row = needs_put_row(down);
     if (by_row) out = {scratch_.wide, down.k, QUIRE_STORE_SILU_F32};
-    if (!by_row) pad_rows(me, down, inner, rows);
     multiply(me, layer.gate_up, in, rows, out);
     if (by_row) put_rows(me, down, inner, rows);
     me.clock.mark(QUIRE_PHASE_GATE_UP);
@@ -229,11 +220,10 @@ class Step {
   // Norms the kept rows as the head would take them, in float32.
   void hidden(Member& me, const float* residual) {
     const int64_t size = model_.hidden;
-    const Range part = me.team.share(run_.num_keep);
-    for (int64_t row = part.begin; row < part.end; ++row) {
+    me.team.phase(run_.num_keep, rows_of_piece(size), [&](int64_t row) {
       const float* x = residual + row * size;
       scale_row(x, model_.final_norm, rms_factor(x, size, model_.norm_eps), size, run_.hidden + row * size);
-    }
+    });
     me.clock.mark(QUIRE_PHASE_HEAD);
   }
 
@@ -244,28 +234,23 @@ class Step {
     me.clock.mark(QUIRE_PHASE_HEAD);
   }
 
-  // Norms rows into the inputs of a product. A barrier at its end.
+  // Norms rows into the inputs of a product. Also pads rows of `scratch_.inner`, the inputs of `padded`, if there is any.
   void norm(Member& me, const float* weight, const quire_linear& w, const Input& in, int64_t rows,
-            const float* residual) {
-    const Range part = me.team.share(rows);
-    for (int64_t row = part.begin; row < part.end; ++row) {
+            const float* residual, const quire_linear* padded = nullptr) {
+    const Input inner = padded ? input_at(*padded, rows, scratch_.inner) : Input{};
+    me.team.phase(rows, rows_of_piece(model_.hidden), [&](int64_t row) {
       norm_row(residual + row * model_.hidden, weight, model_.norm_eps, w, in, row);
-    }
-    me.team.barrier();
+      if (padded) pad_row(*padded, inner, row);
+    });
     me.clock.mark(QUIRE_PHASE_NORM);
   }
 
-  // Pads rows that other phases fill. Few weights have inputs to pad, so one member does it.
-  void pad_rows(Member& me, const quire_linear& w, const Input& in, int64_t rows) {
-    if (me.team.rank() != 0 || row_elements(w) == w.k) return;
-    for (int64_t row = 0; row < rows; ++row) pad_row(w, in, row);
-  }
+  // Whether rows of a product's inputs have zeros behind them that other phases do not write.
+  static bool is_padded(const quire_linear& w) { return !needs_put_row(w) && row_elements(w) != w.k; }
 
-  // Converts `wide` to inputs. A barrier at its end.
+  // Converts `wide` to inputs.
   void put_rows(Member& me, const quire_linear& w, const Input& in, int64_t rows) {
-    const Range part = me.team.share(rows);
-    for (int64_t row = part.begin; row < part.end; ++row) put_row(w, in, row, scratch_.wide + row * w.k);
-    me.team.barrier();
+    me.team.phase(rows, rows_of_piece(w.k), [&](int64_t row) { put_row(w, in, row, scratch_.wide + row * w.k); });
   }
 
   const quire_llama& model_;
@@ -275,7 +260,6 @@ class Step {
   const quire_llama_run& run_;
   const LlamaScratch scratch_;
   Experts experts_;
-  Queue queues_[2];
   bool all_kept_;
 };
 
@@ -297,6 +281,6 @@ extern "C" int32_t quire_llama_forward(const quire_llama* model, quire_attention
   if (refused != QUIRE_LLAMA_DONE || !plan.step.num_tokens) return refused;
   for (int n = 0; n < model->num_layers; ++n) quire::prepare(plan, model->layers[n].window);
   quire::Step step(*model, plan, *run);
-  quire::run_team(plan.members, [&](const quire::Team& team) { step.forward(team); });
+  quire::run_team(plan.members, step.phases(), [&](quire::Team& team) { step.forward(team); });
   return QUIRE_LLAMA_DONE;
 }

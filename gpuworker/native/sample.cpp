@@ -281,7 +281,7 @@ extern "C" int32_t quire_sample_tokens(void* argument) {
   const quire_sample& sample = *static_cast<const quire_sample*>(argument);
   if (sample.masks) quire::await(*sample.masks);
   quire::Queue rows;
-  quire::run_team(quire::threads_for(sample), [&](const quire::Team&) {
+  quire::run_team(quire::threads_for(sample), 0, [&](const quire::Team&) {
     for (int64_t index; (index = rows.take()) < sample.count;) quire::sample_row(sample, index);
   });
   return 0;
@@ -291,7 +291,7 @@ extern "C" int32_t quire_score_tokens(void* argument) {
   const quire_score& score = *static_cast<const quire_score*>(argument);
   quire::Queue rows;
   const int threads = quire::threads_for(score.count, score.count * quire::kExponentials, score.vocab, score.threads);
-  quire::run_team(threads, [&](const quire::Team&) {
+  quire::run_team(threads, 0, [&](const quire::Team&) {
     for (int64_t index; (index = rows.take()) < score.count;) quire::score_row(score, index);
   });
   return 0;

@@ -1,14 +1,19 @@
 // A team of threads that runs one function together, on the OpenMP pool that torch has started anyway.
 //
-// Kernels are written for a team: every member calls them, takes its share, and waits at barriers. A whole step is one
-// parallel region. The library links no OpenMP: it finds the one that torch brought, so that there is a single pool.
+// Kernels are written for a team: every member calls them. The work is a sequence of phases, each cut into pieces that
+// members take on demand. A phase is over when its pieces are done. No phase waits for a member: one that has lost its
+// core to other work finds the pieces of phases gone, and goes on to the phase that the others are in.
+// A whole step is one parallel region. The library links no OpenMP: it finds the one that torch brought, so that there is
+// a single pool.
 #pragma once
 
 #include <omp.h>
 
 #include <atomic>
 #include <cstdint>
+#include <cstdlib>
 #include <thread>
+#include <vector>
 
 #if defined(__linux__)
 #include <linux/futex.h>
@@ -73,15 +78,73 @@ class Barrier {
   std::atomic<int> sleepers_{0};
 };
 
+// Pieces of work, each taken by one member. A phase is used once: a member may come to it long after it is over.
+class alignas(64) Phase {
+ public:
+  int64_t take() { return next_.fetch_add(1, std::memory_order_relaxed); }
+
+  // Reports pieces as done, and waits until all are: first spinning, then asleep.
+  void finish(uint32_t pieces, uint32_t all) {
+    if (pieces && done_.fetch_add(pieces, std::memory_order_seq_cst) + pieces == all) {
+      if (sleepers_.load(std::memory_order_seq_cst)) wake_all(done_);
+      return;
+    }
+    for (int spin = 0; spin < kSpins; ++spin) {
+      if (done_.load(std::memory_order_acquire) == all) return;
+      relax();
+    }
+    sleepers_.fetch_add(1, std::memory_order_seq_cst);
+    for (uint32_t seen; (seen = done_.load(std::memory_order_seq_cst)) != all;) sleep_while(done_, seen);
+  }
+
+ private:
+  std::atomic<int64_t> next_{0};
+  std::atomic<uint32_t> done_{0};
+  std::atomic<int> sleepers_{0};
+};
+
+// What the members of a team share.
+struct Shared {
+  explicit Shared(int64_t count) : phases(count) {}
+
+  Barrier barrier;
+  std::vector<Phase> phases;
+};
+
 class Team {
  public:
-  Team(int rank, int size, Barrier* barrier) : rank_(rank), size_(size), barrier_(barrier) {}
+  Team(int rank, int size, Shared* shared) : rank_(rank), size_(size), shared_(shared) {}
   int rank() const { return rank_; }
   int size() const { return size_; }
 
   // Waits for all members; their earlier writes are visible afterwards.
   void barrier() const {
-    if (size_ > 1) barrier_->wait(size_);
+    if (size_ > 1) shared_->barrier.wait(size_);
+  }
+
+  // The next phase: calls body(piece) for those of [0, count) that this member takes, and returns when all are done;
+  // their writes are visible then. All members go through the same phases. Between phases they write nothing shared.
+  template <typename Body>
+  void phase(int64_t count, Body&& body) {
+    if (count < 1) return;
+    if (size_ == 1) {
+      for (int64_t piece = 0; piece < count; ++piece) body(piece);
+      return;
+    }
+    if (phase_ == shared_->phases.size()) std::abort();  // run_team was called for fewer
+    Phase& phase = shared_->phases[phase_++];
+    uint32_t mine = 0;
+    for (int64_t piece; (piece = phase.take()) < count; ++mine) body(piece);
+    phase.finish(mine, static_cast<uint32_t>(count));
+  }
+
+  // A phase that calls body(i) for each i of [0, count), so many at a time.
+  template <typename Body>
+  void phase(int64_t count, int64_t at_once, Body&& body) {
+    phase((count + at_once - 1) / at_once, [&](int64_t piece) {
+      const int64_t end = (piece + 1) * at_once < count ? (piece + 1) * at_once : count;
+      for (int64_t i = piece * at_once; i < end; ++i) body(i);
+    });
   }
 
   // The contiguous part of [0, count) that is this member's, in units of `grain`.
@@ -93,7 +156,8 @@ class Team {
 
  private:
   int rank_, size_;
-  Barrier* barrier_;
+  Shared* shared_;
+  size_t phase_ = 0;  // the number of phases so far
 };
 
 // Hands out [0, count) piece by piece on demand: a member that is slow, because its core has other work, takes less.
@@ -107,16 +171,20 @@ class Queue {
   alignas(64) std::atomic<int64_t> next_{0};
 };
 
-// Runs body(team) on `threads` threads, the caller among them.
+// Runs body(team) on `threads` threads, the caller among them. The body has at most so many phases.
 template <typename Body>
-void run_team(int threads, Body&& body) {
+void run_team(int threads, int64_t phases, Body&& body) {
   if (threads <= 1) {
-    body(Team(0, 1, nullptr));
+    Team alone(0, 1, nullptr);
+    body(alone);
     return;
   }
-  Barrier barrier;
+  Shared shared(phases);
 #pragma omp parallel num_threads(threads)
-  body(Team(omp_get_thread_num(), omp_get_num_threads(), &barrier));
+  {
+    Team team(omp_get_thread_num(), omp_get_num_threads(), &shared);
+    body(team);
+  }
 }
 
 }  // namespace quire
