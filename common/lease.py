@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, overload
+from typing import Final, Protocol, overload
 
 from common.errors import Mismatch
 from common.limits import MAX_EPOCH_LEAD, MAX_FOREIGN_EPOCH
@@ -55,6 +55,15 @@ def blocks_needed(num_tokens: int, max_len: int, block_size: int, window: int = 
     return min(whole, window_blocks(window, block_size)) if window else whole
 
 
+# ---------------------------------------------------------------- retention
+
+DEFAULT_RETENTION_PRIORITY: Final = 35
+"""The priority of cached blocks of which no request said anything, as TensorRT-LLM has it."""
+MAX_RETENTION_PRIORITY: Final = 100
+LAST_BLOCK: Final = (1 << 31) - 1
+"""The end of a range without an end."""
+
+
 # ---------------------------------------------------------------- W -> M
 
 
@@ -81,13 +90,28 @@ class Attach:
 
 
 @dataclass(frozen=True, slots=True)
+class RetainedBlocks:
+    """Blocks of a sequence, `first` to `end` - 1 of its block table, and how long they are to stay once released.
+
+    `priority` is 0 to 100. Above 35, that of all other blocks, they leave the cache after them; below it, before them.
+    `seconds` count from the release.
+    """
+
+    first: int
+    end: int
+    priority: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Reserve:
     """Queue a sequence for blocks. It has `num_tokens` tokens and may grow to `max_len`.
 
     `block_hashes` has the hashes of its full blocks. If it is empty although a full block exists, the sequence is not
     cached. `fork_of` names a sequence with the same tokens at submission, whose partial last block may be copied.
     Tenants share the worker by their `weight`, which is above 0. A sequence that `computes_all` its tokens takes no
-    hit, and shares a block only once that is sealed: nothing else may fill its slots.
+    hit, and shares a block only once that is sealed: nothing else may fill its slots. `retention` has ranges of its
+    blocks that the prefix cache keeps longer, or less long, than others.
     """
 
     sequence: SequenceId
@@ -101,6 +125,7 @@ class Reserve:
     tenant: str = ""
     weight: float = 1.0
     computes_all: bool = False
+    retention: tuple[RetainedBlocks, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,13 @@ whenever its child is. So its next use is never later, and the rule among leaves
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import ClassVar
 
 from bench.cache_replay.workloads import CacheRequest
 from common.types import BlockHash, BlockId
 from kvmanager.core.block import Blocks
-from kvmanager.core.eviction.interface import NO_MARK, Mark
+from kvmanager.core.eviction.interface import NO_MARK, Mark, no_leaf
 
 _NEVER = 1 << 60
 
@@ -38,6 +38,7 @@ class Clairvoyant:
     def __init__(self, coming: list[dict[BlockHash, int]], blocks: Blocks, entries: dict[BlockHash, BlockId]) -> None:
         self._coming, self._blocks, self._entries = coming, blocks, entries
         self._request = 0
+        self.withheld: Collection[BlockId] = ()
         self._next: dict[BlockId, int] = {}
         self._heap: list[tuple[int, BlockId]] = []
 
@@ -85,17 +86,36 @@ class Clairvoyant:
         """Change nothing."""
 
     def pop(self) -> BlockId:
-        while True:
-            comes, block = heapq.heappop(self._heap)
-            if self._next.get(block) == -comes and not self._blocks.children[block]:
-                break
+        if not self.can_pop():
+            raise no_leaf() if self._next else IndexError("nothing is cached")
+        _, block = heapq.heappop(self._heap)
+        self.evict(block)
+        return block
+
+    def can_pop(self) -> bool:
+        heap = self._heap
+        while heap:
+            comes, block = heap[0]
+            stale = self._next.get(block) != -comes or self._blocks.children[block]
+            if not stale and block not in self.withheld:
+                return True
+            heapq.heappop(heap)
+        return False
+
+    def withhold(self, block: BlockId) -> None:
+        """Change nothing: its item of the heap is skipped."""
+
+    def offer(self, block: BlockId) -> None:
+        if not self._blocks.children[block]:
+            heapq.heappush(self._heap, (-self._next[block], block))
+
+    def evict(self, block: BlockId) -> None:
         del self._next[block]
         parent = self._blocks.parent[block]
         if parent:
             above = self._entries[parent]
             if self._blocks.children[above] == 1 and above in self._next:
                 heapq.heappush(self._heap, (-self._next[above], above))
-        return block
 
     def mark_of(self, block: BlockId) -> Mark:
         return NO_MARK

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from common.errors import ProtocolViolation
+from common.lease import DEFAULT_RETENTION_PRIORITY
 from common.types import TRIMMED, BlockId, SequencePhase
 from kvmanager.core.block import ROOT, BlockState
 from kvmanager.core.ledger_state import LedgerState
@@ -24,6 +25,7 @@ def audit(state: LedgerState) -> None:
     _pending(state)
     _remembered(state)
     _sequences(state)
+    _retention(state)
 
 
 def _check(holds: bool, words: str) -> None:
@@ -155,3 +157,19 @@ def _tenants(state: LedgerState) -> None:
         blocks[each.tenant] += each.own_blocks
     held = {name: (count, runs[name], blocks[name]) for name, count in live.items()}
     _check(counted == held, "what the tenants hold is miscounted")
+
+
+def _retention(state: LedgerState) -> None:
+    """Check that marks are those of registered contents, and that every marked cached block stands out of the order."""
+    retention, blocks = state.retention, state.blocks
+    _check(set(retention.marks) <= set(state.cache.entries), "a content is marked that is not registered")
+    marks = {block: retention.marks.get(blocks.hash[block] or ROOT) for block in state.block_pool.cached}
+    marked = {block for block, mark in marks.items() if mark is not None and mark.terms}
+    _check(set(retention.held) == marked, "the held blocks are not the marked ones of the cached blocks")
+    raised = Counter(each.mark.tenant for each in retention.held.values() if each.priority > DEFAULT_RETENTION_PRIORITY)
+    for tenant, count in raised.items():
+        _check(retention.count(tenant) == count, f"the retained blocks of {tenant!r} are miscounted")
+        _check(count <= state.config.retention_limits.most_blocks, f"{tenant!r} retains {count} blocks")
+    _check(retention.count() == raised.total(), "the retained blocks are miscounted")
+    for block, each in retention.held.items():
+        _check(blocks.hash[block] == each.hash, f"block {block} is held for another content")

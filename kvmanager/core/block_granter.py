@@ -6,10 +6,11 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from common.lease import Admit, Copy
-from common.types import BlockHash, BlockId, Candidate, DecisionKind, MissReason, SequencePhase
+from common.types import BlockHash, BlockId, DecisionKind, MissReason, SequencePhase
 from kvmanager.core import backfill, fork
 from kvmanager.core.backfill import Reservation
 from kvmanager.core.block import BlockState
+from kvmanager.core.evictor import RETENTION_WORDS, Evictor
 from kvmanager.core.ledger_state import LedgerState
 from kvmanager.core.prefix_cache import PrefixMatch
 from kvmanager.core.remembered_match import RememberedMatch
@@ -17,8 +18,6 @@ from kvmanager.core.sequence import Sequence
 from kvmanager.core.shares import TenantShares
 from kvmanager.core.shortfall import explain_waits
 
-_NAMED = 8
-"""Evicted blocks that a record lists at most; its figures have the total number."""
 _IN_TURN = 7
 """Admissions by priority between two by age."""
 
@@ -32,7 +31,7 @@ class GrantPlan:
     match: PrefixMatch
 
 
-class BlockGranter:
+class BlockGranter(Evictor):
     """Admits the next sequence, then those that may pass it: hits first, then fresh blocks, all or nothing.
 
     It has no state of its own.
@@ -292,57 +291,6 @@ class BlockGranter:
             decision_id=_record_grant(state, sequence, plan, evicted, passes),
         )
 
-    # ------------------------------------------------------------ eviction
-
-    def make_free(self, state: LedgerState, count: int, beneficiary: Sequence | None) -> int:
-        """Evict until `count` blocks are free and return how many were evicted. The caller checks that it can."""
-        missing = count - len(state.block_pool.free)
-        if missing <= 0:
-            return 0
-        name = beneficiary.name if beneficiary else ""
-        evicted = [self.evict(state, name) for _ in range(min(missing, _NAMED))]
-        for _ in range(missing - len(evicted)):
-            self.uncache(state, name)
-        figures = {"evicted": float(missing), "cached": float(len(state.block_pool.cached)), "wanted": float(count)}
-        order = state.block_pool.cached
-        reasons = ("no block is free", order.reason, f"policy {order.name}")
-        named = ", ".join(each.name for each in evicted) + (" and more" if missing > _NAMED else "")
-        state.decisions.record(DecisionKind.EVICTION, named, beneficiary, reasons, figures, tuple(evicted))
-        return missing
-
-    def drop_cached(self, state: LedgerState) -> int:
-        """Free every cached block and return how many there were.
-
-        An idle pool forgets all with one event. Otherwise the blocks go leaves first, as in an eviction.
-        """
-        pool, dropped = state.block_pool, len(state.block_pool.cached)
-        if pool.in_use:
-            # Nothing is learned of their uses: they go for another reason than want of room.
-            for block in sorted(pool.cached, key=state.blocks.index.__getitem__, reverse=True):
-                state.cache.evict(block)
-                pool.free_cached(block)
-        else:
-            state.cache.clear()
-            pool.free_all_cached()
-        state.totals.reset_blocks += dropped
-        figures = {"dropped": float(dropped), "in_use": float(state.block_pool.in_use)}
-        reasons = ("an operator reset the prefix cache", "blocks in use stay")
-        state.decisions.record(DecisionKind.RESET, f"{dropped} cached blocks", None, reasons, figures)
-        return dropped
-
-    def evict(self, state: LedgerState, beneficiary: str = "") -> Candidate:
-        """Free the next block in the order of eviction and drop its content; return the record of the block."""
-        block, depth = self.uncache(state, beneficiary)
-        figures = state.block_pool.cached.why(block)
-        return Candidate(f"block {block}", terms=(("depth", float(depth)),), figures=figures)
-
-    def uncache(self, state: LedgerState, beneficiary: str) -> tuple[BlockId, int]:
-        """Free the next block in the order of eviction; return it and the depth of what it held."""
-        block = state.block_pool.uncache()
-        depth = state.cache.evict(block, beneficiary, state.block_pool.cached.mark_of(block))
-        state.totals.evictions += 1
-        return block, depth
-
     # ------------------------------------------------------------ the lease pool
 
     def lease(self, state: LedgerState, count: int) -> list[BlockId]:
@@ -375,6 +323,8 @@ def _record_grant(state: LedgerState, sequence: Sequence, plan: GrantPlan, evict
     reasons = [match.miss_reason.value]
     if match.miss_reason is MissReason.DIVERGED_AT:
         reasons.append(f"never seen from block {match.diverged_at} on")
+    if match.retention:
+        reasons.append(f"{RETENTION_WORDS}{match.retention}")
     if sequence.computes_all:
         reasons.append("computes all its tokens, for their log-probabilities")
     if sequence.recompute:

@@ -7,16 +7,19 @@ from common.types import BlockId
 from kvmanager.core.block import Blocks, BlockState
 from kvmanager.core.eviction.interface import EvictionOrder
 from kvmanager.core.free_list import FreeList
+from kvmanager.core.retention import Retention
 
 
 class BlockPool:
     """FREE + LEASED + IN_USE + CACHED = all blocks, after each method."""
 
-    __slots__ = ("blocks", "cached", "free", "leased")
+    __slots__ = ("blocks", "cached", "free", "leased", "marks", "retention")
 
-    def __init__(self, blocks: Blocks, cached: EvictionOrder) -> None:
-        """Make a pool of blocks that are all free; `cached` is empty."""
+    def __init__(self, blocks: Blocks, cached: EvictionOrder, retention: Retention) -> None:
+        """Make a pool of blocks that are all free; `cached` is empty, and `retention` follows it."""
         self.blocks = blocks
+        # `marks` is empty while nobody uses retention, which then costs nothing else.
+        self.retention, self.marks = retention, retention.marks
         self.free = FreeList(len(blocks))
         self.free.fill()
         self.cached = cached
@@ -71,6 +74,8 @@ class BlockPool:
         blocks = self.blocks
         if blocks.state[block] is BlockState.CACHED:
             self.cached.take(block)
+            if self.marks:
+                self.retention.taken(block)
             blocks.state[block] = BlockState.IN_USE
         elif blocks.hash[block] is not None:
             self.cached.used(block)
@@ -86,13 +91,15 @@ class BlockPool:
         if blocks.hash[block] is not None:
             blocks.state[block] = BlockState.CACHED
             self.cached.add(block)
+            if self.marks:
+                self.retention.cached(block)
             return False
         self._free(block)
         return True
 
     def uncache(self) -> BlockId:
         """Free the cached block that is next in the order of eviction; the caller forgets its hash."""
-        block = self.cached.pop()
+        block = self.retention.pop() if self.marks else self.cached.pop()
         self._free(block)
         return block
 
@@ -104,6 +111,8 @@ class BlockPool:
     def replace_cached(self, old: BlockId, by: BlockId) -> None:
         """Free a cached block whose content a block in use has."""
         self.cached.replaced(old, by)
+        if self.marks:
+            self.retention.replaced(old)
         self._free(old)
 
     def free_all_cached(self) -> None:

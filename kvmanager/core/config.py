@@ -14,6 +14,17 @@ DEFAULT_EVICTION: Final[EvictionName] = "utility"
 """What `bench.eviction` found to be best."""
 DEFAULT_MAX_WAIT: Final = 30.0
 """Seconds."""
+DEFAULT_RETENTION_SHARE: Final = 0.25
+DEFAULT_MAX_RETENTION: Final = 3600.0
+"""Seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionLimits:
+    """Bounds of a worker's ledger: retained blocks of one tenant, and seconds of a duration."""
+
+    most_blocks: int
+    longest_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +37,7 @@ class LedgerConfig:
     free for the growth of those that run; `ghosts` bounds the memory of evicted hashes (0: four for each block).
     `eviction` names the policy of `eviction/choice.py`. With `backfill`, sequences pass one that lacks blocks, for a
     bounded time. One that has waited for `max_wait` seconds gets every eighth admission (0: priority alone decides).
+    Of one tenant, at most `retention_share` of the blocks are retained, each for at most `max_retention` seconds.
     """
 
     num_blocks: int
@@ -41,6 +53,8 @@ class LedgerConfig:
     eviction: EvictionName = DEFAULT_EVICTION
     backfill: bool = True
     max_wait: float = DEFAULT_MAX_WAIT
+    retention_share: float = DEFAULT_RETENTION_SHARE
+    max_retention: float = DEFAULT_MAX_RETENTION
 
     def admission_blocks(self, num_tokens: int) -> int:
         """Return the blocks with which a sequence of so many tokens is admitted.
@@ -63,6 +77,10 @@ class LedgerConfig:
     def caches(self) -> bool:
         """Whether sealed blocks are kept and published."""
         return self.prefix_caching and not self.window
+
+    @property
+    def retention_limits(self) -> RetentionLimits:
+        return RetentionLimits(int(self.retention_share * self.num_blocks), self.max_retention)
 
     @property
     def watermark_blocks(self) -> int:

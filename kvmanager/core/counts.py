@@ -18,6 +18,7 @@ class Totals:
     rejections: int = 0
     ignored_seals: int = 0
     reset_blocks: int = 0
+    retained_evictions: int = 0
     prefix_query_blocks: int = 0
     prefix_hit_blocks: int = 0
     recompute_query_blocks: int = 0
@@ -43,7 +44,8 @@ class Totals:
 class PoolCounts:
     """One worker's pool now. Of the waiting sequences, `capacity` lack blocks and `deferred` were not tried yet.
 
-    `pinned` counts blocks under a transfer beside the compute stream; nothing makes such transfers yet.
+    `pinned` counts blocks under a transfer beside the compute stream; nothing makes such transfers yet. `retained` are
+    those of the cached blocks that leave last.
     """
 
     num_blocks: int
@@ -59,3 +61,4 @@ class PoolCounts:
     deferred: int
     capacity: int
     totals: Totals
+    retained: int = 0

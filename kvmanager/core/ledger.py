@@ -154,11 +154,12 @@ class Ledger:
 
     def pool(self) -> PoolCounts:
         state, pool, waiting = self.state, self.state.block_pool, len(self.state.queue)
+        state.retention.expire()
         capacity = 1 if state.blocked_by == "capacity" and waiting else 0
         return PoolCounts(
             state.config.num_blocks, len(pool.free), pool.leased, pool.in_use, len(pool.cached), 0, state.running,
             waiting, len(state.preempting), state.last_sent_target or 0, waiting - capacity, capacity,
-            state.totals.clone(),
+            state.totals.clone(), state.retention.count(),
         )  # fmt: skip
 
     def drain_index_events(self) -> tuple[IndexEvent, ...]:

@@ -24,6 +24,7 @@ from kvmanager.core.eviction.interface import NO_MARK
 from kvmanager.core.prefix_cache import PrefixCache
 from kvmanager.core.remembered_match import RememberedMatch
 from kvmanager.core.reset import ResetOrder
+from kvmanager.core.retention import Retention
 from kvmanager.core.sequence import Sequence
 from kvmanager.core.waiting_queue import WaitingQueue
 
@@ -60,7 +61,7 @@ class LedgerState:
     __slots__ = (
         "admitted", "admitted_in_turn", "block_pool", "blocked_by", "blocks", "cache", "caches", "clock", "config",
         "decisions", "eviction", "growth", "last_sent_target", "last_step", "lease_want", "next_arrival",
-        "preempting", "queue", "refused", "remembered", "reservation", "resets", "running", "sequences", "stalled",
+        "preempting", "queue", "refused", "remembered", "reservation", "resets", "retention", "running", "sequences", "stalled",
         "steps", "tenants", "totals",
     )  # fmt: skip
 
@@ -72,13 +73,15 @@ class LedgerState:
         self.blocks = Blocks(config.num_blocks)
         self.cache = PrefixCache(self.blocks, config.ghosts or 4 * config.num_blocks)
         self.eviction = order_of(config.eviction, self.blocks, self.cache.entries)
+        self.retention = Retention(self.blocks, self.cache.entries, self.eviction, clock, config.retention_limits)
         self.empty()
 
     def empty(self) -> None:
         """Forget sequences and levels and free every block; event numbers, ghosts and totals go on."""
         self.eviction.empty()
+        self.retention.clear()
         self.blocks.clear()
-        self.block_pool = BlockPool(self.blocks, self.eviction)
+        self.block_pool = BlockPool(self.blocks, self.eviction, self.retention)
         self.cache.rebase()
         self.sequences: dict[SequenceId, Sequence] = {}
         # Those with a live sequence.

@@ -28,20 +28,23 @@ from kvmanager.core.index_events import Cleared, IndexEvent, IndexSnapshot, Remo
 class PrefixMatch:
     """The blocks of a prompt that need not be computed, why there are no more, and the first that was never seen.
 
-    `evicted_for` names the sequence that needed the room of the first evicted block.
+    `evicted_for` names the sequence that needed the room of the first evicted block, `retention` says what had become
+    of that block's retention, if it had any.
     """
 
     hit_blocks: int
     miss_reason: MissReason
     diverged_at: int = 0
     evicted_for: str = field(default="", compare=False)
+    retention: str = field(default="", compare=False)
 
 
 class Ghost(NamedTuple):
-    """What is kept of an evicted hash: the name of the sequence that needed the room, and the policy's mark."""
+    """What is kept of an evicted hash: who needed the room, the policy's mark, and the fate of its retention."""
 
     evicted_for: str
     mark: Mark
+    retention: str = ""
 
 
 class PrefixCache:
@@ -112,7 +115,7 @@ class PrefixCache:
             return PrefixMatch(hits, MissReason.CAPPED if full > limit else MissReason.FULL_HIT)
         ghost = self.ghosts.get(block_hashes[present])
         if ghost is not None:
-            return PrefixMatch(hits, MissReason.EVICTED, evicted_for=ghost.evicted_for)
+            return PrefixMatch(hits, MissReason.EVICTED, evicted_for=ghost.evicted_for, retention=ghost.retention)
         if not present:
             return PrefixMatch(0, MissReason.NEVER_SEEN)
         return PrefixMatch(hits, MissReason.DIVERGED_AT, present)
@@ -167,7 +170,7 @@ class PrefixCache:
         self.ambiguous.add(block_hash)
         return True
 
-    def evict(self, block: BlockId, beneficiary: str = "", mark: Mark = NO_MARK) -> int:
+    def evict(self, block: BlockId, beneficiary: str = "", mark: Mark = NO_MARK, retention: str = "") -> int:
         """Drop a copy for a sequence and return its depth; when it was the last, the hash becomes a ghost."""
         blocks = self._blocks
         block_hash, depth = blocks.hash[block], blocks.index[block]
@@ -188,7 +191,7 @@ class PrefixCache:
             blocks.children[above] -= 1
         self.number += 1
         self.events.append(Removed(self.number, block_hash, depth))
-        self.ghosts[block_hash] = Ghost(beneficiary, mark)
+        self.ghosts[block_hash] = Ghost(beneficiary, mark, retention)
         if len(self.ghosts) > self._ghost_limit:
             self.ghosts.popitem(last=False)
         return depth

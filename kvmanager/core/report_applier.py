@@ -154,6 +154,8 @@ class ReportApplier:
         state.halt(sequence, SequencePhase.WAITING)
         state.preempting.discard(sequence.id)
         state.admitted -= 1
+        if sequence.retention and state.caches:
+            state.retention.mark(sequence)
         for block in reversed(sequence.block_table):
             if block != TRIMMED:
                 self.release(state, block)

@@ -37,6 +37,7 @@ class Sequence:
         "queued_at",
         "recompute",
         "request_id",
+        "retention",
         "started_at",
         "tenant",
         "traceparent",
@@ -57,6 +58,7 @@ class Sequence:
         self.fork_of = reserve.fork_of
         self.tenant, self.weight = reserve.tenant, reserve.weight
         self.request_id = reserve.request_id
+        self.retention = reserve.retention
         self.traceparent = reserve.traceparent
         self.arrival = arrival
         self.queued_at, self.waited = queued_at, 0.0

@@ -14,7 +14,7 @@ from kvmanager.core.eviction.lru import LeastRecentlyUsed
 from kvmanager.core.eviction.utility import PredictedUtility
 
 _MAKERS: Final[dict[EvictionName, Callable[[Blocks, dict[BlockHash, BlockId]], EvictionOrder]]] = {
-    "lru": lambda blocks, _: LeastRecentlyUsed(len(blocks)),
+    "lru": LeastRecentlyUsed,
     "frequency": Frequency,
     "utility": PredictedUtility,
 }

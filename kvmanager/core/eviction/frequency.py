@@ -8,7 +8,7 @@ that comes back soon after its eviction goes to the main queue at once.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import ClassVar, Final
 
 from common.types import BlockHash, BlockId
@@ -33,6 +33,7 @@ class Frequency:
         "_rounds",
         "_small",
         "_small_length",
+        "withheld",
     )
 
     name: ClassVar[str] = "frequency"
@@ -40,6 +41,7 @@ class Frequency:
 
     def __init__(self, blocks: Blocks, entries: dict[BlockHash, BlockId]) -> None:
         self._blocks, self._entries = blocks, entries
+        self.withheld: Collection[BlockId] = ()
         self.empty()
 
     def empty(self) -> None:
@@ -126,9 +128,28 @@ class Frequency:
         parent = self._blocks.parent[block]
         above = self._entries.get(parent) if parent else None
         if above is not None and self._blocks.children[above] == 1 and self._cached[above]:
-            queue = self._queue(above)
-            queue[above] = None
-            queue.move_to_end(above, last=False)
+            self._put_first(above)
+
+    def _put_first(self, block: BlockId) -> None:
+        if block not in self.withheld:
+            queue = self._queue(block)
+            queue[block] = None
+            queue.move_to_end(block, last=False)
+
+    def withhold(self, block: BlockId) -> None:
+        self._queue(block).pop(block, None)
+
+    def offer(self, block: BlockId) -> None:
+        """Put a leaf at the head of its queue: it has waited longer than the others there."""
+        if not self._blocks.children[block]:
+            self._put_first(block)
+
+    def can_pop(self) -> bool:
+        return bool(self._small or self._main)
+
+    def evict(self, block: BlockId) -> None:
+        self._leave(block)
+        self._expose(block)
 
     def mark_of(self, block: BlockId) -> Mark:
         return () if self._is_main[block] else _EVICTED

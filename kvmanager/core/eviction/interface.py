@@ -8,7 +8,7 @@ cached block.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import ClassVar, Final, Protocol
 
 from common.errors import ProtocolViolation
@@ -28,11 +28,13 @@ def no_leaf() -> ProtocolViolation:
 class EvictionOrder(Protocol):
     """The cached blocks of one worker. Each method takes O(1) or O(log n), amortised over the blocks.
 
-    `name` is that of the option, `reason` goes into the record of an eviction.
+    `name` is that of the option, `reason` goes into the record of an eviction. `withheld` are cached blocks that `pop`
+    passes over (`retention.py` keeps them); the blocks before them are no leaves.
     """
 
     name: ClassVar[str]
     reason: ClassVar[str]
+    withheld: Collection[BlockId]
 
     def add(self, block: BlockId) -> None:
         """Take a registered block that no block table holds any more. Children are added before their parents."""
@@ -66,6 +68,22 @@ class EvictionOrder(Protocol):
 
         Raises ProtocolViolation when there is no leaf: then the inventory of the worker contradicted itself.
         """
+        ...
+
+    def withhold(self, block: BlockId) -> None:
+        """Note that a block is withheld from now on, which was added just now."""
+        ...
+
+    def offer(self, block: BlockId) -> None:
+        """Note that a cached block is withheld no more. It stands where it would have stood all the time."""
+        ...
+
+    def can_pop(self) -> bool:
+        """Return whether there is a leaf that is not withheld."""
+        ...
+
+    def evict(self, block: BlockId) -> None:
+        """Let a withheld leaf go, as if `pop` had chosen it."""
         ...
 
     def registered(self, block: BlockId, parent: BlockId | None, mark: Mark) -> None:

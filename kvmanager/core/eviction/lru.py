@@ -2,25 +2,49 @@
 
 A released block table is added tail first, so a child always stands before a copy of its parent. So plain LRU evicts
 leaves first, without a count of children.
+
+Withheld blocks, and those before them, are passed over at the head of the list. They are set aside then, in the order
+of their release: each of them is older than what the list has left, and goes first when it may go again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import heapq
+from collections.abc import Collection, Iterable, Iterator
 from typing import ClassVar
 
-from common.types import BlockId
-from kvmanager.core.eviction.interface import NO_MARK, Mark
+from common.types import BlockHash, BlockId
+from kvmanager.core.block import Blocks
+from kvmanager.core.eviction.interface import NO_MARK, Mark, no_leaf
 from kvmanager.core.free_list import FreeList
 
 
 class LeastRecentlyUsed(FreeList):
-    """Cached blocks, the next to be evicted first."""
+    """Cached blocks, the next to be evicted first. Its length counts those that are set aside."""
 
-    __slots__ = ()
+    __slots__ = ("_aside", "_blocks", "_entries", "_number", "_ready", "withheld")
 
     name: ClassVar[str] = "lru"
     reason: ClassVar[str] = "released longest ago, leaves first"
+
+    def __init__(self, blocks: Blocks, entries: dict[BlockHash, BlockId]) -> None:
+        self._blocks, self._entries = blocks, entries
+        self.withheld: Collection[BlockId] = ()
+        super().__init__(len(blocks))
+
+    def empty(self) -> None:
+        super().empty()
+        # The blocks that were set aside with their numbers, and (number, block) of those that may go; some are stale.
+        self._aside: dict[BlockId, int] = {}
+        self._ready: list[tuple[int, BlockId]] = []
+        self._number = 0
+
+    def __contains__(self, block: BlockId) -> bool:
+        return block in self._aside or super().__contains__(block)
+
+    def __iter__(self) -> Iterator[BlockId]:
+        yield from self._aside
+        yield from super().__iter__()
 
     def add(self, block: BlockId) -> None:
         self.append(block)
@@ -30,16 +54,70 @@ class LeastRecentlyUsed(FreeList):
             self.append(block)
 
     def take(self, block: BlockId) -> None:
-        self.remove(block)
+        self.discard(block)
 
     def discard(self, block: BlockId) -> None:
-        self.remove(block)
+        if self._aside and self._aside.pop(block, None) is not None:
+            self._length -= 1
+        else:
+            self.remove(block)
 
     def replaced(self, old: BlockId, by: BlockId) -> None:
-        self.remove(old)
+        self.discard(old)
+
+    # ------------------------------------------------------------ eviction
 
     def pop(self) -> BlockId:
-        return self.popleft()
+        if not self._aside and not self.withheld:
+            return self.popleft()
+        if not self.can_pop():
+            raise no_leaf() if self._length else IndexError("nothing is cached")
+        if self._ready:
+            _, block = heapq.heappop(self._ready)
+            self.discard(block)
+        else:
+            block = self.popleft()
+        self._expose(block)
+        return block
+
+    def can_pop(self) -> bool:
+        """Return whether there is a leaf that is not withheld; set the blocks aside that stand before it."""
+        ready, aside, children = self._ready, self._aside, self._blocks.children
+        while ready and aside.get(ready[0][1]) != ready[0][0]:
+            heapq.heappop(ready)
+        if ready:
+            return True
+        following, sentinel = self._next, self._sentinel
+        while (number := following[sentinel]) != sentinel:
+            block = BlockId(number)
+            if block not in self.withheld and not children[block]:
+                return True
+            self.remove(block)
+            self._length += 1
+            self._number += 1
+            aside[block] = self._number
+        return False
+
+    def withhold(self, block: BlockId) -> None:
+        """Change nothing: the block is passed over when its turn comes."""
+
+    def offer(self, block: BlockId) -> None:
+        if block in self._aside and not self._blocks.children[block]:
+            heapq.heappush(self._ready, (self._aside[block], block))
+
+    def evict(self, block: BlockId) -> None:
+        self.discard(block)
+        self._expose(block)
+
+    def _expose(self, block: BlockId) -> None:
+        """Let the block before one that goes go too, if that was its last child and the block was set aside."""
+        parent = self._blocks.parent[block]
+        above = self._entries.get(parent) if parent else None
+        if above is None or self._blocks.children[above] > 1 or above in self.withheld or above not in self._aside:
+            return
+        heapq.heappush(self._ready, (self._aside[above], above))
+
+    # ------------------------------------------------------------ what happens to blocks
 
     def registered(self, block: BlockId, parent: BlockId | None, mark: Mark) -> None:
         """Change nothing: only the order of release counts."""

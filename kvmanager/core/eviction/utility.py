@@ -6,7 +6,7 @@ for the next choice, and the blocks before an evicted leaf follow it while they 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import ClassVar, Final
 
 from common.types import BlockHash, BlockId
@@ -31,7 +31,7 @@ class PredictedUtility:
 
     __slots__ = (
         "_blocks", "_born", "_due", "_entries", "_follower", "_gone", "_kept", "_klass", "_leaves", "_length",
-        "_lifetimes", "_now", "_origin", "_period", "_released", "_run", "_tip", "_uses",
+        "_lifetimes", "_now", "_origin", "_period", "_released", "_run", "_tip", "_uses", "withheld",
     )  # fmt: skip
 
     name: ClassVar[str] = "utility"
@@ -39,6 +39,7 @@ class PredictedUtility:
 
     def __init__(self, blocks: Blocks, entries: dict[BlockHash, BlockId]) -> None:
         self._blocks, self._entries = blocks, entries
+        self.withheld: Collection[BlockId] = ()
         self._lifetimes = Lifetimes(CLASSES)
         self._now = self._run = self._gone = 0
         self._period, self._due = max(_LESSON, len(blocks) // 2), _FIRST_LESSON
@@ -135,18 +136,37 @@ class PredictedUtility:
             raise IndexError("nothing is cached")
         number = self._least() if self._follower is None else self._follower
         self._leaves.remove(number)
+        self._leave(number)
+        return number
+
+    def _leave(self, number: BlockId) -> None:
         self._gone = self._released[number]
         self._released[number] = _ABSENT
         self._length -= 1
         self._lifetimes.evict(self._klass[number])
         self._follower = self._expose(number)
-        return number
+
+    def withhold(self, block: BlockId) -> None:
+        if block in self._leaves:
+            self._leaves.remove(block)
+
+    def offer(self, block: BlockId) -> None:
+        if not self._blocks.children[block]:
+            self._leaves.add(block)
+
+    def can_pop(self) -> bool:
+        return bool(self._leaves)
+
+    def evict(self, block: BlockId) -> None:
+        self._leave(block)
 
     def _expose(self, number: BlockId) -> BlockId | None:
         """Make a leaf of the block before a popped one, if that was its last child; return it if it goes next."""
         over = self._blocks.parent[number]
         parent = self._entries.get(over) if over else None
         if parent is None or self._blocks.children[parent] > 1 or self._released[parent] == _ABSENT:
+            return None
+        if parent in self.withheld:
             return None
         self._leaves.add(parent)
         alike = self._klass[parent] == self._klass[number] and self._released[parent] == self._gone

@@ -15,6 +15,7 @@ from kvmanager.core.free_list import FreeList
 from kvmanager.core.ledger import Ledger
 from kvmanager.core.ledger_state import LedgerState
 from kvmanager.core.prefix_cache import PrefixCache
+from kvmanager.core.retention import Retention
 from kvmanager.core.sequence import Sequence
 from kvmanager.core.waiting_queue import WaitingQueue
 
@@ -56,6 +57,9 @@ def _copy_state(old: LedgerState) -> LedgerState:
     new.totals, new.blocks = old.totals.clone(), _copy_blocks(old.blocks)
     new.cache = _copy_cache(old.cache, new.blocks)
     new.eviction = _copy_order(old, new)
+    # No model retains blocks, so there are no marks to copy.
+    limits = old.config.retention_limits
+    new.retention = Retention(new.blocks, new.cache.entries, new.eviction, new.clock, limits)
     new.block_pool = _copy_pool(old.block_pool, new)
     new.sequences = {key: _copy_sequence(sequence) for key, sequence in old.sequences.items()}
     new.tenants = old.tenants.copy()
@@ -86,6 +90,7 @@ def _copy_list(old: FreeListT) -> FreeListT:
 def _copy_pool(old: BlockPool, state: LedgerState) -> BlockPool:
     new = BlockPool.__new__(BlockPool)
     new.blocks, new.cached = state.blocks, state.eviction
+    new.retention, new.marks = state.retention, state.retention.marks
     new.free, new.leased = _copy_list(old.free), old.leased
     return new
 
@@ -93,7 +98,10 @@ def _copy_pool(old: BlockPool, state: LedgerState) -> BlockPool:
 def _copy_order(old: LedgerState, new: LedgerState) -> EvictionOrder:
     """Return a copy that knows the blocks and the entries of the new ledger in place of those of the old one."""
     if isinstance(old.eviction, LeastRecentlyUsed):
-        return _copy_list(old.eviction)
+        order = _copy_list(old.eviction)
+        order._blocks, order._entries = new.blocks, new.cache.entries
+        order._aside, order._ready, order._number = {}, [], 0
+        return order
     return deepcopy(old.eviction, {id(old.blocks): new.blocks, id(old.cache.entries): new.cache.entries})
 
 

@@ -1,0 +1,215 @@
+"""Eviction with retention against a second implementation that looks at all blocks each time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+
+from common.clock import ManualClock
+from common.lease import RetainedBlocks, Reserve
+from common.types import BlockHash, BlockId, SequenceId
+from kvmanager.core.audit import audit
+from kvmanager.core.block import ROOT
+from kvmanager.core.block_granter import BlockGranter
+from kvmanager.core.config import LedgerConfig
+from kvmanager.core.index_events import Removed
+from kvmanager.core.ledger_state import LedgerState
+from kvmanager.core.sequence import Sequence
+from tests.support.kvmanager.ledgers import counted_ids
+
+BLOCKS, MOST, LONGEST = 9, 3, 40.0
+Chain = tuple[BlockHash, ...]
+
+
+@dataclass
+class Content:
+    """What the second implementation knows of one hash. `released` is None while the content is in use."""
+
+    parent: BlockHash
+    users: int = 1
+    released: int | None = None
+    terms: list[tuple[int, float, str]] = field(default_factory=list)
+
+    def priority(self, now: float) -> int:
+        live = [each for each, until, _ in self.terms if until > now]
+        raised = [each for each in live if each > 35]
+        return max(raised) if raised else live[-1] if live else 35
+
+
+class Naive:
+    """All contents by their hash. Nothing is remembered that a look at all of them could tell."""
+
+    def __init__(self) -> None:
+        self.contents: dict[BlockHash, Content] = {}
+        self.time = 0
+
+    def leaves(self) -> list[BlockHash]:
+        parents = {each.parent for each in self.contents.values()}
+        return [key for key, each in self.contents.items() if each.released is not None and key not in parents]
+
+    def victims(self, now: float) -> tuple[list[BlockHash], bool]:
+        """Return the contents one of which goes next, and whether the policy chooses among them."""
+        ranked = {key: self.contents[key].priority(now) for key in self.leaves()}
+        early = [key for key, priority in ranked.items() if priority < 35]
+        usual = [key for key, priority in ranked.items() if priority == 35]
+        if usual and not early:
+            return usual, True
+        first = min(early or ranked, key=lambda key: (ranked[key], self.contents[key].released))
+        return [first], False
+
+    def use(self, key: BlockHash, parent: BlockHash) -> None:
+        found = self.contents.get(key)
+        if found is None:
+            self.contents[key] = Content(parent)
+            return
+        found.users += 1
+        if found.released is not None:
+            found.released = None
+            found.terms = [each for each in found.terms if each[0] > 35]
+
+    def mark(self, key: BlockHash, priority: int, until: float, tenant: str, now: float) -> None:
+        content = self.contents[key]
+        live = [each for each in content.terms if each[1] > now]
+        raised = [each for each in live if each[0] > 35]
+        if priority > 35:
+            known = any(each[0] >= priority and each[1] >= until for each in raised)
+            owner = raised[0][2] if known else tenant
+            content.terms = [(*each[:2], owner) for each in raised] + ([] if known else [(priority, until, tenant)])
+        elif not raised:
+            content.terms = [(priority, until, tenant)]
+
+    def release(self, key: BlockHash, now: float) -> None:
+        content = self.contents[key]
+        content.users -= 1
+        if content.users:
+            return
+        self.time += 1
+        content.released = self.time
+        for each in self.contents.values():
+            if each.released is not None:
+                each.terms = [term for term in each.terms if term[1] > now]
+        if content.priority(now) > 35:
+            tenant = content.terms[0][2]
+            mine = [c for c in self.contents.values() if c.released is not None and c.terms and c.terms[0][2] == tenant]
+            mine = [each for each in mine if each.priority(now) > 35]
+            if len(mine) > MOST:
+                min(mine, key=lambda each: each.released or 0).terms.clear()
+
+
+@dataclass
+class Running:
+    sequence: Sequence
+    chain: Chain
+
+
+class Machine(RuleBasedStateMachine):
+    policy: Any = "lru"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock, self.naive, self.running = ManualClock(), Naive(), list[Running]()
+        config = LedgerConfig(
+            BLOCKS, 1, eviction=self.policy, retention_share=MOST / BLOCKS + 1e-9, max_retention=LONGEST
+        )
+        self.state = LedgerState(config, self.clock, counted_ids())
+        self.number = 0
+
+    @initialize()
+    def begin_empty(self) -> None:
+        audit(self.state)
+
+    @rule(
+        path=st.lists(st.integers(0, 2), min_size=1, max_size=4),
+        asks=st.lists(
+            st.builds(
+                RetainedBlocks,
+                first=st.integers(0, 3),
+                end=st.integers(1, 4),
+                priority=st.sampled_from((0, 10, 35, 36, 60, 100)),
+                seconds=st.sampled_from((0.0, 1.0, 10.0, 100.0)),
+            ),
+            max_size=3,
+        ),
+        tenant=st.sampled_from("ab"),
+    )
+    def request_begins(self, path: list[int], asks: list[RetainedBlocks], tenant: str) -> None:
+        chain = tuple(BlockHash(bytes(path[: depth + 1]).ljust(16, b".")) for depth in range(len(path)))
+        state, now = self.state, self.clock.monotonic()
+        pool, hits = state.block_pool, state.cache.longest(chain, len(chain))
+        fresh = len(chain) - len(hits)
+        if fresh > pool.available - sum(block in pool.cached for block in hits):
+            return
+        for block in hits:
+            pool.hold(block)
+        for key, parent in zip(chain[: len(hits)], (ROOT, *chain), strict=False):
+            self.naive.use(key, parent)
+        self._make_free(fresh, now)
+        self.number += 1
+        reserve = Reserve(SequenceId(self.number), len(chain), len(chain), tenant=tenant, retention=tuple(asks))
+        sequence = Sequence(reserve, self.number, 1, now)
+        sequence.n_shared, sequence.block_table = len(hits), list(hits)
+        for index in range(len(hits), len(chain)):
+            block = pool.take()
+            state.blocks.index[block] = index
+            parent = chain[index - 1] if index else ROOT
+            state.publish(block, chain[index], parent)
+            self.naive.use(chain[index], parent)
+            sequence.block_table.append(block)
+        self.running.append(Running(sequence, chain))
+
+    def _make_free(self, fresh: int, now: float) -> None:
+        """Let both make room, and compare block by block who goes; a policy may choose among several."""
+        self.state.cache.drain_events()
+        BlockGranter().make_free(self.state, fresh, None)
+        for event in self.state.cache.drain_events():
+            assert isinstance(event, Removed)
+            allowed, free_choice = self.naive.victims(now)
+            if free_choice and self.policy == "lru":
+                allowed = [min(allowed, key=lambda key: self.naive.contents[key].released or 0)]
+            assert event.hash in allowed
+            del self.naive.contents[event.hash]
+        self.state.decisions.drain()
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def request_ends(self, data: st.DataObject) -> None:
+        each = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        now, sequence = self.clock.monotonic(), each.sequence
+        for asked in sequence.retention:
+            first = 0 if asked.priority > 35 else max(asked.first, sequence.n_shared)
+            until = now + min(asked.seconds, LONGEST)
+            for key in each.chain[first : asked.end] if asked.priority != 35 and asked.seconds else ():
+                self.naive.mark(key, asked.priority, until, sequence.tenant, now)
+        self.state.retention.mark(sequence)
+        for block, key in zip(reversed(sequence.block_table), reversed(each.chain), strict=True):
+            self.state.release(BlockId(block))
+            self.naive.release(key, now)
+
+    @rule(seconds=st.sampled_from((0.5, 1.0, 9.0, 40.0)))
+    def time_passes(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+
+    @invariant()
+    def both_have_the_same(self) -> None:
+        now = self.clock.monotonic()
+        self.state.retention.expire()
+        assert set(self.state.cache.entries) == set(self.naive.contents)
+        cached = {key: each for key, each in self.naive.contents.items() if each.released is not None}
+        assert {self.state.blocks.hash[block] for block in self.state.block_pool.cached} == set(cached)
+        expected = {key: each.priority(now) for key, each in cached.items() if each.priority(now) != 35}
+        assert {each.hash: each.priority for each in self.state.retention.held.values()} == expected
+        pool, blocks = self.state.block_pool, self.state.blocks
+        assert len(pool.free) + len(pool.cached) + pool.in_use == len(blocks)
+        if not self.running:
+            audit(self.state)
+
+
+@pytest.mark.parametrize("policy", ["lru", "frequency", "utility"])
+def test_eviction_with_retention_is_that_of_a_second_implementation(policy: str) -> None:
+    machine = type(f"Machine_{policy}", (Machine,), {"policy": policy})
+    run_state_machine_as_test(machine, settings=settings(max_examples=150, stateful_step_count=40, deadline=None))
