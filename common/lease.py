@@ -104,6 +104,21 @@ class RetainedBlocks:
 
 
 @dataclass(frozen=True, slots=True)
+class RetainedTokens:
+    """The same of tokens; `end` None: all that follow, the output included."""
+
+    start: int
+    end: int | None
+    priority: int
+    seconds: float
+
+    def blocks(self, block_size: int) -> RetainedBlocks:
+        """Return the full blocks before `end`, from the one with the token `start` on."""
+        end = LAST_BLOCK if self.end is None else self.end // block_size
+        return RetainedBlocks(self.start // block_size, end, self.priority, self.seconds)
+
+
+@dataclass(frozen=True, slots=True)
 class Reserve:
     """Queue a sequence for blocks. It has `num_tokens` tokens and may grow to `max_len`.
 

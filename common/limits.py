@@ -64,6 +64,10 @@ MAX_REQUEST_ID_CHARS: Final = 128
 MAX_TENANT_CHARS: Final = 64
 # Characters of a cache salt; it is hashed with every prompt.
 MAX_SALT_CHARS: Final = 256
+# Ranges of a prompt that a request may retain, and those of them that end at a message of a chat: for each of these the
+# beginning of the chat is rendered and made tokens of once more.
+MAX_RETENTION_RANGES: Final = 16
+MAX_RETENTION_MESSAGE_RANGES: Final = 4
 # Characters of a traceparent, 55 today; a longer one is ignored, as the standard asks of a malformed one.
 MAX_TRACEPARENT_CHARS: Final = 256
 # Characters of a client's text that an error quotes.

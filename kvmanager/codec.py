@@ -48,6 +48,8 @@ def pool_to_proto(worker_id: str, counts: PoolCounts) -> kvmanager_pb2.Pool:
         prefix_query_blocks=counts.totals.prefix_query_blocks,
         prefix_hit_blocks=counts.totals.prefix_hit_blocks,
         misses_by_reason=counts.totals.misses_by_reason,
+        retained=counts.retained,
+        retained_evictions=counts.totals.retained_evictions,
     )
 
 

@@ -19,7 +19,14 @@ from common.settings.options import (
     TokenizerFolder,
 )
 from common.settings.pool_key import PoolSettings
-from kvmanager.core.config import DEFAULT_EVICTION, DEFAULT_MAX_WAIT, EvictionName, Runway
+from kvmanager.core.config import (
+    DEFAULT_EVICTION,
+    DEFAULT_MAX_RETENTION,
+    DEFAULT_MAX_WAIT,
+    DEFAULT_RETENTION_SHARE,
+    EvictionName,
+    Runway,
+)
 
 
 class KvManagerSettings(PoolSettings):
@@ -54,6 +61,13 @@ class KvManagerSettings(PoolSettings):
         ge=0.0,
         description="seconds after which a request that waits for blocks gets every eighth admission, whatever its "
         "priority; 0: never",
+    )
+    retention_share: Fraction = Field(
+        DEFAULT_RETENTION_SHARE,
+        description="share of a worker's blocks that one tenant may retain in the cache by cache_retention; 0: none",
+    )
+    max_retention: float = Field(
+        DEFAULT_MAX_RETENTION, ge=0.0, description="seconds that a block may be retained; longer durations are lowered"
     )
     runway: Runway = Field(
         "auto", description="auto: lease ahead of need; max: reserve each request's whole length up front"

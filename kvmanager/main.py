@@ -148,6 +148,8 @@ def _manager_config(settings: KvManagerSettings) -> ManagerConfig:
         eviction=settings.eviction_policy,
         backfill=settings.backfill,
         max_wait=settings.max_wait,
+        retention_share=settings.retention_share,
+        max_retention=settings.max_retention,
         max_workers=settings.max_workers,
         max_blocks_per_worker=settings.max_blocks_per_worker,
         max_blocks=settings.max_blocks,

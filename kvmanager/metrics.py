@@ -18,6 +18,7 @@ _STATES: Final = ("free", "leased", "in_use", "cached", "pinned")
 _TOTALS: Final = {
     "num_preemptions": "Sequences whose blocks were taken back.",
     "kv_evictions": "Cached blocks that were forgotten for others.",
+    "kv_retained_evictions": "Those of them that a request retained, because no others were left.",
     "admissions": "Sequences that were admitted.",
     "rejections": "Sequences that no pool of this size can hold.",
     "prefix_cache_queries": "Tokens of prompts that were looked up, in full blocks, once a request.",
@@ -30,6 +31,7 @@ _TOTALS: Final = {
 _FIELDS: Final = {
     "num_preemptions": "preemptions",
     "kv_evictions": "evictions",
+    "kv_retained_evictions": "retained_evictions",
     "prefix_cache_reset_blocks": "reset_blocks",
 }
 # The ledgers count blocks. vLLM's counters of these names, which dashboards read, count tokens.
@@ -104,16 +106,20 @@ def _pool_gauges(pools: dict[str, PoolCounts]) -> Iterator[Metric]:
     usage = GaugeMetricFamily(
         "quire:kv_cache_usage_perc", "Share of blocks in block tables or leased.", labels=("worker",)
     )
+    retained = GaugeMetricFamily(
+        "quire:kv_retained_blocks", "Cached blocks that a request retains: they leave last.", labels=("worker",)
+    )
     running = GaugeMetricFamily("quire:num_requests_running", "Sequences that hold a block table.", labels=("worker",))
     waiting = GaugeMetricFamily("quire:num_requests_waiting", "Sequences that wait.", labels=("worker", "reason"))
     for worker, pool in pools.items():
         for state in _STATES:
             blocks.add_metric((worker, state), getattr(pool, state))
         usage.add_metric((worker,), (pool.in_use + pool.leased + pool.pinned) / pool.num_blocks)
+        retained.add_metric((worker,), pool.retained)
         running.add_metric((worker,), pool.running)
         waiting.add_metric((worker, "capacity"), pool.capacity)
         waiting.add_metric((worker, "deferred"), pool.deferred)
-    yield from (blocks, usage, running, waiting)
+    yield from (blocks, usage, retained, running, waiting)
 
 
 def _value(totals: Totals, name: str, block_size: int) -> int:

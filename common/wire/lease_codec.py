@@ -22,6 +22,7 @@ from common.wire.identity_codec import (
     mismatches_from_proto,
     mismatches_to_proto,
 )
+from common.wire.retention_codec import blocks_from_proto, blocks_to_proto
 from quire.kvmanager.v1 import kvmanager_pb2
 
 INCARNATION_BYTES: Final = 16
@@ -84,6 +85,7 @@ def reserve_to_proto(reserve: Reserve) -> kvmanager_pb2.Reserve:
         tenant=reserve.tenant,
         weight=reserve.weight,
         computes_all=reserve.computes_all,
+        retention=blocks_to_proto(reserve.retention),
     )
 
 
@@ -101,6 +103,7 @@ def reserve_from_proto(message: kvmanager_pb2.Reserve) -> Reserve:
         tenant=message.tenant[:MAX_TENANT_CHARS],
         weight=valid_weight(message.weight),
         computes_all=message.computes_all,
+        retention=blocks_from_proto(message.retention) if message.retention else (),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from common.hashing import block_hash_of, next_digest
-from common.lease import Reserve
+from common.lease import Reserve, RetainedBlocks
 from common.types import BlockHash, BlockId, FinishReason, SequenceId, SequencePhase, Usage
 from gpuworker.core.draft_tally import DraftKind, DraftTallies, DraftTally, added, total
 from gpuworker.core.drafting import Drafter, NewDrafter, Outlook, Speculation
@@ -36,6 +36,7 @@ class NewSequence:
     weight: float = 1.0
     score_from: int = 0
     score_until: int = 0
+    retention: tuple[RetainedBlocks, ...] = ()
     speculation: Speculation | None = None
     """What the sequence drafts from; None where it may not draft."""
 
@@ -241,6 +242,7 @@ class Sequence:
             tenant=new.tenant,
             weight=new.weight,
             computes_all=self.computes_all,
+            retention=new.retention,
         )
 
     def usage(self) -> Usage:

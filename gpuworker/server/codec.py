@@ -7,6 +7,7 @@ from dataclasses import replace
 from common.types import Constraint, ConstraintKind, SamplingParams, SequenceId, ThoughtBudget
 from common.wire.lease_codec import valid_weight
 from common.wire.packing import unpack_u32
+from common.wire.retention_codec import tokens_from_proto
 from common.wire.sampling_codec import sampling_from_proto
 from common.wire.thought_codec import thought_from_proto
 from gpuworker.core.drafting import speculation_of
@@ -67,6 +68,7 @@ def engine_request(
         stop_token_ids=frozenset(sampling.stop_token_ids),
         ignore_eos=sampling.ignore_eos and sampling.constraint is None,  # a constraint lets a text end in its own time
     )
+    size = limits.identity.block_size
     new = NewSequence(
         sequence=sequence,
         request_id=message.request_id,
@@ -83,6 +85,7 @@ def engine_request(
         weight=valid_weight(message.weight),
         score_from=message.prompt_logprobs_before,
         score_until=0 if sampling.prompt_logprobs is None else prompt_tokens - 1,
+        retention=tuple(each.blocks(size) for each in tokens_from_proto(message.retention)) if message.retention else (),
         speculation=None if message.embeds else speculation_of(sampling, limits.prediction(message), before),
     )
     return EngineRequest(new, sampling, prompt_tokens, traced=bool(traceparent))

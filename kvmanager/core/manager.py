@@ -15,7 +15,15 @@ from common.errors import IdentityMismatch, NotFound
 from common.lease import Attach, AttachOk, AttachRejected, Inventory
 from common.types import PoolIdentity
 from kvmanager.core import epochs
-from kvmanager.core.config import DEFAULT_EVICTION, DEFAULT_MAX_WAIT, EvictionName, LedgerConfig, Runway
+from kvmanager.core.config import (
+    DEFAULT_EVICTION,
+    DEFAULT_MAX_RETENTION,
+    DEFAULT_MAX_WAIT,
+    DEFAULT_RETENTION_SHARE,
+    EvictionName,
+    LedgerConfig,
+    Runway,
+)
 from kvmanager.core.ledger import Ledger
 from kvmanager.core.policies import DEFAULT_POLICIES, LedgerPolicies
 
@@ -35,6 +43,8 @@ class ManagerConfig:
     eviction: EvictionName = DEFAULT_EVICTION
     backfill: bool = True
     max_wait: float = DEFAULT_MAX_WAIT
+    retention_share: float = DEFAULT_RETENTION_SHARE
+    max_retention: float = DEFAULT_MAX_RETENTION
     max_workers: int = 512
     max_blocks_per_worker: int = 1 << 20
     max_blocks: int = 1 << 23
@@ -136,6 +146,8 @@ class Manager:
             eviction=config.eviction,
             backfill=config.backfill,
             max_wait=config.max_wait,
+            retention_share=config.retention_share,
+            max_retention=config.max_retention,
         )
 
     def complete(self, registration: WorkerRegistration, inventory: Inventory) -> AttachOk:

@@ -9,6 +9,7 @@ from typing import Final, NoReturn, TypeVar
 
 from common.errors import FieldViolation, InvalidRequest, Unsupported
 from common.limits import MAX_CHAT_MESSAGES, MAX_TOOL_CALLS
+from router.anthropic.cache_control import Mark, marks_of
 from router.anthropic.types import Block, Content, MessageBody
 from router.core.tools import quoted
 from router.openai.types import CallBody, CalledFunction, Message
@@ -29,12 +30,13 @@ _BETWEEN_TURNS: Final = "\n\n"
 class Conversation:
     """The messages of a chat, and the place in the body that each comes from.
 
-    With `continued` the answer goes on with the last message.
+    `marked` are the marks `cache_control` of blocks, each with the number of messages up to the end of its turn. With `continued` the answer goes on with the last message.
     """
 
     messages: list[Message]
     places: list[str]
     continued: bool
+    marked: list[tuple[Mark, int]]
 
 
 def conversation(system: Content | None, messages: Sequence[MessageBody]) -> Conversation:
@@ -63,6 +65,7 @@ class _Turn:
     # Of the result of a tool.
     call_id: str | None = None
     name: str | None = None
+    marks: list[Mark] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
@@ -103,7 +106,9 @@ class _Writer:
             return
         role, within = self._last.role, "" if self._place == "system" else ".content"
         for number, block in enumerate(content):
-            self._block(block, role, f"{self._place}{within}[{number}]")
+            path = f"{self._place}{within}[{number}]"
+            self._block(block, role, path)
+            self._last.marks += marks_of(block, path)
 
     def written(self) -> Conversation:
         """Return the chat. Raises InvalidRequest for an end that nothing can answer."""
@@ -113,7 +118,8 @@ class _Writer:
         continued = bool(turns) and turns[-1].role == "assistant"
         if continued:
             _check_end(turns[-1])
-        return Conversation([turn.message() for turn in turns], [turn.place for turn in turns], continued)
+        marked = [(mark, count) for count, turn in enumerate(turns, start=1) for mark in turn.marks]
+        return Conversation([turn.message() for turn in turns], [turn.place for turn in turns], continued, marked)
 
     @property
     def _last(self) -> _Turn:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 from common.errors import FieldViolation, InvalidRequest, Unsupported
+from router.anthropic.cache_control import retention_of
 from router.anthropic.conversation import conversation
 from router.anthropic.types import CountRequest, MessagesRequest, OutputFormat, Thinking, ToolBody
 from router.core.tools import quoted
@@ -33,6 +34,7 @@ _NAMES: Final = FieldNames(
     (r"^response_format(\.json_schema)?", "output_config.format"),
     (r"^(tools\[\d+\]|tool_choice)\.function\b", r"\1"),
     (r"^(tools\[\d+\])\.parameters\b", r"\1.input_schema"),
+    (r"^cache_retention\b.*", "cache_control"),
     (r"^prompt\b", "messages"),
 )
 _MESSAGE: Final = re.compile(r"^messages\[(\d+)\]")
@@ -58,6 +60,7 @@ def asked(body: CountRequest, headers: Mapping[str, str]) -> Asked:
     chat = conversation(body.system, body.messages)
     fields: dict[str, Any] = {
         "messages": chat.messages,
+        "cache_retention": retention_of(body, chat.marked, len(chat.messages)),
         "continue_final_message": chat.continued or None,
         **_tools(body),
         **_thinking(body),

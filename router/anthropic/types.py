@@ -1,7 +1,7 @@
 """Bodies of Anthropic's Messages API.
 
 Ranges are checked in `requests/validate.py`, for every API. Unsupported fields that would change the answer are refused
-by name. Other unknown fields are ignored, `cache_control` among them: every prompt is cached anyway.
+by name. Other unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -17,6 +17,13 @@ from router.serving.numbers import Float32, Int32, Int64
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
 
+class CacheControl(BaseModel):
+    """Every prompt is cached anyway; a mark keeps the prompt up to it for longer than others."""
+
+    type: str = Field(..., description="ephemeral")
+    ttl: str = Field("5m", description="5m or 1h, from the end of the request on")
+
+
 class Block(BaseModel):
     """One block of a message; `type` says which of the other fields it has."""
 
@@ -28,6 +35,7 @@ class Block(BaseModel):
     input: dict[str, Any] | None = Field(None, description="the arguments of a tool_use")
     tool_use_id: str | None = Field(None, description="the tool_use that a tool_result answers")
     content: str | Annotated[list[Block], Field(fail_fast=True)] | None = Field(None, description="of a tool_result")
+    cache_control: CacheControl | None = None
     is_error: bool | None = Field(None, description="the tool failed; its result then begins with `Error: `")
 
 
@@ -62,6 +70,7 @@ class ToolBody(BaseModel):
     description: str | None = None
     input_schema: dict[str, Any] | None = Field(None, description="JSON schema of the tool's input")
     strict: bool | None = Field(None, description="the input matches the schema, by constraint")
+    cache_control: CacheControl | None = None
 
     @property
     def unsupported(self) -> list[str]:
@@ -115,6 +124,7 @@ class CountRequest(BaseModel):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    cache_control: CacheControl | None = Field(None, description="a mark at the last message")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="further variables of the chat template")
 
     @property

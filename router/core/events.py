@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from common.lease import RetainedTokens
 from common.types import FinishReason, MissReason, SamplingParams, TokenLogprobs, Usage
 from router.core.fair_queue import Flow
 from router.core.tenancy import ANYONE, Caller
@@ -49,6 +50,8 @@ class ValidatedRequest:
     embeds: bool = False
     # What the client expects as output; it changes how fast the output comes alone.
     prediction: tuple[int, ...] = ()
+    # Which of its blocks are to stay cached for longer than others, or not for as long.
+    retention: tuple[RetainedTokens, ...] = ()
 
     @property
     def tenant(self) -> str:

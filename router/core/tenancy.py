@@ -10,6 +10,7 @@ import ipaddress
 from dataclasses import dataclass, field
 
 from common.errors import Overloaded, PermissionDenied, QuotaViolation
+from common.lease import MAX_RETENTION_PRIORITY
 
 _MINUTE_S = 60.0
 # A place that another request of the tenant holds is free at an unknown time; clients try again after so many seconds.
@@ -42,6 +43,7 @@ class Tenant:
     name: str = ""
     weight: float = 1.0
     max_priority: int = 0
+    max_retention_priority: int = MAX_RETENTION_PRIORITY
     models: frozenset[str] | None = None
     admin: bool = False
     limits: TenantLimits = TenantLimits()

@@ -175,6 +175,8 @@ def _order(
         cache=pb.CacheOptions(salt=body.cache_salt or "", shared_domain=body.shared_domain or ""),
         traceparent=headers.get("traceparent", ""),
     )
+    if body.cache_retention is not None:
+        common.cache_retention.CopyFrom(body.cache_retention.message())
     for name in _OF_PROMPTS:
         if (value := getattr(body, name, None)) is not None:
             setattr(common, name, value)

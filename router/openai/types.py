@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from common import limits
 from router.openai import foreign_fields
+from router.openai.retention import CacheRetention
 from router.serving.numbers import Float32, Int32, Int64
 
 # Long lists report the first wrong entry alone. `bodies.py` bounds the values of a whole body.
@@ -115,6 +116,7 @@ class GenerationFields(BaseModel):
     priority: Int32 | None = Field(None, description="-100 to 100; higher is served first")
     cache_salt: str | None = Field(None, description="share cached prefixes only with requests of the same salt")
     shared_domain: str | None = Field(None, description="share cached prefixes with all users of an open domain")
+    cache_retention: CacheRetention | None = Field(None, description="how long blocks stay cached after the request")
     return_token_ids: bool | None = Field(None, description="give every choice its `token_ids`, and the prompt's")
 
     @property

@@ -31,6 +31,7 @@ from common.hashing import narrowed_domain
 from common.limits import MAX_RESUMES_A_TENANT, MAX_SEQUENCES
 from common.untrusted.ids import ID_WORDS, is_id
 from common.wire.packing import unpack_u32
+from common.wire.retention_codec import tokens_from_proto
 from quire.gpuworker.v1 import gpuworker_pb2 as worker_pb
 from quire.inference.v1 import inference_pb2 as pb
 from router.core.events import ValidatedRequest
@@ -241,6 +242,7 @@ def _validated(submit: worker_pb.Submit, first: Orphan, call: CallContext, now: 
         kept_special_tokens=continuation.kept_special_tokens,
         skip_special_tokens=continuation.skip_special_tokens,
         prediction=tuple(unpack_u32(submit.prediction_token_ids)),
+        retention=tokens_from_proto(submit.retention),
     )
 
 

@@ -306,6 +306,7 @@ def submission_of(run: RequestRun, prefix: Prefix, now: float, eos_token_ids: tu
         embeds=request.embeds,
         packed_tokens=little_endian_int32(prefix.tokens),
         prediction=request.prediction,
+        retention=request.retention,
         continuation=_continuation(request, now),
     )
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from common.errors import InvalidRequest, Unsupported
+from common.lease import RetainedTokens
 from common.limits import (
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
@@ -39,6 +40,7 @@ from router.core.context_length import beyond_context
 from router.core.events import ValidatedRequest
 from router.ports import CallContext, ConstraintCheck, TextCodec
 from router.requests.request_ids import AUTOMATIC_PREFIX
+from router.requests.retention import retained_tokens, wrong_retention
 from router.requests.thought_budget import wrong_thought
 from router.requests.violations import RANGES, Range, Report
 from router.text.checkpoint import Checkpoint
@@ -97,8 +99,10 @@ class Validator:
         bad_words = await self._bad_words(report, request)
         thought = await self._thought(report, request)
         prediction = await self._prediction(report, request)
+        report.holds(wrong_retention(request))
         if report.violations:
             raise InvalidRequest(*report.violations)
+        retention = await self._retention(request, prompt, call.caller.tenant.max_retention_priority)
         return ValidatedRequest(
             prompt=tuple(prompt),
             sampling=replace(_sampling(request.sampling, scalars, constraint, bad_words), thought=thought),
@@ -117,6 +121,7 @@ class Validator:
             skip_special_tokens=not request.HasField("skip_special_tokens") or request.skip_special_tokens,
             embeds=embeds,
             prediction=prediction,
+            retention=retention,
         )
 
     def check_token_ids(self, token_ids: Sequence[int]) -> None:
@@ -278,6 +283,14 @@ class Validator:
             return ()
         tokens = await self._codec.encode(inference_pb2.Prompt(text=text), False)
         return tuple(tokens[: self._context()])
+
+    async def _retention(
+        self, request: inference_pb2.GenerateRequest, prompt: Sequence[int], highest: int
+    ) -> tuple[RetainedTokens, ...]:
+        if not request.HasField("cache_retention") or request.cache.no_cache:
+            return ()
+        special = not request.HasField("add_special_tokens") or request.add_special_tokens
+        return await retained_tokens(request, prompt, highest, lambda each: self._codec.encode(each, special))
 
     def _closed(self, constraint: Constraint) -> Constraint:
         if self._open_schemas or constraint.kind is not ConstraintKind.JSON_SCHEMA:

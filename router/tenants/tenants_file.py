@@ -29,6 +29,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from pydantic_core import ErrorDetails
 
 from common.errors import FieldViolation, InvalidConfig
+from common.lease import MAX_RETENTION_PRIORITY
 from common.limits import MAX_TENANT_CHARS
 from common.settings.pydantic_words import expectation, mistake
 from router.core.tenancy import Tenant, TenantLimits
@@ -53,6 +54,7 @@ class TenantEntry(_Strict):
     keys: list[Annotated[str, AfterValidator(check_hash)]] = []
     weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
     max_priority: Annotated[int, Field(ge=-100, le=100)] = 0
+    max_retention_priority: Annotated[int, Field(ge=0, le=MAX_RETENTION_PRIORITY)] = MAX_RETENTION_PRIORITY
     models: list[str] | None = None
     admin: bool = False
     requests_per_minute: _Count | None = None
@@ -174,6 +176,7 @@ def _tenant(name: str, entry: TenantEntry, file: TenantsFile, server_key: bytes)
         name=name,
         weight=entry.weight,
         max_priority=entry.max_priority,
+        max_retention_priority=entry.max_retention_priority,
         models=None if entry.models is None else frozenset(entry.models),
         admin=entry.admin,
         limits=TenantLimits(entry.requests_per_minute, entry.tokens_per_minute, entry.streams, entry.sequences),

@@ -10,6 +10,7 @@ from google.rpc import status_pb2
 
 from common.errors import ProtocolViolation
 from common.hashing import little_endian_int32
+from common.lease import RetainedTokens
 from common.types import (
     BlockHash,
     FinishReason,
@@ -23,6 +24,7 @@ from common.wire.enum_codec import finish_from_proto, miss_from_proto
 from common.wire.identity_codec import identity_from_proto
 from common.wire.output_codec import logprobs_from_proto, usage_from_proto
 from common.wire.packing import pack_hashes, unpack_u32
+from common.wire.retention_codec import tokens_to_proto
 from common.wire.sampling_codec import sampling_to_proto
 from common.wire.thought_codec import thought_to_proto
 from quire.api.status import error_from_status
@@ -85,6 +87,7 @@ class Submission:
     packed_tokens: bytes = b""
     # What the client expects as output, from the beginning of all runs.
     prediction: tuple[int, ...] = ()
+    retention: tuple[RetainedTokens, ...] = ()
     # What another router needs to go on with the sequence; None where none may.
     continuation: Continuation | None = None
 
@@ -119,6 +122,7 @@ def submit_to_proto(submission: Submission, handle: int, fork_of: int | None = N
         embeds=submission.embeds,
         prediction_token_ids=little_endian_int32(submission.prediction),
         continuation=continuation_to_proto(submission.continuation),
+        retention=tokens_to_proto(submission.retention),
         **constrained,
     )
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from common import limits
+from router.openai.retention import CacheRetention
 from router.openai.types import Texts
 from router.serving.numbers import Float32, Int32, Int64
 
@@ -61,6 +62,7 @@ class ResponsesRequest(BaseModel):
     same: ClassVar[tuple[str, ...]] = (
         *("model", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty"),
         *("repetition_penalty", "min_tokens", "ignore_eos", "request_id", "priority", "cache_salt", "shared_domain"),
+        "cache_retention",
         *("parallel_tool_calls", "chat_template_kwargs", "thinking_token_budget"),
     )
 
@@ -99,6 +101,7 @@ class ResponsesRequest(BaseModel):
     priority: Int32 | None = Field(None, description="-100 to 100; higher is served first")
     cache_salt: str | None = Field(None, description="share cached prefixes only with requests of the same salt")
     shared_domain: str | None = Field(None, description="share cached prefixes with all users of an open domain")
+    cache_retention: CacheRetention | None = Field(None, description="how long blocks stay cached after the request")
     chat_template_kwargs: Json | None = Field(None, description="further variables of the chat template")
     thinking_token_budget: Int32 | None = Field(
         None, description="tokens of the thought at most; then it ends, and the answer follows; unset: no limit"

@@ -133,6 +133,7 @@ class Submit(_message.Message):
     THOUGHT_END_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     PREDICTION_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     CONTINUATION_FIELD_NUMBER: _builtins.int
+    RETENTION_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     request_id: _builtins.str
     index: _builtins.int
@@ -190,6 +191,10 @@ class Submit(_message.Message):
     def continuation(self) -> Global___Continuation:
         """Unset where no other router may go on with the sequence: then it ends with the stream of this one."""
 
+    @_builtins.property
+    def retention(self) -> _containers.RepeatedCompositeFieldContainer[Global___RetainedTokens]:
+        """How long the KV manager is to keep blocks of the sequence."""
+
     def __init__(
         self,
         *,
@@ -220,10 +225,11 @@ class Submit(_message.Message):
         thought_end_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         prediction_token_ids: _builtins.bytes = ...,
         continuation: Global___Continuation | None = ...,
+        retention: _abc.Iterable[Global___RetainedTokens] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_fork_of", b"_fork_of", "_timeout_seconds", b"_timeout_seconds", "constraint", b"constraint", "continuation", b"continuation", "fork_of", b"fork_of", "grammar", b"grammar", "json_schema", b"json_schema", "regex", b"regex", "sampling", b"sampling", "thought_budget", b"thought_budget", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fork_of", b"_fork_of", "_timeout_seconds", b"_timeout_seconds", "bad_words", b"bad_words", "block_hashes", b"block_hashes", "cache_domain", b"cache_domain", "constraint", b"constraint", "continuation", b"continuation", "embeds", b"embeds", "eos_token_ids", b"eos_token_ids", "fork_of", b"fork_of", "grammar", b"grammar", "handle", b"handle", "index", b"index", "json_schema", b"json_schema", "no_cache", b"no_cache", "output_tokens_before", b"output_tokens_before", "parent_digest", b"parent_digest", "prediction_token_ids", b"prediction_token_ids", "priority", b"priority", "prompt_logprobs_before", b"prompt_logprobs_before", "prompt_token_ids", b"prompt_token_ids", "regex", b"regex", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "thought_budget", b"thought_budget", "thought_end_token_ids", b"thought_end_token_ids", "timeout_seconds", b"timeout_seconds", "traceparent", b"traceparent", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fork_of", b"_fork_of", "_timeout_seconds", b"_timeout_seconds", "bad_words", b"bad_words", "block_hashes", b"block_hashes", "cache_domain", b"cache_domain", "constraint", b"constraint", "continuation", b"continuation", "embeds", b"embeds", "eos_token_ids", b"eos_token_ids", "fork_of", b"fork_of", "grammar", b"grammar", "handle", b"handle", "index", b"index", "json_schema", b"json_schema", "no_cache", b"no_cache", "output_tokens_before", b"output_tokens_before", "parent_digest", b"parent_digest", "prediction_token_ids", b"prediction_token_ids", "priority", b"priority", "prompt_logprobs_before", b"prompt_logprobs_before", "prompt_token_ids", b"prompt_token_ids", "regex", b"regex", "request_id", b"request_id", "retention", b"retention", "sampling", b"sampling", "tenant", b"tenant", "thought_budget", b"thought_budget", "thought_end_token_ids", b"thought_end_token_ids", "timeout_seconds", b"timeout_seconds", "traceparent", b"traceparent", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__fork_of: _TypeAlias = _typing.Literal["fork_of"]  # noqa: Y015
     _WhichOneofArgType__fork_of: _TypeAlias = _typing.Literal["_fork_of", b"_fork_of"]  # noqa: Y015
@@ -239,6 +245,38 @@ class Submit(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_constraint) -> _WhichOneofReturnType_constraint | None: ...
 
 Global___Submit: _TypeAlias = Submit  # noqa: Y015
+
+@_typing.final
+class RetainedTokens(_message.Message):
+    """The full blocks before token `end` (0: all, those of the output included), from the one with token `start` on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    start: _builtins.int
+    end: _builtins.int
+    priority: _builtins.int
+    """0 to 100; 35 is that of all others."""
+    seconds: _builtins.float
+    """From the release of the blocks."""
+    def __init__(
+        self,
+        *,
+        start: _builtins.int = ...,
+        end: _builtins.int = ...,
+        priority: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "priority", b"priority", "seconds", b"seconds", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RetainedTokens: _TypeAlias = RetainedTokens  # noqa: Y015
 
 @_typing.final
 class Continuation(_message.Message):

@@ -39,6 +39,7 @@ class GenerateRequest(_message.Message):
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     THOUGHT_BUDGET_FIELD_NUMBER: _builtins.int
     PREDICTION_FIELD_NUMBER: _builtins.int
+    CACHE_RETENTION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Set by the client to be able to resume; otherwise the router makes one, which begins with `quire-`. A client's own id
     has 1 to 128 printable ASCII characters and does not begin so. ALREADY_EXISTS if a request of the client has it.
@@ -89,6 +90,10 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def thought_budget(self) -> _types_pb2.ThoughtBudget: ...
+    @_builtins.property
+    def cache_retention(self) -> Global___CacheRetention:
+        """How long the KV manager is to keep the blocks of this request once it has ended."""
+
     def __init__(
         self,
         *,
@@ -108,10 +113,11 @@ class GenerateRequest(_message.Message):
         truncate_prompt_tokens: _builtins.int | None = ...,
         thought_budget: _types_pb2.ThoughtBudget | None = ...,
         prediction: _builtins.str = ...,
+        cache_retention: Global___CacheRetention | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_skip_special_tokens", b"_skip_special_tokens", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "add_special_tokens", b"add_special_tokens", "cache", b"cache", "constraint", b"constraint", "grammar", b"grammar", "input", b"input", "json_schema", b"json_schema", "prompt", b"prompt", "regex", b"regex", "resume", b"resume", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "thought_budget", b"thought_budget", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_skip_special_tokens", b"_skip_special_tokens", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "add_special_tokens", b"add_special_tokens", "cache", b"cache", "cache_retention", b"cache_retention", "constraint", b"constraint", "grammar", b"grammar", "input", b"input", "json_schema", b"json_schema", "prompt", b"prompt", "regex", b"regex", "resume", b"resume", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "thought_budget", b"thought_budget", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_skip_special_tokens", b"_skip_special_tokens", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "add_special_tokens", b"add_special_tokens", "cache", b"cache", "constraint", b"constraint", "grammar", b"grammar", "input", b"input", "json_schema", b"json_schema", "kept_special_tokens", b"kept_special_tokens", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "regex", b"regex", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "thought_budget", b"thought_budget", "traceparent", b"traceparent", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_skip_special_tokens", b"_skip_special_tokens", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "add_special_tokens", b"add_special_tokens", "cache", b"cache", "cache_retention", b"cache_retention", "constraint", b"constraint", "grammar", b"grammar", "input", b"input", "json_schema", b"json_schema", "kept_special_tokens", b"kept_special_tokens", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "regex", b"regex", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "thought_budget", b"thought_budget", "traceparent", b"traceparent", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
@@ -377,6 +383,114 @@ class CacheOptions(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CacheOptions: _TypeAlias = CacheOptions  # noqa: Y015
+
+@_typing.final
+class CacheRetention(_message.Message):
+    """Cached blocks of a priority above 35, that of all others, are evicted after these, the lowest priority first; blocks
+    of a priority below 35 that this request computes are evicted before the others. So it is for the duration, in
+    seconds from the release of the blocks; after that, they are as all others. Retained blocks are never a reason to
+    refuse or to preempt a request: they go when no others are left. Where several priorities are given for a block,
+    each counts for its time, and of these the highest.
+
+    Priorities are 0 to 100, lowered to the tenant's maximum. Durations are more than 0, and lowered to the manager's
+    --max-retention (an hour); unset is as long as that. A tenant retains at most a share of a worker's blocks
+    (--retention-share).
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    DURATION_FIELD_NUMBER: _builtins.int
+    RANGES_FIELD_NUMBER: _builtins.int
+    DECODE_PRIORITY_FIELD_NUMBER: _builtins.int
+    DECODE_DURATION_FIELD_NUMBER: _builtins.int
+    priority: _builtins.int
+    """Of all blocks of the prompt and the output."""
+    duration: _builtins.float
+    decode_priority: _builtins.int
+    """Of the blocks with the output."""
+    decode_duration: _builtins.float
+    @_builtins.property
+    def ranges(self) -> _containers.RepeatedCompositeFieldContainer[Global___RetentionRange]:
+        """Of parts of the prompt. At most 16."""
+
+    def __init__(
+        self,
+        *,
+        priority: _builtins.int | None = ...,
+        duration: _builtins.float | None = ...,
+        ranges: _abc.Iterable[Global___RetentionRange] | None = ...,
+        decode_priority: _builtins.int | None = ...,
+        decode_duration: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_decode_duration", b"_decode_duration", "_decode_priority", b"_decode_priority", "_duration", b"_duration", "_priority", b"_priority", "decode_duration", b"decode_duration", "decode_priority", b"decode_priority", "duration", b"duration", "priority", b"priority"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decode_duration", b"_decode_duration", "_decode_priority", b"_decode_priority", "_duration", b"_duration", "_priority", b"_priority", "decode_duration", b"decode_duration", "decode_priority", b"decode_priority", "duration", b"duration", "priority", b"priority", "ranges", b"ranges"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__decode_duration: _TypeAlias = _typing.Literal["decode_duration"]  # noqa: Y015
+    _WhichOneofArgType__decode_duration: _TypeAlias = _typing.Literal["_decode_duration", b"_decode_duration"]  # noqa: Y015
+    _WhichOneofReturnType__decode_priority: _TypeAlias = _typing.Literal["decode_priority"]  # noqa: Y015
+    _WhichOneofArgType__decode_priority: _TypeAlias = _typing.Literal["_decode_priority", b"_decode_priority"]  # noqa: Y015
+    _WhichOneofReturnType__duration: _TypeAlias = _typing.Literal["duration"]  # noqa: Y015
+    _WhichOneofArgType__duration: _TypeAlias = _typing.Literal["_duration", b"_duration"]  # noqa: Y015
+    _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
+    _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__decode_duration) -> _WhichOneofReturnType__decode_duration | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__decode_priority) -> _WhichOneofReturnType__decode_priority | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__duration) -> _WhichOneofReturnType__duration | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
+
+Global___CacheRetention: _TypeAlias = CacheRetention  # noqa: Y015
+
+@_typing.final
+class RetentionRange(_message.Message):
+    """A part of the prompt; its full blocks count, and the blocks before it, without which they are of no use."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    MESSAGES_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    DURATION_FIELD_NUMBER: _builtins.int
+    start: _builtins.int
+    """Tokens, from `start` on and before `end`; unset: to the end of the prompt."""
+    end: _builtins.int
+    messages: _builtins.int
+    """In place of start and end, of a chat: its tools and so many of its messages. At most four ranges have it."""
+    priority: _builtins.int
+    duration: _builtins.float
+    def __init__(
+        self,
+        *,
+        start: _builtins.int = ...,
+        end: _builtins.int | None = ...,
+        messages: _builtins.int | None = ...,
+        priority: _builtins.int = ...,
+        duration: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_duration", b"_duration", "_end", b"_end", "_messages", b"_messages", "duration", b"duration", "end", b"end", "messages", b"messages"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_duration", b"_duration", "_end", b"_end", "_messages", b"_messages", "duration", b"duration", "end", b"end", "messages", b"messages", "priority", b"priority", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__duration: _TypeAlias = _typing.Literal["duration"]  # noqa: Y015
+    _WhichOneofArgType__duration: _TypeAlias = _typing.Literal["_duration", b"_duration"]  # noqa: Y015
+    _WhichOneofReturnType__end: _TypeAlias = _typing.Literal["end"]  # noqa: Y015
+    _WhichOneofArgType__end: _TypeAlias = _typing.Literal["_end", b"_end"]  # noqa: Y015
+    _WhichOneofReturnType__messages: _TypeAlias = _typing.Literal["messages"]  # noqa: Y015
+    _WhichOneofArgType__messages: _TypeAlias = _typing.Literal["_messages", b"_messages"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__duration) -> _WhichOneofReturnType__duration | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__end) -> _WhichOneofReturnType__end | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__messages) -> _WhichOneofReturnType__messages | None: ...
+
+Global___RetentionRange: _TypeAlias = RetentionRange  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):

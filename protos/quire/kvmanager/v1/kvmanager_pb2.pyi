@@ -311,6 +311,7 @@ class Reserve(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     WEIGHT_FIELD_NUMBER: _builtins.int
     COMPUTES_ALL_FIELD_NUMBER: _builtins.int
+    RETENTION_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     num_tokens: _builtins.int
     max_len: _builtins.int
@@ -326,6 +327,10 @@ class Reserve(_message.Message):
     weight: _builtins.float
     computes_all: _builtins.bool
     """The sequence computes all its tokens: it takes no hit, and shares a block only once that is sealed."""
+    @_builtins.property
+    def retention(self) -> _containers.RepeatedCompositeFieldContainer[Global___RetainedBlocks]:
+        """How long the prefix cache keeps blocks of the sequence."""
+
     def __init__(
         self,
         *,
@@ -340,16 +345,49 @@ class Reserve(_message.Message):
         tenant: _builtins.str = ...,
         weight: _builtins.float = ...,
         computes_all: _builtins.bool = ...,
+        retention: _abc.Iterable[Global___RetainedBlocks] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_fork_of", b"_fork_of", "fork_of", b"fork_of"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fork_of", b"_fork_of", "block_hashes", b"block_hashes", "computes_all", b"computes_all", "fork_of", b"fork_of", "max_len", b"max_len", "num_tokens", b"num_tokens", "priority", b"priority", "request_id", b"request_id", "sequence", b"sequence", "tenant", b"tenant", "traceparent", b"traceparent", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fork_of", b"_fork_of", "block_hashes", b"block_hashes", "computes_all", b"computes_all", "fork_of", b"fork_of", "max_len", b"max_len", "num_tokens", b"num_tokens", "priority", b"priority", "request_id", b"request_id", "retention", b"retention", "sequence", b"sequence", "tenant", b"tenant", "traceparent", b"traceparent", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__fork_of: _TypeAlias = _typing.Literal["fork_of"]  # noqa: Y015
     _WhichOneofArgType__fork_of: _TypeAlias = _typing.Literal["_fork_of", b"_fork_of"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__fork_of) -> _WhichOneofReturnType__fork_of | None: ...
 
 Global___Reserve: _TypeAlias = Reserve  # noqa: Y015
+
+@_typing.final
+class RetainedBlocks(_message.Message):
+    """The blocks from `first` on and before `end` of a block table (0: all that follow)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    first: _builtins.int
+    end: _builtins.int
+    priority: _builtins.int
+    """0 to 100; 35 is that of all others."""
+    seconds: _builtins.float
+    """From the release of the blocks."""
+    def __init__(
+        self,
+        *,
+        first: _builtins.int = ...,
+        end: _builtins.int = ...,
+        priority: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "first", b"first", "priority", b"priority", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RetainedBlocks: _TypeAlias = RetainedBlocks  # noqa: Y015
 
 @_typing.final
 class Report(_message.Message):
@@ -882,6 +920,8 @@ class Pool(_message.Message):
     PREFIX_QUERY_BLOCKS_FIELD_NUMBER: _builtins.int
     PREFIX_HIT_BLOCKS_FIELD_NUMBER: _builtins.int
     MISSES_BY_REASON_FIELD_NUMBER: _builtins.int
+    RETAINED_FIELD_NUMBER: _builtins.int
+    RETAINED_EVICTIONS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     num_blocks: _builtins.int
     free: _builtins.int
@@ -897,6 +937,9 @@ class Pool(_message.Message):
     prefix_query_blocks: _builtins.int
     """Prefix statistics count once a request, at admission, in blocks."""
     prefix_hit_blocks: _builtins.int
+    retained: _builtins.int
+    """Those of the cached blocks that a request retains, and those that were evicted nevertheless."""
+    retained_evictions: _builtins.int
     @_builtins.property
     def misses_by_reason(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
     def __init__(
@@ -917,10 +960,12 @@ class Pool(_message.Message):
         prefix_query_blocks: _builtins.int = ...,
         prefix_hit_blocks: _builtins.int = ...,
         misses_by_reason: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        retained: _builtins.int = ...,
+        retained_evictions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "evictions", b"evictions", "free", b"free", "in_use", b"in_use", "lease_target", b"lease_target", "leased", b"leased", "misses_by_reason", b"misses_by_reason", "num_blocks", b"num_blocks", "pinned", b"pinned", "preemptions", b"preemptions", "prefix_hit_blocks", b"prefix_hit_blocks", "prefix_query_blocks", b"prefix_query_blocks", "running", b"running", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "evictions", b"evictions", "free", b"free", "in_use", b"in_use", "lease_target", b"lease_target", "leased", b"leased", "misses_by_reason", b"misses_by_reason", "num_blocks", b"num_blocks", "pinned", b"pinned", "preemptions", b"preemptions", "prefix_hit_blocks", b"prefix_hit_blocks", "prefix_query_blocks", b"prefix_query_blocks", "retained", b"retained", "retained_evictions", b"retained_evictions", "running", b"running", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
