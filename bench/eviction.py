@@ -16,10 +16,10 @@ from typing import Final, get_args
 
 from bench.cache_replay.clairvoyant import Clairvoyant, next_uses
 from bench.cache_replay.replay import Replayed, pool_of, replay
-from bench.cache_replay.workloads import WORKLOADS, CacheRequest, working_set
+from bench.cache_replay.workloads import WORKLOADS, CacheRequest, agents_and_scans, working_set
 from bench.lib.harness import parser, progress, report
 from common.types import BlockHash
-from kvmanager.core.config import DEFAULT_EVICTION, EvictionName
+from kvmanager.core.config import DEFAULT_EVICTION, DEFAULT_RETENTION_SHARE, EvictionName
 
 PARTS: Final = (0.05, 0.2, 0.5)
 POLICIES: Final[tuple[EvictionName, ...]] = tuple(get_args(EvictionName))
@@ -78,6 +78,23 @@ def figures_of(cells: Sequence[Cell], policy: str) -> dict[str, float]:
     }
 
 
+def retention(requests: Sequence[CacheRequest]) -> dict[str, float]:
+    """Return hit rates, means of the pools: without retention, and with it at the default share.
+
+    `agents` are the requests that ask for it, `all` are those with the scans.
+    """
+    largest = max(len(each.prompt) + len(each.output) for each in requests)
+    whole, found = working_set(requests), dict[str, float]()
+    for policy in POLICIES:
+        for share, words in ((0.0, "plain"), (DEFAULT_RETENTION_SHARE, "retained")):
+            runs = [replay(pool_of(max(largest, round(part * whole)), policy, share), requests) for part in PARTS]
+            agents = statistics.fmean(run.found_retained / run.asked_retained for run in runs)
+            found[f"agents_hits_{policy}_{words}"] = agents
+            found[f"all_hits_{policy}_{words}"] = statistics.fmean(run.hit_rate for run in runs)
+            progress(f"agents and scans, {policy}, {words}: {agents:.3f} of the agents' blocks", end=True)
+    return found
+
+
 def costs(cells: Sequence[Cell]) -> dict[str, float]:
     """Return the nanoseconds of a block by policy: its look-up, reference, eviction, seal and release together."""
     found = {}
@@ -102,11 +119,13 @@ def main() -> None:
     for policy in POLICIES[1:]:
         if policy != DEFAULT_EVICTION:
             figures |= {f"{key}_{policy}": value for key, value in figures_of(cells, policy).items()}
+    figures |= retention(agents_and_scans(args.seeds[0], args.requests))
     figures |= costs(cells)
     notes = {
         "share_of_belady_gain": f"{DEFAULT_EVICTION}: (policy - LRU) / (limit - LRU), mean of workloads and pools",
         "workloads_beating_lru": f"of {len(WORKLOADS)}, mean of its pools",
         "least_hits_over_lru": "hits of the policy over those of LRU, in the worst workload and pool",
+        f"agents_hits_{DEFAULT_EVICTION}_retained": "of agents among scans, which retain their blocks for 300 s",
         f"ns_per_block_{POLICIES[0]}": "look-up, reference, eviction, seal and release of a block, CPU time",
     }
     report("eviction", figures, notes, args.json)

@@ -60,6 +60,8 @@ def blocks_needed(num_tokens: int, max_len: int, block_size: int, window: int = 
 DEFAULT_RETENTION_PRIORITY: Final = 35
 """The priority of cached blocks of which no request said anything, as TensorRT-LLM has it."""
 MAX_RETENTION_PRIORITY: Final = 100
+RETENTION_REASON: Final = "retention of the first evicted block: "
+"""Begins the reason of a grant that says what had become of the retention of a block that was missing."""
 LAST_BLOCK: Final = (1 << 31) - 1
 """The end of a range without an end."""
 

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 
 from bench.cache_replay.workloads import BLOCK_SIZE, CacheRequest
 from common.clock import ManualClock
-from common.types import BlockHash
+from common.lease import Reserve
+from common.types import BlockHash, BlockId, SequenceId
 from kvmanager.core.block import ROOT
 from kvmanager.core.block_granter import BlockGranter
 from kvmanager.core.config import EvictionName, LedgerConfig
 from kvmanager.core.ledger_state import LedgerState
+from kvmanager.core.sequence import Sequence
 
 
 @dataclass(slots=True)
@@ -24,6 +26,9 @@ class Replayed:
     asked: int = 0
     found: int = 0
     computed: int = 0
+    # Of the requests that ask for retention, whether they get it or not.
+    asked_retained: int = 0
+    found_retained: int = 0
     seconds: float = 0.0
 
     @property
@@ -35,10 +40,10 @@ class Replayed:
         return self.found / self.asked
 
 
-def pool_of(num_blocks: int, policy: EvictionName = "lru") -> LedgerState:
+def pool_of(num_blocks: int, policy: EvictionName = "lru", retention_share: float = 0.0) -> LedgerState:
     """Return the state of a ledger without a block in use."""
     numbers = itertools.count(1)
-    config = LedgerConfig(num_blocks, BLOCK_SIZE, eviction=policy)
+    config = LedgerConfig(num_blocks, BLOCK_SIZE, eviction=policy, retention_share=retention_share)
     return LedgerState(config, ManualClock(), lambda: f"d{next(numbers)}")
 
 
@@ -57,7 +62,24 @@ def replay(
     return result
 
 
+def _count_retained(state: LedgerState, request: CacheRequest, result: Replayed) -> None:
+    result.asked_retained += len(request.prompt)
+    result.found_retained += len(state.cache.longest(request.prompt, len(request.prompt)))
+
+
+def _retain(state: LedgerState, request: CacheRequest, table: list[BlockId], hits: int) -> None:
+    """Mark the blocks of a request at its time; with a share of 0 the ledger marks none."""
+    assert isinstance(state.clock, ManualClock)
+    state.clock.now = max(state.clock.now, request.at)
+    tokens = len(table) * BLOCK_SIZE
+    sequence = Sequence(Reserve(SequenceId(0), tokens, tokens, retention=request.retention), 0, BLOCK_SIZE, 0.0)
+    sequence.block_table, sequence.n_shared = table, hits
+    state.retention.mark(sequence)
+
+
 def _serve(state: LedgerState, granter: BlockGranter, request: CacheRequest, result: Replayed) -> None:
+    if request.retention:
+        _count_retained(state, request, result)
     pool, cache, prompt = state.block_pool, state.cache, request.prompt
     hits = cache.longest(prompt, len(prompt))
     table = list(hits)
@@ -73,6 +95,8 @@ def _serve(state: LedgerState, granter: BlockGranter, request: CacheRequest, res
         state.publish(block, content[index], parent)
         table.append(block)
         parent = content[index]
+    if request.retention:
+        _retain(state, request, table, len(hits))
     for block in reversed(table):
         state.release(block)
     result.asked += len(prompt)

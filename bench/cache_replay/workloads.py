@@ -19,15 +19,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from common.lease import LAST_BLOCK, RetainedBlocks
 from common.types import BlockHash
 
 
 @dataclass(frozen=True, slots=True)
 class CacheRequest:
-    """One request: the hashes of its prompt's full blocks, and those of the blocks that its output fills."""
+    """One request: the hashes of its prompt's full blocks, and those of the blocks that its output fills.
+
+    `at` is in seconds, for requests with `retention`.
+    """
 
     prompt: tuple[BlockHash, ...]
     output: tuple[BlockHash, ...]
+    at: float = 0.0
+    retention: tuple[RetainedBlocks, ...] = ()
 
 
 BLOCK_SIZE: Final = 64
@@ -175,6 +181,36 @@ def agents(seed: int, requests: int) -> list[CacheRequest]:
             now += 3.0 + (_seconds(rng, 180.0, 0.8) if waits else _seconds(rng, 5.0, 1.0))
 
     return _merged(task, _arrivals(rng, 1.3), requests)
+
+
+def agents_and_scans(seed: int, requests: int) -> list[CacheRequest]:
+    """Tasks that wait for slow tools and say so by retention, among jobs that read document after document once.
+
+    A step of a task is retained for five minutes, as `cache_control` has it.
+    """
+    rng, hashes = random.Random(f"agents_and_scans {seed}"), _Hashes()
+    kinds = _Popular(rng, 12, 0.8, 400, lambda: hashes.take(_blocks(rng, 2000, 0.5, 640, 6400)))
+    asks = (RetainedBlocks(0, LAST_BLOCK, 60, 300.0),)
+
+    def task(begin: float) -> Iterator[Timed]:
+        shared: tuple[BlockHash, ...] = kinds.draw()  # type: ignore[assignment]
+        history, now = shared + hashes.take(_blocks(rng, 192, 1.0, 16, 3200)), begin
+        for _ in range(rng.choice((3, 8, 20))):
+            call = hashes.take(_blocks(rng, 96, 0.8, 16, 960))
+            yield now, CacheRequest(history, call, now, asks)
+            history += call + hashes.take(_blocks(rng, 192, 1.3, 16, 4800))
+            now += 3.0 + _seconds(rng, 40.0, 1.0)
+
+    def scan(begin: float) -> Iterator[Timed]:
+        for number in range(60):
+            text = hashes.take(_blocks(rng, 4800, 0.7, 1600, 32000))
+            at = begin + 2.0 * number
+            yield at, CacheRequest(text, hashes.take(_blocks(rng, 160, 0.6, 16, 960)), at)
+
+    def either(begin: float) -> Iterator[Timed]:
+        return scan(begin) if rng.random() < 0.15 else task(begin)
+
+    return _merged(either, _arrivals(rng, 4.0), requests)
 
 
 WORKLOADS: dict[str, Callable[[int, int], list[CacheRequest]]] = {

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
-from common.lease import Admit, Copy
+from common.lease import RETENTION_REASON, Admit, Copy
 from common.types import BlockHash, BlockId, DecisionKind, MissReason, SequencePhase
 from kvmanager.core import backfill, fork
 from kvmanager.core.backfill import Reservation
 from kvmanager.core.block import BlockState
-from kvmanager.core.evictor import RETENTION_WORDS, Evictor
+from kvmanager.core.evictor import Evictor
 from kvmanager.core.ledger_state import LedgerState
 from kvmanager.core.prefix_cache import PrefixMatch
 from kvmanager.core.remembered_match import RememberedMatch
@@ -324,7 +324,7 @@ def _record_grant(state: LedgerState, sequence: Sequence, plan: GrantPlan, evict
     if match.miss_reason is MissReason.DIVERGED_AT:
         reasons.append(f"never seen from block {match.diverged_at} on")
     if match.retention:
-        reasons.append(f"{RETENTION_WORDS}{match.retention}")
+        reasons.append(f"{RETENTION_REASON}{match.retention}")
     if sequence.computes_all:
         reasons.append("computes all its tokens, for their log-probabilities")
     if sequence.recompute:

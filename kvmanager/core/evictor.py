@@ -11,8 +11,6 @@ from kvmanager.core.sequence import Sequence
 
 _NAMED: Final = 8
 """Evicted blocks that a record lists at most; its figures have the total number."""
-RETENTION_WORDS: Final = "retention of the first evicted block: "
-"""Begins the reason of a grant that says why a retained block was not there any more."""
 
 
 class Evictor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from common.lease import RETENTION_REASON
 from router.core.diagnosis.causes import Cause, advice_for
 from router.core.diagnosis.outcome import Outcome
 from router.core.diagnosis.story import Option, Placement, Story
@@ -84,7 +85,7 @@ def _words(cause: Cause, story: Story, outcome: Outcome) -> str:
         promised = count(placement.chosen.hit_blocks * outcome.block_size, "token")
         return f"{placement.worker} was expected to hold {promised} and did not, because the index was stale"
     if cause is Cause.EVICTED:
-        return f"{outcome.worker} had more of it, and evicted that{_evicted_for(story)}"
+        return f"{outcome.worker} had more of it, and evicted that{_evicted_for(story)}{_retention(story)}"
     return _plain_words(cause, outcome)
 
 
@@ -126,6 +127,13 @@ def _evicted_for(story: Story) -> str:
         return "; for whom is not known"
     name = story.grants[0].evicted_for
     return f" to make room for {name}" if name else " to lease blocks ahead of need"
+
+
+def _retention(story: Story) -> str:
+    """Return what had become of the retention of the first block that was evicted; "" if it had none."""
+    reasons = story.grants[0].reasons if story.grants else ()
+    found = (each.removeprefix(RETENTION_REASON) for each in reasons if each.startswith(RETENTION_REASON))
+    return "".join(f" ({each})" for each in found)
 
 
 def _evidence(story: Story, outcome: Outcome) -> tuple[str, ...]:

@@ -9,9 +9,12 @@ import pytest
 
 from common.errors import InvalidRequest, ProtocolViolation
 from common.hashing import block_digests, block_hash_of, little_endian_int32, root_digest
+from common.lease import LAST_BLOCK, RetainedBlocks
 from common.types import Constraint, ConstraintKind, KvGeometry, PoolIdentity, SamplingParams, SequenceId
+from common.wire.retention_codec import MOST_RANGES
 from common.wire.sampling_codec import sampling_to_proto
 from gpuworker.core.drafting import Speculation
+from gpuworker.core.sequence import Sequence
 from gpuworker.engine.ports import EngineLoad, EngineRequest
 from gpuworker.server.codec import engine_request, fold_seed, load_message, sampling_params
 from gpuworker.server.submit_check import SubmitLimits
@@ -53,6 +56,22 @@ def test_a_submit_becomes_a_sequence_with_its_chain() -> None:
     assert (new.max_len, new.priority, new.fork_of, new.traceparent) == (18, -5, 1, "t")
     assert (new.stop.max_tokens, new.stop.eos_ids) == (8, frozenset({2, 5}))
     assert (request.prompt_tokens, request.traced) == (10, True)
+
+
+def test_retained_tokens_become_blocks_in_the_reservation() -> None:
+    """Blocks have four tokens: of the first nine tokens two blocks are full, and the tenth stands in the third block."""
+    retention = [
+        pb.RetainedTokens(start=0, end=9, priority=80, seconds=60.0),
+        pb.RetainedTokens(start=10, priority=50, seconds=5.0),
+        pb.RetainedTokens(start=5, end=5, priority=80, seconds=60.0),
+        pb.RetainedTokens(priority=101, seconds=60.0),
+        pb.RetainedTokens(priority=80, seconds=float("inf")),
+    ]
+    new = convert(submit(retention=retention)).new
+    assert new.retention == (RetainedBlocks(0, 2, 80, 60.0), RetainedBlocks(2, LAST_BLOCK, 50, 5.0))
+    assert Sequence(new, 0, hashed=True).reserve().retention == new.retention
+    many = [pb.RetainedTokens(priority=80, seconds=1.0)] * 1000
+    assert len(convert(submit(retention=many)).new.retention) == MOST_RANGES
 
 
 def test_a_scalar_that_the_router_left_unset_is_off_and_not_zero() -> None:

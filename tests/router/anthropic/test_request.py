@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from common.errors import FieldViolation, InvalidRequest, Unsupported
+from router.anthropic.cache_control import PRIORITY
 from router.anthropic.request import Asked, asked
 from router.anthropic.types import CountRequest, MessagesRequest
 from router.core.dialects.grammar import ToolChoice
@@ -74,6 +75,66 @@ def test_the_budget_of_a_thought_is_that_of_the_chat() -> None:
     assert made(thinking={"type": "enabled", "budget_tokens": 70}, max_tokens=100).order.thinking_budget == 70
     assert made(thinking={"type": "adaptive"}).order.thinking_budget is None
     assert made().order.thinking_budget is None
+
+
+def test_marks_retain_the_prompt_up_to_their_items() -> None:
+    """The tool is before the first message, the system prompt the first one; the result of a tool is a turn."""
+    marked = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    given = asked(
+        MessagesRequest.model_validate(
+            {
+                "max_tokens": 10,
+                "tools": [ADD],
+                "system": [{"type": "text", "text": "Be brief."}, {"type": "text", "text": "Be kind.", **marked}],
+                "messages": [
+                    *HI,
+                    {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "add", "input": {}}]},
+                    {
+                        "role": "user",
+                        "content": [
+                            {
+                                "type": "tool_result",
+                                "tool_use_id": "1",
+                                "content": [{"type": "text", "text": "3", **marked}],
+                            },
+                            {"type": "text", "text": "Go on."},
+                        ],
+                    },
+                ],
+                "cache_control": {"type": "ephemeral", "ttl": "5m"},
+            }
+        ),
+        {},
+    )
+    ranges = given.order.common.cache_retention.ranges
+    assert [(each.messages, each.duration, each.priority) for each in ranges] == [
+        (0, 300.0, PRIORITY), (1, 3600.0, PRIORITY), (4, 3600.0, PRIORITY), (5, 300.0, PRIORITY),
+    ]  # fmt: skip
+    assert not asked(MessagesRequest.model_validate({"max_tokens": 10, "messages": HI}), {}).order.common.HasField(
+        "cache_retention"
+    )
+
+
+@pytest.mark.parametrize(
+    ("control", "field", "what"),
+    [
+        ({"type": "lasting"}, "cache_control.type", "is 'lasting'; expected ephemeral"),
+        ({"type": "ephemeral", "ttl": "2h"}, "cache_control.ttl", "is '2h'; expected 5m or 1h"),
+    ],
+)
+def test_a_wrong_mark_is_named(control: dict[str, str], field: str, what: str) -> None:
+    block = {"type": "text", "text": "Hi", "cache_control": control}
+    with pytest.raises(InvalidRequest) as caught:
+        made(messages=[{"role": "user", "content": [block]}], cache_control=None)
+    assert caught.value.violations == (FieldViolation(f"messages[0].content[0].{field}", what),)
+
+
+def test_a_body_has_four_marks_at_most() -> None:
+    block = {"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}
+    with pytest.raises(InvalidRequest) as caught:
+        made(messages=[{"role": "user", "content": [block] * 5}])
+    what = "is one mark too many; expected at most 4 in a body"
+    assert caught.value.violations == (FieldViolation("messages[0].content[4].cache_control", what),)
 
 
 def test_thoughts_can_be_left_out() -> None:

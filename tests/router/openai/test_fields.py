@@ -9,6 +9,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from common.lease import RetainedTokens
 from common.types import Constraint, ConstraintKind
 from router.openai.foreign_fields import REFUSED
 from tests.support.router.fake_frontend import admitted, finished, tokens
@@ -162,6 +163,35 @@ async def test_a_developers_message_is_a_system_message(api: Api) -> None:
 async def test_minus_one_keeps_all_tokens_as_for_vllm(api: Api) -> None:
     await api.client.completions.create(model="demo", prompt="a", extra_body={"top_k": -1})
     assert api.frontend.requests[0].sampling.top_k == 0
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses"])
+async def test_retention_arrives_from_each_kind_of_body(api: Api, path: str) -> None:
+    given = {"priority": 80, "duration": 60, "ranges": [{"end": 1, "priority": 10}], "decode_priority": 50}
+    prompts = {"completions": {"prompt": "Hi"}, "responses": {"input": "Hi"}}
+    prompt = prompts.get(path, {"messages": HI})
+    answer = await api.http.post(f"/v1/{path}", json={"model": "demo", **prompt, "cache_retention": given})
+    assert answer.status_code == 200, answer.text
+    request = api.frontend.requests[-1]
+    whole, longest = len(request.prompt), 30 * 86_400.0
+    assert request.retention == (
+        RetainedTokens(0, None, 80, 60.0), RetainedTokens(whole, None, 50, longest), RetainedTokens(0, 1, 10, longest),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"priority": 101}, "cache_retention.priority"),
+        ({"priority": 80, "ttl": "5m"}, "cache_retention.ttl"),
+        ({"ranges": [{"start": 5, "end": 5, "priority": 80}]}, "cache_retention.ranges[0].end"),
+        ({"ranges": [{"messages": 2, "priority": 80}]}, "cache_retention.ranges[0].messages"),
+    ],
+)
+async def test_wrong_retention_is_named_as_the_body_has_it(api: Api, given: dict[str, Any], field: str) -> None:
+    answer = await api.http.post("/v1/chat/completions", json={"messages": HI, "cache_retention": given})
+    assert answer.status_code == 400
+    assert field in answer.json()["error"]["message"]
 
 
 async def test_null_is_unset(api: Api) -> None:

@@ -158,6 +158,24 @@ async def test_incident_a_prefix_that_was_evicted(suite: Suite) -> None:
     assert "quirehitratefell" in head
 
 
+async def test_incident_a_prefix_that_was_retained_and_evicted_all_the_same(suite: Suite) -> None:
+    """Its 20 blocks outlive requests that take nearly the whole pool, and not one that needs all of it."""
+    request = named(prompt(320))
+    request.cache_retention.CopyFrom(pb.CacheRetention(priority=80, duration=600.0))
+    await asked(suite, request)
+    async with asyncio.timeout(PATIENCE):
+        while sum(pool.retained for pool in await suite.pools()) != 20:
+            await asyncio.sleep(0.01)
+    for others in (3400, 1600, 3400):
+        await asked(suite, named(prompt(others)))
+    assert [(pool.retained, pool.retained_evictions) for pool in await suite.pools()] == [(20, 0)]
+    crowd = await asked(suite, named(prompt(4060)))
+    head = await head_of(suite, await asked(suite, named(list(request.prompt.token_ids.ids))))
+    words = f"evicted that to make room for {crowd} (no block without retention was left)."
+    assert f"worker-0 had more of it, and {words}" in head
+    assert [pool.retained for pool in await suite.pools()] < [20]
+
+
 async def test_incident_blocks_that_another_request_holds_and_a_managers_lost_record(suite: Suite) -> None:
     """The wait takes three times as long as the work. The second half is one of two whose answer is "not known"."""
     clock = asyncio.get_running_loop().time

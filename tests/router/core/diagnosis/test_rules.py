@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.lease import RETENTION_REASON
 from common.types import Candidate, Decision, DecisionKind, ShortfallReason
 from router.core.diagnosis.causes import Cause
 from router.core.diagnosis.outcome import Outcome, Phase, figures_of, outcome_of, texts_of
@@ -263,6 +264,14 @@ def test_each_cause_of_a_miss(outcome: Outcome, options: tuple[Candidate, ...], 
     assert found.cause is cause
     assert words in found.sentence
     assert found.sentence.startswith(f"{outcome.cached_tokens} of 100 prompt tokens were cached: ")
+
+
+def test_a_miss_of_what_was_retained_says_what_had_become_of_that() -> None:
+    grant = granted(0.0, beneficiary="r5")
+    grant = replace(grant, reasons=(*grant.reasons, f"{RETENTION_REASON}its retention was over"))
+    found = asked(replace(UNSEEN, miss="evicted"), routed(), grant).prefix
+    assert found is not None
+    assert "evicted that to make room for r5 (its retention was over)." in found.sentence
 
 
 def test_a_worker_that_was_full_and_held_the_prefix_is_named() -> None:
