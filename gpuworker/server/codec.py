@@ -85,7 +85,9 @@ def engine_request(
         weight=valid_weight(message.weight),
         score_from=message.prompt_logprobs_before,
         score_until=0 if sampling.prompt_logprobs is None else prompt_tokens - 1,
-        retention=tuple(each.blocks(size) for each in tokens_from_proto(message.retention)) if message.retention else (),
+        retention=tuple(each.blocks(size) for each in tokens_from_proto(message.retention))
+        if message.retention
+        else (),
         speculation=None if message.embeds else speculation_of(sampling, limits.prediction(message), before),
     )
     return EngineRequest(new, sampling, prompt_tokens, traced=bool(traceparent))

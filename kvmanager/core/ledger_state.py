@@ -61,8 +61,8 @@ class LedgerState:
     __slots__ = (
         "admitted", "admitted_in_turn", "block_pool", "blocked_by", "blocks", "cache", "caches", "clock", "config",
         "decisions", "eviction", "growth", "last_sent_target", "last_step", "lease_want", "next_arrival",
-        "preempting", "queue", "refused", "remembered", "reservation", "resets", "retention", "running", "sequences", "stalled",
-        "steps", "tenants", "totals",
+        "preempting", "queue", "refused", "remembered", "reservation", "resets", "retention", "running", "sequences",
+        "stalled", "steps", "tenants", "totals",
     )  # fmt: skip
 
     def __init__(self, config: LedgerConfig, clock: Clock, decision_ids: Callable[[], str]) -> None:

@@ -87,7 +87,12 @@ class Retention:
     )  # fmt: skip
 
     def __init__(
-        self, blocks: Blocks, entries: dict[BlockHash, BlockId], order: EvictionOrder, clock: Clock, limits: RetentionLimits
+        self,
+        blocks: Blocks,
+        entries: dict[BlockHash, BlockId],
+        order: EvictionOrder,
+        clock: Clock,
+        limits: RetentionLimits,
     ) -> None:
         self._blocks, self._entries, self._clock = blocks, entries, clock
         self._most, self._longest = limits.most_blocks, limits.longest_seconds

@@ -30,7 +30,8 @@ _BETWEEN_TURNS: Final = "\n\n"
 class Conversation:
     """The messages of a chat, and the place in the body that each comes from.
 
-    `marked` are the marks `cache_control` of blocks, each with the number of messages up to the end of its turn. With `continued` the answer goes on with the last message.
+    With `continued` the answer goes on with the last message. `marked` are the marks `cache_control` of blocks, each
+    with the number of messages up to the end of its turn.
     """
 
     messages: list[Message]

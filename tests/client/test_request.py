@@ -119,6 +119,7 @@ def test_a_chat_has_options_of_its_own() -> None:
             "reasoning_effort": "low",
             "kept_special_tokens": "<tool_call>",
             "thought_budget": {"max_tokens": 3, "opener": "<a>", "closer": "</a>", "end": "</a>", "is_open": True},
+            "cache_retention": {"priority": 80, "ranges": [{"messages": 1, "priority": 90, "duration": 5.0}]},
         },
     )
     chat = request.prompt.chat

@@ -58,12 +58,14 @@ attaches = st.builds(
     reset=u64,
 )
 retained_blocks = st.builds(
-    lambda first, count, priority, seconds: lease.RetainedBlocks(first, first + count, priority, seconds),
+    lambda first, count, priority, seconds: lease.RetainedBlocks(
+        first, first + count if count else lease.LAST_BLOCK, priority, seconds
+    ),
     st.integers(0, 2**20),
-    st.integers(1, 2**20) | st.just(0).map(lambda _: lease.LAST_BLOCK),
+    st.integers(0, 2**20),
     st.integers(0, 100),
     st.floats(0.001, 1e9),
-).map(lambda each: each if each.end <= 2**21 else lease.RetainedBlocks(each.first, lease.LAST_BLOCK, each.priority, 1.0))
+)
 reserves = st.builds(
     lease.Reserve,
     sequence=sequences,

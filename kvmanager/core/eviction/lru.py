@@ -54,7 +54,10 @@ class LeastRecentlyUsed(FreeList):
             self.append(block)
 
     def take(self, block: BlockId) -> None:
-        self.discard(block)
+        if self._aside:
+            self.discard(block)
+        else:
+            self.remove(block)
 
     def discard(self, block: BlockId) -> None:
         if self._aside and self._aside.pop(block, None) is not None:

@@ -55,6 +55,26 @@ class ThoughtBudget(TypedDict, total=False):
     anywhere: bool
 
 
+class RetentionRange(TypedDict, total=False):
+    """A part of the prompt: tokens from `start` on and before `end`, or the first `messages` of a chat."""
+
+    start: int
+    end: int
+    messages: int
+    priority: Required[int]
+    duration: float
+
+
+class CacheRetention(TypedDict, total=False):
+    """Which blocks stay cached once the request has ended; priorities 0 to 100, 35 is the usual one; seconds."""
+
+    priority: int
+    duration: float
+    ranges: Sequence[RetentionRange]
+    decode_priority: int
+    decode_duration: float
+
+
 class Options(Sampling, ChatOptions, total=False):
     """Everything that a request may say besides its prompt; None is the same as absent.
 
@@ -75,6 +95,7 @@ class Options(Sampling, ChatOptions, total=False):
     kept_special_tokens: Sequence[str] | None
     thought_budget: ThoughtBudget | None
     prediction: str | None
+    cache_retention: CacheRetention | None
     skip_special_tokens: bool | None
     add_special_tokens: bool | None
     truncate_prompt_tokens: int | None
@@ -85,7 +106,10 @@ _SAMPLING: Final = Sampling.__optional_keys__
 _CONSTRAINTS: Final = frozenset({"json_schema", "regex", "grammar"})
 _OF_TOKENS: Final = frozenset({"skip_special_tokens", "add_special_tokens", "truncate_prompt_tokens"})
 _OF_THOUGHTS: Final = frozenset({"kept_special_tokens", "thought_budget"})
-_ENVELOPE: Final = frozenset({"priority", "request_id", "traceparent", "prediction"}) | _OF_TOKENS | _OF_THOUGHTS
+_OF_BLOCKS: Final = frozenset({"cache_retention"})
+_ENVELOPE: Final = (
+    frozenset({"priority", "request_id", "traceparent", "prediction"}) | _OF_TOKENS | _OF_THOUGHTS | _OF_BLOCKS
+)
 _CACHE: Final = frozenset({"no_cache", "salt", "shared_domain"})
 
 

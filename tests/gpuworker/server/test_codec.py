@@ -59,7 +59,7 @@ def test_a_submit_becomes_a_sequence_with_its_chain() -> None:
 
 
 def test_retained_tokens_become_blocks_in_the_reservation() -> None:
-    """Blocks have four tokens: of the first nine tokens two blocks are full, and the tenth stands in the third block."""
+    """Blocks have four tokens: two are full before token 9, and token 10 stands in the third one."""
     retention = [
         pb.RetainedTokens(start=0, end=9, priority=80, seconds=60.0),
         pb.RetainedTokens(start=10, priority=50, seconds=5.0),

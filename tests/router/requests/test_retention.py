@@ -13,8 +13,8 @@ from common.errors import FieldViolation, InvalidRequest
 from common.lease import LAST_BLOCK, RetainedBlocks, RetainedTokens
 from common.limits import MAX_RETENTION_RANGES
 from quire.inference.v1 import inference_pb2 as pb
-from router.core.tenancy import Caller
 from router.core.events import ValidatedRequest
+from router.core.tenancy import Caller
 from tests.support.router.validation import ACME, CALL, Words, accepted, refused, request, validator
 
 ALL = 30 * 86_400.0
@@ -109,8 +109,14 @@ async def test_what_is_not_cached_is_not_retained() -> None:
         ({"priority": 80, "duration": math.nan}, "duration: is nan; expected more than 0 (seconds)"),
         ({"priority": 80, "duration": math.inf}, "duration: is inf; expected more than 0 (seconds)"),
         ({"duration": 5.0}, "duration: needs priority, which is not set; set it or leave both out"),
-        ({"decode_duration": 5.0}, "decode_duration: needs decode_priority, which is not set; set it or leave both out"),
-        ({"decode_priority": 200}, "decode_priority: is 200; expected 0 to 100 (35 is that of blocks without retention)"),
+        (
+            {"decode_duration": 5.0},
+            "decode_duration: needs decode_priority, which is not set; set it or leave both out",
+        ),
+        (
+            {"decode_priority": 200},
+            "decode_priority: is 200; expected 0 to 100 (35 is that of blocks without retention)",
+        ),
         (
             {"ranges": [pb.RetentionRange(start=3, end=3, priority=80)]},
             "ranges[0].end: is 3; expected more than start, which is 3, or nothing for all that follows",

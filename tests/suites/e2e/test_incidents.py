@@ -110,6 +110,15 @@ async def until_queued(suite: Suite, queued: int) -> None:
             await asyncio.sleep(0.01)
 
 
+async def until_retained(suite: Suite, blocks: int) -> None:
+    """Wait until the manager has the end of a request that retains so many blocks."""
+    async with asyncio.timeout(PATIENCE):
+        while True:
+            if sum(pool.retained for pool in await suite.pools()) == blocks:
+                return
+            await asyncio.sleep(0.01)
+
+
 async def until_succeeded(suite: Suite, before: int) -> None:
     """Wait until another manager has taken over from that of an epoch."""
     async with asyncio.timeout(PATIENCE):
@@ -163,9 +172,7 @@ async def test_incident_a_prefix_that_was_retained_and_evicted_all_the_same(suit
     request = named(prompt(320))
     request.cache_retention.CopyFrom(pb.CacheRetention(priority=80, duration=600.0))
     await asked(suite, request)
-    async with asyncio.timeout(PATIENCE):
-        while sum(pool.retained for pool in await suite.pools()) != 20:
-            await asyncio.sleep(0.01)
+    await until_retained(suite, 20)
     for others in (3400, 1600, 3400):
         await asked(suite, named(prompt(others)))
     assert [(pool.retained, pool.retained_evictions) for pool in await suite.pools()] == [(20, 0)]

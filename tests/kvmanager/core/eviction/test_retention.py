@@ -137,9 +137,8 @@ def test_a_tenant_retains_its_share_and_the_oldest_beyond_it_goes_back() -> None
     serve(ledger, 3, prompt(16, start=900), RetainedBlocks(0, ALL, 80, 60.0), tenant="a")
     assert (ledger.state.retention.count("a"), ledger.state.retention.count("b")) == (2, 2)
     others(ledger, 20)
-    assert [cached(ledger, prompt(32)), cached(ledger, prompt(32, start=500)), cached(ledger, prompt(16, start=900))] == [
-        1, 2, 1,
-    ]  # fmt: skip
+    left = [prompt(32), prompt(32, start=500), prompt(16, start=900)]
+    assert [cached(ledger, each) for each in left] == [1, 2, 1]
 
 
 def test_no_share_and_no_duration_turn_retention_off() -> None:

@@ -8,10 +8,17 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from common.clock import ManualClock
-from common.lease import RetainedBlocks, Reserve
+from common.lease import Reserve, RetainedBlocks
 from common.types import BlockHash, BlockId, SequenceId
 from kvmanager.core.audit import audit
 from kvmanager.core.block import ROOT
