@@ -22,6 +22,8 @@ from common.types import BlockHash
 from kvmanager.core.config import DEFAULT_EVICTION, DEFAULT_RETENTION_SHARE, EvictionName
 
 PARTS: Final = (0.05, 0.2, 0.5)
+# Of agents among scans: a tenant retains a part of the pool, and what does not come again takes the rest.
+RETENTION_PARTS: Final = (1.0, 2.0, 4.0)
 POLICIES: Final[tuple[EvictionName, ...]] = tuple(get_args(EvictionName))
 
 
@@ -81,13 +83,15 @@ def figures_of(cells: Sequence[Cell], policy: str) -> dict[str, float]:
 def retention(requests: Sequence[CacheRequest]) -> dict[str, float]:
     """Return hit rates, means of the pools: without retention, and with it at the default share.
 
-    `agents` are the requests that ask for it, `all` are those with the scans.
+    `agents` are the requests that ask for it, `all` are those with the scans and the single requests.
     """
     largest = max(len(each.prompt) + len(each.output) for each in requests)
     whole, found = working_set(requests), dict[str, float]()
     for policy in POLICIES:
         for share, words in ((0.0, "plain"), (DEFAULT_RETENTION_SHARE, "retained")):
-            runs = [replay(pool_of(max(largest, round(part * whole)), policy, share), requests) for part in PARTS]
+            runs = [
+                replay(pool_of(max(largest, round(part * whole)), policy, share), requests) for part in RETENTION_PARTS
+            ]
             agents = statistics.fmean(run.found_retained / run.asked_retained for run in runs)
             found[f"agents_hits_{policy}_{words}"] = agents
             found[f"all_hits_{policy}_{words}"] = statistics.fmean(run.hit_rate for run in runs)

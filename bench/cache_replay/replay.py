@@ -57,6 +57,9 @@ def replay(
         if number == len(requests) // 4:
             result, begin = Replayed(), time.process_time()
         starts(number)
+        if request.at:
+            assert isinstance(state.clock, ManualClock)
+            state.clock.now = max(state.clock.now, request.at)
         _serve(state, granter, request, result)
     result.seconds = time.process_time() - begin
     return result
@@ -68,9 +71,7 @@ def _count_retained(state: LedgerState, request: CacheRequest, result: Replayed)
 
 
 def _retain(state: LedgerState, request: CacheRequest, table: list[BlockId], hits: int) -> None:
-    """Mark the blocks of a request at its time; with a share of 0 the ledger marks none."""
-    assert isinstance(state.clock, ManualClock)
-    state.clock.now = max(state.clock.now, request.at)
+    """Mark the blocks of a request; with a share of 0 the ledger marks none."""
     tokens = len(table) * BLOCK_SIZE
     sequence = Sequence(Reserve(SequenceId(0), tokens, tokens, retention=request.retention), 0, BLOCK_SIZE, 0.0)
     sequence.block_table, sequence.n_shared = table, hits

@@ -184,33 +184,36 @@ def agents(seed: int, requests: int) -> list[CacheRequest]:
 
 
 def agents_and_scans(seed: int, requests: int) -> list[CacheRequest]:
-    """Tasks that wait for slow tools and say so by retention, among jobs that read document after document once.
+    """A few tasks that wait for slow tools, and say so by retention, among single requests and jobs that read documents.
 
-    A step of a task is retained for five minutes, as `cache_control` has it.
+    The first step of a task looks as a single request does. It is retained for five minutes, as by `cache_control`; the
+    last step, after which nothing comes, is not.
     """
     rng, hashes = random.Random(f"agents_and_scans {seed}"), _Hashes()
-    kinds = _Popular(rng, 12, 0.8, 400, lambda: hashes.take(_blocks(rng, 2000, 0.5, 640, 6400)))
+    kinds = _Popular(rng, 12, 0.8, 400, lambda: hashes.take(_blocks(rng, 1000, 0.5, 320, 3200)))
     asks = (RetainedBlocks(0, LAST_BLOCK, 60, 300.0),)
 
-    def task(begin: float) -> Iterator[Timed]:
+    def task(begin: float, steps: int) -> Iterator[Timed]:
         shared: tuple[BlockHash, ...] = kinds.draw()  # type: ignore[assignment]
-        history, now = shared + hashes.take(_blocks(rng, 192, 1.0, 16, 3200)), begin
-        for _ in range(rng.choice((3, 8, 20))):
+        history, now = shared + hashes.take(_blocks(rng, 1000, 1.0, 64, 6400)), begin
+        for step in range(steps):
             call = hashes.take(_blocks(rng, 96, 0.8, 16, 960))
-            yield now, CacheRequest(history, call, now, asks)
+            yield now, CacheRequest(history, call, now, asks if step < steps - 1 else ())
             history += call + hashes.take(_blocks(rng, 192, 1.3, 16, 4800))
-            now += 3.0 + _seconds(rng, 40.0, 1.0)
+            now += 3.0 + _seconds(rng, 90.0, 0.6)
 
     def scan(begin: float) -> Iterator[Timed]:
-        for number in range(60):
+        for number in range(30):
             text = hashes.take(_blocks(rng, 4800, 0.7, 1600, 32000))
             at = begin + 2.0 * number
             yield at, CacheRequest(text, hashes.take(_blocks(rng, 160, 0.6, 16, 960)), at)
 
     def either(begin: float) -> Iterator[Timed]:
-        return scan(begin) if rng.random() < 0.15 else task(begin)
+        if rng.random() < 0.04:
+            return scan(begin)
+        return task(begin, rng.choice((4, 8)) if rng.random() < 0.08 else 1)
 
-    return _merged(either, _arrivals(rng, 4.0), requests)
+    return _merged(either, _arrivals(rng, 0.8), requests)
 
 
 WORKLOADS: dict[str, Callable[[int, int], list[CacheRequest]]] = {

@@ -1,9 +1,12 @@
 """The order in which requests get a worker: deficit round robin over tenants, by weight.
 
-    higher priority first  >  tenants below their share  >  deficit round robin  >  within a tenant by arrival
+    higher priority first  >  tenants below their share  >  deficit round robin  >  within a tenant by what is due first
 
 A tenant in the round earns `weight` sequences a turn, and a request costs its sequences. The head is recomputed at each
 call. While a request of 64 sequences waits for places, a request of one sequence of another tenant goes first.
+
+A request is due at its deadline, and after PASSED_SECONDS at the latest (`due_at`). So requests without a deadline go
+in the order of their arrival, and nobody passes a request who arrives so long after it.
 """
 
 from __future__ import annotations
@@ -30,6 +33,15 @@ class Flow:
 
 ONE_FLOW = Flow()
 
+PASSED_SECONDS = 30.0
+"""For so long after its arrival, a request may be passed by later ones that have an earlier deadline."""
+
+
+def due_at(now: float, deadline: float | None) -> float:
+    """Return when a request that arrives now is due."""
+    latest = now + PASSED_SECONDS
+    return latest if deadline is None else min(deadline, latest)
+
 
 class Ticket:
     """A place in the order. A request that lost its worker rejoins with its old ticket, before later arrivals.
@@ -37,12 +49,17 @@ class Ticket:
     `cost` is in sequences; a request that rejoins has paid and costs nothing. `waited`: it was not served at once.
     """
 
-    __slots__ = ("arrival", "cost", "flow", "priority", "queued", "sequences", "waited")
+    __slots__ = ("arrival", "cost", "due", "flow", "priority", "queued", "sequences", "waited")
 
-    def __init__(self, priority: int, arrival: int, flow: Flow, sequences: int) -> None:
-        self.priority, self.arrival, self.flow = priority, arrival, flow
+    def __init__(self, priority: int, arrival: int, flow: Flow, sequences: int, due: float = 0.0) -> None:
+        self.priority, self.arrival, self.flow, self.due = priority, arrival, flow, due
         self.sequences = self.cost = sequences
         self.queued = self.waited = False
+
+    @property
+    def place(self) -> tuple[float, int]:
+        """The place among the requests of the same tenant and priority."""
+        return self.due, self.arrival
 
 
 class _Line(Generic[ItemT]):
@@ -52,7 +69,7 @@ class _Line(Generic[ItemT]):
 
     def __init__(self, flow: Flow) -> None:
         self.flow, self.deficit = flow, 0.0
-        self.items: list[tuple[int, Ticket, ItemT]] = []
+        self.items: list[tuple[tuple[float, int], Ticket, ItemT]] = []
 
     @property
     def first(self) -> tuple[Ticket, ItemT]:
@@ -70,7 +87,7 @@ class _Line(Generic[ItemT]):
         self.deficit = max(self.deficit, min(self.deficit + rounds * self.flow.weight, most))
 
     def index(self, ticket: Ticket) -> int:
-        return bisect.bisect_left(self.items, ticket.arrival, key=lambda each: each[0])
+        return bisect.bisect_left(self.items, ticket.place, key=lambda each: each[0])
 
 
 class FairQueue(Generic[ItemT]):
@@ -89,9 +106,9 @@ class FairQueue(Generic[ItemT]):
         """Return the tenants that wait."""
         return {line.flow for lines in self._rounds.values() for line in lines.values()}
 
-    def ticket(self, priority: int, flow: Flow = ONE_FLOW, sequences: int = 1) -> Ticket:
+    def ticket(self, priority: int, flow: Flow = ONE_FLOW, sequences: int = 1, due: float = 0.0) -> Ticket:
         """Return a new ticket, which is not in the queue yet."""
-        return Ticket(priority, next(self._arrivals), flow, sequences)
+        return Ticket(priority, next(self._arrivals), flow, sequences, due)
 
     def join(self, ticket: Ticket, item: ItemT) -> None:
         """Queue an item at the place of its ticket; a ticket in the queue keeps its item."""
@@ -104,7 +121,7 @@ class FairQueue(Generic[ItemT]):
         if line is None:
             line = lines[ticket.flow.tenant] = _Line(ticket.flow)
         line.flow = ticket.flow
-        line.items.insert(line.index(ticket), (ticket.arrival, ticket, item))
+        line.items.insert(line.index(ticket), (ticket.place, ticket, item))
 
     def leave(self, ticket: Ticket) -> ItemT | None:
         """Remove a ticket without its being served, and return its item; None when it is not in the queue."""
@@ -135,12 +152,15 @@ class FairQueue(Generic[ItemT]):
         if ticket.priority != highest:
             return ticket.priority > highest
         lines = self._rounds[highest]
-        if ticket.flow.tenant in lines:
+        same = lines.get(ticket.flow.tenant)
+        if same is not None and same.first[0].due <= ticket.due:
             return False
         own: _Line[None] = _Line(ticket.flow)
-        own.items.append((ticket.arrival, ticket, None))
-        best = min((over_share(line.first[0]), line.rounds()) for line in lines.values())
-        return (over_share(ticket), own.rounds()) < best
+        own.deficit = same.deficit if same is not None else 0.0
+        own.items.append((ticket.place, ticket, None))
+        others = (line for line in lines.values() if line is not same)
+        best = min(((over_share(line.first[0]), line.rounds()) for line in others), default=None)
+        return best is None or (over_share(ticket), own.rounds()) < best
 
     def before(self, priority: int) -> int:
         """Return how many tickets of this or a higher priority wait."""

@@ -11,7 +11,7 @@ from common.clock import Clock
 from common.errors import DeadlineExceeded, FieldViolation, InvalidRequest, QuireError, Unavailable
 from common.types import BlockHash, Candidate, Decision, DecisionKind, PoolIdentity
 from router.core.admission import check_deadline
-from router.core.fair_queue import ONE_FLOW, FairQueue, Flow, Ticket
+from router.core.fair_queue import ONE_FLOW, FairQueue, Flow, Ticket, due_at
 from router.core.identity import is_complete
 from router.core.optimistic import BURST_SECONDS, MEMORY_SECONDS, OptimisticIndex
 from router.core.place_shares import PlaceShares
@@ -132,9 +132,9 @@ class Dispatcher:
             raise self._no_worker() from None
         return self._pool.identity
 
-    def ticket(self, priority: int, flow: Flow = ONE_FLOW, sequences: int = 1) -> Ticket:
+    def ticket(self, priority: int, flow: Flow = ONE_FLOW, sequences: int = 1, deadline: float | None = None) -> Ticket:
         """Return a place in the order of waiting requests; a request keeps it for all its jobs."""
-        return self._queue.ticket(priority, flow, sequences)
+        return self._queue.ticket(priority, flow, sequences, due_at(self._clock.monotonic(), deadline))
 
     def refuse(self, ticket: Ticket, error: QuireError) -> None:
         """Let `place` raise an error for a request that waits; nothing happens when it does not wait."""
@@ -170,7 +170,8 @@ class Dispatcher:
     async def foresee(self, job: Job, flow: Flow) -> Foresight:
         """Return what `place` would do with a job now. Nothing is queued, reserved, remembered or recorded."""
         hits = await self._index.lookup(job.block_hashes) if job.block_hashes else None
-        ticket = Ticket(job.priority, 0, flow, job.request.sequences)
+        due = due_at(self._clock.monotonic(), job.deadline)
+        ticket = Ticket(job.priority, 0, flow, job.request.sequences, due)
         shares = self._in_use.among(self._places(), self._queue.flows() | {flow})
         choice = self._choose(job, hits, not shares.exceeded_by(ticket), _FORESEEN)
         leads, before = self._queue.leads(ticket, shares.exceeded_by), self._queue.before(job.priority)

@@ -41,7 +41,7 @@ class Placer:
         began, began_ns = self._clock.monotonic(), self._clock.time_ns()
         request, prefix = run.request, Prefix.of(run.request, identity, sequences[0].output.tokens)
         if run.ticket is None:
-            run.ticket = self._dispatcher.ticket(request.priority, request.flow, len(sequences))
+            run.ticket = self._dispatcher.ticket(request.priority, request.flow, len(sequences), request.deadline)
         wanted = placement_request_of(run, prefix, len(sequences))
         owner = request.caller.owner
         shared = prefix.block_hashes if request.takes_hits else ()

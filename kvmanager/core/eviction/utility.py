@@ -136,15 +136,12 @@ class PredictedUtility:
             raise IndexError("nothing is cached")
         number = self._least() if self._follower is None else self._follower
         self._leaves.remove(number)
-        self._leave(number)
-        return number
-
-    def _leave(self, number: BlockId) -> None:
         self._gone = self._released[number]
         self._released[number] = _ABSENT
         self._length -= 1
         self._lifetimes.evict(self._klass[number])
         self._follower = self._expose(number)
+        return number
 
     def withhold(self, block: BlockId) -> None:
         if block in self._leaves:
@@ -158,7 +155,12 @@ class PredictedUtility:
         return bool(self._leaves)
 
     def evict(self, block: BlockId) -> None:
-        self._leave(block)
+        # As in `pop`, where a call more for each block would show.
+        self._gone = self._released[block]
+        self._released[block] = _ABSENT
+        self._length -= 1
+        self._lifetimes.evict(self._klass[block])
+        self._follower = self._expose(block)
 
     def _expose(self, number: BlockId) -> BlockId | None:
         """Make a leaf of the block before a popped one, if that was its last child; return it if it goes next."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.core.fair_queue import FairQueue, Flow, Ticket
+from router.core.fair_queue import PASSED_SECONDS, FairQueue, Flow, Ticket, due_at
 
 RED, BLUE = Flow("red"), Flow("blue")
 # Sequences of the largest request.
@@ -33,6 +33,51 @@ def test_equal_priorities_go_by_arrival() -> None:
     queue: FairQueue[str] = FairQueue()
     join(queue, ("a", 0), ("b", 0), ("c", 0))
     assert order(queue) == ["a", "b", "c"]
+
+
+def wait(queue: FairQueue[str], name: str, now: float, deadline: float | None = None, priority: int = 0) -> None:
+    queue.join(queue.ticket(priority, RED, due=due_at(now, deadline)), name)
+
+
+def test_the_earliest_deadline_goes_first_within_a_priority() -> None:
+    queue: FairQueue[str] = FairQueue()
+    wait(queue, "none", 0.0)
+    wait(queue, "late", 1.0, 20.0)
+    wait(queue, "soon", 2.0, 5.0)
+    wait(queue, "high", 3.0, 25.0, priority=1)
+    wait(queue, "also late", 4.0, 20.0)
+    assert order(queue) == ["high", "soon", "late", "also late", "none"]
+
+
+def test_a_far_deadline_is_no_worse_than_none() -> None:
+    queue: FairQueue[str] = FairQueue()
+    wait(queue, "far", 0.0, 3600.0)
+    wait(queue, "none", 1.0)
+    assert order(queue) == ["far", "none"]
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 60.0), st.none() | st.floats(0.0, 100.0)), max_size=20))
+def test_nobody_passes_a_request_that_has_waited_for_so_long(arrivals: list[tuple[float, float | None]]) -> None:
+    """With one tenant and one priority. Those without a deadline are served in the order of their arrival."""
+    queue: FairQueue[str] = FairQueue()
+    arrivals = sorted(arrivals, key=lambda each: each[0])
+    for place, (now, allowed) in enumerate(arrivals):
+        wait(queue, str(place), now, None if allowed is None else now + allowed)
+    served = [int(name) for name in order(queue)]
+    free = [place for place in served if arrivals[place][1] is None]
+    assert free == sorted(free)
+    for at, place in enumerate(served):
+        passed_by = [other for other in served[:at] if other > place]
+        assert all(arrivals[other][0] <= arrivals[place][0] + PASSED_SECONDS for other in passed_by)
+
+
+def test_a_tenants_deadlines_do_not_put_it_before_others() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for name in ("a", "b"):
+        queue.join(queue.ticket(0, RED, due=due_at(0.0, None)), name)
+    for name in ("x", "y"):
+        queue.join(queue.ticket(0, BLUE, due=due_at(0.0, 1.0)), name)
+    assert order(queue) == ["a", "x", "b", "y"]
 
 
 def test_higher_priority_goes_first() -> None:
@@ -134,25 +179,29 @@ def test_tenants_that_wait_get_sequences_by_weight(sizes: list[list[int]], weigh
         assert max(served) - min(served) <= 2 * MOST / min(weights) + 2
 
 
+dues = st.sampled_from([1.0, 2.0, 3.0])
+
+
 @given(
-    st.lists(st.tuples(st.sampled_from(["red", "blue"]), st.integers(0, 1), st.integers(1, MOST)), max_size=8),
+    st.lists(st.tuples(st.sampled_from(["red", "blue"]), st.integers(0, 1), st.integers(1, MOST), dues), max_size=8),
     st.integers(0, 6),
     st.sampled_from(["red", "blue", "green"]),
     st.integers(0, 1),
     st.integers(1, MOST),
+    dues,
 )
 def test_a_ticket_leads_exactly_when_it_would_be_the_head(
-    waiting: list[tuple[str, int, int]], served: int, tenant: str, priority: int, sequences: int
+    waiting: list[tuple[str, int, int, float]], served: int, tenant: str, priority: int, sequences: int, due: float
 ) -> None:
     queue: FairQueue[str] = FairQueue()
-    for place, (name, level, size) in enumerate(waiting):
-        join(queue, (str(place), level), flow=Flow(name), sequences=size)
+    for place, (name, level, size, its_due) in enumerate(waiting):
+        queue.join(queue.ticket(level, Flow(name), size, its_due), str(place))
     for _ in range(min(served, len(waiting))):
         queue.serve(queue.head()[0])
-    asked, length = Ticket(priority, 0, Flow(tenant), sequences), len(queue)
+    asked, length = Ticket(priority, 0, Flow(tenant), sequences, due), len(queue)
     leads = queue.leads(asked)
     assert len(queue) == length
-    ticket = queue.ticket(priority, Flow(tenant), sequences)
+    ticket = queue.ticket(priority, Flow(tenant), sequences, due)
     queue.join(ticket, "new")
     assert leads == (queue.head()[0] is ticket)
 

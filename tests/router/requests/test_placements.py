@@ -9,6 +9,7 @@ import pytest
 
 from common.errors import QuireError, Unavailable
 from common.types import DecisionKind
+from router.core.fair_queue import PASSED_SECONDS
 from router.core.routing import PlacementRequest
 from router.core.worker_model import Capacity, Load, WorkerModel
 from router.requests.dispatcher import Job
@@ -128,6 +129,20 @@ async def test_a_job_that_leaves_the_head_of_the_queue_lets_the_next_one_pass() 
         assert not small.done()
         large.cancel()
         assert len((await small).reservations) == 1
+
+
+async def test_of_those_that_wait_the_earliest_deadline_is_placed_first() -> None:
+    async with frontend_over(FakeWorker(max_num_seqs=1)) as harness:
+        reservation, dispatcher = await full(harness), harness.dispatcher
+        patient = asyncio.create_task(dispatcher.place(job(), dispatcher.ticket(0)))
+        await asyncio.sleep(0)
+        deadline = CLOCK.monotonic() + PASSED_SECONDS / 2
+        urgent = asyncio.create_task(dispatcher.place(job(), dispatcher.ticket(0, deadline=deadline)))
+        await asyncio.sleep(0)
+        reservation.release()
+        assert len((await urgent).reservations) == 1
+        assert not patient.done()
+        patient.cancel()
 
 
 def model() -> WorkerModel:

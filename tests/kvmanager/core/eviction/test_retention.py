@@ -142,8 +142,7 @@ def test_a_tenant_retains_its_share_and_the_oldest_beyond_it_goes_back() -> None
 
 
 def test_no_share_and_no_duration_turn_retention_off() -> None:
-    for options in ({"retention_share": 0.0}, {"max_retention": 0.0}):
-        ledger = make_ledger(4, **options)
+    for ledger in (make_ledger(4, retention_share=0.0), make_ledger(4, max_retention=0.0)):
         serve(ledger, 1, prompt(32), RetainedBlocks(0, ALL, 100, 60.0))
         assert not ledger.state.retention.marks
 
@@ -235,4 +234,4 @@ def test_stale_items_of_blocks_that_come_and_go_are_dropped() -> None:
     for number in range(1000):
         serve(ledger, number, prompt(33), RetainedBlocks(0, 1, 80, 60.0), RetainedBlocks(1, 2, 5, 60.0))
     retention = ledger.state.retention
-    assert max(map(len, (retention._due, retention._late, retention._early))) < 80
+    assert max(len(retention._due), len(retention._late), len(retention._early)) < 80
