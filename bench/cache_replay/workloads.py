@@ -184,9 +184,9 @@ def agents(seed: int, requests: int) -> list[CacheRequest]:
 
 
 def agents_and_scans(seed: int, requests: int) -> list[CacheRequest]:
-    """A few tasks that wait for slow tools, and say so by retention, among single requests and jobs that read documents.
+    """A few tasks that wait for slow tools, among single requests and jobs that read documents once.
 
-    The first step of a task looks as a single request does. It is retained for five minutes, as by `cache_control`; the
+    A task says by retention that it comes back. The first step of a task looks as a single request does. It is retained for five minutes, as by `cache_control`; the
     last step, after which nothing comes, is not.
     """
     rng, hashes = random.Random(f"agents_and_scans {seed}"), _Hashes()
