@@ -27,6 +27,12 @@ RETENTION_PARTS: Final = (1.0, 2.0, 4.0)
 POLICIES: Final[tuple[EvictionName, ...]] = tuple(get_args(EvictionName))
 
 
+_RETENTION_NOTES: Final = {
+    f"agents_hits_{DEFAULT_EVICTION}_retained": "of agents among scans, which retain their blocks for 300 s",
+    f"all_hits_{DEFAULT_EVICTION}_retained": "of these and all requests beside them",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Cell:
     """One workload on one pool: what each policy gave, and the limit."""
@@ -112,7 +118,11 @@ def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("--requests", type=int, default=6000, help="requests of each workload")
     flags.add_argument("--seeds", type=int, nargs="+", default=[1], help="seeds of the workloads; 0 was tuned on")
+    flags.add_argument("--retention", action="store_true", help="measure agents among scans alone")
     args = flags.parse_args()
+    if args.retention:
+        report("eviction", retention(agents_and_scans(args.seeds[0], args.requests)), _RETENTION_NOTES, args.json)
+        return
     cells = [
         cell
         for seed in args.seeds
@@ -129,7 +139,7 @@ def main() -> None:
         "share_of_belady_gain": f"{DEFAULT_EVICTION}: (policy - LRU) / (limit - LRU), mean of workloads and pools",
         "workloads_beating_lru": f"of {len(WORKLOADS)}, mean of its pools",
         "least_hits_over_lru": "hits of the policy over those of LRU, in the worst workload and pool",
-        f"agents_hits_{DEFAULT_EVICTION}_retained": "of agents among scans, which retain their blocks for 300 s",
+        **_RETENTION_NOTES,
         f"ns_per_block_{POLICIES[0]}": "look-up, reference, eviction, seal and release of a block, CPU time",
     }
     report("eviction", figures, notes, args.json)

@@ -186,8 +186,8 @@ def agents(seed: int, requests: int) -> list[CacheRequest]:
 def agents_and_scans(seed: int, requests: int) -> list[CacheRequest]:
     """A few tasks that wait for slow tools, among single requests and jobs that read documents once.
 
-    A task says by retention that it comes back. The first step of a task looks as a single request does. It is retained for five minutes, as by `cache_control`; the
-    last step, after which nothing comes, is not.
+    A task says by retention that it comes back, for five minutes as by `cache_control`; its last step says nothing. The
+    first step looks as a single request does.
     """
     rng, hashes = random.Random(f"agents_and_scans {seed}"), _Hashes()
     kinds = _Popular(rng, 12, 0.8, 400, lambda: hashes.take(_blocks(rng, 1000, 0.5, 320, 3200)))

@@ -8,7 +8,7 @@ import pytest
 
 from bench import eviction
 from bench.cache_replay.clairvoyant import next_uses
-from bench.cache_replay.workloads import WORKLOADS, CacheRequest, working_set
+from bench.cache_replay.workloads import WORKLOADS, CacheRequest, agents_and_scans, working_set
 from common.types import BlockHash
 
 A, B, C = (BlockHash(bytes([number]) * 16) for number in (1, 2, 3))
@@ -56,4 +56,14 @@ def test_the_figures_have_their_fixed_names(
     assert {"share_of_belady_gain", "workloads_beating_lru", "least_hits_over_lru", "share_chat"} <= set(
         said["figures"]
     )
+    assert {f"{who}_hits_utility_{how}" for who in ("agents", "all") for how in ("plain", "retained")} <= set(
+        said["figures"]
+    )
     assert {f"ns_per_block_{policy}" for policy in eviction.POLICIES} <= set(said["figures"])
+
+
+def test_retention_keeps_the_blocks_of_agents_among_scans() -> None:
+    """The hit rates are exact for the seed: what agents say of themselves helps them with every policy."""
+    figures = eviction.retention(agents_and_scans(1, 500))
+    for policy in eviction.POLICIES:
+        assert figures[f"agents_hits_{policy}_retained"] > figures[f"agents_hits_{policy}_plain"]
