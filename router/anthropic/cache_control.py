@@ -17,7 +17,8 @@ from router.openai.retention import CacheRetention, RetentionRange
 
 PRIORITY: Final = 60
 """Above all blocks without retention, and below what an operator's own clients may ask for."""
-_SECONDS: Final = {"5m": 300.0, "1h": 3600.0}
+_SHORT: Final = "5m"
+_SECONDS: Final = {_SHORT: 300.0, "1h": 3600.0}
 # A mark and its place in the body.
 Mark = tuple[CacheControl, str]
 
@@ -58,9 +59,10 @@ def _seconds(mark: Mark) -> float:
     control, path = mark
     if control.type != "ephemeral":
         _refuse(f"{path}.type", f"is {quoted(control.type)}; expected ephemeral")
-    if control.ttl not in _SECONDS:
-        _refuse(f"{path}.ttl", f"is {quoted(control.ttl)}; expected {' or '.join(_SECONDS)}")
-    return _SECONDS[control.ttl]
+    ttl = control.ttl or _SHORT
+    if ttl not in _SECONDS:
+        _refuse(f"{path}.ttl", f"is {quoted(ttl)}; expected {' or '.join(_SECONDS)}")
+    return _SECONDS[ttl]
 
 
 def _refuse(path: str, what: str) -> NoReturn:

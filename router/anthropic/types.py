@@ -21,7 +21,7 @@ class CacheControl(BaseModel):
     """Every prompt is cached anyway; a mark keeps the prompt up to it for longer than others."""
 
     type: str = Field(..., description="ephemeral")
-    ttl: str = Field("5m", description="5m or 1h, from the end of the request on")
+    ttl: str | None = Field(None, description="5m or 1h, from the end of the request on; unset: 5m")
 
 
 class Block(BaseModel):
