@@ -150,7 +150,8 @@ class Product {
     tile.near = task.tiles == 1 && task.rows <= kWholeRows;
     tile.panel_end = layout_.panel(w_, task.panel) + layout_.panel_bytes;
     tile.next = b.next ? b.next : tile.panel_end;
-    const int64_t chunk_bytes = kChunk * step_bytes(w_.kind);
+    const int64_t block_bytes = layout_.offset(step + steps) - layout_.offset(step);
+    const int64_t chunk_bytes = kChunk * block_bytes / steps;  // the heads of groups are read too
     tile.ahead_lines = static_cast<int>((chunk_bytes / 64 + task.tiles - 1) / task.tiles);
     const int64_t ahead_part = tile.groups * (tile.steps / kChunk) * tile.ahead_lines * 64;
     int32_t kind = w_.kind;
@@ -167,7 +168,7 @@ class Product {
         tile.x_sums = x_.sums + (task.row + begin) * layout_.groups + step / layout_.group_steps;
       }
       const int64_t covered = i * ahead_part;
-      tile.ahead = b.ahead && covered < steps * step_bytes(w_.kind) ? b.ahead + covered : nullptr;
+      tile.ahead = b.ahead && covered < block_bytes ? b.ahead + covered : nullptr;
       if (b.last) fetch_outputs(task, begin, end);
       tile_function(kind, static_cast<int>(end - begin), task.panels)(tile);
       if (b.last) store(task, begin, end, scratch);

@@ -15,20 +15,21 @@ namespace quire {
 // Rows of a tile, so that the sums of 32 columns fill the registers and leave room for weights and an input. Beyond
 // kWholeRows that is so for half of the columns, and the halves take turns: more rows use each weight that is read.
 //
-// With groups, the sums of a group are added to totals. Both have room in the registers for kHeldWhole rows. Up to
-// kHeldHalf rows have room for all totals beside the sums of half of the columns, which then take turns.
+// With groups, the sums of a group are added to totals. Both have room in the registers for kHeldRows rows of a panel;
+// more rows keep their totals in memory, and run all columns at once while kGroupRoom pairs of vectors hold the sums and
+// the weights of a step. Fewer sums than that wait for each other's additions.
 #if defined(__AVX512F__)
 constexpr int kTileRows = 14, kWholeRows = 14, kGroupTileRows = 8;
 constexpr int kPairRows = 6;  // up to so many rows two panels run at once: more streams from memory in flight
-constexpr int kHeldWhole = 3, kHeldHalf = 9;
+constexpr int kHeldRows = 5, kGroupRoom = 16;
 #elif defined(__AVX2__)
 constexpr int kTileRows = 6, kWholeRows = 3, kGroupTileRows = 6;
 constexpr int kPairRows = 1;
-constexpr int kHeldWhole = 1, kHeldHalf = 1;
+constexpr int kHeldRows = 1, kGroupRoom = 16;
 #else
 constexpr int kTileRows = 2, kWholeRows = 2, kGroupTileRows = 2;
 constexpr int kPairRows = 1;
-constexpr int kHeldWhole = 1, kHeldHalf = 1;
+constexpr int kHeldRows = 1, kGroupRoom = 16;
 #endif
 
 struct Tile {
@@ -180,24 +181,29 @@ struct Kernel {
   template <int Part, int Parts>
   static inline __attribute__((always_inline)) void fetch(const Tile& t, const uint8_t* w, const uint8_t*& ahead) {
     if (t.near) {
-      const uint8_t* soon = w + kNear / P;
-      if (soon >= t.panel_end) soon += t.next - t.panel_end;
-#pragma GCC unroll 16
-      for (int line = Part; line < kChunk * Loader::kBytes / 64; line += Parts) {
-#pragma GCC unroll 2
-        for (int p = 0; p < P; ++p) __builtin_prefetch(soon + p * t.panel_stride + line * 64, 0, 2);
-      }
+      fetch_near<Part, Parts>(t, w, kChunk * Loader::kBytes / 64);
     } else if (ahead) {
       for (int line = Part; line < t.ahead_lines; line += Parts) __builtin_prefetch(ahead + line * 64, 0, 2);
       ahead += t.ahead_lines * 64;
     }
   }
 
+  template <int Part, int Parts>
+  static inline __attribute__((always_inline)) void fetch_near(const Tile& t, const uint8_t* w, int lines) {
+    const uint8_t* soon = w + kNear / P;
+    if (soon >= t.panel_end) soon += t.next - t.panel_end;
+#pragma GCC unroll 16
+    for (int line = Part; line < lines; line += Parts) {
+#pragma GCC unroll 2
+      for (int p = 0; p < P; ++p) __builtin_prefetch(soon + p * t.panel_stride + line * 64, 0, 2);
+    }
+  }
+
   // ---- groups: the totals stay in registers where these suffice, else in memory ---
 
   static constexpr bool kTakesGroups = R <= kGroupTileRows && Math::kGroups;
-  static constexpr bool kHalves = R > kWholeRows || (R * P > kHeldWhole && kHeldHalf > kHeldWhole);
-  static constexpr bool kHeld = R * P <= (kHalves ? kHeldHalf : kHeldWhole);
+  static constexpr bool kHalves = R > kWholeRows || P * (R + Loader::kSub) > kGroupRoom;
+  static constexpr bool kHeld = R * P <= kHeldRows;
 
   static void run_groups(const Tile& t) {
     const uint8_t* w = t.weights;
@@ -241,6 +247,7 @@ struct Kernel {
 #pragma GCC unroll 4
       for (int v = 0; v < vectors * P; ++v) sums[r][v] = Math::zero();
     }
+    if (H == 0 && t.near) fetch_near<0, 1>(t, head, static_cast<int>(head_bytes(t) / 64));
     sweep<H, vectors, 1>(t, head + head_bytes(t), x, ahead, sums);
     if (t.has_zeros) {
       add_group<H, vectors, true>(t, g, head, sums, totals);
