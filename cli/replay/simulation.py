@@ -147,7 +147,8 @@ class _Simulation:
         self._routers = [self._router(options.seed + number) for number in range(options.routers)]
         self._manager = Manager(options.manager, self._clock, lambda: f"m{next(ids)}", epoch=1)
         self._workers: dict[str, ReplayWorker] = {}
-        self._live: dict[tuple[str, SequenceId], _Live] = {}
+        # Their ids are unique over all workers.
+        self._live: dict[SequenceId, _Live] = {}
         self._sequences = itertools.count(1)
         self._tenants: dict[str, Tenant] = {}
 
@@ -259,7 +260,7 @@ class _Simulation:
             tenant=arrival.tenant,
         )
         live = _Live(replayed, placement.reservations[0], self._loop.create_future())
-        self._live[placement.worker_id, sequence] = live
+        self._live[sequence] = live
         worker = self._workers[placement.worker_id]
         self._later(lambda: worker.submit(EngineRequest(new, _SAMPLING, len(prompt)), tokens))
         await live.done
@@ -267,19 +268,20 @@ class _Simulation:
     def _take(self, worker_id: str, outputs: EngineOutputs) -> None:
         now, live = self._loop.time(), self._live
         for admit in outputs.admitted:
-            live[worker_id, admit.sequence].replayed.cached_tokens = admit.cached_tokens
+            live[admit.sequence].replayed.cached_tokens = admit.cached_tokens
         for sequence, cached in outputs.recounted.items():
-            live[worker_id, sequence].replayed.cached_tokens = cached
+            live[sequence].replayed.cached_tokens = cached
         for sequence, tokens in outputs.tokens:
-            each = live[worker_id, sequence]
-            if each.replayed.first_token_at is None:
-                each.replayed.first_token_at = now
+            each = live[sequence]
+            replayed = each.replayed
+            if replayed.first_token_at is None:
+                replayed.first_token_at = now
                 each.reservation.prefilled()
-            each.replayed.tokens += len(tokens)
+            replayed.tokens += len(tokens)
         for sequence in outputs.preempted:
-            live[worker_id, sequence].replayed.preemptions += 1
+            live[sequence].replayed.preemptions += 1
         for ended in outputs.finished:
-            each = live.pop((worker_id, ended.sequence))
+            each = live.pop(ended.sequence)
             each.replayed.finished_at = now
             each.reservation.complete(each.replayed.tokens)
             self._workers[worker_id].forget(ended.sequence)

@@ -18,7 +18,6 @@ from gpuworker.core.outcomes import AgentConfig
 from gpuworker.core.step_costs import DEFAULT_COSTS, StepCosts, parse_costs
 from gpuworker.engine.engine import Engine
 from gpuworker.engine.ports import EngineRequest, OutputSink
-from gpuworker.engine.step_rates import prefill_tokens
 from kvmanager.core.index_events import IndexEvent
 from kvmanager.core.manager import Manager, WorkerRegistration
 from router.core.worker_model import Load
@@ -61,7 +60,7 @@ class _Runner:
     def submit(self, plan: StepPlan) -> Future[StepResult]:
         tokens = self.tokens
         sampled = {row.sequence: (tokens[row.sequence][row.start + row.length],) for row in plan.rows if row.samples}
-        seconds = self._costs.of(len(sampled), prefill_tokens(plan))
+        seconds = self._costs.of(len(sampled), plan.prefilled)
         self._due = max(self._clock.monotonic(), self._due) + seconds
         future: Future[StepResult] = Future()
         self._done(self._due, future, StepResult(plan.step, sampled, seconds=seconds))

@@ -56,11 +56,17 @@ class StepPlan:
     scored: tuple[ScoredPart, ...] = ()
     drafts: int = 0
     guessing: float = 0.0
+    prefilled: int = field(init=False, repr=False)
+    """Positions beyond one for each row that samples a token, and beyond drafts."""
+
+    def __post_init__(self) -> None:
+        # Counted once: each step is priced and learnt from several times.
+        object.__setattr__(self, "prefilled", sum([row.length - row.samples for row in self.rows]))
 
     @property
     def scheduled_tokens(self) -> int:
         """Positions that the step computes; at most the token budget."""
-        return sum(row.length for row in self.rows) + self.drafts
+        return sum([row.length for row in self.rows]) + self.drafts
 
 
 @dataclass(frozen=True, slots=True)

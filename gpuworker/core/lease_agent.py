@@ -229,23 +229,22 @@ class LeaseAgent:
         if plan.step != result.step:
             raise ValueError(f"step {result.step} completed, but {plan.step} is the oldest in flight")
         tokens: dict[SequenceId, tuple[int, ...]] = {}
-        computed, drafts, shift = 0, dict[DraftKind, DraftTally](), self._block_shift
+        drafts, shift, sequences = dict[DraftKind, DraftTally](), self._block_shift, self._sequences
         scored = self._score(plan) if plan.scored else ()
         for row in plan.rows:
-            sequence = self._sequences[row.sequence]
-            start, end = row.start, row.start + row.length
+            sequence_id, start, length, blocks, samples, drafted = row
+            sequence, end = sequences[sequence_id], start + length
             sequence.in_flight -= 1
-            if row.samples:
+            if samples:
                 sequence.sampling -= 1
                 self._deliver(sequence, row, result, tokens)
-                if row.drafts:
-                    right = sequence.advance(end, len(result.sampled[sequence.id]) - 1)
-                    self._blocks.fill_up(row.blocks, end, end + right, shift)
-                    end, tally = end + right, DraftTally(len(row.drafts), right)
+                if drafted:
+                    right = sequence.advance(end, len(result.sampled[sequence_id]) - 1)
+                    self._blocks.fill_up(blocks, end, end + right, shift)
+                    end, tally = end + right, DraftTally(len(drafted), right)
                     drafts = added(drafts, {sequence.draft_kind: tally})
             elif end == sequence.limit and sequence.phase is not SequencePhase.DRAINING_FINISH:
                 self._end(sequence, LENGTH)  # nothing is sampled after its prompt
-            computed += row.length + len(row.drafts)
             if end >> shift != start >> shift:
                 self._close_blocks(sequence, row, end)
             if start < sequence.recompute_below:
@@ -253,7 +252,7 @@ class LeaseAgent:
             if sequence.phase is not SequencePhase.RUNNING:
                 self._leave_if_idle(sequence)
         self._report.computed(plan)
-        completion = self._completion(tokens, computed, scored)
+        completion = self._completion(tokens, plan.scheduled_tokens, scored)
         return replace(completion, drafts=drafts) if drafts else completion
 
     def _score(self, plan: StepPlan) -> tuple[SequenceId, ...]:
@@ -286,22 +285,25 @@ class LeaseAgent:
         """Accept the tokens of a step up to a stop; drop them if the sequence has ended, but not if it is preempted."""
         if sequence.phase is SequencePhase.DRAINING_FINISH:
             return
-        sampled, ended = result.sampled[sequence.id], result.ended.get(sequence.id)
-        if ended is not None:
-            self._end(sequence, ended)
+        sequence_id, config = row.sequence, self.config
+        sampled = result.sampled[sequence_id]
+        if sequence_id in result.ended:
+            self._end(sequence, result.ended[sequence_id])
             return
         ending, count = None, 0
-        while ending is None and count < len(sampled):
-            ending = sequence.accept(sampled[count], self.config.block_size)
+        for token in sampled:
+            ending = sequence.accept(token, config.block_size)
             count += 1
-        tokens[sequence.id] = sampled[:count]
+            if ending is not None:
+                break
+        tokens[sequence_id] = sampled[:count]
         if row.drafts:
             sequence.count_drafts(len(row.drafts), min(count, len(sampled) - 1))
         if ending is not None:
             self._end(sequence, ending)
-        elif self.config.new_drafter is not None:
-            sequence.follow(sampled, self.config.new_drafter)
-            sequence.expect(sampled, result.forced.get(sequence.id, ()))
+        elif config.new_drafter is not None:
+            sequence.follow(sampled, config.new_drafter)
+            sequence.expect(sampled, result.forced.get(sequence_id, ()))
 
     def _close_blocks(self, sequence: Sequence, row: ScheduledRow, end: int) -> None:
         """Seal each block whose last slot before position `end` this row wrote, by its id in the snapshot.

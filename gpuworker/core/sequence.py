@@ -63,6 +63,7 @@ class Sequence:
         "drafts",
         "forced",
         "hashed",
+        "id",
         "in_flight",
         "limit",
         "new",
@@ -80,12 +81,16 @@ class Sequence:
         "scored",
         "seniority",
         "snapshot",
+        "stopping",
         "tokens",
         "trimmed",
     )
 
     def __init__(self, new: NewSequence, arrival: int, hashed: bool) -> None:
         self.new = new
+        # Unique within the worker's incarnation.
+        self.id = new.sequence
+        self.stopping = new.stop.stopping
         self.arrival = arrival
         self.seniority = (-new.priority, arrival)
         self.tokens = list(new.tokens)
@@ -113,11 +118,6 @@ class Sequence:
         self.forced: tuple[int, ...] = ()
         self.draft_kind = DraftKind.NGRAM
         self.drafts: DraftTallies = {}
-
-    @property
-    def id(self) -> SequenceId:
-        """The sequence's id, unique within the worker's incarnation."""
-        return self.new.sequence
 
     @property
     def computes_all(self) -> bool:
@@ -183,8 +183,9 @@ class Sequence:
         if self.hashed and length % block_size == 0:
             self.parent_digest = next_digest(self.parent_digest, tokens[-block_size:])
             self.block_hashes.append(block_hash_of(self.parent_digest))
-        new = self.new
-        return new.stop.ending(token, length - self.prompt_tokens, length, self.limit)
+        if length < self.limit and token not in self.stopping:
+            return None  # by far most tokens
+        return self.new.stop.ending(token, length - self.prompt_tokens, length, self.limit)
 
     def follow(self, sampled: tuple[int, ...], new_drafter: NewDrafter) -> None:
         """Let the drafter see new tokens, which are accepted already; it is made with the first of them."""

@@ -154,7 +154,7 @@ class StepScheduler:
         return drafts[: len(sequence.block_table) * size - start]
 
     def _compose_decodes(self, step: Composition, left: int, urgent: list[tuple[int, int]]) -> int:
-        fill, shift = self.blocks.fill, self.shift
+        fill, shift, rows = self.blocks.fill, self.shift, step.rows
         for sequence in self.decoding:
             if len(sequence.tokens) + sequence.sampling >= sequence.limit:
                 continue  # its last token is being sampled
@@ -170,7 +170,7 @@ class StepScheduler:
             sequence.sampling += 1
             sequence.in_flight += 1
             blocks = sequence.snapshot or sequence.blocks()
-            step.rows.append(ScheduledRow(sequence.new.sequence, start, 1, blocks, True))
+            rows.append(ScheduledRow(sequence.id, start, 1, blocks, True))
             left -= 1
         return left
 
@@ -290,8 +290,12 @@ class StepScheduler:
         want, shift, round_up = 0, self.shift, self.block_size - 1
         for sequence in self.decoding:
             ahead = runway_slots if sequence.drafter is None else runway_slots + MAX_DRAFTS
-            slots = min(sequence.num_computed_tokens + ahead, sequence.limit - 1)
-            want += max(0, ((slots + round_up) >> shift) - len(sequence.block_table))
+            slots, most = sequence.num_computed_tokens + ahead, sequence.limit - 1
+            if slots > most:  # comparisons: this runs for all sequences at each report
+                slots = most
+            missing = ((slots + round_up) >> shift) - len(sequence.block_table)
+            if missing > 0:
+                want += missing
         budget = self.budget
         for sequence in self.prefilling:
             known = len(sequence.tokens)

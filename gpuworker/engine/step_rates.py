@@ -46,11 +46,6 @@ class _Tally:
         return StepTimes(tuple(self._counts), self._seconds)
 
 
-def prefill_tokens(plan: StepPlan) -> int:
-    """Positions of a step beyond one for each row that samples a token, and beyond drafts."""
-    return sum(row.length - row.samples for row in plan.rows)
-
-
 class StepRates:
     """Exponential averages in seconds; 0 until first learnt."""
 
@@ -74,7 +69,7 @@ class StepRates:
 
     def predict(self, plan: StepPlan) -> float:
         """Return the predicted seconds of a step; 0 while a rate that it needs is not learnt."""
-        prefilled = prefill_tokens(plan)
+        prefilled = plan.prefilled
         if prefilled and not self.prefill_token:
             return 0.0
         return self.decode_step + self.prefill_token * prefilled + self.draft * plan.drafts
@@ -93,7 +88,7 @@ class StepRates:
 
     def learn_pace(self, plan: StepPlan, seconds: float) -> None:
         """Learn how long after the step before it a step ended that was planned ahead."""
-        if not plan.drafts and not prefill_tokens(plan):
+        if not plan.drafts and not plan.prefilled:
             self.pace = _blend(self.pace, seconds)
 
     def learn_gap(self, seconds: float) -> None:
@@ -101,7 +96,7 @@ class StepRates:
         self.gap = _blend(self.gap, max(0.0, seconds))
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
-        prefilled = prefill_tokens(plan)
+        prefilled = plan.prefilled
         self.draft, self.gap = _FORGETTING * self.draft, _FORGETTING * self.gap
         (self._mixed if prefilled else self._decodes).add(seconds)
         if plan.drafts and seconds >= self.decode_step:

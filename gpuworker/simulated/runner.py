@@ -10,7 +10,6 @@ from dataclasses import replace
 from common.types import SamplingParams, SequenceId, TokenLogprobs
 from gpuworker.core.batch_plan import StepPlan, StepResult
 from gpuworker.core.step_costs import StepCosts
-from gpuworker.engine.step_rates import prefill_tokens
 from gpuworker.serial_thread import SerialThread
 from gpuworker.simulated.tokens import SimulatedTokens
 
@@ -49,7 +48,7 @@ class SimulatedRunner:
         logprobs = (
             {each: (_sure(sampled[each][0]),) for each in self._telling & sampled.keys()} if self._telling else {}
         )
-        result = StepResult(plan.step, sampled, logprobs, self._costs.of(len(sampled), prefill_tokens(plan)))
+        result = StepResult(plan.step, sampled, logprobs, self._costs.of(len(sampled), plan.prefilled))
         if plan.scored:
             result = replace(result, prompt_logprobs=self._scores(plan))
         submitted = time.perf_counter()

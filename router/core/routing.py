@@ -232,15 +232,16 @@ class _Others:
 
     @staticmethod
     def of(workers: Sequence[WorkerModel]) -> _Others:
-        latest = max((worker.shown_at for worker in workers), default=float("-inf"))
-        trusts = [_trust(worker, latest) for worker in workers]
-        rates = [worker.rates for worker in workers]
-        return _Others(
-            _mean([rate.prefill_token.value for rate in rates], trusts, PRIOR_PREFILL_TOKEN_S),
-            _mean([rate.step.predict(1) for rate in rates], trusts, PRIOR_STEP_S),
-            _mean([rate.output_tokens.value for rate in rates], trusts, PRIOR_OUTPUT_TOKENS),
-            latest,
-        )
+        latest = max([worker.shown_at for worker in workers], default=float("-inf"))
+        prefill, step, output = _Mean(), _Mean(), _Mean()
+        for worker in workers:
+            rates, trust = worker.rates, _trust(worker, latest)
+            prefill.add(rates.prefill_token.value, trust)
+            step.add(rates.step.predict(1), trust)
+            output.add(rates.output_tokens.value, trust)
+        priors = PRIOR_PREFILL_TOKEN_S, PRIOR_STEP_S, PRIOR_OUTPUT_TOKENS
+        means = [mean.value(prior) for mean, prior in zip((prefill, step, output), priors, strict=True)]
+        return _Others(*means, latest)
 
 
 def _trust(worker: WorkerModel, latest: float) -> float:
@@ -250,19 +251,32 @@ def _trust(worker: WorkerModel, latest: float) -> float:
     own rates therefore lose half their weight with every TRUST_HALF_LIFE_S by which the latest measurement of any
     worker is newer. The worker then looks like the others and gets requests again. An idle pool forgets nothing.
     """
-    behind = 0.0 if worker.shown_at == latest else latest - worker.shown_at
-    return math.pow(0.5, behind / TRUST_HALF_LIFE_S)
+    if worker.shown_at == latest:
+        return 1.0
+    return math.pow(0.5, (latest - worker.shown_at) / TRUST_HALF_LIFE_S)
 
 
-def _mean(values: Sequence[float | None], trusts: Sequence[float], prior: float) -> float:
-    known = [(value, trust) for value, trust in zip(values, trusts, strict=True) if value is not None]
-    weight = sum(trust for _, trust in known)
-    return sum(value * trust for value, trust in known) / weight if weight else prior
+class _Mean:
+    """A weighted mean of what is known."""
+
+    __slots__ = ("_sum", "_weight")
+
+    def __init__(self) -> None:
+        self._sum = self._weight = 0.0
+
+    def add(self, value: float | None, weight: float) -> None:
+        if value is not None:
+            self._sum += value * weight
+            self._weight += weight
+
+    def value(self, prior: float) -> float:
+        return self._sum / self._weight if self._weight else prior
 
 
 def _cost(worker: WorkerModel, placement: PlacementRequest, hit_blocks: int, others: _Others) -> WorkerCost:
     capacity, rates, trust = worker.capacity, worker.rates, _trust(worker, others.latest)
-    running = min(worker.sequences + placement.sequences, capacity.max_num_seqs)
+    sequences = worker.sequences + placement.sequences
+    running = min(sequences, capacity.max_num_seqs)
     per_token = _believed(rates.prefill_token.value, others.prefill_token, trust)
     usual_step = others.step * (1.0 + (running - 1) / capacity.max_num_seqs)
     step = _believed(rates.step.predict(running), usual_step, trust)
@@ -270,7 +284,7 @@ def _cost(worker: WorkerModel, placement: PlacementRequest, hit_blocks: int, oth
     uncached = placement.prompt_tokens - hit_blocks * capacity.block_size
     horizon = min(float(placement.max_tokens), others.output_tokens)
     stay = rates.sequence.value if rates.sequence.value is not None else others.output_tokens * step
-    delay = worker.pending_prefill_tokens * per_token + _wait_for_room(worker, placement, hit_blocks, stay)
+    delay = worker.pending_prefill_tokens * per_token + _wait_for_room(worker, placement, sequences, hit_blocks, stay)
     if not worker.load.manager_attached:
         delay += MANAGER_AWAY_S
     return WorkerCost(worker, hit_blocks, trust, delay, uncached * per_token + step, horizon * step)
@@ -280,13 +294,17 @@ def _believed(shown: float | None, usual: float, trust: float) -> float:
     return usual if shown is None else usual + trust * (shown - usual)
 
 
-def _wait_for_room(worker: WorkerModel, placement: PlacementRequest, hit_blocks: int, stay: float) -> float:
+def _wait_for_room(
+    worker: WorkerModel, placement: PlacementRequest, sequences: int, hit_blocks: int, stay: float
+) -> float:
     """Return predicted seconds until enough sequences, each staying `stay` seconds, have left.
 
     By Little's law `n` sequences that stay for `stay` seconds leave at the rate n / stay, and blocks likewise.
     """
-    capacity = worker.capacity
-    places = worker.sequences + placement.sequences - capacity.max_num_seqs
-    blocks = capacity.blocks(placement.prompt_tokens) - hit_blocks - worker.unheld_blocks
-    held = max(1, capacity.num_blocks - worker.unheld_blocks)
+    capacity, unheld = worker.capacity, worker.unheld_blocks
+    places = sequences - capacity.max_num_seqs
+    blocks = capacity.blocks(placement.prompt_tokens) - hit_blocks - unheld
+    if places <= 0 and blocks <= 0:
+        return 0.0  # most often there is room now
+    held = max(1, capacity.num_blocks - unheld)
     return max(0.0, places * stay / capacity.max_num_seqs, blocks * stay / held)

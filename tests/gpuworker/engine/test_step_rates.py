@@ -6,7 +6,7 @@ import pytest
 
 from common.types import BlockId, SequenceId
 from gpuworker.core.batch_plan import ScheduledRow, StepPlan
-from gpuworker.engine.step_rates import StepRates, StepTimes, prefill_tokens
+from gpuworker.engine.step_rates import StepRates, StepTimes
 
 
 def plan(decodes: int, prefill: int = 0) -> StepPlan:
@@ -19,8 +19,8 @@ def plan(decodes: int, prefill: int = 0) -> StepPlan:
 
 def test_a_row_that_draws_counts_one_position_as_decode() -> None:
     whole_prompt = ScheduledRow(SequenceId(1), 0, 10, (BlockId(1),), samples=True)
-    assert prefill_tokens(StepPlan(1, (whole_prompt,))) == 9
-    assert prefill_tokens(plan(3, prefill=20)) == 20
+    assert StepPlan(1, (whole_prompt,)).prefilled == 9
+    assert plan(3, prefill=20).prefilled == 20
 
 
 def test_a_step_is_not_predicted_before_its_rates_are_learnt() -> None:
