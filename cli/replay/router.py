@@ -23,7 +23,8 @@ class ReplayPool:
     def __init__(self, identity: PoolIdentity) -> None:
         self.identity = identity
         self.workers: dict[str, ReplayWorker] = {}
-        self._models: dict[str, WorkerModel] = {}
+        self._models: list[WorkerModel] = []
+        self._by_name: dict[str, WorkerModel] = {}
         self._listeners: list[PoolListener] = []
 
     def listen(self, listener: PoolListener) -> None:
@@ -32,15 +33,17 @@ class ReplayPool:
     def add(self, worker: ReplayWorker, capacity: Capacity, now: float) -> None:
         load = Load(unheld_blocks=capacity.num_blocks)
         self.workers[worker.worker_id] = worker
-        self._models[worker.worker_id] = WorkerModel(worker.worker_id, capacity, load, now)
+        model = self._by_name[worker.worker_id] = WorkerModel(worker.worker_id, capacity, load, now)
+        self._models = [*self._models, model]
 
     def heartbeat(self, worker_id: str, load: Load, now: float) -> None:
-        self._models[worker_id].heartbeat(load, now)
+        model = self._by_name[worker_id]
+        model.heartbeat(load, now)
         for listener in self._listeners:
-            listener.capacity_changed()
+            listener.capacity_changed(model)
 
     def models(self) -> list[WorkerModel]:
-        return list(self._models.values())
+        return self._models
 
     def client(self, model: WorkerModel) -> ReplayWorker:
         return self.workers[model.worker_id]
@@ -56,6 +59,12 @@ class ReplayIndex:
 
     def __init__(self) -> None:
         self._holders: dict[BlockHash, dict[str, None]] = {}
+        self.changes = 0
+
+    @property
+    def entries(self) -> int:
+        """Pairs of a block and a worker that has it."""
+        return sum(map(len, self._holders.values()))
 
     async def lookup(self, block_hashes: Sequence[BlockHash]) -> Mapping[str, int] | None:
         hits: dict[str, int] = {}
@@ -70,6 +79,7 @@ class ReplayIndex:
         return hits | dict.fromkeys(alive or (), len(block_hashes))
 
     def apply(self, worker_id: str, events: Sequence[IndexEvent]) -> None:
+        self.changes += len(events)
         for event in events:
             if isinstance(event, Stored):
                 self._holders.setdefault(event.hash, {})[worker_id] = None

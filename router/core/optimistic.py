@@ -7,7 +7,7 @@ A burst of similar prompts then goes to one worker. For some minutes the memory 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from common.types import BlockHash
 
@@ -59,19 +59,15 @@ class OptimisticIndex:
             if not times:
                 del self._sent[block]
 
-    def lookup(
-        self, block_hashes: Sequence[BlockHash], worker_ids: Collection[str], now: float, max_age: float = BURST_SECONDS
-    ) -> dict[str, int]:
-        """Return blocks of `block_hashes` sent to each of the workers within `max_age` seconds.
+    def lookup(self, block_hashes: Sequence[BlockHash], now: float, max_age: float = BURST_SECONDS) -> dict[str, int]:
+        """Return blocks of `block_hashes` sent to each worker within `max_age` seconds; some may have left since.
 
         A remembered block implies that its parent is remembered, so bisection finds the number of leading blocks.
         """
         oldest = now - max_age
         hits = {}
         first = self._sent.get(block_hashes[0], _NOWHERE) if block_hashes else _NOWHERE
-        for worker_id in worker_ids:
-            if worker_id not in first:
-                continue
+        for worker_id in first:
             low, high = 0, len(block_hashes)
             while low < high:
                 middle = (low + high) // 2

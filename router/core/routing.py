@@ -125,7 +125,13 @@ class Router:
         seen = shortlist(workers, hits, self._drawn(decision_id))
         found = _Priced.of(placement, seen, hits, now)
         if not found.costs and len(seen) < len(workers):
-            seen, found = workers, _Priced.of(placement, workers, hits, now)
+            # Nearly all are full: one of the others may have room, and of many with room a few are enough.
+            verdicts = [_filter(each, placement, now)[0] for each in workers]
+            room = [each for each, verdict in zip(workers, verdicts, strict=True) if verdict is Outcome.PLACED]
+            if room:
+                seen = shortlist(room, hits, self._drawn(decision_id))
+                found = _Priced.of(placement, seen, hits, now)
+            found.verdicts.update(verdicts)
         best, tied = self._pick(found.costs, decision_id) if found.costs else (None, 0)
         outcome = next((each for each in _BEST_FIRST if each in found.verdicts), Outcome.NO_WORKER)
         chosen = best.worker.worker_id if best else outcome.value
@@ -167,6 +173,11 @@ class Router:
 def places_of(worker: WorkerModel) -> int:
     """Return how many sequences a worker may have, those that wait there included."""
     return OVERCOMMIT * worker.capacity.max_num_seqs
+
+
+def must_wait(worker: WorkerModel, placement: PlacementRequest, now: float) -> bool:
+    """Return whether a worker could take the request later, and not now: too many sequences are there."""
+    return _filter(worker, placement, now)[0] is Outcome.WAIT
 
 
 def _ages(workers: Sequence[WorkerModel], now: float) -> Iterator[tuple[str, float]]:

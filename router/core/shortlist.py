@@ -26,10 +26,12 @@ def shortlist(workers: Sequence[WorkerModel], hits: Mapping[str, int], seed: int
     """Return the workers to price, in the given order; `hits` are blocks by worker id."""
     if len(workers) <= MOST_PRICED:
         return workers
-    held = [(hits[worker.worker_id], place) for place, worker in enumerate(workers) if worker.worker_id in hits]
-    holders = {place for _, place in heapq.nlargest(MOST_HOLDERS, held)}
-    drawn = {*random.Random(seed).sample(range(len(workers)), MOST_PRICED - len(holders))}
-    return [worker for place, worker in enumerate(workers) if place in drawn or place in holders]
+    holders = set[int]()
+    if hits:
+        held = [(hits[worker.worker_id], place) for place, worker in enumerate(workers) if worker.worker_id in hits]
+        holders = {place for _, place in heapq.nlargest(MOST_HOLDERS, held)}
+    drawn = random.Random(seed).sample(range(len(workers)), MOST_PRICED - len(holders))
+    return [workers[place] for place in sorted(holders.union(drawn))]
 
 
 def named(candidates: Sequence[Candidate], chosen: str) -> tuple[Candidate, ...]:

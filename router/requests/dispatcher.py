@@ -15,7 +15,7 @@ from router.core.fair_queue import ONE_FLOW, FairQueue, Flow, Ticket, due_at
 from router.core.identity import is_complete
 from router.core.optimistic import BURST_SECONDS, MEMORY_SECONDS, OptimisticIndex
 from router.core.place_shares import PlaceShares
-from router.core.routing import TOO_LARGE, Choice, Outcome, PlacementRequest, Router, places_of
+from router.core.routing import TOO_LARGE, Choice, Outcome, PlacementRequest, Router, must_wait, places_of
 from router.core.worker_model import WorkerModel
 from router.ports import DecisionSink, PrefixIndex
 from router.requests.reservation import LoadReservation
@@ -117,6 +117,10 @@ class Dispatcher:
         self._starving: asyncio.TimerHandle | None = None
         # The last choice by which a job had to wait: no worker could take it.
         self._blocked: Choice | None = None
+        # What has to wait at the head of the queue, as of the last attempt, where the workers are full.
+        self._head: PlacementRequest | None = None
+        self._counted: Sequence[WorkerModel] = ()
+        self._places_of_all = 0
         self._identity_known = asyncio.Event()
         pool.listen(self)
 
@@ -173,18 +177,24 @@ class Dispatcher:
         due = due_at(self._clock.monotonic(), job.deadline)
         ticket = Ticket(job.priority, 0, flow, job.request.sequences, due)
         shares = self._in_use.among(self._places(), self._queue.flows() | {flow})
-        choice = self._choose(job, hits, not shares.exceeded_by(ticket), _FORESEEN)
+        request = replace(job.request, entitled=not shares.exceeded_by(ticket))
+        choice = self._choose(job, request, hits, _FORESEEN)
         leads, before = self._queue.leads(ticket, shares.exceeded_by), self._queue.before(job.priority)
         return Foresight(choice, leads, before, hits is not None or not job.block_hashes)
 
     # ------------------------------------------------------------ PoolListener
 
-    def capacity_changed(self) -> None:
+    def capacity_changed(self, reported: WorkerModel | None = None) -> None:
+        """Try the head of the queue again, unless the only news is that a full worker is still full.
+
+        Of 1000 workers 10 000 heartbeats come a second, and an attempt looks at all workers where most are full.
+        """
         if is_complete(self._pool.identity):
             self._identity_known.set()
         else:
             self._identity_known.clear()
-        self._serve_queue()
+        if reported is None or self._head is None or not must_wait(reported, self._head, self._clock.monotonic()):
+            self._serve_queue()
 
     def cache_lost(self, worker_id: str) -> None:
         self._memory.forget(worker_id)
@@ -196,6 +206,7 @@ class Dispatcher:
 
         A tenant below its share does not wait for places that others hold: the KV manager takes blocks from those.
         """
+        self._head = None
         while self._queue:
             shares = self._in_use.among(self._places(), self._queue.flows())
             ticket, waiting = self._queue.head(shares.exceeded_by)
@@ -211,14 +222,15 @@ class Dispatcher:
 
     def _serve(self, ticket: Ticket, waiting: _Waiting, entitled: bool) -> bool:
         """Place one job; return False when it has to wait."""
-        choice = self._choose(waiting.job, waiting.hits, entitled)
+        request = replace(waiting.job.request, entitled=entitled)
+        choice = self._choose(waiting.job, request, waiting.hits)
         if choice.outcome is Outcome.NO_WORKER:
             self._blocked = choice
             self._starve()
             return False
         self._fed()
         if choice.outcome is Outcome.WAIT:
-            self._blocked = choice
+            self._blocked, self._head = choice, request
             return False
         self._queue.serve(ticket)
         self._settle(waiting, choice, ticket.flow)
@@ -246,17 +258,20 @@ class Dispatcher:
         self._decisions.record(record)
 
     def _places(self) -> int:
-        return sum(places_of(worker) for worker in self._pool.models())
-
-    def _choose(self, job: Job, published: Mapping[str, int] | None, entitled: bool, decision_id: str = "") -> Choice:
+        """Return the places of all workers, counted once for each list of them."""
         workers = self._pool.models()
-        names = [worker.worker_id for worker in workers]
+        if workers is not self._counted:
+            self._counted, self._places_of_all = workers, sum(places_of(worker) for worker in workers)
+        return self._places_of_all
+
+    def _choose(
+        self, job: Job, request: PlacementRequest, published: Mapping[str, int] | None, decision_id: str = ""
+    ) -> Choice:
         age = MEMORY_SECONDS if published is None else BURST_SECONDS
-        hits = self._memory.lookup(job.block_hashes, names, self._clock.monotonic(), age)
+        hits = self._memory.lookup(job.block_hashes, self._clock.monotonic(), age)
         for name, blocks in (published or {}).items():
             hits[name] = max(blocks, hits.get(name, 0))
-        request = replace(job.request, entitled=entitled)
-        return self._router.route(request, workers, hits, self._pool.absent(), decision_id)
+        return self._router.route(request, self._pool.models(), hits, self._pool.absent(), decision_id)
 
     def _settle(self, waiting: _Waiting, choice: Choice, flow: Flow) -> None:
         """Record the decision; set the placement, or the error that refuses the job."""

@@ -37,8 +37,8 @@ LAST_WORDS_S = 1.0
 class PoolListener(Protocol):
     """Receives changes of the pool, on the event loop; must not block."""
 
-    def capacity_changed(self) -> None:
-        """A worker joined, left, or reported its load."""
+    def capacity_changed(self, reported: WorkerModel | None = None) -> None:
+        """A worker joined or left, or this one reported its load."""
         ...
 
     def cache_lost(self, worker_id: str) -> None:
@@ -86,6 +86,7 @@ class WorkerPool:
         self._manager_patience = manager_patience
         self._members: dict[str, Member] = {}
         self._listeners: list[PoolListener] = []
+        self._models: list[WorkerModel] | None = None
 
     def listen(self, listener: PoolListener) -> None:
         self._listeners.append(listener)
@@ -117,6 +118,7 @@ class WorkerPool:
         member = self._members.pop(address, None)
         if member is None:
             return
+        self._models = None
         member.client.abandon("the router uses it no longer", broken=False)
         if member.task is not None:
             self._leave(member, member.task)
@@ -144,8 +146,13 @@ class WorkerPool:
     # ------------------------------------------------------------ queries
 
     def models(self) -> list[WorkerModel]:
-        """Return the models of connected workers, in the order in which their addresses were added."""
-        return [member.model for member in self._members.values() if member.model is not None]
+        """Return the models of connected workers, in the order in which their addresses were added.
+
+        The list is the same one until a worker joins or leaves, and never changed.
+        """
+        if self._models is None:
+            self._models = [member.model for member in self._members.values() if member.model is not None]
+        return self._models
 
     def context(self, of_checkpoint: int) -> int:
         """Return the longest context that some connected worker offers, in tokens, at most the checkpoint's."""
@@ -253,6 +260,7 @@ class WorkerPool:
             heartbeat_at=now,
             manager_patience=self._manager_patience,
         )
+        self._models = None
         member.state, member.reason = WorkerState.CONNECTED, ""
         member.logged_reasons.clear()
         log.info("worker %s connected", facts.worker_id, extra={"address": client.address})
@@ -272,7 +280,7 @@ class WorkerPool:
         member = self._members.get(client.address)
         if member is not None and member.model is not None and member.client is client:
             member.model.heartbeat(load, self._clock.monotonic())
-            self._notify()
+            self._notify(member.model)
 
     def disconnected(self, client: WorkerClient, error: QuireError) -> None:
         """Record why a worker cannot be used."""
@@ -283,6 +291,7 @@ class WorkerPool:
         state = WorkerState.MISMATCHED if mismatched else WorkerState.CONNECTING
         self._log_absence(member, error)
         member.model, member.facts, member.state, member.reason = None, None, state, str(error)
+        self._models = None
         if not self.models():
             # All workers may have been replaced: the next one fills in again what the configuration leaves open.
             self._agree(self._configured)
@@ -309,9 +318,9 @@ class WorkerPool:
         for member in self._members.values():
             member.client.identity = identity
 
-    def _notify(self) -> None:
+    def _notify(self, reported: WorkerModel | None = None) -> None:
         for listener in self._listeners:
-            listener.capacity_changed()
+            listener.capacity_changed(reported)
 
 
 def _idle(facts: WorkerFacts) -> Load:

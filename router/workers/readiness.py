@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
+from router.core.worker_model import WorkerModel
 from router.workers.pool import WorkerPool
 
 
@@ -27,7 +28,7 @@ class Readiness:
         self.ready = False
         pool.listen(self)
 
-    def capacity_changed(self) -> None:
+    def capacity_changed(self, reported: WorkerModel | None = None) -> None:
         self._changed.set()
 
     def cache_lost(self, worker_id: str) -> None:

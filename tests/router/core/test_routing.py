@@ -43,6 +43,21 @@ def rejected(choice: Choice) -> dict[str, str]:
     return {candidate.name: candidate.rejected for candidate in choice.decision.candidates if candidate.rejected}
 
 
+def test_hits_at_workers_that_have_left_count_for_nothing() -> None:
+    found = router().route(placement(), [worker("w0"), worker("w1")], {"gone": 6, "w1": 1})
+    assert found.decision.chosen == "w1"
+    assert found.hit_blocks == 1
+
+
+def test_of_many_workers_a_few_with_room_are_found_and_only_those_priced() -> None:
+    full = Load(running=2 * CAPACITY.max_num_seqs)
+    many = [worker(f"w{number}", full if number % 250 else None) for number in range(1000)]
+    found = {router(seed).route(placement(), many, {}).decision.chosen for seed in range(20)}
+    assert found == {"w0", "w250", "w500", "w750"}
+    without_room = router().route(placement(), [worker(f"w{number}", full) for number in range(1000)], {})
+    assert (without_room.outcome, without_room.worker) == (Outcome.WAIT, None)
+
+
 # ------------------------------------------------------------ the terms
 
 
@@ -226,7 +241,7 @@ def test_a_thousand_requests_with_one_prefix_do_not_pile_up_on_one_worker() -> N
     running: list[WorkerModel] = []
     for number in range(1000):
         keys = block_hashes("shared" + chr(ord("A") + number % 26))
-        hits = memory.lookup(keys, [each.worker_id for each in workers], now=0.0)
+        hits = memory.lookup(keys, now=0.0)
         choice = choose.route(placement(prompt=113), workers, hits)
         while choice.worker is None:
             running.pop(0).placed(sequences=-1, prefill_tokens=-113 + 96, blocks=-8)
@@ -245,7 +260,7 @@ def test_a_quiet_trickle_with_one_prefix_stays_on_one_worker() -> None:
     memory, choose, served = OptimisticIndex(), router(), Counter[str]()
     for _ in range(50):
         keys = block_hashes("shared")
-        choice = choose.route(placement(prompt=100), workers, memory.lookup(keys, ["w0", "w1", "w2", "w3"], now=0.0))
+        choice = choose.route(placement(prompt=100), workers, memory.lookup(keys, now=0.0))
         memory.remember(chosen(choice), keys, now=0.0)
         served[chosen(choice)] += 1
     assert len(served) == 1

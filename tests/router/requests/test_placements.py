@@ -104,6 +104,36 @@ async def test_releasing_a_reservation_serves_the_queue() -> None:
         assert len((await waiting).reservations) == 1
 
 
+async def test_news_of_a_worker_that_is_still_full_tries_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with frontend_over(FakeWorker(max_num_seqs=1)) as harness:
+        (model,), tries = harness.pool.models(), []
+        reservation = await full(harness)
+        model.heartbeat(Load(running=8), model.heartbeat_at)  # sequences of other routers
+        waiting = asyncio.create_task(harness.dispatcher.place(job(), harness.dispatcher.ticket(0)))
+        await asyncio.sleep(0)
+        monkeypatch.setattr(harness.dispatcher, "_serve_queue", lambda: tries.append(1))
+        harness.dispatcher.capacity_changed(model)
+        assert tries == []
+        harness.dispatcher.capacity_changed()  # a worker joined or left
+        assert tries == [1]
+        model.heartbeat(Load(running=0), model.heartbeat_at)
+        monkeypatch.undo()
+        reservation.release()
+        assert len((await waiting).reservations) == 1
+
+
+async def test_news_of_a_worker_that_has_room_places_what_waits() -> None:
+    async with frontend_over(FakeWorker(max_num_seqs=1)) as harness:
+        (model,) = harness.pool.models()
+        model.heartbeat(Load(running=8), model.heartbeat_at)
+        waiting = asyncio.create_task(harness.dispatcher.place(job(), harness.dispatcher.ticket(0)))
+        await asyncio.sleep(0)
+        model.heartbeat(Load(unheld_blocks=64), model.heartbeat_at)
+        harness.dispatcher.capacity_changed(model)
+        async with asyncio.timeout(60):
+            assert len((await waiting).reservations) == 1
+
+
 async def test_a_placement_that_comes_together_with_a_cancellation_is_released() -> None:
     async with frontend_over(FakeWorker(max_num_seqs=1)) as harness:
         reservation, (model,) = await full(harness), harness.pool.models()

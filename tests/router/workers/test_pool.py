@@ -13,7 +13,7 @@ from common.backoff import Backoff
 from common.clock import ManualClock, SystemClock
 from common.errors import Unavailable
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
-from router.core.worker_model import Capacity, WorkerState
+from router.core.worker_model import Capacity, WorkerModel, WorkerState
 from router.main import _LAST_REPLIES_S
 from router.workers.client import Pacing, RouterIdentity
 from router.workers.codec import WorkerFacts
@@ -29,7 +29,7 @@ class Faulty:
     def __init__(self) -> None:
         self.bugs = [asyncio.InvalidStateError("a result twice")]
 
-    def capacity_changed(self) -> None:
+    def capacity_changed(self, reported: WorkerModel | None = None) -> None:
         if self.bugs:
             raise self.bugs.pop()
 
@@ -58,7 +58,7 @@ class Caches:
     def __init__(self) -> None:
         self.lost: list[str] = []
 
-    def capacity_changed(self) -> None: ...
+    def capacity_changed(self, reported: WorkerModel | None = None) -> None: ...
 
     def cache_lost(self, worker_id: str) -> None:
         self.lost.append(worker_id)
