@@ -62,7 +62,10 @@ _NEEDS = {
     """,
     "fuzz": "fuzz",
     "searches": "kvmanager/core/test_soak.py suites/protocol",
-    "plots": "bench/comparison/test_plots.py bench/open_loop/test_plot.py cli/benchmark/test_plot.py",
+    "plots": """
+        bench/comparison/test_plots.py bench/open_loop/test_plot.py cli/benchmark/test_plot.py
+        cli/replay/test_plot.py
+    """,
     "clients": """
         suites/clients/test_agents.py suites/clients/test_embedders.py suites/clients/test_examples.py
         suites/clients/test_open_inference.py suites/clients/test_tritonclient.py

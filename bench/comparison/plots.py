@@ -24,7 +24,7 @@ from bench.comparison.peer_process import PEERS
 from bench.comparison.ratios import OURS, Lines, Setting, by_engine, median_of, over_fastest
 from bench.comparison.table import read_lines
 from bench.lib.workloads import TITLES
-from cli.benchmark.style import ACCENT, GRID, INK, QUIET, STYLE
+from cli.plots import ACCENT, GRID, INK, QUIET, STYLE
 
 ORDER: Final = (OURS, "vllm", "openvino", "hf-cb", "naive")
 NAMES: Final = {

@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from bench.comparison.plots import duration
-from cli.benchmark.style import ACCENT, GRID, INK, QUIET, STYLE
+from cli.plots import ACCENT, GRID, INK, QUIET, STYLE
 
 Row = dict[str, Any]
 _COLOURS: Final = {1: ACCENT, 2: "#c2701c", 3: "#3f5f8a"}

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from cli.benchmark.report import Bar, Report, first_token_bars, ratio_bars, speed_bars
 from cli.benchmark.screen import described, model_name, number
-from cli.benchmark.style import ACCENT, GRID, INK, QUIET, STYLE
+from cli.plots import ACCENT, GRID, INK, QUIET, STYLE
 
 _BAR_INCHES, _HEAD_INCHES, _FOOT_INCHES = 0.36, 0.7, 0.3
 _FOOT: Final = "Bars: median; whiskers: least to greatest. A client measures the suite: router, KV manager, worker."

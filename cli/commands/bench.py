@@ -8,9 +8,7 @@ model.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,12 +24,12 @@ from cli.benchmark.report import as_json
 from cli.benchmark.screen import show
 from cli.client import run_command
 from cli.demo_model import CHECKPOINT
+from cli.plots import plot_problems
 from common.errors import FieldViolation, InvalidConfig
 from common.settings.config import refuse
 
 _SECONDS: Final = 150.0
 _LEAST_SECONDS, _MOST_SECONDS = 30.0, 3600.0
-_FORMATS: Final = (".png", ".svg")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -48,7 +46,7 @@ def wish_of(argv: Sequence[str]) -> tuple[argparse.Namespace, Wish]:
     """Return the command's own flags, and what to measure. Raises InvalidConfig with every flag that is wrong."""
     named = bool(argv) and not argv[0].startswith("-")
     args, rest = parser().parse_known_args(argv[1:] if named else argv)
-    problems = [*_seconds_problems(args.seconds), *(_plot_problems(args.plot) if args.plot else ())]
+    problems = [*_seconds_problems(args.seconds), *(plot_problems(args.plot) if args.plot else ())]
     if problems:
         raise InvalidConfig(*problems)
     model = argv[0] if named else str(CHECKPOINT)
@@ -59,15 +57,6 @@ def _seconds_problems(seconds: float) -> Iterator[FieldViolation]:
     if not _LEAST_SECONDS <= seconds <= _MOST_SECONDS:
         what = f"is {seconds:g}; expected {_LEAST_SECONDS:g} to {_MOST_SECONDS:g}"
         yield FieldViolation("--seconds", what)
-
-
-def _plot_problems(path: Path) -> Iterator[FieldViolation]:
-    if path.suffix not in _FORMATS:
-        yield FieldViolation("--plot", f"is {path}; expected a file that ends with {' or '.join(_FORMATS)}")
-    if not os.access(path.parent, os.W_OK) or path.is_dir():
-        yield FieldViolation("--plot", f"{path} cannot be written; expected a file in a folder that is there")
-    if importlib.util.find_spec("matplotlib") is None:
-        yield FieldViolation("--plot", "needs matplotlib, which is not installed; install quire[bench]")
 
 
 class _TimeBar(ProgressColumn):

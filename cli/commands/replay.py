@@ -18,15 +18,17 @@ from typing import Any, Final
 from rich.console import Console
 
 from cli.client import add_json, command_console, print_json
+from cli.plots import plot_problems
 from cli.replay.figures import Interval, figures_of, over_seeds, recorded_figures
 from cli.replay.fit import MOST_REQUESTS, Fit, fit
+from cli.replay.policies import POLICIES, with_policies
 from cli.replay.routers import ROUTERS
 from cli.replay.screen import drawn
 from cli.replay.simulation import ReplayOptions, replay
 from cli.replay.trace import Trace, lines_of, mooncake_lines, read_trace
 from cli.replay.worker import Timing
 from common.errors import FieldViolation, InvalidConfig, QuireError
-from gpuworker.core.step_costs import DEFAULT_COSTS, parse_costs
+from gpuworker.core.step_costs import DEFAULT_COSTS, StepCosts, parse_costs
 
 _BLOCK_SIZES: Final = (4, 8, 16, 32, 64, 128, 256)
 _SIZES: Final = {
@@ -36,6 +38,8 @@ _SIZES: Final = {
     "max_num_seqs": 4096,
     "max_num_batched_tokens": 1 << 16,
 }
+# Columns of their own.
+_MOST_POLICIES: Final = 8
 
 
 def parser() -> argparse.ArgumentParser:
@@ -54,6 +58,8 @@ def parser() -> argparse.ArgumentParser:
     change.add_argument("--router", choices=sorted(ROUTERS), help="how a worker is chosen")
     change.add_argument("--runway", choices=("auto", "max"), help="how far ahead blocks are leased")
     change.add_argument("--load", type=float, metavar="X", default=1.0, help="let requests arrive X times as fast")
+    text = "replay with a policy, in a column of its own; repeatable, joined by + for several at once: "
+    change.add_argument("--policy", metavar="NAME", action="append", default=[], help=text + ", ".join(POLICIES))
     how = flags.add_argument_group("how it is replayed")
     text = f"costs of a step, such as {DEFAULT_COSTS}; unset: fitted to the log, and these where it has no times"
     how.add_argument("--costs", metavar="COSTS", help=text)
@@ -61,6 +67,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--export", type=Path, metavar="FILE", help="write the arrivals into a file, and replay nothing")
     text = "form of --export: quire or mooncake"
     flags.add_argument("--form", choices=("quire", "mooncake"), default="mooncake", help=text)
+    flags.add_argument("--plot", type=Path, metavar="FILE", help="also draw the figures, into a .png or .svg")
     add_json(flags)
     return flags
 
@@ -92,6 +99,20 @@ def faster(trace: Trace, load: float) -> Trace:
     """Return the same arrivals at another rate."""
     arrivals = tuple(replace(each, at=each.at / load, measured=None) for each in trace.arrivals)
     return replace(trace, arrivals=arrivals)
+
+
+def _check_all(args: argparse.Namespace) -> None:
+    """Raise InvalidConfig for a flag that is wrong, before anything is read or replayed."""
+    if not 0 < args.load < 1e6:
+        raise InvalidConfig(FieldViolation("--load", f"is {args.load:g}; expected a number above 0"))
+    if not 1 <= args.seeds <= 1000:
+        raise InvalidConfig(FieldViolation("--seeds", f"is {args.seeds}; expected 1 to 1000"))
+    if len(args.policy) > _MOST_POLICIES:
+        raise InvalidConfig(FieldViolation("--policy", f"is given {len(args.policy)} times; {_MOST_POLICIES} at most"))
+    for names in args.policy:
+        with_policies(ReplayOptions(), names)
+    if args.plot and (problems := [*plot_problems(args.plot)]):
+        raise InvalidConfig(*problems)
 
 
 def _check(name: str, value: object, most: int) -> None:
@@ -130,8 +151,10 @@ def answer(trace: Trace, args: argparse.Namespace, say: Callable[[str], None] = 
     began, requests, virtual = time.perf_counter(), 0, 0.0
     digest, decisions = "", dict[str, int]()
     tried = {"replayed": (trace, options)}
+    arriving = faster(trace, args.load)
     if changed != options or args.load != 1.0:
-        tried["changed"] = (faster(trace, args.load), changed)
+        tried["changed"] = (arriving, changed)
+    tried |= {names: (arriving, with_policies(changed, names)) for names in args.policy}
     for name, (arrivals, suite) in tried.items():
         found = []
         for seed in range(args.seeds):
@@ -156,8 +179,7 @@ def _costs(text: str) -> Any:
 def show(console: Console, trace: Trace, found: Answer) -> None:
     console.print(f"{len(trace.arrivals):,} requests in {trace.seconds:,.1f} s", highlight=False)
     console.print(drawn(found.columns))
-    costs = found.timing.costs
-    step = f"{1000 * costs.base:.2f} ms + {1e6 * costs.decode:.1f} us a row + {1e6 * costs.prefill:.1f} us a token"
+    step = _words_of(found.timing.costs)
     if found.fitted is not None:
         off = ", ".join(
             f"{name.removesuffix('_s').replace('_', ' ')} {100 * error:+.0f} %"
@@ -168,6 +190,23 @@ def show(console: Console, trace: Trace, found: Answer) -> None:
         console.print(f"\nA step: {step}, not measured.", highlight=False)
     rate, real = found.replayed / found.seconds, found.virtual_seconds / found.seconds
     console.print(f"{rate:,.0f} requests replayed a second, {real:,.1f} times real time.", highlight=False)
+
+
+def _words_of(costs: StepCosts) -> str:
+    return f"{1000 * costs.base:.2f} ms + {1e6 * costs.decode:.1f} us a row + {1e6 * costs.prefill:.1f} us a token"
+
+
+def plot(trace: Trace, found: Answer, args: argparse.Namespace) -> None:
+    """Draw the columns. Raises InvalidConfig where the file cannot be written."""
+    from cli.replay.plot import write  # matplotlib is large, and not always there
+
+    seeds = f"{args.seeds} seed{'s' if args.seeds > 1 else ''}"
+    words = f"{len(trace.arrivals):,} requests in {trace.seconds:,.0f} s, {seeds}"
+    said = f"{words}. A step: {_words_of(found.timing.costs)}"
+    try:
+        write(found.columns, said, args.plot)
+    except OSError as error:
+        raise InvalidConfig(FieldViolation("--plot", f"{args.plot} cannot be written: {error.strerror}")) from None
 
 
 def as_json(trace: Trace, found: Answer) -> dict[str, Any]:
@@ -202,20 +241,20 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
     console = command_console()
     try:
-        if not 0 < args.load < 1e6:
-            raise InvalidConfig(FieldViolation("--load", f"is {args.load:g}; expected a number above 0"))
-        if not 1 <= args.seeds <= 1000:
-            raise InvalidConfig(FieldViolation("--seeds", f"is {args.seeds}; expected 1 to 1000"))
+        _check_all(args)
         trace = read_trace(args.log)
         if args.export:
             export(trace, args.export, args.form)
             return 0
         if args.json:
-            print_json(as_json(trace, answer(trace, args)))
-            return 0
-        with console.status("reading") as status:
-            found = answer(trace, args, status.update)
-        show(console, trace, found)
+            found = answer(trace, args)
+            print_json(as_json(trace, found))
+        else:
+            with console.status("reading") as status:
+                found = answer(trace, args, status.update)
+            show(console, trace, found)
+        if args.plot:
+            plot(trace, found, args)
     except QuireError as error:
         print(f"quire: {error}", file=sys.stderr)
         return 1

@@ -36,22 +36,31 @@ _LINES: Final[tuple[tuple[str, str, Callable[[float], str]], ...]] = (
 )
 
 
+# Columns at most whose intervals are written out.
+_WHOLE: Final = 3
+
+
 def drawn(columns: Mapping[str, Mapping[str, Interval]]) -> Table:
-    """Return a line for each figure and a column for each replay; an interval stands where seeds differ."""
+    """Return a line for each figure and a column for each replay; an interval stands where seeds differ.
+
+    Of many columns the interval is half its width, after "±".
+    """
     table = Table(box=None, pad_edge=False)
     table.add_column("")
     for name in columns:
         table.add_column(name, justify="right")
     for figure, words, form in _LINES:
-        cells = [_cell(found.get(figure), form) for found in columns.values()]
+        cells = [_cell(found.get(figure), form, short=len(columns) > _WHOLE) for found in columns.values()]
         if any(cells):
             table.add_row(words, *cells)
     return table
 
 
-def _cell(found: Interval | None, form: Callable[[float], str]) -> str:
+def _cell(found: Interval | None, form: Callable[[float], str], short: bool) -> str:
     if found is None or found.mean != found.mean:
         return ""
     if found.low == found.high:
         return form(found.mean)
+    if short:
+        return f"{form(found.mean)} ± {form((found.high - found.low) / 2)}"
     return f"{form(found.mean)} ({form(found.low)} to {form(found.high)})"

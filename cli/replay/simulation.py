@@ -87,12 +87,19 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """The results of one replay; `digest` is equal for replays that decided equally."""
+    """The results of one replay; `digest` is equal for replays that decided equally.
+
+    `reports` are those of the workers to the KV manager, `index_changes` the blocks that it published or withdrew, and
+    `index_entries` the entries of the prefix index at the end.
+    """
 
     requests: tuple[Replayed, ...]
     decisions: Mapping[str, int]
     digest: str
     seconds: float
+    reports: int = 0
+    index_changes: int = 0
+    index_entries: int = 0
 
 
 def replay(trace: Trace, options: ReplayOptions) -> Replay:
@@ -173,7 +180,15 @@ class _Simulation:
                 requests.append(Replayed(replace(arrival, at=self._loop.time())))
                 tasks.create_task(self._serve(number, requests[-1]))
         seconds = self._loop.time() - began
-        return Replay(tuple(requests), dict(sorted(self._decisions.counts.items())), self._decisions.digest, seconds)
+        return Replay(
+            tuple(requests),
+            dict(sorted(self._decisions.counts.items())),
+            self._decisions.digest,
+            seconds,
+            sum(each.reports for each in self._workers.values()),
+            self._index.changes,
+            self._index.entries,
+        )
 
     def _add_worker(self, worker_id: str) -> None:
         options = self._options

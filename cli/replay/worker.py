@@ -88,7 +88,7 @@ class ReplayWorker:
         self._registration: WorkerRegistration | None = None
         self._turning = False
         self._runner = _Runner(timing.costs, clock, self._step_ends)
-        self.worker_id = attach.worker_id
+        self.worker_id, self.reports = attach.worker_id, 0
         self._engine = Engine(lambda: LeaseAgent(config), lambda: attach, self._runner, self, listener.outputs, clock)
         self._turn_soon()
 
@@ -163,6 +163,7 @@ class ReplayWorker:
 
     def _on_report(self, session: int, report: Report) -> None:
         assert self._registration is not None
+        self.reports += 1
         self._registration.ledger.apply(report)
         self._grant(session)
 

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 from bench.open_loop import plot as load_plot
-from cli.benchmark.style import ACCENT
+from cli.plots import ACCENT
 
 
 def row(offered: float, routers: int = 1, steady: float = 1.0, **fields: object) -> dict[str, object]:

@@ -46,6 +46,28 @@ def test_a_change_is_a_column_of_its_own(tmp_path: Path, capsys: pytest.CaptureF
     assert (found["requests"], len(found["digest"])) == (12, 64)
 
 
+def test_each_policy_is_a_column_on_top_of_the_other_changes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--workers", "3", "--policy", "round-robin", "--policy", "no-prefix-caching+runway-max")
+    assert main([log(tmp_path), "--seeds", "1", "--json", *flags]) == 0
+    columns = json.loads(capsys.readouterr().out)["columns"]
+    assert list(columns) == ["recorded", "replayed", "changed", "round-robin", "no-prefix-caching+runway-max"]
+    changed, turns, nothing_shared = [columns[name]["hit_share"]["mean"] for name in [*columns][2:]]
+    # Each of three workers computes the prefix once in turns; where it is, costs say, the others go.
+    assert changed > turns > nothing_shared == 0
+
+
+def test_a_picture_stands_beside_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "what-if.svg"
+    assert main([log(tmp_path), "--seeds", "2", "--policy", "least-loaded", "--plot", str(picture)]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split() == ["recorded", "replayed", "least-loaded"]
+    drawn = picture.read_text(encoding="utf-8")
+    assert drawn.startswith("<?xml")
+    assert "12 requests in 3 s, 2 seeds" in drawn
+
+
 def test_given_costs_are_not_fitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([log(tmp_path), "--seeds", "1", "--costs", "base=7ms", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -68,6 +90,10 @@ def test_arrivals_are_exported_and_read_again(tmp_path: Path) -> None:
         (("--seeds", "0"), "--seeds: is 0; expected 1 to 1000"),
         (("--load", "0"), "--load: is 0; expected a number above 0"),
         (("--costs", "base=quick"), "--costs: "),
+        (("--policy", "lru+fastest"), "--policy: is 'fastest'; expected cost, "),
+        (("--policy", "lru") * 9, "--policy: is given 9 times; 8 at most"),
+        (("--plot", "figures.pdf"), "--plot: is figures.pdf; expected a file that ends with .png or .svg"),
+        (("--plot", "nowhere/a.png"), "--plot: nowhere/a.png cannot be written"),
     ],
 )
 def test_wrong_options_are_refused(

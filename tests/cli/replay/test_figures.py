@@ -63,3 +63,13 @@ def test_a_table_has_a_column_for_each_replay_and_no_line_without_a_value() -> N
     assert lines[0].split() == ["recorded", "replayed"]
     assert lines[1].split() == ["first", "token,", "median", "250.0", "ms", "500.0", "ms"]
     assert max(map(len, lines)) <= 80
+
+
+def test_of_many_columns_the_interval_is_half_its_width() -> None:
+    console = Console(width=80, record=True, file=None, force_terminal=False)
+    shares = {"hit_share": Interval(0.5, 0.4, 0.62)}
+    with console.capture() as shown:
+        console.print(
+            drawn({"replayed": shares, "a": shares, "b": shares, "c": {"hit_share": Interval(0.1, 0.1, 0.1)}})
+        )
+    assert shown.get().splitlines()[1].split("  ")[-2:] == ["50.0 % ± 11.0 %", "10.0 %"]

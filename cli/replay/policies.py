@@ -1,0 +1,43 @@
+"""Named policies, for comparison: each changes one choice of router, KV manager or worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Final, get_args
+
+from cli.replay.routers import ROUTERS
+from cli.replay.simulation import ReplayOptions
+from common.errors import FieldViolation, InvalidConfig
+from kvmanager.core.config import EvictionName, Runway
+
+Change = Callable[[ReplayOptions], ReplayOptions]
+
+
+def _router(name: str) -> Change:
+    return lambda options: replace(options, router=ROUTERS[name])
+
+
+def _manager(**changes: Any) -> Change:
+    return lambda options: replace(options, manager=replace(options.manager, **changes))
+
+
+POLICIES: Final[Mapping[str, Change]] = {
+    **{name: _router(name) for name in ROUTERS},
+    **{name: _manager(eviction=name) for name in get_args(EvictionName)},
+    **{f"runway-{name}": _manager(runway=name) for name in get_args(Runway)},
+    "backfill": _manager(backfill=True),
+    "no-backfill": _manager(backfill=False),
+    "prefix-caching": lambda options: replace(options, prefix_caching=True),
+    "no-prefix-caching": lambda options: replace(options, prefix_caching=False),
+}
+
+
+def with_policies(options: ReplayOptions, names: str) -> ReplayOptions:
+    """Return the options with the policies that `names` joins by "+". Raises InvalidConfig for an unknown one."""
+    for name in names.split("+"):
+        if name not in POLICIES:
+            what = f"is {name!r}; expected {', '.join(POLICIES)}, or several of them joined by +"
+            raise InvalidConfig(FieldViolation("--policy", what))
+        options = POLICIES[name](options)
+    return options

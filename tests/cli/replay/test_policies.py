@@ -1,0 +1,33 @@
+"""Named policies: what each changes, several at once, and those that nobody knows."""
+
+from __future__ import annotations
+
+import pytest
+
+from cli.replay.policies import POLICIES, with_policies
+from cli.replay.routers import LeastLoaded
+from cli.replay.simulation import ReplayOptions
+from common.errors import InvalidConfig
+
+
+def test_joined_policies_change_one_choice_each() -> None:
+    found = with_policies(ReplayOptions(), "least-loaded+lru+runway-max+no-backfill+no-prefix-caching")
+    assert found.router is LeastLoaded
+    assert (found.manager.eviction, found.manager.runway, found.manager.backfill) == ("lru", "max", False)
+    assert not found.prefix_caching
+
+
+def test_each_policy_has_an_opposite_that_changes_it_back() -> None:
+    back = "cost+utility+runway-auto+backfill+prefix-caching"
+    for name in POLICIES:
+        assert with_policies(ReplayOptions(), f"{name}+{back}") == ReplayOptions()
+
+
+def test_the_later_of_two_policies_for_one_choice_counts() -> None:
+    assert with_policies(ReplayOptions(), "lru+frequency").manager.eviction == "frequency"
+
+
+@pytest.mark.parametrize("names", ["", "fastest", "lru+", "+lru", "lru round-robin"])
+def test_an_unknown_policy_is_refused_with_those_that_there_are(names: str) -> None:
+    with pytest.raises(InvalidConfig, match=r"expected cost, .*no-prefix-caching"):
+        with_policies(ReplayOptions(), names)
