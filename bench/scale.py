@@ -105,7 +105,8 @@ def _job(number: int) -> Job:
 
 async def decision_us(workers: int, times: int) -> float:
     """Return the median of CPU microseconds from a request to its placement and release, workers with room."""
-    router, found = _router(workers, Load(running=20, unheld_blocks=3000, steps=1, decode_step_seconds=0.01)), []
+    load = Load(running=20, unheld_blocks=3000, steps=1, decode_step_seconds=0.01)
+    router, found = _router(workers, load), list[int]()
     for number in range(times):
         began = time.thread_time_ns()
         placement = await router.dispatcher.place(_job(number), router.dispatcher.ticket(0, ONE_FLOW))

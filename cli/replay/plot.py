@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import matplotlib as mpl
 from matplotlib import pyplot as plt
@@ -40,7 +40,7 @@ def draw(columns: Mapping[str, Mapping[str, Interval]], subtitle: str) -> Figure
         figure, grid = plt.subplots(rows, _ACROSS, figsize=(8.4, height), squeeze=False, sharey=True)
         for axes, (name, title, factor) in zip(grid.flat, _PANELS, strict=True):
             _panel(axes, title, list(columns), [_scaled(found.get(name), factor) for found in columns.values()])
-        text = {"x": 0.012, "ha": "left", "va": "top"}
+        text: dict[str, Any] = {"x": 0.012, "ha": "left", "va": "top"}
         figure.text(y=1 - 0.1 / height, s="Quire: what if", fontsize=13, fontweight="bold", **text)
         figure.text(y=1 - 0.4 / height, s=subtitle, fontsize=8, color=QUIET, **text)
         figure.text(y=0.2 / height, s=_FOOT, fontsize=7, color=QUIET, **text)

@@ -29,7 +29,7 @@ LOOSE = {
         "types",
         "version",
     },
-    "cli": {"client", "config", "main"},
+    "cli": {"client", "config", "main", "plots"},
 }
 
 

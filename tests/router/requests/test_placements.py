@@ -106,7 +106,7 @@ async def test_releasing_a_reservation_serves_the_queue() -> None:
 
 async def test_news_of_a_worker_that_is_still_full_tries_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async with frontend_over(FakeWorker(max_num_seqs=1)) as harness:
-        (model,), tries = harness.pool.models(), []
+        (model,), tries = harness.pool.models(), list[int]()
         reservation = await full(harness)
         model.heartbeat(Load(running=8), model.heartbeat_at)  # sequences of other routers
         waiting = asyncio.create_task(harness.dispatcher.place(job(), harness.dispatcher.ticket(0)))
