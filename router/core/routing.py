@@ -250,9 +250,9 @@ class _Others:
             prefill.add(rates.prefill_token.value, trust)
             step.add(rates.step.predict(1), trust)
             output.add(rates.output_tokens.value, trust)
-        priors = PRIOR_PREFILL_TOKEN_S, PRIOR_STEP_S, PRIOR_OUTPUT_TOKENS
-        means = [mean.value(prior) for mean, prior in zip((prefill, step, output), priors, strict=True)]
-        return _Others(*means, latest)
+        return _Others(
+            prefill.value(PRIOR_PREFILL_TOKEN_S), step.value(PRIOR_STEP_S), output.value(PRIOR_OUTPUT_TOKENS), latest
+        )
 
 
 def _trust(worker: WorkerModel, latest: float) -> float:
