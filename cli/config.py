@@ -11,6 +11,7 @@ from pydantic import Field
 from cli.demo_model import CHECKPOINT
 from common.checkpoint.hub import without_effect
 from common.errors import FieldViolation
+from common.settings.decision_log import DecisionLogSettings
 from common.settings.options import (
     Address,
     BlockSize,
@@ -46,7 +47,7 @@ class ClientSettings(TlsSettings):
     admin_address: Address = Field("127.0.0.1:50050", description="HOST:PORT of the router's admin plane")
 
 
-class UpSettings(EngineSettings):
+class UpSettings(EngineSettings, DecisionLogSettings):
     """options of the suite"""
 
     service: ClassVar[str] = "serve"

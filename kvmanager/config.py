@@ -8,6 +8,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from common.decisions.ring import DEFAULT_RING_BYTES
+from common.settings.decision_log import DecisionLogSettings
 from common.settings.options import (
     BlockSize,
     Bytes,
@@ -29,7 +30,7 @@ from kvmanager.core.config import (
 )
 
 
-class KvManagerSettings(PoolSettings):
+class KvManagerSettings(PoolSettings, DecisionLogSettings):
     """options of the KV manager"""
 
     service: ClassVar[str] = "kvmanager"

@@ -16,6 +16,8 @@ from urllib.parse import urlsplit
 from common.checkpoint.fingerprint import model_fingerprint, tokenizer_fingerprint
 from common.checkpoint.gguf.names import served_folder
 from common.clock import SystemClock
+from common.decisions.disk.metrics import LogMetrics
+from common.decisions.disk.writer import opened as opened_log
 from common.decisions.ring import DecisionRing
 from common.errors import StaleEpoch
 from common.process.debug import dumps_on_signal
@@ -62,6 +64,7 @@ class ManagerProcess:
         self._telemetry = setup_telemetry("kvmanager", settings)
         source, most = f"m-{secrets.token_hex(4)}", settings.decision_ring
         self.ring = DecisionRing(most, settings.decision_ring_bytes, source, clock.time_ns())
+        self._log = opened_log(settings, clock)
         epoch_file = EpochFile(settings.state_dir)
         epoch_file.check()
         times = PublisherTimes(settings.prefix_ttl, settings.lease_ttl)
@@ -77,6 +80,8 @@ class ManagerProcess:
     def _server(self) -> RpcServer:
         registry = new_registry()
         figures = ManagerMetrics(registry, self.attachments, self.settings.block_size)
+        if self._log is not None:
+            LogMetrics(registry, self._log.counts)
         self.metrics = MetricsServer(registry, lambda: not self.attachments.draining and not self.supervisor.failing)
         spans = server_spans(self._telemetry.tracer, untraced=(servicer.SESSION_METHOD,))
         services, identity = [servicer.SERVICE, decision_servicer.SERVICE], Identity.of(self.settings)
@@ -96,6 +101,8 @@ class ManagerProcess:
         port = await self.server.start(settings.host, settings.port)
         metrics = await self.metrics.start(settings.host, metrics_port(settings.metrics_port, settings.port))
         await self.server.ready()
+        if self._log is not None:
+            self._log.start(self.ring)
         index = _without_secrets(settings.redis_url) if settings.redis_url else "none (no Redis)"
         return (
             f"READY {settings.host}:{port} metrics on {metrics}, prefix index in {index}, state in {settings.state_dir}"
@@ -124,6 +131,8 @@ class ManagerProcess:
         await self.server.stop(grace)
         await self.index.close()
         await self.metrics.stop()
+        if self._log is not None:
+            await asyncio.to_thread(self._log.close)
         await self._telemetry.aclose()
 
 

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, Field
 from common.decisions.ring import DEFAULT_RING_BYTES
 from common.errors import FieldViolation
 from common.process.metrics import metrics_port
+from common.settings.decision_log import DecisionLogSettings
 from common.settings.options import (
     Address,
     Addresses,
@@ -37,7 +38,7 @@ ReasoningParser = Annotated[str, AfterValidator(one_of("auto", "none", *REASONIN
 ResponseStoreKind = Annotated[str, AfterValidator(one_of("auto", "memory", "none"))]
 
 
-class RouterSettings(PoolSettings):
+class RouterSettings(PoolSettings, DecisionLogSettings):
     """options of the router"""
 
     service: ClassVar[str] = "router"

@@ -18,6 +18,8 @@ from redis.asyncio import Redis
 from common.checkpoint.fingerprint import model_fingerprint
 from common.checkpoint.gguf.names import served_folder, served_name
 from common.clock import SystemClock
+from common.decisions.disk.metrics import LogMetrics
+from common.decisions.disk.writer import opened as opened_log
 from common.decisions.ring import DecisionRing
 from common.errors import FieldViolation, InvalidConfig
 from common.limits import KEPT_RECORDS_SHARE, MAX_PUBLIC_MESSAGE_BYTES
@@ -115,6 +117,9 @@ class RouterProcess:
         name, incarnation = f"router-{secrets.token_hex(4)}", secrets.token_bytes(16)
         self._registry, most, began = new_registry(), settings.decision_ring, self._clock.time_ns()
         self._ring = DecisionRing(most, settings.decision_ring_bytes, name, began)
+        self._log = opened_log(settings, self._clock)
+        if self._log is not None:
+            LogMetrics(self._registry, self._log.counts)
         self._store = TraceStore(settings.span_ring, settings.span_ring_bytes)
         sampler = RequestSampler(settings.trace_sample_ratio)
         exporter, ids = StoreExporter(self._store), ChosenTraceIds()
@@ -278,6 +283,8 @@ class RouterProcess:
             tls=self._public_tls,
             connections=connections,
         )
+        if self._log is not None:
+            self._log.start(self._ring)
         for address in settings.worker:
             self.pool.add(address)
         self.supervisor.watch("HTTP server", self._http.task)
@@ -318,6 +325,8 @@ class RouterProcess:
         self._text.close()
         if self._constraints is not None:
             await self._constraints.aclose()
+        if self._log is not None:
+            await asyncio.to_thread(self._log.close)
         await self._telemetry.aclose()
 
     async def _close(self, grace: float) -> None:

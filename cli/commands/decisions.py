@@ -7,8 +7,9 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
 import grpc
@@ -19,6 +20,7 @@ from cli.client import add_admin_address, add_json, admin_channel, print_json, r
 from cli.views.decision_lines import decision_line, lost_line
 from cli.why.choice import seconds_of
 from cli.why.pages import Listed, Lister
+from cli.why.source import LogSource, Source, add_log, opened
 from cli.why.watch import Watched, Watcher
 from common.errors import FieldViolation, InvalidConfig
 from common.types import DecisionKind
@@ -36,9 +38,11 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--worker", default="", metavar="ID", help="about this worker")
     flags.add_argument("--tenant", default="", help="of this tenant; routers alone know tenants")
     flags.add_argument("--since", metavar="TIME", help="of so much time, such as 30s, 5m or 2h")
+    flags.add_argument("--until", metavar="TIME", help="made so much time ago at the latest, such as 1d")
     flags.add_argument("--service", choices=[_ROUTER, _MANAGER], help="of this service alone")
     flags.add_argument("--limit", type=int, default=_DEFAULT, metavar="N", help="the newest N (%(default)s)")
     flags.add_argument("--follow", action="store_true", help="go on with each new one, until Ctrl-C")
+    add_log(flags)
     add_admin_address(flags)
     add_json(flags)
     return flags
@@ -48,6 +52,9 @@ def services_of(args: argparse.Namespace) -> tuple[str, ...]:
     """Return which services are asked. Raises InvalidConfig for flags that exclude each other."""
     if args.limit < 0 or (not args.limit and not args.follow):
         raise InvalidConfig(FieldViolation("--limit", f"is {args.limit}; expected 1 or more (0 with --follow)"))
+    if args.follow and (args.log or args.until is not None):
+        flag, what = ("--log", "has no new records") if args.log else ("--until", "ends before the next record")
+        raise InvalidConfig(FieldViolation(flag, f"{what}; expected it without --follow"))
     if args.tenant and args.service == _MANAGER:
         raise InvalidConfig(FieldViolation("--tenant", "is for records of routers: those of the manager have none"))
     if args.service:
@@ -56,10 +63,19 @@ def services_of(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def filters_of(args: argparse.Namespace) -> pb.ListDecisionsRequest:
-    since = time.time_ns() - int(seconds_of(args.since) * 1e9) if args.since is not None else 0
     return pb.ListDecisionsRequest(
-        request_id=args.request, kind=args.kind, worker=args.worker, tenant=args.tenant, since_unix_nano=since
+        request_id=args.request,
+        kind=args.kind,
+        worker=args.worker,
+        tenant=args.tenant,
+        since_unix_nano=_ago("--since", args.since),
+        until_unix_nano=_ago("--until", args.until),
     )
+
+
+def _ago(flag: str, span: str | None) -> int:
+    """Return the time of so long ago in nanoseconds; 0 for none."""
+    return 0 if span is None else max(1, time.time_ns() - int(seconds_of(span, flag) * 1e9))
 
 
 async def listed(lister: Lister, args: argparse.Namespace) -> Listed:
@@ -77,35 +93,43 @@ def main(argv: Sequence[str]) -> int:
 
     async def body(console: Console) -> None:
         services = services_of(args)
+        if not args.follow:
+            async with opened(args) as source:
+                found = await listed(Lister(source), args)
+                show(console, replace(found, missing=(*found.missing, *_unread(source))), args)
+            return
         async with admin_channel(args.admin_address, args.state_dir) as channel:
             watchers: dict[str, Watcher] = {}
-            if args.follow:
-                # They begin before the listing, so that no record falls between the two. Without the manager the
-                # command goes on with the routers.
-                for service in services:
-                    watchers[service] = await Watcher.begun(
-                        channel, filters_of(args), service == _MANAGER, may_wait=bool(watchers)
-                    )
+            # They begin before the listing, so that no record falls between the two. Without the manager the command
+            # goes on with the routers.
+            for service in services:
+                watchers[service] = await Watcher.begun(
+                    channel, filters_of(args), service == _MANAGER, may_wait=bool(watchers)
+                )
             found = await listed(Lister(channel), args) if args.limit else Listed()
-            show(console, found, args.json, as_lines=args.follow)
-            if args.follow:
-                await follow(console, watchers, found, args.json)
+            show(console, found, args)
+            await follow(console, watchers, found, args.json)
 
     return run_command(body)
 
 
-def show(console: Console, found: Listed, as_json: bool, as_lines: bool) -> None:
-    if as_json and not as_lines:
+def _unread(source: Source) -> Iterator[str]:
+    return (f"records of {each}" for each in source.missing())
+
+
+def show(console: Console, found: Listed, args: argparse.Namespace) -> None:
+    if args.json and not args.follow:
         records = [{"service": service, **_plain(record)} for service, record in found.records]
         print_json({"decisions": records, "missing": list(found.missing)})
         return
     for service, record in found.records:
-        print_record(console, record, service, as_json)
-    if not as_json:
+        print_record(console, record, service, args.json, dated=bool(args.log))
+    if not args.json:
         for each in found.missing:
             console.print(f"missing: {each}", style="yellow", soft_wrap=not console.is_terminal)
-        if not found.records and not as_lines:
-            console.print("no decision here matches; the services keep the newest (--decision-ring)")
+        if not found.records and not args.follow:
+            bound = LogSource.bound if args.log else "--decision-ring"
+            console.print(f"no decision here matches; the newest are kept ({bound})")
 
 
 async def follow(console: Console, watchers: dict[str, Watcher], found: Listed, as_json: bool) -> None:
@@ -142,11 +166,11 @@ async def _pump(service: str, watcher: Watcher, arrivals: asyncio.Queue[_Arrival
         await arrivals.put((service, error))
 
 
-def print_record(console: Console, record: pb.DecisionRecord, service: str, as_json: bool) -> None:
+def print_record(console: Console, record: pb.DecisionRecord, service: str, as_json: bool, dated: bool = False) -> None:
     if as_json:
         sys.stdout.write(json.dumps({"service": service, **_plain(record)}) + "\n")
         return
-    line = decision_line(record, service)
+    line = decision_line(record, service, dated)
     if console.is_terminal:
         line.truncate(console.width, overflow="ellipsis")
     console.print(line, soft_wrap=True)

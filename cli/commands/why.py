@@ -19,12 +19,13 @@ from typing import Any, Final
 from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 
-from cli.client import add_admin_address, add_json, admin_channel, print_json, run_command
+from cli.client import add_admin_address, add_json, print_json, run_command
 from cli.views.change import ChangeView
 from cli.views.why import WhyTable, WhyView, head_lines
 from cli.why.change import DEFAULT_SPAN_S, changes, ends_of
 from cli.why.choice import Choice, chosen, seconds_of
 from cli.why.gather import Gatherer
+from cli.why.source import add_log, opened
 from common.errors import FieldViolation, InvalidConfig, NotFound
 from common.types import DecisionKind
 from common.version import quire_version
@@ -52,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--latency", action="store_true", help="the same for the time to the first token")
     flags.add_argument("--tenant", default="", help="requests of this tenant alone")
     flags.add_argument("--export", type=Path, metavar="FILE", help="write one JSON file with all of it, for a ticket")
+    add_log(flags)
     add_admin_address(flags)
     add_json(flags)
     return flags
@@ -80,7 +82,7 @@ async def chosen_ids(gatherer: Gatherer, args: argparse.Namespace) -> list[str]:
     found = chosen(choice, records, time.time_ns())
     if not found:
         what = "no request of that kind ended here" if records else "no request has ended here"
-        raise NotFound(f"{what} yet, or their records are gone; the routers keep the newest (--decision-ring)")
+        raise NotFound(f"{what} yet, or their records are gone; the newest are kept ({gatherer.bound})")
     return found
 
 
@@ -90,8 +92,8 @@ def main(argv: Sequence[str]) -> int:
         return run_command(partial(compare, args))
 
     async def body(console: Console) -> None:
-        async with admin_channel(args.admin_address, args.state_dir) as channel:
-            gatherer = Gatherer(channel, args.tenant)
+        async with opened(args) as source:
+            gatherer = Gatherer(source, args.tenant)
             ids = await chosen_ids(gatherer, args)
             found = [diagnose(await gatherer.story(each)) for each in ids[:_MOST]]
             if args.export is not None:
@@ -104,8 +106,8 @@ def main(argv: Sequence[str]) -> int:
 async def compare(args: argparse.Namespace, console: Console) -> None:
     """Say why the hit rate or the latency changed."""
     seconds = span_of(args)
-    async with admin_channel(args.admin_address, args.state_dir) as channel:
-        ends = await ends_of(channel, seconds, args.tenant, time.time_ns())
+    async with opened(args) as source:
+        ends = await ends_of(source, seconds, args.tenant, time.time_ns())
     found = changes(ends, args.hit_rate, args.latency)
     if args.json:
         whole = [{**asdict(each), "head": head_of_change(each)} for each in found]

@@ -28,6 +28,7 @@ from common.process.metrics import metrics_port
 from common.process.redis_users import RedisUrls
 from common.process.topology import here
 from common.settings.config import Reading, flag_of, load, read, validate
+from common.settings.decision_log import DecisionLogSettings
 from common.settings.options import Settings
 from common.untrusted.redaction import redacted
 from gpuworker.config import EngineSettings, GpuWorkerSettings
@@ -42,6 +43,7 @@ _SERVICES: Final[Mapping[str, type[Settings]]] = {
 Listened = tuple[str, int]  # address, port
 _TO_ALL: Final = ("log_level", "trace_sample_ratio")
 _TO_ROUTER: Final = ("seed", "open_schemas", "slo_ttft", "slo_itl")
+_TO_RECORD: Final = tuple(DecisionLogSettings.model_fields)
 _TEXT: Final = ("tokenizer", "chat_template", "tool_call_parser", "reasoning_parser")
 _PUBLIC_TLS: Final = ("public_tls_cert", "public_tls_key")
 _PORT_FLAGS: Final = {
@@ -158,6 +160,7 @@ def _stack_options(settings: UpSettings, reading: Reading, model_name: str | Non
     # The model is a folder by then, which has no revisions; the services would read the variable themselves.
     revision = () if settings.revision is None else ("--revision", "")
     redis = _flags(settings, ["redis_ca"])
+    recorded = _flags(settings, [key for key in _TO_RECORD if key in reading.own])
     router_own = _flags(settings, [key for key in _TO_ROUTER if key in reading.own])
     pages = [word for origin in settings.cors_origins for word in ("--cors-origins", origin)]
     model = Path(settings.model).expanduser()
@@ -189,9 +192,9 @@ def _stack_options(settings: UpSettings, reading: Reading, model_name: str | Non
         worker_flags=(*to_all, *to_workers, *revision),
         router_flags=(
             *(*to_all, *redis, *_flags(settings, ["load_format", *_TEXT, *_PUBLIC_TLS])),
-            *(*router_own, *pages, *named),
+            *(*router_own, *recorded, *pages, *named),
         ),
-        manager_flags=(*to_all, *redis, *fingerprinted, "--model", str(model)),
+        manager_flags=(*to_all, *redis, *fingerprinted, *recorded, "--model", str(model)),
         drain_timeout=settings.drain_timeout,
     )
 

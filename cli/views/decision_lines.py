@@ -22,8 +22,10 @@ _BECAUSE: Final = {
 _SHOWN_REASONS: Final = 2
 
 
-def decision_line(record: pb.DecisionRecord, service: str) -> Text:
-    moment = datetime.fromtimestamp(record.time_unix_nano / 1e9).astimezone().strftime("%H:%M:%S.%f")[:-3]
+def decision_line(record: pb.DecisionRecord, service: str, dated: bool = False) -> Text:
+    """Return the line of a record; `dated` with its day."""
+    form = "%Y-%m-%d %H:%M:%S.%f" if dated else "%H:%M:%S.%f"
+    moment = datetime.fromtimestamp(record.time_unix_nano / 1e9).astimezone().strftime(form)[:-3]
     request = cut(record.request_id or "-", _REQUEST_WIDTH)
     line = Text.assemble((f"{moment}  ", "dim"), f"{service:<7}  ", f"{record.kind:<{_KIND_WIDTH}}  ")
     line.append(f"{request:<{_REQUEST_WIDTH}}  ").append(record.chosen, "bold")

@@ -9,6 +9,7 @@ from typing import Final
 import grpc
 
 from cli.why.pages import Lister, Records
+from cli.why.source import Source, source_of
 from common.types import DecisionKind
 from common.wire.decision_codec import decision_from_proto
 from quire.decision.v1 import decision_pb2 as pb
@@ -29,17 +30,19 @@ class Ends:
     missing: tuple[str, ...] = ()
 
 
-async def ends_of(channel: grpc.aio.Channel, seconds: float, tenant: str, now_ns: int) -> Ends:
+async def ends_of(channel: Source | grpc.aio.Channel, seconds: float, tenant: str, now_ns: int) -> Ends:
     """Return the ends of the requests of a tenant ("" for all) in the last two spans."""
     length = int(seconds * 1e9)
     asked = pb.ListDecisionsRequest(
         kind=DecisionKind.OUTCOME, tenant=tenant, since_unix_nano=now_ns - 2 * length, until_unix_nano=now_ns
     )
-    lister = Lister(channel)
+    source = source_of(channel)
+    lister = Lister(source)
     found = await lister.newest(asked, from_manager=False)
     asked.kind = DecisionKind.REJECTION
     refused = await lister.newest(asked, from_manager=False)
-    return sorted_ends(found, refused, seconds, now_ns)
+    ends = sorted_ends(found, refused, seconds, now_ns)
+    return replace(ends, missing=(*ends.missing, *(f"records of {each}" for each in source.missing())))
 
 
 def sorted_ends(found: Records, refused: Records, seconds: float, now_ns: int) -> Ends:
@@ -55,7 +58,7 @@ def _missing(found: Records, seconds: float, now_ns: int) -> Iterator[str]:
     kept = (now_ns - found.complete_since_ns) / 1e9
     if kept < 2 * seconds:
         of_before = max(0.0, kept - seconds)
-        what = f"records go back {duration(kept)} (--decision-ring, or a router began then)"
+        what = f"records go back {duration(kept)} ({found.bound}, or a router began then)"
         yield f"{what}: the span before has {duration(of_before)} of its {duration(seconds)}"
     if found.silent_routers:
         yield f"{count(found.silent_routers, 'router')} did not answer: its requests are not counted"

@@ -30,13 +30,11 @@ class Choice:
     since: float | None = None
 
 
-def seconds_of(text: str) -> float:
+def seconds_of(text: str, flag: str = "--since") -> float:
     """Return the seconds of a span of time such as 30s, 5m, 2h or 1d. Raises InvalidConfig."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text.strip())
     if match is None:
-        raise InvalidConfig(
-            FieldViolation("--since", f"is {text!r}; expected a span of time such as 30s, 5m, 2h or 1d")
-        )
+        raise InvalidConfig(FieldViolation(flag, f"is {text!r}; expected a span of time such as 30s, 5m, 2h or 1d"))
     return float(match[1]) * _UNITS[match[2]]
 
 

@@ -8,13 +8,12 @@ from typing import Final
 import grpc
 from google.protobuf.json_format import MessageToDict
 
-from common.errors import NotFound, QuireError
+from cli.why.source import Source, source_of, words_of
+from common.errors import NotFound, Unavailable
 from common.limits import MAX_LISTED_DECISIONS
 from common.types import Decision
 from common.wire.decision_codec import known_decisions
-from quire.api.status import error_from_rpc
 from quire.decision.v1 import decision_pb2 as pb
-from quire.decision.v1 import decision_pb2_grpc as rpc
 from router.core.diagnosis.story import Story, story_of
 
 # A router that is gone says so at once; one that is busy is asked about just that.
@@ -29,13 +28,18 @@ _CORRELATION_ID: Final = "quire.correlation_id"
 class Gatherer:
     """`tenant` limits all answers to the requests of one tenant; "" is all."""
 
-    def __init__(self, channel: grpc.aio.Channel, tenant: str = "") -> None:
-        self._stub, self._tenant = rpc.DecisionServiceStub(channel), tenant
+    def __init__(self, source: Source | grpc.aio.Channel, tenant: str = "") -> None:
+        self._source, self._tenant = source_of(source), tenant
+
+    @property
+    def bound(self) -> str:
+        """The option that bounds how many records are kept."""
+        return self._source.bound
 
     async def listed(self, kind: str) -> list[Decision]:
         """Return the newest records of one kind that the routers have, oldest first."""
         wanted = pb.ListDecisionsRequest(kind=kind, tenant=self._tenant, limit=MAX_LISTED_DECISIONS)
-        return list(known_decisions((await self._stub.ListDecisions(wanted, timeout=_PATIENCE_S)).decisions))
+        return list(known_decisions((await self._source.ListDecisions(wanted, timeout=_PATIENCE_S)).decisions))
 
     async def story(self, name: str) -> Story:
         """Return the story of a request by its id, or by the client's own name for it. Raises NotFound."""
@@ -46,7 +50,7 @@ class Gatherer:
         if correlated and (found := await self._story(correlated)) is not None:
             return found
         what = f"no record of request {name}: no router here has served it, or newer records took the place of its own"
-        raise NotFound(f"{what} (--decision-ring); `quire why --last` shows the newest one that there is")
+        raise NotFound(f"{what} ({self._source.bound}); `quire why --last` shows the newest one that there is")
 
     async def _story(self, request_id: str) -> Story | None:
         """Return the story of a request; None when no record concerns it."""
@@ -58,21 +62,22 @@ class Gatherer:
     async def records(self, request_id: str) -> tuple[list[pb.DecisionRecord], tuple[str, ...]]:
         """Return all records that concern a request, and which services could not be asked, with the reason."""
         wanted = pb.ListDecisionsRequest(request_id=request_id, limit=MAX_LISTED_DECISIONS)
-        newest = (await self._stub.ListDecisions(wanted, timeout=_PATIENCE_S)).decisions
+        newest = (await self._source.ListDecisions(wanted, timeout=_PATIENCE_S)).decisions
         wanted.kept = True
-        kept = (await self._stub.ListDecisions(wanted, timeout=_PATIENCE_S)).decisions
+        kept = (await self._source.ListDecisions(wanted, timeout=_PATIENCE_S)).decisions
         wanted.kept, wanted.from_manager = False, True
         try:
-            of_manager = (await self._stub.ListDecisions(wanted, timeout=_PATIENCE_S)).decisions
-        except grpc.aio.AioRpcError as error:
-            return _each_once(kept, newest), (f"the KV manager: {_words_of(error_from_rpc(error))}",)
-        return _each_once(kept, newest, of_manager), ()
+            of_manager = (await self._source.ListDecisions(wanted, timeout=_PATIENCE_S)).decisions
+        except (grpc.aio.AioRpcError, Unavailable) as error:
+            unread = f"the KV manager: {words_of(error)}"
+            return _each_once(kept, newest), (unread, *self._source.missing())
+        return _each_once(kept, newest, of_manager), self._source.missing()
 
     async def trace(self, request_id: str) -> dict[str, object] | None:
         """Return the spans of a request as JSON has them; None when it was not sampled."""
         try:
-            found = await self._stub.GetTrace(pb.GetTraceRequest(request_id=request_id), timeout=_PATIENCE_S)
-        except grpc.aio.AioRpcError:
+            found = await self._source.GetTrace(pb.GetTraceRequest(request_id=request_id), timeout=_PATIENCE_S)
+        except (grpc.aio.AioRpcError, NotFound):
             return None
         return MessageToDict(found, preserving_proto_field_name=True)
 
@@ -99,7 +104,3 @@ def _without_prefix(name: str) -> str:
 def _each_once(*parts: Iterable[pb.DecisionRecord]) -> list[pb.DecisionRecord]:
     """Return the records of all parts; of one that is in several parts, the last."""
     return list({each.decision_id: each for part in parts for each in part}.values())
-
-
-def _words_of(error: QuireError) -> str:
-    return str(error).partition("\n")[0]

@@ -9,10 +9,10 @@ from typing import Final
 
 import grpc
 
+from cli.why.source import Source, source_of, words_of
+from common.errors import Unavailable
 from common.limits import MAX_LISTED_DECISIONS
-from quire.api.status import error_from_rpc
 from quire.decision.v1 import decision_pb2 as pb
-from quire.decision.v1 import decision_pb2_grpc as rpc
 from router.core.diagnosis.words import count
 
 _PATIENCE_S: Final = 10.0
@@ -20,12 +20,16 @@ _PATIENCE_S: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """Records of one service, oldest first; all that it made since `complete_since_ns` are still kept there."""
+    """Records of one service, oldest first; all that it made since `complete_since_ns` are still kept there.
+
+    `bound` names the option that bounds how many are.
+    """
 
     records: tuple[pb.DecisionRecord, ...] = ()
     complete_since_ns: int = 0
     silent_routers: int = 0
     failure: str = ""
+    bound: str = "--decision-ring"
 
 
 @dataclass
@@ -38,8 +42,8 @@ class Listed:
     def add(self, service: str, found: Records, since_ns: int = 0) -> None:
         self.records += [(service, record) for record in found.records]
         if since_ns and found.complete_since_ns > since_ns:
-            moment = datetime.fromtimestamp(found.complete_since_ns / 1e9).astimezone().strftime("%H:%M:%S")
-            self.missing += (f"records of the {service} from before {moment}: none are kept (--decision-ring)",)
+            moment = _moment(found.complete_since_ns)
+            self.missing += (f"records of the {service} from before {moment}: none are kept ({found.bound})",)
         if found.silent_routers:
             self.missing += (f"{count(found.silent_routers, 'router')} did not answer",)
         if found.failure:
@@ -50,9 +54,15 @@ class Listed:
         return Listed(ordered[-limit:] if limit else [], self.missing)
 
 
+def _moment(time_ns: int) -> str:
+    """Return a time of day, with its day unless that is today."""
+    moment = datetime.fromtimestamp(time_ns / 1e9).astimezone()
+    return moment.strftime("%H:%M:%S" if moment.date() == datetime.now().astimezone().date() else "%Y-%m-%d %H:%M:%S")
+
+
 class Lister:
-    def __init__(self, channel: grpc.aio.Channel) -> None:
-        self._stub = rpc.DecisionServiceStub(channel)
+    def __init__(self, source: Source | grpc.aio.Channel) -> None:
+        self._source = source_of(source)
 
     async def newest(self, filters: pb.ListDecisionsRequest, from_manager: bool, limit: int | None = None) -> Records:
         """Return the newest `limit` records (None: all) that match, oldest first.
@@ -68,11 +78,11 @@ class Lister:
                     complete_since_ns=max(found.complete_since_ns, page.complete_since_unix_nano),
                     silent_routers=max(found.silent_routers, page.silent_routers),
                 )
-        except grpc.aio.AioRpcError as error:
+        except (grpc.aio.AioRpcError, Unavailable) as error:
             if not from_manager:
                 raise
-            return replace(found, failure=str(error_from_rpc(error)).partition("\n")[0])
-        return found
+            return replace(found, failure=words_of(error))
+        return replace(found, bound=self._source.bound)
 
     async def _pages(
         self, filters: pb.ListDecisionsRequest, from_manager: bool, limit: int | None
@@ -82,7 +92,7 @@ class Lister:
         asked.from_manager, left = from_manager, limit
         while left is None or left > 0:
             asked.limit = MAX_LISTED_DECISIONS if left is None else min(left, MAX_LISTED_DECISIONS)
-            page = await self._stub.ListDecisions(asked, timeout=_PATIENCE_S)
+            page = await self._source.ListDecisions(asked, timeout=_PATIENCE_S)
             yield page
             left = None if left is None else left - len(page.decisions)
             asked.page_token = page.next_page_token

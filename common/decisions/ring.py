@@ -65,6 +65,7 @@ class DecisionRing:
         self._records: deque[_Entry] = deque()
         self._by_request: dict[str, deque[_Entry]] = {}
         self._listeners: list[Callable[[], None]] = []
+        self._copy: Callable[[int, Decision, int], None] | None = None
         self.bytes = 0
         # How many records were made; the newest has this number.
         self.made = 0
@@ -89,8 +90,14 @@ class DecisionRing:
         self.bytes += size
         for request_id in concerned(decision):
             self._by_request.setdefault(request_id, deque()).append(entry)
+        if self._copy is not None:
+            self._copy(*entry)
         for told in self._listeners:
             told()
+
+    def copy_to(self, copy: Callable[[int, Decision, int], None]) -> None:
+        """Call `copy` with each record from now on, its number, and about how much memory it takes."""
+        self._copy = copy
 
     def find(self, request_id: str = "", kind: str = "", limit: int = 0, tenant: str = "") -> list[Decision]:
         """Return the newest `limit` records (0: a hundred) that match all filters, oldest first; "" matches all."""

@@ -82,6 +82,12 @@ def _cpus(value: str) -> str:
     return value
 
 
+def _duration(value: object) -> object:
+    """Let seconds have a unit: 90s, 30m, 12h or 7d; any other text is left as it is."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", value.strip().lower()) if isinstance(value, str) else None
+    return value if match is None else float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86_400}[match[2]]
+
+
 def _dtype(value: object) -> object:
     return _DTYPE_NAMES.get(value, value) if isinstance(value, str) else value
 
@@ -141,6 +147,7 @@ ExistingFile = Annotated[Path, AfterValidator(_file)]
 RedisUrl = Annotated[str, AfterValidator(_redis_url)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Seconds = Annotated[float, Field(gt=0.0)]
+Duration = Annotated[float, BeforeValidator(_duration), Field(gt=0.0, allow_inf_nan=False)]
 Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_split)]
 Count = Annotated[int, BeforeValidator(_count), Field(ge=1)]
 CountOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)]

@@ -12,6 +12,7 @@ from typing import Any
 
 from grpc import aio
 
+from common.decisions.merged import merged
 from common.decisions.pages import bounds_of, page_of, query_of
 from common.decisions.ring import DecisionRing, listed
 from common.errors import FieldViolation, InvalidRequest, NotFound, PermissionDenied, Unsupported
@@ -21,7 +22,6 @@ from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 from router.core.tenancy import ANYONE, Caller
 from router.grpc_api.explanation import Explanations
 from router.grpc_api.manager_calls import ManagerCalls
-from router.observe.decision_pages import merged
 from router.observe.decision_watch import DecisionWatch
 from router.observe.kept_records import KeptRecords
 from router.observe.own_view import own_decision, own_explanation, own_spans

@@ -1,0 +1,226 @@
+"""The folder of one process in the directory of a decision log: its lock, and its segments.
+
+    DIR/router-0/lock           held while a process writes there
+    DIR/router-0/00000001.log   segments, oldest first
+
+A process takes the first folder of its service that no other process holds, so a service that restarts goes on in its
+own. Files are for their owner alone: records hold names of tenants.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from common.decisions.disk.core.retention import Bounds, Segment, expired, is_full
+from common.decisions.disk.core.segment import HEAD_BYTES, Contents, contents_of, head
+from common.errors import FieldViolation, InvalidConfig
+from common.limits import MAX_LOG_FOLDERS, MAX_LOG_SEGMENT_BYTES
+
+_NAME: Final = re.compile(r"(\d{8})\.log")
+_FOLDER: Final = re.compile(r"([a-z]+)-(\d{1,3})")
+_LOCK: Final = "lock"
+_OPEN: Final = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+_FLAG: Final = "--decision-log"
+
+
+def segment_path(folder: Path, number: int) -> Path:
+    return folder / f"{number:08}.log"
+
+
+def numbers_in(folder: Path) -> list[int]:
+    """Return the numbers of the segments in a folder, oldest first."""
+    found = (_NAME.fullmatch(each.name) for each in folder.iterdir())
+    return sorted(int(match[1]) for match in found if match)
+
+
+def service_of(folder: Path) -> str:
+    """Return the service whose records a folder has by its name; "" if it is no such folder."""
+    match = _FOLDER.fullmatch(folder.name)
+    return match[1] if match else ""
+
+
+def contents_in(path: Path) -> bytes:
+    """Return the bytes of a segment. Raises OSError, also for one that is far larger than any of ours."""
+    with path.open("rb") as file:
+        data = file.read(MAX_LOG_SEGMENT_BYTES + 1)
+    if len(data) > MAX_LOG_SEGMENT_BYTES:
+        raise OSError(errno.EFBIG, f"has more than {MAX_LOG_SEGMENT_BYTES >> 20} MiB")
+    return data
+
+
+@dataclass(slots=True)
+class _Open:
+    """The segment that grows: its file, its length, and the times of its first and last record."""
+
+    number: int
+    file: int
+    size: int
+    began_ns: int
+    newest_ns: int
+
+
+class LogFolder:
+    """`claimed` takes a folder. `faults` says in a line each what of its last segment was cut, or cannot be read."""
+
+    def __init__(self, path: Path, lock: int, bounds: Bounds, now_ns: int) -> None:
+        self.path, self._lock, self._bounds = path, lock, bounds
+        self.faults: list[str] = []
+        self._complete = [_segment(path, number) for number in numbers_in(path)]
+        self._last = self._complete[-1].number if self._complete else 0
+        self._open: _Open | None = None
+        if self._complete:
+            self._go_on(self._complete[-1])
+        self.retain(now_ns)
+
+    @classmethod
+    def claimed(cls, root: Path, service: str, bounds: Bounds, now_ns: int) -> LogFolder:
+        """Return the first free folder of a service. Raises InvalidConfig when none can be written."""
+        try:
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for number in range(MAX_LOG_FOLDERS):
+                path = root / f"{service}-{number}"
+                path.mkdir(mode=0o700, exist_ok=True)
+                if (lock := _locked(path)) is not None:
+                    return cls(path, lock, bounds, now_ns)
+        except OSError as error:
+            what = f"{error.filename or root} cannot be used: {error.strerror}; name a folder that may be written to"
+            raise InvalidConfig(FieldViolation(_FLAG, what)) from None
+        what = f"is {str(root)!r}, where {MAX_LOG_FOLDERS} processes write already; expected a folder with fewer"
+        raise InvalidConfig(FieldViolation(_FLAG, what))
+
+    @property
+    def size(self) -> int:
+        """Bytes of all segments."""
+        return sum(each.size for each in self._complete) + (self._open.size if self._open is not None else 0)
+
+    def append(self, frame: bytes, first_ns: int, last_ns: int, now_ns: int) -> None:
+        """Write a frame as a whole or not at all; older segments leave for it. Raises OSError."""
+        if HEAD_BYTES + len(frame) > self._bounds.max_bytes:
+            raise OSError(errno.EFBIG, "a frame is larger than --decision-log-size")
+        grown = self._open
+        if grown is not None and is_full(grown.size, len(frame), grown.began_ns, self._bounds, now_ns):
+            self._complete_open()
+        self.retain(now_ns, len(frame))
+        if self._open is None:
+            self._open = self._begun(first_ns)
+        self._write(self._open, frame)
+        self._open.newest_ns = max(self._open.newest_ns, last_ns)
+
+    def retain(self, now_ns: int, more: int = 0) -> None:
+        """Remove the segments that are beyond the bounds once `more` bytes are written. Raises OSError."""
+        if self._open is not None and now_ns - self._open.newest_ns > self._bounds.max_age_ns:
+            self._complete_open()
+        size = self._open.size if self._open is not None else HEAD_BYTES
+        for number in expired(self._complete, size + more, self._bounds, now_ns):
+            segment_path(self.path, number).unlink(missing_ok=True)
+            self._complete = [each for each in self._complete if each.number != number]
+
+    def close(self) -> None:
+        """Give the folder back."""
+        if self._open is not None:
+            self._complete_open()
+        os.close(self._lock)
+
+    def _go_on(self, last: Segment) -> None:
+        """Open the last segment, without what a process that was killed left of a frame."""
+        path = segment_path(self.path, last.number)
+        try:
+            contents = contents_of(contents_in(path))
+        except OSError as error:
+            contents = Contents(faults=(f"cannot be read: {error.strerror}",))
+        self.faults += [f"{path} {each}" for each in contents.faults]
+        if contents.end is None:
+            return
+        file = os.open(path, _OPEN, 0o600)
+        if contents.end < last.size:
+            os.ftruncate(file, contents.end)
+            what = f"ended within a frame: its last {last.size - contents.end:,} bytes are cut off"
+            self.faults.append(f"{path} {what}")
+        end = max(contents.end, _write_at(file, head(), 0) if contents.end < HEAD_BYTES else 0)
+        began = contents.frames[0].first_ns if contents.frames else last.newest_ns
+        self._complete.pop()
+        self._open = _Open(last.number, file, end, began, last.newest_ns)
+
+    def _begun(self, first_ns: int) -> _Open:
+        self._last += 1
+        file = os.open(segment_path(self.path, self._last), _OPEN | os.O_EXCL, 0o600)
+        begun = _Open(self._last, file, 0, first_ns, first_ns)
+        try:
+            self._write(begun, head())
+        except OSError:
+            os.close(file)
+            segment_path(self.path, self._last).unlink(missing_ok=True)
+            raise
+        return begun
+
+    def _complete_open(self) -> None:
+        grown, self._open = self._open, None
+        assert grown is not None
+        os.close(grown.file)
+        self._complete.append(Segment(grown.number, grown.size, grown.newest_ns))
+
+    def _write(self, grown: _Open, data: bytes) -> None:
+        try:
+            grown.size = _write_at(grown.file, data, grown.size)
+        except OSError:
+            # The next frame takes the place of what there is of this one.
+            os.ftruncate(grown.file, grown.size)
+            raise
+
+
+def _write_at(file: int, data: bytes, at: int) -> int:
+    """Write all of `data`, and return where it ends."""
+    left = memoryview(data)
+    while left:
+        written = os.pwrite(file, left, at)
+        left, at = left[written:], at + written
+    return at
+
+
+def _segment(folder: Path, number: int) -> Segment:
+    """Return a segment; its last write came at most a second after its newest record."""
+    found = segment_path(folder, number).stat()
+    return Segment(number, found.st_size, found.st_mtime_ns)
+
+
+def _locked(folder: Path) -> int | None:
+    """Return the lock of a folder; None while another process holds it. Raises OSError."""
+    file = os.open(folder / _LOCK, _OPEN, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        return None
+    except OSError:
+        os.close(file)
+        raise
+    return file
+
+
+def folders_in(roots: Iterable[Path]) -> Iterator[Path]:
+    """Yield the folders of processes in directories of decision logs; such a folder itself counts too."""
+    for root in roots:
+        if service_of(root.resolve()) and numbers_in(root):
+            yield root
+            continue
+        yield from sorted(each for each in root.iterdir() if service_of(each) and each.is_dir())
+
+
+def remove_aged(root: Path, service: str, bounds: Bounds, now_ns: int) -> None:
+    """Remove aged segments from folders that no process holds, as of former replicas. Raises OSError."""
+    for path in folders_in([root]):
+        if service_of(path) != service or (lock := _locked(path)) is None:
+            continue
+        try:
+            for each in (_segment(path, number) for number in numbers_in(path)):
+                if now_ns - each.newest_ns > bounds.max_age_ns:
+                    segment_path(path, each.number).unlink(missing_ok=True)
+        finally:
+            os.close(lock)

@@ -1,0 +1,31 @@
+"""The options of a decision log on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Final
+
+from pydantic import Field
+
+from common.settings.options import Bytes, Duration, Settings
+
+# Segments of less would end after a few frames each.
+_SMALLEST: Final = 1 << 20
+_SHORTEST_S: Final = 60.0
+_AGE_S: Final = 7 * 86_400.0
+
+
+class DecisionLogSettings(Settings):
+    """options of the decision log"""
+
+    decision_log: Path | None = Field(
+        None,
+        description="folder in which decision records are kept on disk too, for `quire why --log`; several services "
+        "may share it; unset: memory alone",
+    )
+    decision_log_size: Annotated[Bytes, Field(ge=_SMALLEST)] = Field(
+        256 << 20, description="bytes that the log of each process may have on disk, such as 256MiB"
+    )
+    decision_log_age: Annotated[Duration, Field(ge=_SHORTEST_S)] = Field(
+        _AGE_S, description="age at which records leave the disk: seconds, or such as 12h or 7d"
+    )

@@ -1,0 +1,166 @@
+"""The folder of a process on a real disk: claims, restarts, bounds, modes, cut and damaged tails."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from common.decisions.disk.core.retention import Bounds
+from common.decisions.disk.core.segment import Timed, body_of, contents_of, frame_of, head, records_of
+from common.decisions.disk.folder import LogFolder, folders_in, numbers_in, remove_aged, segment_path
+from common.errors import InvalidConfig
+
+BOUNDS = Bounds(1 << 20, 1_600)
+FRAME = frame_of([(1, b"record")])
+
+
+def claimed(root: Path, bounds: Bounds = BOUNDS, now_ns: int = 0) -> LogFolder:
+    return LogFolder.claimed(root, "router", bounds, now_ns)
+
+
+def append(folder: LogFolder, *records: Timed, now_ns: int = 0) -> None:
+    folder.append(frame_of(records), records[0][0], records[-1][0], now_ns)
+
+
+def read(folder: Path) -> list[bytes]:
+    """Return all records of a folder, oldest first."""
+    found: list[bytes] = []
+    for number in numbers_in(folder):
+        data = segment_path(folder, number).read_bytes()
+        found += [each for frame in contents_of(data).frames for each in records_of(body_of(data, frame))]
+    return found
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_two_processes_get_two_folders_and_a_restart_gets_its_own(tmp_path: Path) -> None:
+    first, second = claimed(tmp_path), claimed(tmp_path)
+    manager = LogFolder.claimed(tmp_path, "kvmanager", BOUNDS, 0)
+    assert [each.path.name for each in (first, second, manager)] == ["router-0", "router-1", "kvmanager-0"]
+    first.close()
+    assert claimed(tmp_path).path.name == "router-0"
+    second.close()
+
+
+def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
+    folder = claimed(tmp_path / "log")
+    append(folder, (1, b"a"))
+    assert [mode(tmp_path / "log"), mode(folder.path)] == [0o700, 0o700]
+    assert {mode(each) for each in folder.path.iterdir()} == {0o600}
+    assert len(list(folder.path.iterdir())) == 2
+
+
+def test_a_restart_goes_on_in_the_same_segment(tmp_path: Path) -> None:
+    folder = claimed(tmp_path)
+    append(folder, (1, b"a"), (2, b"b"))
+    folder.close()
+    again = claimed(tmp_path)
+    append(again, (3, b"c"))
+    assert (read(again.path), numbers_in(again.path), again.faults) == ([b"a", b"b", b"c"], [1], [])
+    assert again.size == segment_path(again.path, 1).stat().st_size
+
+
+@pytest.mark.parametrize("left", [1, 7, 8, 20, 50])
+def test_what_a_killed_process_left_of_a_frame_is_cut(tmp_path: Path, left: int) -> None:
+    folder = claimed(tmp_path)
+    append(folder, (1, b"a"))
+    folder.close()
+    path = segment_path(folder.path, 1)
+    whole = path.read_bytes()
+    assert len(whole) > 50
+    path.write_bytes(whole[:left])
+    again = claimed(tmp_path)
+    cut = left - 8 if left > 8 else left if left < 8 else 0
+    assert again.faults == ([f"{path} ended within a frame: its last {cut} bytes are cut off"] if cut else [])
+    append(again, (2, b"b"))
+    assert (read(again.path), path.read_bytes()[:8]) == ([b"b"], head())
+
+
+def test_a_corrupt_segment_is_said_in_a_line_and_left_as_it_is(tmp_path: Path) -> None:
+    folder = claimed(tmp_path)
+    append(folder, (1, b"a"))
+    append(folder, (2, b"b"))
+    folder.close()
+    path = segment_path(folder.path, 1)
+    data = bytearray(path.read_bytes())
+    data[len(head()) + 2] ^= 1
+    path.write_bytes(data)
+    again = claimed(tmp_path)
+    append(again, (3, b"c"))
+    (line,) = again.faults
+    assert line.startswith(f"{path} is corrupt at byte 8")
+    assert "\n" not in line
+    assert path.read_bytes() == data
+    assert read(again.path) == [b"c"]
+
+
+def test_a_full_log_loses_its_oldest_segments_and_never_exceeds_its_size(tmp_path: Path) -> None:
+    bounds = Bounds(16 * 200, 10**18)
+    folder = claimed(tmp_path, bounds)
+    for number in range(200):
+        append(folder, (number, b"%03d" % number), now_ns=number)
+        on_disk = sum(each.stat().st_size for each in folder.path.glob("*.log"))
+        assert on_disk == folder.size <= bounds.max_bytes
+    found = read(folder.path)
+    assert found == [b"%03d" % number for number in range(200 - len(found), 200)]
+    assert len(numbers_in(folder.path)) >= 15
+
+
+def test_segments_leave_by_age_also_when_nothing_is_written(tmp_path: Path) -> None:
+    folder = claimed(tmp_path)
+    append(folder, (10, b"a"), now_ns=10)
+    append(folder, (500, b"b"), now_ns=500)
+    append(folder, (1_000, b"c"), now_ns=1_000)
+    assert len(numbers_in(folder.path)) == 3
+    folder.retain(1_611)
+    assert read(folder.path) == [b"b", b"c"]
+    folder.retain(2_601)
+    assert (read(folder.path), folder.size) == ([], 0)
+    append(folder, (2_602, b"d"), now_ns=2_602)
+    assert (read(folder.path), numbers_in(folder.path)) == ([b"d"], [4])
+
+
+def test_a_frame_larger_than_the_log_is_refused_and_removes_nothing(tmp_path: Path) -> None:
+    folder = claimed(tmp_path, Bounds(200, 10**18))
+    append(folder, (1, b"a"))
+    with pytest.raises(OSError, match="larger than --decision-log-size"):
+        folder.append(bytes(300), 2, 2, 0)
+    assert read(folder.path) == [b"a"]
+
+
+def test_aged_segments_of_former_replicas_leave_and_those_of_others_stay(tmp_path: Path) -> None:
+    gone, live = claimed(tmp_path), claimed(tmp_path)
+    other = LogFolder.claimed(tmp_path, "kvmanager", BOUNDS, 0)
+    for each in (gone, live, other):
+        append(each, (1, b"a"))
+    gone.close()
+    other.close()
+    aged = segment_path(gone.path, 1).stat().st_mtime_ns + BOUNDS.max_age_ns
+    remove_aged(tmp_path, "router", BOUNDS, aged)
+    assert numbers_in(gone.path) == [1]
+    remove_aged(tmp_path, "router", BOUNDS, aged + 1)
+    assert [numbers_in(each.path) for each in (gone, live, other)] == [[], [1], [1]]
+
+
+def test_a_path_that_cannot_be_a_folder_is_refused_in_a_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidConfig, match=r"--decision-log: .*file cannot be used: .*name a folder"):
+        claimed(tmp_path / "file")
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "router-0").mkdir()
+    (tmp_path / "router-0" / "lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(InvalidConfig, match="--decision-log"):
+        claimed(tmp_path)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_the_folder_of_a_process_counts_by_itself(tmp_path: Path) -> None:
+    folder = claimed(tmp_path)
+    append(folder, (1, b"a"))
+    assert list(folders_in([tmp_path])) == list(folders_in([folder.path])) == [folder.path]

@@ -1,0 +1,145 @@
+"""Records read back: filters, pages over folders, what is missing, and folders that hold no log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from common.decisions.disk.core.retention import Bounds
+from common.decisions.disk.core.segment import frame_of, head
+from common.decisions.disk.folder import LogFolder, segment_path
+from common.decisions.disk.reader import LogReader
+from common.errors import InvalidConfig, InvalidRequest
+from common.types import Candidate, Decision, DecisionKind
+from common.wire.decision_codec import decision_from_proto, decision_to_proto
+from quire.decision.v1 import decision_pb2 as pb
+
+BOUNDS = Bounds(1 << 20, 10**18)
+CANDIDATE = Candidate("w0", 0.5, (("prefill", 0.5),), figures=(("hit_blocks", 3.0),))
+ROUTE = Decision(
+    "d1", DecisionKind.ROUTING, 5, "w0", "r1", (CANDIDATE,), ("lowest cost",), (("load", 0.25),),
+    figures=(("queued", 1.0),), tenant="acme", worker="w0",
+)  # fmt: skip
+
+
+def decision(number: int, request: str = "r", kind: DecisionKind = DecisionKind.ROUTING, **more: str) -> Decision:
+    return Decision(f"d{number}", kind, number, "w0", request, **more)  # type: ignore[arg-type]
+
+
+def write(root: Path, *frames: list[Decision], service: str = "router", bounds: Bounds = BOUNDS) -> LogFolder:
+    """Write a log of one process; it goes on holding its folder."""
+    folder = LogFolder.claimed(root, service, bounds, 0)
+    for each in frames:
+        append(folder, *each)
+    return folder
+
+
+def append(folder: LogFolder, *decisions: Decision, dropped: int = 0) -> None:
+    times = [each.time_ns for each in decisions]
+    timed = [(each.time_ns, decision_to_proto(each).SerializeToString()) for each in decisions]
+    folder.append(frame_of(timed, dropped), min(times), max(times), max(times))
+
+
+def ids(reader: LogReader, service: str = "router", **filters: object) -> list[str]:
+    request = pb.ListDecisionsRequest(**filters)  # type: ignore[arg-type]
+    return [each.decision_id for each in reader.page(service, request).decisions]
+
+
+def test_a_record_comes_back_as_it_was(tmp_path: Path) -> None:
+    write(tmp_path, [ROUTE])
+    (found,) = LogReader([tmp_path]).page("router", pb.ListDecisionsRequest()).decisions
+    assert decision_from_proto(found) == ROUTE
+
+
+def test_all_filters_of_a_live_service_hold(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        [decision(1, "a"), decision(2, "b", DecisionKind.GRANT, worker="w1")],
+        [decision(3, "c", DecisionKind.PREEMPTION, victim="a", beneficiary="b"), decision(4, "a", tenant="acme")],
+    )
+    reader = LogReader([tmp_path])
+    assert ids(reader) == ["d1", "d2", "d3", "d4"]
+    assert ids(reader, request_id="a") == ["d1", "d3", "d4"]
+    assert ids(reader, request_id="b") == ["d2", "d3"]
+    assert ids(reader, kind="grant") == ids(reader, worker="w1") == ["d2"]
+    assert ids(reader, tenant="acme") == ["d4"]
+    assert ids(reader, since_unix_nano=2, until_unix_nano=4) == ["d2", "d3"]
+    assert ids(reader, limit=2) == ["d3", "d4"]
+    assert ids(reader, request_id="d") == []  # a part of another text is no match
+    assert ids(reader, "kvmanager") == []
+    with pytest.raises(InvalidRequest, match="kind"):
+        ids(reader, kind="no such kind")
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 7, 100])
+def test_pages_over_several_folders_have_each_record_once_by_time(tmp_path: Path, limit: int) -> None:
+    small = Bounds(16 * 150, 10**18)  # a few records a segment
+    first = write(tmp_path, *([decision(number)] for number in range(0, 20, 2)), bounds=small)
+    write(tmp_path, *([decision(number), decision(number + 2)] for number in range(1, 20, 4)), bounds=small)
+    assert len(list(first.path.glob("*.log"))) > 2
+    reader, asked, found = LogReader([tmp_path]), pb.ListDecisionsRequest(limit=limit), list[str]()
+    while True:
+        page = reader.page("router", asked)
+        found = [*(each.decision_id for each in page.decisions), *found]
+        asked.page_token = page.next_page_token
+        if not asked.page_token:
+            break
+    assert found == [f"d{number}" for number in range(20)]
+
+
+def test_a_log_is_complete_since_its_first_record_or_since_what_has_left(tmp_path: Path) -> None:
+    folder = write(tmp_path, [decision(7)])
+    write(tmp_path, [decision(9)])
+    assert LogReader([tmp_path]).page("router", pb.ListDecisionsRequest()).complete_since_unix_nano == 7
+    segment_path(folder.path, 1).rename(segment_path(folder.path, 2))
+    assert LogReader([tmp_path]).page("router", pb.ListDecisionsRequest()).complete_since_unix_nano == 7
+    append(write(tmp_path), decision(12))
+    segment_path(tmp_path / "router-2", 1).rename(segment_path(tmp_path / "router-2", 5))
+    assert LogReader([tmp_path]).page("router", pb.ListDecisionsRequest()).complete_since_unix_nano == 12
+
+
+def test_records_are_read_while_their_service_writes(tmp_path: Path) -> None:
+    folder = write(tmp_path, [decision(1)])
+    path = segment_path(folder.path, 1)
+    path.write_bytes(path.read_bytes() + frame_of([(2, b"half")])[:-2])
+    reader = LogReader([tmp_path])
+    assert (ids(reader), reader.faults) == (["d1"], [])
+
+
+def test_what_cannot_be_read_is_said_and_the_rest_is_read(tmp_path: Path) -> None:
+    folder = write(tmp_path, [decision(1)], [decision(2)])
+    path = segment_path(folder.path, 1)
+    data = bytearray(path.read_bytes())
+    data[60] ^= 1
+    path.write_bytes(data)
+    segment_path(folder.path, 2).write_bytes(b"QUIREd\x07\0")
+    segment_path(folder.path, 3).write_bytes(head() + frame_of([(3, b"half")])[:-2])
+    segment_path(folder.path, 4).write_bytes(head() + frame_of([(4, b"\xff no message")]))
+    reader = LogReader([tmp_path])
+    assert ids(reader) == ["d2"]
+    assert sorted(line.removeprefix(f"{folder.path}/") for line in reader.faults) == [
+        "00000001.log is corrupt at byte 8: 1 of its records are not read",
+        "00000002.log has version 7 of the format, and this Quire reads version 1; use the Quire that wrote it",
+        "00000003.log is corrupt at byte 8: it ends within a frame",
+    ]
+
+
+def test_records_that_a_disk_did_not_take_are_counted(tmp_path: Path) -> None:
+    folder = write(tmp_path, [decision(1)])
+    append(folder, decision(2), dropped=5)
+    reader = LogReader([tmp_path])
+    assert (ids(reader), reader.dropped) == (["d1", "d2"], 5)
+
+
+def test_folders_without_a_log_are_refused_in_a_line(tmp_path: Path) -> None:
+    for path, words in (
+        (tmp_path / "nowhere", "nowhere is no folder; name the one"),
+        (tmp_path, "has no decision log; name a folder that services have, or had, as --decision-log"),
+    ):
+        with pytest.raises(InvalidConfig, match=words) as error:
+            LogReader([path])
+        assert "\n" not in str(error.value)
+    LogFolder.claimed(tmp_path, "router", BOUNDS, 0)  # a service that has written nothing yet
+    with pytest.raises(InvalidConfig, match="has no decision log"):
+        LogReader([tmp_path])
