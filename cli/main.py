@@ -22,6 +22,7 @@ COMMANDS = {
     "doctor": "check what Quire needs on this machine, and say what to do",
     "why": "say why a request was slow, refused or not cached, and what to do",
     "decisions": "list what the services decided, or follow it: admissions, routes, grants, ...",
+    "calibration": "compare what the router predicted with what happened: waits, hits, first tokens",
     "explain": "say what would happen to a prompt now: worker, cached tokens, first token",
     "trace": "draw where a request's time went, and why",
     "keys": "make an API key for a tenant",

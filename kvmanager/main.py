@@ -80,8 +80,7 @@ class ManagerProcess:
     def _server(self) -> RpcServer:
         registry = new_registry()
         figures = ManagerMetrics(registry, self.attachments, self.settings.block_size)
-        if self._log is not None:
-            LogMetrics(registry, self._log.counts)
+        LogMetrics(registry, self._log)
         self.metrics = MetricsServer(registry, lambda: not self.attachments.draining and not self.supervisor.failing)
         spans = server_spans(self._telemetry.tracer, untraced=(servicer.SESSION_METHOD,))
         services, identity = [servicer.SERVICE, decision_servicer.SERVICE], Identity.of(self.settings)

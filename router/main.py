@@ -118,8 +118,7 @@ class RouterProcess:
         self._registry, most, began = new_registry(), settings.decision_ring, self._clock.time_ns()
         self._ring = DecisionRing(most, settings.decision_ring_bytes, name, began)
         self._log = opened_log(settings, self._clock)
-        if self._log is not None:
-            LogMetrics(self._registry, self._log.counts)
+        LogMetrics(self._registry, self._log)
         self._store = TraceStore(settings.span_ring, settings.span_ring_bytes)
         sampler = RequestSampler(settings.trace_sample_ratio)
         exporter, ids = StoreExporter(self._store), ChosenTraceIds()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Final
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from common.settings.options import Bytes, Duration, Settings
 
@@ -18,7 +18,7 @@ _AGE_S: Final = 7 * 86_400.0
 class DecisionLogSettings(Settings):
     """options of the decision log"""
 
-    decision_log: Path | None = Field(
+    decision_log: Annotated[Path | None, BeforeValidator(lambda value: value or None)] = Field(
         None,
         description="folder in which decision records are kept on disk too, for `quire why --log`; several services "
         "may share it; unset: memory alone",

@@ -83,9 +83,13 @@ def _cpus(value: str) -> str:
 
 
 def _duration(value: object) -> object:
-    """Let seconds have a unit: 90s, 30m, 12h or 7d; any other text is left as it is."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", value.strip().lower()) if isinstance(value, str) else None
-    return value if match is None else float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86_400}[match[2]]
+    """Let seconds have a unit: 90s, 30m, 12h or 7d."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])?", value.strip().lower())
+    if match is None:
+        raise ValueError("expected seconds, or a span of time such as 30m, 12h or 7d")
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}[match[2] or ""]
 
 
 def _dtype(value: object) -> object:

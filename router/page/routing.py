@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
-from common.types import Decision, DecisionKind
+from common.types import DecisionKind
 from quire.decision.v1 import decision_pb2 as pb
+from router.core.diagnosis.calibration import actual_s, predicted_s
 from router.core.diagnosis.outcome import Outcome
 from router.page.loop_share import in_steps
 from router.page.query import Query
@@ -13,8 +14,6 @@ from router.page.records import MOST, ROUTER, Records, known_or_none, record_of
 from router.page.requests import Requests
 
 Json = dict[str, Any]
-# Terms of the cost that come before the first token.
-BEFORE_FIRST_TOKEN: Final = ("queue_delay", "prefill")
 
 
 class Routing:
@@ -38,21 +37,3 @@ def _joined(record: pb.DecisionRecord, outcome: Outcome | None) -> Json:
         "actual_s": actual_s(outcome),
         "cached_tokens": outcome.cached_tokens if outcome is not None else None,
     }
-
-
-def predicted_s(decision: Decision) -> float | None:
-    """Return the predicted seconds from a decision to the first token; None where no worker was chosen."""
-    chosen = next((each for each in decision.candidates if each.name == decision.worker), None)
-    if chosen is None or chosen.cost is None:
-        return None
-    return sum(seconds for name, seconds in chosen.terms if name in BEFORE_FIRST_TOKEN)
-
-
-def actual_s(outcome: Outcome | None) -> float | None:
-    """Return the measured seconds from the arrival to the first token.
-
-    None without one, and for a request that moved: its last decision is not the one that its first token followed.
-    """
-    if outcome is None or not outcome.has_first_token or outcome.moves:
-        return None
-    return outcome.first_token_s

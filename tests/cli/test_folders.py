@@ -44,6 +44,7 @@ def calls(nobody: str) -> dict[str, tuple[list[str], int, str]]:
         "why": (["quire", "why", "r1", *admin], 1, NOBODY),
         "explain": (["quire", "explain", "Why?", *admin], 1, NOBODY),
         "decisions": (["quire", "decisions", *admin], 1, NOBODY),
+        "calibration": (["quire", "calibration", *admin], 1, NOBODY),
         "top": (["quire", "top", "--once", *admin], 1, NOBODY),
         "record": (["quire", "record", "log.jsonl", *admin], 1, NOBODY),
         "replay": (["quire", "replay", "nowhere"], 1, "cannot be read"),

@@ -119,6 +119,23 @@ MANAGER_RECORDS = [
 ]  # fmt: skip
 
 
+def _calibrated(number: int) -> list[Decision]:
+    """Return the choice and the end of a request, each slower than the one before."""
+    predicted, actual = 0.004 * 1.1**number, 0.004 * 1.1**number * (0.6 + number % 7 / 5)
+    terms = (("queue_delay", predicted / 4), ("prefill", predicted), ("decode_pressure", 1.0))
+    chosen = Candidate("worker-0", 1.0 + predicted, terms, figures=(("hit_blocks", float(number % 4)),))
+    before = (("blocks", actual / 5), ("prefill", actual))
+    ended = Outcome(ended="stop", before=before, has_first_token=True, block_size=16, cached_tokens=16 * (number % 3))
+    return [
+        Decision(f"p-{number}", DecisionKind.ROUTING, number, "worker-0", f"c{number}", (chosen,), worker="worker-0"),
+        Decision(f"a-{number}", DecisionKind.OUTCOME, number + 1, "stop", f"c{number}", (), texts_of(ended),
+                 figures=figures_of(ended)),
+    ]  # fmt: skip
+
+
+CALIBRATED = [each for number in range(60) for each in _calibrated(number)]
+
+
 # What `quire explain` shows: a hit that wins, a worker with more of the prompt that is out, and one without any.
 EXPLAINED = decisions.ExplainResponse(
     outcome="placed", worker_id="worker-0", tied=["worker-0"], prompt_tokens=512, max_tokens=256, sequences=1,
@@ -150,6 +167,9 @@ class Traces(decisions_rpc.DecisionServiceServicer):
     async def ListDecisions(
         self, request: decisions.ListDecisionsRequest, context: Context
     ) -> decisions.ListDecisionsResponse:
+        if not request.request_id:
+            of_kind = [each for each in CALIBRATED if each.kind == request.kind]
+            return decisions.ListDecisionsResponse(decisions=map(decision_to_proto, of_kind))
         records = MANAGER_RECORDS if request.from_manager else ROUTER_RECORDS
         found = [each for each in records if request.request_id in (each.request_id, each.victim, each.beneficiary)]
         return decisions.ListDecisionsResponse(decisions=map(decision_to_proto, found))
@@ -186,7 +206,14 @@ async def admin() -> AsyncIterator[str]:
 @pytest.mark.parametrize("columns", [80, 200])
 @pytest.mark.parametrize(
     "words",
-    [("status",), ("trace", TRACE), ("why", WAITED), ("explain", "Why?"), ("decisions", "--request", WAITED)],
+    [
+        ("status",),
+        ("trace", TRACE),
+        ("why", WAITED),
+        ("explain", "Why?"),
+        ("decisions", "--request", WAITED),
+        ("calibration",),
+    ],
     ids=lambda words: words[0],
 )
 async def test_a_screen_is_the_golden_one(

@@ -9,12 +9,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from common.decisions.disk.writer import LogCounts
+from common.decisions.disk.writer import DecisionLogWriter, LogCounts
 
 
 class LogMetrics(Collector):
-    def __init__(self, registry: CollectorRegistry, counts: LogCounts) -> None:
-        self._counts = counts
+    """Zeros where a service keeps no log."""
+
+    def __init__(self, registry: CollectorRegistry, writer: DecisionLogWriter | None) -> None:
+        self._counts = LogCounts() if writer is None else writer.counts
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:

@@ -140,11 +140,11 @@ def _span(samples: Sequence[_Sample], constant: float) -> Span:
         return Span(None, 0)
     seconds = sorted(each.alone for each in samples)
     timed = constant == 0.0
-    p50, p95 = (_quantile(seconds, share) if timed else None for share in (0.5, 0.95))
+    p50, p95 = (quantile(seconds, share) if timed else None for share in (0.5, 0.95))
     return Span(_value(samples, constant), len(samples), p50, p95)
 
 
-def _quantile(ordered: Sequence[float], share: float) -> float:
+def quantile(ordered: Sequence[float], share: float) -> float:
     """Return the smallest value that so large a share of all is not above."""
     return ordered[max(0, -(-len(ordered) * round(share * 100) // 100) - 1)]
 

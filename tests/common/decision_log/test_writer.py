@@ -163,7 +163,7 @@ def test_a_record_that_has_no_message_is_dropped_alone(disk: Disk, caplog: pytes
 
 def test_the_figures_of_a_log_are_exposed(disk: Disk) -> None:
     writer, registry = DecisionLogWriter(disk, ManualClock(), most=2), CollectorRegistry()
-    LogMetrics(registry, writer.counts)
+    LogMetrics(registry, writer)
     for number in range(5):
         writer.add(number, decision(number), 1)
     writer.flush()

@@ -15,6 +15,7 @@ from common.wire.decision_codec import decision_to_proto
 from quire.decision.v1 import decision_pb2
 from quire.inference.v1 import inference_pb2
 from quire.kvmanager.v1 import kvmanager_pb2 as pb
+from router.core.diagnosis.calibration import actual_s
 from router.core.diagnosis.outcome import Outcome, figures_of, texts_of
 from router.grpc_api.decision_servicer import DecisionServicer
 from router.observe.siblings import Siblings
@@ -26,7 +27,7 @@ from router.page.overview import columns, hits, slowest, troubles
 from router.page.query import Query
 from router.page.records import Records, record_of
 from router.page.requests import Requests
-from router.page.routing import Routing, actual_s
+from router.page.routing import Routing
 from tests.router.page.turns import counted_turns
 
 SECOND = 1_000_000_000

@@ -101,6 +101,9 @@ async def test_every_figure_of_ours_is_looked_at(exposed: dict[str, Exposed]) ->
         "quire:kept_requests",  # by rule: read when a bad request has no trace
         "quire:kept_requests_left_out",
         "quire:kv_retained_blocks",  # a part of the cached blocks; the dashboard has those that went all the same
+        "quire:decision_log_records",  # of a log that is an option; docker/OPERATING.md says what a drop means
+        "quire:decision_log_dropped",
+        "quire:decision_log_bytes",
         "quire:orphan_bytes",  # what the limits bound; the dashboard has the orphans
     }
     assert families - {_family(name) for name in asked} == unread
