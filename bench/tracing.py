@@ -25,7 +25,7 @@ from typing import Final
 import uvloop
 
 from bench.lib.checkpoints import SMALL, checkpoint
-from bench.lib.decision_records import bytes_of, records_of, seconds_to_keep
+from bench.lib.decision_records import bytes_of, cost_of_log, records_of
 from bench.lib.harness import median_interval, parser, progress, report
 from bench.serve import suite_flags
 from cli.benchmark.closed_loop import figures as client_figures
@@ -46,6 +46,9 @@ SAMPLED: Final[Mapping[str, Mapping[str, float]]] = {
 _VOCABULARY: Final = int(str(SMALL["vocab_size"]))
 _RECORDS: Final = 2_000
 _RULES: Final = 20_000
+_TURNS: Final = 5
+# Of four requests in half a second.
+_SMALL_FLUSH: Final = 16
 _ORDINARY: Final = Outcome(ended="length", before=(("queue", 0.01), ("prefill", 0.1)), has_first_token=True, gaps=100)
 NOTES: Final = {
     "overhead_sampled_1pct": "loss of throughput, 1 % sampled, tail rules on; median over the pairs",
@@ -57,6 +60,10 @@ NOTES: Final = {
     "tokens_s_off": "output tokens a second without sampling, median",
     "pairs": "pairs of each comparison",
     "record_ns": "to keep a decision record in a full ring, nanoseconds; 8 workers, mean of four kinds",
+    "record_ns_log": "the same, queued for a decision log on disk too; in turns with record_ns",
+    "log_write_ns": "processor time of the log's thread for a record, nanoseconds; full frames",
+    "log_record_bytes": "bytes of a record on disk, full frames",
+    "log_record_bytes_small": f"the same at {_SMALL_FLUSH} records a flush",
     "record_bytes": "memory of such a record, bytes",
     "rules_ns": "to see that no tail rule keeps a request, nanoseconds",
 }
@@ -141,8 +148,13 @@ def figures_of(pairs: Mapping[str, Pairs]) -> dict[str, float]:
 def records() -> dict[str, float]:
     """Return what a decision record and the tail rules cost."""
     made = list(records_of(_RECORDS))
+    log, small = cost_of_log(made, _TURNS, len(made)), cost_of_log(made, 1, _SMALL_FLUSH)
     return {
-        "record_ns": 1e9 * min(seconds_to_keep(made) for _ in range(3)),
+        "record_ns": 1e9 * log.keep,
+        "record_ns_log": 1e9 * log.keep_with_log,
+        "log_write_ns": 1e9 * log.write,
+        "log_record_bytes": log.bytes,
+        "log_record_bytes_small": small.bytes,
         "record_bytes": bytes_of(_RECORDS // 4),
         "rules_ns": 1e9 * min(_seconds_of_rules(range(_RULES)) for _ in range(3)),
     }

@@ -6,9 +6,15 @@ import itertools
 import time
 import tracemalloc
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from bench.manager_load.reporter import BLOCK_SIZE, Reporter
 from common.clock import ManualClock
+from common.decisions.disk.core.retention import Bounds
+from common.decisions.disk.folder import LogFolder
+from common.decisions.disk.writer import DecisionLogWriter
 from common.decisions.ring import DecisionRing
 from common.lease import Inventory
 from common.types import Decision, DecisionKind
@@ -19,6 +25,7 @@ from router.core.routing import PlacementRequest, Router
 from router.core.worker_model import Capacity, Load, WorkerModel
 
 WORKERS = 8
+_BOUNDS = Bounds(1 << 30, 1 << 62)
 _PROMPT, _OUTPUT = 512, 128
 _SEQUENCES = 64
 _CAPACITY = Capacity(num_blocks=4096, block_size=BLOCK_SIZE, max_num_seqs=64, max_model_len=4096)
@@ -97,13 +104,53 @@ def _outcome(number: int) -> Outcome:
     )
 
 
-def seconds_to_keep(records: Sequence[Decision]) -> float:
-    """Return the seconds that a ring with room for half of the records takes for one, evictions included."""
+def seconds_to_keep(records: Sequence[Decision], log: DecisionLogWriter | None = None) -> float:
+    """Return the seconds that a ring with room for half of the records takes for one, evictions included.
+
+    With a log the records are queued for it too; its thread does not run here.
+    """
     ring = DecisionRing(max(1, len(records) // 2))
+    if log is not None:
+        ring.copy_to(log.add)
     began = time.perf_counter()
     for each in records:
         ring.record(each)
     return (time.perf_counter() - began) / len(records)
+
+
+@dataclass(frozen=True, slots=True)
+class LogCost:
+    """Of a record: seconds to keep it without and with a log, of the log's thread, and bytes on disk."""
+
+    keep: float
+    keep_with_log: float
+    write: float
+    bytes: float
+
+
+def cost_of_log(records: Sequence[Decision], turns: int, a_flush: int) -> LogCost:
+    """Return the least times of so many turns; each flush has so many records."""
+    turned = [(seconds_to_keep(records), *_logged(records, a_flush)) for _ in range(turns)]
+    keep, with_log, write, size = (min(column) for column in zip(*turned, strict=True))
+    return LogCost(keep, with_log, write, size)
+
+
+def _logged(records: Sequence[Decision], a_flush: int) -> tuple[float, float, float]:
+    """Return the seconds to keep and queue a record, those to write it, and its bytes on disk."""
+    with TemporaryDirectory() as folder:
+        log, write = DecisionLogWriter(LogFolder.claimed(Path(folder), "router", _BOUNDS, 0)), 0.0
+        keep = seconds_to_keep(records, log)
+        queued, log = log, DecisionLogWriter(log.segments)
+        for at in range(0, len(records), a_flush):
+            for number, each in enumerate(records[at : at + a_flush]):
+                log.add(number, each, 1)
+            began = time.thread_time()
+            log.flush()
+            write += time.thread_time() - began
+        assert queued.counts.dropped == log.counts.dropped == 0
+        size = log.segments.size
+        log.segments.close()
+    return keep, write / len(records), size / len(records)
 
 
 def bytes_of(requests: int) -> float:
