@@ -201,7 +201,7 @@ class RouterProcess:
         kept = KeptRecords(round(KEPT_RECORDS_SHARE * settings.decision_ring_bytes))
         slo, emit = settings.objective, self._telemetry.emit
         self._tail = TailKeeper(slo, self._ring, kept, metrics, emit, manager.all_decisions)
-        recorder = Recorder(metrics, self._ring, self._telemetry.tracer, clock, new_id, self._tail)
+        recorder = Recorder(metrics, self._ring, self._telemetry.tracer, clock, new_id, self._tail, self._card.name)
         self.frontend = RouterFrontend(dispatcher, admission, self._text, recorder, checkpoint.eos_token_ids)
         self.status = RouterStatus(
             self._card, self.pool, admission, self._redis_connected, lambda: self.frontend.draining, clock

@@ -25,6 +25,8 @@ class CallContext:
     trace_id: str = ""
     # The client's name for one or several requests.
     correlation_id: str = ""
+    # What it called the model; "" where it named none.
+    model: str = ""
 
 
 @dataclass(frozen=True, slots=True)

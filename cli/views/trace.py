@@ -11,7 +11,7 @@ Times are from the start of the trace. A span whose parent is not here (the clie
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -29,6 +29,11 @@ _TIME_WIDTH = 9
 _HANGING = "    "
 # Attributes that the heading or the row already shows.
 _SAID = frozenset({"quire.request_id", "quire.sequence", "rpc.system", "rpc.service", "rpc.method"})
+
+
+def _own(attributes: Mapping[str, str]) -> dict[str, str]:
+    """Return the attributes without those of common conventions, which repeat Quire's own: --json has them all."""
+    return {name: value for name, value in attributes.items() if not name.startswith("gen_ai.")}
 
 
 def render_trace(response: pb.GetTraceResponse) -> TraceView:
@@ -120,7 +125,7 @@ class TraceView:
     def _lines(self, span: pb.Span, width: int) -> Iterator[Text]:
         if span.status == "error":
             yield Text(f"✗ {span.status_message or 'failed'}", "red")
-        facts = plain_attributes(span.attributes, _SAID)
+        facts = plain_attributes(_own(span.attributes), _SAID)
         if facts:
             yield Text(facts, "dim")
         for event in sorted(span.events, key=lambda event: event.time_unix_nano):

@@ -91,7 +91,7 @@ class Messages:
 
     async def create(self, body: MessagesRequest, request: Request) -> Response:
         """Answer a conversation, rendered with the checkpoint's own template."""
-        self._service.check_model(body.model)
+        self._service.named(body.model, request)
         given = asked(body, request.headers)
         with given.in_its_words(), in_words_of(given.order):
             return await self._answered(body, given, request)

@@ -41,6 +41,10 @@ class ValidatedRequest:
     trace_id: str = ""
     # The client's name for one or several requests, for traces alone.
     correlation_id: str = ""
+    # What the client called the model, for traces alone; "" where it named none.
+    model: str = ""
+    # The prompt is a conversation, rendered by a chat template.
+    chat: bool = False
     # The client gets one answer at the end: tokens need not be passed on one by one.
     whole: bool = False
     # Special tokens whose text stays in the output.

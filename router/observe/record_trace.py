@@ -13,8 +13,9 @@ from opentelemetry.trace import INVALID_SPAN_ID, SpanContext, Status, StatusCode
 
 from common.telemetry.decisions import EVENT, attributes_of
 from router.core.record_spans import EndedRequest, RecordSpan, spans_of
+from router.observe.gen_ai import Value
 
-Attributes = Mapping[str, str | int]
+Attributes = Mapping[str, Value]
 
 _IDS = RandomIdGenerator()
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)

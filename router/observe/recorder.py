@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Writes all records of requests; `new_id` makes ids of requests and decisions."""
+    """Writes all records of requests; `new_id` makes ids of requests and decisions. `model` is what is served."""
 
     def __init__(
         self,
@@ -36,9 +36,10 @@ class Recorder:
         clock: Clock,
         new_id: Callable[[], str],
         tail: TailKeeper | None = None,
+        model: str = "",
     ) -> None:
         self.metrics, self.clock, self.new_id = metrics, clock, new_id
-        self.tap = RequestTap(clock)
+        self.tap, self._model = RequestTap(clock), model
         self._decisions, self._tracer, self._tail = decisions, tracer, tail
         # The longest time between two events of output that is as promised.
         self.objective_itl = math.inf if tail is None else tail.objective.itl
@@ -46,7 +47,7 @@ class Recorder:
     def trace(self, request: ValidatedRequest, request_id: str) -> RequestTrace:
         """Count a request, and return its spans."""
         self.metrics.requests.inc()
-        return RequestTrace(self._tracer, self.clock, request, request_id)
+        return RequestTrace(self._tracer, self.clock, request, request_id, self._model)
 
     def finished(self, request_id: str, event: Finished, trace_id: str) -> None:
         """Count the end of one sequence, and log its lengths for `quire advise-block-size`."""

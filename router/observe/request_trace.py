@@ -17,6 +17,7 @@ from common.telemetry import parent_of, span_context_of, traceparent_of
 from common.telemetry.decisions import add_decision
 from common.types import Decision
 from router.core.events import Finished, ValidatedRequest
+from router.observe.gen_ai import Value, request_attributes, response_attributes
 from router.observe.record_trace import TraceHead, parent_span
 from router.observe.trace_ids import beginning
 
@@ -24,8 +25,11 @@ from router.observe.trace_ids import beginning
 class RequestTrace:
     """Costs nothing where the request is not sampled. `traceparent` is the parent of the worker's spans."""
 
-    def __init__(self, tracer: Tracer, clock: Clock, request: ValidatedRequest, request_id: str) -> None:
-        self._tracer, self._clock = tracer, clock
+    def __init__(
+        self, tracer: Tracer, clock: Clock, request: ValidatedRequest, request_id: str, model: str = ""
+    ) -> None:
+        self._tracer, self._clock, self._model = tracer, clock, model
+        self._ends: dict[int, Finished] = {}
         self.owner = request.caller.owner
         with beginning(request.trace_id):
             self._span = tracer.start_span("request", parent_of(request.traceparent))
@@ -39,7 +43,7 @@ class RequestTrace:
         if self.recording:
             self._span.set_attributes(self._attributes())
 
-    def _attributes(self) -> dict[str, str | int]:
+    def _attributes(self) -> dict[str, Value]:
         """Return what the request's span says of it; empty names are left out."""
         request, constraint = self._request, self._request.sampling.constraint
         names = {
@@ -54,6 +58,7 @@ class RequestTrace:
             "quire.sequences": request.sampling.n,
             "quire.priority": request.priority,
             **{name: value for name, value in names.items() if value},
+            **request_attributes(request, self._model),
         }
 
     @property
@@ -65,7 +70,7 @@ class RequestTrace:
         """Return the head of the trace that is built from records; None where there are spans."""
         if self.recording:
             return None
-        attributes = {**self._attributes(), "quire.kept": ", ".join(rules)}
+        attributes = {**self._attributes(), **self._response(), "quire.kept": ", ".join(rules)}
         return TraceHead(self._trace_id, parent_span(span_context_of(self._request.traceparent)), attributes)
 
     def decided(self, decision: Decision) -> None:
@@ -100,7 +105,11 @@ class RequestTrace:
         if self._stream is not None:
             self._stream.add_event("first token", timestamp=self._clock.time_ns())
 
+    def _response(self) -> dict[str, Value]:
+        return response_attributes(self._ends, self._model)
+
     def finished(self, event: Finished) -> None:
+        self._ends[event.index] = event
         if self._stream is not None:
             self._stream.add_event(
                 "finished",
@@ -118,6 +127,7 @@ class RequestTrace:
         """End all spans; `failure` says what went wrong and is "" for a success."""
         if not self.recording:
             return
+        self._span.set_attributes(self._response())
         for span in (self._stream, self._span):
             if span is not None:
                 span.set_status(Status(StatusCode.ERROR, failure) if failure else Status(StatusCode.OK))

@@ -26,6 +26,8 @@ class Ids:
     traceparent: str = ""
     request: str = field(default_factory=automatic_id)
     trace: str = ""
+    # What the body calls the model.
+    model: str = ""
 
     def __post_init__(self) -> None:
         self.trace = self.traceparent[_TRACE] or new_trace_id()

@@ -64,7 +64,12 @@ class Service:
         """Take over the id that a body names. Raises ModelNotFound."""
         ids: Ids = request.state.ids
         ids.correlation = correlation_id(correlation or "") or ids.correlation
+        self.named(model, request)
+
+    def named(self, model: str | None, request: Request) -> None:
+        """Take over the model's name, for traces. Raises ModelNotFound."""
         self.check_model(model)
+        request.state.ids.model = model or ""
 
     def call(self, request: Request, seconds: float | None = None) -> CallContext:
         """Return the context of a call, which ends after so many seconds."""
@@ -77,6 +82,7 @@ class Service:
             request_id=ids.request,
             trace_id=ids.trace,
             correlation_id=ids.recorded,
+            model=ids.model,
         )
 
     async def reading(self, order: Order) -> Reading | None:

@@ -239,6 +239,7 @@ def _validated(submit: worker_pb.Submit, first: Orphan, call: CallContext, now: 
         traceparent=submit.traceparent,
         trace_id=call.trace_id,
         correlation_id=call.correlation_id,
+        model=call.model,
         kept_special_tokens=continuation.kept_special_tokens,
         skip_special_tokens=continuation.skip_special_tokens,
         prediction=tuple(unpack_u32(submit.prediction_token_ids)),

@@ -117,6 +117,8 @@ class Validator:
             traceparent=valid_traceparent(request.traceparent) or valid_traceparent(call.traceparent),
             trace_id=call.trace_id,
             correlation_id=call.correlation_id,
+            model=call.model,
+            chat=request.prompt.HasField("chat"),
             kept_special_tokens=tuple(request.kept_special_tokens),
             skip_special_tokens=not request.HasField("skip_special_tokens") or request.skip_special_tokens,
             embeds=embeds,

@@ -142,3 +142,22 @@ async def test_what_is_no_http_is_answered_with_ids(api: Api) -> None:
     assert head.startswith("HTTP/1.1 400 ")
     assert "\r\nx-request-id: " in head
     assert "\r\nx-trace-id: " in head
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "chat"),
+    [
+        ("/v1/completions", {"prompt": "a"}, False),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, True),
+        ("/v1/responses", {"input": "a", "store": False}, True),
+    ],
+)
+async def test_traces_know_the_operation_and_the_name_of_the_model(
+    path: str, body: dict[str, Any], chat: bool, api: Api
+) -> None:
+    models = (await api.http.get("/v1/models", timeout=DEADLINE_S)).json()["data"]
+    name = models[-1]["id"]
+    answer = await api.http.post(path, json=body | {"model": name}, timeout=DEADLINE_S)
+    assert answer.status_code == 200
+    (request,) = api.frontend.requests
+    assert (request.model, request.chat) == (name, chat)

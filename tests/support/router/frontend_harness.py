@@ -39,6 +39,7 @@ from tests.support.router.fake_worker import IDENTITY, PATIENCE_S
 
 QUICK = Pacing(Backoff(first=0.01, longest=0.05, jitter=0.5), hello=1.0)
 CLOCK = SystemClock()
+MODEL = "served"
 
 
 class Words:
@@ -161,7 +162,7 @@ async def frontend_over(
     tracer = provider.get_tracer("test")
     metrics = RouterMetrics(registry)
     tail = None if objective is None else _keeper(objective, decisions, metrics, spans)
-    recorder = Recorder(metrics, decisions, tracer, CLOCK, new_id, tail)
+    recorder = Recorder(metrics, decisions, tracer, CLOCK, new_id, tail, MODEL)
     admission = AdmissionLimiter(limits or AdmissionLimits())
     frontend = RouterFrontend(dispatcher, admission, assemblers or WordAssemblers(), recorder, eos)
     harness = Harness(frontend, dispatcher, pool, admission, index, decisions, spans, registry, tracer)

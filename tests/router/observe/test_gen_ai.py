@@ -1,0 +1,82 @@
+"""The attributes of request spans by OpenTelemetry's conventions: exact values, and names that the conventions have."""
+
+from __future__ import annotations
+
+from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
+
+from common.types import Constraint, ConstraintKind
+from router.core.events import ValidatedRequest
+from router.observe.gen_ai import request_attributes, response_attributes
+from router.ports import CallContext
+from tests.support.router.fake_worker import FakeWorker
+from tests.support.router.frontend_harness import MODEL, frontend_over, request
+from tests.support.router.validation import request as message
+from tests.support.router.validation import validator
+
+STANDARD = {value for name, value in vars(gen_ai_attributes).items() if name.startswith("GEN_AI_")}
+GIVEN = {"temperature": 0.5, "top_p": 0.75, "frequency_penalty": 0.25, "presence_penalty": -0.5, "seed": 7}
+
+
+async def spanned(asked: ValidatedRequest) -> dict[str, object]:
+    """Serve a request, and return the attributes of its span that the conventions name, without their prefix."""
+    async with frontend_over(FakeWorker(automatic=True)) as harness:
+        await harness.events(asked)
+        (span,) = (each for each in harness.spans.get_finished_spans() if each.name == "request")
+        found = {name: value for name, value in (span.attributes or {}).items() if name.startswith("gen_ai.")}
+    assert set(found) <= STANDARD
+    return {name.removeprefix("gen_ai."): value for name, value in found.items()}
+
+
+async def test_a_span_has_what_was_asked_for_and_what_came() -> None:
+    assert await spanned(request(prompt=10, n=2, top_k=40, chat=True, model="alias", **GIVEN)) == {
+        "operation.name": "chat",
+        "provider.name": "quire",
+        "output.type": "text",
+        "request.model": "alias",
+        "request.choice.count": 2,
+        "request.max_tokens": 3,
+        "request.temperature": 0.5,
+        "request.top_p": 0.75,
+        "request.top_k": 40,
+        "request.frequency_penalty": 0.25,
+        "request.presence_penalty": -0.5,
+        "request.seed": 7,
+        "response.model": MODEL,
+        "response.finish_reasons": ("length", "length"),
+        "usage.input_tokens": 10,
+        "usage.cache_read.input_tokens": 0,
+        "usage.output_tokens": 6,
+    }
+
+
+async def test_a_request_that_names_no_model_asks_for_the_served_one() -> None:
+    found = await spanned(request())
+    assert (found["request.model"], found["operation.name"]) == (MODEL, "text_completion")
+    assert not {"request.choice.count", "request.top_k"} & set(found)
+
+
+async def test_no_text_of_the_client_is_in_the_span() -> None:
+    assert "secret" not in str(await spanned(request(stop=("secret",))))
+
+
+def test_the_type_of_the_output_follows_the_constraint() -> None:
+    for kind, expected in ((ConstraintKind.JSON_SCHEMA, "json"), (ConstraintKind.REGEX, "text")):
+        found = request_attributes(request(constraint=Constraint(kind, "{}")), MODEL)
+        assert found["gen_ai.output.type"] == expected
+
+
+def test_an_embedding_has_no_parameters_of_sampling() -> None:
+    assert request_attributes(request(embeds=True), MODEL) == {
+        "gen_ai.operation.name": "embeddings",
+        "gen_ai.provider.name": "quire",
+        "gen_ai.request.model": MODEL,
+    }
+
+
+def test_a_request_of_which_nothing_ended_has_no_response() -> None:
+    assert response_attributes({}, MODEL) == {}
+
+
+async def test_a_model_is_named_as_its_caller_named_it() -> None:
+    call = CallContext(arrived=0.0, model="alias")
+    assert (await validator().validate(message(), call)).model == "alias"
