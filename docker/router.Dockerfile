@@ -31,7 +31,7 @@ LABEL org.opencontainers.image.title="quire-router" \
       org.opencontainers.image.revision="${REVISION}"
 # A new named volume takes its owner from the folder that it covers.
 RUN useradd --uid 10001 --no-create-home --shell /usr/sbin/nologin quire \
-    && install --directory --owner=quire --group=quire --mode=0700 /var/lib/quire/certs
+    && install --directory --owner=quire --group=quire --mode=0700 /var/lib/quire/certs /var/lib/quire/decisions
 # What is served unless another checkpoint is mounted here; the router reads tokenizer, chat template and fingerprint.
 COPY cli/demo_model/checkpoint /model
 COPY --from=build /opt/quire /opt/quire

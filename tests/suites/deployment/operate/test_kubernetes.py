@@ -12,6 +12,7 @@ import pytest
 from common.rpc.health import LIVE
 from common.rpc.roles import Role, dns_name
 from common.settings.config import load
+from common.settings.decision_log import DecisionLogSettings
 from common.settings.options import ServiceSettings
 from gpuworker.config import GpuWorkerSettings
 from kvmanager.config import KvManagerSettings
@@ -64,7 +65,8 @@ def test_a_build_is_always_the_same_and_all_in_one_namespace(name: str, manifest
 
 def test_every_folder_is_built_here() -> None:
     folders = {str(path.parent.relative_to(K8S)) for path in K8S.glob("**/kustomization.yaml")}
-    assert folders == {*VARIANTS, "components/tracing", "components/cert-manager"}
+    components = {f"components/{each}" for each in ("tracing", "cert-manager", "decision-log")}
+    assert folders == {*VARIANTS, *components}
 
 
 # ---------------------------------------------------------------- images and ports
@@ -244,6 +246,25 @@ def test_cert_manager_makes_a_certificate_of_each_role(tmp_path: Path) -> None:
     made = _with_component(tmp_path, "cert-manager").of("Certificate")
     leaves = {each["spec"]["secretName"]: each["spec"]["dnsNames"] for each in made if "dnsNames" in each["spec"]}
     assert leaves == {f"quire-{role}-tls": [dns_name(role)] for role in Role}
+
+
+def test_decision_logs_have_a_volume_with_room_for_them(tmp_path: Path) -> None:
+    manifests = _with_component(tmp_path, "decision-log")
+    for version in KUBERNETES:
+        for each in manifests.all:
+            kubernetes_validate.validate(each, version, strict=True)
+    for name, pod, container in manifests.containers():
+        if name not in SETTINGS:
+            continue
+        settings = load(SETTINGS[name], environ=image_environment(name) | manifests.environment(name))
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        if not isinstance(settings, DecisionLogSettings):
+            assert "/var/log/quire" not in mounts
+            continue
+        volume = mounts[str(settings.decision_log)]
+        (limit,) = (each["emptyDir"]["sizeLimit"] for each in pod["volumes"] if each["name"] == volume)
+        assert limit == "512Mi"
+        assert settings.decision_log_size == 256 << 20
 
 
 def _with_component(tmp_path: Path, component: str) -> Manifests:
