@@ -30,6 +30,7 @@ FLUSH_S: Final = 0.5
 _FRAME_BYTES: Final = 64 << 10
 # Records of 30 microseconds each.
 _AT_A_TIME: Final = 8
+_YIELD_S: Final = 1e-4
 # Seconds between two looks at the age of segments.
 _RETAIN_S: Final = 60.0
 _CLOSE_S: Final = 2.0
@@ -153,7 +154,8 @@ class DecisionLogWriter:
                 found.append((decision.time_ns, each))
                 size += len(each)
             if not taken % _AT_A_TIME:
-                time.sleep(0)
+                # A sleep of 0 would take Python's lock back before the other thread wakes up.
+                time.sleep(0.0 if self._stop.is_set() else _YIELD_S)
         return found, taken
 
     def _encoded(self, number: int, decision: Decision) -> Iterator[bytes]:
