@@ -14,6 +14,7 @@ import fcntl
 import os
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -214,13 +215,19 @@ def folders_in(roots: Iterable[Path]) -> Iterator[Path]:
 
 
 def remove_aged(root: Path, service: str, bounds: Bounds, now_ns: int) -> None:
-    """Remove aged segments from folders that no process holds, as of former replicas. Raises OSError."""
+    """Remove aged segments from folders that no process holds, as of former replicas; others' folders are let be."""
     for path in folders_in([root]):
-        if service_of(path) != service or (lock := _locked(path)) is None:
-            continue
-        try:
-            for each in (_segment(path, number) for number in numbers_in(path)):
-                if now_ns - each.newest_ns > bounds.max_age_ns:
-                    segment_path(path, each.number).unlink(missing_ok=True)
-        finally:
-            os.close(lock)
+        if service_of(path) == service:
+            with suppress(OSError):
+                _remove_aged(path, bounds, now_ns)
+
+
+def _remove_aged(path: Path, bounds: Bounds, now_ns: int) -> None:
+    if (lock := _locked(path)) is None:
+        return
+    try:
+        for each in (_segment(path, number) for number in numbers_in(path)):
+            if now_ns - each.newest_ns > bounds.max_age_ns:
+                segment_path(path, each.number).unlink(missing_ok=True)
+    finally:
+        os.close(lock)

@@ -135,6 +135,7 @@ def test_a_frame_larger_than_the_log_is_refused_and_removes_nothing(tmp_path: Pa
 def test_aged_segments_of_former_replicas_leave_and_those_of_others_stay(tmp_path: Path) -> None:
     gone, live = claimed(tmp_path), claimed(tmp_path)
     other = LogFolder.claimed(tmp_path, "kvmanager", BOUNDS, 0)
+    (tmp_path / "router-00" / "lock").mkdir(parents=True)  # nobody's, and the first in the order of names
     for each in (gone, live, other):
         append(each, (1, b"a"))
     gone.close()
