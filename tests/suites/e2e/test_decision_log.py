@@ -108,7 +108,7 @@ async def test_a_suite_that_is_gone_is_asked_about_requests_of_both_lives(tmp_pa
     (change,) = (await printed("why", "--hit-rate", "--since", "1h", *where))["changes"]
     assert change["after"]["requests"] == 2
 
-    calibration = await printed("calibration", "--since", "1h", *where)
+    calibration = await printed("calibration", *where)
     assert [each["request_id"] for each in calibration["requests"]] == ["before", "after"]
     assert {each["measure"] for each in calibration["measures"]} == {"wait", "hit_tokens", "prefill", "first_token"}
     assert calibration["missing"] == []
