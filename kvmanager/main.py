@@ -23,6 +23,7 @@ from common.errors import StaleEpoch
 from common.process.debug import dumps_on_signal
 from common.process.garbage import collect_rarely
 from common.process.metrics import MetricsServer, metrics_port, new_registry
+from common.process.redis_client import open_redis
 from common.process.supervised import Supervisor
 from common.rpc.server import RpcServer
 from common.rpc.tls import Identity
@@ -38,7 +39,7 @@ from kvmanager.core.manager import Manager, ManagerConfig
 from kvmanager.decision_servicer import DecisionServicer
 from kvmanager.index.publisher import PublisherTimes
 from kvmanager.index.state_file import EpochFile
-from kvmanager.index.store import RedisIndexStore, open_redis
+from kvmanager.index.store import TIMEOUT_S, RedisIndexStore
 from kvmanager.index.writer import IndexWriter
 from kvmanager.metrics import ManagerMetrics
 from kvmanager.ports import IndexStore
@@ -172,7 +173,9 @@ def _store_opener(settings: KvManagerSettings) -> Callable[[str], IndexStore] | 
     url, ca = settings.redis_url, settings.redis_ca
     if not url:
         return None
-    return lambda namespace: RedisIndexStore(open_redis(url, ca), namespace, settings.prefix_ttl, settings.lease_ttl)
+    return lambda namespace: RedisIndexStore(
+        open_redis(url, TIMEOUT_S, ca), namespace, settings.prefix_ttl, settings.lease_ttl
+    )
 
 
 def _decision_ids(source: str) -> Callable[[], str]:

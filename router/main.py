@@ -27,6 +27,7 @@ from common.process.debug import dumps_on_signal
 from common.process.garbage import collect_rarely
 from common.process.loop_turns import LoopTurns
 from common.process.metrics import new_registry
+from common.process.redis_client import open_redis
 from common.process.supervised import Supervisor
 from common.rpc.roles import Role
 from common.rpc.server import RpcServer, dialer
@@ -74,7 +75,7 @@ from router.ports import ModelCard, PrefixIndex
 from router.requests.dispatcher import Dispatcher
 from router.requests.explainer import Explainer
 from router.requests.frontend import RouterFrontend
-from router.requests.redis_prefix_index import NoPrefixIndex, RedisPrefixIndex, connect
+from router.requests.redis_prefix_index import NoPrefixIndex, RedisPrefixIndex
 from router.requests.resumer import RequestResumer
 from router.requests.validate import Validator, random_seed
 from router.serving.call_context import Calls
@@ -165,7 +166,9 @@ class RouterProcess:
     def _redis_clients(self) -> tuple[Redis, Redis] | None:
         """Return one client for lookups, with a short timeout, and one for discovery."""
         url, ca = self.settings.redis_url, self.settings.redis_ca
-        return (connect(url, self.settings.index_timeout, ca), connect(url, _DISCOVERY_TIMEOUT_S, ca)) if url else None
+        if not url:
+            return None
+        return open_redis(url, self.settings.index_timeout, ca), open_redis(url, _DISCOVERY_TIMEOUT_S, ca)
 
     def _new_discovery(self) -> Discovery | None:
         if self._clients is None:

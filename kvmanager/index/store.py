@@ -5,18 +5,14 @@ from __future__ import annotations
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Final, cast
 
 from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.commands.core import AsyncScript
 from redis.exceptions import RedisError
 
 from common import index_format
 from common.errors import StaleEpoch
-from common.process.redis_tls import redis_tls
 from kvmanager.index import scripts as index_scripts
 from kvmanager.ports import FenceLost, IndexCall, IndexUnavailable, WorkerEntry
 
@@ -26,16 +22,6 @@ TIMEOUT_S: Final = 2.0
 _EPOCH_JUMP: Final = 1 << 16
 # Members of the set of workers that a renewal looks at; the set is clean after some renewals.
 _DRAWN: Final = 512
-
-
-def open_redis(url: str, ca: Path | None = None) -> Redis:
-    """Return a client with short timeouts and no retries: the publisher retries, with its changes of that moment.
-
-    `ca` is for rediss://.
-    """
-    return Redis.from_url(
-        url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S, retry=Retry(NoBackoff(), 0), **redis_tls(ca)
-    )
 
 
 class RedisIndexStore:

@@ -11,19 +11,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final, cast
 
 from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from common.backoff import Backoff
 from common.clock import Clock
 from common.index_format import OWNER_FIELDS, SlotOwner, owner_from_values, prefix_key_root, slot_key, unpack_entries
 from common.limits import MAX_INDEX_OWNER_BYTES, MAX_INDEX_VALUE_BYTES
-from common.process.redis_tls import redis_tls
 from common.types import BlockHash, PoolIdentity
 from router.core.breaker import CircuitBreaker
 from router.core.prefix_match import PrefixMatch, windows
@@ -59,18 +55,6 @@ local found = {{}}
 for place, key in ipairs(KEYS) do found[place] = fields(key) end
 return found
 """
-
-
-def connect(url: str, timeout: float, ca: Path | None = None) -> Redis:
-    """Return a client without retries; it connects on first use. `ca` is for rediss://."""
-    return Redis.from_url(
-        url,
-        socket_timeout=timeout,
-        socket_connect_timeout=timeout,
-        retry=Retry(NoBackoff(), 0),
-        decode_responses=False,
-        **redis_tls(ca),
-    )
 
 
 class RedisPrefixIndex:

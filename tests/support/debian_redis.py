@@ -10,7 +10,7 @@ import redis
 from cli.certificates.authority import make, wanted
 from cli.certificates.folder import CertificateFolder, Leaf
 from common.process.local_redis import LocalRedis
-from common.process.redis_tls import redis_tls
+from common.process.redis_client import redis_tls
 from common.process.redis_users import MANAGER, OPERATOR, ROUTER, RedisUrls, RedisUsers
 
 INSTALLED = shutil.which("redis-server") or shutil.which("redis-check-rdb")

@@ -7,27 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
-from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from cli.certificates.folder import Leaf
 from common.process.local_redis import LocalRedis
-from kvmanager.index.store import open_redis
-from router.requests.redis_prefix_index import connect
+from common.process.redis_client import open_redis
 from tests.support.certificates import new_folder
 from tests.support.debian_redis import redis_leaf
 
 PATIENCE = 60.0
-Open = Callable[[str, Path], Redis]
-
-each_service = pytest.mark.parametrize(
-    "opened", [lambda url, ca: connect(url, PATIENCE, ca), open_redis], ids=["router", "kvmanager"]
-)
 
 
 @pytest.fixture
@@ -58,17 +51,19 @@ async def behind_tls(port: int, leaf: Leaf) -> AsyncIterator[int]:
     server.close()
 
 
-@each_service
-async def test_a_redis_with_the_right_certificate_is_used(redis_server: LocalRedis, leaf: Leaf, opened: Open) -> None:
-    async with behind_tls(redis_server.port, leaf) as port, opened(f"rediss://127.0.0.1:{port}/0", leaf.ca) as client:
+async def test_a_redis_with_the_right_certificate_is_used(redis_server: LocalRedis, leaf: Leaf) -> None:
+    async with (
+        behind_tls(redis_server.port, leaf) as port,
+        open_redis(f"rediss://127.0.0.1:{port}/0", PATIENCE, leaf.ca) as client,
+    ):
         assert await client.ping()
 
 
-@each_service
-async def test_a_redis_of_another_ca_gets_no_word(
-    redis_server: LocalRedis, leaf: Leaf, tmp_path: Path, opened: Open
-) -> None:
+async def test_a_redis_of_another_ca_gets_no_word(redis_server: LocalRedis, leaf: Leaf, tmp_path: Path) -> None:
     other = new_folder(tmp_path / "other").ca_cert
-    async with behind_tls(redis_server.port, leaf) as port, opened(f"rediss://127.0.0.1:{port}/0", other) as client:
+    async with (
+        behind_tls(redis_server.port, leaf) as port,
+        open_redis(f"rediss://127.0.0.1:{port}/0", PATIENCE, other) as client,
+    ):
         with pytest.raises(RedisConnectionError, match="CERTIFICATE_VERIFY_FAILED"):
             await client.ping()

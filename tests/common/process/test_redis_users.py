@@ -18,13 +18,13 @@ from redis.exceptions import NoPermissionError
 from common.clock import SystemClock
 from common.index_format import pack_entry, prefix_key_root
 from common.process.local_redis import LocalRedis
-from common.process.redis_tls import redis_tls
+from common.process.redis_client import open_redis, redis_tls
 from common.process.redis_users import RedisUrls, RedisUsers, write_secrets
 from common.types import BlockHash, KvGeometry, PoolIdentity
-from kvmanager.index.store import RedisIndexStore, open_redis
+from kvmanager.index.store import TIMEOUT_S, RedisIndexStore
 from kvmanager.ports import IndexCall, IndexUnavailable, WorkerEntry
 from router.openai.responses.store import RedisStore, StoreLimits
-from router.requests.redis_prefix_index import RedisPrefixIndex, connect
+from router.requests.redis_prefix_index import RedisPrefixIndex
 from tests.support.debian_redis import INSTALLED, NOT_INSTALLED, DebianRedis, redis_leaf
 
 IDENTITY = PoolIdentity("m" * 32, "t" * 32, 16, KvGeometry(2, 1, 8, 8, "float32"))
@@ -54,8 +54,8 @@ def ca_of(server: LocalRedis) -> Path | None:
 
 
 async def test_each_service_can_do_its_work(server: LocalRedis) -> None:
-    store = RedisIndexStore(open_redis(server.urls.manager, ca_of(server)), IDENTITY.namespace, 60.0, 5.0)
-    client = connect(server.urls.router, PATIENCE_S, ca_of(server))
+    store = RedisIndexStore(open_redis(server.urls.manager, TIMEOUT_S, ca_of(server)), IDENTITY.namespace, 60.0, 5.0)
+    client = open_redis(server.urls.router, PATIENCE_S, ca_of(server))
     index = RedisPrefixIndex(client, lambda: IDENTITY, SystemClock(), PATIENCE_S)
     try:
         epoch = await store.acquire(1, 0)
@@ -72,7 +72,7 @@ async def test_each_service_can_do_its_work(server: LocalRedis) -> None:
 
 
 async def test_the_router_keeps_responses(server: LocalRedis) -> None:
-    client = connect(server.urls.router, PATIENCE_S, ca_of(server))
+    client = open_redis(server.urls.router, PATIENCE_S, ca_of(server))
     try:
         store = RedisStore(client, StoreLimits(entries=2, entries_of_tenant=1), SystemClock())
         for tenant in ("a", "b", "c"):
@@ -97,7 +97,7 @@ async def test_no_service_can_write_for_another(server: LocalRedis) -> None:
                 await router.eval_ro(script, 0)
             with pytest.raises(redis.ResponseError, match=REFUSED):
                 await router.eval(script, 0)
-    stranger = RedisIndexStore(open_redis(server.urls.router, ca_of(server)), IDENTITY.namespace, 60.0, 5.0)
+    stranger = RedisIndexStore(open_redis(server.urls.router, TIMEOUT_S, ca_of(server)), IDENTITY.namespace, 60.0, 5.0)
     try:
         with pytest.raises(IndexUnavailable):
             await stranger.acquire(1, 0)

@@ -16,10 +16,11 @@ from common.errors import InvalidConfig, ProtocolViolation, StaleEpoch
 from common.lease import highest_plausible_epoch
 from common.limits import MAX_STORED_EPOCH
 from common.process.local_redis import LocalRedis
+from common.process.redis_client import open_redis
 from kvmanager.core import epochs
 from kvmanager.index.epoch import EpochKeeper
 from kvmanager.index.state_file import EpochFile
-from kvmanager.index.store import RedisIndexStore, open_redis
+from kvmanager.index.store import TIMEOUT_S, RedisIndexStore
 from kvmanager.ports import IndexUnavailable
 
 NAMESPACE = "{quire:m:t:16}"
@@ -36,7 +37,7 @@ async def keeper() -> AsyncIterator[Keeper]:
     async with AsyncExitStack() as stack:
 
         def make(directory: Path, url: str | None = None) -> EpochKeeper:
-            store = RedisIndexStore(open_redis(url), NAMESPACE, 60.0, 5.0, lambda: 0) if url else None
+            store = RedisIndexStore(open_redis(url, TIMEOUT_S), NAMESPACE, 60.0, 5.0, lambda: 0) if url else None
             if store is not None:
                 stack.push_async_callback(store.close)
             return EpochKeeper(EpochFile(directory), store)
@@ -140,7 +141,7 @@ async def test_epoch_jumps_where_redis_counts_none_so_that_two_managers_never_ho
 ) -> None:
     """Both hold one when Redis is wiped; the older comes back first and must not take the other's."""
     jumps = iter((0, 0, 500, 0))
-    store = RedisIndexStore(open_redis(redis_url), NAMESPACE, 60.0, 5.0, lambda: next(jumps))
+    store = RedisIndexStore(open_redis(redis_url, TIMEOUT_S), NAMESPACE, 60.0, 5.0, lambda: next(jumps))
     try:
         old, new = EpochKeeper(EpochFile(tmp_path / "a"), store), EpochKeeper(EpochFile(tmp_path / "b"), store)
         assert [await old.for_attach(0), await new.for_attach(0)] == [1, 2]
@@ -225,7 +226,7 @@ async def test_redis_takes_epochs_by_the_rules_of_the_core(
     counter: int | None, fence: int | None, redis_url: str, redis_client: Redis
 ) -> None:
     """The executable model of the protocol runs on these rules; the manager has Redis follow them, in Lua."""
-    store = RedisIndexStore(open_redis(redis_url), NAMESPACE, 60.0, 5.0, lambda: 500)
+    store = RedisIndexStore(open_redis(redis_url, TIMEOUT_S), NAMESPACE, 60.0, 5.0, lambda: 500)
     try:
         for held, least in itertools.product((0, 3, 5), (1, 4, 12)):
             await redis_client.flushall()

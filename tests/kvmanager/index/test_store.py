@@ -13,9 +13,10 @@ from redis.asyncio import Redis
 
 from common import index_format
 from common.errors import StaleEpoch
+from common.process.redis_client import open_redis
 from common.types import BlockHash
 from kvmanager.index import scripts
-from kvmanager.index.store import RedisIndexStore, open_redis
+from kvmanager.index.store import TIMEOUT_S, RedisIndexStore
 from kvmanager.ports import FenceLost, IndexCall, IndexUnavailable, WorkerEntry
 from tests.support.kvmanager.index_reader import index_members
 
@@ -29,7 +30,7 @@ def worker(name: str, generation: int = 1) -> WorkerEntry:
 
 @pytest.fixture
 async def store(redis_url: str) -> AsyncIterator[RedisIndexStore]:
-    store = RedisIndexStore(open_redis(redis_url), NAMESPACE, 60.0, 5.0, lambda: 0)
+    store = RedisIndexStore(open_redis(redis_url, TIMEOUT_S), NAMESPACE, 60.0, 5.0, lambda: 0)
     assert await store.acquire(0, 0) == 1
     yield store
     await store.close()
@@ -205,7 +206,7 @@ async def test_worker_that_came_back_is_not_retired(store: RedisIndexStore, redi
 
 
 async def test_redis_that_is_not_there_is_named_unavailable() -> None:
-    store = RedisIndexStore(open_redis("redis://127.0.0.1:1/0"), NAMESPACE, 60.0, 5.0, lambda: 0)
+    store = RedisIndexStore(open_redis("redis://127.0.0.1:1/0", TIMEOUT_S), NAMESPACE, 60.0, 5.0, lambda: 0)
     with pytest.raises(IndexUnavailable):
         await store.acquire(0, 0)
 
@@ -215,7 +216,7 @@ async def test_every_script_loads_in_redis_and_is_part_of_the_package(redis_url:
     names = sorted(each.name for each in files("kvmanager.index").iterdir() if each.name.endswith(".lua"))
     scripts_in_use = ["acquire", "epoch_in", "fenced", "register", "renew", "retire", "update"]
     assert names == [f"{name}.lua" for name in scripts_in_use]
-    async with open_redis(redis_url) as redis:
+    async with open_redis(redis_url, TIMEOUT_S) as redis:
         for source in (scripts.ACQUIRE, scripts.REGISTER, scripts.UPDATE, scripts.RENEW, scripts.RETIRE):
             digest = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
             assert await redis.script_load(source) == digest

@@ -14,9 +14,10 @@ from common.clock import ManualClock
 from common.index_format import SlotOwner, pack_entry, prefix_key_root, slot_key
 from common.limits import MAX_INDEX_VALUE_BYTES
 from common.process.local_redis import LocalRedis
+from common.process.redis_client import open_redis
 from common.types import BlockHash, KvGeometry, PoolIdentity
 from router.core.breaker import CircuitBreaker
-from router.requests.redis_prefix_index import OWNER_SECONDS, PAUSES, NoPrefixIndex, RedisPrefixIndex, connect
+from router.requests.redis_prefix_index import OWNER_SECONDS, PAUSES, NoPrefixIndex, RedisPrefixIndex
 
 IDENTITY = PoolIdentity("m" * 32, "t" * 32, 16, KvGeometry(2, 1, 8, 8, "float32"))
 NAMESPACE = IDENTITY.namespace
@@ -32,7 +33,7 @@ def clock() -> ManualClock:
 
 @pytest.fixture
 async def index(redis_url: str, clock: ManualClock) -> AsyncIterator[RedisPrefixIndex]:
-    client = connect(redis_url, PATIENT_S)
+    client = open_redis(redis_url, PATIENT_S)
     yield RedisPrefixIndex(client, lambda: IDENTITY, clock, PATIENT_S)
     await client.aclose()
 
@@ -127,14 +128,14 @@ async def test_a_wiped_index_stops_being_an_answer(
 async def test_without_a_model_nothing_is_asked(redis_url: str, clock: ManualClock, redis_client: Redis) -> None:
     await redis_client.config_resetstat()
     unknown = PoolIdentity("", "t" * 32, 16, IDENTITY.kv_geometry)
-    async with connect(redis_url, PATIENT_S) as client:
+    async with open_redis(redis_url, PATIENT_S) as client:
         assert await RedisPrefixIndex(client, lambda: unknown, clock, PATIENT_S).lookup(CHAIN[:1]) is None
     assert (await redis_client.info("commandstats")).get("cmdstat_eval_ro") is None
 
 
 async def test_a_redis_that_is_down_is_left_alone_and_used_again_when_it_is_back(clock: ManualClock) -> None:
     server = await asyncio.to_thread(_started)
-    client = connect(server.url, PATIENT_S)
+    client = open_redis(server.url, PATIENT_S)
     breaker, came = CircuitBreaker(PAUSES.pause, threshold=2), list[str]()
     index = RedisPrefixIndex(client, lambda: IDENTITY, clock, PATIENT_S, breaker, came.append)
     try:
@@ -164,7 +165,7 @@ async def test_a_redis_that_does_not_answer_costs_its_timeout_and_no_more(clock:
         writer.close()
 
     listener = await asyncio.start_server(never_answer, "127.0.0.1", 0)
-    client = connect(f"redis://127.0.0.1:{listener.sockets[0].getsockname()[1]}", 0.02)
+    client = open_redis(f"redis://127.0.0.1:{listener.sockets[0].getsockname()[1]}", 0.02)
     index = RedisPrefixIndex(client, lambda: IDENTITY, clock, 0.02, CircuitBreaker(PAUSES.pause, threshold=1))
     async with listener:
         began = asyncio.get_running_loop().time()

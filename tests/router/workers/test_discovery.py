@@ -11,9 +11,9 @@ from redis.asyncio import Redis
 from common.clock import ManualClock
 from common.index_format import DISCOVERY_WORKERS_KEY, DiscoveredWorker, discovered_to_value, discovery_key
 from common.process.local_redis import LocalRedis
+from common.process.redis_client import open_redis
 from common.types import KvGeometry, PoolIdentity
 from router.core.identity import UNKNOWN_GEOMETRY
-from router.requests.redis_prefix_index import connect
 from router.workers.discovery import Discovery
 
 FULL = PoolIdentity("m" * 32, "t" * 32, 16, KvGeometry(2, 1, 8, 8, "float32"))
@@ -133,7 +133,7 @@ async def test_a_key_that_nobody_understands_is_passed_over(
 async def test_time_without_redis_does_not_count_against_a_lease(pool: Pool, clock: ManualClock) -> None:
     server = LocalRedis()
     await asyncio.to_thread(server.start)
-    client = connect(server.url, 5.0)
+    client = open_redis(server.url, 5.0)
     discovery = Discovery(client, pool, clock, LEASE_S)
     try:
         await announce(client, "w0")

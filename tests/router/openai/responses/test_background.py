@@ -13,11 +13,11 @@ from common.clock import ManualClock
 from common.errors import InvalidRequest, Overloaded, QuotaViolation
 from common.limits import BACKGROUND_SECONDS, MAX_BACKGROUND_A_TENANT
 from common.process.local_redis import LocalRedis
+from common.process.redis_client import open_redis
 from router.openai.responses import routes
 from router.openai.responses.background import BackgroundResponses, EventLog, Job
 from router.openai.responses.records import Record
 from router.openai.responses.store import RedisStore, StoreLimits
-from router.requests.redis_prefix_index import connect
 from tests.support.router.fake_frontend import admitted, finished, tokens
 from tests.support.router.http_harness import DEADLINE_S, Api, served_api
 from tests.support.router.responses import events_of
@@ -213,7 +213,7 @@ async def test_a_response_is_read_and_cancelled_at_another_router(
     redis_server: LocalRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(routes, "LOOK_S", 0.01)
-    redis = connect(redis_server.url, DEADLINE_S)
+    redis = open_redis(redis_server.url, DEADLINE_S)
     store = RedisStore(redis, StoreLimits(), ManualClock(1.0))
     async with served_api(store=store) as one, served_api(store=store) as other:
         one.frontend.script = lambda request: [admitted(request), tokens("Hel"), asyncio.Event()]

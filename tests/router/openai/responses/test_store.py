@@ -12,8 +12,8 @@ from common.clock import ManualClock
 from common.errors import Unavailable
 from common.limits import MAX_RESPONSE_BYTES
 from common.process.local_redis import LocalRedis
+from common.process.redis_client import open_redis
 from router.openai.responses.store import MemoryStore, RedisStore, ResponseStore, StoreLimits
-from router.requests.redis_prefix_index import connect
 
 PATIENT_S = 60.0
 NewStore = Callable[[StoreLimits], ResponseStore]
@@ -25,7 +25,7 @@ async def new_store(request: pytest.FixtureRequest) -> AsyncIterator[NewStore]:
     if request.param == "memory":
         yield lambda bounds: MemoryStore(bounds, clock)
         return
-    client = connect(request.getfixturevalue("redis_url"), PATIENT_S)
+    client = open_redis(request.getfixturevalue("redis_url"), PATIENT_S)
     yield lambda bounds: RedisStore(client, bounds, clock)
     await client.aclose()
 
@@ -126,7 +126,7 @@ async def test_whatever_is_written_into_redis_is_not_read_beyond_the_bound(redis
 
 async def test_a_redis_that_is_away_loses_entries_and_says_so_to_readers() -> None:
     server = LocalRedis()
-    client = connect(server.url, PATIENT_S)
+    client = open_redis(server.url, PATIENT_S)
     clock = ManualClock(1.0)
     store = RedisStore(client, StoreLimits(), clock)
     await store.put("acme", "a", b"1")
