@@ -19,6 +19,7 @@ from common.settings.options import (
     Count,
     CpuLevel,
     Cpus,
+    DrainMode,
     DType,
     KvCacheDType,
     LoadFormat,
@@ -137,6 +138,12 @@ class EngineSettings(Settings):
         ge=0.0,
         description="seconds that the sequences of a router that died run on, for clients that resume at another one; "
         "0: they end with their router",
+    )
+    drain: DrainMode = Field(
+        "finish",
+        description="what a worker that stops (SIGTERM) does with its sequences: finish: they run to their ends; "
+        "migrate: routers move them at once to workers that have room, and the others run on here. Both end with "
+        "--drain-timeout",
     )
     prefix_caching: bool = Field(True, description="keep blocks of finished requests, and share them")
 

@@ -190,9 +190,9 @@ class Worker:
         return self._servicer.live_sequences > 0 and self._engine is not None and not self._engine.ended.done()
 
     async def _drain(self) -> None:
-        """Refuse new sequences, finish the running ones, then return."""
+        """Refuse new sequences, finish the running ones or let routers move them, then return."""
         assert self._engine is not None
-        self._servicer.drain()
+        self._servicer.drain(migrate=self.settings.drain == "migrate")
         await self._server.health.drain()
         deadline = time.monotonic() + self.settings.drain_timeout
         while self._running() and time.monotonic() < deadline:  # noqa: ASYNC110 - it has a deadline

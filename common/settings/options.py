@@ -165,6 +165,7 @@ CpuLevel = Annotated[str, AfterValidator(one_of("auto", "scalar", "avx2", "avx51
 Speculative = Annotated[str, AfterValidator(one_of("none", "ngram", "draft"))]
 LogFormat = Literal["json", "text", "bare"]
 LoadFormat = Literal["auto", "dummy"]
+DrainMode = Literal["finish", "migrate"]
 ModelImpl = Literal["auto", "native", "transformers"]
 Choice = one_of
 

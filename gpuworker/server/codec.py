@@ -104,7 +104,7 @@ def _within(sampling: SamplingParams, max_model_len: int) -> SamplingParams:
     return replace(sampling, max_tokens=most, min_tokens=least)
 
 
-def load_message(load: EngineLoad, draining: bool) -> pb.Load:
+def load_message(load: EngineLoad, draining: bool, migrating: bool = False) -> pb.Load:
     return pb.Load(
         running=load.running,
         waiting=load.waiting,
@@ -120,6 +120,7 @@ def load_message(load: EngineLoad, draining: bool) -> pb.Load:
         computed_tokens=load.tokens_scheduled,
         manager_attached=load.manager_attached,
         draining=draining,
+        migrating=migrating,
         drafted_tokens=load.drafted_tokens,
         accepted_draft_tokens=load.accepted_tokens,
     )

@@ -74,14 +74,17 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
         # None: it is an orphan.
         self._owner: dict[SequenceId, RouterStream | None] = {}
         self._ids = itertools.count(1)
-        self.draining = False
+        self.draining = self._migrating = False
 
     def serve(self, serving: Serving) -> None:
         self._serving = serving
 
-    def drain(self) -> None:
-        """Accept no new streams; ask the routers of open streams at once to send nothing more."""
-        self.draining = True
+    def drain(self, migrate: bool = False) -> None:
+        """Accept no new streams; ask the routers of open streams at once to send nothing more.
+
+        With `migrate` they also move the sequences that they have here to other workers.
+        """
+        self.draining, self._migrating = True, migrate
         self.beat()
 
     def beat(self) -> None:
@@ -278,7 +281,7 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
         stream.beat(self._load(self._loaded()))
 
     def _load(self, serving: Serving) -> pb.Load:
-        return load_message(serving.engine.load(), self.draining)
+        return load_message(serving.engine.load(), self.draining, self._migrating)
 
     def _next_sequence(self) -> SequenceId:
         return SequenceId(next(self._ids))

@@ -58,6 +58,8 @@ class Load:
     steps: int = 0
     manager_attached: bool = True
     draining: bool = False
+    # It drains, and its sequences are to go on at other workers.
+    migrating: bool = False
     # Rising counts.
     sampled_tokens: int = 0
     computed_tokens: int = 0
@@ -182,7 +184,8 @@ class WorkerModel:
         if self.silent(now):
             return WorkerState.HUNG, f"no heartbeat for {now - self.heartbeat_at:.1f} s"
         if self.draining or load.draining:
-            return WorkerState.DRAINING, "it finishes what it has and takes nothing new"
+            does = "hands over" if load.migrating else "finishes"
+            return WorkerState.DRAINING, f"it {does} what it has and takes nothing new"
         if self.detached(now):
             return WorkerState.DETACHED, self.detached_words
         return None

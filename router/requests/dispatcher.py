@@ -109,7 +109,8 @@ class Dispatcher:
         clock: Clock,
         patience: float = PATIENCE_SECONDS,
     ) -> None:
-        self._pool, self._router, self._index, self._decisions = pool, router, index, decisions
+        self.pool = self._pool = pool
+        self._router, self._index, self._decisions = router, index, decisions
         self._clock, self._patience = clock, patience
         self._memory = OptimisticIndex()
         self._queue: FairQueue[_Waiting] = FairQueue()
@@ -285,17 +286,52 @@ class Dispatcher:
         try:
             if choice.worker is None:
                 raise _too_large(decision)
-            now = self._clock.monotonic()
-            check_deadline(now, job.deadline, choice.first_token_s)
+            check_deadline(self._clock.monotonic(), job.deadline, choice.first_token_s)
             client = self._pool.client(choice.worker)
         except QuireError as refused:
             waiting.fail(refused)
             return
-        worker_id = choice.worker.worker_id
-        self._memory.remember(worker_id, job.block_hashes, now)
-        reservations = self._reserve(choice.worker, job.request, choice.hit_blocks, flow)
         answered = waiting.hits is not None or not job.block_hashes
-        waiting.placed.set_result(Placement(worker_id, client, reservations, decision, waiting.looked_up_ns, answered))
+        placement = self._placement(job, choice.worker, client, choice, flow)
+        waiting.placed.set_result(
+            replace(placement, decision=decision, looked_up_ns=waiting.looked_up_ns, index_answered=answered)
+        )
+
+    def _placement(self, job: Job, worker: WorkerModel, client: WorkerClient, choice: Choice, flow: Flow) -> Placement:
+        self._memory.remember(worker.worker_id, job.block_hashes, self._clock.monotonic())
+        reservations = self._reserve(worker, job.request, choice.hit_blocks, flow)
+        return Placement(worker.worker_id, client, reservations, choice.decision, self._clock.time_ns())
+
+    # ------------------------------------------------------------ sequences of draining workers
+
+    def book(self, job: Job, flow: Flow) -> Placement | None:
+        """Reserve a place for sequences that run elsewhere; None where they would have to wait for it.
+
+        Nothing is looked up or recorded: `take_up` does that, because the sequences may end before they move.
+        """
+        choice = self._choose(job, None, entitled=False)
+        worker = choice.worker
+        if worker is None or worker.sequences + job.request.sequences > worker.capacity.max_num_seqs:
+            return None
+        return self._placement(job, worker, self._pool.client(worker), choice, flow)
+
+    def take_up(self, placement: Placement, job: Job) -> Placement | None:
+        """Record the move to a booked place; None, with the place released, where its worker has gone."""
+        if not placement.client.ready:
+            for reservation in placement.reservations:
+                reservation.release()
+            return None
+        decision = replace(
+            placement.decision,
+            kind=DecisionKind.MIGRATION,
+            time_ns=self._clock.time_ns(),
+            reasons=(job.moved_because,),
+            tenant=job.owner,
+        )
+        self._decisions.record(decision)
+        return replace(placement, decision=decision, looked_up_ns=decision.time_ns)
+
+    # ------------------------------------------------------------ reservations
 
     def _reserve(
         self, worker: WorkerModel, request: PlacementRequest, hit_blocks: int, flow: Flow

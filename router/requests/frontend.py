@@ -39,12 +39,13 @@ from router.observe.request_trace import RequestTrace
 from router.ports import TextAssemblers
 from router.requests.adopting import Adopter
 from router.requests.dispatcher import Dispatcher
+from router.requests.drain_mover import DrainMover
 from router.requests.inbox import Aborted, Arrival, Expired, Interruption, Revoked, Stopped, Turns, work_of
 from router.requests.output_stream import EXPIRED, STOPPED, OutputStream, StopTokens
 from router.requests.placing import Placer
 from router.requests.request_ids import automatic_id
 from router.requests.resumption import Resumable
-from router.requests.run import RequestRun, Running
+from router.requests.run import DRAINED, RequestRun, Running
 from router.requests.run_log import DEADLINE_WORDS, GONE_WORDS
 
 # The failure in the spans of a request that did not end by itself.
@@ -71,6 +72,7 @@ class RouterFrontend:
         self._turns, self._placer = Turns(), Placer(dispatcher, admission, recorder, eos_token_ids)
         self._adopter = Adopter(dispatcher, admission, recorder)
         self._runs: set[RequestRun] = set()
+        dispatcher.pool.listen(DrainMover(dispatcher.pool, self._placer, self._runs))
         self.draining = False
         self._idle = asyncio.Event()
         recorder.metrics.watch(lambda: admission.running, lambda: admission.queued)
@@ -344,7 +346,7 @@ class RouterFrontend:
         self, run: RequestRun, running: Running, ended: SequenceFinished, now: float
     ) -> Iterator[GenerateEvent]:
         if ended.reason is FinishReason.CANCELLED:  # the worker shuts down
-            running.lose(ended.message or f"the worker ended it: {ended.reason.value}")
+            running.lose((DRAINED if running.booked else ended.message) or f"the worker ended it: {ended.reason.value}")
             return
         rest = running.output.rest()
         if rest is not None:

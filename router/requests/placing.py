@@ -47,7 +47,7 @@ class Placer:
         shared = prefix.block_hashes if request.takes_hits else ()
         job = Job(wanted, shared, request.priority, request.deadline, moved_because, owner)
         run.log.sent(self._domains, prefix.cache_domain, identity.block_size)
-        placement = await self._dispatcher.place(job, run.ticket)
+        placement = self._take_up(sequences, job) or await self._dispatcher.place(job, run.ticket)
         while run.waits and not await self._may_be_tried(run, placement):
             placement = await self._dispatcher.place(job, run.ticket)
         run.identity = identity
@@ -57,6 +57,23 @@ class Placer:
         self._recorder.metrics.routing.observe(self._clock.monotonic() - began)
         run.trace.placed(placement.decision, began_ns, placement.looked_up_ns)
         run.decision_id = placement.decision.decision_id
+
+    def _take_up(self, sequences: Sequence[Running], job: Job) -> Placement | None:
+        """Return the place that was booked for a sequence which leaves a draining worker, if it is still there."""
+        booked, sequences[0].booked = sequences[0].booked, None
+        if booked is None:
+            return None
+        sequences[0].drained += 1
+        return self._dispatcher.take_up(booked, job)
+
+    def book(self, run: RequestRun, running: Running) -> Placement | None:
+        """Reserve a place for a sequence that runs; None without room, and while the pool is unknown."""
+        if run.identity is None:
+            return None
+        request, prefix = run.request, Prefix.of(run.request, run.identity, running.output.tokens)
+        hashes = prefix.block_hashes if request.takes_hits else ()
+        job = Job(placement_request_of(run, prefix, 1), hashes, request.priority, request.deadline)
+        return self._dispatcher.book(job, request.flow)
 
     async def _may_be_tried(self, run: RequestRun, placement: Placement) -> bool:
         """Let a suspect wait; return False when its worker went meanwhile, and its place with it."""
@@ -99,8 +116,9 @@ class Placer:
             if run.suspicion.guilty:
                 what = f"{run.suspicion.breaks} workers broke with this request, which got no further each time"
                 raise EngineFailure(f"{what}; it is not tried again; the last one: {reason}")
-            if running.attempt > MAX_MOVES:
-                raise EngineFailure(f"the request lost {running.attempt} workers; the last one: {reason}")
+            losses = running.attempt - running.drained
+            if losses > MAX_MOVES:
+                raise EngineFailure(f"the request lost {losses} workers; the last one: {reason}")
             self._admission.requeue(run.request_id, run.request.tenant)
             self._recorder.metrics.migrations.inc()
             run.trace.lost()

@@ -27,6 +27,7 @@ from router.core.worker_events import (
 )
 from router.observe.request_tap import EndedSequence
 from router.observe.request_trace import RequestTrace
+from router.requests.dispatcher import Placement
 from router.requests.inbox import Aborted, Expired, Inbox, Revoked, Stopped, Turns
 from router.requests.output_stream import OutputStream
 from router.requests.probation import Turn
@@ -35,6 +36,8 @@ from router.requests.run_log import RunLog
 from router.workers.client import Sink, WorkerClient
 from router.workers.codec import Submission
 
+# Why a sequence moves from a worker that is well.
+DRAINED = "drain: its worker hands its sequences over"
 # Events after which a sequence keeps its place at the worker.
 _GOES_ON = (SequenceAdmitted, SequenceStarted, PromptScored, TokensSampled, Preempted)
 
@@ -51,6 +54,9 @@ class Running:
     done: bool = False
     # Why the last run ended early, until the next one begins.
     lost: str = ""
+    # The place at which it goes on when its draining worker has ended it, and how often it went to one.
+    booked: Placement | None = None
+    drained: int = 0
     # Output tokens that the client had when the request was resumed here.
     received: int = 0
     _last: tuple[WorkerClient, int] | None = None
@@ -70,14 +76,29 @@ class Running:
         """Give up the place at the worker; with a reason, cancel the sequence there."""
         client, reservation = self.client, self.reservation
         self.client, self.reservation = None, None
-        if client is not None and reason is not None:
-            client.cancel(self.handle, reason)
+        if reason is not None:
+            if client is not None:
+                client.cancel(self.handle, reason)
+            self._unbook()
         if reservation is not None:
             reservation.release()
 
+    def _unbook(self) -> None:
+        if self.booked is not None:
+            for each in self.booked.reservations:
+                each.release()
+            self.booked = None
+
     def lose(self, reason: str) -> None:
+        """Give up the place after the worker ended the sequence; one that was booked is kept."""
         self.leave(None)
         self.lost = reason
+
+    def move_to(self, booked: Placement) -> None:
+        """Let the worker end the sequence, to go on at another place."""
+        assert self.client is not None
+        self.booked = booked
+        self.client.take_back(self.handle, DRAINED)
 
 
 class RequestRun:

@@ -211,6 +211,16 @@ class WorkerClient:
             self._confirm(handle, Unavailable("the sequence was cancelled before the worker gave it"))
             self._tell_to_cancel(handle, reason)
 
+    def take_back(self, handle: int, reason: str) -> None:
+        """Cancel a sequence that is to go on elsewhere; its sink gets all that it put out, then its end. Idempotent.
+
+        A sequence that was not sent yet is Lost with the reason.
+        """
+        if handle in self._in_flight and self._outbox is not None:
+            cancel = pb.Cancel(handle=handle, reason=finish_to_proto(FinishReason.CANCELLED))
+            if not self._outbox.cancel(pb.StreamRequest(cancel=cancel)):
+                self._give(handle, self._in_flight.pop(handle), Lost(reason))
+
     def _tell_to_cancel(self, handle: int, reason: FinishReason) -> None:
         assert self._outbox is not None
         cancel = pb.Cancel(handle=handle, reason=finish_to_proto(reason))

@@ -157,6 +157,7 @@ def load_from_proto(load: pb.Load) -> Load:
         computed_tokens=load.computed_tokens,
         manager_attached=load.manager_attached,
         draining=load.draining,
+        migrating=load.draining and load.migrating,
     )
 
 

@@ -178,6 +178,11 @@ class WorkerPool:
         member = self._members.get(client.address)
         return member.model if member is not None and member.client is client else None
 
+    def migrating(self) -> list[WorkerClient]:
+        """Return the connections of workers whose sequences are to go on elsewhere."""
+        members = self._members.values()
+        return [each.client for each in members if each.model is not None and each.model.load.migrating]
+
     def members(self) -> Collection[Member]:
         return self._members.values()
 

@@ -33,6 +33,9 @@ class Outcome:
     text: str = ""
     finished: pb.Finished | None = None
     prompt_logprobs: list[types.TokenLogprobs] = field(default_factory=list)
+    # By the number of the sequence in its request; `tokens` has those of all as they came.
+    sequences: dict[int, list[int]] = field(default_factory=dict)
+    logprobs: list[types.TokenLogprobs] = field(default_factory=list)
 
 
 async def stream(
@@ -53,6 +56,8 @@ async def stream(
                 outcome.admitted = event.admitted
             case "tokens":
                 outcome.tokens.extend(event.tokens.token_ids)
+                outcome.sequences.setdefault(event.tokens.index, []).extend(event.tokens.token_ids)
+                outcome.logprobs.extend(event.tokens.logprobs)
                 outcome.text += event.tokens.text
                 if first_token is not None:
                     first_token.set()

@@ -875,6 +875,7 @@ class Load(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     SAMPLED_TOKENS_FIELD_NUMBER: _builtins.int
     COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    MIGRATING_FIELD_NUMBER: _builtins.int
     DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     running: _builtins.int
@@ -896,6 +897,10 @@ class Load(_message.Message):
     sampled_tokens: _builtins.int
     """Rising counts of this life of the worker: tokens that were sampled, and positions that steps computed."""
     computed_tokens: _builtins.int
+    migrating: _builtins.bool
+    """With draining: the worker waits for no sequence to end. A router moves each one to another worker that has room: it
+    cancels the sequence here, reads what was sampled until then, and submits prompt and output there.
+    """
     drafted_tokens: _builtins.int
     """As above: guessed tokens that steps verified, and those that were right."""
     accepted_draft_tokens: _builtins.int
@@ -916,12 +921,13 @@ class Load(_message.Message):
         draining: _builtins.bool = ...,
         sampled_tokens: _builtins.int = ...,
         computed_tokens: _builtins.int = ...,
+        migrating: _builtins.bool = ...,
         drafted_tokens: _builtins.int = ...,
         accepted_draft_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "computed_tokens", b"computed_tokens", "decode_step_seconds", b"decode_step_seconds", "drafted_tokens", b"drafted_tokens", "draining", b"draining", "manager_attached", b"manager_attached", "num_blocks", b"num_blocks", "pending_prefill_tokens", b"pending_prefill_tokens", "prefill_seconds_per_token", b"prefill_seconds_per_token", "running", b"running", "sampled_tokens", b"sampled_tokens", "step_age_seconds", b"step_age_seconds", "step_predicted_seconds", b"step_predicted_seconds", "steps", b"steps", "unheld_blocks", b"unheld_blocks", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "computed_tokens", b"computed_tokens", "decode_step_seconds", b"decode_step_seconds", "drafted_tokens", b"drafted_tokens", "draining", b"draining", "manager_attached", b"manager_attached", "migrating", b"migrating", "num_blocks", b"num_blocks", "pending_prefill_tokens", b"pending_prefill_tokens", "prefill_seconds_per_token", b"prefill_seconds_per_token", "running", b"running", "sampled_tokens", b"sampled_tokens", "step_age_seconds", b"step_age_seconds", "step_predicted_seconds", b"step_predicted_seconds", "steps", b"steps", "unheld_blocks", b"unheld_blocks", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,200 @@
+"""Sequences of a worker that drains with `--drain migrate` go on at another one, or stay where there is no room."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.types import FinishReason
+from tests.support.router.fake_worker import FakeWorker, prompt_of
+from tests.support.router.frontend_harness import (
+    Harness,
+    ends_of,
+    frontend_over,
+    in_background,
+    nothing_left,
+    request,
+    text_of,
+    tokens_of,
+)
+
+
+async def _add(harness: Harness, worker: FakeWorker) -> None:
+    """Start a worker, and wait until the router uses it."""
+    connected = len(harness.pool.models())
+    await worker.start()
+    harness.pool.add(worker.address)
+    await harness.connected(connected + 1)
+
+
+async def test_what_the_draining_worker_sampled_until_its_end_is_kept_and_the_rest_comes_from_another() -> None:
+    draining, other = FakeWorker("w0"), FakeWorker("w1", automatic=True)
+    async with frontend_over(draining) as harness, in_background(harness, request(max_tokens=6)) as task:
+        await draining.until(lambda: bool(draining.submits))
+        draining.step({1: [100]}, admitted={1: 4})
+        await _add(harness, other)
+        draining.heartbeat(draining=True, migrating=True)
+        await draining.until(lambda: bool(draining.cancels))
+        # The steps that were in flight when the cancel came, then the end.
+        draining.step({1: [101]})
+        draining.step({1: [102]}, finished={1: FinishReason.CANCELLED})
+        events = await task
+        assert tokens_of(events) == [100, 101, 102, 103, 104, 105]
+        assert text_of(events) == "<100><101><102><103><104><105>."
+        (submit,) = other.submits
+        assert prompt_of(submit) == [*range(1, 11), 100, 101, 102]
+        assert (submit.output_tokens_before, submit.sampling.max_tokens) == (3, 6)
+        assert ends_of(events)[0].usage.recomputed_tokens == 13
+        (move,) = harness.decisions.find(kind="migration")
+        assert (move.chosen, [reason.partition(":")[0] for reason in move.reasons]) == ("w1", ["drain"])
+        assert len(draining.cancels) == 1
+        assert nothing_left(harness)
+        await other.kill()
+
+
+async def test_a_worker_that_finishes_keeps_its_sequences() -> None:
+    draining, other = FakeWorker("w0"), FakeWorker("w1", automatic=True)
+    async with frontend_over(draining) as harness, in_background(harness, request(max_tokens=2)) as task:
+        await draining.until(lambda: bool(draining.submits))
+        draining.step({1: [100]}, admitted={1: 0})
+        await _add(harness, other)
+        draining.heartbeat(draining=True)
+        await harness.until(lambda: harness.pool.models()[0].load.draining)
+        draining.step({1: [101]}, finished={1: FinishReason.LENGTH})
+        assert tokens_of(await task) == [100, 101]
+        assert not draining.cancels
+        assert not other.submits
+        await other.kill()
+
+
+async def test_without_room_elsewhere_a_sequence_stays_until_there_is_room() -> None:
+    draining, other = FakeWorker("w0"), FakeWorker("w1", max_num_seqs=1)
+    async with frontend_over(draining) as harness, in_background(harness, request(max_tokens=3)) as task:
+        await draining.until(lambda: bool(draining.submits))
+        draining.step({1: [100]}, admitted={1: 0})
+        await _add(harness, other)
+        other.heartbeat(running=1)  # of another router
+        await harness.until(lambda: harness.pool.models()[1].sequences == 1)
+        draining.heartbeat(draining=True, migrating=True)
+        await harness.until(lambda: harness.pool.models()[0].load.migrating)
+        draining.step({1: [101]})
+        await harness.until(lambda: tokens_of(harness.seen) == [100, 101])
+        assert not draining.cancels
+        other.heartbeat(running=0)
+        await draining.until(lambda: bool(draining.cancels))
+        draining.step(finished={1: FinishReason.CANCELLED})
+        await other.until(lambda: bool(other.submits))
+        other.step({1: [102]}, admitted={1: 0}, finished={1: FinishReason.LENGTH})
+        assert tokens_of(await task) == [100, 101, 102]
+        assert nothing_left(harness)
+        await other.kill()
+
+
+async def test_the_only_worker_keeps_its_sequences() -> None:
+    worker = FakeWorker()
+    async with frontend_over(worker) as harness, in_background(harness, request(max_tokens=1)) as task:
+        await worker.until(lambda: bool(worker.submits))
+        worker.heartbeat(draining=True, migrating=True)
+        await harness.until(lambda: harness.pool.models()[0].load.migrating)
+        worker.step({1: [100]}, admitted={1: 0}, finished={1: FinishReason.LENGTH})
+        assert tokens_of(await task) == [100]
+        assert not worker.cancels
+
+
+async def test_a_sequence_that_ends_by_itself_meanwhile_gives_its_booked_place_back() -> None:
+    draining, other = FakeWorker("w0"), FakeWorker("w1")
+    async with frontend_over(draining) as harness, in_background(harness, request(max_tokens=1)) as task:
+        await draining.until(lambda: bool(draining.submits))
+        await _add(harness, other)
+        draining.heartbeat(draining=True, migrating=True)
+        await draining.until(lambda: bool(draining.cancels))
+        assert harness.pool.models()[1].outstanding == 1
+        draining.step({1: [100]}, admitted={1: 0}, finished={1: FinishReason.LENGTH})
+        assert tokens_of(await task) == [100]
+        assert not other.submits
+        assert not harness.decisions.find(kind="migration")
+        assert nothing_left(harness)
+        await other.kill()
+
+
+async def test_a_client_that_leaves_meanwhile_gives_the_booked_place_back() -> None:
+    draining, other = FakeWorker("w0"), FakeWorker("w1")
+    async with frontend_over(draining) as harness, in_background(harness, request(max_tokens=1)) as task:
+        await draining.until(lambda: bool(draining.submits))
+        await _add(harness, other)
+        draining.heartbeat(draining=True, migrating=True)
+        await draining.until(lambda: bool(draining.cancels))
+        task.cancel()
+        await harness.until(lambda: not harness.admission.inside)
+        assert harness.pool.models()[1].outstanding == 0
+        assert nothing_left(harness)
+        await other.kill()
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["it ends the sequence", "its stream breaks"])
+async def test_a_booked_worker_that_dies_is_replaced_by_any_other(ends: bool) -> None:
+    draining, booked, third = FakeWorker("w0"), FakeWorker("w1"), FakeWorker("w2", automatic=True)
+    async with frontend_over(draining) as harness, in_background(harness, request(max_tokens=3)) as task:
+        await draining.until(lambda: bool(draining.submits))
+        draining.step({1: [100]}, admitted={1: 0})
+        await _add(harness, booked)
+        draining.heartbeat(draining=True, migrating=True)
+        await draining.until(lambda: bool(draining.cancels))
+        await booked.kill()
+        await harness.connected(1)
+        await _add(harness, third)
+        if ends:
+            draining.step({1: [101]}, finished={1: FinishReason.CANCELLED})
+        else:
+            await draining.kill()
+        assert tokens_of(await task) == [100, 101, 102]
+        assert prompt_of(third.submits[0]) == [*range(1, 11), 100, *([101] if ends else [])]
+        assert nothing_left(harness)
+        await third.kill()
+
+
+async def test_drains_are_no_losses_however_many_there_are() -> None:
+    """A request fails after its fourth lost worker; a rolling restart of many workers costs it nothing."""
+    workers, rounds = [FakeWorker("w0"), FakeWorker("w1")], 6
+    async with (
+        frontend_over(*workers) as harness,
+        in_background(harness, request(max_tokens=rounds + 1)) as task,
+    ):
+        await harness.until(lambda: any(each.submits for each in workers))
+        if not workers[0].submits:
+            workers.reverse()
+        for position in range(rounds):
+            here, there = workers[position % 2], workers[1 - position % 2]
+            before = len(there.submits)
+            handle = here.submits[-1].handle
+            there.heartbeat()
+            here.step({handle: [100 + position]}, admitted={handle: 0})
+            here.heartbeat(draining=True, migrating=True)
+            await here.until(lambda here=here, handle=handle: [c.handle for c in here.cancels][-1:] == [handle])  # type: ignore[misc]
+            here.step(finished={handle: FinishReason.CANCELLED})
+            await there.until(lambda there=there, before=before: len(there.submits) > before)  # type: ignore[misc]
+        last = workers[rounds % 2]
+        handle = last.submits[-1].handle
+        last.step({handle: [100 + rounds]}, admitted={handle: 0}, finished={handle: FinishReason.LENGTH})
+        assert tokens_of(await task) == [100 + position for position in range(rounds + 1)]
+        assert len(harness.decisions.find(kind="migration")) == rounds
+        assert nothing_left(harness)
+
+
+async def test_each_sequence_of_a_request_moves_by_itself_to_where_there_is_room() -> None:
+    draining, other = FakeWorker("w0"), FakeWorker("w1", max_num_seqs=1)
+    async with frontend_over(draining) as harness, in_background(harness, request(max_tokens=2, n=2)) as task:
+        await draining.until(lambda: len(draining.submits) == 2)
+        draining.step({1: [100], 2: [100]}, admitted={1: 0, 2: 0})
+        await _add(harness, other)
+        draining.heartbeat(draining=True, migrating=True)
+        await draining.until(lambda: bool(draining.cancels))
+        (moved,) = [cancel.handle for cancel in draining.cancels]
+        stays = 3 - moved
+        draining.step({stays: [101]}, finished={stays: FinishReason.LENGTH, moved: FinishReason.CANCELLED})
+        await other.until(lambda: bool(other.submits))
+        assert other.submits[0].index == moved - 1
+        other.step({1: [101]}, admitted={1: 0}, finished={1: FinishReason.LENGTH})
+        ends = ends_of(await task)
+        assert [end.usage.output_tokens for end in ends.values()] == [2, 2]
+        assert nothing_left(harness)
+        await other.kill()
