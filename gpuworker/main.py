@@ -23,6 +23,7 @@ from common.process.cores import bind
 from common.process.debug import dumps_on_signal
 from common.process.metrics import MetricsServer, metrics_port, new_registry
 from common.process.supervised import Supervisor
+from common.process.watchdog import Watchdog, Work
 from common.rpc.roles import Role
 from common.rpc.server import RpcServer, dialer
 from common.rpc.tls import Identity
@@ -31,8 +32,10 @@ from common.settings.config import load_or_exit
 from common.telemetry.provider import setup as setup_telemetry
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.core.lease_agent import LeaseAgent
+from gpuworker.core.watchdog import waits_for_a_step
 from gpuworker.engine.engine import Engine
 from gpuworker.engine.lease_client import LeaseClient
+from gpuworker.engine.ports import EngineLoad
 from gpuworker.plane import preflight
 from gpuworker.plane.data_plane import DataPlane, default_worker_id
 from gpuworker.server.advertise import reachable_address
@@ -79,8 +82,9 @@ class Worker:
         self._servicer = GpuWorkerServicer(self._telemetry.tracer, settings.orphan_grace)
         self._server = RpcServer([SERVICE], tls=self._tls)
         self._registry = new_registry()
-        self._metrics = MetricsServer(self._registry, self._healthy)
+        self._metrics = MetricsServer(self._registry, lambda: not self._why_not_healthy(), self._why_not_healthy)
         self._supervisor = Supervisor(self._server.health.failing)
+        self._watchdog = Watchdog(settings.stall_timeout, self._work, self._server.health.stalled, self._registry)
         self._engine: Engine | None = None
         self._client: LeaseClient | None = None
         self._stop = asyncio.Event()
@@ -89,8 +93,18 @@ class Worker:
     def _attached(self) -> bool:
         return self._engine is not None and self._engine.load().manager_attached
 
-    def _healthy(self) -> bool:
-        return self._attached() and not self._servicer.draining and not self._supervisor.failing
+    def _why_not_healthy(self) -> str:
+        """Return why the worker takes no requests, or gets on with none; "" if it is well."""
+        if self._servicer.draining:
+            return "the worker is draining"
+        if self._supervisor.failing:
+            return "a part of the worker has failed and begins anew; its log has the details"
+        if self._engine is None:
+            return "the worker is loading its model"
+        return self._watchdog.reason if self._attached() else "the worker has no KV manager"
+
+    def _work(self) -> dict[str, Work]:
+        return {} if self._engine is None else {"": work_of(self._engine.load())}
 
     def _debug_state(self) -> dict[str, object]:
         """Return the worker's part of `quire debug dump`: the load of its engine."""
@@ -119,6 +133,7 @@ class Worker:
             loop.add_signal_handler(number, self._stop.set)
         for line in plane.start_lines():
             print(line, flush=True)  # noqa: T201
+        self._supervisor.run("watchdog", self._watchdog.run)
         await self._serve(plane, port)
         await self._until_attached()
         if not self._stop.is_set():
@@ -207,6 +222,12 @@ class Worker:
             await self._supervisor.aclose()
             await self._metrics.stop()
             await self._telemetry.aclose()
+
+
+def work_of(load: EngineLoad) -> Work:
+    """Return what of an engine's load the watchdog follows."""
+    age, predicted = load.step_age_seconds, load.step_predicted_seconds
+    return Work(waits_for_a_step(load.running, load.waiting, load.manager_attached, age, predicted), load.steps)
 
 
 def run(settings: GpuWorkerSettings, channel: LeaseChannel | None = None) -> int:

@@ -25,6 +25,7 @@ from common.process.garbage import collect_rarely
 from common.process.metrics import MetricsServer, metrics_port, new_registry
 from common.process.redis_client import open_redis
 from common.process.supervised import Supervisor
+from common.process.watchdog import Watchdog, Work
 from common.rpc.server import RpcServer
 from common.rpc.tls import Identity
 from common.service import run_service
@@ -36,6 +37,7 @@ from common.types import PoolIdentity
 from kvmanager import decision_servicer, servicer
 from kvmanager.config import KvManagerSettings
 from kvmanager.core.manager import Manager, ManagerConfig
+from kvmanager.core.watchdog import waits_for_a_grant
 from kvmanager.decision_servicer import DecisionServicer
 from kvmanager.index.publisher import PublisherTimes
 from kvmanager.index.state_file import EpochFile
@@ -82,7 +84,8 @@ class ManagerProcess:
         registry = new_registry()
         figures = ManagerMetrics(registry, self.attachments, self.settings.block_size)
         LogMetrics(registry, self._log)
-        self.metrics = MetricsServer(registry, lambda: not self.attachments.draining and not self.supervisor.failing)
+        self.metrics = MetricsServer(registry, lambda: not self._why_not(), self._why_not)
+        self.watchdog = Watchdog(self.settings.stall_timeout, self._work, self._show_stall, registry)
         spans = server_spans(self._telemetry.tracer, untraced=(servicer.SESSION_METHOD,))
         services, identity = [servicer.SERVICE, decision_servicer.SERVICE], Identity.of(self.settings)
         server = RpcServer(services, [spans], tls=identity)
@@ -90,6 +93,21 @@ class ManagerProcess:
         kvmanager_pb2_grpc.add_KvManagerServiceServicer_to_server(service, server.server)
         decision_pb2_grpc.add_DecisionServiceServicer_to_server(DecisionServicer(self.ring), server.server)
         return server
+
+    def _why_not(self) -> str:
+        """Return why the manager is not healthy; "" if it is."""
+        if self.attachments.draining:
+            return "the manager is shutting down"
+        if self.supervisor.failing:
+            return "a part of the manager has failed and begins anew; its log has the details"
+        return self.watchdog.reason
+
+    def _work(self) -> dict[str, Work]:
+        pools = {worker: ledger.pool() for worker, ledger in self.attachments.ledgers()}
+        return {worker: Work(waits_for_a_grant(pool), pool.totals.admissions) for worker, pool in pools.items()}
+
+    async def _show_stall(self, reason: str) -> None:
+        await self.server.health.stalled(reason)
 
     async def _show(self, failing: tuple[str, ...]) -> None:
         """Let health say whether all background tasks run."""
@@ -100,6 +118,7 @@ class ManagerProcess:
         settings = self.settings
         port = await self.server.start(settings.host, settings.port)
         metrics = await self.metrics.start(settings.host, metrics_port(settings.metrics_port, settings.port))
+        self.supervisor.run("watchdog", self.watchdog.run)
         await self.server.ready()
         if self._log is not None:
             self._log.start(self.ring)

@@ -29,6 +29,7 @@ from common.process.loop_turns import LoopTurns
 from common.process.metrics import new_registry
 from common.process.redis_client import open_redis
 from common.process.supervised import Supervisor
+from common.process.watchdog import Watchdog, Work
 from common.rpc.roles import Role
 from common.rpc.server import RpcServer, dialer
 from common.rpc.tls import Identity, PublicCertificate
@@ -188,6 +189,10 @@ class RouterProcess:
     async def _report_failing(self, failing: tuple[str, ...]) -> None:
         await self._server.health.failing(tuple(name for name in failing if name not in _ASIDE))
 
+    async def _report_stall(self, reason: str) -> None:
+        for health in (self._server.health, self._admin.rpc.health):
+            await health.stalled(reason)
+
     def _serve_requests(self, name: str, checkpoint: Checkpoint) -> None:
         settings, clock = self.settings, self._clock
         metrics = RouterMetrics(self._registry)
@@ -200,6 +205,9 @@ class RouterProcess:
         new_id = _ids(name)
         chooser = Router(clock, new_id, settings.routing_seed)
         dispatcher = Dispatcher(self.pool, chooser, index, self._ring, clock)
+        self._watchdog = Watchdog(
+            settings.stall_timeout, lambda: {"": Work(*dispatcher.waits())}, self._report_stall, self._registry
+        )
         manager = ManagerCalls(settings.manager, dialer(self._tls, Role.MANAGER))
         kept = KeptRecords(round(KEPT_RECORDS_SHARE * settings.decision_ring_bytes))
         slo, emit = settings.objective, self._telemetry.emit
@@ -253,6 +261,8 @@ class RouterProcess:
             return "the router is draining"
         if self._serving_fails():
             return "a part of the router has failed and begins anew; its log has the details"
+        if self._watchdog.reason:
+            return self._watchdog.reason
         return "" if self.readiness.ready else self.pool.trouble() or "a worker has just come"
 
     async def start(self) -> str:
@@ -292,6 +302,7 @@ class RouterProcess:
         self.supervisor.watch("HTTP server", self._http.task)
         self.supervisor.run("readiness", self.readiness.run)
         self.supervisor.run("watch of hung workers", self.pool.watch)
+        self.supervisor.run("watchdog", self._watchdog.run)
         self.supervisor.run(_HISTORY, self._history.run)
         self.supervisor.run("traces of kept requests", self._tail.run)
         if self._discovery is not None:

@@ -37,7 +37,7 @@ class Health:
     def __init__(self, services: Sequence[str]) -> None:
         self._names = ("", *services)
         self._servicer = _ListingServicer()
-        self._ready, self._failing = False, False
+        self._ready = self._failing = self._stalled = False
 
     async def add_to(self, server: aio.Server) -> None:
         """Register health and reflection; every service is NOT_SERVING from the first moment."""
@@ -61,12 +61,18 @@ class Health:
         self._failing = bool(tasks)
         await self._update()
 
+    async def stalled(self, reason: str) -> None:
+        """Set NOT_SERVING while the service's work stands still for a reason (`common/process/watchdog.py`)."""
+        self._stalled = bool(reason)
+        await self._update()
+
     async def drain(self) -> None:
         """Set NOT_SERVING for good."""
         await self._servicer.enter_graceful_shutdown()
 
     async def _update(self) -> None:
-        await self._set(_STATUS.SERVING if self._ready and not self._failing else _STATUS.NOT_SERVING)
+        well = self._ready and not self._failing and not self._stalled
+        await self._set(_STATUS.SERVING if well else _STATUS.NOT_SERVING)
 
     async def _set(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for name in self._names:

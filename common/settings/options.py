@@ -256,6 +256,11 @@ class ServiceSettings(TlsSettings):
         None, description="HOST:PORT that receives spans (OTLP over gRPC) unless OTEL_EXPORTER_OTLP_ENDPOINT is set"
     )
     drain_timeout: Seconds = Field(30.0, description="seconds that a stopping service waits for running requests")
+    stall_timeout: Seconds = Field(
+        30.0,
+        description="seconds for which work may wait while nothing goes on and nothing explains it; then health is "
+        "NOT_SERVING with the reason, until work goes on",
+    )
 
     def problems(self) -> Iterator[FieldViolation]:
         yield from super().problems()

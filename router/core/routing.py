@@ -193,7 +193,7 @@ TOO_LARGE = "too large"
 _BEST_FIRST = (Outcome.PLACED, Outcome.WAIT, Outcome.NO_WORKER, Outcome.TOO_LARGE)
 
 
-def _filter(worker: WorkerModel, placement: PlacementRequest, now: float) -> tuple[Outcome, str]:
+def verdict(worker: WorkerModel, placement: PlacementRequest, now: float) -> tuple[Outcome, str]:
     """Return PLACED when the worker may be chosen, else the outcome without it and the reason."""
     capacity = worker.capacity
     if placement.max_len > capacity.max_model_len:
@@ -221,10 +221,10 @@ class _Priced:
     def of(placement: PlacementRequest, workers: Sequence[WorkerModel], hits: Mapping[str, int], now: float) -> _Priced:
         found, others = _Priced([], [], set()), _Others.of(workers)
         for worker in workers:
-            verdict, reason = _filter(worker, placement, now)
-            found.verdicts.add(verdict)
+            outcome, reason = verdict(worker, placement, now)
+            found.verdicts.add(outcome)
             hit_blocks = hits.get(worker.worker_id, 0)
-            if verdict is Outcome.PLACED:
+            if outcome is Outcome.PLACED:
                 found.costs.append(_cost(worker, placement, hit_blocks, others))
             else:
                 figures = (("hit_blocks", float(hit_blocks)),) if hit_blocks else ()

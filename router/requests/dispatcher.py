@@ -16,6 +16,7 @@ from router.core.identity import is_complete
 from router.core.optimistic import BURST_SECONDS, MEMORY_SECONDS, OptimisticIndex
 from router.core.place_shares import PlaceShares
 from router.core.routing import TOO_LARGE, Choice, Outcome, PlacementRequest, Router, must_wait, places_of
+from router.core.watchdog import waits_for_a_place
 from router.core.worker_model import WorkerModel
 from router.ports import DecisionSink, PrefixIndex
 from router.requests.reservation import LoadReservation
@@ -122,6 +123,7 @@ class Dispatcher:
         self._head: PlacementRequest | None = None
         self._counted: Sequence[WorkerModel] = ()
         self._places_of_all = 0
+        self._settled = 0
         self._identity_known = asyncio.Event()
         pool.listen(self)
 
@@ -182,6 +184,13 @@ class Dispatcher:
         choice = self._choose(job, request, hits, _FORESEEN)
         leads, before = self._queue.leads(ticket, shares.exceeded_by), self._queue.before(job.priority)
         return Foresight(choice, leads, before, hits is not None or not job.block_hashes)
+
+    def waits(self) -> tuple[str, object]:
+        """Return in words what waits for a place that is free, and what differs after each placement."""
+        shares = self._in_use.among(self._places(), self._queue.flows())
+        head = self._queue.head(shares.exceeded_by)[1].job.request if self._queue else None
+        words = waits_for_a_place(head, len(self._queue), self._pool.models(), self._clock.monotonic())
+        return words, self._settled
 
     # ------------------------------------------------------------ PoolListener
 
@@ -276,6 +285,7 @@ class Dispatcher:
 
     def _settle(self, waiting: _Waiting, choice: Choice, flow: Flow) -> None:
         """Record the decision; set the placement, or the error that refuses the job."""
+        self._settled += 1
         job = waiting.job
         decision = replace(choice.decision, tenant=job.owner)
         if job.moved_because:

@@ -1,0 +1,110 @@
+"""Notices that a service's work stands still although nothing explains it, and measures the lag of its event loop.
+
+Each service says in its core what waits (`*/core/watchdog.py`). One task here looks once in a while, and reports a
+reason to health when the same work has waited for too long. It reports "" as soon as anything went on.
+
+The lag is the time by which the task's own timer is late: so long did any other callback of the loop wait then.
+`LoopTurns` measures something else, the processor time of every turn, for 3 % of a core; ten timers a second are free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Gauge, Histogram
+
+log = logging.getLogger(__name__)
+
+_PERIOD_S: Final = 0.1
+_LOOK_EVERY: Final = 10  # periods
+# Time between two looks that counts at most: what is more, the process itself did not run.
+_MOST_S: Final = 2.0
+_LAGS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What should go on now, in words, "" where nothing does; `done` differs whenever something went on."""
+
+    waits: str
+    done: object
+
+
+# The work of a service by its part, such as each worker's ledger; "" for one that has no parts.
+Look = Callable[[], Mapping[str, Work]]
+
+
+class StallClock:
+    """For how long the same work has waited. It reads no clock itself."""
+
+    def __init__(self, bound: float) -> None:
+        """`bound`: seconds after which work that waits counts as standing still."""
+        self._bound = bound
+        self._done: object = None
+        self._waited = 0.0
+        self._looked: float | None = None
+
+    def look(self, work: Work, now: float) -> str:
+        """Return why the work counts as standing still; "" if it does not."""
+        passed = 0.0 if self._looked is None else min(now - self._looked, _MOST_S)
+        self._looked = now
+        if not work.waits or work.done != self._done:
+            self._done, self._waited = work.done, 0.0
+            return ""
+        self._waited += passed
+        return f"{work.waits}, for more than {self._bound:g} s (--stall-timeout)" if self._waited > self._bound else ""
+
+
+class Watchdog:
+    """Looks at the work of one service; `reason` is what it reported last."""
+
+    def __init__(
+        self,
+        bound: float,
+        look: Look,
+        report: Callable[[str], Awaitable[None]],
+        registry: CollectorRegistry,
+    ) -> None:
+        self._bound, self._look, self._report = bound, look, report
+        self._clocks: dict[str, StallClock] = {}
+        self._lag = Histogram(
+            "quire:event_loop_lag_seconds",
+            "How late a timer of the event loop fires.",
+            registry=registry,
+            buckets=_LAGS,
+        )
+        self._stalled = Gauge("quire:stalled", "1 while work waits and nothing goes on.", registry=registry)
+        self.reason = ""
+
+    async def run(self) -> None:
+        """Look until this task is cancelled."""
+        loop = asyncio.get_running_loop()
+        for period in itertools.count(1):
+            due = loop.time() + _PERIOD_S
+            await asyncio.sleep(_PERIOD_S)
+            now = loop.time()
+            self._lag.observe(max(0.0, now - due))
+            if period % _LOOK_EVERY == 0:
+                await self.check(now)
+
+    async def check(self, now: float) -> None:
+        """Look once, and report what has changed."""
+        works = self._look()
+        self._clocks = {name: self._clocks.get(name) or StallClock(self._bound) for name in works}
+        reasons = {name: self._clocks[name].look(work, now) for name, work in works.items()}
+        reason = "; ".join(f"{name}: {why}" if name else why for name, why in reasons.items() if why)
+        if reason == self.reason:
+            return
+        before, self.reason = self.reason, reason
+        self._stalled.set(bool(reason))
+        if reason and not before:
+            log.error("not healthy: %s", reason)
+        elif not reason:
+            log.warning("healthy again: the work goes on")
+        if bool(reason) != bool(before):
+            await self._report(reason)

@@ -1,0 +1,85 @@
+"""Work that stands still turns health over, and back; a process that did not run explains its own silence."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from prometheus_client import CollectorRegistry
+
+from common.process.watchdog import StallClock, Watchdog, Work
+
+BOUND = 30.0
+
+
+def _looks(clock: StallClock, work: Work, since: float, seconds: int) -> str:
+    """Look once a second; return the last reason."""
+    reason = ""
+    for second in range(1, seconds + 1):
+        reason = clock.look(work, since + second)
+    return reason
+
+
+def test_work_that_waits_for_longer_than_the_bound_is_named_and_not_before() -> None:
+    clock, work = StallClock(BOUND), Work("3 wait", 7)
+    assert clock.look(work, 0.0) == ""
+    assert _looks(clock, work, 0.0, 30) == ""
+    assert _looks(clock, work, 30.0, 1) == "3 wait, for more than 30 s (--stall-timeout)"
+
+
+def test_anything_that_goes_on_starts_anew() -> None:
+    clock = StallClock(BOUND)
+    clock.look(Work("3 wait", 7), 0.0)
+    assert _looks(clock, Work("3 wait", 7), 0.0, 29) == ""
+    assert _looks(clock, Work("3 wait", 8), 29.0, 29) == ""
+    assert _looks(clock, Work("", 8), 58.0, 1) == ""
+    assert _looks(clock, Work("3 wait", 8), 59.0, 30) == ""
+    assert _looks(clock, Work("3 wait", 8), 89.0, 1) != ""
+    assert _looks(clock, Work("3 wait", 9), 90.0, 1) == ""
+
+
+def test_time_in_which_the_process_itself_did_not_run_is_left_out() -> None:
+    clock, work = StallClock(BOUND), Work("3 wait", 7)
+    clock.look(work, 0.0)
+    assert clock.look(work, 3600.0) == ""
+    assert _looks(clock, work, 3600.0, 28) == ""
+
+
+async def test_each_part_has_a_clock_of_its_own_and_health_hears_only_of_changes() -> None:
+    works = {"w0": Work("1 waits", 1), "w1": Work("2 wait", 1)}
+    told: list[str] = []
+
+    async def report(reason: str) -> None:
+        told.append(reason)
+
+    watchdog = Watchdog(BOUND, lambda: works, report, CollectorRegistry())
+    for second in range(33):
+        works["w1"] = Work("2 wait", second)  # that one goes on
+        await watchdog.check(float(second))
+    assert told == ["w0: 1 waits, for more than 30 s (--stall-timeout)"]
+    assert watchdog.reason == told[0]
+    works["w0"] = Work("1 waits", 2)
+    await watchdog.check(33.0)
+    assert told[1:] == [""]
+    del works["w0"], works["w1"]
+    await watchdog.check(34.0)
+    assert len(told) == 2
+
+
+async def test_a_blocked_loop_shows_as_lag() -> None:
+    registry = CollectorRegistry()
+
+    async def report(_: str) -> None:
+        """Nothing waits."""
+
+    task = asyncio.create_task(Watchdog(BOUND, dict, report, registry).run())
+    try:
+        async with asyncio.timeout(60.0):
+            while not registry.get_sample_value("quire:event_loop_lag_seconds_count"):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            before = registry.get_sample_value("quire:event_loop_lag_seconds_sum") or 0.0
+            time.sleep(0.4)  # noqa: ASYNC251 - what a callback must not do
+            while (registry.get_sample_value("quire:event_loop_lag_seconds_sum") or 0.0) < before + 0.25:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    finally:
+        task.cancel()

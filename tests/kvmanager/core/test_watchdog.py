@@ -1,0 +1,23 @@
+"""Which sequences should have blocks, and what explains that they have none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvmanager.core.counts import PoolCounts, Totals
+from kvmanager.core.watchdog import waits_for_a_grant
+
+STALLED = PoolCounts(
+    num_blocks=8, free=3, leased=0, in_use=0, cached=5, pinned=0, running=0, waiting=2, preempting=0, lease_target=0,
+    deferred=2, capacity=0, totals=Totals(),
+)  # fmt: skip
+
+
+def test_waiting_beside_free_blocks_with_nothing_running_is_a_stall() -> None:
+    words = "2 sequences wait, none runs, 8 of 8 blocks are free and none was granted"
+    assert waits_for_a_grant(STALLED) == words
+
+
+def test_what_explains_a_wait() -> None:
+    for fields in ({"waiting": 0}, {"running": 1}, {"preempting": 1}, {"free": 0, "cached": 0}):
+        assert waits_for_a_grant(replace(STALLED, **fields)) == ""  # type: ignore[arg-type]
