@@ -167,7 +167,8 @@ def _moved_words(story: Story) -> str:
         return "it lost its worker; which one and why is not known, because the router's record of it is gone"
     before = [each.worker for each in story.placements if each.time_ns < moves[0].time_ns]
     lost = before[-1] if before else "its worker"
-    return f"it lost {lost} ({moves[0].moved_because}) and went on at {moves[0].worker}"
+    verb = "left" if moves[0].moved_because.startswith("drain:") else "lost"
+    return f"it {verb} {lost} ({moves[0].moved_because}) and went on at {moves[0].worker}"
 
 
 _PHRASES: Final[Mapping[Cause, Callable[[float, Story, Outcome], str]]] = {

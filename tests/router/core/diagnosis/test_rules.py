@@ -155,6 +155,8 @@ def test_a_lost_worker_and_a_slow_client_are_named() -> None:
         Cause.WORKER_LOST,
         True,
     )
+    drain = replace(migration, reasons=("drain: its worker hands its sequences over",))
+    assert "it left w0 (drain: its worker hands" in asked(moved, routed(), drain, granted(0.0)).verdict.sentence
     slow = replace(CALM, client_longest=4.0, after=seconds(client=8.0, decode=0.2))
     assert asked(slow, routed(), granted(0.0)).verdict.cause is Cause.SLOW_CLIENT
     busy = asked(replace(slow, client_longest=0.05), routed(), granted(0.0)).verdict
