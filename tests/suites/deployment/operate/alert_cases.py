@@ -79,6 +79,7 @@ def _lookups(failed: str) -> Series:
 
 _GAPS = ("quire:inter_token_latency_seconds", 'job="router"')
 _LEASES = ("quire:lease_round_trip_seconds", 'job="gpuworker", instance="a"')
+_LAGS = ("quire:event_loop_lag_seconds", 'job="router", instance="a"')
 _FILES = 'job="router", instance="a"'
 
 CASES: Final = (
@@ -95,6 +96,12 @@ CASES: Final = (
         {f"process_open_fds{{{_FILES}}}": "810x80", f"process_max_fds{{{_FILES}}}": "1000x80"},
         {f"process_open_fds{{{_FILES}}}": "790x80", f"process_max_fds{{{_FILES}}}": "1000x80"},
         "10m",
+    ),
+    _level('quire:stalled{job="router"}', "0x8 1x40", "0x8 1 1 0x40", "QuireStalled", "5m"),
+    Case(
+        "QuireLoopLags",
+        _histogram(*_LAGS, **{"0_25": "0+98x400", "0_5": "0+100x400", "+Inf": "0+100x400"}),
+        _histogram(*_LAGS, **{"0_25": "0+99.5x400", "0_5": "0+100x400", "+Inf": "0+100x400"}),
     ),
     Case("QuireRefusing", _requests("OVERLOADED", "0+3x400"), _requests("OVERLOADED", "0+1x400")),
     Case("QuireRefusing", _requests("ENGINE_FAILURE", "0+3x400"), _requests("CANCELLED", "0+50x400")),
