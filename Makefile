@@ -28,7 +28,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install clients demo demo-svg page screenshots smollm2 quality-text up models-matrix test-fast test test-rest test-clients test-triton test-all test-docker test-hosts sanitize search coverage check fmt lint types protos protos-baseline pins fuzz bench bench-gpu clean
+.PHONY: help install clients demo demo-svg page screenshots smollm2 quality-text up models-matrix test-fast test test-rest test-clients test-triton test-all test-docker test-hosts sanitize search coverage check fmt lint types protos protos-baseline pins fuzz soak bench bench-gpu clean
 
 help: ## List what make can do
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -206,6 +206,9 @@ $(VENV)/.fuzz: $(PACKAGES) tests/fuzz/requirements.lock
 
 fuzz: $(STAMP) $(VENV)/.fuzz ## Send garbage of every kind to every service (FUZZ_SECONDS=600)
 	FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -m pytest -n 0 -m fuzz --timeout 1800 tests/fuzz
+
+soak: $(STAMP) ## Load and faults at random for 10 minutes, by a plan that is printed (ARGS="--seed N", "--plan FILE")
+	$(BIN)/python -m bench.soak $(ARGS)
 
 bench: $(STAMP) ## Measure (BENCH=split|waste|prefix|engine|serve|load|constraints|peers|phases|quality|..., ARGS=...)
 	$(BIN)/python -m bench.$(BENCH) $(ARGS)

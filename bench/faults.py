@@ -6,11 +6,13 @@
 
 Two routers on one port, two simulated workers, the KV manager and Redis run. For each failure 64 streams start. When
 all have tokens, and as many as the plan says, the failure comes. A killed process (SIGKILL) is started again by the
-suite. A stopped one (SIGSTOP) goes on after 2 s. The other failures are a wipe of Redis, 16 further clients that hang
-up, and 16 whose deadline passes. A simulated worker's token is determined by seed and position, so each lost, repeated
-or wrong token is seen. A gap is the longest pause of one stream, from its first token to its last. `none` is a round
-without a failure. Failures inside a process (a step that fails, a task that ends) cannot be injected from outside:
-tests have them. Two managers at once are in `tests/suites/e2e/test_chaos.py`.
+suite, as is a drained one (SIGTERM); workers drain with `--drain migrate`. A stopped one (SIGSTOP) goes on after 2 s, a
+frozen one after 20 s; freezes come only if `--kinds` names them. The other failures are a wipe of Redis, 16 further
+clients that hang up, and 16 whose deadline passes. A simulated worker's token is determined by seed and position, so
+each lost, repeated or wrong token is seen. A gap is the longest pause of one stream, from its first token to its last.
+`none` is a round without a failure. Failures inside a process (a step that fails, a task that ends) cannot be injected
+from outside: tests have them. Two managers at once are in `tests/suites/e2e/test_chaos.py`. `bench.soak` mixes all of
+this at random.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ import uvloop
 
 from bench.attack.victim import Victim, victim
 from bench.fault_injection.injection import Injector
-from bench.fault_injection.plan import Fault, Kind, planned, read, written
+from bench.fault_injection.plan import FROZEN, Fault, Kind, planned, read, written
 from bench.fault_injection.streams import RETRY, Stream, until_tokens
 from bench.lib.harness import end_with_json, parser, progress, report
 from bench.serve import suite_flags
@@ -41,6 +43,7 @@ from router.text.checkpoint import read_checkpoint
 DEMO: Final = Path("cli/demo_model/checkpoint")
 WORKERS: Final = 2
 _STREAMS_A_CLIENT: Final = 8
+DRAIN_S: Final = 60.0  # longer than any stream: a router that drains ends what is left then
 NOTES: Final = {
     "faults_injected": "failures; the round without one does not count",
     "streams": "streams that ran while something failed",
@@ -144,8 +147,8 @@ async def measure(args: argparse.Namespace) -> dict[str, Found]:
     plan = read(args.replay.read_text()) if args.replay else planned(args.seed, kinds, args.rounds, args.tokens // 2)
     print(f"plan: {written(plan)}", flush=True)
     options: dict[str, object] = {"model": DEMO, "simulate": args.simulate, "kv_blocks": 4096, "insecure": True}
-    options |= {"max_num_seqs": 128, "trace_sample_ratio": 0.0}
-    async with victim(suite_flags(options), WORKERS, routers=2) as suite:
+    options |= {"max_num_seqs": 128, "trace_sample_ratio": 0.0, "drain": "migrate"}
+    async with victim(suite_flags(options), WORKERS, routers=2, drain_timeout=DRAIN_S) as suite:
         return await inject_all(suite, plan, args)
 
 
@@ -164,7 +167,10 @@ def flags() -> argparse.ArgumentParser:
     made.add_argument("--streams", type=int, default=64, help="streams at once")
     made.add_argument("--tokens", type=int, default=400, help="tokens of each stream")
     made.add_argument(
-        "--kinds", nargs="+", default=[each.value for each in Kind], choices=[each.value for each in Kind]
+        "--kinds",
+        nargs="+",
+        default=[each.value for each in Kind if each not in FROZEN],
+        choices=[each.value for each in Kind],
     )
     made.add_argument("--rounds", type=int, default=1, help="times that each failure comes")
     made.add_argument("--seed", type=int, default=0, help="of the plan and of the prompts")

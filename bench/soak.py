@@ -1,15 +1,22 @@
-"""Memory over a long mixed load: good requests, cancelled ones, bad ones, and restarts of services.
+"""Everything at random for a while: a mixed load, and faults by a plan that is printed first and can be replayed.
 
-    python -m bench.soak --json                       30 minutes
-    python -m bench.soak --minutes 5 --restart-s 60
+    make soak                                         10 minutes
+    python -m bench.soak --seed 7 --json
+    python -m bench.soak --plan PLAN.json             the line that an earlier run printed after `plan:`
+    python -m bench.soak --minutes 30 --calm-minutes 20 --pause-s 60        memory over a long time
 
-A suite of real processes with simulated workers runs. The resident memory of every process is read once a second. Its
-slope is that of a straight line through all values after `--warm-minutes`. The line has one intercept for each life
-of a process: a restarted process begins anew, and its first `--settle-s` do not count. The standard error is that of
-means over blocks of time, because values that follow each other are not independent. A slope below two standard
-errors, or below 10 MiB an hour, counts as flat. The rings of decisions and spans have 1 MiB, and the router
-remembers for ten minutes where it sent a block: both are full before memory counts. So is what a restarted manager
-remembers of evicted blocks, four for each block: the pools are small.
+Two routers on one port, two simulated workers that drain with `--drain migrate`, the KV manager and Redis run. Clients
+send one request after the other: good ones, and among them some that are cancelled, that are refused, that are no
+messages at all, and that come over HTTP. Meanwhile processes are killed (SIGKILL), drained (SIGTERM), stopped for 2 s
+and for 20 s (SIGSTOP), Redis is wiped, clients hang up and deadlines pass. The next fault waits until the suite is
+whole again. The seed determines plan and requests; how they meet depends on the machine. Each token of a good request
+is compared with the one that must come. At the end no block may be held. The exit status is 1 if anything was wrong.
+
+The resident memory of every process is read once a second. Its slope is that of a straight line through the values of
+the last `--calm-minutes`, in which no fault comes. The standard error is that of means over blocks of time, because
+values that follow each other are not independent. A slope below two standard errors, or below 10 MiB an hour, counts as
+flat. The rings of decisions and spans have 1 MiB, and the router remembers for ten minutes where it sent a block: a run
+with fewer calm minutes than that shows this growth.
 """
 
 from __future__ import annotations
@@ -20,10 +27,11 @@ import itertools
 import math
 import os
 import random
-import signal
+import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Final
 
@@ -34,69 +42,99 @@ from grpc import aio
 from bench.attack import wire
 from bench.attack.kinds import Target, outcome, posted, streamed, unary
 from bench.attack.victim import Victim, victim
+from bench.fault_injection.injection import Injector
+from bench.fault_injection.plan import Fault, Kind, read, scattered, written
+from bench.fault_injection.streams import RETRY, Stream
+from bench.faults import DRAIN_S, prompts
 from bench.lib.harness import parser, progress, report
 from bench.lib.slopes import Life, slope
 from bench.serve import suite_flags
 from common.rpc.server import open_channel
+from gpuworker.simulated.tokens import SimulatedTokens, readable_ids
+from quire.client import AsyncClient
 from quire.inference.v1 import inference_pb2 as pb
 from quire.types.v1 import types_pb2 as types
+from router.text.checkpoint import read_checkpoint
 
 DEMO: Final = Path("cli/demo_model/checkpoint")
+WORKERS: Final = 2
 MIB: Final = 1 << 20
 _UNKNOWN: Final = -1.0
 _SAMPLE_S: Final = 1.0
-_PATIENCE_S: Final = 120.0
 _CANCEL_AFTER_S: Final = 0.3
 # Of twenty requests: what the rest of the load is made of.
 _MIX: Final = ("cancelled", "bad", "broken", "over_http")
 _EVERY: Final = 5
+_CLIENTS_A_CHANNEL: Final = 8
 _SMALL_RINGS: Final = {"QUIRE_DECISION_RING_BYTES": "1MiB", "QUIRE_SPAN_RING_BYTES": "1MiB"}
 NOTES: Final = {
+    "requests": "requests of all kinds",
+    "streams": "good requests whose tokens were compared",
+    "streams_broken": "of these, those that ended with an error",
+    "tokens_differing": "tokens that were lost, repeated or wrong",
+    "blocks_leaked": "blocks that were held when nothing ran any more",
+    "faults_injected": "faults of the plan that came",
+    "gap_p99_s": "longest pause of a stream between two tokens, 99th percentile",
     "rss_slope_mib_per_hour": "growth of resident memory, MiB an hour, the largest of all processes",
     "rss_slope_se": "its standard error; -1: the run was too short for one",
-    "requests": "requests of all kinds",
-    "failed": "good requests that did not end well",
-    "restarts": "processes that were killed and started again",
 }
 
 
 class Load:
     """Clients of one suite; `became` counts the ends of their requests."""
 
-    def __init__(self, suite: Victim, channel: aio.Channel, seed: int) -> None:
+    def __init__(self, suite: Victim, channel: aio.Channel, clients: Sequence[AsyncClient], seed: int) -> None:
+        """`channel` is for requests whose end does not count: it does not try again."""
         self._target = Target(channel, suite.host, suite.grpc_port, suite.http_port, random.Random(seed))
-        self._rng = random.Random(f"soak/{seed}")
+        self._clients, self._rng = clients, random.Random(f"soak/{seed}")
+        checkpoint = read_checkpoint(DEMO)
+        self._tokens = SimulatedTokens(readable_ids(DEMO, checkpoint.vocab_size, checkpoint.eos_token_ids))
         self._numbers = itertools.count()
         self.became: Counter[str] = Counter()
+        self.streams = self.broken = self.differing = 0
+        self.gaps: list[float] = []
 
-    async def client(self, until: float) -> None:
+    async def client(self, number: int, until: float) -> None:
         """Send one request after the other."""
         kinds: dict[str, Callable[[], Coroutine[object, object, str]]] = {
-            "good": self._good,
             "cancelled": self._cancelled,
             "bad": self._bad,
             "broken": self._broken,
             "over_http": self._over_http,
         }
         while time.monotonic() < until:
-            number = next(self._numbers)
-            kind = _MIX[number // _EVERY % len(_MIX)] if number % _EVERY == 0 else "good"
+            turn = next(self._numbers)
+            if turn % _EVERY:
+                await self._good(self._clients[number // _CLIENTS_A_CHANNEL])
+                continue
+            kind = _MIX[turn // _EVERY % len(_MIX)]
             ended = await outcome(lambda _, kind=kind: kinds[kind](), self._target)  # type: ignore[misc]
             self.became[f"{kind} {ended}"] += 1
 
-    def _request(self, most: int = 60) -> bytes:
-        """Return a request of which some share a prefix."""
-        shared = self._rng.randrange(20)
-        ids = [40 + shared] * 48 + self._rng.choices(range(8, 200), k=self._rng.randrange(1, 64))
+    async def _good(self, client: AsyncClient) -> None:
+        """Read a stream to its end, over whatever router and worker, and compare it."""
+        (prompt,), count = prompts(self._rng, 1), self._rng.randrange(1, 400)
+        prompt = [40 + self._rng.randrange(20)] * 48 + prompt
+        stream = Stream(self._rng.randrange(1 << 30), prompt)
+        await stream.run(client, count)
+        self.streams += 1
+        self.became["good broken" if stream.broken else "good OK"] += 1
+        if stream.broken:
+            self.broken += 1
+            print(f"  a stream broke after {len(stream.tokens)} of {count} tokens: {stream.broken}", flush=True)
+            return
+        self.gaps.append(stream.longest_gap)
+        if differing := stream.differing(self._tokens, count):
+            self.differing += differing
+            print(f"  {differing} of {count} tokens differ", flush=True)
+
+    def _request(self, most: int) -> bytes:
+        ids = [40 + self._rng.randrange(20)] * 48 + self._rng.choices(range(8, 200), k=self._rng.randrange(1, 64))
         sampling = types.SamplingParams(
             max_tokens=self._rng.randrange(1, most), ignore_eos=True, n=self._rng.choice((1, 1, 1, 3))
         )
         request = pb.GenerateRequest(prompt=pb.Prompt(token_ids=pb.TokenIds(ids=ids)), sampling=sampling)
         return request.SerializeToString()
-
-    async def _good(self) -> str:
-        await streamed(self._target, self._request(), _PATIENCE_S)
-        return "OK"
 
     async def _cancelled(self) -> str:
         await streamed(self._target, self._request(2000), _CANCEL_AFTER_S)
@@ -122,70 +160,75 @@ class Load:
 class Memory:
     """The resident memory of all processes of a suite over time."""
 
-    def __init__(self, suite: Victim, until: float, settle: float) -> None:
-        """`settle`: seconds at the beginning of a restarted process that do not count."""
-        self._suite, self._until, self._settle = suite, until, settle
+    def __init__(self, suite: Victim, until: float) -> None:
+        self._suite, self._until = suite, until
         self.lives: dict[str, dict[int, Life]] = defaultdict(dict)
 
-    async def follow(self, since: float) -> None:
-        """Read the memory once a second, from `since` on."""
-        await asyncio.sleep(max(0.0, since - time.monotonic()))
-        while time.monotonic() < self._until:
+    async def follow(self, faults: asyncio.Task[Counter[str]]) -> None:
+        """Read the memory once a second, from the last fault on, and once at least."""
+        await asyncio.wait({faults})
+        began = time.monotonic()
+        while True:
             for name, pid in self._suite.pids().items():
-                try:
+                with suppress(psutil.NoSuchProcess):
                     rss = psutil.Process(pid).memory_info().rss / MIB
-                except psutil.NoSuchProcess:
-                    continue
-                if rss:  # a process that was killed, and not waited for yet, has none
-                    self.lives[name].setdefault(pid, []).append((time.monotonic() - since, rss))
+                    self.lives[name].setdefault(pid, []).append((time.monotonic() - began, rss))
+            if time.monotonic() >= self._until:
+                return
             await asyncio.sleep(_SAMPLE_S)
 
     def figures(self) -> dict[str, float]:
         """Return the slope of each process in MiB an hour, with its standard error."""
         found: dict[str, float] = {}
         for name, lives in sorted(self.lives.items()):
-            first, *others = lives.values()
-            steepness, error = slope([first, *([*_settled(life, self._settle)] for life in others)])
+            steepness, error = slope(list(lives.values()))
             found[f"rss_slope_mib_per_hour_{name}"] = 3600 * steepness
             found[f"rss_slope_se_{name}"] = 3600 * error if math.isfinite(error) else _UNKNOWN
             found[f"rss_mib_{name}"] = list(lives.values())[-1][-1][1]
         return found
 
 
-def _settled(life: Life, settle: float) -> Iterator[tuple[float, float]]:
-    """Yield what a process has after its first seconds."""
-    return (pair for pair in life if pair[0] - life[0][0] >= settle)
-
-
-async def restart(suite: Victim, names: Sequence[str], every: float, until: float) -> int:
-    """Kill one process after the other (SIGKILL), one every so many seconds; the suite starts it again."""
-    killed = 0
-    for name in itertools.cycle(names):
-        if time.monotonic() + every >= until:
-            return killed
-        await asyncio.sleep(every)
-        if (pid := suite.pids().get(name)) is not None:
-            os.kill(pid, signal.SIGKILL)
-            killed += 1
-    return killed
+async def disturb(injector: Injector, plan: Sequence[Fault], began: float, until: float) -> Counter[str]:
+    """Inject the faults, each when it is due and the suite is whole; return how often each kind came."""
+    came: Counter[str] = Counter()
+    for fault in plan:
+        await asyncio.sleep(max(0.0, began + fault.after_s - time.monotonic()))
+        if time.monotonic() >= until:
+            break
+        print(f"  {time.monotonic() - began:6.1f} s  {fault.kind} {fault.victim}", flush=True)
+        await injector.inject(fault)
+        await injector.whole()
+        came[fault.kind.value] += 1
+    return came
 
 
 async def soak(args: argparse.Namespace) -> dict[str, float]:
-    options: dict[str, object] = {"model": args.model, "simulate": args.simulate, "kv_blocks": 512}
+    calm = min(60 * args.calm_minutes, 60 * args.minutes)
+    disturbed = 60 * args.minutes - calm
+    plan = read(args.plan.read_text()) if args.plan else scattered(args.seed, _KINDS, disturbed, args.pause_s)
+    print(f"plan: {written(plan)}", flush=True)
+    options: dict[str, object] = {"model": DEMO, "simulate": args.simulate, "kv_blocks": 2048, "drain": "migrate"}
     options |= {"trace_sample_ratio": args.trace_sample_ratio, "max_num_seqs": 64, "insecure": not args.tls}
-    async with victim(suite_flags(options), 2) as suite, open_channel(f"{suite.host}:{suite.grpc_port}") as channel:
+    async with AsyncExitStack() as stack:
+        running = victim(suite_flags(options), WORKERS, routers=2, drain_timeout=DRAIN_S)
+        suite = await stack.enter_async_context(running)
+        channel = await stack.enter_async_context(open_channel(f"{suite.host}:{suite.grpc_port}"))
+        address, wanted = f"{suite.host}:{suite.grpc_port}", -(-args.clients // _CLIENTS_A_CHANNEL) + 1
+        clients = [await stack.enter_async_context(AsyncClient(address, retry=RETRY, ca="")) for _ in range(wanted)]
+        injector = Injector(suite, clients[-1], prompts(random.Random(0), 8), WORKERS)
+        await injector.whole()
         began = time.monotonic()
-        until = began + 60 * args.minutes
-        load, memory = Load(suite, channel, args.seed), Memory(suite, until, args.settle_s)
+        load, memory = Load(suite, channel, clients, args.seed), Memory(suite, began + disturbed + calm)
         async with asyncio.TaskGroup() as group:
-            restarts = group.create_task(restart(suite, args.restart, args.restart_s, until))
-            group.create_task(memory.follow(began + 60 * args.warm_minutes))
-            group.create_task(_say(load, until))
-            for _ in range(args.clients):
-                group.create_task(load.client(until))
+            faults = group.create_task(disturb(injector, plan, began, began + disturbed))
+            group.create_task(memory.follow(faults))
+            group.create_task(_say(load, began + disturbed + calm))
+            for number in range(args.clients):
+                group.create_task(load.client(number, began + disturbed + calm))
+        leaked = await injector.leaked()
         for ended, count in sorted(load.became.items()):
             print(f"  {ended}: {count}")
-        return _figures(memory.figures(), load.became, restarts.result())
+        return _figures(load, faults.result(), leaked, memory.figures())
 
 
 async def _say(load: Load, until: float) -> None:
@@ -194,44 +237,51 @@ async def _say(load: Load, until: float) -> None:
         await asyncio.sleep(min(left, 5.0))
 
 
-def _figures(memory: dict[str, float], became: Counter[str], restarts: int) -> dict[str, float]:
-    """Return the figures, first those of the process that grows most."""
-    name = max((name for name in memory if "_per_hour_" in name), key=lambda each: memory[each])
-    process = name.removeprefix("rss_slope_mib_per_hour_")
-    failed = sum(count for ended, count in became.items() if ended.startswith("good ") and ended != "good OK")
-    return {
-        "rss_slope_mib_per_hour": memory[name],
-        "rss_slope_se": memory[f"rss_slope_se_{process}"],
-        "requests": became.total(),
-        "failed": failed,
-        "restarts": restarts,
-    } | memory
+def _figures(load: Load, faults: Counter[str], leaked: int, memory: Mapping[str, float]) -> dict[str, float]:
+    """Return the figures, those of the memory first of the process that grows most."""
+    found = {
+        "requests": load.became.total(),
+        "streams": load.streams,
+        "streams_broken": load.broken,
+        "tokens_differing": load.differing,
+        "blocks_leaked": leaked,
+        "faults_injected": faults.total(),
+        "gap_p99_s": sorted(load.gaps)[int(0.99 * len(load.gaps))] if load.gaps else _UNKNOWN,
+    }
+    name = max((name for name in memory if "_per_hour_" in name), key=lambda each: memory[each], default="")
+    if name:
+        process = name.removeprefix("rss_slope_mib_per_hour_")
+        found["rss_slope_mib_per_hour"] = memory[name]
+        found["rss_slope_se"] = memory[f"rss_slope_se_{process}"]
+    return found | {f"faults_{kind}": count for kind, count in sorted(faults.items())} | dict(memory)
+
+
+_KINDS: Final = tuple(each for each in Kind if each is not Kind.NONE)
 
 
 def flags() -> argparse.ArgumentParser:
     made = parser(__doc__)
     made.formatter_class = argparse.RawDescriptionHelpFormatter
-    made.add_argument("--minutes", type=float, default=30.0)
-    made.add_argument("--warm-minutes", type=float, default=12.0, help="minutes before memory counts")
+    made.add_argument("--minutes", type=float, default=10.0, help="of the whole run")
+    made.add_argument("--calm-minutes", type=float, default=3.0, help="at the end, without faults: memory counts there")
+    made.add_argument("--pause-s", type=float, default=5.0, help="mean seconds from one fault of the plan to the next")
     made.add_argument("--clients", type=int, default=24, help="requests at once")
-    made.add_argument("--restart", nargs="*", default=["worker-1", "kvmanager"], help="processes to kill, by turns")
-    made.add_argument("--restart-s", type=float, default=300.0, help="seconds between two kills")
-    made.add_argument("--settle-s", type=float, default=120.0, help="seconds after a restart that do not count")
-    made.add_argument("--model", type=Path, default=DEMO, help="folder of a checkpoint; unset: the demo model")
+    made.add_argument("--seed", type=int, default=0, help="of the plan and of the requests")
+    made.add_argument("--plan", type=Path, metavar="FILE", help="a plan that an earlier run printed")
     made.add_argument("--simulate", default="base=8ms,decode=4us,prefill=2us", help="what a simulated step costs")
     made.add_argument("--tls", action="store_true", help="TLS between the services, as `quire serve` has it")
     made.add_argument("--trace-sample-ratio", type=float, default=1.0, help="share of the requests that are traced")
-    made.add_argument("--seed", type=int, default=0)
     return made
 
 
-def main() -> None:
+def main() -> int:
     args = flags().parse_args()
     os.environ.update(_SMALL_RINGS)
     found = uvloop.run(soak(args))
     notes = {name: "of this process" for name in found if name.startswith("rss_")} | NOTES
     report("soak", found, notes, args.json)
+    return int(any(found[name] for name in ("streams_broken", "tokens_differing", "blocks_leaked")))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -89,7 +89,7 @@ class Victim:
 
 @asynccontextmanager
 async def victim(
-    options: Sequence[str], workers: int, tenants: bool = False, routers: int = 1
+    options: Sequence[str], workers: int, tenants: bool = False, routers: int = 1, drain_timeout: float = 2.0
 ) -> AsyncIterator[Victim]:
     """Run a suite whose router measures its turns, with two tenants or none; `options` are flags of `quire serve`."""
     names = ("--grpc-port", "--port", "--admin-port", "--admin-http-port", "--manager-port")
@@ -100,7 +100,8 @@ async def victim(
         folder = Path(name)
         flags = [word for name, port in zip(names, used, strict=True) for word in (name, str(port))]
         flags += ["--worker-port", str(of_workers[0])]
-        flags += ["--workers", str(workers), "--state-dir", name, "--log-level", "error", "--drain-timeout", "2"]
+        flags += ["--workers", str(workers), "--state-dir", name, "--log-level", "error"]
+        flags += ["--drain-timeout", str(drain_timeout)]
         keys = write_tenants(folder / "tenants.toml", {INNOCENT: "", HOSTILE: ""}) if tenants else {}
         flags += ["--tenants", str(folder / "tenants.toml")] if tenants else []
         stack_options = suite_options([*options, *flags], os.environ)

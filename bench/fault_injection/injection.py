@@ -14,7 +14,7 @@ import grpc
 import redis.asyncio
 
 from bench.attack.victim import Victim
-from bench.fault_injection.plan import Fault, Kind
+from bench.fault_injection.plan import FREEZE_S, FROZEN, STOP_S, Fault, Kind
 from bench.fault_injection.streams import Stream
 from common.rpc.server import open_channel
 from quire.client import AsyncClient
@@ -22,11 +22,11 @@ from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
 from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
 
-STOP_S: Final = 2.0
 _PATIENCE_S: Final = 120.0
 _POLL_S: Final = 0.05
 _GONE_STREAMS: Final = 16
 _KILLED: Final = frozenset({Kind.MANAGER_KILLED, Kind.ROUTER_KILLED, Kind.WORKER_KILLED, Kind.REDIS_KILLED})
+_DRAINED: Final = frozenset({Kind.MANAGER_DRAINED, Kind.ROUTER_DRAINED, Kind.WORKER_DRAINED})
 _STOPPED: Final = frozenset({Kind.MANAGER_STOPPED, Kind.ROUTER_STOPPED, Kind.WORKER_STOPPED, Kind.REDIS_STOPPED})
 
 
@@ -38,9 +38,11 @@ class Injector:
     async def inject(self, fault: Fault) -> None:
         """Let something fail; return when the cause is over, and killed processes are there again."""
         if fault.kind in _KILLED:
-            await self._kill(fault.victim)
-        elif fault.kind in _STOPPED:
-            await self._stop(fault.victim)
+            await self._end(fault.victim, signal.SIGKILL)
+        elif fault.kind in _DRAINED:
+            await self._end(fault.victim, signal.SIGTERM)
+        elif fault.kind in _STOPPED | FROZEN:
+            await self._stop(fault.victim, FREEZE_S if fault.kind in FROZEN else STOP_S)
         elif fault.kind is Kind.REDIS_WIPED:
             async with redis.asyncio.Redis.from_url(self._suite.redis_url) as connection:
                 await connection.flushall()
@@ -50,18 +52,19 @@ class Injector:
             streams = self._streams()
             await asyncio.gather(*(stream.run(self._client, 2_000, timeout=0.3) for stream in streams))
 
-    async def _kill(self, name: str) -> None:
+    async def _end(self, name: str, number: signal.Signals) -> None:
+        """End a process, and wait until the suite has started it again."""
         pid = self._suite.pids()[name]
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
         async with asyncio.timeout(_PATIENCE_S):
             while self._suite.pids().get(name, pid) == pid:  # noqa: ASYNC110 - the process is watched elsewhere
                 await asyncio.sleep(_POLL_S)
 
-    async def _stop(self, name: str) -> None:
+    async def _stop(self, name: str, seconds: float) -> None:
         pid = self._suite.pids()[name]
         os.kill(pid, signal.SIGSTOP)
         try:
-            await asyncio.sleep(STOP_S)
+            await asyncio.sleep(seconds)
         finally:
             os.kill(pid, signal.SIGCONT)
 

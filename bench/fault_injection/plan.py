@@ -9,6 +9,9 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Final
 
+STOP_S: Final = 2.0
+FREEZE_S: Final = 20.0
+
 
 class Kind(StrEnum):
     """One row of the failure table in ARCHITECTURE.md, or a part of one."""
@@ -24,29 +27,51 @@ class Kind(StrEnum):
     REDIS_WIPED = "redis_wiped"
     CLIENTS_GONE = "clients_gone"
     DEADLINES_PASSED = "deadlines_passed"
+    MANAGER_DRAINED = "manager_drained"
+    ROUTER_DRAINED = "router_drained"
+    WORKER_DRAINED = "worker_drained"
+    MANAGER_FROZEN = "manager_frozen"
+    ROUTER_FROZEN = "router_frozen"
+    WORKER_FROZEN = "worker_frozen"
+    REDIS_FROZEN = "redis_frozen"
     NONE = "none"
 
 
-# The processes of which one is hit.
+_ROUTERS: Final = ("router-0", "router-1")
+_WORKERS: Final = ("worker-0", "worker-1")
+# The processes of which one is hit: killed (SIGKILL), drained (SIGTERM), stopped for 2 s or frozen for 20 s (SIGSTOP).
 VICTIMS: Final = {
     Kind.MANAGER_KILLED: ("kvmanager",),
     Kind.MANAGER_STOPPED: ("kvmanager",),
-    Kind.ROUTER_KILLED: ("router-0", "router-1"),
-    Kind.ROUTER_STOPPED: ("router-0", "router-1"),
-    Kind.WORKER_KILLED: ("worker-0", "worker-1"),
-    Kind.WORKER_STOPPED: ("worker-0", "worker-1"),
+    Kind.MANAGER_DRAINED: ("kvmanager",),
+    Kind.MANAGER_FROZEN: ("kvmanager",),
+    Kind.ROUTER_KILLED: _ROUTERS,
+    Kind.ROUTER_STOPPED: _ROUTERS,
+    Kind.ROUTER_DRAINED: _ROUTERS,
+    Kind.ROUTER_FROZEN: _ROUTERS,
+    Kind.WORKER_KILLED: _WORKERS,
+    Kind.WORKER_STOPPED: _WORKERS,
+    Kind.WORKER_DRAINED: _WORKERS,
+    Kind.WORKER_FROZEN: _WORKERS,
     Kind.REDIS_KILLED: ("redis",),
     Kind.REDIS_STOPPED: ("redis",),
+    Kind.REDIS_FROZEN: ("redis",),
 }
+FROZEN: Final = frozenset({Kind.MANAGER_FROZEN, Kind.ROUTER_FROZEN, Kind.WORKER_FROZEN, Kind.REDIS_FROZEN})
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`victim` is a process, "" for none. It comes when the streams have `after_tokens` tokens each, on average."""
+    """`victim` is a process, "" for none.
+
+    It comes when the streams have `after_tokens` tokens each, on average; in a soak `after_s` seconds after the start,
+    or when the one before is over.
+    """
 
     kind: Kind
     victim: str
-    after_tokens: int
+    after_tokens: int = 0
+    after_s: float = 0.0
 
 
 def planned(seed: int, kinds: Sequence[Kind], rounds: int, most_tokens: int) -> list[Fault]:
@@ -62,9 +87,26 @@ def planned(seed: int, kinds: Sequence[Kind], rounds: int, most_tokens: int) -> 
     return plan
 
 
+def scattered(seed: int, kinds: Sequence[Kind], seconds: float, pause: float) -> list[Fault]:
+    """Return faults for so many seconds, with `pause` between two on average. Each kind comes before any comes again.
+
+    A frozen process takes its time too, so the next fault is later by that.
+    """
+    rng, plan, left = random.Random(f"soak/{seed}"), list[Fault](), list[Kind]()
+    at = rng.uniform(0.5, 1.5) * pause
+    while at < seconds:
+        if not left:
+            left = rng.sample(kinds, len(kinds))
+        kind = left.pop()
+        plan.append(Fault(kind, rng.choice(VICTIMS.get(kind, ("",))), after_s=round(at, 1)))
+        at += rng.uniform(0.5, 1.5) * pause + (FREEZE_S if kind in FROZEN else 0.0)
+    return plan
+
+
 def written(plan: Sequence[Fault]) -> str:
     """Return a plan as one line of JSON."""
-    return json.dumps([asdict(fault) for fault in plan], separators=(",", ":"))
+    named = [{name: value for name, value in asdict(fault).items() if value or name == "victim"} for fault in plan]
+    return json.dumps(named, separators=(",", ":"))
 
 
 def read(text: str) -> list[Fault]:
@@ -73,6 +115,13 @@ def read(text: str) -> list[Fault]:
         found = json.loads(text)
         if not isinstance(found, list):
             raise TypeError("it is no list")
-        return [Fault(Kind(each["kind"]), str(each["victim"]), int(each["after_tokens"])) for each in found]
+        return [_fault(**each) for each in found]
     except (TypeError, KeyError, ValueError) as error:
         raise ValueError(f"this is no plan: {error}; expected the line that a run prints after `plan:`") from None
+
+
+def _fault(kind: str, victim: str, after_tokens: int = 0, after_s: float = 0.0) -> Fault:
+    known = VICTIMS.get(Kind(kind), ("",))
+    if victim not in known:
+        raise ValueError(f"{kind} has victim {victim!r}, expected {' or '.join(map(repr, known))}")
+    return Fault(Kind(kind), victim, int(after_tokens), float(after_s))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from bench.fault_injection.plan import VICTIMS, Fault, Kind, planned, read, written
+from bench.fault_injection.plan import FREEZE_S, FROZEN, VICTIMS, Fault, Kind, planned, read, scattered, written
 from tests.support.bench_process import run_benchmark
 
 
@@ -20,7 +21,30 @@ def test_a_seed_determines_the_plan_and_a_printed_plan_is_read_again() -> None:
     assert read(written(plan)) == plan
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", '[{"kind": "rain", "victim": "", "after_tokens": 1}]'])
+def test_a_soak_has_every_kind_before_any_comes_again_and_can_be_replayed() -> None:
+    kinds = [kind for kind in Kind if kind is not Kind.NONE]
+    plan = scattered(3, kinds, seconds=400.0, pause=5.0)
+    assert plan == scattered(3, kinds, 400.0, 5.0) != scattered(4, kinds, 400.0, 5.0)
+    assert sorted(fault.kind for fault in plan[: len(kinds)]) == sorted(kinds)
+    times = [fault.after_s for fault in plan]
+    assert times == sorted(times)
+    assert times[-1] < 400.0
+    for fault, then in pairwise(plan):
+        assert then.after_s - fault.after_s > (FREEZE_S if fault.kind in FROZEN else 2.0)
+    assert read(written(plan)) == plan
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        "[1]",
+        '[{"kind": "rain", "victim": "", "after_tokens": 1}]',
+        '[{"kind": "worker_killed", "victim": "redis"}]',
+        '[{"kind": "none", "victim": "", "when": 1}]',
+    ],
+)
 def test_what_is_no_plan_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="this is no plan"):
         read(text)

@@ -1,16 +1,30 @@
-"""The soak benchmark: a few seconds of it, with a worker that is killed meanwhile."""
+"""The soak: some seconds of it by a plan, and a plan from a seed that is printed before anything starts."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from bench.fault_injection.plan import Fault, Kind, read, written
 from tests.support.bench_process import run_benchmark
 
 
-def test_seconds_of_mixed_load_are_counted_and_memory_is_followed() -> None:
-    words = ["--minutes", "0.08", "--warm-minutes", "0", "--restart", "worker-1", "--restart-s", "2"]
-    figures, lines = run_benchmark("soak", *words, "--clients", "6", "--simulate", "base=1ms")
+def test_seconds_of_a_plan_break_no_stream_change_no_token_and_leave_no_block(tmp_path: Path) -> None:
+    plan = [
+        Fault(Kind.WORKER_DRAINED, "worker-1", after_s=1.0),
+        Fault(Kind.MANAGER_KILLED, "kvmanager", after_s=1.5),
+        Fault(Kind.ROUTER_DRAINED, "router-0", after_s=2.0),
+        Fault(Kind.REDIS_WIPED, "", after_s=2.5),
+        Fault(Kind.WORKER_KILLED, "worker-0", after_s=3.0),
+    ]
+    (tmp_path / "plan.json").write_text(written(plan))
+    words = ["--minutes", "0.35", "--calm-minutes", "0.05", "--plan", str(tmp_path / "plan.json")]
+    figures, lines = run_benchmark("soak", *words, "--clients", "6", "--simulate", "base=2ms")
+    assert read(next(line for line in lines if line.startswith("plan: ")).removeprefix("plan: ")) == plan
     kinds = {line.split()[0] for line in lines if line.startswith("  ") and ": " in line}
     assert {"good", "cancelled", "bad", "broken", "over_http"} <= kinds
-    assert figures["restarts"] >= 1
-    assert figures["failed"] == 0, "streams survive the death of a worker"
-    for name in ("router", "kvmanager", "worker-0", "worker-1", "redis"):
+    assert figures["streams"] > 0
+    assert figures["faults_injected"] >= 1
+    for name in ("streams_broken", "tokens_differing", "blocks_leaked"):
+        assert figures[name] == 0, name
+    for name in ("router-0", "router-1", "kvmanager", "worker-0", "worker-1", "redis"):
         assert figures[f"rss_mib_{name}"] > 1
