@@ -126,8 +126,8 @@ class Router:
         found = _Priced.of(placement, seen, hits, now)
         if not found.costs and len(seen) < len(workers):
             # Nearly all are full: one of the others may have room, and of many with room a few are enough.
-            verdicts = [_filter(each, placement, now)[0] for each in workers]
-            room = [each for each, verdict in zip(workers, verdicts, strict=True) if verdict is Outcome.PLACED]
+            verdicts = [verdict(each, placement, now)[0] for each in workers]
+            room = [each for each, outcome in zip(workers, verdicts, strict=True) if outcome is Outcome.PLACED]
             if room:
                 seen = shortlist(room, hits, self._drawn(decision_id))
                 found = _Priced.of(placement, seen, hits, now)
@@ -177,7 +177,7 @@ def places_of(worker: WorkerModel) -> int:
 
 def must_wait(worker: WorkerModel, placement: PlacementRequest, now: float) -> bool:
     """Return whether a worker could take the request later, and not now: too many sequences are there."""
-    return _filter(worker, placement, now)[0] is Outcome.WAIT
+    return verdict(worker, placement, now)[0] is Outcome.WAIT
 
 
 def _ages(workers: Sequence[WorkerModel], now: float) -> Iterator[tuple[str, float]]:

@@ -319,7 +319,7 @@ class Dispatcher:
 
         Nothing is looked up or recorded: `take_up` does that, because the sequences may end before they move.
         """
-        choice = self._choose(job, None, entitled=False)
+        choice = self._choose(job, job.request, None)
         worker = choice.worker
         if worker is None or worker.sequences + job.request.sequences > worker.capacity.max_num_seqs:
             return None

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator
 from itertools import islice
 from typing import Final
 
+from router.core.worker_model import WorkerModel
 from router.requests.placing import Placer
 from router.requests.run import RequestRun, Running
 from router.workers.pool import WorkerPool
@@ -31,7 +32,7 @@ class DrainMover:
     def cache_lost(self, worker_id: str) -> None:
         """Nothing moves for that."""
 
-    def capacity_changed(self) -> None:
+    def capacity_changed(self, reported: WorkerModel | None = None) -> None:
         """Begin to move what another worker has room for now; no sequence keeps the others from their attempt."""
         waiting = deque(self._waiting())
         waiting.rotate(-self._tried)
