@@ -4,11 +4,14 @@
     {ns}:w:<slot>                  hash: worker_id, incarnation (hex), address, generation; no TTL
     {ns}:l:<slot>                  liveness of the slot's worker; has a TTL, renewed while the worker is attached
     {ns}:epoch, {ns}:fence         counter of managers, and the epoch of the one that may write
+    {ns}:term                      term of the manager that took the latest epoch, if it is in a group
+    {group}:lease, {group}:term    lease of the manager that leads a group; has a TTL. Counter of terms
     quire:discovery:workers        set of the ids of attached workers, and for a while of departed ones
     quire:discovery:worker:<id>    signature and JSON (`DiscoveredWorker`); has a TTL, renewed while attached
 
-`ns` is `PoolIdentity.namespace`, a hash tag: all keys of an index lie in one cluster slot. An entry counts only if its
-generation is that in `{ns}:w:<slot>`. The manager draws a new generation whenever it rebuilds or clears.
+`ns` is `PoolIdentity.namespace`, a hash tag: all keys of an index lie in one cluster slot. `group` is a hash tag too.
+An entry counts only if its generation is that in `{ns}:w:<slot>`. The manager draws a new generation whenever it
+rebuilds or clears.
 """
 
 from __future__ import annotations
@@ -78,6 +81,17 @@ def epoch_key(namespace: str) -> str:
 def fence_key(namespace: str) -> str:
     """Return the key that holds the epoch of the only manager that may write."""
     return f"{namespace}:fence"
+
+
+def term_key(namespace: str) -> str:
+    """Return the key that holds the term of the manager that took the latest epoch."""
+    return f"{namespace}:term"
+
+
+def group_keys(group: str) -> tuple[str, str]:
+    """Return the keys of a group of managers: its lease, and the counter of terms."""
+    tag = f"{{quire:managers:{group}}}"
+    return f"{tag}:lease", f"{tag}:term"
 
 
 def discovery_key(worker_id: str) -> str:

@@ -228,6 +228,7 @@ MAX_LISTED_BYTES: Final = 8 << 20  # bytes of the records in one answer, about; 
 MAX_WATCHED_DECISIONS: Final = 128  # records in one message to a watcher
 MAX_WATCHED_BYTES: Final = 1 << 20  # bytes of these records, about
 MAX_DECISION_WATCHERS: Final = 16  # watchers of one process's decisions
+MAX_LEADER_WATCHERS: Final = 2048  # watchers of a manager's leader: its workers, routers and standbys
 MAX_EXPLANATIONS_AT_ONCE: Final = 8  # dry runs at once; each tokenises a prompt and asks the prefix index
 MAX_EXPLANATIONS_A_TENANT: Final = 2  # of these, of one tenant: a dry run is not charged to its rates
 CLIENT_TRACES_PER_SECOND: Final = 1.0  # requests a second that are traced because their client asks for it

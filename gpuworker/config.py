@@ -14,6 +14,7 @@ from common.errors import FieldViolation
 from common.process.topology import allowed_cpus
 from common.settings.options import (
     Address,
+    Addresses,
     BlockSize,
     Bytes,
     Count,
@@ -187,7 +188,9 @@ class GpuWorkerSettings(EngineSettings, ServiceSettings):
         "address on the way to the manager",
     )
     worker_id: WorkerId | None = Field(None, description="name of this worker; unset: host name and port")
-    manager: Address = Field("127.0.0.1:50052", description="HOST:PORT of the KV manager")
+    manager: Annotated[Addresses, Field(min_length=1)] = Field(
+        ("127.0.0.1:50052",), description="HOST:PORT of the KV manager, or of each manager of a group, with commas"
+    )
     model: str = Field(..., description="folder of the checkpoint, or a hub name where there is a network")
     revision: str | None = Field(None, description="branch, tag or commit of a model on the hub; unset: main")
     block_size: BlockSize = Field(16, description="slots in a block; the same on every service")
@@ -208,7 +211,7 @@ class GpuWorkerSettings(EngineSettings, ServiceSettings):
             what = f"is {self.speculation}, and --simulate has nothing to verify guesses with; leave out one of them"
             yield FieldViolation("--speculative", what)
         yield from self._cpu_problems()
-        yield from self.beyond_loopback("--manager", [host_of(self.manager)])
+        yield from self.beyond_loopback("--manager", map(host_of, self.manager))
         yield from without_effect(self.model, self.revision)
 
     def _cpu_problems(self) -> Iterator[FieldViolation]:

@@ -19,6 +19,7 @@ from common.checkpoint.hub import checkpoint_directory
 from common.clock import SystemClock
 from common.cpu_list import cpus_of
 from common.lease import AttachRejected, LeaseChannel
+from common.process.advertise import reachable_address
 from common.process.cores import bind
 from common.process.debug import dumps_on_signal
 from common.process.metrics import MetricsServer, metrics_port, new_registry
@@ -38,7 +39,6 @@ from gpuworker.engine.lease_client import LeaseClient
 from gpuworker.engine.ports import EngineLoad
 from gpuworker.plane import preflight
 from gpuworker.plane.data_plane import DataPlane, default_worker_id
-from gpuworker.server.advertise import reachable_address
 from gpuworker.server.metrics import EngineCollector, MaskCollector, OrphanCollector, lease_round_trips
 from gpuworker.server.servicer import GpuWorkerServicer, Serving
 from gpuworker.server.submit_check import SubmitLimits
@@ -150,7 +150,7 @@ class Worker:
     async def _look_up_address(self) -> None:
         """Set the address for routers. Before each session, because a container may have got another one."""
         settings = self.settings
-        own = settings.advertise or await reachable_address(settings.host, self._port, settings.manager)
+        own = settings.advertise or await reachable_address(settings.host, self._port, *settings.manager)
         if self._address not in ("", own):
             log.warning("this worker was at %s and is at %s now", self._address, own)
         self._address = own
@@ -194,7 +194,7 @@ class Worker:
 
     def _on_refused(self, rejected: AttachRejected) -> None:
         what = "; ".join([rejected.reason, *map(str, rejected.mismatches)])
-        log.error("the KV manager at %s refuses this worker: %s", self.settings.manager, what)
+        log.error("the KV manager at %s refuses this worker: %s", " or ".join(self.settings.manager), what)
 
     async def _until_attached(self) -> None:
         while not self._attached() and not self._stop.is_set():  # noqa: ASYNC110 - it changes on the engine's thread

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from common.decisions.ring import DEFAULT_RING_BYTES
+from common.errors import FieldViolation
 from common.settings.decision_log import DecisionLogSettings
 from common.settings.options import (
+    Address,
     BlockSize,
     Bytes,
     Count,
@@ -18,6 +21,7 @@ from common.settings.options import (
     Port,
     Seconds,
     TokenizerFolder,
+    WorkerId,
 )
 from common.settings.pool_key import PoolSettings
 from kvmanager.core.config import (
@@ -37,6 +41,19 @@ class KvManagerSettings(PoolSettings, DecisionLogSettings):
 
     port: Port = Field(50052, description="gRPC port; 0 takes a free one")
     metrics_port: Port | None = Field(None, description="port of /metrics and /health; unset: the gRPC port + 1000")
+    group: WorkerId | None = Field(
+        None,
+        description="name of the group of managers of one pool; whichever holds the lease of the group in Redis leads, "
+        "the others stand by; unset: this manager is alone",
+    )
+    group_lease: Annotated[float, Field(ge=0.3, le=60.0)] = Field(
+        3.0, description="seconds after which a standby takes over from a leader that hangs"
+    )
+    advertise: Address | None = Field(
+        None,
+        description="HOST:PORT at which the other managers of the group reach this one; unset: host and port, and for "
+        "a host of 0.0.0.0 the address on the way to Redis",
+    )
     model: Path | None = Field(
         None,
         description="folder of the checkpoint that workers must serve; unset: what the first worker to attach serves",
@@ -90,3 +107,13 @@ class KvManagerSettings(PoolSettings, DecisionLogSettings):
     lease_ttl: Seconds = Field(5.0, description="seconds that a discovery lease lives without renewal")
     decision_ring: Count = Field(100_000, description="decision records kept in memory")
     decision_ring_bytes: Bytes = Field(DEFAULT_RING_BYTES, description="memory of the decision records, about")
+
+    def problems(self) -> Iterator[FieldViolation]:
+        yield from super().problems()
+        if self.group is not None and not self.redis_url:
+            what = f"is {self.group}, and there is no Redis for its lease; give --redis-url, or leave --group out"
+            yield FieldViolation("--group", what)
+        if self.group is None and self.advertise is not None:
+            yield FieldViolation("--advertise", "has no effect; expected it with a --group")
+        if self.advertise is not None and len(self.advertise.split()) != 1:
+            yield FieldViolation("--advertise", "has spaces; expected HOST:PORT")

@@ -20,13 +20,15 @@ from common.decisions.disk.metrics import LogMetrics
 from common.decisions.disk.writer import opened as opened_log
 from common.decisions.ring import DecisionRing
 from common.errors import StaleEpoch
+from common.process.advertise import reachable_address
 from common.process.debug import dumps_on_signal
 from common.process.garbage import collect_rarely
 from common.process.metrics import MetricsServer, metrics_port, new_registry
 from common.process.redis_client import open_redis
 from common.process.supervised import Supervisor
 from common.process.watchdog import Watchdog, Work
-from common.rpc.server import RpcServer
+from common.rpc.roles import Role
+from common.rpc.server import RpcServer, dialer
 from common.rpc.tls import Identity
 from common.service import run_service
 from common.settings.config import load_or_exit
@@ -36,15 +38,18 @@ from common.telemetry.server_spans import server_spans
 from common.types import PoolIdentity
 from kvmanager import decision_servicer, servicer
 from kvmanager.config import KvManagerSettings
+from kvmanager.core.leadership import Leadership
 from kvmanager.core.manager import Manager, ManagerConfig
 from kvmanager.core.watchdog import waits_for_a_grant
 from kvmanager.decision_servicer import DecisionServicer
+from kvmanager.group.member import Alone, GroupMember
+from kvmanager.index.group_lease import RedisGroupLease
 from kvmanager.index.publisher import PublisherTimes
 from kvmanager.index.state_file import EpochFile
 from kvmanager.index.store import TIMEOUT_S, RedisIndexStore
 from kvmanager.index.writer import IndexWriter
 from kvmanager.metrics import ManagerMetrics
-from kvmanager.ports import IndexStore
+from kvmanager.ports import IndexStore, Leading
 from kvmanager.servicer import KvManagerServicer
 from kvmanager.sessions.attachments import Attachments
 from kvmanager.sessions.handler import SessionLimits
@@ -57,10 +62,16 @@ REPLACED_STATUS: Final = 3
 _FLUSH_S: Final = 2.0
 _LEAVE_S: Final = 2.0
 _GRACE_S: Final = 0.5
+# Seconds between two attempts of a standby to take the lease.
+_STANDBY_POLL_S: Final = 0.25
+_REDIS_PORT: Final = 6379
 
 
 class ManagerProcess:
-    """One manager from its first port to its last write. `on_stale` is called when another manager has taken over."""
+    """One manager from its first port to its last write. `on_stale` is called when another manager has taken over.
+
+    In a group, a manager that another one of the group replaces stands by instead.
+    """
 
     def __init__(self, settings: KvManagerSettings, on_stale: Callable[[StaleEpoch], None]) -> None:
         self.settings, clock = settings, SystemClock()
@@ -72,13 +83,38 @@ class ManagerProcess:
         epoch_file.check()
         times = PublisherTimes(settings.prefix_ttl, settings.lease_ttl)
         self.supervisor = Supervisor(self._show)
-        key = pool_key_of(settings)
-        self.index = IndexWriter(epoch_file, _store_opener(settings), clock, times, on_stale, key, self.supervisor)
+        self.leading, self.member = self._membership(source, clock, on_stale)
+        key, stale = pool_key_of(settings), on_stale if self.member is None else self.member.doubt
+        opener = _store_opener(settings, self.leading)
+        self.index = IndexWriter(epoch_file, opener, clock, times, stale, key, self.supervisor)
+        self.index.before_writing = self.leading.writes
         manager = Manager(_manager_config(settings), clock, _decision_ids(source))
         self.attachments = Attachments(
-            manager, self.index, self.ring, self._telemetry.tracer, configured_identity(settings)
+            manager, self.index, self.ring, self._telemetry.tracer, self.leading, configured_identity(settings)
         )
         self.server = self._server()
+
+    def _membership(
+        self, source: str, clock: SystemClock, on_stale: Callable[[StaleEpoch], None]
+    ) -> tuple[Leading, GroupMember | None]:
+        settings = self.settings
+        if settings.group is None or not settings.redis_url:
+            return Alone(source), None
+        # An attempt that Redis does not answer ends before the next one is due.
+        redis = open_redis(settings.redis_url, settings.redis_ca, timeout=settings.group_lease / 4)
+        lease = RedisGroupLease(redis, settings.group, source, settings.group_lease)
+        core = Leadership(source, settings.group_lease, _STANDBY_POLL_S)
+        dial = dialer(Identity.of(settings), Role.MANAGER)
+        member = GroupMember(core, lease, clock, dial, self._lead, self._stand_by, on_stale)
+        return member, member
+
+    async def _lead(self, namespace: str) -> None:
+        if namespace:
+            await self.index.lead(namespace)
+
+    async def _stand_by(self, why: str) -> None:
+        self.attachments.stand_by(why)
+        await self.index.stand_by()
 
     def _server(self) -> RpcServer:
         registry = new_registry()
@@ -119,6 +155,11 @@ class ManagerProcess:
         port = await self.server.start(settings.host, settings.port)
         metrics = await self.metrics.start(settings.host, metrics_port(settings.metrics_port, settings.port))
         self.supervisor.run("watchdog", self.watchdog.run)
+        self.leading.address = settings.advertise or f"{settings.host}:{port}"
+        if self.member is not None:
+            if settings.advertise is None:
+                self.member.address = await reachable_address(settings.host, port, _redis_address(settings.redis_url))
+            self.member.start(self.supervisor)
         await self.server.ready()
         if self._log is not None:
             self._log.start(self.ring)
@@ -130,13 +171,17 @@ class ManagerProcess:
     def debug_state(self) -> dict[str, object]:
         """Return the manager's part of `quire debug dump`: the pool of each worker's ledger."""
         pools = {worker: asdict(ledger.pool()) for worker, ledger in self.attachments.ledgers()}
-        return {"epoch": self.index.epoch, "draining": self.attachments.draining, "pools": pools}
+        leads, term = self.leading.leads(), self.leading.term
+        epoch, draining = self.index.epoch, self.attachments.draining
+        return {"epoch": epoch, "leads": leads, "term": term, "draining": draining, "pools": pools}
 
     async def stop(self) -> None:
         """Write the pending changes, send the workers away, and stop."""
         await self.server.health.drain()
         if not await self.index.flush(_FLUSH_S):
             log.warning("stopping although the prefix index lacks some changes; the next manager publishes them")
+        if self.member is not None:
+            await self.member.resign()
         self.attachments.drain()
         try:
             async with asyncio.timeout(_LEAVE_S):
@@ -148,6 +193,8 @@ class ManagerProcess:
     async def abort(self, grace: float = 0.0) -> None:
         """Stop; running calls of operators have `grace` seconds."""
         await self.server.stop(grace)
+        if self.member is not None:
+            await self.member.aclose()
         await self.index.close()
         await self.metrics.stop()
         if self._log is not None:
@@ -188,13 +235,17 @@ def _session_limits(settings: KvManagerSettings) -> SessionLimits:
     return SessionLimits(settings.max_inventory_messages, settings.max_inventory_bytes, settings.attach_timeout)
 
 
-def _store_opener(settings: KvManagerSettings) -> Callable[[str], IndexStore] | None:
-    url, ca = settings.redis_url, settings.redis_ca
+def _store_opener(settings: KvManagerSettings, leading: Leading) -> Callable[[str], IndexStore] | None:
+    url, ca, times = settings.redis_url, settings.redis_ca, (settings.prefix_ttl, settings.lease_ttl)
     if not url:
         return None
-    return lambda namespace: RedisIndexStore(
-        open_redis(url, TIMEOUT_S, ca), namespace, settings.prefix_ttl, settings.lease_ttl
-    )
+    # A store keeps the term in which it was opened: a later one of this process is not its own.
+    return lambda namespace: RedisIndexStore(open_redis(url, TIMEOUT_S, ca), namespace, *times, term=leading.term)
+
+
+def _redis_address(url: str | None) -> str:
+    parts = urlsplit(url or "")
+    return f"{parts.hostname or '127.0.0.1'}:{parts.port or _REDIS_PORT}"
 
 
 def _decision_ids(source: str) -> Callable[[], str]:

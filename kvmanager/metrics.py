@@ -75,6 +75,9 @@ class ManagerMetrics(Collector):
         counts = self._attachments.counts
         yield _gauge("workers", "Workers that are attached.", len(self._attachments.manager.workers()))
         yield _gauge("manager_epoch", "Epoch of this manager.", self._attachments.index.epoch)
+        leading = self._attachments.leading
+        yield _gauge("manager_leads", "1 while this manager leads, 0 while it stands by.", int(leading.leads()))
+        yield _counter("manager_takeovers", "Times that this manager became the leader.", leading.takeovers)
         yield _counter("sessions", "Sessions that were opened.", counts.opened)
         yield _counter("sessions_refused", "Attaches that were refused.", counts.refused)
         yield _counter("quarantines", "Sessions that broke the protocol and were ended.", counts.quarantined)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from common.errors import QuireError
 from common.types import BlockHash
+from kvmanager.core.leadership import Attempt, Lease
 
 
 class IndexUnavailable(QuireError):
@@ -70,3 +71,58 @@ class IndexStore(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LeaderState:
+    """Who leads, as one manager knows it. `owner` names that manager's process; `leader` is HOST:PORT ("": unknown).
+
+    `term` is that of the leader; 0 where it is unknown, or where there is no group.
+    """
+
+    owner: str
+    leads: bool = False
+    term: int = 0
+    leader: str = ""
+
+
+class GroupLease(Protocol):
+    """The lease of a group, for one owner. Every method but `close` raises IndexUnavailable."""
+
+    async def hold(self, attempt: Attempt, address: str, namespace: str) -> int | Lease:
+        """Take or renew the lease; return the own term, or the lease of another owner."""
+        ...
+
+    async def resign(self) -> None:
+        """Give the lease up, if this owner holds it."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class Leading(Protocol):
+    """Whether this manager leads. `address` is where others reach it."""
+
+    address: str
+
+    @property
+    def term(self) -> int: ...
+
+    @property
+    def takeovers(self) -> int: ...
+
+    def leads(self) -> bool:
+        """Return whether this manager may grant blocks now."""
+        ...
+
+    async def confirmed(self) -> None:
+        """Return once it is known that this manager leads. Raises Unavailable if it does not."""
+        ...
+
+    async def writes(self, namespace: str) -> None:
+        """Note that the index of this namespace is about to be written. Raises Unavailable if another manager leads."""
+        ...
+
+    def states(self) -> AsyncGenerator[LeaderState, None]:
+        """Yield who leads, and again after each change."""
+        ...

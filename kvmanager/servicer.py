@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Final
 
 from grpc import aio
 
+from common.decisions.watch import WatcherLimit
 from common.errors import FieldViolation, InvalidRequest, NotFound
 from common.hashing import KEY_BYTES
-from common.limits import MAX_MAPPED_BLOCKS, MAX_MAPPED_SEQUENCES, MAX_SHOWN_HOLDERS
+from common.limits import MAX_LEADER_WATCHERS, MAX_MAPPED_BLOCKS, MAX_MAPPED_SEQUENCES, MAX_SHOWN_HOLDERS
 from common.rpc.interceptor import send
 from common.rpc.roles import peer_of
 from common.types import BlockHash, BlockId, SequenceId
@@ -43,6 +45,7 @@ class KvManagerServicer(kvmanager_pb2_grpc.KvManagerServiceServicer):
         self, attachments: Attachments, observe: Callable[[float], None], limits: SessionLimits = DEFAULT_LIMITS
     ) -> None:
         self._attachments, self._observe, self._limits = attachments, observe, limits
+        self._watchers = WatcherLimit(MAX_LEADER_WATCHERS, "leader")
 
     # A coroutine that writes, not a generator: gRPC leaves a generator whose RPC is cancelled to the garbage collector.
     async def Session(  # type: ignore[override]
@@ -55,8 +58,18 @@ class KvManagerServicer(kvmanager_pb2_grpc.KvManagerServiceServicer):
         )
         await handler.serve(partial(send, context))
 
+    async def WatchLeader(
+        self, request: kvmanager_pb2.WatchLeaderRequest, context: _Context
+    ) -> AsyncIterator[kvmanager_pb2.WatchLeaderResponse]:
+        """Send who leads, and again after each change. Raises Overloaded."""
+        with self._watchers:
+            async with aclosing(self._attachments.leading.states()) as states:
+                async for state in states:
+                    yield kvmanager_pb2.WatchLeaderResponse(**asdict(state))
+
     async def Lookup(self, request: kvmanager_pb2.LookupRequest, context: _Context) -> kvmanager_pb2.LookupResponse:
         """Return the cached prefix of a prompt on each worker. It changes nothing, not even the order of eviction."""
+        await self._attachments.leading.confirmed()
         block_hashes = _block_hashes(request.block_hashes)
         ledgers = self._attachments.ledgers(request.worker_id)
         matches = [
@@ -68,6 +81,7 @@ class KvManagerServicer(kvmanager_pb2_grpc.KvManagerServiceServicer):
         self, request: kvmanager_pb2.GetBlockTableRequest, context: _Context
     ) -> kvmanager_pb2.GetBlockTableResponse:
         """Return the block table of one sequence, of all sequences of a request, or of all sequences of a worker."""
+        await self._attachments.leading.confirmed()
         found = [
             table_to_proto(table)
             for _, ledger in self._attachments.ledgers(request.worker_id)
@@ -78,6 +92,8 @@ class KvManagerServicer(kvmanager_pb2_grpc.KvManagerServiceServicer):
         return kvmanager_pb2.GetBlockTableResponse(tables=found)
 
     async def GetPool(self, request: kvmanager_pb2.GetPoolRequest, context: _Context) -> kvmanager_pb2.GetPoolResponse:
+        """Return what the blocks of each worker are used for."""
+        await self._attachments.leading.confirmed()
         ledgers = self._attachments.ledgers(request.worker_id)
         pools = [pool_to_proto(worker_id, ledger.pool()) for worker_id, ledger in ledgers]
         return kvmanager_pb2.GetPoolResponse(epoch=self._attachments.index.epoch, pools=pools)
@@ -86,6 +102,7 @@ class KvManagerServicer(kvmanager_pb2_grpc.KvManagerServiceServicer):
         self, request: kvmanager_pb2.GetBlockMapRequest, context: _Context
     ) -> kvmanager_pb2.GetBlockMapResponse:
         """Return how a page of a worker's blocks is used. It changes nothing."""
+        await self._attachments.leading.confirmed()
         ledger, limit = self._ledger(request.worker_id), request.limit or MAX_MAPPED_BLOCKS
         if limit > MAX_MAPPED_BLOCKS:
             what = f"is {limit}; expected at most {MAX_MAPPED_BLOCKS} blocks a page"
@@ -96,6 +113,7 @@ class KvManagerServicer(kvmanager_pb2_grpc.KvManagerServiceServicer):
         self, request: kvmanager_pb2.GetBlockRequest, context: _Context
     ) -> kvmanager_pb2.GetBlockResponse:
         """Return everything about one block. It changes nothing."""
+        await self._attachments.leading.confirmed()
         found = self._ledger(request.worker_id).block(BlockId(request.block), MAX_SHOWN_HOLDERS)
         if found is None:
             raise NotFound(f"worker {request.worker_id} has no block {request.block}; GetPool says how many it has")
@@ -111,6 +129,7 @@ class KvManagerServicer(kvmanager_pb2_grpc.KvManagerServiceServicer):
         self, request: kvmanager_pb2.ResetPrefixCacheRequest, context: _Context
     ) -> kvmanager_pb2.ResetPrefixCacheResponse:
         """Drop the cached blocks that no sequence uses, on every worker, and wait until the index has none of them."""
+        await self._attachments.leading.confirmed()
         number = secrets.randbits(_ID_BITS) + 1
         resets = await self._attachments.reset_cache(number, _CONFIRM_S)
         current = await self._attachments.index.flush(_INDEX_S)
@@ -124,6 +143,7 @@ class KvManagerServicer(kvmanager_pb2_grpc.KvManagerServiceServicer):
         self, request: kvmanager_pb2.SubscribeKvEventsRequest, context: _Context
     ) -> AsyncIterator[kvmanager_pb2.SubscribeKvEventsResponse]:
         """Send each worker's membership, or what came since a position, and then every change."""
+        await self._attachments.leading.confirmed()
         after = {each.worker_id: Position(each.stream, each.number) for each in request.after}
         hub = self._attachments.events
         subscription = hub.subscribe(request.worker_id, after)

@@ -110,7 +110,7 @@ class BenchWorker:
         self.config = config
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="io", daemon=True)
-        self._client = LeaseClient(manager, self._wake, dial=dial) if manager is not None else None
+        self._client = LeaseClient([manager], self._wake, dial=dial) if manager is not None else None
         channel: LeaseChannel = self._client or EmbeddedChannel(SystemClock())
         geometry = geometry or KvGeometry(1, 1, 1, 1, "float32", config.window)
         self._identity = PoolIdentity("bench", "none", config.block_size, geometry)

@@ -41,16 +41,16 @@ async def watched(ring: DecisionRing, query: DecisionQuery, after: int | None) -
 
 
 class WatcherLimit:
-    """Counts the watchers of one process."""
+    """Counts the watchers of one process. `what` they watch is part of the error, such as decisions."""
 
-    def __init__(self, most: int = MAX_DECISION_WATCHERS) -> None:
-        self._most, self.watching = most, 0
+    def __init__(self, most: int = MAX_DECISION_WATCHERS, what: str = "decisions") -> None:
+        self._most, self._what, self.watching = most, what, 0
 
     def __enter__(self) -> None:
         """Raise Overloaded when too many watch."""
         if self.watching >= self._most:
-            words = f"{self.watching} watch the decisions of this process; at most {self._most}"
-            raise Overloaded(QuotaViolation("decisions.watchers", words), _RETRY_S)
+            words = f"{self.watching} watch the {self._what} of this process; at most {self._most}"
+            raise Overloaded(QuotaViolation(f"{self._what}.watchers", words), _RETRY_S)
         self.watching += 1
 
     def __exit__(self, *_: object) -> None:

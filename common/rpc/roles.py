@@ -36,6 +36,9 @@ _OPERATOR: Final = frozenset({Role.OPERATOR})
 # By method, or by service for its other methods.
 CALLERS: Final[Mapping[str, frozenset[Role]]] = {
     "/quire.kvmanager.v1.KvManagerService/Session": frozenset({Role.WORKER}),
+    "/quire.kvmanager.v1.KvManagerService/WatchLeader": frozenset(
+        {Role.WORKER, Role.MANAGER, Role.ROUTER, Role.OPERATOR}
+    ),
     # A router's admin plane passes these on for operators.
     "/quire.kvmanager.v1.KvManagerService/ResetPrefixCache": frozenset({Role.ROUTER, Role.OPERATOR}),
     "/quire.kvmanager.v1.KvManagerService/SubscribeKvEvents": frozenset({Role.ROUTER, Role.OPERATOR}),

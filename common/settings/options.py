@@ -127,6 +127,13 @@ def _split(value: object) -> object:
     return value
 
 
+def _split_each(value: object) -> object:
+    """Let a flag hold a list too, where no element has a comma: `--manager a:1,b:2`."""
+    if isinstance(value, list | tuple):
+        return [part.strip() for each in value for part in str(each).split(",") if part.strip()]
+    return _split(value)
+
+
 def one_of(*words: str) -> Callable[[str], str]:
     """Return a validator that takes these words alone."""
 
@@ -141,7 +148,7 @@ def one_of(*words: str) -> Callable[[str], str]:
 BlockSize = Annotated[int, AfterValidator(_block_size)]
 Address = Annotated[str, AfterValidator(_address)]
 Network = Annotated[str, AfterValidator(_network)]
-Addresses = Annotated[tuple[Address, ...], BeforeValidator(_split)]
+Addresses = Annotated[tuple[Address, ...], BeforeValidator(_split_each)]
 WorkerId = Annotated[str, AfterValidator(_id)]
 Networks = Annotated[tuple[Network, ...], BeforeValidator(_split)]
 Bytes = Annotated[int, BeforeValidator(_bytes), Field(gt=0)]

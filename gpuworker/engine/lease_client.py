@@ -2,7 +2,8 @@
 
 The client lives on the worker's I/O loop. The engine's thread calls `poll`, `attach`, `send` and `reconnect`; none of
 them blocks. Events cross in a deque, commands by `call_soon_threadsafe`. A stream is never resumed. After any failure,
-and a jittered delay, the client opens a new stream and asks the engine for a new Attach.
+and a jittered delay, the client opens a new stream and asks the engine for a new Attach. Of several managers, it takes
+the one that leads, and while that is unknown the next one each time.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
@@ -44,6 +45,7 @@ from common.wire.lease_codec import (
     rejected_from_proto,
     report_to_proto,
 )
+from gpuworker.engine.leader_watch import LeaderWatch
 from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -111,6 +113,7 @@ class _Connection:
 class LeaseClient:
     """Keeps a session with one KV manager. The I/O loop calls `start` and `close`, the engine's thread all others.
 
+    `addresses` are those of all managers of the pool, HOST:PORT; one of them leads.
     The I/O loop calls `on_event` whenever `poll` has something new, and `on_refused` when the manager refuses this
     worker for good (another identity); the client then retries rarely. `on_round_trip` takes the seconds from a report
     to its grants. `supervisor` begins the client again should a defect end it.
@@ -118,7 +121,7 @@ class LeaseClient:
 
     def __init__(
         self,
-        address: str,
+        addresses: Sequence[str],
         on_event: Callable[[], None] = lambda: None,
         on_refused: Callable[[AttachRejected], None] = lambda rejected: None,
         rng: random.Random | None = None,
@@ -126,7 +129,11 @@ class LeaseClient:
         dial: Dial = open_channel,
         supervisor: Supervisor | None = None,
     ) -> None:
-        self._address, self._on_event, self._on_refused = address, on_event, on_refused
+        self._addresses, self._on_event, self._on_refused = tuple(addresses), on_event, on_refused
+        self._address, self._attempts = self._addresses[0], 0
+        self._watch = LeaderWatch(self._addresses, dial, self._leader_changed) if len(self._addresses) > 1 else None
+        self._opening: asyncio.Timeout | None = None
+        self._leader_news = asyncio.Event()
         self._on_round_trip, self._dial = on_round_trip, dial
         self._supervisor = supervisor or Supervisor()
         self.before: Callable[[], Awaitable[None]] | None = None
@@ -143,6 +150,8 @@ class LeaseClient:
     async def start(self) -> None:
         """Begin to connect. Call `close` at the end."""
         self._loop = asyncio.get_running_loop()
+        if self._watch is not None:
+            self._watch.start(self._supervisor)
         self._task = self._supervisor.run("lease client", self._run)
 
     async def close(self) -> None:
@@ -151,6 +160,8 @@ class LeaseClient:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
                 await self._task
+        if self._watch is not None:
+            await self._watch.close()
 
     # ------------------------------------------------------------ engine's thread
 
@@ -226,6 +237,7 @@ class LeaseClient:
     async def _run(self) -> None:
         while True:
             longest = False
+            self._address = self._next_address()
             try:
                 await self._connect()
             except _Refused as refused:
@@ -238,7 +250,36 @@ class LeaseClient:
                 log.warning("no session with KV manager %s: %s", self._address, _in_words(error))
             except Exception:  # a worker that no longer attaches is of no use, and nothing else would say so
                 log.exception("the session with KV manager %s ended by an error", self._address)
-            await asyncio.sleep(self._next_delay(longest))
+            await self._pause(self._next_delay(longest))
+
+    def _next_address(self) -> str:
+        """Return the manager that leads; while that is unknown, each one in turn."""
+        turn = self._addresses[self._attempts % len(self._addresses)]
+        self._attempts += 1
+        return self._leader() or turn
+
+    def _leader(self) -> str | None:
+        return self._watch.leader if self._watch is not None else None
+
+    def _leader_changed(self) -> None:
+        """Leave a manager when another one leads: one that hangs would keep this worker."""
+        self._leader_news.set()
+        leader = self._leader()
+        if leader is None or leader == self._address:
+            return
+        if self._connection is not None:
+            self._connection.end(f"KV manager {leader} leads now")
+        if self._opening is not None:
+            self._opening.reschedule(asyncio.get_running_loop().time())
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait before the next attempt, but only until another manager is known to lead."""
+        self._leader_news.clear()
+        if self._leader() not in (None, self._address):
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._leader_news.wait()
 
     def _next_delay(self, longest: bool) -> float:
         """Return the seconds until the next attempt: doubled each time up to a bound, less up to a half at random."""
@@ -252,12 +293,19 @@ class LeaseClient:
         async with self._dial(self._address) as channel:
             call: _Call = kvmanager_pb2_grpc.KvManagerServiceStub(channel).Session()
             try:
-                async with asyncio.timeout(OPEN_TIMEOUT_S):
-                    await call.initial_metadata()
+                await self._open(call)
                 self._connections += 1
                 await self._serve(_Connection(self._connections, call, asyncio.get_running_loop().create_future()))
             finally:
                 call.cancel()
+
+    async def _open(self, call: _Call) -> None:
+        """Wait for the manager's headers. Raises TimeoutError, at once when another manager is known to lead."""
+        try:
+            async with asyncio.timeout(OPEN_TIMEOUT_S) as self._opening:
+                await call.initial_metadata()
+        finally:
+            self._opening = None
 
     async def _serve(self, connection: _Connection) -> None:
         """Serve a stream until either side ends it. Raises the error that ended the stream, if any."""

@@ -1,6 +1,7 @@
 """The Lua scripts that change the prefix index; each checks the fence and acts in one atomic step.
 
-Every script begins with `epoch_in.lua`, and every one but ACQUIRE with `fenced.lua` too. `fenced.lua` returns {fence}
+HOLD and RESIGN are for the lease of a group. Every script begins with `epoch_in.lua`. Those that write the index
+begin with `fenced.lua` too. `fenced.lua` returns {fence}
 when the caller's epoch is not the fence, else {fence, result}. Keys that a script derives from the namespace are not
 among KEYS. All keys of a namespace share a hash tag and therefore a cluster slot.
 """
@@ -28,6 +29,8 @@ def _fenced(name: str) -> str:
 
 
 ACQUIRE: Final = _with_epochs("acquire")
+HOLD: Final = _with_epochs("hold")
+RESIGN: Final = _with_epochs("resign")
 REGISTER: Final = _fenced("register")
 UPDATE: Final = _fenced("update")
 RENEW: Final = _fenced("renew")

@@ -19,13 +19,16 @@ from kvmanager.ports import FenceLost, IndexCall, IndexUnavailable, WorkerEntry
 _Argument = str | bytes | int
 
 TIMEOUT_S: Final = 2.0
-_EPOCH_JUMP: Final = 1 << 16
+EPOCH_JUMP: Final = 1 << 16
 # Members of the set of workers that a renewal looks at; the set is clean after some renewals.
 _DRAWN: Final = 512
 
 
 class RedisIndexStore:
-    """The index of one namespace. Lifetimes in seconds; `jump` draws the step where Redis counts no epoch."""
+    """The index of one namespace. Lifetimes in seconds; `jump` draws the step where Redis counts no epoch.
+
+    `term` is that of the manager in its group; 0: it is in no group.
+    """
 
     def __init__(
         self,
@@ -33,9 +36,10 @@ class RedisIndexStore:
         namespace: str,
         prefix_ttl: float,
         lease_ttl: float,
-        jump: Callable[[], int] = lambda: secrets.randbelow(_EPOCH_JUMP),
+        jump: Callable[[], int] = lambda: secrets.randbelow(EPOCH_JUMP),
+        term: int = 0,
     ) -> None:
-        self._redis, self._namespace, self._jump = redis, namespace, jump
+        self._redis, self._namespace, self._jump, self._term = redis, namespace, jump, term
         self._prefix_ms, self._lease_ms = round(1000 * prefix_ttl), round(1000 * lease_ttl)
         self._fence = index_format.fence_key(namespace)
         self._root = index_format.prefix_key_root(namespace)
@@ -46,9 +50,9 @@ class RedisIndexStore:
         self._retire = redis.register_script(index_scripts.RETIRE)
 
     async def acquire(self, least: int, held: int) -> int:
-        keys = [index_format.epoch_key(self._namespace), self._fence]
-        with _unavailable():
-            taken, epoch = await self._acquire(keys=keys, args=[least, held, self._jump()])
+        keys = [index_format.epoch_key(self._namespace), self._fence, index_format.term_key(self._namespace)]
+        with unavailable():
+            taken, epoch = await self._acquire(keys=keys, args=[least, held, self._jump(), self._term])
         if not taken:
             raise StaleEpoch(f"a manager of epoch {epoch} has taken over from this one, of epoch {held}")
         return int(epoch)
@@ -73,7 +77,7 @@ class RedisIndexStore:
     async def renew(self, epoch: int, slots: Mapping[int, str], discovery: Mapping[str, str]) -> None:
         keys = [index_format.liveness_key(self._namespace, slot) for slot in slots]
         await self._call(self._renew, epoch, keys, [self._lease_ms, *slots.values()])
-        with _unavailable():
+        with unavailable():
             async with self._redis.pipeline(transaction=False) as pipeline:
                 for worker_id, value in discovery.items():
                     pipeline.set(index_format.discovery_key(worker_id), value, px=self._lease_ms)
@@ -98,7 +102,7 @@ class RedisIndexStore:
     async def retire(self, epoch: int, slot: int, generation: int, worker_id: str) -> None:
         keys = [index_format.slot_key(self._namespace, slot), index_format.liveness_key(self._namespace, slot)]
         if await self._call(self._retire, epoch, keys, [generation, secrets.randbits(32)]):
-            with _unavailable():
+            with unavailable():
                 await self._redis.srem(index_format.DISCOVERY_WORKERS_KEY, worker_id)
 
     async def close(self) -> None:
@@ -107,7 +111,7 @@ class RedisIndexStore:
     async def _call(
         self, script: AsyncScript, epoch: int, keys: Sequence[str | bytes], arguments: Sequence[_Argument]
     ) -> int:
-        with _unavailable():
+        with unavailable():
             fence, *result = await script(keys=[self._fence, *keys], args=[epoch, *arguments])
         if result:
             return int(result[0])
@@ -118,7 +122,8 @@ class RedisIndexStore:
 
 
 @contextmanager
-def _unavailable() -> Iterator[None]:
+def unavailable() -> Iterator[None]:
+    """Raise IndexUnavailable for an error of Redis, or of the way to it."""
     try:
         yield
     except (RedisError, OSError) as error:

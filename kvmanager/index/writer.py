@@ -7,14 +7,14 @@ another identity.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
 from common.clock import Clock
-from common.errors import StaleEpoch
+from common.errors import StaleEpoch, Unavailable
 from common.index_format import DiscoveredWorker
 from common.lease import Attach, public_incarnation
 from common.process.supervised import Supervisor, cancel_and_wait
@@ -23,7 +23,7 @@ from kvmanager.index.epoch import EpochKeeper
 from kvmanager.index.publisher import PrefixPublisher, PublisherTimes
 from kvmanager.index.state_file import EpochFile
 from kvmanager.index.worker_feed import WorkerFeed
-from kvmanager.ports import IndexStore
+from kvmanager.ports import IndexStore, IndexUnavailable
 
 _LEAVE_S: Final = 5.0  # for the last write; one that takes longer has failed
 
@@ -61,9 +61,12 @@ class _Namespace:
 class IndexWriter:
     """Epoch and publisher of one namespace. `open_store` makes the store of a namespace; None: there is no Redis.
 
-    `on_stale` is called once, when another manager has taken over. `supervisor` keeps the publisher running. `pool_key`
-    signs what discovery reads.
+    `on_stale` is called once for each time that this manager leads, when another one has taken over. `supervisor` keeps
+    the publisher running. `pool_key` signs what discovery reads.
     """
+
+    before_writing: Callable[[str], Awaitable[None]] | None = None
+    """Awaited with the name of each namespace before this manager takes an epoch there."""
 
     def __init__(
         self,
@@ -78,7 +81,9 @@ class IndexWriter:
         self._supervisor = supervisor or Supervisor()
         self._pool_key = pool_key
         self._file, self._open_store, self._clock, self._times = file, open_store, clock, times
-        self._on_stale: Callable[[StaleEpoch], None] | None = on_stale
+        self._on_stale, self._stale_known = on_stale, False
+        self._floor = 0
+        self._past: PrefixPublisher | None = None
         self._namespace: _Namespace | None = None
         self._leaving: set[asyncio.Task[None]] = set()
 
@@ -93,21 +98,35 @@ class IndexWriter:
         return self._namespace.publisher if self._namespace else None
 
     async def epoch_for(self, attach: Attach) -> int:
-        """Return the epoch for the answer to an Attach. Raises StaleEpoch.
+        """Return the epoch for the answer to an Attach. Raises StaleEpoch, and Unavailable after `stand_by`.
 
         An identity with another namespace starts that namespace. No worker of the old one may be attached then.
         """
-        namespace = self._namespace
-        if namespace is None or namespace.name != attach.identity.namespace:
-            self._namespace = self._begin(attach.identity.namespace)
-            if namespace is not None:
-                self._leave(namespace)
-        assert self._namespace is not None
+        name = attach.identity.namespace
+        if not self._writes(name) and self.before_writing is not None:
+            await self.before_writing(name)
+        namespace = self._in(name)
         try:
-            return await self._namespace.epochs.for_attach(attach.epoch_seen)
+            epoch = await namespace.epochs.for_attach(attach.epoch_seen)
         except StaleEpoch as error:
             self._stale(error)
             raise
+        if namespace is not self._namespace:
+            raise Unavailable("this KV manager has stopped leading its group")
+        return epoch
+
+    async def lead(self, name: str) -> None:
+        """Take the epoch of a namespace at once, so that the last leader can write there no more."""
+        with suppress(IndexUnavailable):
+            await self._in(name).epochs.fenced()
+
+    async def stand_by(self) -> None:
+        """Stop writing: another manager leads. Unwritten changes are lost; the leader publishes everything."""
+        self._floor, self._stale_known = max(self._floor, self.epoch), False
+        namespace, self._namespace = self._namespace, None
+        if namespace is not None:
+            self._past = namespace.publisher
+            await namespace.close()
 
     def open_feed(self, attach: Attach, snapshot: Callable[[], IndexSnapshot]) -> WorkerFeed | None:
         """Begin to publish a worker; None without Redis."""
@@ -144,13 +163,27 @@ class IndexWriter:
             await self._namespace.close()
         await self._supervisor.aclose()
 
+    def _writes(self, name: str) -> bool:
+        return self._namespace is not None and self._namespace.name == name
+
+    def _in(self, name: str) -> _Namespace:
+        """Return the namespace of this name; begin it if another one, or none, is written."""
+        old = self._namespace
+        if old is not None and old.name == name:
+            return old
+        self._namespace = self._begin(name)
+        if old is not None:
+            self._leave(old)
+        return self._namespace
+
     def _begin(self, name: str) -> _Namespace:
         store = self._open_store(name) if self._open_store else None
-        namespace = _Namespace(name, EpochKeeper(self._file, store, floor=self.epoch), store)
+        epochs = EpochKeeper(self._file, store, floor=max(self._floor, self.epoch))
+        namespace = _Namespace(name, epochs, store)
         if store is not None:
             publisher = PrefixPublisher(store, namespace.epochs, self._clock, self._times, pool_key=self._pool_key)
-            if self.publisher is not None:
-                publisher.counts = self.publisher.counts  # a counter must not fall
+            if (past := self.publisher or self._past) is not None:
+                publisher.counts = past.counts  # a counter must not fall
             namespace.publisher = publisher
             namespace.task = self._supervisor.run("prefix-publisher", partial(self._publish, namespace, publisher))
         return namespace
@@ -172,6 +205,6 @@ class IndexWriter:
 
     def _stale(self, error: StaleEpoch) -> None:
         """Call `on_stale` once; an attach and the publisher can both find that another manager has taken over."""
-        on_stale, self._on_stale = self._on_stale, None
-        if on_stale is not None:
-            on_stale(error)
+        known, self._stale_known = self._stale_known, True
+        if not known:
+            self._on_stale(error)

@@ -19,6 +19,7 @@ from kvmanager.core.ledger import Ledger
 from kvmanager.core.manager import Manager, WorkerRegistration
 from kvmanager.core.past_totals import PastTotals
 from kvmanager.index.writer import IndexWriter
+from kvmanager.ports import Leading
 from kvmanager.sessions.attached_worker import AttachedWorker, DecisionSink, Effects
 from kvmanager.sessions.kv_events import KvEventHub
 from kvmanager.sessions.reserve_spans import ReserveSpans
@@ -62,7 +63,7 @@ class _Live:
 
 @dataclass(slots=True)
 class Attachments:
-    """Attached workers by id, around the core's registrations.
+    """Attached workers by id, around the core's registrations; `leading` says whether this manager leads.
 
     `configured` holds the parts of the identity that were configured; the first worker to attach fixes the rest, until
     the last one has left.
@@ -72,6 +73,7 @@ class Attachments:
     index: IndexWriter
     sink: DecisionSink
     tracer: Tracer
+    leading: Leading
     configured: Mapping[str, object] = field(default_factory=dict)
     counts: SessionCounts = field(default_factory=SessionCounts)
     draining: bool = False
@@ -86,8 +88,10 @@ class Attachments:
     ) -> AttachedWorker | AttachRejected:
         """Open a session, or return the refusal. Raises StaleEpoch when another manager has taken over.
 
+        Raises Unavailable while another manager of the group leads.
         `peer` is what the worker's certificate allows; None without TLS.
         """
+        await self.leading.confirmed()
         self._opening += 1
         try:
             return await self._open(attach, stream, peer)
@@ -134,6 +138,13 @@ class Attachments:
         self.events.close()
         for live in tuple(self._live.values()):
             live.stream.drain()
+
+    def stand_by(self, why: str) -> None:
+        """End every session: another manager leads."""
+        self.events.close(why)
+        for live in tuple(self._live.values()):
+            self.close(live.worker)
+            live.stream.end(why)
 
     async def left(self) -> None:
         """Return once no worker is attached."""

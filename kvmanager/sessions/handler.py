@@ -145,7 +145,9 @@ class SessionHandler:
             raise ProtocolViolation(f"no message for {self._limits.silence:g} s; expected {what}") from None
 
     async def _take(self, request: kvmanager_pb2.SessionRequest) -> bool:
-        """Take one message; return whether the stream goes on."""
+        """Take one message; return whether the stream goes on. Raises Unavailable when this manager leads no more."""
+        if not self._attachments.leading.leads():
+            await self._attachments.leading.confirmed()
         self._received += 1
         if request.seq != self._received:
             raise ProtocolViolation(f"the worker sent message {request.seq}; expected message {self._received}")
@@ -194,6 +196,9 @@ class SessionHandler:
             await self._between_steps()
             if self._over or not worker.current:
                 return False
+        await self._attachments.leading.confirmed()
+        if self._over or not worker.current:
+            return False
         ok, effects = worker.complete(inventory)
         self._send(kvmanager_pb2.SessionResponse(attach_ok=attach_ok_to_proto(ok)))
         figures = {

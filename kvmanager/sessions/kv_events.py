@@ -193,10 +193,10 @@ class KvEventHub:
     def unsubscribe(self, subscription: Subscription) -> None:
         self._subscriptions.discard(subscription)
 
-    def close(self) -> None:
-        """End every subscription: the manager goes away."""
+    def close(self, why: str = "the KV manager is shutting down; subscribe again to the next one") -> None:
+        """End every subscription: the manager goes away, or leads no more."""
         for subscription in tuple(self._subscriptions):
-            subscription.end(Unavailable("the KV manager is shutting down; subscribe again to the next one"))
+            subscription.end(Unavailable(why))
         self._subscriptions.clear()
 
     # ------------------------------------------------------------ sessions

@@ -295,7 +295,7 @@ async def test_close_detaches(rig: Rig) -> None:
 
 
 def test_delays_double_up_to_a_bound_with_jitter() -> None:
-    client = LeaseClient("127.0.0.1:1", rng=random.Random(3))
+    client = LeaseClient(["127.0.0.1:1"], rng=random.Random(3))
     delays = [client._next_delay(longest=False) for _ in range(8)]
     bounds = [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0]
     assert all(bound / 2 <= delay <= bound for delay, bound in zip(delays, bounds, strict=True))
@@ -304,7 +304,7 @@ def test_delays_double_up_to_a_bound_with_jitter() -> None:
 
 async def test_calls_after_the_loop_is_gone_are_harmless() -> None:
     """The engine's last report may come when the process is already closing its loop."""
-    client = LeaseClient("127.0.0.1:1")
+    client = LeaseClient(["127.0.0.1:1"])
 
     def run() -> None:
         async def body() -> None:

@@ -116,7 +116,7 @@ class Rig:
         self.refused: list[AttachRejected] = []
         self.round_trips: list[float] = []
         self.client = LeaseClient(
-            f"127.0.0.1:{self.port}",
+            [f"127.0.0.1:{self.port}"],
             self.arrived.set,
             self.refused.append,
             random.Random(1),

@@ -172,6 +172,53 @@ class SessionResponse(_message.Message):
 Global___SessionResponse: _TypeAlias = SessionResponse  # noqa: Y015
 
 @_typing.final
+class WatchLeaderRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchLeaderRequest: _TypeAlias = WatchLeaderRequest  # noqa: Y015
+
+@_typing.final
+class WatchLeaderResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OWNER_FIELD_NUMBER: _builtins.int
+    LEADS_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
+    LEADER_FIELD_NUMBER: _builtins.int
+    owner: _builtins.str
+    """Names the process that answers; new at each start."""
+    leads: _builtins.bool
+    """Whether the process that answers leads."""
+    term: _builtins.int
+    """Rises with each manager that takes the lead; 0: unknown, or there is no group."""
+    leader: _builtins.str
+    """HOST:PORT of the leader; empty: unknown, or there is no group."""
+    def __init__(
+        self,
+        *,
+        owner: _builtins.str = ...,
+        leads: _builtins.bool = ...,
+        term: _builtins.int = ...,
+        leader: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leader", b"leader", "leads", b"leads", "owner", b"owner", "term", b"term"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchLeaderResponse: _TypeAlias = WatchLeaderResponse  # noqa: Y015
+
+@_typing.final
 class Attach(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

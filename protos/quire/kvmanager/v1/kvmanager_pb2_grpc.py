@@ -39,6 +39,11 @@ class KvManagerServiceStub:
                 request_serializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.SessionRequest.SerializeToString,
                 response_deserializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.SessionResponse.FromString,
                 _registered_method=True)
+        self.WatchLeader = channel.unary_stream(
+                '/quire.kvmanager.v1.KvManagerService/WatchLeader',
+                request_serializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.WatchLeaderRequest.SerializeToString,
+                response_deserializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.WatchLeaderResponse.FromString,
+                _registered_method=True)
         self.Lookup = channel.unary_unary(
                 '/quire.kvmanager.v1.KvManagerService/Lookup',
                 request_serializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.LookupRequest.SerializeToString,
@@ -81,6 +86,13 @@ class KvManagerServiceServicer:
 
     def Session(self, request_iterator, context):
         """One stream per worker: the worker sends reports, the manager sends grants. See ARCHITECTURE.md and common/lease.py.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchLeader(self, request, context):
+        """Which manager of a group leads, as this one knows it: at once, and after each change. Workers and standbys follow it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -142,6 +154,11 @@ def add_KvManagerServiceServicer_to_server(servicer, server):
                     servicer.Session,
                     request_deserializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.SessionRequest.FromString,
                     response_serializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.SessionResponse.SerializeToString,
+            ),
+            'WatchLeader': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchLeader,
+                    request_deserializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.WatchLeaderRequest.FromString,
+                    response_serializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.WatchLeaderResponse.SerializeToString,
             ),
             'Lookup': grpc.unary_unary_rpc_method_handler(
                     servicer.Lookup,
@@ -206,6 +223,33 @@ class KvManagerService:
             '/quire.kvmanager.v1.KvManagerService/Session',
             quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.SessionRequest.SerializeToString,
             quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.SessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchLeader(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/quire.kvmanager.v1.KvManagerService/WatchLeader',
+            quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.WatchLeaderRequest.SerializeToString,
+            quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.WatchLeaderResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -16,6 +16,8 @@ class KvManagerServiceStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     Session: _aio.StreamStreamMultiCallable[_kvmanager_pb2.SessionRequest, _kvmanager_pb2.SessionResponse]
     """One stream per worker: the worker sends reports, the manager sends grants. See ARCHITECTURE.md and common/lease.py."""
+    WatchLeader: _aio.UnaryStreamMultiCallable[_kvmanager_pb2.WatchLeaderRequest, _kvmanager_pb2.WatchLeaderResponse]
+    """Which manager of a group leads, as this one knows it: at once, and after each change. Workers and standbys follow it."""
     Lookup: _aio.UnaryUnaryMultiCallable[_kvmanager_pb2.LookupRequest, _kvmanager_pb2.LookupResponse]
     """Longest cached prefix of a prompt on each attached worker, from the manager's prefix map."""
     GetBlockTable: _aio.UnaryUnaryMultiCallable[_kvmanager_pb2.GetBlockTableRequest, _kvmanager_pb2.GetBlockTableResponse]
@@ -41,6 +43,14 @@ class KvManagerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_abc.AsyncIterator[_kvmanager_pb2.SessionRequest], _abc.AsyncIterator[_kvmanager_pb2.SessionResponse]],
     ) -> _abc.AsyncIterator[_kvmanager_pb2.SessionResponse]:
         """One stream per worker: the worker sends reports, the manager sends grants. See ARCHITECTURE.md and common/lease.py."""
+
+    @_abc_1.abstractmethod
+    def WatchLeader(
+        self,
+        request: _kvmanager_pb2.WatchLeaderRequest,
+        context: _aio.ServicerContext[_kvmanager_pb2.WatchLeaderRequest, _abc.AsyncIterator[_kvmanager_pb2.WatchLeaderResponse]],
+    ) -> _abc.AsyncIterator[_kvmanager_pb2.WatchLeaderResponse]:
+        """Which manager of a group leads, as this one knows it: at once, and after each change. Workers and standbys follow it."""
 
     @_abc_1.abstractmethod
     def Lookup(

@@ -1,4 +1,4 @@
-"""Which address a worker gives to routers."""
+"""Which address a service gives to others."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import socket
 
 import pytest
 
-from gpuworker.server import advertise
-from gpuworker.server.advertise import reachable_address
+from common.process import advertise
+from common.process.advertise import reachable_address
 
 
 async def test_a_host_that_was_named_is_the_address() -> None:

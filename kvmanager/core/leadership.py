@@ -1,0 +1,154 @@
+"""The rules by which one manager of a group leads, and by which another one takes over.
+
+The managers of a group share a lease in Redis. The lease names its owner, has a term, and expires unless it is renewed.
+Terms only rise: each manager that takes the lease gets a higher one. Redis follows `granted` in one atomic step
+(`kvmanager/index/hold.lua`); a test compares both over a real server.
+
+A leader counts from the moment before each renewal was sent, so on its clock the lease ends before it ends in Redis.
+While Redis is unreachable, no other manager can take the lease, so the leader goes on. A leader whose process stood
+still past the end of its lease leads no more until Redis has confirmed it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from kvmanager.core.epochs import believed
+
+# Shares of the life of a lease: between two renewals, and how much earlier the leader counts it as ended.
+_RENEW_SHARE: Final = 1 / 3
+_MARGIN_SHARE: Final = 1 / 10
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The lease as Redis has it. `address` is HOST:PORT of the owner, `namespace` the index that it writes ("": none).
+
+    `owner` is random and new at each start of a process.
+    """
+
+    term: int
+    owner: str
+    address: str
+    namespace: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A call that takes or renews the lease.
+
+    `term` is the caller's own (0: it does not lead), `least` the highest one that it has seen. `seize` is the term of
+    a lease whose owner has ended for certain (0: of none); that lease may be taken before it expires.
+    """
+
+    term: int
+    least: int
+    seize: int = 0
+
+
+def granted(lease: Lease | None, counter: int | None, owner: str, attempt: Attempt, jump: int) -> int | None:
+    """Return the term that an owner gets from Redis; None while another one holds the lease.
+
+    A leader renews even an expired lease as long as nobody has taken one since. Where there is no counter (Redis is
+    new, or was wiped), the term jumps: another manager may still hold the next number.
+    """
+    if lease is not None and lease.owner == owner:
+        return lease.term
+    if lease is not None and lease.term != attempt.seize:
+        return None
+    counter = believed(counter, attempt.least)
+    if lease is None and attempt.term and counter == attempt.term:
+        return attempt.term
+    held = lease.term if lease is not None else 0
+    term = 1 + max(attempt.least, counter or 0, held)
+    return term + jump if counter is None else term
+
+
+class Change(Enum):
+    """What the end of an attempt changed for this manager. NEW_TERM: it lost its term and has another one."""
+
+    NONE = "none"
+    GAINED = "gained"
+    LOST = "lost"
+    NEW_TERM = "new term"
+
+
+class Leadership:
+    """One manager's view. Times are seconds of its monotonic clock; `ttl` is the life of a lease without renewal.
+
+    `poll` is the pause between two attempts of a standby.
+    """
+
+    def __init__(self, owner: str, ttl: float, poll: float) -> None:
+        self.owner, self._ttl, self._poll = owner, ttl, poll
+        self.term = 0
+        """The term in which this manager leads; 0 for a standby."""
+        self.leader: Lease | None = None
+        """The lease of another manager, as last seen."""
+        self._highest = self._gone = 0
+        self._ends = self._due = float("-inf")
+
+    # ------------------------------------------------------------ questions
+
+    def leads(self, now: float) -> bool:
+        """Return whether this manager may grant blocks now."""
+        return self.term > 0 and now < self._ends
+
+    def next_attempt(self, now: float) -> float:
+        """Return the seconds until the next attempt is due."""
+        return max(0.0, self._due - now)
+
+    def attempt(self) -> Attempt:
+        """Return the attempt to make."""
+        leader = self.leader
+        seize = leader.term if leader is not None and leader.term == self._gone else 0
+        return Attempt(self.term, self._highest, seize)
+
+    # ------------------------------------------------------------ events
+
+    def hurry(self) -> None:
+        """Make the next attempt due: something has changed."""
+        self._due = float("-inf")
+
+    def gone(self, term: int) -> None:
+        """Note that the process that took the lease of this term has ended for certain."""
+        self._gone = term
+        self.hurry()
+
+    def held(self, sent_at: float, term: int) -> Change:
+        """Note that Redis gave this manager the lease, in answer to an attempt that was sent at `sent_at`."""
+        before, self.term, self.leader = self.term, term, None
+        self._highest = max(self._highest, term)
+        self._ends = sent_at + (1 - _MARGIN_SHARE) * self._ttl
+        self._due = sent_at + _RENEW_SHARE * self._ttl
+        if before == term:
+            return Change.NONE
+        return Change.NEW_TERM if before else Change.GAINED
+
+    def refused(self, now: float, lease: Lease) -> Change:
+        """Note that another manager holds the lease."""
+        self.leader = lease
+        self._highest = max(self._highest, lease.term)
+        return self._stand_by(now)
+
+    def unreachable(self, now: float) -> Change:
+        """Note that an attempt has failed: Redis cannot be reached, or refuses every command.
+
+        A leader goes on if it has led up to now. It stands by if its process stood still past the end of its lease.
+        """
+        if not self.leads(now):
+            return self._stand_by(now)
+        self._ends = max(self._ends, now + (1 - _MARGIN_SHARE) * self._ttl)
+        self._due = now + _RENEW_SHARE * self._ttl
+        return Change.NONE
+
+    def resigned(self, now: float) -> Change:
+        """Note that this manager gives the lease up. It takes none again before the next attempt of another one."""
+        return self._stand_by(now + self._ttl)
+
+    def _stand_by(self, now: float) -> Change:
+        before, self.term = self.term, 0
+        self._ends, self._due = float("-inf"), now + self._poll
+        return Change.LOST if before else Change.NONE

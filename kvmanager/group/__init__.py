@@ -1,0 +1,1 @@
+"""The group of managers of one pool, of which one leads."""

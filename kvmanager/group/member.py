@@ -1,0 +1,254 @@
+"""A manager's membership in its group: it holds the lease while it leads, and watches the leader while it stands by.
+
+`core/leadership.py` has the rules. One task makes the attempts; everything else asks `leads`, or waits for `confirmed`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import suppress
+
+from common.clock import Clock
+from common.errors import StaleEpoch, Unavailable
+from common.process.supervised import Supervisor, cancel_and_wait
+from common.rpc.server import Dial
+from kvmanager.core.leadership import Change, Leadership, Lease
+from kvmanager.group.owner_watch import owner_gone
+from kvmanager.ports import GroupLease, IndexUnavailable, LeaderState
+
+log = logging.getLogger(__name__)
+
+
+class GroupMember:
+    """One manager of a group. `address` is where the others reach it; set it before `start`.
+
+    `lead` is awaited when this manager becomes the leader, with the namespace that the last leader wrote; `stand_by`
+    when it leads no more, with words about it. `replaced` is called when the index has a newer manager although this
+    one holds the lease: a manager outside the group serves the pool.
+    """
+
+    def __init__(
+        self,
+        leadership: Leadership,
+        lease: GroupLease,
+        clock: Clock,
+        dial: Dial,
+        lead: Callable[[str], Awaitable[None]],
+        stand_by: Callable[[str], Awaitable[None]],
+        replaced: Callable[[StaleEpoch], None],
+    ) -> None:
+        self._core, self._lease, self._clock, self._dial = leadership, lease, clock, dial
+        self._lead, self._stand_by, self._replaced = lead, stand_by, replaced
+        self.address = ""
+        self.takeovers = 0
+        self._namespace = self._last_namespace = ""
+        self._serving, self._leaving = False, False
+        self._doubt: StaleEpoch | None = None
+        self._doubted_in = 0  # round
+        self._calls, self._reachable = asyncio.Lock(), True
+        self._begun = self._finished = 0  # rounds
+        self._wake, self._turn = asyncio.Event(), asyncio.Event()
+        self._watch: asyncio.Task[None] | None = None
+        self._watched: Lease | None = None
+        self._state = LeaderState(leadership.owner)
+
+    # ------------------------------------------------------------ questions
+
+    @property
+    def term(self) -> int:
+        return self._core.term
+
+    def leads(self) -> bool:
+        """Return whether this manager may grant blocks now."""
+        return self._serving and self._doubt is None and self._core.leads(self._clock.monotonic())
+
+    async def confirmed(self) -> None:
+        """Return once it is known that this manager leads. Raises Unavailable, which names the leader, if it does not.
+
+        This waits only where the leader's process stood still for too long.
+        """
+        while not self.leads():
+            if not self._serving:
+                raise Unavailable(self._words(), retry_after_s=0.1)
+            await self._fresh_round()
+
+    async def writes(self, namespace: str) -> None:
+        """Note in the lease which index this leader is about to write. Raises Unavailable if it leads no more."""
+        self._namespace = namespace
+        await self._fresh_round()
+        await self.confirmed()
+
+    async def states(self) -> AsyncGenerator[LeaderState, None]:
+        """Yield who leads, as this manager knows it, and again after each change."""
+        shown = None
+        while True:
+            turn = self._turn
+            if self._state != shown:
+                shown = self._state
+                yield shown
+            else:
+                await turn.wait()
+
+    # ------------------------------------------------------------ life
+
+    def start(self, supervisor: Supervisor) -> None:
+        supervisor.run("group lease", self._run)
+
+    def doubt(self, error: StaleEpoch) -> None:
+        """Note that the index has a newer manager; the lease tells whether it is the new leader."""
+        self._doubt, self._doubted_in = error, self._begun
+        self._hurry()
+
+    async def resign(self) -> None:
+        """Give the lease up at once, so that another manager takes over, and take it no more."""
+        self._leaving = True
+        with suppress(IndexUnavailable):
+            async with self._calls:  # an attempt in flight would take the lease again
+                await self._lease.resign()
+        self._core.resigned(self._clock.monotonic())
+        self._serving = False
+        self._show()
+
+    async def aclose(self) -> None:
+        """End the watch of another leader. The supervisor ends the rest."""
+        self._leaving = True
+        if self._watch is not None:
+            await cancel_and_wait(self._watch)
+        await self._lease.close()
+
+    # ------------------------------------------------------------ attempts
+
+    async def _run(self) -> None:
+        while not self._leaving:
+            self._wake.clear()
+            self._begun += 1
+            await self._round()
+            self._finished = self._begun
+            self._show()
+            self._announce()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._core.next_attempt(self._clock.monotonic())):
+                    await self._wake.wait()
+        await asyncio.Event().wait()  # the supervisor would begin it again
+
+    async def _round(self) -> None:
+        """Make one attempt, and carry out what it changed."""
+        core, sent_at = self._core, self._clock.monotonic()
+        attempt = core.attempt()
+        try:
+            async with self._calls:
+                if self._leaving:
+                    return None
+                found = await self._lease.hold(attempt, self.address, self._namespace)
+        except IndexUnavailable as error:
+            if self._reachable:
+                log.warning("the lease of the group cannot be reached: %s", error)
+            self._reachable = False
+            return await self._changed(core.unreachable(self._clock.monotonic()))
+        self._reachable = True
+        if isinstance(found, Lease):
+            self._last_namespace = found.namespace
+            await self._changed(core.refused(self._clock.monotonic(), found))
+            return await self._follow(found)
+        change = core.held(sent_at, found)
+        await self._changed(change)
+        if self._doubt is not None and self._begun > self._doubted_in:
+            self._replaced(self._doubt)
+        return None
+
+    async def _changed(self, change: Change) -> None:
+        if change in (Change.LOST, Change.NEW_TERM):
+            self._serving, self._doubt, self._namespace = False, None, ""
+            words = self._words()
+            log.warning("leads no more: %s", words)
+            self._show()
+            await self._stand_by(words)
+        if change in (Change.GAINED, Change.NEW_TERM):
+            await self._follow(None)
+            self.takeovers += 1
+            log.info("leads now", extra={"term": self._core.term})
+            self._namespace = self._last_namespace
+            await self._lead(self._last_namespace)
+            self._serving, self._doubt = True, None
+
+    async def _follow(self, lease: Lease | None) -> None:
+        """Watch the owner of this lease, and no other one."""
+        known = self._watched
+        if lease is not None and known is not None and (lease.term, lease.address) == (known.term, known.address):
+            return
+        self._watched = lease
+        if self._watch is not None:
+            await cancel_and_wait(self._watch)
+            self._watch = None
+        if lease is not None and lease.address != self.address:
+            self._watch = asyncio.create_task(self._until_gone(lease), name="watch of the leader")
+
+    async def _until_gone(self, lease: Lease) -> None:
+        try:
+            await owner_gone(lease, self._dial, self._hurry)
+        except Exception:  # without the watch, the lease still runs out
+            log.exception("the watch of the leader at %s ended by an error", lease.address)
+            return
+        log.warning("the leader's process at %s has ended", lease.address)
+        self._core.gone(lease.term)
+        self._hurry()
+
+    # ------------------------------------------------------------ signals
+
+    def _hurry(self) -> None:
+        self._core.hurry()
+        self._wake.set()
+
+    async def _fresh_round(self) -> None:
+        """Return after a round that began after this call."""
+        wanted = self._begun + 1
+        self._hurry()
+        while self._finished < wanted and not self._leaving:
+            await self._turn.wait()
+
+    def _show(self) -> None:
+        leader = self._core.leader
+        address = self.address if self._serving else leader.address if leader is not None else ""
+        term = self._core.term if self._serving else leader.term if leader is not None else 0
+        state = LeaderState(self._core.owner, self._serving, term, address)
+        if state != self._state:
+            self._state = state
+            self._announce()
+
+    def _announce(self) -> None:
+        turn, self._turn = self._turn, asyncio.Event()
+        turn.set()
+
+    def _words(self) -> str:
+        leader = self._core.leader
+        if self._leaving:
+            return "this KV manager is shutting down; another one of its group leads soon"
+        if leader is None:
+            return "this KV manager does not lead its group now, and knows of no other one that does"
+        return f"this KV manager stands by; {leader.address} leads its group"
+
+
+class Alone:
+    """A manager without a group: it always leads."""
+
+    takeovers = 0
+    term = 0
+
+    def __init__(self, owner: str) -> None:
+        self._owner, self.address = owner, ""
+
+    def leads(self) -> bool:
+        return True
+
+    async def confirmed(self) -> None:
+        return None
+
+    async def writes(self, namespace: str) -> None:
+        return None
+
+    async def states(self) -> AsyncGenerator[LeaderState, None]:
+        """Yield that this manager leads; there is no change."""
+        yield LeaderState(self._owner, leads=True, leader=self.address)
+        await asyncio.Event().wait()
