@@ -109,6 +109,10 @@ class UpSettings(EngineSettings, DecisionLogSettings):
         None, description="port of the router's /metrics; unset: 1000 above --grpc-port"
     )
     manager_port: FixedPort = Field(50052, description="gRPC port of the KV manager")
+    managers: Count = Field(1, description="KV manager processes; one leads, the others stand by and take over")
+    standby_port: FixedPort = Field(
+        50250, description="with several KV managers: gRPC port of the second one; the others follow"
+    )
     worker_port: FixedPort = Field(50053, description="gRPC port of the first worker; the others follow")
     redis_url: RedisUrl | None = Field(
         None, description="Redis to use; unset: one is started", json_schema_extra={"env": "REDIS_URL"}

@@ -13,7 +13,6 @@ from common.errors import FieldViolation
 from common.process.metrics import metrics_port
 from common.settings.decision_log import DecisionLogSettings
 from common.settings.options import (
-    Address,
     Addresses,
     BlockSize,
     Bytes,
@@ -109,9 +108,10 @@ class RouterSettings(PoolSettings, DecisionLogSettings):
         description="network (10.0.0.0/8), host or domain (.workers.example) of workers that Redis may name; "
         "repeatable; default: loopback, and with a pool key private networks",
     )
-    manager: Address = Field(
-        "127.0.0.1:50052",
-        description="HOST:PORT of the KV manager, to which the admin plane passes calls on",
+    manager: Annotated[Addresses, Field(min_length=1)] = Field(
+        ("127.0.0.1:50052",),
+        description="HOST:PORT of the KV manager, or of each manager of a group, with commas; the admin plane passes "
+        "calls on to the one that leads",
     )
     tenants: Path | None = Field(
         None, description="TOML file of tenants and the hashes of their keys; unset: no keys, each address is a tenant"
@@ -182,4 +182,4 @@ class RouterSettings(PoolSettings, DecisionLogSettings):
         yield from together(self, "public_tls_cert", "public_tls_key")
         yield from self.beyond_loopback("--worker", map(host_of, self.worker))
         yield from self.beyond_loopback("--sibling", map(host_of, self.sibling))
-        yield from self.beyond_loopback("--manager", [host_of(self.manager)])
+        yield from self.beyond_loopback("--manager", map(host_of, self.manager))

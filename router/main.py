@@ -217,6 +217,7 @@ class RouterProcess:
         self.status = RouterStatus(
             self._card, self.pool, admission, self._redis_connected, lambda: self.frontend.draining, clock
         )
+        self._manager_calls, self.status.managers = manager, manager.managers
         self.status.discovery_problem = lambda: self._discovery.problem if self._discovery else ""
         calls = Calls(clock, self._authenticator)
         folder = settings.tokenizer or checkpoint.directory
@@ -301,6 +302,7 @@ class RouterProcess:
             self.pool.add(address)
         self.supervisor.watch("HTTP server", self._http.task)
         self.supervisor.run("readiness", self.readiness.run)
+        self._manager_calls.start(self.supervisor)
         self.supervisor.run("watch of hung workers", self.pool.watch)
         self.supervisor.run("watchdog", self._watchdog.run)
         self.supervisor.run(_HISTORY, self._history.run)

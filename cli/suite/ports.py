@@ -31,6 +31,7 @@ def with_picked_ports(options: StackOptions) -> StackOptions:
         admin_port=None if options.admin_port is None else picked(options.admin_port),
         admin_http_port=None if options.admin_http_port is None else picked(options.admin_http_port),
         manager_port=picked(options.manager_port),
+        standby_ports=tuple(map(picked, options.standby_ports)),
         worker_ports=tuple(map(picked, options.worker_ports)),
         own_ports=tuple(map(picked, options.own_ports)),
     )
@@ -38,4 +39,4 @@ def with_picked_ports(options: StackOptions) -> StackOptions:
 
 def _all_ports(options: StackOptions) -> tuple[int | None, ...]:
     single = (options.grpc_port, options.port, options.admin_port, options.admin_http_port, options.manager_port)
-    return (*single, *options.worker_ports, *options.own_ports)
+    return (*single, *options.standby_ports, *options.worker_ports, *options.own_ports)

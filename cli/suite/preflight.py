@@ -48,7 +48,7 @@ _TEXT: Final = ("tokenizer", "chat_template", "tool_call_parser", "reasoning_par
 _PUBLIC_TLS: Final = ("public_tls_cert", "public_tls_key")
 _PORT_FLAGS: Final = {
     "router": "--port, --grpc-port, --admin-port, --admin-http-port or --own-port",
-    "kvmanager": "--manager-port",
+    "kvmanager": "--manager-port or --standby-port",
     "gpuworker": "--worker-port",
 }
 
@@ -179,6 +179,7 @@ def _stack_options(settings: UpSettings, reading: Reading, model_name: str | Non
         admin_port=settings.admin_port,
         admin_http_port=settings.admin_http_port,
         manager_port=settings.manager_port,
+        standby_ports=_following(settings.standby_port, settings.managers - 1),
         worker_ports=_following(settings.worker_port, len(cpus)),
         own_ports=_following(settings.own_port, settings.routers) if settings.routers > 1 else (),
         redis_url=settings.redis_url,

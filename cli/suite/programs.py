@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -44,7 +45,8 @@ class StackOptions:
     """The options of a suite. `worker_ports` has one port for each worker. A port of 0 is a free one (`ports.py`).
 
     Clients reach the router at `host`. Everything else listens on `admin_host`: the router's admin plane, KV manager,
-    workers. `admin_port` and `admin_http_port` follow from `grpc_port` where they are None.
+    workers. `standby_ports` has one port for each KV manager beside the first: one of them leads, the others stand by.
+    `admin_port` and `admin_http_port` follow from `grpc_port` where they are None.
     `own_ports` has one port for each of several routers, which share the other ports; one router needs none.
     With `certs` the services verify each other by the certificates in that folder; without, they use plain text.
     The router gets `named_workers` addresses by flag (default: of all workers). It finds the others through Redis.
@@ -65,6 +67,7 @@ class StackOptions:
     admin_port: int | None = None
     admin_http_port: int | None = None
     manager_port: int = 50052
+    standby_ports: tuple[int, ...] = ()
     worker_ports: tuple[int, ...] = (50053,)
     own_ports: tuple[int, ...] = ()
     redis_url: str | None = None
@@ -95,7 +98,7 @@ def service_programs(options: StackOptions, redis: RedisUrls) -> tuple[list[Prog
     """Return the control plane, which starts first, and the other programs."""
     workers = [_worker(options, index) for index in range(options.workers)]
     rest = [*workers, *_routers(options, redis.router)]
-    return ([] if options.embedded else [_manager(options, redis.manager)]), rest
+    return ([] if options.embedded else list(_managers(options, redis.manager))), rest
 
 
 def server_key_path(options: StackOptions) -> Path:
@@ -153,14 +156,29 @@ def _redis(service: str, url: str, pool_key: str = "") -> dict[str, str]:
     return found | ({f"QUIRE_{service}_POOL_KEY".upper(): pool_key} if pool_key else {})
 
 
-def _manager(options: StackOptions, redis_url: str) -> Program:
+def _managers(options: StackOptions, redis_url: str) -> Iterator[Program]:
+    """Yield one manager, or a group of them."""
+    group = ("--group", f"{socket.gethostname()}-{options.manager_port}") if options.standby_ports else ()
+    for index, port in enumerate((options.manager_port, *options.standby_ports)):
+        program = _manager(options, port, redis_url)
+        state = ("--state-dir", str(options.state_dir / program.name / str(index))) if index else ()
+        name = f"kvmanager-{index}" if index else program.name
+        yield replace(program, name=name, flags=(*program.flags, *state, *group))
+
+
+def _manager_addresses(options: StackOptions) -> str:
+    ports = (options.manager_port, *options.standby_ports)
+    return ",".join(f"{options.admin_host}:{port}" for port in ports)
+
+
+def _manager(options: StackOptions, port: int, redis_url: str) -> Program:
     leaf = leaf_of(options, Role.MANAGER)
     flags = (
         *_common(options, options.admin_host, leaf),
-        *("--port", str(options.manager_port)),
+        *("--port", str(port)),
         *options.manager_flags,
     )
-    address = f"{options.admin_host}:{options.manager_port}"
+    address = f"{options.admin_host}:{port}"
     environment = _QUIET_GRPC | _redis("kvmanager", redis_url, options.pool_key)
     return Program("kvmanager", "kvmanager", tuple(module_command("kvmanager.main")), flags, address, environment)
 
@@ -172,7 +190,7 @@ def _worker(options: StackOptions, index: int) -> Program:
     flags = (
         *_common(options, options.admin_host, leaf_of(options, Role.WORKER, worker_id)),
         *("--port", str(port), "--worker-id", worker_id, "--model", str(options.model), "--threads", str(threads)),
-        *("--manager", f"{options.admin_host}:{options.manager_port}"),
+        *("--manager", _manager_addresses(options)),
         *(() if cpus is None else ("--cpus", cpus)),
         *options.worker_flags,
     )
@@ -204,7 +222,7 @@ def _router(options: StackOptions, redis_url: str) -> Program:
         *_common(options, options.host, leaf_of(options, Role.ROUTER)),
         *("--model", str(options.model), "--port", str(options.port), "--grpc-port", str(options.grpc_port)),
         *("--admin-host", options.admin_host, *_admin_ports(options)),
-        *("--manager", f"{options.admin_host}:{options.manager_port}"),
+        *("--manager", _manager_addresses(options)),
         *_tenant_flags(options),
         *(word for address in addresses for word in ("--worker", address)),
         *options.router_flags,

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cli.views.cutting import cut
-from quire.client import Model, Status, Worker
+from quire.client import Manager, Model, Status, Worker
 
 _LEAST_ID: Final = 8
 _ENDLESS: Final = 10_000  # columns
@@ -32,6 +32,8 @@ class StatusView:
         yield from self._heading()
         if status.discovery_problem:
             yield Text(f"Workers in Redis that are passed over: {status.discovery_problem}")
+        for manager in status.managers:
+            yield Text(f"KV manager {manager.address} {_role(manager)}")
         wide = wide_table(status)
         endless = options.update(width=_ENDLESS)
         if Measurement.get(console, endless, wide).maximum <= options.max_width:
@@ -88,6 +90,12 @@ def _placed(row: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
     """Yield the cells of a row: the state on the left of its column, figures on the right."""
     for place, (cell, width) in enumerate(zip(row, widths, strict=True)):
         yield "  " + (cell.rjust(width) if place else cell.ljust(width))
+
+
+def _role(manager: Manager) -> str:
+    if not manager.reachable:
+        return "cannot be reached"
+    return f"leads (term {manager.term})" if manager.leads else "stands by"
 
 
 def _manager(worker: Worker) -> str:

@@ -36,6 +36,7 @@ from common.lease import (
 )
 from common.limits import MAX_LEASE_OUTBOX
 from common.process.supervised import Supervisor
+from common.rpc.leader_watch import LeaderWatch
 from common.rpc.server import Dial, open_channel
 from common.wire.inventory_codec import inventory_chunks
 from common.wire.lease_codec import (
@@ -45,7 +46,6 @@ from common.wire.lease_codec import (
     rejected_from_proto,
     report_to_proto,
 )
-from gpuworker.engine.leader_watch import LeaderWatch
 from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
 
 log = logging.getLogger(__name__)

@@ -137,11 +137,14 @@ class Leadership:
         """Note that an attempt has failed: Redis cannot be reached, or refuses every command.
 
         A leader goes on if it has led up to now. It stands by if its process stood still past the end of its lease.
+        A leader tries again soon and a standby late, so that the leader is mostly the first when Redis is back.
         """
         if not self.leads(now):
-            return self._stand_by(now)
+            change = self._stand_by(now)
+            self._due = now + self._ttl
+            return change
         self._ends = max(self._ends, now + (1 - _MARGIN_SHARE) * self._ttl)
-        self._due = now + _RENEW_SHARE * self._ttl
+        self._due = now + self._poll
         return Change.NONE
 
     def resigned(self, now: float) -> Change:

@@ -13,6 +13,8 @@ import grpc
 from grpc import aio
 
 from common.errors import Unavailable
+from common.process.supervised import Supervisor
+from common.rpc.leader_watch import LeaderWatch, ManagerState
 from common.rpc.server import Dial
 from quire.api.status import error_from_rpc
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc
@@ -27,10 +29,24 @@ _LIST_PATIENCE_S: Final = 3.0
 
 
 class ManagerCalls:
-    """`address` is HOST:PORT of the KV manager."""
+    """`addresses` are HOST:PORT of the KV manager, or of each manager of a group: the one that leads is called."""
 
-    def __init__(self, address: str, dial: Dial) -> None:
-        self._address, self._dial = address, dial
+    def __init__(self, addresses: Sequence[str], dial: Dial) -> None:
+        self._first, self._dial = addresses[0], dial
+        self._watch = LeaderWatch(addresses, dial) if len(addresses) > 1 else None
+
+    def start(self, supervisor: Supervisor) -> None:
+        """Begin to follow which manager of a group leads; the supervisor ends that."""
+        if self._watch is not None:
+            self._watch.start(supervisor)
+
+    def managers(self) -> tuple[ManagerState, ...]:
+        """Return what each manager of a group says of itself; () where there is no group."""
+        return self._watch.managers if self._watch is not None else ()
+
+    @property
+    def _address(self) -> str:
+        return (self._watch.leader if self._watch is not None else None) or self._first
 
     async def reset(
         self, request: pb.ResetPrefixCacheRequest, context: Context | None = None

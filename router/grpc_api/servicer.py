@@ -142,6 +142,7 @@ class InferenceServicer(rpc.InferenceServiceServicer):
         await self._routers.add_to(status)
         if not admin:
             status.ClearField("discovery_problem")
+            status.ClearField("managers")
             for worker in status.workers:
                 worker.ClearField("address")
                 worker.ClearField("reason")

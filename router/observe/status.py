@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from common.clock import Clock
 from common.errors import NotFound
+from common.rpc.leader_watch import ManagerState
 from common.version import quire_version
 from quire.inference.v1 import inference_pb2 as pb
 from router.core.admission import AdmissionLimiter
@@ -27,6 +28,7 @@ class RouterStatus:
         self._card, self._pool, self._admission = card, pool, admission
         self._redis_connected, self._draining, self._clock = redis_connected, draining, clock
         self.discovery_problem: Callable[[], str] = lambda: ""
+        self.managers: Callable[[], tuple[ManagerState, ...]] = tuple
 
     def model(self) -> ModelCard:
         """Return the served model, with the parts of its identity that workers have reported."""
@@ -40,6 +42,7 @@ class RouterStatus:
             redis_connected=self._redis_connected(),
             discovery_problem=self.discovery_problem(),
             draining=self._draining(),
+            managers=[pb.ManagerStatus(**asdict(each)) for each in self.managers()],
             workers=[self._worker(member) for member in self._pool.members()],
             version=quire_version(),
         )

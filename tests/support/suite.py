@@ -78,12 +78,16 @@ class Suite:
         router: grpc.aio.Channel,
         admin: grpc.aio.Channel,
         manager: grpc.aio.Channel,
+        standbys: Sequence[grpc.aio.Channel] = (),
     ) -> None:
         self.stack, self.lines = stack, lines
         self.channel, self.admin = router, admin
         self.decisions = decision_pb2_grpc.DecisionServiceStub(admin)
         self.inference = inference_pb2_grpc.InferenceServiceStub(router)
         self.manager = kvmanager_pb2_grpc.KvManagerServiceStub(manager)
+        self.managers = {"kvmanager": self.manager}
+        for number, channel in enumerate(standbys, 1):
+            self.managers[f"kvmanager-{number}"] = kvmanager_pb2_grpc.KvManagerServiceStub(channel)
 
     async def generate(
         self,
@@ -143,6 +147,7 @@ def _is_idle(pool: kvmanager_pb2.Pool) -> bool:
 async def running_suite(state_dir: Path, options: StackOptions) -> AsyncIterator[Suite]:
     """Run a suite on free ports; `options` names the model, the workers and the flags."""
     free = replace(options, port=0, grpc_port=0, manager_port=0, worker_ports=(0,) * options.workers)
+    free = replace(free, standby_ports=(0,) * len(options.standby_ports))
     options = replace(free, state_dir=state_dir, threads=1, ready_seconds=PATIENCE)
     lines: list[str] = []
     async with AsyncExitStack() as stop:
@@ -151,7 +156,11 @@ async def running_suite(state_dir: Path, options: StackOptions) -> AsyncIterator
         admin = await stop.enter_async_context(operator_channel(stack.options, stack.admin_address, Role.ROUTER))
         manager_address = f"127.0.0.1:{stack.options.manager_port}"
         manager = await stop.enter_async_context(operator_channel(stack.options, manager_address, Role.MANAGER))
-        yield Suite(stack, lines, router, admin, manager)
+        standbys = [
+            await stop.enter_async_context(operator_channel(stack.options, f"127.0.0.1:{port}", Role.MANAGER))
+            for port in stack.options.standby_ports
+        ]
+        yield Suite(stack, lines, router, admin, manager, standbys)
 
 
 def operator_channel(options: StackOptions, address: str, role: Role) -> grpc.aio.Channel:

@@ -31,7 +31,7 @@ from quire.client.aio import AsyncClient, AsyncStream
 from quire.client.chat import ChatOptions, Message, ToolCall
 from quire.client.errors import Interrupted, InterruptedByDeadline
 from quire.client.request import Options, Prompt, ThoughtBudget
-from quire.client.results import Chunk, Completion, Embeddings, Model, Output, Status, Timings, Worker
+from quire.client.results import Chunk, Completion, Embeddings, Manager, Model, Output, Status, Timings, Worker
 from quire.client.retry import Retry
 from quire.client.sync import Client, Stream
 
@@ -52,6 +52,7 @@ __all__ = [
     "Interrupted",
     "InterruptedByDeadline",
     "InvalidRequest",
+    "Manager",
     "Message",
     "MissReason",
     "Model",

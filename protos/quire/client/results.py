@@ -153,6 +153,16 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True)
+class Manager:
+    """One KV manager of a group; `term` rises with each one that takes the lead."""
+
+    address: str
+    reachable: bool
+    leads: bool
+    term: int
+
+
+@dataclass(frozen=True, slots=True)
 class Status:
     """A router's queue and its workers."""
 
@@ -163,11 +173,13 @@ class Status:
     queued_requests: int
     running_requests: int
     workers: tuple[Worker, ...]
+    managers: tuple[Manager, ...] = ()
 
     @staticmethod
     def from_proto(message: pb.GetStatusResponse) -> Status:
         workers = tuple(record(Worker, each) for each in message.workers)
-        return record(Status, message, workers=workers)
+        managers = tuple(record(Manager, each) for each in message.managers)
+        return record(Status, message, workers=workers, managers=managers)
 
 
 def record(kind: type[_RecordT], message: Message, **values: Any) -> _RecordT:

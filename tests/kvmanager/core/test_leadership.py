@@ -14,8 +14,6 @@ from kvmanager.core.leadership import Attempt, Change, Leadership, Lease, grante
 
 TTL, POLL = 3.0, 0.25
 OTHER = Lease(7, "other", "h:1", "ns")
-ENDS = pytest.approx(2.7)
-"""Seconds after a renewal was sent at which the leader counts its lease as ended."""
 
 
 def new(owner: str = "own") -> Leadership:
@@ -135,6 +133,15 @@ def test_a_standby_never_leads_by_a_failure() -> None:
     core.refused(0.0, OTHER)
     assert core.unreachable(1.0) is Change.NONE
     assert not core.leads(1.0)
+
+
+def test_a_leader_tries_soon_after_a_failure_and_a_standby_late() -> None:
+    core = leader(at=0.0)
+    core.unreachable(1.0)
+    assert core.next_attempt(1.0) == POLL
+    core = new()
+    core.unreachable(1.0)
+    assert core.next_attempt(1.0) == TTL
 
 
 def test_who_resigned_leads_no_more() -> None:

@@ -1078,6 +1078,7 @@ class GetStatusResponse(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     DISCOVERY_PROBLEM_FIELD_NUMBER: _builtins.int
+    MANAGERS_FIELD_NUMBER: _builtins.int
     queued_requests: _builtins.int
     running_requests: _builtins.int
     redis_connected: _builtins.bool
@@ -1087,6 +1088,10 @@ class GetStatusResponse(_message.Message):
     """What the router passes over in the list of workers in Redis, and why; empty if nothing."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
+    @_builtins.property
+    def managers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ManagerStatus]:
+        """The KV managers of a group; none without a group, and on the router's port for clients."""
+
     def __init__(
         self,
         *,
@@ -1097,14 +1102,46 @@ class GetStatusResponse(_message.Message):
         workers: _abc.Iterable[Global___WorkerStatus] | None = ...,
         version: _builtins.str = ...,
         discovery_problem: _builtins.str = ...,
+        managers: _abc.Iterable[Global___ManagerStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["discovery_problem", b"discovery_problem", "draining", b"draining", "queued_requests", b"queued_requests", "redis_connected", b"redis_connected", "running_requests", b"running_requests", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["discovery_problem", b"discovery_problem", "draining", b"draining", "managers", b"managers", "queued_requests", b"queued_requests", "redis_connected", b"redis_connected", "running_requests", b"running_requests", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class ManagerStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    REACHABLE_FIELD_NUMBER: _builtins.int
+    LEADS_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """HOST:PORT."""
+    reachable: _builtins.bool
+    leads: _builtins.bool
+    """One manager of a group leads, the others stand by."""
+    term: _builtins.int
+    """Rises with each manager that takes the lead."""
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        reachable: _builtins.bool = ...,
+        leads: _builtins.bool = ...,
+        term: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "leads", b"leads", "reachable", b"reachable", "term", b"term"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ManagerStatus: _TypeAlias = ManagerStatus  # noqa: Y015
 
 @_typing.final
 class WorkerStatus(_message.Message):

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -19,17 +20,32 @@ from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
 _BACKOFF: Final = Backoff(first=0.1, longest=2.0, jitter=0.5)  # seconds between attempts
 
 
+@dataclass(frozen=True, slots=True)
+class ManagerState:
+    """What a manager says of itself: whether it leads, and in which term. None of it where it is not `reachable`."""
+
+    address: str
+    reachable: bool = False
+    leads: bool = False
+    term: int = 0
+
+
 class LeaderWatch:
     """`leader` is the address of the manager that leads; None while none is known. `on_change` is called after changes.
 
+    `managers` has what each one said last, in the order of the addresses.
     A leader that hangs cannot say that it leads no more: of several that say so, the one of the highest term leads.
     """
 
-    def __init__(self, addresses: Sequence[str], dial: Dial, on_change: Callable[[], None]) -> None:
+    def __init__(self, addresses: Sequence[str], dial: Dial, on_change: Callable[[], None] = lambda: None) -> None:
         self._addresses, self._dial, self._on_change = addresses, dial, on_change
-        self._terms: dict[str, int] = {}
+        self._states = {address: ManagerState(address) for address in self._addresses}
         self._tasks: list[asyncio.Task[None]] = []
         self.leader: str | None = None
+
+    @property
+    def managers(self) -> tuple[ManagerState, ...]:
+        return tuple(self._states.values())
 
     def start(self, supervisor: Supervisor) -> None:
         """Begin to follow the managers. Call `close` at the end."""
@@ -48,17 +64,14 @@ class LeaderWatch:
                     stub = kvmanager_pb2_grpc.KvManagerServiceStub(channel)
                     async for response in stub.WatchLeader(kvmanager_pb2.WatchLeaderRequest()):
                         failures = 0
-                        self._note(address, response.term if response.leads else None)
-            self._note(address, None)
+                        self._note(ManagerState(address, True, response.leads, response.term))
+            self._note(ManagerState(address))
             await asyncio.sleep(_BACKOFF.pause(max(1, failures), random.random()))
 
-    def _note(self, address: str, term: int | None) -> None:
-        """Note the term in which a manager leads; None: it does not lead, or cannot be reached."""
-        if term is None:
-            self._terms.pop(address, None)
-        else:
-            self._terms[address] = term
-        leader = max(self._terms, key=self._terms.__getitem__, default=None)
+    def _note(self, state: ManagerState) -> None:
+        self._states[state.address] = state
+        leading = [each for each in self._states.values() if each.leads]
+        leader = max(leading, key=lambda each: each.term).address if leading else None
         if leader != self.leader:
             self.leader = leader
             self._on_change()

@@ -1,0 +1,207 @@
+"""Managers of one group as real processes on a real Redis, and a worker that checks every slot that it reads."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc import aio
+from redis.asyncio import Redis
+
+from common import index_format
+from common.rpc.server import open_channel
+from quire.kvmanager.v1 import kvmanager_pb2 as pb
+from quire.kvmanager.v1 import kvmanager_pb2_grpc as rpc
+from tests.kvmanager.conftest import ChannelTo
+from tests.support.kvmanager.fake_session import IDENTITY, RawWorker, attach_of
+from tests.support.kvmanager.manager_child import ManagerChild, manager_process
+from tests.support.kvmanager.remote_fake_worker import DrivenWorker
+
+PATIENCE = 120.0
+LEASE, _ = index_format.group_keys("g")
+
+Launch = Callable[[], Awaitable[ManagerChild]]
+
+
+@pytest.fixture
+async def launch(tmp_path: Path, redis_url: str) -> AsyncIterator[Launch]:
+    """Return what starts one more manager of the group."""
+    async with AsyncExitStack() as running:
+        started: list[ManagerChild] = []
+
+        async def start() -> ManagerChild:
+            flags = ("--redis-url", redis_url, "--group", "g", "--group-lease", "1")
+            state = tmp_path / f"state-{len(started)}"
+            started.append(await running.enter_async_context(manager_process(state, *flags)))
+            return started[-1]
+
+        yield start
+
+
+async def until(child: ManagerChild, leads: bool) -> pb.WatchLeaderResponse:
+    """Wait until a manager says that it leads, or that it stands by and knows the leader."""
+    async with asyncio.timeout(PATIENCE), open_channel(child.address) as channel:
+        async for state in rpc.KvManagerServiceStub(channel).WatchLeader(pb.WatchLeaderRequest()):
+            if state.leads == leads and state.leader:
+                return state
+    raise AssertionError("the manager ended")
+
+
+async def index_of(client: Redis) -> dict[bytes, bytes | None]:
+    """Return fence, epoch and term of the index of the tests' identity."""
+    space = IDENTITY.namespace
+    keys = (index_format.fence_key(space), index_format.epoch_key(space), index_format.term_key(space))
+    return {key.encode(): await client.get(key) for key in keys}
+
+
+async def owner_of_lease(client: Redis) -> str:
+    """Return the address in the lease, once there is one."""
+    async with asyncio.timeout(PATIENCE):
+        while True:
+            lease = await client.get(LEASE)
+            if lease is not None:
+                return str(lease.split()[2].decode())
+            await asyncio.sleep(0.01)
+
+
+async def turns(worker: DrivenWorker, count: int = 20) -> None:
+    for _ in range(count):
+        await worker.turn()
+
+
+async def test_one_leads_and_the_other_refuses_with_the_leaders_address(launch: Launch, channel_to: ChannelTo) -> None:
+    first = await launch()
+    leading = await until(first, leads=True)
+    second = await launch()
+    state = await until(second, leads=False)
+    assert (state.leader, state.term) == (first.address, leading.term)
+    with pytest.raises(aio.AioRpcError) as refused:
+        await RawWorker(channel_to(second.address), attach_of()).attached()
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert refused.value.details() == f"this KV manager stands by; {first.address} leads its group"
+
+
+async def test_a_standby_takes_over_from_a_killed_leader_with_a_higher_term_and_epoch(
+    launch: Launch, channel_to: ChannelTo
+) -> None:
+    worker, leader = DrivenWorker(), await launch()
+    term = (await until(leader, leads=True)).term
+    for _ in range(3):
+        await worker.attach(channel_to(leader.address))
+        await turns(worker)
+        epoch, standby = worker.epoch, await launch()
+        await until(standby, leads=False)
+        leader.process.kill()
+        worker.fake.step()  # on its runway, without a manager
+        state = await until(standby, leads=True)
+        assert state.term > term
+        term, leader = state.term, standby
+        await worker.attach(channel_to(leader.address))
+        assert worker.epoch > epoch
+    await turns(worker)
+    await worker.finish()
+    assert worker.fake.live == {}
+    assert worker.fake.pool == []
+
+
+async def test_a_leader_that_was_stopped_grants_and_writes_nothing_and_stands_by(
+    launch: Launch, channel_to: ChannelTo, redis_client: Redis
+) -> None:
+    """A second worker stays with the stopped leader, and reports to it: its report is not answered by grants."""
+    worker, stays = DrivenWorker(), DrivenWorker("w1", seed=1)
+    old = await launch()
+    await until(old, leads=True)
+    for each in (worker, stays):
+        await each.attach(channel_to(old.address))
+        await turns(each)
+    new = await launch()
+    await until(new, leads=False)
+    old.process.send_signal(signal.SIGSTOP)
+    leading = await until(new, leads=True)
+    await worker.attach(channel_to(new.address))
+    await turns(worker)
+    before = await index_of(redis_client)
+    stays.fake.step()
+    assert stays.stream is not None
+    await stays.stream.report(stays.fake.report())
+    old.process.send_signal(signal.SIGCONT)
+    with pytest.raises(aio.AioRpcError) as refused:
+        await stays.stream.receive()
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    state = await until(old, leads=False)
+    assert (state.leader, state.term) == (new.address, leading.term)
+    await stays.attach(channel_to(new.address))
+    for each in (worker, stays):
+        await turns(each)
+        await each.finish()
+        assert each.fake.live == {}
+    assert await index_of(redis_client) == before
+
+
+async def test_a_leader_that_is_sent_away_gives_the_lease_up(
+    launch: Launch, channel_to: ChannelTo, redis_client: Redis
+) -> None:
+    worker, old = DrivenWorker(), await launch()
+    await until(old, leads=True)
+    await worker.attach(channel_to(old.address))
+    await turns(worker)
+    new = await launch()
+    await until(new, leads=False)
+    old.process.send_signal(signal.SIGTERM)
+    await until(new, leads=True)
+    assert worker.stream is not None
+    worker.stream.call.cancel()
+    await worker.attach(channel_to(new.address))
+    await turns(worker)
+    await worker.finish()
+    assert (await old.ended())[0] == 0
+    lease = await redis_client.get(LEASE)
+    assert lease is not None
+    assert new.address.encode() in lease
+
+
+async def test_the_last_manager_of_a_group_leaves_no_lease(launch: Launch, redis_client: Redis) -> None:
+    child = await launch()
+    await until(child, leads=True)
+    child.process.send_signal(signal.SIGTERM)
+    assert (await child.ended())[0] == 0
+    assert await redis_client.get(LEASE) is None
+
+
+async def test_all_managers_are_killed_and_the_next_one_leads_after_the_lease(
+    launch: Launch, channel_to: ChannelTo
+) -> None:
+    worker, old = DrivenWorker(), await launch()
+    term = (await until(old, leads=True)).term
+    await worker.attach(channel_to(old.address))
+    await turns(worker)
+    old.process.kill()
+    new = await launch()
+    assert (await until(new, leads=True)).term > term
+    await worker.attach(channel_to(new.address))
+    await turns(worker)
+    await worker.finish()
+    assert worker.fake.live == {}
+
+
+async def test_a_wiped_redis_keeps_one_leader_and_the_worker_goes_on(
+    launch: Launch, channel_to: ChannelTo, redis_client: Redis
+) -> None:
+    children = [await launch(), await launch()]
+    term = (await until(children[0], leads=True)).term
+    worker = DrivenWorker()
+    await worker.attach(channel_to(children[0].address))
+    await turns(worker)
+    await redis_client.flushall()
+    owner = await owner_of_lease(redis_client)
+    leader = next(each for each in children if each.address == owner)
+    assert (await until(leader, leads=True)).term > term
+    await worker.attach(channel_to(leader.address))
+    await turns(worker)
+    await worker.finish()
+    assert worker.fake.live == {}
