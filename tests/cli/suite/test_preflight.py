@@ -347,7 +347,7 @@ def taken() -> Iterator[int]:
 
 def test_a_port_that_is_taken_is_reported_with_the_flag_that_changes_it(taken: int, base: dict[str, str]) -> None:
     found = refusals(("--manager-port", str(taken)), base)
-    wanted = "is taken; kvmanager needs it: choose another with --manager-port"
+    wanted = "is taken; kvmanager needs it: choose another with --manager-port or --standby-port"
     assert found == {f"port {taken} of 127.0.0.1": wanted}
 
 

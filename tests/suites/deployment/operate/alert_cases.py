@@ -90,6 +90,10 @@ CASES: Final = (
     _level('quire:manager_attached{job="gpuworker"}', "1x8 0x40", "1x8 0 0 1x40", "QuireWorkerDetached", "4m"),
     _level('quire:step_age_seconds{job="gpuworker"}', "0x8 15+15x40", "29x40", "QuireStepStuck", "5m"),
     _level('quire:manager_epoch{job="kvmanager"}', "1x8 0 2x4 0 3x80", "1x8 0 2x80", "QuireManagersCompete", "10m"),
+    _level('quire:manager_leads{job="kvmanager"}', "1x8 0x40", "1x8 0 1x40", "QuireNoLeader", "4m"),
+    _level(
+        'quire:manager_takeovers_total{job="kvmanager"}', "0x8 2x4 4x80", "0x8 1x80", "QuireManagerTakeovers", "10m"
+    ),
     _level('quire:quarantines_total{job="kvmanager"}', "0x20 1x80", "1x100", "QuireProtocolBroken", "10m"),
     Case(
         "QuireFilesRunOut",

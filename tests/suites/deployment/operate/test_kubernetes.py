@@ -164,7 +164,7 @@ def test_services_find_each_other_by_the_services_of_the_cluster(manifests: Mani
         # A worker has no business with Redis.
         assert settings.redis_url == (f"redis://{user}:password@{address('redis')}/0" if user else None)
         if isinstance(settings, GpuWorkerSettings):
-            assert settings.manager == address("kvmanager")
+            assert settings.manager == (address("kvmanager"),)
         if isinstance(settings, KvManagerSettings):
             assert settings.model is None  # its image has no checkpoint
 

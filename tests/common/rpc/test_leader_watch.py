@@ -1,0 +1,106 @@
+"""Which of several managers leads, as each says itself; and a lease client that leaves one that hangs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from grpc import aio
+
+from common.lease import Connected
+from common.process.supervised import Supervisor
+from common.rpc.leader_watch import LeaderWatch
+from common.rpc.server import open_channel
+from gpuworker.engine.lease_client import LeaseClient
+from quire.kvmanager.v1 import kvmanager_pb2 as pb
+from quire.kvmanager.v1 import kvmanager_pb2_grpc as rpc
+
+PATIENCE = 60.0
+
+
+class FakeManager(rpc.KvManagerServiceServicer):
+    """Says what a test lets it say. A session that it takes never gets an answer, as at a manager that hangs."""
+
+    def __init__(self, term: int) -> None:
+        self.state, self.changed = pb.WatchLeaderResponse(owner="o", leads=term > 0, term=term), asyncio.Event()
+        self.sessions, self.opened = 0, asyncio.Event()
+        self.address = ""
+
+    def say(self, leads: bool, term: int) -> None:
+        self.state = pb.WatchLeaderResponse(owner="o", leads=leads, term=term)
+        changed, self.changed = self.changed, asyncio.Event()
+        changed.set()
+
+    async def WatchLeader(  # type: ignore[override]
+        self, request: pb.WatchLeaderRequest, context: object
+    ) -> AsyncIterator[pb.WatchLeaderResponse]:
+        while True:
+            changed = self.changed
+            yield self.state
+            await changed.wait()
+
+    async def Session(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[pb.SessionRequest], context: aio.ServicerContext[object, object]
+    ) -> AsyncIterator[pb.SessionResponse]:
+        await context.send_initial_metadata(())
+        self.sessions += 1
+        self.opened.set()
+        async for _ in request_iterator:
+            pass
+        return
+        yield
+
+
+@pytest.fixture
+async def managers() -> AsyncIterator[tuple[FakeManager, FakeManager]]:
+    """A leader of term 3, and a standby."""
+    pair, servers = (FakeManager(3), FakeManager(0)), []
+    for each in pair:
+        server = aio.server()
+        rpc.add_KvManagerServiceServicer_to_server(each, server)
+        each.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        servers.append(server)
+    yield pair
+    for server in servers:
+        await server.stop(None)
+
+
+async def until_leader(watch: LeaderWatch, news: asyncio.Event, address: str | None) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while watch.leader != address:
+            news.clear()
+            await news.wait()
+
+
+async def test_of_two_that_say_that_they_lead_the_higher_term_counts(managers: tuple[FakeManager, FakeManager]) -> None:
+    first, second = managers
+    news, supervisor = asyncio.Event(), Supervisor()
+    watch = LeaderWatch([first.address, second.address, "127.0.0.1:1"], open_channel, news.set)
+    watch.start(supervisor)
+    await until_leader(watch, news, first.address)
+    second.say(True, 4)
+    await until_leader(watch, news, second.address)
+    second.say(False, 4)
+    await until_leader(watch, news, first.address)
+    first.say(False, 0)
+    await until_leader(watch, news, None)
+    assert [each.reachable for each in watch.managers] == [True, True, False]
+    await watch.close()
+    await supervisor.aclose()
+
+
+async def test_a_client_leaves_a_manager_that_hangs_when_another_one_leads(
+    managers: tuple[FakeManager, FakeManager],
+) -> None:
+    first, second = managers
+    client = LeaseClient([second.address, first.address])
+    await client.start()
+    async with asyncio.timeout(PATIENCE):
+        await first.opened.wait()  # the standby is named first, and gets at most one attempt
+        second.opened.clear()
+        second.say(True, 4)
+        await second.opened.wait()
+    await client.close()
+    assert sum(isinstance(event, Connected) for event in client.poll()) == 1  # the last one voids those before
