@@ -148,3 +148,6 @@ class UpSettings(EngineSettings, DecisionLogSettings):
         yield from super().problems()
         yield from together(self, "public_tls_cert", "public_tls_key")
         yield from without_effect(self.model, self.revision)
+        if self.managers > 1 and self.manager == "embedded":
+            what = f"is {self.managers}, and --manager embedded starts none; leave out one of them"
+            yield FieldViolation("--managers", what)

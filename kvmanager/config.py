@@ -49,7 +49,7 @@ class KvManagerSettings(PoolSettings, DecisionLogSettings):
     group_lease: Annotated[float, Field(ge=0.3, le=60.0)] = Field(
         3.0, description="seconds after which a standby takes over from a leader that hangs"
     )
-    advertise: Address | None = Field(
+    group_address: Address | None = Field(
         None,
         description="HOST:PORT at which the other managers of the group reach this one; unset: host and port, and for "
         "a host of 0.0.0.0 the address on the way to Redis",
@@ -113,7 +113,7 @@ class KvManagerSettings(PoolSettings, DecisionLogSettings):
         if self.group is not None and not self.redis_url:
             what = f"is {self.group}, and there is no Redis for its lease; give --redis-url, or leave --group out"
             yield FieldViolation("--group", what)
-        if self.group is None and self.advertise is not None:
-            yield FieldViolation("--advertise", "has no effect; expected it with a --group")
-        if self.advertise is not None and len(self.advertise.split()) != 1:
-            yield FieldViolation("--advertise", "has spaces; expected HOST:PORT")
+        if self.group is None and self.group_address is not None:
+            yield FieldViolation("--group-address", "has no effect; expected it with a --group")
+        if self.group_address is not None and len(self.group_address.split()) != 1:
+            yield FieldViolation("--group-address", "has spaces; expected HOST:PORT")

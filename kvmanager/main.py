@@ -155,9 +155,9 @@ class ManagerProcess:
         port = await self.server.start(settings.host, settings.port)
         metrics = await self.metrics.start(settings.host, metrics_port(settings.metrics_port, settings.port))
         self.supervisor.run("watchdog", self.watchdog.run)
-        self.leading.address = settings.advertise or f"{settings.host}:{port}"
+        self.leading.address = settings.group_address or f"{settings.host}:{port}"
         if self.member is not None:
-            if settings.advertise is None:
+            if settings.group_address is None:
                 self.member.address = await reachable_address(settings.host, port, _redis_address(settings.redis_url))
             self.member.start(self.supervisor)
         await self.server.ready()

@@ -1,0 +1,49 @@
+"""Options of a group that cannot work are refused, and lists of managers are read in every form."""
+
+from __future__ import annotations
+
+import pytest
+
+from cli.config import UpSettings
+from common.errors import InvalidConfig
+from common.settings.config import load
+from common.settings.options import Settings
+from gpuworker.config import GpuWorkerSettings
+from kvmanager.config import KvManagerSettings
+from router.config import RouterSettings
+
+BOTH = ("127.0.0.1:1", "127.0.0.1:2")
+
+
+@pytest.mark.parametrize("settings", [GpuWorkerSettings, RouterSettings])
+@pytest.mark.parametrize(
+    ("flags", "environment"),
+    [
+        (("--manager", "127.0.0.1:1,127.0.0.1:2"), {}),
+        (("--manager", "127.0.0.1:1", "--manager", "127.0.0.1:2"), {}),
+        ((), {"QUIRE_MANAGER": "127.0.0.1:1, 127.0.0.1:2"}),
+    ],
+)
+def test_managers_are_a_list(
+    settings: type[GpuWorkerSettings | RouterSettings], flags: tuple[str, ...], environment: dict[str, str]
+) -> None:
+    assert load(settings, ("--model", "m", *flags), environment).manager == BOTH
+
+
+@pytest.mark.parametrize(
+    ("settings", "flags", "words"),
+    [
+        (KvManagerSettings, ("--group", "g"), "--group: is g, and there is no Redis for its lease"),
+        (KvManagerSettings, ("--group-address", "a:1"), "--group-address: has no effect"),
+        (KvManagerSettings, ("--group", "a b"), "--group"),
+        (KvManagerSettings, ("--group", "g", "--redis-url", "redis://h", "--group-address", "a b:1"), "has spaces"),
+        (KvManagerSettings, ("--group-lease", "0.1"), "--group-lease"),
+        (UpSettings, ("--managers", "2", "--manager", "embedded"), "--managers: is 2, and --manager embedded"),
+        (GpuWorkerSettings, ("--model", "m", "--manager", ","), "--manager"),
+        (GpuWorkerSettings, ("--model", "m", "--manager", "127.0.0.1:1,nonsense"), "--manager"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_words(settings: type[Settings], flags: tuple[str, ...], words: str) -> None:
+    with pytest.raises(InvalidConfig) as refused:
+        load(settings, flags, {})
+    assert any(words in f"{each.field}: {each.description}" for each in refused.value.violations), refused.value
