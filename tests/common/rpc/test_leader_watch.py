@@ -32,7 +32,7 @@ class FakeManager(rpc.KvManagerServiceServicer):
         changed, self.changed = self.changed, asyncio.Event()
         changed.set()
 
-    async def WatchLeader(  # type: ignore[override]
+    async def WatchLeader(
         self, request: pb.WatchLeaderRequest, context: object
     ) -> AsyncIterator[pb.WatchLeaderResponse]:
         while True:
@@ -55,7 +55,8 @@ class FakeManager(rpc.KvManagerServiceServicer):
 @pytest.fixture
 async def managers() -> AsyncIterator[tuple[FakeManager, FakeManager]]:
     """A leader of term 3, and a standby."""
-    pair, servers = (FakeManager(3), FakeManager(0)), []
+    pair = FakeManager(3), FakeManager(0)  # type: ignore[abstract]
+    servers = []
     for each in pair:
         server = aio.server()
         rpc.add_KvManagerServiceServicer_to_server(each, server)

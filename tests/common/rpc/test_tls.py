@@ -44,6 +44,12 @@ class Manager(rpc.KvManagerServiceServicer):
         async for request in requests:
             yield pb.SessionResponse(seq=request.seq)
 
+    async def WatchLeader(
+        self, request: pb.WatchLeaderRequest, context: Context
+    ) -> AsyncIterator[pb.WatchLeaderResponse]:
+        raise NotImplementedError
+        yield
+
     async def Lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupResponse:
         raise NotImplementedError
 

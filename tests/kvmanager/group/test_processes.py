@@ -7,6 +7,7 @@ import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -52,18 +53,18 @@ async def until(child: ManagerChild, leads: bool) -> pb.WatchLeaderResponse:
     raise AssertionError("the manager ended")
 
 
-async def index_of(client: Redis) -> dict[bytes, bytes | None]:
+async def index_of(client: Redis) -> dict[str, object]:
     """Return fence, epoch and term of the index of the tests' identity."""
     space = IDENTITY.namespace
     keys = (index_format.fence_key(space), index_format.epoch_key(space), index_format.term_key(space))
-    return {key.encode(): await client.get(key) for key in keys}
+    return {key: await client.get(key) for key in keys}
 
 
 async def owner_of_lease(client: Redis) -> str:
     """Return the address in the lease, once there is one."""
     async with asyncio.timeout(PATIENCE):
         while True:
-            lease = await client.get(LEASE)
+            lease: Any = await client.get(LEASE)
             if lease is not None:
                 return str(lease.split()[2].decode())
             await asyncio.sleep(0.01)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -113,11 +114,12 @@ async def test_the_managers_user_may_hold_and_resign(
 ) -> None:
     """Deployments keep the rules of Redis that they were made with: the lease needs no further command."""
     acl = next(line for line in RedisUsers().acl().splitlines() if line.startswith("user manager "))
-    await redis_client.execute_command("ACL", "SETUSER", "lessee", *acl.split()[2:], ">secret")
+    execute: Any = redis_client.execute_command
+    await execute("ACL", "SETUSER", "lessee", *acl.split()[2:], ">secret")
     lease = lease_of(stack, redis_url.replace("redis://", "redis://lessee:secret@"))
     assert await lease.hold(Attempt(0, 0), "me:2", "") == 1 + JUMP
     await lease.resign()
-    await redis_client.execute_command("ACL", "DELUSER", "lessee")
+    await execute("ACL", "DELUSER", "lessee")
 
 
 async def test_redis_that_is_not_there_is_named_unavailable(stack: AsyncExitStack) -> None:
