@@ -101,7 +101,7 @@ class ManagerProcess:
         if settings.group is None or not settings.redis_url:
             return Alone(source), None
         # An attempt that Redis does not answer ends before the next one is due.
-        redis = open_redis(settings.redis_url, settings.redis_ca, timeout=settings.group_lease / 4)
+        redis = open_redis(settings.redis_url, settings.group_lease / 4, settings.redis_ca)
         lease = RedisGroupLease(redis, settings.group, source, settings.group_lease)
         core = Leadership(source, settings.group_lease, _STANDBY_POLL_S)
         dial = dialer(Identity.of(settings), Role.MANAGER)

@@ -13,10 +13,11 @@ from redis.asyncio import Redis
 from common import index_format
 from common.errors import StaleEpoch
 from common.lease import highest_plausible_epoch
+from common.process.redis_client import open_redis
 from common.process.redis_users import RedisUsers
 from kvmanager.core.leadership import Attempt, Lease, granted
 from kvmanager.index.group_lease import RedisGroupLease
-from kvmanager.index.store import RedisIndexStore, open_redis
+from kvmanager.index.store import TIMEOUT_S, RedisIndexStore
 from kvmanager.ports import IndexUnavailable
 
 LEASE, TERM = index_format.group_keys("g")
@@ -31,7 +32,7 @@ async def stack() -> AsyncIterator[AsyncExitStack]:
 
 
 def lease_of(stack: AsyncExitStack, url: str, owner: str = "own", ttl: float = TTL) -> RedisGroupLease:
-    lease = RedisGroupLease(open_redis(url), "g", owner, ttl, lambda: JUMP)
+    lease = RedisGroupLease(open_redis(url, TIMEOUT_S), "g", owner, ttl, lambda: JUMP)
     stack.push_async_callback(lease.close)
     return lease
 
@@ -92,8 +93,10 @@ async def test_a_lease_ends_by_itself_and_is_given_up_by_its_owner_alone(
 async def test_an_old_term_takes_no_epoch_however_high_and_writes_nothing(
     stack: AsyncExitStack, redis_url: str, redis_client: Redis
 ) -> None:
-    old, new = (RedisIndexStore(open_redis(redis_url), NAMESPACE, 60.0, 5.0, lambda: 0, term=term) for term in (4, 5))
-    alone = RedisIndexStore(open_redis(redis_url), NAMESPACE, 60.0, 5.0, lambda: 0)
+    old, new = (
+        RedisIndexStore(open_redis(redis_url, TIMEOUT_S), NAMESPACE, 60.0, 5.0, lambda: 0, term=term) for term in (4, 5)
+    )
+    alone = RedisIndexStore(open_redis(redis_url, TIMEOUT_S), NAMESPACE, 60.0, 5.0, lambda: 0)
     for store in (old, new, alone):
         stack.push_async_callback(store.close)
     first = await old.acquire(1, 0)
