@@ -84,7 +84,7 @@ async def ended_right(suite: Suite, asked: list[list[int]], tasks: list[asyncio.
     assert_greedy(asked, [outcome.tokens for outcome in outcomes], COUNT)
 
 
-async def fences(suite: Suite) -> dict[bytes, bytes]:
+async def fences(suite: Suite) -> dict[object, object]:
     """Return fence and term of the index."""
     async with Redis.from_url(suite.stack.redis_url) as client:
         names = [*await client.keys("*:fence"), *await client.keys("{quire:m*:term")]

@@ -98,6 +98,9 @@ class ScriptedManager(kvmanager_pb2_grpc.KvManagerServiceServicer):
     def SubscribeKvEvents(self, request: Any, context: Any) -> Any:
         raise NotImplementedError
 
+    def WatchLeader(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
 
 async def soon(awaitable: Any) -> Any:
     async with asyncio.timeout(TIMEOUT_S):
