@@ -22,7 +22,10 @@ class Config(Protocol):
 
 
 def compose(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run Compose on the repository with an environment of our own; neither the caller's nor a file .env counts."""
+    """Run Compose on the repository with an environment of our own; neither the caller's nor a file .env counts.
+
+    Words may begin with `-f` and further files.
+    """
     command = [str(COMPOSE), "--env-file", os.devnull, "-f", str(REPOSITORY / "compose.yaml"), *words]
     return subprocess.run(
         command, env={"PATH": os.environ["PATH"], **environment}, capture_output=True, text=True, check=False

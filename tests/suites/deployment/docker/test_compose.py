@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,26 @@ def test_nothing_that_can_be_set_is_taken_for_an_option_of_a_service() -> None:
 def test_the_managers_state_outlives_its_container(project: dict[str, Any]) -> None:
     image = Dockerfile.read("docker/kvmanager.Dockerfile")
     assert mounted(project, "kvmanager", image.environment["QUIRE_STATE_DIR"])["type"] == "volume"
+
+
+def test_with_a_standby_both_managers_are_a_group_that_everybody_knows(tmp_path: Path) -> None:
+    override = str(REPOSITORY / "docker/standby.compose.yaml")
+    done = compose("-f", override, "--profile", "gpu", "config", "--format", "json")
+    assert (done.returncode, done.stderr) == (0, "")
+    project = json.loads(done.stdout)
+    managers = {name: each["environment"] for name, each in services(project).items() if "kvmanager" in name}
+    assert set(managers) == {"kvmanager", "kvmanager-standby"}
+    image = Dockerfile.read("docker/kvmanager.Dockerfile")
+    write_secrets(tmp_path, "redis:6379")
+    for name, environment in managers.items():
+        variables = {key: value.replace("/run/quire", str(tmp_path / "manager")) for key, value in environment.items()}
+        settings = options.load(KvManagerSettings, environ=image.environment | variables)
+        assert (settings.group, settings.group_address) == ("quire", f"{name}:50052")
+    states = [mounted(project, name, image.environment["QUIRE_STATE_DIR"])["source"] for name in sorted(managers)]
+    assert len(set(states)) == len(managers)
+    for name in (*WORKERS, "router"):
+        named = services(project)[name]["environment"]["QUIRE_MANAGER"].split(",")
+        assert named == [f"{each}:50052" for each in sorted(managers)]
 
 
 @pytest.mark.parametrize("name", ROLES)
