@@ -45,6 +45,8 @@ class Network:
         with ExitStack() as made:
             self._add(made, self._name)
             self._on_gateway("sysctl", "-qw", "net.ipv4.ip_forward=1")
+            # The table of `delay`: the kernel would take connections that are older than the table for new ones.
+            self._on_gateway("iptables", "-t", "nat", "-P", "PREROUTING", "ACCEPT")
             for number, host in enumerate(self._addresses, start=1):
                 self._connect(made, number, host)
             self._stop = made.pop_all()
@@ -105,6 +107,12 @@ class Network:
         with self._rules(
             *(("FORWARD", "-s", source, "-d", target, "-j", "DROP") for source, target in (ends, ends[::-1]))
         ):
+            yield
+
+    @contextmanager
+    def isolated(self, host: str) -> Iterator[None]:
+        """Let no packet from or to a host pass meanwhile."""
+        with self._rules(*(("FORWARD", way, self.address(host), "-j", "DROP") for way in ("-s", "-d"))):
             yield
 
     @contextmanager

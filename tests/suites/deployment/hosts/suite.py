@@ -1,4 +1,4 @@
-"""A suite with each service on a host of its own: Redis, the KV manager, two simulated workers, a router, a client."""
+"""A suite with each service on a host of its own: Redis, two KV managers, two simulated workers, a router, a client."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
 from tests.suites.deployment.hosts.network import Network
 
 WORKERS: Final = ("worker-0", "worker-1")
-HOSTS: Final = ("redis", "manager", *WORKERS, "router", "client")
+MANAGERS: Final = ("manager-a", "manager-b")
+HOSTS: Final = ("redis", *MANAGERS, *WORKERS, "router", "client")
 # Bounds a hang; nothing that a test asserts depends on it.
 PATIENCE: Final = 240.0
 _CALL_S: Final = 2.0
@@ -82,17 +83,18 @@ class Suite:
         listens = "0.0.0.0" if host in WORKERS else self.network.address(host)
         own = ("--insecure", "--host", listens, "--state-dir", str(self._folder / host))
         redis_url = f"redis://{self.address('redis', 6379)}/0"
-        manager = self.address("manager", 50052)
+        managers = ",".join(self.address(each, 50052) for each in MANAGERS)
         if host == "redis":
             bound = ("--bind", self.network.address(host), "--port", "6379", "--protected-mode", "no")
             return [str(find_server()), *bound, "--save", "", "--appendonly", "no"]
-        if host == "manager":
-            return module_command("kvmanager.main", *own, "--port", "50052", "--redis-url", redis_url)
+        if host in MANAGERS:
+            grouped = ("--port", "50052", "--redis-url", redis_url, "--group", "pool")
+            return module_command("kvmanager.main", *own, *grouped)
         if host in WORKERS:
-            named = ("--worker-id", host, "--port", "50053", "--manager", manager, "--model", str(CHECKPOINT))
+            named = ("--worker-id", host, "--port", "50053", "--manager", managers, "--model", str(CHECKPOINT))
             return module_command("gpuworker.main", *own, *named, "--simulate", _SIMULATED, "--kv-blocks", "2048")
         ports = ("--grpc-port", "50051", "--admin-host", self.network.address(host))
-        flags = (*own, *ports, "--model", str(CHECKPOINT), "--redis-url", redis_url, "--manager", manager)
+        flags = (*own, *ports, "--model", str(CHECKPOINT), "--redis-url", redis_url, "--manager", managers)
         return module_command("router.main", *flags)
 
     # ------------------------------------------------------------ what the services say
@@ -108,11 +110,42 @@ class Suite:
                 return set()
         return {each.worker_id for each in status.workers if each.state == "connected" and each.manager_attached}
 
+    async def leaders(self) -> list[str]:
+        """Return the managers that lead, or think so, those that answer."""
+        return [host for host in MANAGERS if await self.leads(host)]
+
+    async def leads(self, host: str) -> bool:
+        async with open_channel(self.address(host, 50052)) as channel:
+            watch = kvmanager_pb2_grpc.KvManagerServiceStub(channel).WatchLeader(
+                kvmanager_pb2.WatchLeaderRequest(), timeout=_CALL_S
+            )
+            try:
+                async for state in watch:
+                    return bool(state.leads)
+            except grpc.aio.AioRpcError:
+                return False
+            finally:
+                watch.cancel()
+        return False
+
+    async def leader(self) -> str:
+        """Return the manager that leads; wait until there is one, and one alone."""
+        async with asyncio.timeout(PATIENCE):
+            while len(found := await self.leaders()) != 1:  # noqa: ASYNC110 - they are asked over the network
+                await asyncio.sleep(_POLL_S)
+        return found[0]
+
     async def attached(self) -> dict[str, int]:
-        """Return the workers that the manager has sessions with, and the blocks that each one holds."""
-        async with open_channel(self.address("manager", 50052)) as channel:
+        """Return the workers that the leader has sessions with, and the blocks that each one holds."""
+        return await self.attached_to(await self.leader())
+
+    async def attached_to(self, manager: str) -> dict[str, int]:
+        async with open_channel(self.address(manager, 50052)) as channel:
             stub = kvmanager_pb2_grpc.KvManagerServiceStub(channel)
-            pools = (await stub.GetPool(kvmanager_pb2.GetPoolRequest(), timeout=PATIENCE)).pools
+            try:
+                pools = (await stub.GetPool(kvmanager_pb2.GetPoolRequest(), timeout=_CALL_S)).pools
+            except grpc.aio.AioRpcError:  # it leads no longer
+                return {}
         return {pool.worker_id: pool.in_use + pool.leased + pool.pinned for pool in pools}
 
     async def until_whole(self) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import ExitStack
 
 import pytest
 
-from tests.suites.deployment.hosts.suite import WORKERS, Suite, until
+from tests.suites.deployment.hosts.suite import MANAGERS, WORKERS, Suite, until
 
 STREAMS, TOKENS = 16, 600
 
@@ -38,7 +39,7 @@ async def test_every_connection_made_anew_is_slow(hosts: Suite) -> None:
     """The manager and a worker come back behind a delay of 20 ms each way; the client is behind it too."""
     with hosts.network.delay(0.02):
         async with hosts.streams(STREAMS, 200):
-            for host in ("manager", WORKERS[0]):
+            for host in (await hosts.leader(), WORKERS[0]):
                 await hosts.kill(host)
                 await hosts.start(host)
     await whole_again(hosts)
@@ -58,17 +59,62 @@ async def test_a_worker_without_its_manager_goes_on_afterwards(hosts: Suite) -> 
     async def given_up() -> bool:
         return WORKERS[0] not in await hosts.attached()
 
+    leader = await hosts.leader()
     async with hosts.streams(STREAMS, TOKENS):
-        with hosts.network.partition("manager", WORKERS[0]):
+        with hosts.network.partition(leader, WORKERS[0]):
             await until(given_up)
+            assert await hosts.leader() == leader
     await whole_again(hosts)
 
 
-@pytest.mark.parametrize("pair", [("router", "redis"), ("manager", "redis"), ("router", "manager")], ids="-".join)
-async def test_streams_need_neither_the_index_nor_the_admin_plane(hosts: Suite, pair: tuple[str, str]) -> None:
+async def test_a_leader_that_nobody_reaches_is_followed_by_the_standby(hosts: Suite) -> None:
+    """It cannot tell Redis that it lives either. When it is reached again, it stands by."""
+    leader = await hosts.leader()
+    (standby,) = set(MANAGERS) - {leader}
+
+    async def led_by_the_other() -> bool:
+        return await hosts.leads(standby) and set(await hosts.attached_to(standby)) == set(WORKERS)
+
+    async with hosts.streams(STREAMS, TOKENS):
+        with hosts.network.isolated(leader):
+            await until(led_by_the_other)
+    assert await hosts.leader() == standby
+    await whole_again(hosts)
+
+
+async def test_managers_that_do_not_reach_each_other_go_on_as_they_were(hosts: Suite) -> None:
+    """The leader holds its lease in Redis, which both reach: the standby does not take over."""
+    leader = await hosts.leader()
+    async with hosts.streams(STREAMS, TOKENS):
+        with hosts.network.partition(*MANAGERS):
+            await asyncio.wait(hosts.running)
+            assert await hosts.leader() == leader
+    assert await hosts.leader() == leader
+    await whole_again(hosts)
+
+
+async def test_a_leader_without_redis_is_followed_by_the_standby(hosts: Suite) -> None:
+    """Workers still reach both. They leave the first leader as soon as the second one names a higher term."""
+    leader = await hosts.leader()
+    (standby,) = set(MANAGERS) - {leader}
+
+    async def moved() -> bool:
+        return await hosts.leads(standby) and set(await hosts.attached_to(standby)) == set(WORKERS)
+
+    async with hosts.streams(STREAMS, TOKENS):
+        with hosts.network.partition(leader, "redis"):
+            await until(moved)
+    assert await hosts.leader() == standby
+    await whole_again(hosts)
+
+
+@pytest.mark.parametrize("cut_off", ["redis", "managers"])
+async def test_a_router_needs_neither_the_index_nor_the_admin_plane(hosts: Suite, cut_off: str) -> None:
     """The partition lasts until all streams have ended, and further ones that begin meanwhile."""
     async with hosts.streams(STREAMS, TOKENS):
-        with hosts.network.partition(*pair):
+        with ExitStack() as cuts:
+            for host in MANAGERS if cut_off == "managers" else ("redis",):
+                cuts.enter_context(hosts.network.partition("router", host))
             await asyncio.wait(hosts.running)
             async with hosts.streams(STREAMS, 8):
                 pass
