@@ -184,7 +184,7 @@ def largest_file() -> Iterator[int]:
 
 def test_a_full_disk_leaves_whole_frames_alone(tmp_path: Path, largest_file: int) -> None:
     folder = LogFolder.claimed(tmp_path, "router", BOUNDS, 0)
-    writer = DecisionLogWriter(folder, ManualClock())
+    writer = DecisionLogWriter(folder, ManualClock(1.0))
     for number in range(40):
         writer.add(number, decision(number, os.urandom(40).hex()), 1)
         writer.flush()
@@ -197,6 +197,7 @@ def test_a_full_disk_leaves_whole_frames_alone(tmp_path: Path, largest_file: int
 
 _WRITES = """
 import sys
+import time
 from pathlib import Path
 from common.decisions.disk.writer import opened
 from common.decisions.ring import DecisionRing
@@ -204,14 +205,15 @@ from common.clock import SystemClock
 from common.types import Decision, DecisionKind
 from kvmanager.config import KvManagerSettings
 
-writer = opened(KvManagerSettings(decision_log=Path(sys.argv[1]), decision_log_size=1 << 20), SystemClock())
+writer = opened(KvManagerSettings(decision_log=Path(sys.argv[1]), decision_log_size=1 << 26), SystemClock())
 writer.flush_s = 0.001
 ring, number = DecisionRing(100), int(sys.argv[2])
+last = number + 50_000  # the log has room for so many, however late the kill comes
 writer.start(ring)
 while True:
-    while len(writer._queue) < 500:
+    while len(writer._queue) < 500 and number < last:
         number += 1
-        ring.record(Decision(f"d{number}", DecisionKind.GRANT, number, "x" * (number % 50), f"r{number}"))
+        ring.record(Decision(f"d{number}", DecisionKind.GRANT, time.time_ns(), "x" * (number % 50), f"r{number}"))
     print(writer.counts.written, flush=True)
 """
 
@@ -235,8 +237,8 @@ def test_a_killed_process_loses_no_record_that_was_written_and_the_next_goes_on(
     folder = tmp_path / "kvmanager-0"
     assert len(list(tmp_path.iterdir())) == 1
     found = [int(each.decision_id[1:]) for each in records_in(tmp_path)]
-    assert found == list(range(found[0], begin + 1))
-    assert sum(each.stat().st_size for each in folder.glob("*.log")) <= 1 << 20
+    assert found == list(range(1, begin + 1))
+    assert len(found) > 2_000
     again = LogFolder.claimed(tmp_path, "kvmanager", BOUNDS, 0)
     assert again.path == folder
     assert all("ended within a frame" in each for each in again.faults)
