@@ -4,7 +4,8 @@
     DIR/router-0/00000001.log   segments, oldest first
 
 A process takes the first folder of its service that no other process holds, so a service that restarts goes on in its
-own. Files are for their owner alone: records hold names of tenants.
+own. Files are for their owner alone: records hold names of tenants. What is no regular file that begins as a segment
+is another's: it is neither read nor counted nor removed, and no link is followed.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ import errno
 import fcntl
 import os
 import re
-from collections.abc import Iterable, Iterator
+import stat
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
-from common.decisions.disk.core.retention import Bounds, Segment, expired, is_full
-from common.decisions.disk.core.segment import HEAD_BYTES, Contents, contents_of, head
+from common.decisions.disk.core.retention import Bounds, Segment, expired, is_full, times_of
+from common.decisions.disk.core.segment import HEAD_BYTES, Contents, contents_of, head, is_head
 from common.errors import FieldViolation, InvalidConfig
 from common.limits import MAX_LOG_FOLDERS, MAX_LOG_SEGMENT_BYTES
 
@@ -28,6 +30,8 @@ _NAME: Final = re.compile(r"(\d{8})\.log")
 _FOLDER: Final = re.compile(r"([a-z]+)-(\d{1,3})")
 _LOCK: Final = "lock"
 _OPEN: Final = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+# A FIFO that nobody writes to would else hold the reader.
+_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _FLAG: Final = "--decision-log"
 
 
@@ -36,7 +40,7 @@ def segment_path(folder: Path, number: int) -> Path:
 
 
 def numbers_in(folder: Path) -> list[int]:
-    """Return the numbers of the segments in a folder, oldest first."""
+    """Return the numbers of the files in a folder that have names of segments, oldest first."""
     found = (_NAME.fullmatch(each.name) for each in folder.iterdir())
     return sorted(int(match[1]) for match in found if match)
 
@@ -49,11 +53,45 @@ def service_of(folder: Path) -> str:
 
 def contents_in(path: Path) -> bytes:
     """Return the bytes of a segment. Raises OSError, also for one that is far larger than any of ours."""
-    with path.open("rb") as file:
+    with _opened(path) as file:
         data = file.read(MAX_LOG_SEGMENT_BYTES + 1)
     if len(data) > MAX_LOG_SEGMENT_BYTES:
         raise OSError(errno.EFBIG, f"has more than {MAX_LOG_SEGMENT_BYTES >> 20} MiB")
     return data
+
+
+def _opened(path: Path) -> BinaryIO:
+    """Open a regular file. Raises OSError for all else."""
+    try:
+        number = os.open(path, _READ)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "it is a link") from None
+        raise
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise OSError(errno.EINVAL, "it is no regular file")
+    return os.fdopen(number, "rb")
+
+
+def _segment(folder: Path, number: int) -> Segment | None:
+    """Return a segment, or None for a file of others; its last write came at most a second after its newest record."""
+    try:
+        with _opened(segment_path(folder, number)) as file:
+            found = os.fstat(file.fileno())
+            return Segment(number, found.st_size, found.st_mtime_ns) if is_head(file.read(HEAD_BYTES)) else None
+    except OSError:
+        return None
+
+
+def _segments_in(folder: Path) -> list[Segment]:
+    return [found for number in numbers_in(folder) if (found := _segment(folder, number)) is not None]
+
+
+def _remove(folder: Path, number: int) -> None:
+    """Remove a segment, unless another file has taken its place. Raises OSError."""
+    if _segment(folder, number) is not None:
+        segment_path(folder, number).unlink(missing_ok=True)
 
 
 @dataclass(slots=True)
@@ -72,9 +110,10 @@ class LogFolder:
 
     def __init__(self, path: Path, lock: int, bounds: Bounds, now_ns: int) -> None:
         self.path, self._lock, self._bounds = path, lock, bounds
-        self.faults: list[str] = []
-        self._complete = [_segment(path, number) for number in numbers_in(path)]
-        self._last = self._complete[-1].number if self._complete else 0
+        self._complete = _segments_in(path)
+        numbers = numbers_in(path)
+        self._last = numbers[-1] if numbers else 0
+        self.faults = _others(path, numbers, self._complete)
         self._open: _Open | None = None
         if self._complete:
             self._go_on(self._complete[-1])
@@ -87,6 +126,8 @@ class LogFolder:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
             for number in range(MAX_LOG_FOLDERS):
                 path = root / f"{service}-{number}"
+                if path.is_symlink():
+                    continue
                 path.mkdir(mode=0o700, exist_ok=True)
                 if (lock := _locked(path)) is not None:
                     return cls(path, lock, bounds, now_ns)
@@ -106,7 +147,7 @@ class LogFolder:
         if HEAD_BYTES + len(frame) > self._bounds.max_bytes:
             raise OSError(errno.EFBIG, "a frame is larger than --decision-log-size")
         grown = self._open
-        if grown is not None and is_full(grown.size, len(frame), grown.began_ns, self._bounds, now_ns):
+        if grown is not None and is_full(grown.size, len(frame), grown.began_ns, grown.newest_ns, self._bounds, now_ns):
             self._complete_open()
         self.retain(now_ns, len(frame))
         if self._open is None:
@@ -120,7 +161,7 @@ class LogFolder:
             self._complete_open()
         size = self._open.size if self._open is not None else HEAD_BYTES
         for number in expired(self._complete, size + more, self._bounds, now_ns):
-            segment_path(self.path, number).unlink(missing_ok=True)
+            _remove(self.path, number)
             self._complete = [each for each in self._complete if each.number != number]
 
     def close(self) -> None:
@@ -146,8 +187,9 @@ class LogFolder:
             self.faults.append(f"{path} {what}")
         end = max(contents.end, _write_at(file, head(), 0) if contents.end < HEAD_BYTES else 0)
         began = contents.frames[0].first_ns if contents.frames else last.newest_ns
+        newest = max((each.last_ns for each in contents.frames), default=last.newest_ns)
         self._complete.pop()
-        self._open = _Open(last.number, file, end, began, last.newest_ns)
+        self._open = _Open(last.number, file, end, began, newest)
 
     def _begun(self, first_ns: int) -> _Open:
         self._last += 1
@@ -185,10 +227,16 @@ def _write_at(file: int, data: bytes, at: int) -> int:
     return at
 
 
-def _segment(folder: Path, number: int) -> Segment:
-    """Return a segment; its last write came at most a second after its newest record."""
-    found = segment_path(folder, number).stat()
-    return Segment(number, found.st_size, found.st_mtime_ns)
+def _others(folder: Path, numbers: Sequence[int], segments: Sequence[Segment]) -> list[str]:
+    """Return in a line which files are no segments although they have names of such."""
+    others = sorted({*numbers} - {each.number for each in segments})
+    if not others:
+        return []
+    name = segment_path(folder, others[0]).name
+    if len(others) == 1:
+        return [f"{folder} has a file that is no segment of a decision log: {name}; remove it"]
+    what = f"{len(others):,} files that are no segments of a decision log: {name} is one; remove them"
+    return [f"{folder} has {what}"]
 
 
 def _locked(folder: Path) -> int | None:
@@ -206,12 +254,13 @@ def _locked(folder: Path) -> int | None:
 
 
 def folders_in(roots: Iterable[Path]) -> Iterator[Path]:
-    """Yield the folders of processes in directories of decision logs; such a folder itself counts too."""
+    """Yield the folders of processes in directories of decision logs; such a folder itself counts too, and no link."""
     for root in roots:
         if service_of(root.resolve()) and numbers_in(root):
             yield root
             continue
-        yield from sorted(each for each in root.iterdir() if service_of(each) and each.is_dir())
+        found = (each for each in root.iterdir() if service_of(each))
+        yield from sorted(each for each in found if each.is_dir() and not each.is_symlink())
 
 
 def remove_aged(root: Path, service: str, bounds: Bounds, now_ns: int) -> None:
@@ -226,8 +275,9 @@ def _remove_aged(path: Path, bounds: Bounds, now_ns: int) -> None:
     if (lock := _locked(path)) is None:
         return
     try:
-        for each in (_segment(path, number) for number in numbers_in(path)):
-            if now_ns - each.newest_ns > bounds.max_age_ns:
-                segment_path(path, each.number).unlink(missing_ok=True)
+        segments = _segments_in(path)
+        for each, newest_ns in zip(segments, times_of(segments, now_ns), strict=True):
+            if now_ns - newest_ns > bounds.max_age_ns:
+                _remove(path, each.number)
     finally:
         os.close(lock)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path
 
@@ -20,8 +21,9 @@ def claimed(root: Path, bounds: Bounds = BOUNDS, now_ns: int = 0) -> LogFolder:
     return LogFolder.claimed(root, "router", bounds, now_ns)
 
 
-def append(folder: LogFolder, *records: Timed, now_ns: int = 0) -> None:
-    folder.append(frame_of(records), records[0][0], records[-1][0], now_ns)
+def append(folder: LogFolder, *records: Timed, now_ns: int | None = None) -> None:
+    newest_ns = records[-1][0]
+    folder.append(frame_of(records), records[0][0], newest_ns, newest_ns if now_ns is None else now_ns)
 
 
 def read(folder: Path) -> list[bytes]:
@@ -128,7 +130,7 @@ def test_a_frame_larger_than_the_log_is_refused_and_removes_nothing(tmp_path: Pa
     folder = claimed(tmp_path, Bounds(200, 10**18))
     append(folder, (1, b"a"))
     with pytest.raises(OSError, match="larger than --decision-log-size"):
-        folder.append(bytes(300), 2, 2, 0)
+        folder.append(bytes(300), 2, 2, 2)
     assert read(folder.path) == [b"a"]
 
 
@@ -145,6 +147,94 @@ def test_aged_segments_of_former_replicas_leave_and_those_of_others_stay(tmp_pat
     assert numbers_in(gone.path) == [1]
     remove_aged(tmp_path, "router", BOUNDS, aged + 1)
     assert [numbers_in(each.path) for each in (gone, live, other)] == [[], [1], [1]]
+
+
+def test_a_clock_that_was_put_back_begins_a_segment_and_the_former_ones_leave_with_it(tmp_path: Path) -> None:
+    folder = claimed(tmp_path)
+    append(folder, (1_000_000, b"ahead"))
+    append(folder, (10, b"a"))
+    append(folder, (20, b"b"))
+    assert numbers_in(folder.path) == [1, 2]
+    folder.retain(1_620)
+    assert read(folder.path) == [b"ahead", b"a", b"b"]
+    folder.retain(1_621)
+    assert (read(folder.path), folder.size) == ([], 0)
+
+
+def test_a_clock_that_was_put_back_between_two_lives_begins_a_segment(tmp_path: Path) -> None:
+    folder = claimed(tmp_path)
+    append(folder, (1_000_000, b"ahead"))
+    folder.close()
+    again = claimed(tmp_path)
+    append(again, (10, b"a"))
+    assert numbers_in(again.path) == [1, 2]
+
+
+def test_a_former_replicas_segment_from_the_future_leaves_with_the_next_one(tmp_path: Path) -> None:
+    folder = claimed(tmp_path, Bounds(16 * 60, 1_600))  # a frame a segment
+    for number in range(3):
+        append(folder, (number, b"a"))
+    folder.close()
+    for number, time_ns in zip(numbers_in(folder.path), (5_000, 100, 3_000), strict=True):
+        os.utime(segment_path(folder.path, number), ns=(time_ns, time_ns))
+    remove_aged(tmp_path, "router", BOUNDS, 1_701)
+    assert numbers_in(folder.path) == [3]
+
+
+def no_segments_of_ours(folder: Path, elsewhere: Path) -> None:
+    """Lay files of others, of 1970, under the names of segments 1 to 4."""
+    folder.mkdir(parents=True)
+    elsewhere.mkdir()
+    (elsewhere / "ours").write_bytes(head() + FRAME)
+    segment_path(folder, 1).write_bytes(b"the diary of somebody else" * 1_000)
+    os.mkfifo(segment_path(folder, 2))
+    segment_path(folder, 3).symlink_to(elsewhere / "ours")
+    segment_path(folder, 4).mkdir()
+    os.utime(segment_path(folder, 1), ns=(1, 1))
+
+
+def test_files_of_others_are_neither_removed_nor_counted_and_do_not_hang_the_start(tmp_path: Path) -> None:
+    no_segments_of_ours(tmp_path / "router-0", tmp_path / "elsewhere")
+    bounds = Bounds(16 * 60, 1_600)
+    folder = claimed(tmp_path, bounds, now_ns=10**15)
+    assert folder.size == 0
+    assert folder.faults == [
+        f"{folder.path} has 4 files that are no segments of a decision log: 00000001.log is one; remove them"
+    ]
+    for number in range(40):
+        append(folder, (10**15 + number, b"%02d" % number))
+    assert folder.size <= bounds.max_bytes
+    assert {1, 2, 3, 4} < set(numbers_in(folder.path))
+    assert segment_path(folder.path, 5).exists() is False  # ours left for the newer ones
+    folder.close()
+    remove_aged(tmp_path, "router", BOUNDS, 2 * 10**18)
+    assert numbers_in(folder.path) == [1, 2, 3, 4]
+    assert (tmp_path / "elsewhere" / "ours").read_bytes() == head() + FRAME
+
+
+def test_a_file_of_others_that_took_the_place_of_a_segment_is_not_removed(tmp_path: Path) -> None:
+    folder = claimed(tmp_path)
+    append(folder, (1, b"a"))
+    append(folder, (500, b"b"))
+    assert numbers_in(folder.path) == [1, 2]
+    segment_path(folder.path, 1).write_bytes(b"the diary of somebody else")
+    folder.retain(1_602)
+    assert segment_path(folder.path, 1).read_bytes() == b"the diary of somebody else"
+    assert folder.size == segment_path(folder.path, 2).stat().st_size
+
+
+def test_folders_that_are_links_are_skipped(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    folder = claimed(elsewhere)
+    append(folder, (1, b"a"))
+    folder.close()
+    root = tmp_path / "log"
+    root.mkdir()
+    (root / "router-0").symlink_to(folder.path)
+    assert claimed(root).path == root / "router-1"
+    assert list(folders_in([root])) == [root / "router-1"]
+    remove_aged(root, "router", BOUNDS, 2 * 10**18)
+    assert read(folder.path) == [b"a"]
 
 
 def test_a_path_that_cannot_be_a_folder_is_refused_in_a_line(tmp_path: Path) -> None:

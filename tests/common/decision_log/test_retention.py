@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.decisions.disk.core.retention import Bounds, Segment, expired, is_full
+from common.decisions.disk.core.retention import Bounds, Segment, expired, is_full, times_of
 
 BOUNDS = Bounds(max_bytes=1_600, max_age_ns=160)
 OLD = [Segment(3, 400, newest_ns=100), Segment(4, 500, newest_ns=200), Segment(5, 600, newest_ns=210)]
@@ -31,6 +31,21 @@ def test_a_clock_that_was_put_back_removes_nothing() -> None:
 def test_a_segment_is_a_sixteenth_of_the_log() -> None:
     assert (BOUNDS.segment_bytes, BOUNDS.segment_ns) == (100, 10)
     assert Bounds(1 << 40, 1).segment_bytes == 16 << 20
-    assert not is_full(60, 40, 0, BOUNDS, now_ns=10)
-    assert is_full(60, 41, 0, BOUNDS, now_ns=10)
-    assert is_full(60, 40, 0, BOUNDS, now_ns=11)
+    assert not is_full(60, 40, 0, 10, BOUNDS, now_ns=10)
+    assert is_full(60, 41, 0, 10, BOUNDS, now_ns=10)
+    assert is_full(60, 40, 0, 10, BOUNDS, now_ns=11)
+
+
+def test_a_segment_from_the_future_is_full() -> None:
+    assert is_full(60, 40, 11, 11, BOUNDS, now_ns=10)
+    assert is_full(60, 40, 5, 11, BOUNDS, now_ns=10)
+
+
+def test_a_segment_from_the_future_leaves_with_the_next_one_of_a_time_that_has_come() -> None:
+    """A clock was an hour ahead, and was put back: segments 4 and 5 come from then."""
+    found = [Segment(3, 1, 90), Segment(4, 1, 3_700), Segment(5, 1, 3_800), Segment(6, 1, 100), Segment(7, 1, 200)]
+    assert times_of(found, now_ns=210) == (90, 100, 100, 100, 200)
+    assert expired(found, 0, BOUNDS, now_ns=260) == (3,)
+    assert expired(found, 0, BOUNDS, now_ns=261) == (3, 4, 5, 6)
+    assert expired(found[:3], 0, BOUNDS, now_ns=1_000) == (3,)  # no segment follows: their age is not known
+    assert expired(found[:3], 1_600, BOUNDS, now_ns=1_000) == (3, 4, 5)

@@ -67,6 +67,11 @@ def head() -> bytes:
     return _HEAD.pack(_MAGIC, VERSION)
 
 
+def is_head(data: bytes) -> bool:
+    """Return whether a file that begins like this is ours, of any version; a killed process may leave less."""
+    return data.startswith(_MAGIC) or head().startswith(data)
+
+
 def frame_of(records: Sequence[Timed], dropped: int = 0) -> bytes:
     """Return a frame with one record or more."""
     body = zlib.compress(b"".join(part for _, each in records for part in (_LENGTH.pack(len(each)), each)), _LEVEL)
