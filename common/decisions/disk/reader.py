@@ -46,8 +46,9 @@ class FolderReader:
 
     @property
     def source(self) -> str:
-        """Name of the folder, which pages of several folders are told apart by; it has no ',' and no ':'."""
-        return f"{self.path.resolve().name}-{self.path.stat().st_ino}"
+        """What tells pages of several folders apart, on several volumes too; it has no ',' and no ':'."""
+        found = self.path.stat()
+        return f"{self.path.resolve().name}-{found.st_dev}-{found.st_ino}"
 
     @property
     def has_segments(self) -> bool:

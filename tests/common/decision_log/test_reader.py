@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,42 @@ def test_pages_over_several_folders_have_each_record_once_by_time(tmp_path: Path
         if not asked.page_token:
             break
     assert found == [f"d{number}" for number in range(20)]
+
+
+def test_logs_of_two_volumes_are_told_apart_by_their_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two volumes number their files alike, and each has a folder router-0."""
+    for name, number in (("a", 1), ("b", 2)):
+        write(tmp_path / name, [decision(number)])
+    real = Path.stat
+
+    def stat(path: Path, *, follow_symlinks: bool = True) -> os.stat_result:
+        found = real(path, follow_symlinks=follow_symlinks)
+        device = 1 if tmp_path / "a" in path.parents else 2
+        return os.stat_result((found.st_mode, 7, device, *found[3:]))
+
+    monkeypatch.setattr(Path, "stat", stat)
+    reader = LogReader([tmp_path / "a", tmp_path / "b"])
+    first, second = (each.source for each in reader.folders)
+    assert first != second
+    assert ids(reader) == ["d1", "d2"]
+    page = reader.page("router", pb.ListDecisionsRequest(limit=1))
+    assert [each.decision_id for each in page.decisions] == ["d2"]
+    assert ids(reader, limit=1, page_token=page.next_page_token) == ["d1"]
+
+
+def test_files_that_are_no_regular_ones_are_not_read(tmp_path: Path) -> None:
+    folder = write(tmp_path, [decision(1)])
+    os.mkfifo(segment_path(folder.path, 2))
+    segment_path(folder.path, 3).symlink_to(segment_path(folder.path, 1))
+    segment_path(folder.path, 4).mkdir()
+    (tmp_path / "router-7").symlink_to(folder.path)
+    reader = LogReader([tmp_path])
+    assert ids(reader) == ["d1"]
+    assert sorted(line.removeprefix(f"{folder.path}/") for line in reader.faults) == [
+        "00000002.log cannot be read: it is no regular file",
+        "00000003.log cannot be read: it is a link",
+        "00000004.log cannot be read: it is no regular file",
+    ]
 
 
 def test_a_log_is_complete_since_its_first_record_or_since_what_has_left(tmp_path: Path) -> None:
