@@ -49,7 +49,7 @@ async def planes() -> AsyncIterator[Planes]:
         made = Planes(None, manager)  # type: ignore[arg-type]
         rpc.add_DecisionServiceServicer_to_server(ManagerServicer(made.manager_ring), manager.server)
         port = await manager.start("127.0.0.1", 0)
-        calls = ManagerCalls(f"127.0.0.1:{port}", open_channel)
+        calls = ManagerCalls([f"127.0.0.1:{port}"], open_channel)
         servicer = DecisionServicer(made.ring, made.store, Siblings(), calls)
         rpc.add_DecisionServiceServicer_to_server(servicer, router.server)
         port = await router.start("127.0.0.1", 0)
@@ -108,5 +108,5 @@ async def test_a_request_of_another_tenant_is_said_with_what_to_do(planes: Plane
 async def test_lists_have_the_requests_of_one_tenant(planes: Planes) -> None:
     for name, tenant in (("r1", "red"), ("r2", "blue")):
         planes.ended(name, tenant)
-    assert [each.request_id for each in await Gatherer(planes.channel, "blue").listed("outcome")] == ["r2"]
-    assert len(await Gatherer(planes.channel).listed("outcome")) == 2
+    assert [each.request_id for each in (await Gatherer(planes.channel, "blue").ends()).records] == ["r2"]
+    assert len((await Gatherer(planes.channel).ends()).records) == 2

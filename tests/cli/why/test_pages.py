@@ -32,7 +32,7 @@ async def channel() -> AsyncIterator[grpc.aio.Channel]:
         server, ring = RpcServer([]), DecisionRing(10_000, source="router-a", began_ns=1)
         for number in range(1, COUNT + 1):
             ring.record(Decision(f"d{number}", DecisionKind.ROUTING, number, "w0", f"r{number}", worker="w0"))
-        calls = ManagerCalls("127.0.0.1:1", open_channel)
+        calls = ManagerCalls(["127.0.0.1:1"], open_channel)
         rpc.add_DecisionServiceServicer_to_server(
             DecisionServicer(ring, TraceStore(8), Siblings(), calls), server.server
         )

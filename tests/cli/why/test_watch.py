@@ -32,7 +32,7 @@ def decision(number: int) -> Decision:
 
 async def router(ring: DecisionRing, port: int, manager: str = "") -> RpcServer:
     server = RpcServer([])
-    calls = ManagerCalls(manager, open_channel) if manager else None
+    calls = ManagerCalls([manager], open_channel) if manager else None
     rpc.add_DecisionServiceServicer_to_server(DecisionServicer(ring, TraceStore(8), Siblings(), calls), server.server)
     await server.start("127.0.0.1", port)
     return server
