@@ -27,7 +27,6 @@ from cli.why.choice import Choice, chosen, seconds_of
 from cli.why.gather import Gatherer
 from cli.why.source import add_log, opened
 from common.errors import FieldViolation, InvalidConfig, NotFound
-from common.types import DecisionKind
 from common.version import quire_version
 from router.core.diagnosis.change_words import head_of as head_of_change
 from router.core.diagnosis.rules import diagnose
@@ -73,17 +72,23 @@ def choice_of(args: argparse.Namespace) -> Choice:
     return choice
 
 
-async def chosen_ids(gatherer: Gatherer, args: argparse.Namespace) -> list[str]:
-    """Return the ids of the requests to explain. Raises NotFound when a choice names none."""
+async def chosen_ids(gatherer: Gatherer, args: argparse.Namespace) -> tuple[list[str], tuple[str, ...]]:
+    """Return the ids of the requests to explain, and which records were not looked at for them.
+
+    Raises NotFound when a choice names none.
+    """
     choice = choice_of(args)
     if args.id:
-        return [args.id]
-    records = [*await gatherer.listed(DecisionKind.OUTCOME), *await gatherer.listed(DecisionKind.REJECTION)]
-    found = chosen(choice, records, time.time_ns())
+        return [args.id], ()
+    now_ns = time.time_ns()
+    ends = await gatherer.ends(None if choice.since is None else now_ns - int(choice.since * 1e9))
+    found = chosen(choice, ends.records, now_ns)
     if not found:
-        what = "no request of that kind ended here" if records else "no request has ended here"
-        raise NotFound(f"{what} yet, or their records are gone; the newest are kept ({gatherer.bound})")
-    return found
+        what = "no request of that kind ended here" if ends.records else "no request has ended here"
+        what = f"{what} yet, or their records are gone; the newest are kept ({gatherer.bound})"
+        raise NotFound("; missing: ".join((what, *ends.missing)))
+    # The newest request of a kind is that one, whatever there is before it.
+    return found, () if choice.last and not choice.slowest else ends.missing
 
 
 def main(argv: Sequence[str]) -> int:
@@ -94,11 +99,11 @@ def main(argv: Sequence[str]) -> int:
     async def body(console: Console) -> None:
         async with opened(args) as source:
             gatherer = Gatherer(source, args.tenant)
-            ids = await chosen_ids(gatherer, args)
+            ids, missing = await chosen_ids(gatherer, args)
             found = [diagnose(await gatherer.story(each)) for each in ids[:_MOST]]
             if args.export is not None:
                 write(args.export, [await exported(gatherer, each) for each in found])
-        show(console, found, len(ids) - len(found), args.json)
+        show(console, found, len(ids) - len(found), missing, args.json)
 
     return run_command(body)
 
@@ -129,13 +134,16 @@ def span_of(args: argparse.Namespace) -> float:
     return seconds
 
 
-def show(console: Console, found: Sequence[Diagnosis], more: int, as_json: bool) -> None:
+def show(console: Console, found: Sequence[Diagnosis], more: int, missing: Sequence[str], as_json: bool) -> None:
     if as_json:
-        print_json({"requests": [plain(each) for each in found]})
-    elif len(found) == 1:
+        print_json({"requests": [plain(each) for each in found], "missing": list(missing)})
+        return
+    if len(found) == 1:
         console.print(WhyView(found[0]), soft_wrap=not console.is_terminal)
     else:
         console.print(WhyTable(found, more))
+    for each in missing:
+        console.print(f"missing: {each}", style="yellow", soft_wrap=not console.is_terminal)
 
 
 def plain(found: Diagnosis) -> dict[str, Any]:

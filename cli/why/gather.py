@@ -3,43 +3,67 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Final
 
 import grpc
 from google.protobuf.json_format import MessageToDict
 
+from cli.why.pages import Listed, Lister, Records, moment_of
 from cli.why.source import Source, source_of, words_of
 from common.errors import NotFound, Unavailable
 from common.limits import MAX_LISTED_DECISIONS
-from common.types import Decision
+from common.types import Decision, DecisionKind
 from common.wire.decision_codec import known_decisions
 from quire.decision.v1 import decision_pb2 as pb
 from router.core.diagnosis.story import Story, story_of
 
 # A router that is gone says so at once; one that is busy is asked about just that.
 _PATIENCE_S: Final = 60.0
+# Records of a span of time, of each kind: some 100 MiB of memory.
+_MOST_ENDS: Final = 50_000
 # What the HTTP faces put before the id of a request.
 _PREFIXES: Final = ("chatcmpl-", "cmpl-", "msg_")
 # Attributes of the router's spans.
 _REQUEST_ID: Final = "quire.request_id"
 _CORRELATION_ID: Final = "quire.correlation_id"
+_NAMES: Final = {DecisionKind.OUTCOME: "ends of requests", DecisionKind.REJECTION: "refusals"}
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """Records that end requests, and in words which ones were not looked at."""
+
+    records: tuple[Decision, ...]
+    missing: tuple[str, ...] = ()
 
 
 class Gatherer:
-    """`tenant` limits all answers to the requests of one tenant; "" is all."""
+    """`tenant` limits all answers to the requests of one tenant; "" is all. `most` bounds the records of a span."""
 
-    def __init__(self, source: Source | grpc.aio.Channel, tenant: str = "") -> None:
-        self._source, self._tenant = source_of(source), tenant
+    def __init__(self, source: Source | grpc.aio.Channel, tenant: str = "", most: int = _MOST_ENDS) -> None:
+        self._source, self._tenant, self._most = source_of(source), tenant, most
 
     @property
     def bound(self) -> str:
         """The option that bounds how many records are kept."""
         return self._source.bound
 
-    async def listed(self, kind: str) -> list[Decision]:
-        """Return the newest records of one kind that the routers have, oldest first."""
-        wanted = pb.ListDecisionsRequest(kind=kind, tenant=self._tenant, limit=MAX_LISTED_DECISIONS)
-        return list(known_decisions((await self._source.ListDecisions(wanted, timeout=_PATIENCE_S)).decisions))
+    async def ends(self, since_ns: int | None = None) -> Ends:
+        """Return the records since a time that end requests, of each kind oldest first; without a time the newest."""
+        lister, listed = Lister(self._source, _PATIENCE_S), Listed()
+        most = MAX_LISTED_DECISIONS if since_ns is None else self._most
+        # A span that begins before 1970 is longer than any log.
+        since = 0 if since_ns is None else max(1, since_ns)
+        cut: list[str] = []
+        for kind in (DecisionKind.OUTCOME, DecisionKind.REJECTION):
+            wanted = pb.ListDecisionsRequest(kind=kind, tenant=self._tenant, since_unix_nano=since)
+            found = await lister.newest(wanted, from_manager=False, limit=most)
+            listed.add("router", found, since)
+            cut += _cut(found, kind, most, since_ns)
+        unread = (f"records of {each}" for each in self._source.missing())
+        decisions = known_decisions(record for _, record in listed.records)
+        return Ends(tuple(decisions), tuple(dict.fromkeys((*cut, *listed.missing, *unread))))
 
     async def story(self, name: str) -> Story:
         """Return the story of a request by its id, or by the client's own name for it. Raises NotFound."""
@@ -95,6 +119,15 @@ class Gatherer:
         if self._tenant and owners and self._tenant not in owners:
             what = f"request {request_id} is none of tenant {self._tenant}"
             raise NotFound(f"{what}; name its own tenant, or leave --tenant out to see the requests of all")
+
+
+def _cut(found: Records, kind: DecisionKind, most: int, since_ns: int | None) -> list[str]:
+    """Return in a line which records were not looked at, because there are more than `most`."""
+    if not found.has_older:
+        return []
+    older = f"{_NAMES[kind]} from before {moment_of(found.records[0].time_unix_nano)}"
+    remedy = "--since TIME looks at all within a time" if since_ns is None else "name a shorter --since"
+    return [f"{older}: the newest {most:,} alone were looked at; {remedy}"]
 
 
 def _without_prefix(name: str) -> str:

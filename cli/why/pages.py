@@ -22,7 +22,7 @@ _PATIENCE_S: Final = 10.0
 class Records:
     """Records of one service, oldest first; all that it made since `complete_since_ns` are still kept there.
 
-    `bound` names the option that bounds how many are.
+    `bound` names the option that bounds how many are. `has_older` says that older ones match, beyond the limit.
     """
 
     records: tuple[pb.DecisionRecord, ...] = ()
@@ -30,6 +30,7 @@ class Records:
     silent_routers: int = 0
     failure: str = ""
     bound: str = "--decision-ring"
+    has_older: bool = False
 
 
 @dataclass
@@ -42,7 +43,7 @@ class Listed:
     def add(self, service: str, found: Records, since_ns: int = 0) -> None:
         self.records += [(service, record) for record in found.records]
         if since_ns and found.complete_since_ns > since_ns:
-            moment = _moment(found.complete_since_ns)
+            moment = moment_of(found.complete_since_ns)
             self.missing += (f"records of the {service} from before {moment}: none are kept ({found.bound})",)
         if found.silent_routers:
             self.missing += (f"{count(found.silent_routers, 'router')} did not answer",)
@@ -54,15 +55,15 @@ class Listed:
         return Listed(ordered[-limit:] if limit else [], self.missing)
 
 
-def _moment(time_ns: int) -> str:
+def moment_of(time_ns: int) -> str:
     """Return a time of day, with its day unless that is today."""
     moment = datetime.fromtimestamp(time_ns / 1e9).astimezone()
     return moment.strftime("%H:%M:%S" if moment.date() == datetime.now().astimezone().date() else "%Y-%m-%d %H:%M:%S")
 
 
 class Lister:
-    def __init__(self, source: Source | grpc.aio.Channel) -> None:
-        self._source = source_of(source)
+    def __init__(self, source: Source | grpc.aio.Channel, patience_s: float = _PATIENCE_S) -> None:
+        self._source, self._patience_s = source_of(source), patience_s
 
     async def newest(self, filters: pb.ListDecisionsRequest, from_manager: bool, limit: int | None = None) -> Records:
         """Return the newest `limit` records (None: all) that match, oldest first.
@@ -77,6 +78,7 @@ class Lister:
                     records=(*page.decisions, *found.records),
                     complete_since_ns=max(found.complete_since_ns, page.complete_since_unix_nano),
                     silent_routers=max(found.silent_routers, page.silent_routers),
+                    has_older=bool(page.next_page_token),
                 )
         except (grpc.aio.AioRpcError, Unavailable) as error:
             if not from_manager:
@@ -92,7 +94,7 @@ class Lister:
         asked.from_manager, left = from_manager, limit
         while left is None or left > 0:
             asked.limit = MAX_LISTED_DECISIONS if left is None else min(left, MAX_LISTED_DECISIONS)
-            page = await self._source.ListDecisions(asked, timeout=_PATIENCE_S)
+            page = await self._source.ListDecisions(asked, timeout=self._patience_s)
             yield page
             left = None if left is None else left - len(page.decisions)
             asked.page_token = page.next_page_token
