@@ -22,22 +22,35 @@ def _manager(**changes: Any) -> Change:
     return lambda options: replace(options, manager=replace(options.manager, **changes))
 
 
-POLICIES: Final[Mapping[str, Change]] = {
-    **{name: _router(name) for name in ROUTERS},
-    **{name: _manager(eviction=name) for name in get_args(EvictionName)},
-    **{f"runway-{name}": _manager(runway=name) for name in get_args(Runway)},
-    "backfill": _manager(backfill=True),
-    "no-backfill": _manager(backfill=False),
-    "prefix-caching": lambda options: replace(options, prefix_caching=True),
-    "no-prefix-caching": lambda options: replace(options, prefix_caching=False),
-}
+# The policies of a group are for one choice.
+_GROUPS: Final[tuple[Mapping[str, Change], ...]] = (
+    {name: _router(name) for name in ROUTERS},
+    {name: _manager(eviction=name) for name in get_args(EvictionName)},
+    {f"runway-{name}": _manager(runway=name) for name in get_args(Runway)},
+    {"backfill": _manager(backfill=True), "no-backfill": _manager(backfill=False)},
+    {
+        "prefix-caching": lambda options: replace(options, prefix_caching=True),
+        "no-prefix-caching": lambda options: replace(options, prefix_caching=False),
+    },
+)
+POLICIES: Final[Mapping[str, Change]] = {name: change for group in _GROUPS for name, change in group.items()}
 
 
 def with_policies(options: ReplayOptions, names: str) -> ReplayOptions:
-    """Return the options with the policies that `names` joins by "+". Raises InvalidConfig for an unknown one."""
-    for name in names.split("+"):
+    """Return the options with the policies that `names` joins by "+".
+
+    Raises InvalidConfig for an unknown one, and for two that are for the same choice.
+    """
+    given = names.split("+")
+    for name in given:
         if name not in POLICIES:
             what = f"is {name!r}; expected {', '.join(POLICIES)}, or several of them joined by +"
             raise InvalidConfig(FieldViolation("--policy", what))
+    for group in _GROUPS:
+        first, *others = [name for name in given if name in group] or [""]
+        if others:
+            what = f"is {names!r}, where {first} and {others[0]} are for the same choice; leave one of them out"
+            raise InvalidConfig(FieldViolation("--policy", what))
+    for name in given:
         options = POLICIES[name](options)
     return options

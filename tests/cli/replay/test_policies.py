@@ -20,11 +20,27 @@ def test_joined_policies_change_one_choice_each() -> None:
 def test_each_policy_has_an_opposite_that_changes_it_back() -> None:
     back = "cost+utility+runway-auto+backfill+prefix-caching"
     for name in POLICIES:
-        assert with_policies(ReplayOptions(), f"{name}+{back}") == ReplayOptions()
+        assert with_policies(with_policies(ReplayOptions(), name), back) == ReplayOptions()
 
 
-def test_the_later_of_two_policies_for_one_choice_counts() -> None:
-    assert with_policies(ReplayOptions(), "lru+frequency").manager.eviction == "frequency"
+@pytest.mark.parametrize(
+    ("names", "first", "second"),
+    [
+        ("backfill+no-backfill", "backfill", "no-backfill"),
+        ("lru+runway-max+utility", "lru", "utility"),
+        ("cost+round-robin", "cost", "round-robin"),
+        ("runway-max+lru+runway-auto", "runway-max", "runway-auto"),
+        ("no-prefix-caching+prefix-caching", "no-prefix-caching", "prefix-caching"),
+        ("lru+lru", "lru", "lru"),
+    ],
+)
+def test_two_policies_for_one_choice_are_refused_in_a_line(names: str, first: str, second: str) -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        with_policies(ReplayOptions(), names)
+    assert str(caught.value).endswith(
+        f"--policy: is {names!r}, where {first} and {second} are for the same choice; leave one of them out"
+    )
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("names", ["", "fastest", "lru+", "+lru", "lru round-robin"])
