@@ -111,7 +111,11 @@ def _covers(known: RetainedTokens, priority: int, seconds: float) -> bool:
 
 
 def _lowered(each: RetainedTokens, highest: int) -> RetainedTokens:
-    return RetainedTokens(each.start, each.end, min(each.priority, max(highest, 0)), each.seconds)
+    """Lower a priority to the tenant's highest, but never below that of blocks without retention: what a request wants
+    to keep would leave before all others.
+    """
+    priority = min(each.priority, max(highest, DEFAULT_RETENTION_PRIORITY))
+    return RetainedTokens(each.start, each.end, priority, each.seconds)
 
 
 def _seconds(given: pb.CacheRetention | pb.RetentionRange, name: str) -> float:

@@ -95,6 +95,17 @@ async def test_a_priority_is_lowered_to_that_of_the_tenant() -> None:
     assert not (await validator().validate(request(cache_retention=pb.CacheRetention(priority=100)), call)).retention
 
 
+@pytest.mark.parametrize("highest", [0, 10, 34, 35])
+async def test_a_highest_priority_of_35_or_less_retains_nothing_and_puts_nothing_before_the_others(
+    highest: int,
+) -> None:
+    call = replace(CALL, caller=Caller(replace(ACME.tenant, max_retention_priority=highest)))
+    for asked, expected in ((100, ()), (36, ()), (35, ()), (34, (34,)), (0, (0,))):
+        message = request(cache_retention=pb.CacheRetention(priority=asked))
+        found: ValidatedRequest = await validator().validate(message, call)
+        assert tuple(each.priority for each in found.retention) == expected
+
+
 async def test_what_is_not_cached_is_not_retained() -> None:
     message = request(cache=pb.CacheOptions(no_cache=True), cache_retention=pb.CacheRetention(priority=80))
     assert (await accepted(message)).retention == ()
