@@ -171,5 +171,6 @@ def _retention(state: LedgerState) -> None:
         _check(retention.count(tenant) == count, f"the retained blocks of {tenant!r} are miscounted")
         _check(count <= state.config.retention_limits.most_blocks, f"{tenant!r} retains {count} blocks")
     _check(retention.count() == raised.total(), "the retained blocks are miscounted")
+    _check(retention.count() <= state.config.retention_limits.most_of_all, "too many blocks are retained")
     for block, each in retention.held.items():
         _check(blocks.hash[block] == each.hash, f"block {block} is held for another content")

@@ -17,14 +17,17 @@ DEFAULT_MAX_WAIT: Final = 30.0
 DEFAULT_RETENTION_SHARE: Final = 0.25
 DEFAULT_MAX_RETENTION: Final = 3600.0
 """Seconds."""
+MOST_RETAINED: Final = 0.5
+"""The share of the blocks that all tenants together may retain."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetentionLimits:
-    """Bounds of a worker's ledger: retained blocks of one tenant, and seconds of a duration."""
+    """Bounds of a worker's ledger: retained blocks of one tenant, seconds of a duration, and the blocks of all."""
 
     most_blocks: int
     longest_seconds: float
+    most_of_all: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,8 @@ class LedgerConfig:
     free for the growth of those that run; `ghosts` bounds the memory of evicted hashes (0: four for each block).
     `eviction` names the policy of `eviction/choice.py`. With `backfill`, sequences pass one that lacks blocks, for a
     bounded time. One that has waited for `max_wait` seconds gets every eighth admission (0: priority alone decides).
-    Of one tenant, at most `retention_share` of the blocks are retained, each for at most `max_retention` seconds.
+    Of one tenant, at most `retention_share` of the blocks are retained, of all tenants together at most half, each for
+    at most `max_retention` seconds.
     """
 
     num_blocks: int
@@ -80,7 +84,8 @@ class LedgerConfig:
 
     @property
     def retention_limits(self) -> RetentionLimits:
-        return RetentionLimits(int(self.retention_share * self.num_blocks), self.max_retention)
+        share, everybody = int(self.retention_share * self.num_blocks), int(MOST_RETAINED * self.num_blocks)
+        return RetentionLimits(share, self.max_retention, everybody)
 
     @property
     def watermark_blocks(self) -> int:

@@ -12,25 +12,31 @@ least its priority for at least its time, and count as retained too.
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 from typing import Final
 
 from common.clock import Clock
-from common.lease import DEFAULT_RETENTION_PRIORITY, RetainedBlocks
+from common.lease import DEFAULT_RETENTION_PRIORITY
 from common.types import TRIMMED, BlockHash, BlockId
 from kvmanager.core.block import Blocks
 from kvmanager.core.config import RetentionLimits
 from kvmanager.core.eviction.interface import EvictionOrder
+from kvmanager.core.holdings import Holdings
 from kvmanager.core.sequence import Sequence
 
 _USUAL: Final = DEFAULT_RETENTION_PRIORITY
 _SPARE: Final = 64
 """Stale items that a heap may have beside as many as there are held blocks."""
+_MOST_TERMS: Final = 4
+"""Of one content. Each release compares them with its own."""
 
 Term = tuple[int, float]
 """A priority, and the time at which it ends."""
+Terms = tuple[Term, ...]
+"""Of falling priority and rising end: all above 35, or one below it."""
 
 
 class Fate(StrEnum):
@@ -39,21 +45,20 @@ class Fate(StrEnum):
     RETAINED = "no block without retention was left"
     OVER = "its retention was over"
     BEYOND = "its tenant retained more than its share of the pool"
+    CROWDED = "all tenants retained more than half of the pool"
     LOWERED = "its request gave it a low priority"
 
 
 class Mark:
-    """What requests said of one content: terms of falling priority and rising end, and who said so last.
+    """What requests said of contents: terms, and who said so last. `fate` is set once there is no term left.
 
-    `fate` is set once there is no term left.
+    Contents share a mark that one request made: it changes by time alone.
     """
 
     __slots__ = ("fate", "tenant", "terms")
 
-    def __init__(self, term: Term, tenant: str) -> None:
-        self.terms: tuple[Term, ...] = (term,)
-        self.tenant = tenant
-        self.fate: Fate | None = None
+    def __init__(self, terms: Terms, tenant: str, fate: Fate | None = None) -> None:
+        self.terms, self.tenant, self.fate = terms, tenant, fate
 
 
 class Held:
@@ -77,13 +82,13 @@ class Retention:
     """The marks of registered contents, and the cached blocks that they hold outside of the usual order.
 
     `marks` is empty while no request asks for retention; callers look at it before they call anything else here. A
-    tenant's retained blocks are at most `most`; the one that was released first makes room. Durations are at most
-    `longest` seconds.
+    tenant's retained blocks are bounded, and those of all tenants. Beyond a bound, the block falls back to the usual
+    order that was released first: of that tenant, or of the one that retains the most.
     """
 
     __slots__ = (
-        "_blocks", "_by_tenant", "_clock", "_due", "_early", "_entries", "_late", "_longest", "_most", "_order",
-        "_stamp", "evicted", "held", "marks",
+        "_blocks", "_clock", "_due", "_early", "_entries", "_holdings", "_late", "_limits", "_order", "_stamp",
+        "evicted", "held", "marks",
     )  # fmt: skip
 
     def __init__(
@@ -95,7 +100,7 @@ class Retention:
         limits: RetentionLimits,
     ) -> None:
         self._blocks, self._entries, self._clock = blocks, entries, clock
-        self._most, self._longest = limits.most_blocks, limits.longest_seconds
+        self._limits, self._holdings = limits, Holdings()
         self.marks: dict[BlockHash, Mark] = {}
         self.held: dict[BlockId, Held] = {}
         # Leaves that leave before, and after, the usual order: (priority, stamp, block). Stale items are skipped.
@@ -103,8 +108,6 @@ class Retention:
         self._late: list[tuple[int, int, BlockId]] = []
         # When a term of a held block ends: (time, stamp, block).
         self._due: list[tuple[float, int, BlockId]] = []
-        # The retained blocks of each tenant, the first released first.
-        self._by_tenant: dict[str, OrderedDict[BlockId, None]] = {}
         self._stamp = 0
         # What became of the block that was evicted last; None: it had no mark.
         self.evicted: Evicted | None = None
@@ -116,36 +119,49 @@ class Retention:
 
     def clear(self) -> None:
         """Forget all marks."""
-        for each in (self.marks, self.held, self._early, self._late, self._due, self._by_tenant):
+        for each in (self.marks, self.held, self._early, self._late, self._due, self._holdings):
             each.clear()
         self.evicted = None
 
     # ------------------------------------------------------------ what requests say
 
     def mark(self, sequence: Sequence) -> None:
-        """Mark the registered blocks of a sequence that is about to release them."""
-        now, table, hash_of = self._clock.monotonic(), sequence.block_table, self._blocks.hash
-        for asked in sequence.retention:
-            term = (asked.priority, now + min(asked.seconds, self._longest))
-            if asked.priority == _USUAL or term[1] <= now or (asked.priority > _USUAL and not self._most):
-                continue
-            for block in table[_first_of(asked, sequence) : asked.end]:
-                block_hash = hash_of[block] if block != TRIMMED else None
-                if block_hash is not None:
-                    self._add(block_hash, term, sequence.tenant, now)
+        """Mark the registered blocks of a sequence that is about to release them.
 
-    def _add(self, block_hash: BlockHash, term: Term, tenant: str, now: float) -> None:
-        """Add a term to those of a content. What is retained stays so, whatever another request says."""
-        old = self.marks.get(block_hash)
-        terms = [each for each in old.terms if each[1] > now] if old is not None else []
-        if old is None or not terms:
-            self.marks[block_hash] = Mark(term, tenant)
-        elif term[0] < _USUAL:
-            if terms[0][0] < _USUAL:
-                old.terms, old.tenant = (term,), tenant
-        elif not any(each[0] >= term[0] and each[1] >= term[1] for each in terms):
-            kept = [each for each in terms if each[0] >= _USUAL and (each[0] > term[0] or each[1] > term[1])]
-            old.terms, old.tenant = tuple(sorted((*kept, term), reverse=True)), tenant
+        Blocks between two ends of ranges get the same terms, and most of them have the same mark before. So terms are
+        compared once for all of them.
+        """
+        now, table, blocks, marks = self._clock.monotonic(), sequence.block_table, self._blocks, self.marks
+        for first, end, terms in _segments(self._asked(sequence, now)):
+            fresh, low = Mark(terms, sequence.tenant), terms[0][0] < _USUAL
+            known: dict[Mark | None, Mark] = {None: fresh}
+            for block in table[first:end]:
+                block_hash = blocks.hash[block] if block != TRIMMED else None
+                if block_hash is None or (low and blocks.refs[block] > 1):
+                    continue
+                old = marks.get(block_hash)
+                mark = known.get(old)
+                if mark is None:
+                    assert old is not None
+                    mark = known[old] = _merged(old, fresh, now)
+                if mark is not old:
+                    marks[block_hash] = mark
+
+    def _asked(self, sequence: Sequence, now: float) -> list[tuple[int, int, Term]]:
+        """Return the blocks of which a sequence says something, and what.
+
+        A retained range begins with the first block, as the blocks before it must stay too. A low priority counts for
+        blocks alone that no other sequence had computed before, and that no other one uses.
+        """
+        limits, size, found = self._limits, len(sequence.block_table), []
+        for asked in sequence.retention:
+            raised, term = asked.priority > _USUAL, (asked.priority, now + min(asked.seconds, limits.longest_seconds))
+            if asked.priority == _USUAL or term[1] <= now or (raised and not limits.most_blocks):
+                continue
+            first = 0 if raised else max(asked.first, sequence.n_shared)
+            if first < min(asked.end, size):
+                found.append((first, min(asked.end, size), term))
+        return found
 
     # ------------------------------------------------------------ what happens to blocks
 
@@ -153,20 +169,31 @@ class Retention:
         """Hold a block that was just added to the usual order, if its content is marked."""
         block_hash = self._blocks.hash[block]
         mark = self.marks.get(block_hash) if block_hash is not None else None
-        if block_hash is None or mark is None or not self._renew(mark):
+        if block_hash is None or mark is None:
+            return
+        now = self._clock.monotonic()
+        self._expire(now)
+        if not _renew(mark, now):
             return
         self._stamp += 1
         held = self.held[block] = Held(block_hash, mark, mark.terms[0][0], self._stamp)
         self._order.withhold(block)
         self._await(block, held)
         if held.priority > _USUAL:
-            mine = self._by_tenant.setdefault(mark.tenant, OrderedDict())
-            mine[block] = None
-            if len(mine) > self._most:
-                self.expire()
-            if len(mine) > self._most:
-                self._let_go(next(iter(mine)), Fate.BEYOND)
+            self._retain(block, mark.tenant)
         self._compact()
+
+    def _retain(self, block: BlockId, tenant: str) -> None:
+        """Count a retained block, and let the first one go of who retains too many."""
+        holdings, limits, fate = self._holdings, self._limits, Fate.BEYOND
+        holdings.add(tenant, block)
+        if holdings.count(tenant) <= limits.most_blocks:
+            if holdings.total <= limits.most_of_all:
+                return
+            tenant, fate = holdings.largest(tenant), Fate.CROWDED
+        first = holdings.first(tenant)
+        self.marks[self.held[first].hash] = Mark((), tenant, fate)
+        self._let_go(first)
 
     def taken(self, block: BlockId) -> None:
         """Let a cached block go that is used again. It stays marked if it was retained."""
@@ -177,7 +204,7 @@ class Retention:
 
     def forget_cached(self) -> None:
         """Forget the marks of all cached blocks, because they were freed, although not for room."""
-        for each in (self.held, self._early, self._late, self._due, self._by_tenant):
+        for each in (self.held, self._early, self._late, self._due, self._holdings):
             each.clear()
         for block_hash in [each for each in self.marks if each not in self._entries]:
             del self.marks[block_hash]
@@ -188,17 +215,20 @@ class Retention:
 
     def expire(self) -> None:
         """Give the blocks back to the usual order whose time is over."""
-        now, due = self._clock.monotonic(), self._due
+        self._expire(self._clock.monotonic())
+
+    def _expire(self, now: float) -> None:
+        due = self._due
         while due and due[0][0] <= now:
             _, stamp, block = heapq.heappop(due)
             held = self.held.get(block)
             if held is None or held.stamp != stamp:
                 continue
-            if self._renew(held.mark):
+            if _renew(held.mark, now):
                 held.priority = held.mark.terms[0][0]
                 self._await(block, held)
             else:
-                self._let_go(block, Fate.OVER)
+                self._let_go(block)
 
     def pop(self) -> BlockId:
         """Let the next block go: of a low priority, in the usual order, retained. Raises as the usual order does."""
@@ -215,20 +245,9 @@ class Retention:
 
     def count(self, tenant: str | None = None) -> int:
         """Return how many cached blocks are retained, of one tenant or of all."""
-        if tenant is not None:
-            return len(self._by_tenant.get(tenant, ()))
-        return sum(map(len, self._by_tenant.values()))
+        return self._holdings.total if tenant is None else self._holdings.count(tenant)
 
     # ------------------------------------------------------------ within
-
-    def _renew(self, mark: Mark) -> bool:
-        """Drop the terms of a mark that are over, and return whether one is left."""
-        if mark.terms:
-            now = self._clock.monotonic()
-            mark.terms = tuple(each for each in mark.terms if each[1] > now)
-            if not mark.terms:
-                mark.fate = Fate.OVER
-        return bool(mark.terms)
 
     def _await(self, block: BlockId, held: Held) -> None:
         """Wait for the end of a held block's first term, and let it be chosen while it is a leaf."""
@@ -249,20 +268,15 @@ class Retention:
                 return block
         return None
 
-    def _let_go(self, block: BlockId, fate: Fate) -> None:
-        """Give a held block back to the usual order."""
-        held = self._drop(block)
-        assert held is not None
-        held.mark.terms, held.mark.fate = (), fate
+    def _let_go(self, block: BlockId) -> None:
+        """Give a held block back to the usual order. Its mark has its fate."""
+        self._drop(block)
         self._order.offer(block)
 
     def _drop(self, block: BlockId) -> Held | None:
         held = self.held.pop(block, None)
         if held is not None and held.priority > _USUAL:
-            mine = self._by_tenant[held.mark.tenant]
-            del mine[block]
-            if not mine:
-                del self._by_tenant[held.mark.tenant]
+            self._holdings.remove(held.mark.tenant, block)
         return held
 
     def _note(self, block: BlockId) -> None:
@@ -292,8 +306,42 @@ class Retention:
                     self._offer(block, each)
 
 
-def _first_of(asked: RetainedBlocks, sequence: Sequence) -> int:
-    """Return where a range begins to count. A retained one begins with the first block, as the blocks before it must
-    stay too. A low priority counts for blocks alone that no other sequence had computed before.
-    """
-    return 0 if asked.priority > _USUAL else max(asked.first, sequence.n_shared)
+def _segments(asked: list[tuple[int, int, Term]]) -> Iterator[tuple[int, int, Terms]]:
+    """Yield the blocks between the ends of ranges, and the terms that all blocks of such a part get."""
+    cuts = sorted({cut for first, end, _ in asked for cut in (first, end)})
+    for first, end in pairwise(cuts):
+        terms = [term for begin, until, term in asked if begin <= first and end <= until]
+        raised = _needed(each for each in terms if each[0] > _USUAL)
+        if terms:
+            yield first, end, raised or (terms[-1],)
+
+
+def _needed(raised: Iterable[Term]) -> Terms:
+    """Return the terms that say more than others do, in their order. Of many, the highest and the longest stay."""
+    kept = list[Term]()
+    for each in sorted(raised, reverse=True):
+        if not kept or each[1] > kept[-1][1]:
+            kept.append(each)
+    return tuple(kept if len(kept) <= _MOST_TERMS else (*kept[: _MOST_TERMS - 1], kept[-1]))
+
+
+def _merged(old: Mark, fresh: Mark, now: float) -> Mark:
+    """Return the mark of contents that have an old one. What is retained stays so, whatever another request says."""
+    raised = tuple(each for each in old.terms if each[1] > now and each[0] > _USUAL)
+    if not raised:
+        return fresh
+    if fresh.terms[0][0] < _USUAL:
+        return old
+    terms = _needed((*raised, *fresh.terms))
+    if terms == raised:
+        return old
+    return fresh if terms == fresh.terms else Mark(terms, fresh.tenant)
+
+
+def _renew(mark: Mark, now: float) -> bool:
+    """Drop the terms of a mark that are over, and return whether one is left."""
+    if mark.terms and mark.terms[0][1] <= now:
+        mark.terms = tuple(each for each in mark.terms if each[1] > now)
+        if not mark.terms:
+            mark.fate = Fate.OVER
+    return bool(mark.terms)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any, get_args
 
 import pytest
 
 from common.clock import ManualClock
 from common.lease import LAST_BLOCK, RetainedBlocks
-from common.types import DecisionKind, MissReason
+from common.types import DecisionKind, MissReason, SequenceId
 from kvmanager.core.config import EvictionName
 from kvmanager.core.ledger import Ledger
 from tests.support.kvmanager.ledgers import EMPTY, admit, finish, hashes, make_ledger, prompt, reserve, seal
@@ -52,14 +56,14 @@ def test_a_retained_prefix_outlives_a_scan_until_its_time_is_over(policy: str) -
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_retained_blocks_leave_by_priority_when_nothing_else_is_left(policy: str) -> None:
-    ledger = make_ledger(6, eviction=policy, retention_share=1.0)
+    ledger = make_ledger(8, eviction=policy, retention_share=1.0)
     serve(ledger, 1, prompt(32), RetainedBlocks(0, ALL, 90, 60.0))
     serve(ledger, 2, prompt(32, start=500), RetainedBlocks(0, ALL, 50, 60.0))
-    serve(ledger, 3, prompt(48, start=900))
+    serve(ledger, 3, prompt(80, start=900))
     assert (cached(ledger, prompt(32)), cached(ledger, prompt(32, start=500))) == (2, 1)
-    serve(ledger, 4, prompt(64, start=2000))
+    serve(ledger, 4, prompt(96, start=2000))
     assert (cached(ledger, prompt(32)), cached(ledger, prompt(32, start=500))) == (2, 0)
-    serve(ledger, 5, prompt(96, start=3000))
+    serve(ledger, 5, prompt(128, start=3000))
     assert (cached(ledger, prompt(32)), ledger.pool().retained) == (0, 0), "nothing is refused for retained blocks"
     assert ledger.pool().totals.retained_evictions == 4
 
@@ -139,6 +143,97 @@ def test_a_tenant_retains_its_share_and_the_oldest_beyond_it_goes_back() -> None
     others(ledger, 20)
     left = [prompt(32), prompt(32, start=500), prompt(16, start=900)]
     assert [cached(ledger, each) for each in left] == [1, 2, 1]
+
+
+def test_all_tenants_together_retain_half_of_the_pool_and_the_largest_holder_falls_back_first() -> None:
+    ledger = make_ledger(20, retention_share=0.25)
+    for number, (tenant, blocks) in enumerate((("a", 5), ("b", 3), ("c", 2))):
+        serve(ledger, number, prompt(16 * blocks, start=1000 * number), RetainedBlocks(0, ALL, 80, 60.0), tenant=tenant)
+    # Of equals, the one goes back that releases now, or the one that has had so many for the longest time.
+    expected = (("c", (4, 3, 3, 0)), ("c", (4, 3, 3, 0)), ("d", (3, 3, 3, 1)), ("d", (3, 2, 3, 2)))
+    for number, (tenant, left) in enumerate(expected, start=10):
+        serve(ledger, number, prompt(16, start=1000 * number), RetainedBlocks(0, ALL, 80, 60.0), tenant=tenant)
+        assert tuple(map(ledger.state.retention.count, "abcd")) == left
+    others(ledger, 20)
+    found = [cached(ledger, prompt(80)), cached(ledger, prompt(48, start=1000)), cached(ledger, prompt(32, start=2000))]
+    found += [cached(ledger, prompt(16, start=1000 * number)) for number in range(10, 14)]
+    assert (found, ledger.pool().retained) == ([3, 2, 1, 1, 1, 1, 1], 10)
+
+
+def test_a_tenant_that_retains_nothing_yet_gets_room_from_the_largest() -> None:
+    ledger = make_ledger(8, retention_share=0.5)
+    serve(ledger, 1, prompt(64), RetainedBlocks(0, ALL, 100, 60.0), tenant="a")
+    serve(ledger, 2, prompt(16, start=500), RetainedBlocks(0, ALL, 36, 60.0), tenant="b")
+    assert (ledger.state.retention.count("a"), ledger.state.retention.count("b")) == (3, 1)
+    serve(ledger, 3, prompt(64, start=900))
+    assert ledger.lookup(hashes(prompt(64)), 65).retention == "all tenants retained more than half of the pool"
+
+
+def python_calls(work: Callable[[], object]) -> int:
+    """Return how many functions written in Python some work calls."""
+    calls, before = Counter[str](), sys.getprofile()
+    sys.setprofile(lambda frame, event, argument: calls.update((event,)))
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+    return calls["call"]
+
+
+def mark_calls(blocks: int) -> tuple[list[int], Ledger]:
+    """Release a sequence of so many blocks five times, each with sixteen other ranges; return the calls of `mark`."""
+    clock, calls = ManualClock(), list[int]()
+    ledger = make_ledger(2 * blocks, clock=clock, retention_share=0.5)
+    for number in range(5):
+        asks = [RetainedBlocks(0, blocks, 36 + number + 4 * each, 3000.0 - 170.0 * each) for each in range(16)]
+        admit(ledger, reserve(number, prompt(16 * blocks), retention=tuple(asks)))
+        seal(ledger, number, hashes(prompt(16 * blocks)))
+        sequence = ledger.state.sequences[SequenceId(number)]
+        calls.append(python_calls(partial(ledger.state.retention.mark, sequence)))
+        finish(ledger, number)
+        clock.advance(0.01)
+    return calls, ledger
+
+
+def test_the_calls_of_a_release_do_not_grow_with_its_blocks() -> None:
+    few, many = mark_calls(20)[0], mark_calls(200)[0]
+    assert few == many
+
+
+def test_a_content_has_four_terms_at_most_the_highest_and_the_longest() -> None:
+    _, ledger = mark_calls(20)
+    assert {len(mark.terms) for mark in ledger.state.retention.marks.values()} == {4}
+    clock = ManualClock()
+    ledger = make_ledger(4, clock=clock)
+    serve(ledger, 1, prompt(16), *(RetainedBlocks(0, ALL, 90 - 10 * each, 10.0 + each) for each in range(5)))
+    terms = ledger.state.retention.marks[hashes(prompt(16))[0]].terms
+    assert [(priority, until - clock.monotonic()) for priority, until in terms] == [
+        (90, 10.0), (80, 11.0), (70, 12.0), (50, 14.0),
+    ]  # fmt: skip
+
+
+def test_a_mark_that_says_as_much_already_stays_as_it_is() -> None:
+    ledger = make_ledger(8, retention_share=0.5)
+    serve(ledger, 1, prompt(48), RetainedBlocks(0, ALL, 80, 60.0), tenant="a")
+    before = dict(ledger.state.retention.marks)
+    serve(ledger, 2, prompt(48), RetainedBlocks(0, ALL, 80, 60.0), RetainedBlocks(0, 2, 50, 10.0), tenant="b")
+    after = ledger.state.retention.marks
+    assert len(before) == 3
+    assert all(after[key] is mark for key, mark in before.items())
+
+
+def test_a_low_priority_does_not_count_for_blocks_that_another_sequence_uses() -> None:
+    ledger = make_ledger(9)
+    others(ledger, 4)
+    low = (RetainedBlocks(0, ALL, 0, 3600.0),)
+    admit(ledger, reserve(1, prompt(64), retention=low))
+    seal(ledger, 1, hashes(prompt(64)))
+    admit(ledger, reserve(2, prompt(49)))
+    finish(ledger, 1)
+    assert set(ledger.state.retention.marks) == set(hashes(prompt(64))[3:])
+    finish(ledger, 2)
+    others(ledger, 3, first=200)
+    assert cached(ledger, prompt(64)) == 3
 
 
 def test_no_share_and_no_duration_turn_retention_off() -> None:

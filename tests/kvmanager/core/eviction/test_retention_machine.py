@@ -29,7 +29,8 @@ from kvmanager.core.ledger_state import LedgerState
 from kvmanager.core.sequence import Sequence
 from tests.support.kvmanager.ledgers import counted_ids
 
-BLOCKS, MOST, LONGEST = 9, 3, 40.0
+BLOCKS, MOST, ALL_TENANTS, LONGEST = 9, 3, 4, 40.0
+MOST_TERMS = 4
 Chain = tuple[BlockHash, ...]
 
 
@@ -79,18 +80,24 @@ class Naive:
             found.released = None
             found.terms = [each for each in found.terms if each[0] > 35]
 
-    def mark(self, key: BlockHash, priority: int, until: float, tenant: str, now: float) -> None:
+    def mark(self, key: BlockHash, asks: list[tuple[int, float]], tenant: str, now: float) -> None:
+        """Let a content have what its request asks of it; asks of 35, and those that are over, are left out."""
         content = self.contents[key]
-        live = [each for each in content.terms if each[1] > now]
-        raised = [each for each in live if each[0] > 35]
-        if priority > 35:
-            known = any(each[0] >= priority and each[1] >= until for each in raised)
-            owner = raised[0][2] if known else tenant
-            content.terms = [(*each[:2], owner) for each in raised] + ([] if known else [(priority, until, tenant)])
-        elif not raised:
-            content.terms = [(priority, until, tenant)]
+        old = [each for each in content.terms if each[0] > 35 and each[1] > now]
+        raised = {each for each in asks if each[0] > 35} | {(priority, until) for priority, until, _ in old}
+        if not raised:
+            if asks and content.users == 1:
+                content.terms = [(*asks[-1], tenant)]
+            return
+        # Of equals each counts once; what another one surpasses in both says nothing.
+        needed = [each for each in raised if not any(o != each and o[0] >= each[0] and o[1] >= each[1] for o in raised)]
+        needed.sort(reverse=True)
+        while len(needed) > MOST_TERMS:
+            del needed[-2]
+        owner = old[0][2] if needed == [each[:2] for each in old] else tenant
+        content.terms = [(*each, owner) for each in needed]
 
-    def release(self, key: BlockHash, now: float) -> None:
+    def release(self, key: BlockHash, tenants: str, now: float) -> None:
         content = self.contents[key]
         content.users -= 1
         if content.users:
@@ -101,11 +108,17 @@ class Naive:
             if each.released is not None:
                 each.terms = [term for term in each.terms if term[1] > now]
         if content.priority(now) > 35:
-            tenant = content.terms[0][2]
-            mine = [c for c in self.contents.values() if c.released is not None and c.terms and c.terms[0][2] == tenant]
-            mine = [each for each in mine if each.priority(now) > 35]
-            if len(mine) > MOST:
-                min(mine, key=lambda each: each.released or 0).terms.clear()
+            self._make_room(content.terms[0][2], tenants, now)
+
+    def _make_room(self, tenant: str, tenants: str, now: float) -> None:
+        retained = [each for each in self.contents.values() if each.released is not None and each.priority(now) > 35]
+        of = {name: [each for each in retained if each.terms[0][2] == name] for name in tenants}
+        largest = max(tenants, key=lambda name: (len(of[name]), name == tenant))
+        if len(of[tenant]) > MOST:
+            largest = tenant
+        elif len(retained) <= ALL_TENANTS:
+            return
+        min(of[largest], key=lambda each: each.released or 0).terms.clear()
 
 
 @dataclass
@@ -137,10 +150,10 @@ class Machine(RuleBasedStateMachine):
                 RetainedBlocks,
                 first=st.integers(0, 3),
                 end=st.integers(1, 4),
-                priority=st.sampled_from((0, 10, 35, 36, 60, 100)),
-                seconds=st.sampled_from((0.0, 1.0, 10.0, 100.0)),
+                priority=st.sampled_from((0, 10, 35, 36, 50, 60, 80, 100)),
+                seconds=st.sampled_from((0.0, 1.0, 2.0, 5.0, 10.0, 100.0)),
             ),
-            max_size=3,
+            max_size=6,
         ),
         tenant=st.sampled_from("ab"),
     )
@@ -187,15 +200,18 @@ class Machine(RuleBasedStateMachine):
     def request_ends(self, data: st.DataObject) -> None:
         each = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
         now, sequence = self.clock.monotonic(), each.sequence
-        for asked in sequence.retention:
-            first = 0 if asked.priority > 35 else max(asked.first, sequence.n_shared)
-            until = now + min(asked.seconds, LONGEST)
-            for key in each.chain[first : asked.end] if asked.priority != 35 and asked.seconds else ():
-                self.naive.mark(key, asked.priority, until, sequence.tenant, now)
+        for index, key in enumerate(each.chain):
+            asks = [
+                (asked.priority, now + min(asked.seconds, LONGEST))
+                for asked in sequence.retention
+                if asked.priority != 35 and asked.seconds and index < asked.end
+                if asked.priority > 35 or index >= max(asked.first, sequence.n_shared)
+            ]
+            self.naive.mark(key, asks, sequence.tenant, now)
         self.state.retention.mark(sequence)
         for block, key in zip(reversed(sequence.block_table), reversed(each.chain), strict=True):
             self.state.release(BlockId(block))
-            self.naive.release(key, now)
+            self.naive.release(key, "ab", now)
 
     @rule(seconds=st.sampled_from((0.5, 1.0, 9.0, 40.0)))
     def time_passes(self, seconds: float) -> None:
