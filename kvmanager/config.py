@@ -82,7 +82,8 @@ class KvManagerSettings(PoolSettings, DecisionLogSettings):
     )
     retention_share: Fraction = Field(
         DEFAULT_RETENTION_SHARE,
-        description="share of a worker's blocks that one tenant may retain in the cache by cache_retention; 0: none",
+        description="share of a worker's blocks that one tenant may retain in the cache by cache_retention; 0: none; "
+        "all tenants together may retain half",
     )
     max_retention: float = Field(
         DEFAULT_MAX_RETENTION, ge=0.0, description="seconds that a block may be retained; longer durations are lowered"

@@ -394,7 +394,7 @@ class CacheRetention(_message.Message):
 
     Priorities are 0 to 100, lowered to the tenant's maximum. Durations are more than 0, and lowered to the manager's
     --max-retention (an hour); unset is as long as that. A tenant retains at most a share of a worker's blocks
-    (--retention-share).
+    (--retention-share), and all tenants together at most half of them.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
