@@ -29,9 +29,16 @@ from kvmanager.core.ledger_state import LedgerState
 from kvmanager.core.sequence import Sequence
 from tests.support.kvmanager.ledgers import counted_ids
 
-BLOCKS, MOST, ALL_TENANTS, LONGEST = 9, 3, 4, 40.0
+BLOCKS, MOST, ALL_TENANTS, LONGEST = 7, 2, 3, 80.0
 MOST_TERMS = 4
 Chain = tuple[BlockHash, ...]
+ASKS = st.builds(
+    RetainedBlocks,
+    first=st.integers(0, 3),
+    end=st.integers(1, 4),
+    priority=st.sampled_from((10, 35, 36, 60, 100)),
+    seconds=st.sampled_from((0.0, 1.0, 10.0, 100.0)),
+)
 
 
 @dataclass
@@ -144,16 +151,11 @@ class Machine(RuleBasedStateMachine):
         audit(self.state)
 
     @rule(
-        path=st.lists(st.integers(0, 2), min_size=1, max_size=4),
-        asks=st.lists(
-            st.builds(
-                RetainedBlocks,
-                first=st.integers(0, 3),
-                end=st.integers(1, 4),
-                priority=st.sampled_from((0, 10, 35, 36, 50, 60, 80, 100)),
-                seconds=st.sampled_from((0.0, 1.0, 2.0, 5.0, 10.0, 100.0)),
-            ),
-            max_size=6,
+        path=st.lists(st.integers(0, 1), min_size=1, max_size=4),
+        asks=st.one_of(
+            st.lists(ASKS, min_size=1, max_size=3),
+            st.just([RetainedBlocks(0, 4, 0, 100.0)]),
+            st.integers(1, 4).map(lambda end: [RetainedBlocks(0, end, 90 - 10 * n, 1.0 + 9 * n) for n in range(5)]),
         ),
         tenant=st.sampled_from("ab"),
     )
@@ -235,4 +237,4 @@ class Machine(RuleBasedStateMachine):
 @pytest.mark.parametrize("policy", ["lru", "frequency", "utility"])
 def test_eviction_with_retention_is_that_of_a_second_implementation(policy: str) -> None:
     machine = type(f"Machine_{policy}", (Machine,), {"policy": policy})
-    run_state_machine_as_test(machine, settings=settings(max_examples=150, stateful_step_count=40, deadline=None))
+    run_state_machine_as_test(machine, settings=settings(max_examples=200, stateful_step_count=40, deadline=None))
