@@ -146,6 +146,14 @@ class WorkerModel:
         reported = self.load.running + self.load.waiting + self._since.sequences
         return max(reported, self._outstanding.sequences)
 
+    def has_batch_place(self, sequences: int = 1) -> bool:
+        """Return whether the batch has room for so many more sequences; beyond it they would wait at the worker."""
+        return self.sequences + sequences <= self.capacity.max_num_seqs
+
+    @property
+    def drains(self) -> bool:
+        return self.draining or self.load.draining
+
     @property
     def pending_prefill_tokens(self) -> int:
         reported = self.load.pending_prefill_tokens + self._since.prefill_tokens
@@ -183,7 +191,7 @@ class WorkerModel:
             return WorkerState.HUNG, f"its step runs for {load.step_age_seconds:.1f} s; at most {limit:.1f} s expected"
         if self.silent(now):
             return WorkerState.HUNG, f"no heartbeat for {now - self.heartbeat_at:.1f} s"
-        if self.draining or load.draining:
+        if self.drains:
             does = "hands over" if load.migrating else "finishes"
             return WorkerState.DRAINING, f"it {does} what it has and takes nothing new"
         if self.detached(now):

@@ -53,6 +53,8 @@ class Adopter:
             running.place(found.client, handle)
             if not await _confirmed(confirmed, run):
                 return
+        # From here on a worker that drains may hand the sequences over.
+        run.identity = self._dispatcher.pool.identity
         self._admission.start(run.request_id, now, run.request.tenant)
         self._recorder.metrics.resumed.inc()
 

@@ -15,7 +15,7 @@ from router.core.fair_queue import ONE_FLOW, FairQueue, Flow, Ticket, due_at
 from router.core.identity import is_complete
 from router.core.optimistic import BURST_SECONDS, MEMORY_SECONDS, OptimisticIndex
 from router.core.place_shares import PlaceShares
-from router.core.routing import TOO_LARGE, Choice, Outcome, PlacementRequest, Router, must_wait, places_of
+from router.core.routing import TOO_LARGE, Choice, Outcome, PlacementRequest, Router, must_wait, places_of, verdict
 from router.core.watchdog import waits_for_a_place
 from router.core.worker_model import WorkerModel
 from router.ports import DecisionSink, PrefixIndex
@@ -275,13 +275,19 @@ class Dispatcher:
         return self._places_of_all
 
     def _choose(
-        self, job: Job, request: PlacementRequest, published: Mapping[str, int] | None, decision_id: str = ""
+        self,
+        job: Job,
+        request: PlacementRequest,
+        published: Mapping[str, int] | None,
+        decision_id: str = "",
+        among: Sequence[WorkerModel] | None = None,
     ) -> Choice:
         age = MEMORY_SECONDS if published is None else BURST_SECONDS
         hits = self._memory.lookup(job.block_hashes, self._clock.monotonic(), age)
         for name, blocks in (published or {}).items():
             hits[name] = max(blocks, hits.get(name, 0))
-        return self._router.route(request, self._pool.models(), hits, self._pool.absent(), decision_id)
+        workers = self._pool.models() if among is None else among
+        return self._router.route(request, workers, hits, self._pool.absent(), decision_id)
 
     def _settle(self, waiting: _Waiting, choice: Choice, flow: Flow) -> None:
         """Record the decision; set the placement, or the error that refuses the job."""
@@ -319,15 +325,24 @@ class Dispatcher:
 
         Nothing is looked up or recorded: `take_up` does that, because the sequences may end before they move.
         """
-        choice = self._choose(job, job.request, None)
-        worker = choice.worker
-        if worker is None or worker.sequences + job.request.sequences > worker.capacity.max_num_seqs:
+        choice = self._choose(job, job.request, None, among=self._with_batch_place(job.request))
+        if choice.worker is None:
             return None
-        return self._placement(job, worker, self._pool.client(worker), choice, flow)
+        return self._placement(job, choice.worker, self._pool.client(choice.worker), choice, flow)
+
+    def has_batch_place(self, request: PlacementRequest) -> bool:
+        """Return whether `book` would find a place."""
+        return bool(self._with_batch_place(request))
+
+    def _with_batch_place(self, request: PlacementRequest) -> list[WorkerModel]:
+        """Return the workers in whose batch the sequences have room now; a cached prefix elsewhere does not count."""
+        now = self._clock.monotonic()
+        roomy = [each for each in self._pool.models() if each.has_batch_place(request.sequences)]
+        return [each for each in roomy if verdict(each, request, now)[0] is Outcome.PLACED]
 
     def take_up(self, placement: Placement, job: Job) -> Placement | None:
-        """Record the move to a booked place; None, with the place released, where its worker has gone."""
-        if not placement.client.ready:
+        """Record the move to a booked place; None, with the place released, where its worker may not get it."""
+        if not self._may_take(placement):
             for reservation in placement.reservations:
                 reservation.release()
             return None
@@ -340,6 +355,12 @@ class Dispatcher:
         )
         self._decisions.record(decision)
         return replace(placement, decision=decision, looked_up_ns=decision.time_ns)
+
+    def _may_take(self, placement: Placement) -> bool:
+        """Return whether a booked worker is the same process, and well: it may have restarted or begun to drain."""
+        model = self._pool.model_of(placement.client)
+        same = model is not None and all(each.model is model for each in placement.reservations)
+        return same and placement.client.ready and model.trouble(self._clock.monotonic()) is None
 
     # ------------------------------------------------------------ reservations
 

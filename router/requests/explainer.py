@@ -74,7 +74,7 @@ class Explainer:
             check_kind(request.embeds, identity.pooling)
             prefix = Prefix.of(request, identity, [])
         hashes = prefix.block_hashes if request.takes_hits else ()
-        job = Job(placement_of(request, prefix, request.sampling.n), hashes, request.priority, None)
+        job = Job(placement_of(request, len(prefix.tokens), request.sampling.n), hashes, request.priority, None)
         foresight = await self._dispatcher.foresee(job, request.flow)
         outcome, reason = self._refusal(request) or _foreseen(foresight) or self._lateness(foresight, seconds)
         return Explanation(outcome, reason, foresight, request, identity.block_size, len(hashes) * identity.block_size)

@@ -72,7 +72,7 @@ class RouterFrontend:
         self._turns, self._placer = Turns(), Placer(dispatcher, admission, recorder, eos_token_ids)
         self._adopter = Adopter(dispatcher, admission, recorder)
         self._runs: set[RequestRun] = set()
-        dispatcher.pool.listen(DrainMover(dispatcher.pool, self._placer, self._runs))
+        dispatcher.pool.listen(DrainMover(dispatcher.pool, self._placer, self._runs, self._clock))
         self.draining = False
         self._idle = asyncio.Event()
         recorder.metrics.watch(lambda: admission.running, lambda: admission.queued)

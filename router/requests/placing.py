@@ -42,7 +42,7 @@ class Placer:
         request, prefix = run.request, Prefix.of(run.request, identity, sequences[0].output.tokens)
         if run.ticket is None:
             run.ticket = self._dispatcher.ticket(request.priority, request.flow, len(sequences), request.deadline)
-        wanted = placement_request_of(run, prefix, len(sequences))
+        wanted = placement_request_of(run, len(prefix.tokens), len(sequences))
         owner = request.caller.owner
         shared = prefix.block_hashes if request.takes_hits else ()
         job = Job(wanted, shared, request.priority, request.deadline, moved_because, owner)
@@ -68,11 +68,13 @@ class Placer:
 
     def book(self, run: RequestRun, running: Running) -> Placement | None:
         """Reserve a place for a sequence that runs; None without room, and while the pool is unknown."""
-        if run.identity is None:
+        request, output = run.request, running.output.tokens
+        wanted = placement_request_of(run, len(request.prompt) + len(output), 1)
+        # Room is looked for before the blocks are hashed: 100,000 tokens take 4 ms.
+        if run.identity is None or not self._dispatcher.has_batch_place(wanted):
             return None
-        request, prefix = run.request, Prefix.of(run.request, run.identity, running.output.tokens)
-        hashes = prefix.block_hashes if request.takes_hits else ()
-        job = Job(placement_request_of(run, prefix, 1), hashes, request.priority, request.deadline)
+        hashes = Prefix.of(request, run.identity, output).block_hashes if request.takes_hits else ()
+        job = Job(wanted, hashes, request.priority, request.deadline)
         return self._dispatcher.book(job, request.flow)
 
     async def _may_be_tried(self, run: RequestRun, placement: Placement) -> bool:

@@ -31,6 +31,11 @@ class LoadReservation:
         self._placed_at, self._held = clock.monotonic(), True
         model.placed(1, prefill_tokens, blocks)
 
+    @property
+    def model(self) -> WorkerModel:
+        """The worker at which the load counts, as of the connection of that time."""
+        return self._model
+
     def prefilled(self) -> None:
         """Stop counting the prefill tokens: the prompt is computed. Idempotent."""
         if self._held and self._prefill_tokens:

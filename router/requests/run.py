@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from common.clock import Clock
+from common.errors import Unavailable
 from common.hashing import block_digests, block_hash_of, little_endian_int32, narrowed_domain, root_digest
 from common.types import BlockHash, FinishReason, PoolIdentity
 from router.core.diagnosis.outcome import Outcome
@@ -19,6 +20,7 @@ from router.core.worker_events import (
     Lost,
     Preempted,
     PromptScored,
+    Refused,
     SequenceAdmitted,
     SequenceEvent,
     SequenceFinished,
@@ -52,6 +54,8 @@ class Running:
     reservation: LoadReservation | None = None
     attempt: int = 0
     done: bool = False
+    # Whether its worker ended the last run; the client may not have read that yet.
+    ended: bool = False
     # Why the last run ended early, until the next one begins.
     lost: str = ""
     # The place at which it goes on when its draining worker has ended it, and how often it went to one.
@@ -88,6 +92,16 @@ class Running:
             for each in self.booked.reservations:
                 each.release()
             self.booked = None
+
+    def end_run(self, event: SequenceEvent) -> None:
+        """Free the place after the last event of a run, and the booked one unless the worker hands the sequence over.
+
+        The client may not have read the earlier events.
+        """
+        self.ended = True
+        _release(self.reservation, event)
+        if not _hands_over(event):
+            self._unbook()
 
     def lose(self, reason: str) -> None:
         """Give up the place after the worker ended the sequence; one that was booked is kept."""
@@ -144,12 +158,12 @@ class RequestRun:
     def sink(self, running: Running) -> Sink:
         """Return the sink for a worker's events of the next run of a sequence. The last event releases the load."""
         running.attempt += 1
+        running.ended = False
         index, attempt = running.output.index, running.attempt
 
         def sink(event: SequenceEvent) -> None:
-            # The place is free at once, whether or not the client has read the earlier events.
             if not isinstance(event, _GOES_ON) and attempt == running.attempt:
-                _release(running.reservation, event)
+                running.end_run(event)
             if attempt == running.attempt:
                 self.log.follow(index, event)
                 self._follow(event)
@@ -242,6 +256,18 @@ class RequestRun:
             running.leave(reason)
 
 
+def _hands_over(event: SequenceEvent) -> bool:
+    """Return whether a worker ended a sequence that is to go on elsewhere. A broken stream is a loss all the same."""
+    match event:
+        case SequenceFinished():
+            return event.reason is FinishReason.CANCELLED
+        case Lost():
+            return event.reason == DRAINED
+        case Refused():  # it drained already when the sequence came
+            return isinstance(event.error, Unavailable)
+    return False
+
+
 def _release(reservation: LoadReservation | None, event: SequenceEvent) -> None:
     if reservation is None:
         return
@@ -277,19 +303,19 @@ class Prefix:
         return Prefix(tokens, tuple(map(block_hash_of, digests)), digests[-1] if digests else root, domain)
 
 
-def placement_request_of(run: RequestRun, prefix: Prefix, sequences: int) -> PlacementRequest:
-    """Return the placement request for so many sequences that continue `prefix`."""
-    return placement_of(run.request, prefix, sequences, run.request_id, run.trace.traceparent)
+def placement_request_of(run: RequestRun, tokens: int, sequences: int) -> PlacementRequest:
+    """Return the placement request for so many sequences that continue so many tokens, the prompt's included."""
+    return placement_of(run.request, tokens, sequences, run.request_id, run.trace.traceparent)
 
 
 def placement_of(
-    request: ValidatedRequest, prefix: Prefix, sequences: int, request_id: str = "", traceparent: str = ""
+    request: ValidatedRequest, tokens: int, sequences: int, request_id: str = "", traceparent: str = ""
 ) -> PlacementRequest:
     return PlacementRequest(
         request_id=request_id,
-        prompt_tokens=len(prefix.tokens),
+        prompt_tokens=tokens,
         max_len=request.max_len,
-        max_tokens=request.max_len - len(prefix.tokens),
+        max_tokens=request.max_len - tokens,
         sequences=sequences,
         traceparent=traceparent,
     )

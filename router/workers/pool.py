@@ -87,6 +87,7 @@ class WorkerPool:
         self._members: dict[str, Member] = {}
         self._listeners: list[PoolListener] = []
         self._models: list[WorkerModel] | None = None
+        self._migrating: set[WorkerClient] = set()
 
     def listen(self, listener: PoolListener) -> None:
         self._listeners.append(listener)
@@ -119,6 +120,7 @@ class WorkerPool:
         if member is None:
             return
         self._models = None
+        self._migrating.discard(member.client)
         member.client.abandon("the router uses it no longer", broken=False)
         if member.task is not None:
             self._leave(member, member.task)
@@ -178,10 +180,9 @@ class WorkerPool:
         member = self._members.get(client.address)
         return member.model if member is not None and member.client is client else None
 
-    def migrating(self) -> list[WorkerClient]:
-        """Return the connections of workers whose sequences are to go on elsewhere."""
-        members = self._members.values()
-        return [each.client for each in members if each.model is not None and each.model.load.migrating]
+    def migrating(self) -> Collection[WorkerClient]:
+        """Return the connections of workers whose sequences are to go on elsewhere, as of each one's last heartbeat."""
+        return self._migrating
 
     def members(self) -> Collection[Member]:
         return self._members.values()
@@ -285,6 +286,10 @@ class WorkerPool:
         member = self._members.get(client.address)
         if member is not None and member.model is not None and member.client is client:
             member.model.heartbeat(load, self._clock.monotonic())
+            if load.migrating:
+                self._migrating.add(client)
+            else:
+                self._migrating.discard(client)
             self._notify(member.model)
 
     def disconnected(self, client: WorkerClient, error: QuireError) -> None:
@@ -297,6 +302,7 @@ class WorkerPool:
         self._log_absence(member, error)
         member.model, member.facts, member.state, member.reason = None, None, state, str(error)
         self._models = None
+        self._migrating.discard(client)
         if not self.models():
             # All workers may have been replaced: the next one fills in again what the configuration leaves open.
             self._agree(self._configured)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator
+
 import pytest
 
 from common.types import FinishReason
-from tests.support.router.fake_worker import FakeWorker, prompt_of
+from router.core.events import GenerateEvent, ValidatedRequest
+from router.requests.run import Prefix
+from tests.support.router.fake_worker import PATIENCE_S, FakeWorker, prompt_of
 from tests.support.router.frontend_harness import (
+    CLOCK,
     Harness,
     ends_of,
     frontend_over,
@@ -198,3 +204,125 @@ async def test_each_sequence_of_a_request_moves_by_itself_to_where_there_is_room
         assert [end.usage.output_tokens for end in ends.values()] == [2, 2]
         assert nothing_left(harness)
         await other.kill()
+
+
+Stream = AsyncGenerator[GenerateEvent, None]
+
+
+async def _unread(harness: Harness, worker: FakeWorker, wanted: ValidatedRequest) -> Stream:
+    """Begin a request, and return its stream after the admission; nobody reads on."""
+    stream = harness.frontend.generate(wanted)
+    first = asyncio.create_task(anext(stream))
+    await worker.until(lambda: bool(worker.submits))
+    worker.step({1: [100]}, admitted={1: 0})
+    await first
+    return stream
+
+
+async def test_a_sequence_whose_end_is_unread_books_no_place() -> None:
+    """Another sequence of the draining worker moves in the same pass: so the pass has been."""
+    draining, other = FakeWorker("w0"), FakeWorker("w1")
+    async with frontend_over(draining) as harness:
+        stream = await _unread(harness, draining, request(max_tokens=2))
+        draining.step({1: [101]}, finished={1: FinishReason.LENGTH})
+        await harness.until(lambda: harness.pool.models()[0].outstanding == 0)
+        async with in_background(harness, request(max_tokens=2)):
+            await draining.until(lambda: len(draining.submits) == 2)
+            await _add(harness, other)
+            draining.heartbeat(draining=True, migrating=True)
+            await draining.until(lambda: bool(draining.cancels))
+            assert [cancel.handle for cancel in draining.cancels] == [2]
+            assert harness.pool.models()[1].outstanding == 1
+        await stream.aclose()
+        await other.kill()
+
+
+async def test_an_end_that_is_unread_gives_the_booked_place_back() -> None:
+    draining, other = FakeWorker("w0"), FakeWorker("w1")
+    async with frontend_over(draining) as harness:
+        stream = await _unread(harness, draining, request(max_tokens=2))
+        await _add(harness, other)
+        draining.heartbeat(draining=True, migrating=True)
+        await draining.until(lambda: bool(draining.cancels))
+        assert harness.pool.models()[1].outstanding == 1
+        draining.step({1: [101]}, finished={1: FinishReason.LENGTH})
+        await harness.until(lambda: harness.pool.models()[1].outstanding == 0)
+        await stream.aclose()
+        await other.kill()
+
+
+async def test_a_worker_that_dies_while_its_sequence_is_to_move_is_a_loss() -> None:
+    """The booked place is free at once, although the client reads nothing."""
+    draining, other = FakeWorker("w0"), FakeWorker("w1")
+    async with frontend_over(draining) as harness:
+        stream = await _unread(harness, draining, request(max_tokens=2))
+        (run,) = harness.frontend._runs
+        await _add(harness, other)
+        draining.heartbeat(draining=True, migrating=True)
+        await draining.until(lambda: bool(draining.cancels))
+        await draining.kill()
+        await harness.until(lambda: len(harness.pool.models()) == 1 and harness.pool.models()[0].outstanding == 0)
+        rest = asyncio.create_task(_rest_of(stream))
+        await other.until(lambda: bool(other.submits))
+        assert (run.sequences[0].attempt, run.sequences[0].drained) == (2, 0)
+        (move,) = harness.decisions.find(kind="migration")
+        assert not move.reasons[0].startswith("drain")
+        other.step({1: [101]}, admitted={1: 0}, finished={1: FinishReason.LENGTH})
+        await rest
+        assert nothing_left(harness)
+        await other.kill()
+
+
+async def _rest_of(stream: Stream) -> list[GenerateEvent]:
+    return [event async for event in stream]
+
+
+async def test_a_full_worker_with_the_prefix_does_not_hide_an_idle_one() -> None:
+    sizes = {"num_blocks": 10_000, "max_model_len": 20_000}
+    draining, full, idle = (FakeWorker(name, **sizes) for name in ("w0", "w1", "w2"))
+    async with frontend_over(draining) as harness, in_background(harness, request(prompt=8000, max_tokens=6)):
+        await draining.until(lambda: bool(draining.submits))
+        draining.step({1: [100]}, admitted={1: 0})
+        await _add(harness, full)
+        await _add(harness, idle)
+        (run,) = harness.frontend._runs
+        assert run.identity is not None
+        rates = {"decode_step_seconds": 0.01, "prefill_seconds_per_token": 1e-4, "steps": 1}
+        full.heartbeat(running=8, **rates)
+        await harness.until(lambda: harness.pool.models()[1].sequences == 8)
+        # As after another request with this prompt.
+        prefix = Prefix.of(run.request, run.identity, [])
+        harness.dispatcher._memory.remember("w1", prefix.block_hashes, CLOCK.monotonic() + PATIENCE_S)
+        draining.heartbeat(draining=True, migrating=True)
+        await draining.until(lambda: bool(draining.cancels))
+        assert [run.sequences[0].booked and run.sequences[0].booked.worker_id] == ["w2"]
+        await full.kill()
+        await idle.kill()
+
+
+@pytest.mark.parametrize("why", ["it drains too", "it is another process"])
+async def test_a_booked_worker_that_may_not_take_it_is_replaced(why: str) -> None:
+    draining, booked, third = FakeWorker("w0"), FakeWorker("w1"), FakeWorker("w2", automatic=True)
+    async with frontend_over(draining) as harness, in_background(harness, request(max_tokens=2)) as task:
+        await draining.until(lambda: bool(draining.submits))
+        draining.step({1: [100]}, admitted={1: 0})
+        await _add(harness, booked)
+        draining.heartbeat(draining=True, migrating=True)
+        await draining.until(lambda: bool(draining.cancels))
+        await _add(harness, third)
+        before = harness.pool.models()[1]
+        if why == "it drains too":
+            booked.heartbeat(draining=True)
+            await harness.until(lambda: before.load.draining)
+        else:
+            await booked.restart()
+            await harness.until(lambda: len(harness.pool.models()) == 3 and before not in harness.pool.models())
+            # The new process is full, and the router knows no place in its batch.
+            booked.heartbeat(running=100)
+            await harness.until(lambda: any(each.load.running == 100 for each in harness.pool.models()))
+        draining.step(finished={1: FinishReason.CANCELLED})
+        assert tokens_of(await task) == [100, 101]
+        assert not booked.submits
+        assert nothing_left(harness)
+        await booked.kill()
+        await third.kill()

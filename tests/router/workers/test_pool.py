@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
@@ -149,3 +149,35 @@ async def test_a_router_that_stops_does_not_wait_for_a_worker_whose_heartbeat_is
 def test_the_last_words_to_workers_leave_time_to_close_everything_else() -> None:
     """A suite kills a router some seconds after its drain: telemetry and Redis are closed before that."""
     assert LAST_WORDS_S + _LAST_REPLIES_S <= _LAST_REPLIES_SECONDS / 2
+
+
+async def _until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not true():  # noqa: ASYNC110 - what is waited for has no event of its own
+            await asyncio.sleep(0)
+
+
+async def test_the_pool_knows_which_workers_hand_over_without_a_look_at_all() -> None:
+    double = FakeWorker()
+    async with running(double):
+        pool = WorkerPool(RouterIdentity("router", b"i" * 16), IDENTITY, SystemClock(), QUICK)
+        pool.add(double.address)
+        await _until(lambda: bool(pool.models()))
+        (member,) = pool.members()
+        kept = pool.migrating()
+        assert not kept
+        double.heartbeat(draining=True, migrating=True)
+        await _until(lambda: list(kept) == [member.client])
+        double.heartbeat()
+        await _until(lambda: not kept)
+        double.heartbeat(draining=True, migrating=True)
+        await _until(lambda: bool(kept))
+        await double.kill()
+        await _until(lambda: not kept)
+        await double.start()
+        await _until(lambda: bool(pool.models()))
+        double.heartbeat(draining=True, migrating=True)
+        await _until(lambda: bool(kept))
+        pool.remove(double.address)
+        assert not kept
+        await pool.aclose()
