@@ -121,7 +121,7 @@ class ManagerProcess:
         figures = ManagerMetrics(registry, self.attachments, self.settings.block_size)
         LogMetrics(registry, self._log)
         self.metrics = MetricsServer(registry, lambda: not self._why_not(), self._why_not)
-        self.watchdog = Watchdog(self.settings.stall_timeout, self._work, self._show_stall, registry)
+        self.watchdog = Watchdog(self.settings.stall_timeout, self._work, _stays_ready, registry)
         spans = server_spans(self._telemetry.tracer, untraced=(servicer.SESSION_METHOD,))
         services, identity = [servicer.SERVICE, decision_servicer.SERVICE], Identity.of(self.settings)
         server = RpcServer(services, [spans], tls=identity)
@@ -136,14 +136,11 @@ class ManagerProcess:
             return "the manager is shutting down"
         if self.supervisor.failing:
             return "a part of the manager has failed and begins anew; its log has the details"
-        return self.watchdog.reason
+        return ""
 
     def _work(self) -> dict[str, Work]:
         pools = {worker: ledger.pool() for worker, ledger in self.attachments.ledgers()}
         return {worker: Work(waits_for_a_grant(pool), pool.totals.admissions) for worker, pool in pools.items()}
-
-    async def _show_stall(self, reason: str) -> None:
-        await self.server.health.stalled(reason)
 
     async def _show(self, failing: tuple[str, ...]) -> None:
         """Let health say whether all background tasks run."""
@@ -169,11 +166,12 @@ class ManagerProcess:
         )
 
     def debug_state(self) -> dict[str, object]:
-        """Return the manager's part of `quire debug dump`: the pool of each worker's ledger."""
+        """Return the manager's part of `quire debug dump`: the pool of each worker's ledger, and what stands still."""
         pools = {worker: asdict(ledger.pool()) for worker, ledger in self.attachments.ledgers()}
         leads, term = self.leading.leads(), self.leading.term
         epoch, draining = self.index.epoch, self.attachments.draining
-        return {"epoch": epoch, "leads": leads, "term": term, "draining": draining, "pools": pools}
+        state = {"epoch": epoch, "leads": leads, "term": term, "draining": draining, "pools": pools}
+        return state | {"stalled": self.watchdog.reason}
 
     async def stop(self) -> None:
         """Write the pending changes, send the workers away, and stop."""
@@ -257,6 +255,14 @@ def _decision_ids(source: str) -> Callable[[], str]:
 def _without_secrets(url: str) -> str:
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+async def _stays_ready(reason: str) -> None:
+    """Leave health as it is: one stalled ledger must not take the manager from the other workers.
+
+    A new attach begins the ledger anew, and a manager that is not ready gets no attach in Kubernetes. The gauge
+    `quire:stalled`, the log and `debug_state` have the reason.
+    """
 
 
 async def serve(settings: KvManagerSettings) -> int:

@@ -103,8 +103,8 @@ class Watchdog:
         before, self.reason = self.reason, reason
         self._stalled.set(bool(reason))
         if reason and not before:
-            log.error("not healthy: %s", reason)
+            log.error("work stands still: %s", reason)
         elif not reason:
-            log.warning("healthy again: the work goes on")
+            log.warning("the work goes on again")
         if bool(reason) != bool(before):
             await self._report(reason)

@@ -1,10 +1,10 @@
-"""A manager that grants nothing although blocks are free: health says so, and is well again by itself."""
+"""A manager that grants nothing although blocks are free: metric, log and debug state say so; it stays ready."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import urllib.error
+import logging
 import urllib.request
 
 import pytest
@@ -14,30 +14,30 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from common.lease import GrantBatch, Report, Reserve
 from common.types import SequenceId
 from kvmanager.core.ledger import Ledger
-from tests.kvmanager.conftest import Connect, Start
+from tests.kvmanager.conftest import Connect, Running, Start
 from tests.support.kvmanager.fake_session import TIMEOUT_S
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
-async def _until(channel: aio.Channel, serving: bool) -> None:
-    watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
-    async for answer in watch:
-        if (answer.status == SERVING) == serving:
-            break
-    watch.cancel()
+def _stalled(manager: Running) -> bool:
+    return "quire:stalled 1.0" in _page(manager, "metrics")
 
 
-def _health(port: int) -> tuple[int, dict[str, str]]:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=TIMEOUT_S) as answer:
-            return answer.status, json.load(answer)
-    except urllib.error.HTTPError as failed:
-        return failed.code, json.load(failed)
+def _page(manager: Running, path: str) -> str:
+    """Return a page of the metrics port. Raises HTTPError where its status is no 200."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{manager.process.metrics.port}/{path}", timeout=TIMEOUT_S) as answer:
+        return str(answer.read(), "utf-8")
 
 
-async def test_sequences_that_wait_beside_free_blocks_are_not_healthy(
-    start_manager: Start, connect: Connect, monkeypatch: pytest.MonkeyPatch
+async def _until(manager: Running, stalled: bool) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while await asyncio.to_thread(_stalled, manager) != stalled:  # noqa: ASYNC110 - asks another process's port
+            await asyncio.sleep(0.01)
+
+
+async def test_sequences_that_wait_beside_free_blocks_are_shown_and_the_manager_stays_ready(
+    start_manager: Start, connect: Connect, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     schedule, works = Ledger.schedule, asyncio.Event()
 
@@ -49,14 +49,19 @@ async def test_sequences_that_wait_beside_free_blocks_are_not_healthy(
     await worker.attached()
     monkeypatch.setattr(Ledger, "schedule", faulty)
     await worker.report(Report(reserve=(Reserve(SequenceId(1), 4, 8),)))
+    await _until(manager, stalled=True)
+    reason = str(manager.process.debug_state()["stalled"])
+    assert reason.startswith("w0: 1 sequences wait, none runs, 8 of 8 blocks are free")
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR] == [
+        f"work stands still: {reason}"
+    ]
+    # It stays ready, so that this worker and all others reach it.
+    assert "reason" not in json.loads(await asyncio.to_thread(_page, manager, "health"))
     async with aio.insecure_channel(manager.address) as channel:
-        await _until(channel, serving=False)
-        port = manager.process.metrics.port
-        status, words = await asyncio.to_thread(_health, port)
-        assert (status, words["status"]) == (503, "not ready")
-        assert words["reason"].startswith("w0: 1 sequences wait, none runs, 8 of 8 blocks are free")
-        works.set()
-        batch = await worker.exchange(Report())
-        assert [admit.sequence for admit in batch.admit] == [1]
-        await _until(channel, serving=True)
-        assert (await asyncio.to_thread(_health, port))[0] == 200
+        health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+        assert health.status == SERVING
+    works.set()
+    batch = await worker.exchange(Report())
+    assert [admit.sequence for admit in batch.admit] == [1]
+    await _until(manager, stalled=False)
+    assert manager.process.debug_state()["stalled"] == ""
