@@ -266,7 +266,7 @@ class ServiceSettings(TlsSettings):
     stall_timeout: Seconds = Field(
         30.0,
         description="seconds for which work may wait while nothing goes on and nothing explains it; then health is "
-        "NOT_SERVING with the reason, until work goes on",
+        "NOT_SERVING with the reason, until work goes on (a manager serves on and shows it)",
     )
 
     def problems(self) -> Iterator[FieldViolation]:

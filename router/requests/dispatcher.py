@@ -359,8 +359,9 @@ class Dispatcher:
     def _may_take(self, placement: Placement) -> bool:
         """Return whether a booked worker is the same process, and well: it may have restarted or begun to drain."""
         model = self._pool.model_of(placement.client)
-        same = model is not None and all(each.model is model for each in placement.reservations)
-        return same and placement.client.ready and model.trouble(self._clock.monotonic()) is None
+        if model is None or any(each.model is not model for each in placement.reservations):
+            return False
+        return placement.client.ready and model.trouble(self._clock.monotonic()) is None
 
     # ------------------------------------------------------------ reservations
 

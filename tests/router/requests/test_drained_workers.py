@@ -278,8 +278,8 @@ async def _rest_of(stream: Stream) -> list[GenerateEvent]:
 
 
 async def test_a_full_worker_with_the_prefix_does_not_hide_an_idle_one() -> None:
-    sizes = {"num_blocks": 10_000, "max_model_len": 20_000}
-    draining, full, idle = (FakeWorker(name, **sizes) for name in ("w0", "w1", "w2"))
+    names = "w0", "w1", "w2"
+    draining, full, idle = (FakeWorker(name, num_blocks=10_000, max_model_len=20_000) for name in names)
     async with frontend_over(draining) as harness, in_background(harness, request(prompt=8000, max_tokens=6)):
         await draining.until(lambda: bool(draining.submits))
         draining.step({1: [100]}, admitted={1: 0})

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
-from tests.router.requests.test_resuming import IDENTITY, resume, resumed, wanted, world
+from tests.router.requests.test_resuming import resume, resumed, wanted, world
+from tests.support.gpuworker.worker_harness import IDENTITY
 from tests.support.router.fake_worker import FakeWorker
 from tests.support.router.frontend_harness import nothing_left, tokens_of
 
