@@ -16,7 +16,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 ItemT = TypeVar("ItemT")
 # Weights are fractions: a sum of them may miss a whole number by this much.
@@ -155,12 +155,14 @@ class FairQueue(Generic[ItemT]):
         same = lines.get(ticket.flow.tenant)
         if same is not None and same.first[0].due <= ticket.due:
             return False
-        own: _Line[None] = _Line(ticket.flow)
+        own: _Line[Any] = _Line(ticket.flow)
         own.deficit = same.deficit if same is not None else 0.0
         own.items.append((ticket.place, ticket, None))
-        others = (line for line in lines.values() if line is not same)
-        best = min(((over_share(line.first[0]), line.rounds()) for line in others), default=None)
-        return best is None or (over_share(ticket), own.rounds()) < best
+        # Of lines that are equal the first one has its turn. A tenant that waits keeps its place among them.
+        round_: list[_Line[Any]] = [own if line is same else line for line in lines.values()]
+        if same is None:
+            round_.append(own)
+        return min(round_, key=lambda line: (over_share(line.first[0]), line.rounds())) is own
 
     def before(self, priority: int) -> int:
         """Return how many tickets of this or a higher priority wait."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from router.core.fair_queue import PASSED_SECONDS, FairQueue, Flow, Ticket, due_at
@@ -190,6 +190,7 @@ dues = st.sampled_from([1.0, 2.0, 3.0])
     st.integers(1, MOST),
     dues,
 )
+@example([("blue", 1, 1, 1.0), ("blue", 1, 1, 1.0), ("red", 1, 1, 2.0)], 1, "red", 1, 2, 1.0)
 def test_a_ticket_leads_exactly_when_it_would_be_the_head(
     waiting: list[tuple[str, int, int, float]], served: int, tenant: str, priority: int, sequences: int, due: float
 ) -> None:
