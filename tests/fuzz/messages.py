@@ -30,6 +30,7 @@ _bytes = (
 )
 
 _F = FieldDescriptor
+_UNSIGNED: Final = (_F.CPPTYPE_UINT32, _F.CPPTYPE_UINT64)
 _SCALARS: Final[dict[int, st.SearchStrategy[Any]]] = {
     _F.CPPTYPE_INT32: _int32,
     _F.CPPTYPE_INT64: _int64,
@@ -124,7 +125,8 @@ def _part(field: Any, depth: int, likely: bool) -> st.SearchStrategy[Fill]:
 
 def _value(field: Any, depth: int, likely: bool) -> st.SearchStrategy[Any]:
     if likely and field.name in LIKELY and (_is_map(field) or field.cpp_type != _F.CPPTYPE_MESSAGE):
-        return LIKELY[field.name]
+        value = LIKELY[field.name]
+        return value.map(abs) if field.cpp_type in _UNSIGNED and not field.is_repeated else value
     if _is_map(field):
         entry = field.message_type.fields_by_name
         keys, values = (_single(entry[name], depth - 1, likely) for name in ("key", "value"))
