@@ -4,8 +4,8 @@
     {ns}:w:<slot>                  hash: worker_id, incarnation (hex), address, generation; no TTL
     {ns}:l:<slot>                  liveness of the slot's worker; has a TTL, renewed while the worker is attached
     {ns}:epoch, {ns}:fence         counter of managers, and the epoch of the one that may write
-    {ns}:term                      term of the manager that took the latest epoch, if it is in a group
-    {group}:lease, {group}:term    lease of the manager that leads a group; has a TTL. Counter of terms
+    {ns}:term:<group>              highest term of a group of managers in which one took an epoch; no TTL
+    {group}:lease, {group}:term    lease of the manager that leads a group, and counter of terms; no TTL
     quire:discovery:workers        set of the ids of attached workers, and for a while of departed ones
     quire:discovery:worker:<id>    signature and JSON (`DiscoveredWorker`); has a TTL, renewed while attached
 
@@ -83,9 +83,12 @@ def fence_key(namespace: str) -> str:
     return f"{namespace}:fence"
 
 
-def term_key(namespace: str) -> str:
-    """Return the key that holds the term of the manager that took the latest epoch."""
-    return f"{namespace}:term"
+def term_key(namespace: str, group: str) -> str:
+    """Return the key that holds the highest term of this group in which a manager took an epoch.
+
+    Each group counts its own terms, so two groups have nothing to compare.
+    """
+    return f"{namespace}:term:{group}"
 
 
 def group_keys(group: str) -> tuple[str, str]:

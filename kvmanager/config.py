@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, ClassVar
+from urllib.parse import urlsplit
 
 from pydantic import Field
 
 from common.decisions.ring import DEFAULT_RING_BYTES
 from common.errors import FieldViolation
+from common.process.advertise import is_this_host
 from common.settings.decision_log import DecisionLogSettings
 from common.settings.options import (
     Address,
@@ -22,6 +24,8 @@ from common.settings.options import (
     Seconds,
     TokenizerFolder,
     WorkerId,
+    host_of,
+    is_loopback,
 )
 from common.settings.pool_key import PoolSettings
 from kvmanager.core.config import (
@@ -118,3 +122,17 @@ class KvManagerSettings(PoolSettings, DecisionLogSettings):
             yield FieldViolation("--group-address", "has no effect; expected it with a --group")
         if self.group_address is not None and len(self.group_address.split()) != 1:
             yield FieldViolation("--group-address", "has spaces; expected HOST:PORT")
+        yield from self._unreachable()
+
+    def _unreachable(self) -> Iterator[FieldViolation]:
+        """Refuse a loopback address in a group whose Redis shows that it has other hosts."""
+        announced = self.group_address or self.host
+        host = host_of(announced) if self.group_address else announced
+        redis = urlsplit(self.redis_url or "").hostname
+        if self.group is None or redis is None or not is_loopback(host) or is_this_host(redis):
+            return
+        what = (
+            f"is {announced}, which only this host reaches, and the Redis of group {self.group} is on another host "
+            f"({redis}); give --host 0.0.0.0, or --group-address with the HOST:PORT at which the others reach this one"
+        )
+        yield FieldViolation("--group-address" if self.group_address else "--host", what)

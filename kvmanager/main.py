@@ -102,7 +102,7 @@ class ManagerProcess:
             return Alone(source), None
         # An attempt that Redis does not answer ends before the next one is due.
         redis = open_redis(settings.redis_url, settings.group_lease / 4, settings.redis_ca)
-        lease = RedisGroupLease(redis, settings.group, source, settings.group_lease)
+        lease = RedisGroupLease(redis, settings.group, source)
         core = Leadership(source, settings.group_lease, _STANDBY_POLL_S)
         dial = dialer(Identity.of(settings), Role.MANAGER)
         member = GroupMember(core, lease, clock, dial, self._lead, self._stand_by, on_stale)
@@ -154,9 +154,8 @@ class ManagerProcess:
         self.supervisor.run("watchdog", self.watchdog.run)
         self.leading.address = settings.group_address or f"{settings.host}:{port}"
         if self.member is not None:
-            if settings.group_address is None:
-                self.member.address = await reachable_address(settings.host, port, _redis_address(settings.redis_url))
-            self.member.start(self.supervisor)
+            # In the member's task: Redis's name may be unknown for long, and a signal has to end the process meanwhile.
+            self.member.start(self.supervisor, lambda: self._announced(port))
         await self.server.ready()
         if self._log is not None:
             self._log.start(self.ring)
@@ -164,6 +163,13 @@ class ManagerProcess:
         return (
             f"READY {settings.host}:{port} metrics on {metrics}, prefix index in {index}, state in {settings.state_dir}"
         )
+
+    async def _announced(self, port: int) -> str:
+        """Return the address at which the other managers of the group reach this one."""
+        settings = self.settings
+        if settings.group_address is not None:
+            return settings.group_address
+        return await reachable_address(settings.host, port, _redis_address(settings.redis_url))
 
     def debug_state(self) -> dict[str, object]:
         """Return the manager's part of `quire debug dump`: the pool of each worker's ledger, and what stands still."""
@@ -238,7 +244,9 @@ def _store_opener(settings: KvManagerSettings, leading: Leading) -> Callable[[st
     if not url:
         return None
     # A store keeps the term in which it was opened: a later one of this process is not its own.
-    return lambda namespace: RedisIndexStore(open_redis(url, TIMEOUT_S, ca), namespace, *times, term=leading.term)
+    return lambda namespace: RedisIndexStore(
+        open_redis(url, TIMEOUT_S, ca), namespace, *times, term=leading.term, group=settings.group or ""
+    )
 
 
 def _redis_address(url: str | None) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Final
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,22 @@ async def reachable_address(host: str, port: int, towards: str, *others: str) ->
             await asyncio.sleep(_RETRY_SECONDS)
         else:
             return f"[{own}]:{port}" if ":" in own else f"{own}:{port}"
+
+
+def is_this_host(host: str) -> bool:
+    """Return whether a host name or address is one of this machine; a name that cannot be resolved is not."""
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_DGRAM)
+    except OSError:
+        return False
+    return any(_can_bind(family, address) for family, _, _, _, address in found)
+
+
+def _can_bind(family: int, address: object) -> bool:
+    with socket.socket(family, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.bind(address)  # type: ignore[arg-type]
+        return True
+    return False
 
 
 def _address_towards(peers: Sequence[str]) -> str:

@@ -1,12 +1,14 @@
 """The rules by which one manager of a group leads, and by which another one takes over.
 
-The managers of a group share a lease in Redis. The lease names its owner, has a term, and expires unless it is renewed.
-Terms only rise: each manager that takes the lease gets a higher one. Redis follows `granted` in one atomic step
-(`kvmanager/index/hold.lua`); a test compares both over a real server.
+The managers of a group share a lease in Redis. The lease names its owner, has a term, and a number that each renewal
+changes. It has no life in Redis, which evicts keys that have one when it is full. A standby takes the lease when the
+number has not changed for `ttl` on the standby's own clock. Terms only rise: each manager that takes the lease gets a
+higher one. Redis follows `granted` in one atomic step (`kvmanager/index/hold.lua`); a test compares both over a real
+server.
 
-A leader counts from the moment before each renewal was sent, so on its clock the lease ends before it ends in Redis.
-While Redis is unreachable, no other manager can take the lease, so the leader goes on. A leader whose process stood
-still past the end of its lease leads no more until Redis has confirmed it.
+A leader counts from the moment before each renewal was sent, and a standby from the moment after it saw that renewal.
+So the lease ends for the leader first. While Redis is unreachable, no other manager can take the lease, so the leader
+goes on. A leader whose process stood still past the end of its lease leads no more until Redis has confirmed it.
 """
 
 from __future__ import annotations
@@ -22,41 +24,50 @@ _RENEW_SHARE: Final = 1 / 3
 _MARGIN_SHARE: Final = 1 / 10
 
 
+# Term and renewal: a lease that has the same mark was not renewed meanwhile.
+Mark = tuple[int, int]
+
+
 @dataclass(frozen=True, slots=True)
 class Lease:
     """The lease as Redis has it. `address` is HOST:PORT of the owner, `namespace` the index that it writes ("": none).
 
-    `owner` is random and new at each start of a process.
+    `owner` is random and new at each start of a process. `renewal` is another number after each renewal.
     """
 
     term: int
     owner: str
     address: str
     namespace: str = ""
+    renewal: int = 0
+
+    @property
+    def mark(self) -> Mark:
+        return self.term, self.renewal
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
     """A call that takes or renews the lease.
 
-    `term` is the caller's own (0: it does not lead), `least` the highest one that it has seen. `seize` is the term of
-    a lease whose owner has ended for certain (0: of none); that lease may be taken before it expires.
+    `term` is the caller's own (0: it does not lead), `least` the highest one that it has seen. `seize` is the mark of
+    a lease that may be taken from its owner: it was not renewed for too long, or its owner has ended for certain.
     """
 
     term: int
     least: int
-    seize: int = 0
+    seize: Mark | None = None
 
 
 def granted(lease: Lease | None, counter: int | None, owner: str, attempt: Attempt, jump: int) -> int | None:
     """Return the term that an owner gets from Redis; None while another one holds the lease.
 
-    A leader renews even an expired lease as long as nobody has taken one since. Where there is no counter (Redis is
-    new, or was wiped), the term jumps: another manager may still hold the next number.
+    A leader renews even a lease that was removed, as long as nobody has taken one since. Where there is no counter
+    (Redis is new, or was wiped), the term jumps: another manager may still hold the next number.
     """
     if lease is not None and lease.owner == owner:
         return lease.term
-    if lease is not None and lease.term != attempt.seize:
+    if lease is not None and lease.mark != attempt.seize:
         return None
     counter = believed(counter, attempt.least)
     if lease is None and attempt.term and counter == attempt.term:
@@ -88,7 +99,8 @@ class Leadership:
         self.leader: Lease | None = None
         """The lease of another manager, as last seen."""
         self._highest = self._gone = 0
-        self._ends = self._due = float("-inf")
+        self._ends = self._due = self._seized = float("-inf")
+        self._since = float("inf")  # when the leader's last renewal was first seen; inf: none was since a failure
 
     # ------------------------------------------------------------ questions
 
@@ -100,11 +112,16 @@ class Leadership:
         """Return the seconds until the next attempt is due."""
         return max(0.0, self._due - now)
 
-    def attempt(self) -> Attempt:
+    def attempt(self, now: float) -> Attempt:
         """Return the attempt to make."""
         leader = self.leader
-        seize = leader.term if leader is not None and leader.term == self._gone else 0
-        return Attempt(self.term, self._highest, seize)
+        if leader is None or not (now - self._since >= self._ttl or self._early(leader, now)):
+            return Attempt(self.term, self._highest)
+        return Attempt(self.term, self._highest, leader.mark)
+
+    def _early(self, leader: Lease, now: float) -> bool:
+        """Return whether the lease may be taken at once. Once in each `ttl`: a network can feign the owner's end."""
+        return leader.term == self._gone and now - self._seized >= self._ttl
 
     # ------------------------------------------------------------ events
 
@@ -119,6 +136,8 @@ class Leadership:
 
     def held(self, sent_at: float, term: int) -> Change:
         """Note that Redis gave this manager the lease, in answer to an attempt that was sent at `sent_at`."""
+        if self.leader is not None and self._early(self.leader, sent_at):
+            self._seized = sent_at
         before, self.term, self.leader = self.term, term, None
         self._highest = max(self._highest, term)
         self._ends = sent_at + (1 - _MARGIN_SHARE) * self._ttl
@@ -128,20 +147,26 @@ class Leadership:
         return Change.NEW_TERM if before else Change.GAINED
 
     def refused(self, now: float, lease: Lease) -> Change:
-        """Note that another manager holds the lease."""
+        """Note that another manager holds the lease. `now` is after the answer."""
+        renewed = self.leader is None or self.leader.mark != lease.mark
+        if renewed or self._since == float("inf"):
+            self._since = now
         self.leader = lease
         self._highest = max(self._highest, lease.term)
-        return self._stand_by(now)
+        change = self._stand_by(now)
+        self._due = now if renewed and self._early(lease, now) else min(self._due, max(now, self._since + self._ttl))
+        return change
 
     def unreachable(self, now: float) -> Change:
         """Note that an attempt has failed: Redis cannot be reached, or refuses every command.
 
         A leader goes on if it has led up to now. It stands by if its process stood still past the end of its lease.
-        A leader tries again soon and a standby late, so that the leader is mostly the first when Redis is back.
+        A leader tries again soon and a standby late, so that the leader is mostly the first when Redis is back. A
+        standby then watches the lease for a whole `ttl` again: the leader could not renew it either.
         """
         if not self.leads(now):
             change = self._stand_by(now)
-            self._due = now + self._ttl
+            self._due, self._since = now + self._ttl, float("inf")
             return change
         self._ends = max(self._ends, now + (1 - _MARGIN_SHARE) * self._ttl)
         self._due = now + self._poll

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class GroupMember:
-    """One manager of a group. `address` is where the others reach it; set it before `start`.
+    """One manager of a group. `address` is where the others reach it; its task finds that out first.
 
     `lead` is awaited when this manager becomes the leader, with the namespace that the last leader wrote; `stand_by`
     when it leads no more, with words about it. `replaced` is called when the index has a newer manager although this
@@ -70,7 +70,7 @@ class GroupMember:
         This waits only where the leader's process stood still for too long.
         """
         while not self.leads():
-            if not self._serving:
+            if not self._serving or self._leaving:
                 raise Unavailable(self._words(), retry_after_s=0.1)
             await self._fresh_round()
 
@@ -93,8 +93,12 @@ class GroupMember:
 
     # ------------------------------------------------------------ life
 
-    def start(self, supervisor: Supervisor) -> None:
-        supervisor.run("group lease", self._run)
+    def start(self, supervisor: Supervisor, find_address: Callable[[], Awaitable[str]]) -> None:
+        async def run() -> None:
+            self.address = await find_address()
+            await self._run()
+
+        supervisor.run("group lease", run)
 
     def doubt(self, error: StaleEpoch) -> None:
         """Note that the index has a newer manager; the lease tells whether it is the new leader."""
@@ -136,7 +140,7 @@ class GroupMember:
     async def _round(self) -> None:
         """Make one attempt, and carry out what it changed."""
         core, sent_at = self._core, self._clock.monotonic()
-        attempt = core.attempt()
+        attempt = core.attempt(sent_at)
         try:
             async with self._calls:
                 if self._leaving:
@@ -171,7 +175,7 @@ class GroupMember:
             log.info("leads now", extra={"term": self._core.term})
             self._namespace = self._last_namespace
             await self._lead(self._last_namespace)
-            self._serving, self._doubt = True, None
+            self._serving, self._doubt = not self._leaving, None  # `resign` may have ended meanwhile
 
     async def _follow(self, lease: Lease | None) -> None:
         """Watch the owner of this lease, and no other one."""
@@ -210,9 +214,10 @@ class GroupMember:
 
     def _show(self) -> None:
         leader = self._core.leader
-        address = self.address if self._serving else leader.address if leader is not None else ""
-        term = self._core.term if self._serving else leader.term if leader is not None else 0
-        state = LeaderState(self._core.owner, self._serving, term, address)
+        serving = self._serving and self._core.term > 0
+        address = self.address if serving else leader.address if leader is not None else ""
+        term = self._core.term if serving else leader.term if leader is not None else 0
+        state = LeaderState(self._core.owner, serving, term, address)
         if state != self._state:
             self._state = state
             self._announce()

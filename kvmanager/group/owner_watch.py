@@ -1,7 +1,8 @@
 """Watches the owner of a lease, and tells for certain that its process has ended.
 
-Certain are two observations: nothing listens at the owner's address any more, or another process does. A connection
-that breaks or times out is none: the owner may be hung, or the network between may be cut.
+Certain are two observations: nothing listens at the owner's address any more, or another process does. They count
+only after this owner has answered at that address: else the address may be wrong, or a firewall may refuse it. A
+connection that breaks or times out is none: the owner may be hung, or the network between may be cut.
 """
 
 from __future__ import annotations
@@ -23,23 +24,31 @@ _CONNECT_S: Final = 1.0
 
 async def owner_gone(lease: Lease, dial: Dial, resigned: Callable[[], None]) -> None:
     """Return once the owner's process has ended for certain. `resigned` is called when the owner stops leading."""
+    met = False
     while True:
-        if await _another_answers(lease, dial, resigned) or await nothing_listens(lease.address):
+        answered = await _answered(lease, dial, resigned)
+        met = met or lease.owner in answered
+        if met and (answered - {lease.owner} or await nothing_listens(lease.address)):
             return
         await asyncio.sleep(_PAUSE_S)
 
 
-async def _another_answers(lease: Lease, dial: Dial, resigned: Callable[[], None]) -> bool:
-    """Follow the owner until the stream breaks; return whether another process answers at its address."""
+async def _answered(lease: Lease, dial: Dial, resigned: Callable[[], None]) -> set[str]:
+    """Follow the process at the owner's address until the stream breaks; return who answered there.
+
+    The stream ends here when another process answers.
+    """
+    answered: set[str] = set()
     async with dial(lease.address) as channel:
         call = kvmanager_pb2_grpc.KvManagerServiceStub(channel).WatchLeader(kvmanager_pb2.WatchLeaderRequest())
         with suppress(aio.AioRpcError):
             async for response in call:
+                answered.add(response.owner)
                 if response.owner != lease.owner:
-                    return True
+                    break
                 if not response.leads:
                     resigned()
-    return False
+    return answered
 
 
 async def nothing_listens(address: str) -> bool:

@@ -14,30 +14,32 @@ from kvmanager.index.store import EPOCH_JUMP, unavailable
 
 
 class RedisGroupLease:
-    """The lease of one group, for one owner. `ttl` is in seconds; `jump` draws the step where Redis counts no term."""
+    """The lease of one group, for one owner. `jump` draws the step where Redis counts no term."""
 
     def __init__(
         self,
         redis: Redis,
         group: str,
         owner: str,
-        ttl: float,
         jump: Callable[[], int] = lambda: secrets.randbelow(EPOCH_JUMP),
     ) -> None:
-        self._redis, self._owner, self._ttl_ms, self._jump = redis, owner, round(1000 * ttl), jump
+        self._redis, self._owner, self._jump = redis, owner, jump
+        self._renewals = 0
         self._keys = index_format.group_keys(group)
         self._hold = redis.register_script(scripts.HOLD)
         self._resign = redis.register_script(scripts.RESIGN)
 
     async def hold(self, attempt: Attempt, address: str, namespace: str) -> int | Lease:
         """Take or renew the lease; return the own term, or the lease of another owner. Raises IndexUnavailable."""
-        own: list[str | int] = [self._owner, attempt.term, attempt.least, attempt.seize, self._jump()]
+        self._renewals += 1  # also for one that fails: Redis may have carried it out
+        seize = "" if attempt.seize is None else " ".join(map(str, attempt.seize))
+        own: list[str | int] = [self._owner, attempt.term, attempt.least, seize, self._jump()]
         with unavailable():
-            mine, term, *rest = await self._hold(keys=self._keys, args=[*own, address, namespace, self._ttl_ms])
+            mine, term, *rest = await self._hold(keys=self._keys, args=[*own, address, namespace, self._renewals])
         if mine:
             return int(term)
-        owner, held_by, index = (part.decode(errors="replace") for part in rest)
-        return Lease(int(term), owner, held_by, index)
+        owner, held_by, index = (part.decode(errors="replace") for part in rest[1:])
+        return Lease(int(term), owner, held_by, index, int(rest[0]))
 
     async def resign(self) -> None:
         """Give the lease up, if this owner holds it. Raises IndexUnavailable."""

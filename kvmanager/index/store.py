@@ -27,7 +27,7 @@ _DRAWN: Final = 512
 class RedisIndexStore:
     """The index of one namespace. Lifetimes in seconds; `jump` draws the step where Redis counts no epoch.
 
-    `term` is that of the manager in its group; 0: it is in no group.
+    `term` is that of the manager in its `group`; 0: it is in no group.
     """
 
     def __init__(
@@ -38,8 +38,10 @@ class RedisIndexStore:
         lease_ttl: float,
         jump: Callable[[], int] = lambda: secrets.randbelow(EPOCH_JUMP),
         term: int = 0,
+        group: str = "",
     ) -> None:
         self._redis, self._namespace, self._jump, self._term = redis, namespace, jump, term
+        self._terms = index_format.term_key(namespace, group)
         self._prefix_ms, self._lease_ms = round(1000 * prefix_ttl), round(1000 * lease_ttl)
         self._fence = index_format.fence_key(namespace)
         self._root = index_format.prefix_key_root(namespace)
@@ -50,7 +52,7 @@ class RedisIndexStore:
         self._retire = redis.register_script(index_scripts.RETIRE)
 
     async def acquire(self, least: int, held: int) -> int:
-        keys = [index_format.epoch_key(self._namespace), self._fence, index_format.term_key(self._namespace)]
+        keys = [index_format.epoch_key(self._namespace), self._fence, self._terms]
         with unavailable():
             taken, epoch = await self._acquire(keys=keys, args=[least, held, self._jump(), self._term])
         if not taken:

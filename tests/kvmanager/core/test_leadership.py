@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import settings
@@ -13,7 +13,7 @@ from kvmanager.core import epochs
 from kvmanager.core.leadership import Attempt, Change, Leadership, Lease, granted
 
 TTL, POLL = 3.0, 0.25
-OTHER = Lease(7, "other", "h:1", "ns")
+OTHER = Lease(7, "other", "h:1", "ns", 2)
 
 
 def new(owner: str = "own") -> Leadership:
@@ -35,13 +35,14 @@ def leader(term: int = 5, at: float = 0.0) -> Leadership:
         (None, None, Attempt(0, 0), 501),  # new: the term jumps
         (None, 4, Attempt(0, 0), 5),
         (None, 4, Attempt(0, 9), 10),  # above what the caller has seen
-        (None, 4, Attempt(4, 4), 4),  # expired, and nobody has taken it since
-        (None, 5, Attempt(4, 4), 6),  # expired, and somebody has
+        (None, 4, Attempt(4, 4), 4),  # removed, and nobody has taken it since
+        (None, 5, Attempt(4, 4), 6),  # removed, and somebody has
         (None, None, Attempt(4, 4), 505),  # wiped
         (OTHER, 7, Attempt(0, 7), None),
-        (OTHER, 7, Attempt(0, 7, seize=6), None),  # another one has taken it meanwhile
-        (OTHER, 7, Attempt(0, 7, seize=7), 8),
-        (OTHER, 3, Attempt(0, 0, seize=7), 8),  # a counter that was overwritten
+        (OTHER, 7, Attempt(0, 7, seize=(6, 2)), None),  # another one has taken it meanwhile
+        (OTHER, 7, Attempt(0, 7, seize=(7, 1)), None),  # it was renewed meanwhile
+        (OTHER, 7, Attempt(0, 7, seize=(7, 2)), 8),
+        (OTHER, 3, Attempt(0, 0, seize=(7, 2)), 8),  # a counter that was overwritten
         (Lease(7, "own", "h:2"), 7, Attempt(0, 0), 7),  # the answer to the attempt before was lost
     ],
 )
@@ -56,7 +57,7 @@ def test_redis_gives_terms_that_only_rise(
 
 def test_a_new_manager_tries_at_once_and_does_not_lead() -> None:
     core = new()
-    assert (core.leads(0.0), core.next_attempt(0.0), core.attempt()) == (False, 0.0, Attempt(0, 0))
+    assert (core.leads(0.0), core.next_attempt(0.0), core.attempt(0.0)) == (False, 0.0, Attempt(0, 0))
 
 
 def test_a_leader_renews_after_a_third_and_ends_before_redis_does() -> None:
@@ -79,7 +80,7 @@ def test_a_standby_tries_again_after_a_poll_and_leads_never_meanwhile() -> None:
     core = new()
     assert core.refused(1.0, OTHER) is Change.NONE
     assert core.next_attempt(1.0) == POLL
-    assert core.attempt() == Attempt(0, 7)
+    assert core.attempt(1.0) == Attempt(0, 7)
     assert not core.leads(1.0)
 
 
@@ -87,12 +88,52 @@ def test_a_lease_is_seized_only_in_the_term_whose_owner_has_ended() -> None:
     core = new()
     core.refused(0.0, OTHER)
     core.gone(6)
-    assert core.attempt().seize == 0
+    assert core.attempt(0.1).seize is None
     core.gone(7)
-    assert core.attempt().seize == 7
-    assert core.next_attempt(0.0) == 0.0
-    core.refused(0.1, Lease(8, "third", "h:3"))
-    assert core.attempt() == Attempt(0, 8)
+    assert core.attempt(0.1).seize == OTHER.mark
+    assert core.next_attempt(0.1) == 0.0
+    last = replace(OTHER, renewal=3)  # the owner renewed once more before it ended
+    core.refused(0.2, last)
+    assert core.next_attempt(0.2) == 0.0
+    assert core.attempt(0.2).seize == last.mark
+    core.refused(0.3, Lease(8, "third", "h:3"))
+    assert core.attempt(0.3) == Attempt(0, 8)
+
+
+def test_a_lease_is_seized_early_once_in_each_life_of_a_lease() -> None:
+    core = new()
+    core.refused(0.0, OTHER)
+    core.gone(7)
+    assert core.held(1.0, 8) is Change.GAINED
+    core.refused(1.5, Lease(9, "other", "h:1"))
+    core.gone(9)
+    core.refused(1.6, Lease(9, "other", "h:1", renewal=1))
+    assert core.next_attempt(1.6) == POLL
+    assert core.attempt(3.9).seize is None
+    assert core.attempt(4.0).seize == (9, 1)
+
+
+def test_a_standby_takes_a_lease_that_was_not_renewed_for_a_whole_life_on_its_own_clock() -> None:
+    core = new()
+    core.refused(10.0, OTHER)
+    core.refused(12.9, OTHER)
+    assert core.next_attempt(12.9) == pytest.approx(0.1)
+    assert core.attempt(12.9).seize is None
+    assert core.attempt(13.0).seize == OTHER.mark
+    renewed = replace(OTHER, renewal=3)
+    core.refused(13.0, renewed)
+    assert core.attempt(15.9).seize is None
+    assert core.attempt(16.0).seize == renewed.mark
+
+
+def test_a_standby_watches_a_whole_life_again_after_a_failure_of_redis() -> None:
+    core = new()
+    core.refused(0.0, OTHER)
+    core.unreachable(2.9)
+    assert core.attempt(60.0).seize is None
+    core.refused(60.0, OTHER)
+    assert core.attempt(62.9).seize is None
+    assert core.attempt(63.0).seize == OTHER.mark
 
 
 def test_a_leader_that_another_one_replaced_stands_by() -> None:
@@ -123,7 +164,7 @@ def test_a_leader_that_stood_still_is_not_revived_by_a_failure() -> None:
 def test_a_leader_that_stood_still_goes_on_when_redis_confirms_it() -> None:
     core = leader(at=0.0)
     assert not core.leads(10.0)
-    assert core.attempt() == Attempt(5, 5)
+    assert core.attempt(10.0) == Attempt(5, 5)
     assert core.held(10.0, 5) is Change.NONE
     assert core.leads(12.6)
 
@@ -159,22 +200,21 @@ class Redis:
 
     up: bool = True
     lease: Lease | None = None
-    expires: float = 0.0
     counter: int | None = None
     epoch: int | None = None
     term: int = 0
     jumps: int = 0
+    renewals: int = 0
 
-    def hold(self, now: float, owner: str, attempt: Attempt) -> int | Lease:
-        if self.lease is not None and now >= self.expires:
-            self.lease = None
+    def hold(self, owner: str, attempt: Attempt) -> int | Lease:
         self.jumps += 1000
+        self.renewals += 1
         term = granted(self.lease, self.counter, owner, attempt, self.jumps)
         if term is None:
             assert self.lease is not None
             return self.lease
         self.counter = term if self.counter is None else max(self.counter, term)
-        self.lease, self.expires = Lease(term, owner, owner), now + TTL
+        self.lease = Lease(term, owner, owner, renewal=self.renewals)
         return term
 
     def acquire(self, least: int, held: int, term: int) -> int | None:
@@ -189,14 +229,18 @@ class Redis:
 
 @dataclass
 class Process:
-    """A manager's process: `pending` is the attempt that Redis has carried out and the process has not seen yet."""
+    """A manager's process: `pending` is the attempt that Redis has carried out and the process has not seen yet.
+
+    `exempt`: it may lead beside another one, because Redis was wiped or it lost Redis, and it has no answer since then.
+    """
 
     core: Leadership
     alive: bool = True
     hung: bool = False
     epoch: int = 0
     fence: int = 0
-    pending: tuple[float, int | Lease | None] | None = None
+    exempt: bool = False
+    pending: tuple[float, int | Lease | None, int] | None = None
     wrote: list[int] = field(default_factory=list)
 
 
@@ -211,7 +255,7 @@ class Group(RuleBasedStateMachine):
         self.last_epoch = self.highest_term = 0
         self.worker: tuple[Process, int] | None = None
         self.epoch_seen = 0
-        self.wiped = False
+        self.wipes = 0
 
     @initialize()
     def start(self) -> None:
@@ -233,11 +277,11 @@ class Group(RuleBasedStateMachine):
         process = self._running(index)
         if process is None or process.pending is not None:
             return
-        found = self.redis.hold(self.now, process.core.owner, process.core.attempt()) if self.redis.up else None
-        process.pending = (self.now, found)
+        found = self.redis.hold(process.core.owner, process.core.attempt(self.now)) if self.redis.up else None
+        process.pending = (self.now, found, self.wipes)
         if isinstance(found, int):
             assert self.terms.setdefault(found, process.core.owner) == process.core.owner, "two owners of one term"
-            assert found >= self.highest_term or self.wiped, "a term fell"
+            assert found >= self.highest_term or self.wipes, "a term fell"
             self.highest_term = max(self.highest_term, found)
 
     @rule(index=st.integers(0, 2))
@@ -245,7 +289,8 @@ class Group(RuleBasedStateMachine):
         process = self._running(index)
         if process is None or process.pending is None:
             return
-        (sent_at, found), process.pending = process.pending, None
+        (sent_at, found, wipes), process.pending = process.pending, None
+        process.exempt = found is None or wipes != self.wipes
         if found is None:
             change = process.core.unreachable(self.now)
         elif isinstance(found, Lease):
@@ -290,7 +335,7 @@ class Group(RuleBasedStateMachine):
             return
         if self.redis.epoch == process.fence:
             assert process.core.term == self.redis.term, "a manager wrote the index that had lost its term"
-            assert process.fence >= self.last_epoch or self.wiped
+            assert process.fence >= self.last_epoch or self.wipes
             self.last_epoch = max(self.last_epoch, process.fence)
 
     # ------------------------------------------------------------ faults
@@ -320,6 +365,15 @@ class Group(RuleBasedStateMachine):
         if not self.processes[index].alive:
             self.processes[index] = self._born()
 
+    @rule(seconds=st.sampled_from([1.0, 2.0, 4.0]), indices=st.sets(st.integers(0, 2), min_size=1))
+    def rounds(self, seconds: float, indices: set[int]) -> None:
+        """Some processes make an attempt each, time passes, and they make another one."""
+        for _ in range(2):
+            for index in sorted(indices):
+                self.send(index)
+                self.see(index)
+            self.now += seconds
+
     @rule(up=st.booleans())
     def reach_redis(self, up: bool) -> None:
         self.redis.up = up
@@ -327,8 +381,10 @@ class Group(RuleBasedStateMachine):
     @precondition(lambda self: self.redis.up)
     @rule()
     def wipe(self) -> None:
-        self.redis = Redis(jumps=self.redis.jumps)
-        self.wiped = True
+        self.redis = Redis(jumps=self.redis.jumps, renewals=self.redis.renewals)
+        self.wipes += 1
+        for each in self.processes:
+            each.exempt = True
 
     # ------------------------------------------------------------ what always holds
 
@@ -338,13 +394,11 @@ class Group(RuleBasedStateMachine):
         assert len(terms) == len(set(terms))
 
     @invariant()
-    def nobody_else_holds_the_lease_of_a_leader(self) -> None:
-        """Unless Redis was wiped or unreachable, a manager that leads by its clock is the owner of the lease."""
-        if self.wiped or not self.redis.up or self.redis.lease is None:
-            return
-        for process in self.processes:
-            if process.alive and process.core.leads(self.now) and process.core.term == self.redis.counter:
-                assert self.redis.lease.owner == process.core.owner
+    def one_leader(self) -> None:
+        """Of the managers that have Redis's answer since it was last wiped or unreachable, one leads by its clock."""
+        leading = [each.core.term for each in self.processes if each.alive and each.core.leads(self.now)]
+        exempt = [each.core.term for each in self.processes if each.alive and each.exempt]
+        assert len(set(leading) - set(exempt)) <= 1, "two leaders"
 
     def teardown(self) -> None:
         """When faults stop, exactly one manager leads, and its grants and index writes are accepted."""
@@ -352,7 +406,7 @@ class Group(RuleBasedStateMachine):
         for index in range(3):
             self.wake(index)
             self.restart(index)
-        for _ in range(6):
+        for _ in range(9):
             self.now += TTL / 3
             for index in range(3):
                 self.send(index)

@@ -12,6 +12,7 @@ from gpuworker.config import GpuWorkerSettings
 from kvmanager.config import KvManagerSettings
 from router.config import RouterSettings
 
+ELSEWHERE = "redis://192.0.2.1:6379"  # an address of no machine
 BOTH = ("127.0.0.1:1", "127.0.0.1:2")
 
 
@@ -37,6 +38,12 @@ def test_managers_are_a_list(
         (KvManagerSettings, ("--group-address", "a:1"), "--group-address: has no effect"),
         (KvManagerSettings, ("--group", "a b"), "--group"),
         (KvManagerSettings, ("--group", "g", "--redis-url", "redis://h", "--group-address", "a b:1"), "has spaces"),
+        (KvManagerSettings, ("--group", "g", "--redis-url", ELSEWHERE), "--host: is 127.0.0.1, which only this host"),
+        (
+            KvManagerSettings,
+            ("--group", "g", "--redis-url", ELSEWHERE, "--group-address", "localhost:1"),
+            "--group-address: is localhost:1, which only this host reaches, and the Redis of group g is on another",
+        ),
         (KvManagerSettings, ("--group-lease", "0.1"), "--group-lease"),
         (UpSettings, ("--managers", "2", "--manager", "embedded"), "--managers: is 2, and --manager embedded"),
         (GpuWorkerSettings, ("--model", "m", "--manager", ","), "--manager"),
@@ -47,3 +54,17 @@ def test_what_cannot_work_is_refused_in_words(settings: type[Settings], flags: t
     with pytest.raises(InvalidConfig) as refused:
         load(settings, flags, {})
     assert any(words in f"{each.field}: {each.description}" for each in refused.value.violations), refused.value
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--redis-url", "redis://127.0.0.1:1"),
+        ("--redis-url", "redis://localhost:1"),
+        ("--redis-url", "unix:///run/redis.sock"),
+        ("--redis-url", ELSEWHERE, "--host", "0.0.0.0", "--insecure"),
+        ("--redis-url", ELSEWHERE, "--group-address", "manager-a:50052"),
+    ],
+)
+def test_a_loopback_address_is_accepted_where_all_is_on_this_host(flags: tuple[str, ...]) -> None:
+    assert load(KvManagerSettings, ("--group", "g", *flags), {}).group == "g"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 from grpc import aio
 from redis.asyncio import Redis
@@ -24,9 +25,11 @@ from tests.support.kvmanager.manager_child import ManagerChild, manager_process
 from tests.support.kvmanager.remote_fake_worker import DrivenWorker
 
 PATIENCE = 120.0
-LEASE, _ = index_format.group_keys("g")
+# Seconds of a lease: one that ends in no test, and one for tests in which it has to end.
+LONG, SHORT = 60.0, 1.0
+LEASE, TERMS = index_format.group_keys("g")
 
-Launch = Callable[[], Awaitable[ManagerChild]]
+Launch = Callable[..., Awaitable[ManagerChild]]
 
 
 @pytest.fixture
@@ -35,8 +38,8 @@ async def launch(tmp_path: Path, redis_url: str) -> AsyncIterator[Launch]:
     async with AsyncExitStack() as running:
         started: list[ManagerChild] = []
 
-        async def start() -> ManagerChild:
-            flags = ("--redis-url", redis_url, "--group", "g", "--group-lease", "1")
+        async def start(*more: str, lease: float = LONG) -> ManagerChild:
+            flags = ("--redis-url", redis_url, "--group", "g", "--group-lease", str(lease), *more)
             state = tmp_path / f"state-{len(started)}"
             started.append(await running.enter_async_context(manager_process(state, *flags)))
             return started[-1]
@@ -56,7 +59,7 @@ async def until(child: ManagerChild, leads: bool) -> pb.WatchLeaderResponse:
 async def index_of(client: Redis) -> dict[str, object]:
     """Return fence, epoch and term of the index of the tests' identity."""
     space = IDENTITY.namespace
-    keys = (index_format.fence_key(space), index_format.epoch_key(space), index_format.term_key(space))
+    keys = (index_format.fence_key(space), index_format.epoch_key(space), index_format.term_key(space, "g"))
     return {key: await client.get(key) for key in keys}
 
 
@@ -66,8 +69,19 @@ async def owner_of_lease(client: Redis) -> str:
         while True:
             lease: Any = await client.get(LEASE)
             if lease is not None:
-                return str(lease.split()[2].decode())
+                return str(lease.split()[3].decode())
             await asyncio.sleep(0.01)
+
+
+async def until_met(standby: ManagerChild, leader: ManagerChild) -> None:
+    """Wait until the standby follows the leader on a stream: only then it takes the lead before the lease is over."""
+    port = int(leader.address.rpartition(":")[2])
+    async with asyncio.timeout(PATIENCE):
+        while not any(
+            each.raddr and each.raddr.port == port and each.status == psutil.CONN_ESTABLISHED
+            for each in psutil.Process(standby.process.pid).net_connections("tcp")
+        ):
+            await asyncio.sleep(0.01)  # noqa: ASYNC110
 
 
 async def turns(worker: DrivenWorker, count: int = 20) -> None:
@@ -97,6 +111,7 @@ async def test_a_standby_takes_over_from_a_killed_leader_with_a_higher_term_and_
         await turns(worker)
         epoch, standby = worker.epoch, await launch()
         await until(standby, leads=False)
+        await until_met(standby, leader)
         leader.process.kill()
         worker.fake.step()  # on its runway, without a manager
         state = await until(standby, leads=True)
@@ -115,12 +130,12 @@ async def test_a_leader_that_was_stopped_grants_and_writes_nothing_and_stands_by
 ) -> None:
     """A second worker stays with the stopped leader, and reports to it: its report is not answered by grants."""
     worker, stays = DrivenWorker(), DrivenWorker("w1", seed=1)
-    old = await launch()
+    old = await launch(lease=SHORT)
     await until(old, leads=True)
     for each in (worker, stays):
         await each.attach(channel_to(old.address))
         await turns(each)
-    new = await launch()
+    new = await launch(lease=SHORT)
     await until(new, leads=False)
     old.process.send_signal(signal.SIGSTOP)
     leading = await until(new, leads=True)
@@ -177,12 +192,12 @@ async def test_the_last_manager_of_a_group_leaves_no_lease(launch: Launch, redis
 async def test_all_managers_are_killed_and_the_next_one_leads_after_the_lease(
     launch: Launch, channel_to: ChannelTo
 ) -> None:
-    worker, old = DrivenWorker(), await launch()
+    worker, old = DrivenWorker(), await launch(lease=SHORT)
     term = (await until(old, leads=True)).term
     await worker.attach(channel_to(old.address))
     await turns(worker)
     old.process.kill()
-    new = await launch()
+    new = await launch(lease=SHORT)
     assert (await until(new, leads=True)).term > term
     await worker.attach(channel_to(new.address))
     await turns(worker)
@@ -193,7 +208,7 @@ async def test_all_managers_are_killed_and_the_next_one_leads_after_the_lease(
 async def test_a_wiped_redis_keeps_one_leader_and_the_worker_goes_on(
     launch: Launch, channel_to: ChannelTo, redis_client: Redis
 ) -> None:
-    children = [await launch(), await launch()]
+    children = [await launch(lease=9.0), await launch(lease=9.0)]
     term = (await until(children[0], leads=True)).term
     worker = DrivenWorker()
     await worker.attach(channel_to(children[0].address))
@@ -206,3 +221,50 @@ async def test_a_wiped_redis_keeps_one_leader_and_the_worker_goes_on(
     await turns(worker)
     await worker.finish()
     assert worker.fake.live == {}
+
+
+async def test_a_group_of_another_name_serves_the_pool_of_the_last_one(
+    launch: Launch, channel_to: ChannelTo, redis_client: Redis
+) -> None:
+    """Each group counts its own terms: those of the new one are lower here."""
+    await redis_client.set(TERMS, 40_000)
+    await redis_client.set(index_format.group_keys("renamed")[1], 12_000)
+    worker, old = DrivenWorker(), await launch()
+    await until(old, leads=True)
+    await worker.attach(channel_to(old.address))
+    await turns(worker)
+    epoch = worker.epoch
+    old.process.kill()
+    new = await launch("--group", "renamed")
+    assert (await until(new, leads=True)).term == 12_001
+    await worker.attach(channel_to(new.address))
+    assert worker.epoch > epoch
+    await turns(worker)
+    await worker.finish()
+    assert worker.fake.live == {}
+
+
+async def test_a_refused_address_does_not_move_the_lead(launch: Launch, redis_client: Redis) -> None:
+    """Each manager is refused at the other one's address, as by a firewall: the renewals alone say who lives."""
+    first = await launch("--group-address", "127.0.0.1:1", lease=15.0)
+    term = (await until(first, leads=True)).term
+    await until(await launch("--group-address", "127.0.0.1:2", lease=15.0), leads=False)
+    seen = set()
+    async with asyncio.timeout(PATIENCE):
+        while len(seen) < 3:  # two renewals: the standby has found the address refused many times
+            lease: Any = await redis_client.get(LEASE)
+            held, renewal, *_ = lease.split()
+            assert int(held) == term
+            seen.add(renewal)
+            await asyncio.sleep(0.05)
+
+
+async def test_a_manager_that_cannot_resolve_redis_ends_when_it_is_sent_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_POOL_KEY", 32 * "k")
+    flags = ("--host", "0.0.0.0", "--insecure", "--redis-url", "redis://no-such-host.invalid:6379", "--group", "g")
+    async with manager_process(tmp_path / "state", *flags) as child:
+        assert child.ready.startswith("READY ")
+        child.process.send_signal(signal.SIGTERM)
+        assert (await child.ended())[0] == 0
