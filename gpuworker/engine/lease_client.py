@@ -269,7 +269,7 @@ class LeaseClient:
             return
         if self._connection is not None:
             self._connection.end(f"KV manager {leader} leads now")
-        if self._opening is not None:
+        if self._opening is not None and not self._opening.expired():  # a change just before may have ended it
             self._opening.reschedule(asyncio.get_running_loop().time())
 
     async def _pause(self, seconds: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 
 import pytest
@@ -105,3 +106,25 @@ async def test_a_client_leaves_a_manager_that_hangs_when_another_one_leads(
         await second.opened.wait()
     await client.close()
     assert sum(isinstance(event, Connected) for event in client.poll()) == 1  # the last one voids those before
+
+
+async def test_two_changes_of_the_leader_at_once_end_one_attempt_to_attach() -> None:
+    """The second one may come in the same turn of the loop, in the next ones, or once the attempt has ended."""
+    with socket.socket() as hung:
+        hung.bind(("127.0.0.1", 0))
+        hung.listen()
+        for turns in range(5):
+            client = LeaseClient([f"127.0.0.1:{hung.getsockname()[1]}", "127.0.0.1:2", "127.0.0.1:3"])
+            await client.start()
+            async with asyncio.timeout(PATIENCE):
+                while client._opening is None:
+                    await asyncio.sleep(0.01)
+            assert client._watch is not None
+            client._address = "127.0.0.1:9"
+            client._watch.leader = "127.0.0.1:2"
+            client._leader_changed()
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            client._watch.leader = "127.0.0.1:3"
+            client._leader_changed()
+            await client.close()
