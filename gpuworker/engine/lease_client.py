@@ -22,6 +22,7 @@ from grpc import aio
 
 from common.backoff import Backoff
 from common.errors import ProtocolViolation, StaleEpoch
+from common.group.leader_watch import LeaderWatch
 from common.lease import (
     Attach,
     Attached,
@@ -36,7 +37,6 @@ from common.lease import (
 )
 from common.limits import MAX_LEASE_OUTBOX
 from common.process.supervised import Supervisor
-from common.rpc.leader_watch import LeaderWatch
 from common.rpc.server import Dial, open_channel
 from common.wire.inventory_codec import inventory_chunks
 from common.wire.lease_codec import (

@@ -13,8 +13,8 @@ import grpc
 from grpc import aio
 
 from common.errors import Unavailable
+from common.group.leader_watch import LeaderWatch, ManagerState
 from common.process.supervised import Supervisor
-from common.rpc.leader_watch import LeaderWatch, ManagerState
 from common.rpc.server import Dial
 from quire.api.status import error_from_rpc
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 
 from common.clock import Clock
 from common.errors import NotFound
-from common.rpc.leader_watch import ManagerState
+from common.group.leader_watch import ManagerState
 from common.version import quire_version
 from quire.inference.v1 import inference_pb2 as pb
 from router.core.admission import AdmissionLimiter

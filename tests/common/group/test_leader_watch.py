@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 import pytest
 from grpc import aio
 
+from common.group.leader_watch import LeaderWatch
 from common.lease import Connected
 from common.process.supervised import Supervisor
-from common.rpc.leader_watch import LeaderWatch
 from common.rpc.server import open_channel
 from gpuworker.engine.lease_client import LeaseClient
 from quire.kvmanager.v1 import kvmanager_pb2 as pb
@@ -117,7 +117,7 @@ async def test_two_changes_of_the_leader_at_once_end_one_attempt_to_attach() -> 
             client = LeaseClient([f"127.0.0.1:{hung.getsockname()[1]}", "127.0.0.1:2", "127.0.0.1:3"])
             await client.start()
             async with asyncio.timeout(PATIENCE):
-                while client._opening is None:
+                while client._opening is None:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             assert client._watch is not None
             client._address = "127.0.0.1:9"

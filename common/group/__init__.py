@@ -1,0 +1,1 @@
+"""A group of KV managers as its workers and routers see it: which one leads."""
