@@ -156,7 +156,7 @@ def watch(port: int) -> asyncio.Task[None]:
 
 async def test_an_owner_that_has_answered_is_gone_when_nothing_listens_there() -> None:
     async with asyncio.timeout(PATIENCE), AsyncExitStack() as stack:
-        owner = Process("owner")
+        owner = Process("owner")  # type: ignore[abstract]
         server, port = await serve(owner, stack)
         watching = watch(port)
         await owner.asked.acquire()
@@ -180,7 +180,7 @@ async def test_an_address_at_which_the_owner_never_answered_proves_nothing() -> 
         for _ in range(3):
             await looks.acquire()
         assert not watching.done()
-        other = Process("another")
+        other = Process("another")  # type: ignore[abstract]
         await serve(other, stack, port)
         for _ in range(3):
             await other.asked.acquire()

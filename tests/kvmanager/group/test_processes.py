@@ -77,11 +77,11 @@ async def until_met(standby: ManagerChild, leader: ManagerChild) -> None:
     """Wait until the standby follows the leader on a stream: only then it takes the lead before the lease is over."""
     port = int(leader.address.rpartition(":")[2])
     async with asyncio.timeout(PATIENCE):
-        while not any(
+        while not any(  # noqa: ASYNC110
             each.raddr and each.raddr.port == port and each.status == psutil.CONN_ESTABLISHED
             for each in psutil.Process(standby.process.pid).net_connections("tcp")
         ):
-            await asyncio.sleep(0.01)  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 async def turns(worker: DrivenWorker, count: int = 20) -> None:
@@ -249,7 +249,7 @@ async def test_a_refused_address_does_not_move_the_lead(launch: Launch, redis_cl
     first = await launch("--group-address", "127.0.0.1:1", lease=15.0)
     term = (await until(first, leads=True)).term
     await until(await launch("--group-address", "127.0.0.1:2", lease=15.0), leads=False)
-    seen = set()
+    seen: set[bytes] = set()
     async with asyncio.timeout(PATIENCE):
         while len(seen) < 3:  # two renewals: the standby has found the address refused many times
             lease: Any = await redis_client.get(LEASE)
