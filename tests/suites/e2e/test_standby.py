@@ -28,7 +28,11 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Suite]:
     """Two managers and two workers, 1024 blocks each, float32; each test leaves both managers running."""
     flags = ("--kv-blocks", "1024", "--dtype", "float32", "--orphan-grace", "1")
-    options = StackOptions(model=CHECKPOINT, workers=WORKERS, worker_flags=flags, standby_ports=(0,))
+    # A pause of a busy machine is shorter than this lease.
+    group = ("--group-lease", "6")
+    options = StackOptions(
+        model=CHECKPOINT, workers=WORKERS, worker_flags=flags, manager_flags=group, standby_ports=(0,)
+    )
     async with running_suite(tmp_path_factory.mktemp("pair"), options) as running:
         yield running
 
@@ -78,9 +82,24 @@ async def until_followed(suite: Suite, name: str) -> None:
             await asyncio.sleep(0.02)
 
 
+async def until_all_free(suite: Suite) -> None:
+    """Wait until the leader holds no block for anybody; who leads may change meanwhile."""
+    async with asyncio.timeout(PATIENCE):
+        while True:
+            leader, _ = await roles(suite)
+            suite.manager = suite.managers[leader]
+            try:
+                if len(await suite.pools()) == WORKERS:
+                    return await suite.until_all_free(WORKERS)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise
+            await asyncio.sleep(0.02)
+
+
 async def ended_right(suite: Suite, asked: list[list[int]], tasks: list[asyncio.Task[Outcome]]) -> None:
     outcomes = await asyncio.gather(*tasks)
-    await suite.until_all_free(WORKERS)
+    await until_all_free(suite)
     assert_greedy(asked, [outcome.tokens for outcome in outcomes], COUNT)
 
 
@@ -162,8 +181,6 @@ async def test_a_redis_that_hangs_stops_neither_streams_nor_grants(pair: Suite) 
         await asyncio.gather(*tasks)
     finally:
         kill(pair, "redis", signal.SIGCONT)
-    leader, _ = await roles(pair)
-    await until_followed(pair, leader)
     await ended_right(pair, asked, tasks)
 
 
