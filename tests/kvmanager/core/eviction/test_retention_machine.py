@@ -91,18 +91,23 @@ class Naive:
         """Let a content have what its request asks of it; asks of 35, and those that are over, are left out."""
         content = self.contents[key]
         old = [each for each in content.terms if each[0] > 35 and each[1] > now]
-        raised = {each for each in asks if each[0] > 35} | {(priority, until) for priority, until, _ in old}
-        if not raised:
+        raised = self._needed({each for each in asks if each[0] > 35})
+        if not raised and not old:
             if asks and content.users == 1:
                 content.terms = [(*asks[-1], tenant)]
             return
-        # Of equals each counts once; what another one surpasses in both says nothing.
-        needed = [each for each in raised if not any(o != each and o[0] >= each[0] and o[1] >= each[1] for o in raised)]
+        needed = self._needed({*raised, *(each[:2] for each in old)})
+        owner = old[0][2] if needed == [each[:2] for each in old] else tenant
+        content.terms = [(*each, owner) for each in needed]
+
+    @staticmethod
+    def _needed(terms: set[tuple[int, float]]) -> list[tuple[int, float]]:
+        """Leave out what another term surpasses in both; of more than four, the highest and the longest stay."""
+        needed = [each for each in terms if not any(o != each and o[0] >= each[0] and o[1] >= each[1] for o in terms)]
         needed.sort(reverse=True)
         while len(needed) > MOST_TERMS:
             del needed[-2]
-        owner = old[0][2] if needed == [each[:2] for each in old] else tenant
-        content.terms = [(*each, owner) for each in needed]
+        return needed
 
     def release(self, key: BlockHash, tenants: str, now: float) -> None:
         content = self.contents[key]
