@@ -27,6 +27,7 @@ import uvloop
 from bench.lib.checkpoints import SMALL, checkpoint
 from bench.lib.decision_records import bytes_of, cost_of_log, records_of
 from bench.lib.harness import median_interval, parser, progress, report
+from bench.lib.request_spans import SERVICES, microseconds
 from bench.serve import suite_flags
 from cli.benchmark.closed_loop import figures as client_figures
 from cli.benchmark.requests import Workload, equal_requests
@@ -36,12 +37,13 @@ from router.core.diagnosis.outcome import Outcome
 from router.core.tail_rules import Objective, rules_for
 
 OFF: Final = "off"
+ALL: Final = "sampled_all"
 # Options of the suites that are compared with one without sampling. No first token takes as long as the first SLO, and
 # every one takes longer than the second.
 SAMPLED: Final[Mapping[str, Mapping[str, float]]] = {
     "sampled_1pct": {"trace_sample_ratio": 0.01, "slo_ttft": 60.0},
     "all_slow": {"trace_sample_ratio": 0.01, "slo_ttft": 1e-6},
-    "sampled_all": {"trace_sample_ratio": 1.0},
+    ALL: {"trace_sample_ratio": 1.0},
 }
 _VOCABULARY: Final = int(str(SMALL["vocab_size"]))
 _RECORDS: Final = 2_000
@@ -57,6 +59,8 @@ NOTES: Final = {
     "cpu_sampled_1pct": "more processor time of all services for a token, as a share; median",
     "cpu_all_slow": "the same, where the tail rules keep as many requests as they may",
     "cpu_sampled_all": "the same, every request sampled",
+    **{f"trace_us_{each}": f"more processor time of a sampled request in the {each}, us; median" for each in SERVICES},
+    **{f"spans_us_{each}": f"the same without sockets and threads, in one process, us: {each}" for each in SERVICES},
     "tokens_s_off": "output tokens a second without sampling, median",
     "pairs": "pairs of each comparison",
     "record_ns": "to keep a decision record in a full ring, nanoseconds; 8 workers, mean of four kinds",
@@ -71,10 +75,11 @@ NOTES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One run: output tokens a second, and seconds of processor time for a token."""
+    """One run: output tokens a second, and seconds of processor time for a token; by service, for a request."""
 
     tokens_s: float
     cpu: float
+    by_service: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -90,16 +95,23 @@ class Pairs:
     def more_cpu(self) -> list[float]:
         return [on.cpu / off.cpu - 1.0 for off, on in zip(self.off, self.on, strict=True)]
 
+    def more_of(self, service: str) -> list[float]:
+        """Return the additional seconds of processor time of a service for a request, of each pair."""
+        both = zip(self.off, self.on, strict=True)
+        return [on.by_service.get(service, 0.0) - off.by_service.get(service, 0.0) for off, on in both]
+
 
 async def measure(suite: ServedSuite, workload: Workload, salt: str, settle: float) -> Measured:
     """Run a workload, and wait until its last spans are delivered."""
     await suite.run(equal_requests(KEPT_TRACES_BURST, 1, 1, 0, _VOCABULARY), salt)
     await asyncio.sleep(settle)
-    before = suite.cpu_seconds()
+    before = suite.cpu_by_service()
     seconds, records = await suite.run(workload, salt)
     await asyncio.sleep(settle)
-    found = client_figures(seconds, records.values())
-    return Measured(found["output_tok_s"], (suite.cpu_seconds() - before) / found["output_tokens"])
+    found, spent = client_figures(seconds, records.values()), suite.cpu_by_service()
+    spent = {name: each - before.get(name, 0.0) for name, each in spent.items()}
+    by_service = {name: each / len(records) for name, each in spent.items()}
+    return Measured(found["output_tok_s"], sum(spent.values()) / found["output_tokens"], by_service)
 
 
 async def compare(folder: Path, load_format: str, args: argparse.Namespace) -> dict[str, Pairs]:
@@ -141,6 +153,8 @@ def figures_of(pairs: Mapping[str, Pairs]) -> dict[str, float]:
         for suffix, value in zip(("", "_lower", "_upper"), median_interval(each.losses()), strict=True):
             found[f"overhead_{name}{suffix}"] = value
         found[f"cpu_{name}"] = statistics.median(each.more_cpu())
+    if ALL in pairs:
+        found |= {f"trace_us_{each}": 1e6 * statistics.median(pairs[ALL].more_of(each)) for each in SERVICES}
     every = [run.tokens_s for each in pairs.values() for run in each.off]
     return found | {"tokens_s_off": statistics.median(every), "pairs": min(len(each.off) for each in pairs.values())}
 
@@ -149,7 +163,9 @@ def records() -> dict[str, float]:
     """Return what a decision record and the tail rules cost."""
     made = list(records_of(_RECORDS))
     log, small = cost_of_log(made, _TURNS, len(made)), cost_of_log(made, 1, _SMALL_FLUSH)
+    spans = microseconds(4 * _TURNS)
     return {
+        **{f"spans_us_{service}": each for service, each in spans.items()},
         "record_ns": 1e9 * log.keep,
         "record_ns_log": 1e9 * log.keep_with_log,
         "log_write_ns": 1e9 * log.write,

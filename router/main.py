@@ -64,7 +64,7 @@ from router.observe.siblings import Siblings
 from router.observe.status import RouterStatus
 from router.observe.tail_keeper import TailKeeper
 from router.observe.trace_ids import ChosenTraceIds
-from router.observe.trace_store import StoreExporter, TraceStore
+from router.observe.trace_store import TraceStore
 from router.openai.app import create_app
 from router.openai.responses.background import BackgroundResponses
 from router.openai.responses.parts import ResponseParts
@@ -123,8 +123,8 @@ class RouterProcess:
         LogMetrics(self._registry, self._log)
         self._store = TraceStore(settings.span_ring, settings.span_ring_bytes)
         sampler = RequestSampler(settings.trace_sample_ratio)
-        exporter, ids = StoreExporter(self._store), ChosenTraceIds()
-        self._telemetry = setup_telemetry("router", settings, exporter, sampler=sampler, ids=ids)
+        ids = ChosenTraceIds()
+        self._telemetry = setup_telemetry("router", settings, self._store.add_own, sampler=sampler, ids=ids)
         self._clients = self._redis_clients()
         self._card = _card(settings, checkpoint, _identity(settings, checkpoint), self._text)
         router, dial = RouterIdentity(name, incarnation), dialer(self._tls, Role.WORKER)

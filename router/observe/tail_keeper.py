@@ -14,12 +14,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from opentelemetry.sdk.trace import ReadableSpan
-
 from common.decisions.query import DecisionQuery
 from common.decisions.ring import DecisionRing
 from common.errors import QuireError
 from common.limits import KEPT_TRACES_BURST, KEPT_TRACES_PER_SECOND, MAX_KEPT_RECORDS, MAX_TRACES_TO_BUILD
+from common.telemetry.spans import RecordedSpan
 from common.types import Decision
 from common.wire.decision_codec import known_decisions
 from quire.decision.v1 import decision_pb2 as pb
@@ -28,11 +27,11 @@ from router.core.record_spans import EndedRequest
 from router.core.tail_rules import Objective, Rule, rules_for
 from router.observe.kept_records import KeptRecords
 from router.observe.metrics import RouterMetrics
-from router.observe.record_trace import TraceHead, readable_spans
+from router.observe.record_trace import TraceHead, built_spans
 from router.observe.sampling import Allowance
 from router.observe.trace_codec import UNREAD
 
-Emit = Callable[[Sequence[ReadableSpan]], object]
+Emit = Callable[[Sequence[RecordedSpan]], object]
 # Returns the answers of the KV manager, in the order of the calls. Raises QuireError when it has none.
 AskManager = Callable[[Sequence[pb.ListDecisionsRequest]], Awaitable[Sequence[pb.ListDecisionsResponse]]]
 
@@ -129,7 +128,7 @@ class TailKeeper:
         head = kept.head
         if unread:
             head = replace(head, attributes={**head.attributes, UNREAD: unread})
-        self._emit(readable_spans(head, replace(kept.ended, decisions=(*kept.ended.decisions, *more))))
+        self._emit(built_spans(head, replace(kept.ended, decisions=(*kept.ended.decisions, *more))))
 
 
 def _call(ended: EndedRequest) -> pb.ListDecisionsRequest:

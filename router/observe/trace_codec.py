@@ -1,25 +1,23 @@
-"""OpenTelemetry's spans, over OTLP or from this process's own tracer, to the message that Quire serves.
+"""Spans, over OTLP or from this process's own tracer, to the message that Quire serves.
 
-The store keeps a span as it came and converts it when a client asks for its trace. Few traces are asked for, and a
-conversion takes 0.06 ms of the event loop, for a span of the router 0.2 ms. OpenTelemetry's own encoder turns the
-router's spans into OTLP, so both ways share one conversion. A span that came over OTLP is kept as bytes of its own: its
-message would keep all spans that came with it in memory.
+The store keeps a span as bytes of OTLP and converts it when a client asks for its trace. Few traces are asked for, and
+a conversion takes 0.06 ms of the event loop. The message of a span that came over OTLP would keep all spans that came
+with it in memory.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 from opentelemetry.proto.common.v1 import common_pb2
 from opentelemetry.proto.trace.v1 import trace_pb2
-from opentelemetry.sdk.trace import ReadableSpan
 
+from common.telemetry.spans import RecordedSpan
 from common.untrusted.ids import is_id
 from quire.decision.v1 import decision_pb2
 from router.observe.span_limits import bounded, has_ids
@@ -29,11 +27,8 @@ TENANT: Final = "quire.tenant"
 CORRELATION_ID: Final = "quire.correlation_id"
 # Of a trace that is built from records: which ones are missing, and why. It may name an internal address.
 UNREAD: Final = "quire.unread"
-# Bytes in CPython of a kept span without its content, with its places in the store; of an attribute and of an event.
+# Bytes in CPython of a kept span without its content, with its places in the store.
 _SPAN_BYTES: Final = 1_000
-_SDK_SPAN_BYTES: Final = 2_500
-_ATTRIBUTE_BYTES: Final = 200
-_EVENT_BYTES: Final = 500
 _MAX_SERVICE_CHARS: Final = 128
 _STATUS = {trace_pb2.Status.STATUS_CODE_OK: "ok", trace_pb2.Status.STATUS_CODE_ERROR: "error"}
 
@@ -54,30 +49,13 @@ class KeptSpan:
     correlation_id: str = ""
 
 
-def from_sdk(span: ReadableSpan) -> KeptSpan:
-    context = span.context
-    names = (REQUEST_ID, TENANT, CORRELATION_ID)
-    request_id, tenant, correlation_id = (str((span.attributes or {}).get(name, "")) for name in names)
+def from_own(span: RecordedSpan) -> KeptSpan:
+    """Return a span of this process, as the store keeps it."""
+    context, named, data = span.context, span.attributes, span.encoded()
+    request_id, tenant, correlation_id = (str(named.get(name, "")) for name in (REQUEST_ID, TENANT, CORRELATION_ID))
     ids = f"{context.trace_id:032x}", f"{context.span_id:016x}", request_id
-    return KeptSpan(*ids, partial(_sdk_span, span), _sdk_bytes(span), tenant, correlation_id)
-
-
-def _sdk_bytes(span: ReadableSpan) -> int:
-    attributes = [span.attributes or {}, *(event.attributes or {} for event in span.events)]
-    values = [value for each in attributes for value in each.values()]
-    return _SDK_SPAN_BYTES + _EVENT_BYTES * len(span.events) + sum(map(_value_bytes, values))
-
-
-def _value_bytes(value: object) -> int:
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return _ATTRIBUTE_BYTES + sum(map(_value_bytes, value))
-    return _ATTRIBUTE_BYTES + (len(value) if isinstance(value, str | bytes) else 0)
-
-
-def _sdk_span(span: ReadableSpan) -> decision_pb2.Span:
-    (resource_spans,) = encode_spans([span]).resource_spans
-    service = _attributes(resource_spans.resource.attributes).get("service.name", "unknown")
-    return _otlp_span(resource_spans.scope_spans[0].spans[0], service)
+    message = partial(_stored_span, data, span.origin.service)
+    return KeptSpan(*ids, message, _SPAN_BYTES + len(data), tenant, correlation_id)
 
 
 def from_otlp(request: trace_service_pb2.ExportTraceServiceRequest) -> Iterator[KeptSpan]:

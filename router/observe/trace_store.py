@@ -1,6 +1,6 @@
 """The newest spans of the whole suite, in memory, found by trace id or request id; `quire trace` draws them.
 
-Spans come from the other services by OTLP (`otlp_receiver.py`) and from the router itself through StoreExporter. Count
+Spans come from the other services by OTLP (`otlp_receiver.py`) and from the router itself. Count
 and bytes are bounded: for all spans, for one sender, and for one sender in one trace. It is safe to use from several
 threads, because span processors may run in threads of their own.
 """
@@ -8,19 +8,18 @@ threads, because span processors may run in threads of their own.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
-from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from common.errors import NotFound
 from common.limits import MAX_TRACE_BYTES, MAX_TRACE_SPANS
+from common.telemetry.spans import RecordedSpan
 from quire.decision.v1 import decision_pb2
 from router.observe.span_ring import SpanRing
-from router.observe.trace_codec import KeptSpan, from_otlp, from_sdk
+from router.observe.trace_codec import KeptSpan, from_otlp, from_own
 
 DEFAULT_RING_BYTES: Final = 64 << 20
 # The sender of the router's own spans; no other sender has this name.
@@ -65,6 +64,10 @@ class TraceStore:
         """Keep spans; return how many were refused. A span that its sender sent twice replaces the first."""
         with self._lock:
             return sum(not self._add(span, sender) for span in spans)
+
+    def add_own(self, span: RecordedSpan) -> None:
+        """Keep a span of the router itself."""
+        self.add((from_own(span),))
 
     def add_otlp(self, request: trace_service_pb2.ExportTraceServiceRequest, sender: str) -> int:
         """Keep the spans of a request of another service; return how many were refused."""
@@ -136,15 +139,3 @@ def _names(span: KeptSpan) -> set[tuple[str, str]]:
     """Return the names under which a span's trace is found: the request's ids, for any tenant and for its own."""
     ids = {span.request_id, span.correlation_id} - {""}
     return {(tenant, each) for each in ids for tenant in ("", span.tenant)}
-
-
-class StoreExporter(SpanExporter):
-    """Puts the router's own spans into the store, without a network."""
-
-    def __init__(self, store: TraceStore) -> None:
-        self._store = store
-
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Keep spans that have ended; this cannot fail."""
-        self._store.add([from_sdk(span) for span in spans])
-        return SpanExportResult.SUCCESS

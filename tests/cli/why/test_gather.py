@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 
 import grpc
 import pytest
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
 from cli.why.gather import Gatherer
 from common.decisions.ring import DecisionRing
@@ -22,7 +20,8 @@ from router.core.diagnosis.outcome import Outcome, figures_of, texts_of
 from router.grpc_api.decision_servicer import DecisionServicer
 from router.grpc_api.manager_calls import ManagerCalls
 from router.observe.siblings import Siblings
-from router.observe.trace_store import StoreExporter, TraceStore
+from router.observe.trace_store import TraceStore
+from tests.support.spans import tracer_to
 
 ENDED = Outcome(ended="length", before=(("prefill", 0.5),))
 
@@ -85,9 +84,7 @@ async def test_the_id_of_an_answer_is_the_requests_id_behind_a_prefix(planes: Pl
 
 async def test_a_clients_own_id_is_found_by_the_trace(planes: Planes) -> None:
     planes.ended("r1")
-    provider = TracerProvider(shutdown_on_exit=False)
-    provider.add_span_processor(SimpleSpanProcessor(StoreExporter(planes.store)))
-    span = provider.get_tracer("test").start_span("request")
+    span = tracer_to(planes.store.add_own).start_span("request")
     span.set_attributes({"quire.request_id": "r1", "quire.correlation_id": "order-77"})
     span.end()
     assert (await Gatherer(planes.channel).story("order-77")).request_id == "r1"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from opentelemetry import trace
-from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON
 
 from common.telemetry import context_from, is_sampled, span_context_of, traceparent_of
+from tests.support.spans import CollectedSpans
 
 SAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 UNSAMPLED = SAMPLED[:-1] + "0"
@@ -22,14 +22,14 @@ def test_a_context_made_from_text_gives_the_text_back() -> None:
 
 
 def test_a_span_that_is_not_sampled_says_so_to_those_further_along() -> None:
-    span = TracerProvider(ALWAYS_OFF).get_tracer("test").start_span("off", context_from(UNSAMPLED))
+    span = CollectedSpans(ALWAYS_OFF).tracer.start_span("off", context_from(UNSAMPLED))
     text = traceparent_of(trace.set_span_in_context(span))
     assert text.startswith("00-0af7651916cd43dd8448eb211c80319c-")
     assert not is_sampled(text)
 
 
 def test_a_child_keeps_the_trace_and_names_its_parent() -> None:
-    child = TracerProvider(ALWAYS_ON).get_tracer("test").start_span("child", context_from(SAMPLED))
+    child = CollectedSpans(ALWAYS_ON).tracer.start_span("child", context_from(SAMPLED))
     assert f"{child.get_span_context().trace_id:032x}" == "0af7651916cd43dd8448eb211c80319c"
     assert is_sampled(traceparent_of(trace.set_span_in_context(child)))
 

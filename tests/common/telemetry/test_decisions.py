@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-
 from common.telemetry.decisions import add_decision
 from common.types import Candidate, Decision, DecisionKind
+from tests.support.spans import CollectedSpans
 
 DECISION = Decision(
     decision_id="d-1",
@@ -26,12 +23,11 @@ DECISION = Decision(
 
 
 def test_the_event_has_every_part_that_is_set() -> None:
-    memory, provider = InMemorySpanExporter(), TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(memory))
-    with provider.get_tracer("test").start_as_current_span("route") as span:
+    collected = CollectedSpans()
+    with collected.tracer.start_as_current_span("route") as span:
         add_decision(span, DECISION)
-    (event,) = memory.get_finished_spans()[0].events
-    attributes = dict(event.attributes or {})
+    (event,) = collected.named("route").events
+    attributes = dict(event.attributes)
     candidates = attributes.pop("quire.decision.candidates")
     assert (event.name, event.timestamp) == ("decision", 42)
     assert attributes == {
@@ -41,7 +37,7 @@ def test_the_event_has_every_part_that_is_set() -> None:
         "quire.decision.age.w0": 0.1,
         "quire.decision.prompt_tokens": 70.0,
     }
-    assert isinstance(candidates, tuple)
+    assert isinstance(candidates, list)
     assert [json.loads(str(each)) for each in candidates] == [
         {"name": "w0", "cost": 0.5, "queue_delay": 0.2, "prefill_time": 0.3, "figures": {"hit_blocks": 4.0}},
         {"name": "w1", "rejected": "draining"},

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from common.rpc.server import RpcServer
 from common.settings.options import ServiceSettings
 from common.telemetry import context_from
 from common.telemetry.provider import setup
+from common.telemetry.spans import RecordedSpan
 
 SAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 DEADLINE_S = 120.0
@@ -53,10 +53,10 @@ async def receivers() -> AsyncIterator[list[Receiver]]:
 
 def kept(ratio: float, traceparent: str) -> int:
     """Return how many of one span are kept."""
-    memory = InMemorySpanExporter()
-    telemetry = setup("test", ServiceSettings(trace_sample_ratio=ratio), memory, {})
+    ended: list[RecordedSpan] = []
+    telemetry = setup("test", ServiceSettings(trace_sample_ratio=ratio), ended.append, {})
     telemetry.tracer.start_span("span", context_from(traceparent)).end()
-    return len(memory.get_finished_spans())
+    return len(ended)
 
 
 @pytest.mark.parametrize(
@@ -77,15 +77,17 @@ async def test_spans_reach_the_trace_endpoint(receivers: list[Receiver]) -> None
 
 async def test_the_usual_variable_wins_over_the_trace_endpoint(receivers: list[Receiver]) -> None:
     environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://{receivers[1].address}"}
-    telemetry = setup("router", ServiceSettings(trace_endpoint=receivers[0].address), InMemorySpanExporter(), environ)
+    own: list[RecordedSpan] = []
+    telemetry = setup("router", ServiceSettings(trace_endpoint=receivers[0].address), own.append, environ)
     telemetry.tracer.start_span("route").end()
     assert await receivers[1].next() == ("quire-router", "route")
     await telemetry.aclose()
     assert receivers[0].received.empty()
+    assert not own
 
 
 async def test_closing_delivers_what_still_waits(receivers: list[Receiver], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.telemetry.provider._EXPORT_TIMEOUT_S", DEADLINE_S)
+    monkeypatch.setattr("common.telemetry.delivery.EXPORT_TIMEOUT_S", DEADLINE_S)
     telemetry = setup("gpuworker", ServiceSettings(trace_endpoint=receivers[0].address), environ={})
     for number in range(1500):
         telemetry.tracer.start_span(f"step {number}").end()
@@ -101,7 +103,7 @@ async def test_a_missing_receiver_is_logged_once_and_holds_no_process(
         telemetry.tracer.start_span(f"step {number}").end()
     async with asyncio.timeout(DEADLINE_S):
         while not caplog.records:
-            await asyncio.to_thread(telemetry.provider.force_flush)
+            await asyncio.to_thread(telemetry.flush)
     # The exporter alone would try for a minute and more; a bound of its own ends it after two seconds.
     async with asyncio.timeout(60.0):
         await telemetry.aclose()

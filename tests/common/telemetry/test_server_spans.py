@@ -11,8 +11,6 @@ import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry import trace
-from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.trace import SpanKind, StatusCode
 
 from common.errors import NotFound
@@ -21,24 +19,20 @@ from common.settings.options import ServiceSettings
 from common.telemetry import traceparent_of
 from common.telemetry.provider import setup
 from common.telemetry.server_spans import server_spans
+from common.telemetry.spans import RecordedSpan
 from tests.support.deadlines import TooSlow, with_enough_time
 
 SAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 Channel = Any
 
 
-class Collected(SpanExporter):
+class Collected:
     """Hands each span that ends to whoever waits for it."""
 
     def __init__(self) -> None:
-        self.ended: asyncio.Queue[ReadableSpan] = asyncio.Queue()
+        self.ended: asyncio.Queue[RecordedSpan] = asyncio.Queue()
 
-    def export(self, spans: Any) -> SpanExportResult:
-        for span in spans:
-            self.ended.put_nowait(span)
-        return SpanExportResult.SUCCESS
-
-    async def next(self) -> ReadableSpan:
+    async def next(self) -> RecordedSpan:
         async with asyncio.timeout(60.0):
             return await self.ended.get()
 
@@ -90,7 +84,7 @@ def handlers() -> Handlers:
 
 @pytest.fixture
 async def channel(spans: Collected, handlers: Handlers) -> AsyncIterator[Channel]:
-    telemetry = setup("test", ServiceSettings(), spans, {})
+    telemetry = setup("test", ServiceSettings(), spans.ended.put_nowait, {})
     rpc = RpcServer([], [server_spans(telemetry.tracer, untraced=["/test.Handlers/quiet"])])
     rpc.server.add_generic_rpc_handlers([handlers])
     await rpc.start("127.0.0.1", 0)
@@ -99,7 +93,7 @@ async def channel(spans: Collected, handlers: Handlers) -> AsyncIterator[Channel
     await rpc.stop(0)
 
 
-def outcome(span: ReadableSpan) -> tuple[int, StatusCode, str | None]:
+def outcome(span: RecordedSpan) -> tuple[int, StatusCode, str | None]:
     return int(str((span.attributes or {})["rpc.grpc.status_code"])), span.status.status_code, span.status.description
 
 

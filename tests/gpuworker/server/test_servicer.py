@@ -208,7 +208,7 @@ async def test_a_traced_sequence_leaves_its_waits_chunks_and_decodes() -> None:
     async with served(InstantRunner()) as worker, worker.router() as router:
         await router.send(submit(1, list(range(20)), 5, traceparent=TRACED))  # a step takes 16 tokens
         await router.until_finished(1)
-        spans = worker.exporter.get_finished_spans()
+        spans = worker.collected.ended()
         assert sorted(span.name for span in spans) == [
             "decode",
             "prefill chunk",

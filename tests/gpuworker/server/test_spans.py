@@ -6,17 +6,16 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
 from common.lease import Admit
 from common.telemetry import span_context_of
+from common.telemetry.spans import RecordedSpan
 from common.types import BlockId, FinishReason, MissReason, SequenceId, Usage
 from gpuworker.core.outcomes import SequenceFinished
 from gpuworker.engine.ports import Chunk
 from gpuworker.server.spans import SequenceSpans
+from tests.support.spans import CollectedSpans
 
 SEQUENCE = SequenceId(3)
 PARENT = f"00-{0xABC:032x}-{0xDEF:016x}-01"
@@ -28,17 +27,14 @@ class Traced:
     """One sequence and what it left."""
 
     def __init__(self) -> None:
-        self._exporter = InMemorySpanExporter()
-        provider = TracerProvider(shutdown_on_exit=False)
-        provider.add_span_processor(SimpleSpanProcessor(self._exporter))
-        self.spans = SequenceSpans(provider.get_tracer("test"), PARENT, {"quire.request_id": "r1"})
+        self._collected = CollectedSpans()
+        self.spans = SequenceSpans(self._collected.tracer, PARENT, {"quire.request_id": "r1"})
 
-    def ended(self) -> list[ReadableSpan]:
-        return list(self._exporter.get_finished_spans())
+    def ended(self) -> list[RecordedSpan]:
+        return list(self._collected.ended())
 
-    def named(self, name: str) -> ReadableSpan:
-        (found,) = (span for span in self.ended() if span.name == name)
-        return found
+    def named(self, name: str) -> RecordedSpan:
+        return self._collected.named(name)
 
     def finish(self, reason: FinishReason = FinishReason.LENGTH, message: str = "") -> None:
         self.spans.finished(SequenceFinished(SEQUENCE, reason, USAGE, None, message))
@@ -164,7 +160,7 @@ def test_every_span_is_ended_exactly_once(traced: Traced) -> None:
     traced.finish()
     ids = [span.context.span_id for span in traced.ended()]
     assert len(ids) == len(set(ids)) == 3
-    assert all(span.end_time is not None for span in traced.ended())
+    assert all(not span.is_recording() for span in traced.ended())
 
 
 def test_the_decode_says_how_many_drafts_it_verified(traced: Traced) -> None:

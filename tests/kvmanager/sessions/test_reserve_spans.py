@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
 from common.lease import Inventory, InventorySequence, Report, Reserve
+from common.telemetry.spans import RecordedSpan
 from common.types import BlockHash, BlockId, FinishReason, SequenceId, SequencePhase
 from kvmanager.sessions.reserve_spans import ReserveSpans
 from tests.support.kvmanager.ledgers import make_ledger
+from tests.support.spans import CollectedSpans
 
 S0, S1, S2 = map(SequenceId, range(3))
 HASHES = tuple(BlockHash(bytes([index]) * 16) for index in range(1, 9))
@@ -32,12 +31,10 @@ class Traced:
     """A ledger of some blocks, and the spans of its session."""
 
     num_blocks: int
-    exporter: InMemorySpanExporter = field(default_factory=InMemorySpanExporter)
+    collected: CollectedSpans = field(default_factory=CollectedSpans)
 
     def __post_init__(self) -> None:
-        provider = TracerProvider(shutdown_on_exit=False)
-        provider.add_span_processor(SimpleSpanProcessor(self.exporter))
-        self.spans = ReserveSpans(provider.get_tracer("test"), "w0")
+        self.spans = ReserveSpans(self.collected.tracer, "w0")
         self.ledger = make_ledger(self.num_blocks, watermark=0.0)
         self.open(Inventory())
 
@@ -51,8 +48,8 @@ class Traced:
         self.spans.reported(report, self.ledger.schedule(), self.ledger.drain_decisions())
 
     @property
-    def ended(self) -> Sequence[ReadableSpan]:
-        return self.exporter.get_finished_spans()
+    def ended(self) -> Sequence[RecordedSpan]:
+        return self.collected.ended()
 
 
 def preempting() -> Traced:
@@ -64,17 +61,17 @@ def preempting() -> Traced:
     return traced
 
 
-def kinds(span: ReadableSpan) -> list[object]:
+def kinds(span: RecordedSpan) -> list[object]:
     """Return the kinds of decision on a span, in order."""
     return [(event.attributes or {})["quire.decision.kind"] for event in span.events]
 
 
-def linked(span: ReadableSpan) -> list[int]:
+def linked(span: RecordedSpan) -> list[int]:
     """Return the numbers of the requests that a span links to."""
     return [link.context.trace_id - 1 for link in span.links]
 
 
-def of_request(span: ReadableSpan, number: int) -> bool:
+def of_request(span: RecordedSpan, number: int) -> bool:
     return span.context is not None and span.context.trace_id == number + 1
 
 

@@ -280,7 +280,7 @@ async def ended(service: Service, timeout: float, unary: bool) -> grpc.StatusCod
                 pass
     spans = service.harness.spans
     name = "quire.inference.v1.InferenceService/" + ("GenerateUnary" if unary else "Generate")
-    await service.harness.until(lambda: any(span.name == name for span in spans.get_finished_spans()))
+    await service.harness.until(lambda: any(span.name == name for span in spans.ended()))
     return late.value.code()
 
 
@@ -298,7 +298,7 @@ async def test_every_span_and_the_worker_agree_that_the_deadline_was_it(timeout:
             if not worker.submits:
                 raise TooSlow
             harness = service.harness
-            rpc_span = next(span.name for span in harness.spans.get_finished_spans() if "InferenceService" in span.name)
+            rpc_span = next(span.name for span in harness.spans.ended() if "InferenceService" in span.name)
             assert harness.failure(rpc_span) == "DEADLINE_EXCEEDED"
             assert [harness.failure(name) for name in ("request", "stream")] == ["deadline exceeded"] * 2
             finished = [event for event in harness.span("stream").events if event.name == "finished"]

@@ -21,7 +21,7 @@ async def spanned(asked: ValidatedRequest) -> dict[str, object]:
     """Serve a request, and return the attributes of its span that the conventions name, without their prefix."""
     async with frontend_over(FakeWorker(automatic=True)) as harness:
         await harness.events(asked)
-        (span,) = (each for each in harness.spans.get_finished_spans() if each.name == "request")
+        (span,) = (each for each in harness.spans.ended() if each.name == "request")
         found = {name: value for name, value in (span.attributes or {}).items() if name.startswith("gen_ai.")}
     assert set(found) <= STANDARD
     return {name.removeprefix("gen_ai."): value for name, value in found.items()}
@@ -42,7 +42,7 @@ async def test_a_span_has_what_was_asked_for_and_what_came() -> None:
         "request.presence_penalty": -0.5,
         "request.seed": 7,
         "response.model": MODEL,
-        "response.finish_reasons": ("length", "length"),
+        "response.finish_reasons": ["length", "length"],
         "usage.input_tokens": 10,
         "usage.cache_read.input_tokens": 0,
         "usage.output_tokens": 6,

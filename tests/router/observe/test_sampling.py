@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 from opentelemetry import trace
-from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import Tracer
 
 from common.limits import CLIENT_TRACES_BURST, CLIENT_TRACES_PER_SECOND
 from common.telemetry import context_from, parent_of, traceparent_of
 from router.observe.sampling import RequestSampler
+from tests.support.spans import CollectedSpans
 
 ASKED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 DECLINED = ASKED[:-2] + "00"
@@ -24,7 +24,7 @@ class Clock:
 
 def tracer(ratio: float, clock: Clock) -> Tracer:
     sampler = RequestSampler(ratio, lambda: clock.now, lambda: clock.drawn)
-    return TracerProvider(sampler, shutdown_on_exit=False).get_tracer("test")
+    return CollectedSpans(sampler).tracer
 
 
 def recorded(made: Tracer, traceparent: str) -> bool:

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 import grpc
 import pytest
 from grpc import aio
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.trace import Tracer, set_span_in_context
 
 from cli.suite.stack import free_ports
@@ -22,7 +20,8 @@ from quire.decision.v1 import decision_pb2 as pb
 from quire.decision.v1 import decision_pb2_grpc as rpc
 from router.grpc_api.decision_servicer import DecisionServicer
 from router.observe.siblings import Siblings
-from router.observe.trace_store import StoreExporter, TraceStore
+from router.observe.trace_store import TraceStore
+from tests.support.spans import tracer_to
 
 ROUTERS, PATIENCE_S = 3, 60.0
 
@@ -45,14 +44,13 @@ async def routers() -> AsyncIterator[list[Shared]]:
 
 
 async def _one(stack: AsyncExitStack, port: int, others: list[int]) -> Shared:
-    ring, store, provider = DecisionRing(8), TraceStore(8), TracerProvider(shutdown_on_exit=False)
-    provider.add_span_processor(SimpleSpanProcessor(StoreExporter(store)))
+    ring, store = DecisionRing(8), TraceStore(8)
     siblings, server = Siblings([f"127.0.0.1:{other}" for other in others], timeout=PATIENCE_S), RpcServer([])
     rpc.add_DecisionServiceServicer_to_server(DecisionServicer(ring, store, siblings), server.server)
     await server.start("127.0.0.1", port)
     stack.push_async_callback(server.stop, 0.0)
     channel = await stack.enter_async_context(open_channel(f"127.0.0.1:{port}"))
-    return Shared(ring, provider.get_tracer("test"), server, rpc.DecisionServiceStub(channel))
+    return Shared(ring, tracer_to(store.add_own), server, rpc.DecisionServiceStub(channel))
 
 
 def _traced(first: Shared, second: Shared) -> str:

@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 
-from opentelemetry.sdk.trace import ReadableSpan
 from prometheus_client import CollectorRegistry
 
 from common.decisions.query import DecisionQuery
 from common.decisions.ring import DecisionRing, record_bytes
 from common.errors import Unavailable
 from common.limits import KEPT_TRACES_BURST, KEPT_TRACES_PER_SECOND, MAX_KEPT_RECORDS, MAX_TRACES_TO_BUILD
+from common.telemetry.spans import RecordedSpan
 from common.types import Decision, DecisionKind
 from common.wire.decision_codec import decision_to_proto
 from quire.decision.v1 import decision_pb2 as pb
@@ -40,7 +40,7 @@ class Kept:
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     ring: DecisionRing = field(default_factory=lambda: DecisionRing(1000))
     records: KeptRecords = field(default_factory=lambda: KeptRecords(1 << 20))
-    spans: list[ReadableSpan] = field(default_factory=list)
+    spans: list[RecordedSpan] = field(default_factory=list)
     calls: list[pb.ListDecisionsRequest] = field(default_factory=list)
     answers: list[Decision] = field(default_factory=list)
     now: float = 0.0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import secrets
 
-from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import Span, set_span_in_context
 
 from router.observe.trace_ids import ChosenTraceIds, beginning
+from tests.support.spans import tracer_to
 
 
 def trace_id(span: Span) -> str:
@@ -15,7 +15,7 @@ def trace_id(span: Span) -> str:
 
 
 def test_a_trace_has_the_id_that_was_chosen_for_it_and_others_have_ids_of_their_own() -> None:
-    tracer = TracerProvider(id_generator=ChosenTraceIds(), shutdown_on_exit=False).get_tracer("test")
+    tracer = tracer_to(lambda _: None, ids=ChosenTraceIds())
     chosen = secrets.token_hex(16)
     before = tracer.start_span("before")
     with beginning(chosen):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,24 +11,26 @@ import grpc
 import pytest
 from grpc import aio
 from opentelemetry import trace
-from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.trace import Link, StatusCode, Tracer
 
 from common.decisions.ring import DecisionRing
 from common.errors import NotFound
 from common.rpc.server import RpcServer, open_channel
+from common.telemetry.delivery import otlp_request
+from common.telemetry.spans import RecordedSpan, SpanTracer
 from common.types import Decision, DecisionKind
 from quire.decision.v1 import decision_pb2 as pb
 from quire.decision.v1 import decision_pb2_grpc as rpc
 from router.grpc_api.decision_servicer import DecisionServicer
 from router.observe.otlp_receiver import add_otlp_receiver
 from router.observe.siblings import Siblings
-from router.observe.trace_codec import from_otlp, from_sdk
-from router.observe.trace_store import StoreExporter, TraceStore
+from router.observe.trace_codec import from_otlp, from_own
+from router.observe.trace_store import TraceStore
+from tests.support.spans import tracer_to
 
 
 def provider(service: str = "quire-router") -> TracerProvider:
@@ -40,17 +42,13 @@ def store() -> TraceStore:
     return TraceStore(4)
 
 
-def provider_of(store: TraceStore) -> TracerProvider:
-    made = provider()
-    made.add_span_processor(SimpleSpanProcessor(StoreExporter(store)))
-    return made
+def own_tracer(store: TraceStore) -> SpanTracer:
+    return tracer_to(store.add_own, "quire-router")
 
 
 @pytest.fixture
-def tracer(store: TraceStore) -> Iterator[Tracer]:
-    made = provider_of(store)
-    yield made.get_tracer("test")
-    made.shutdown()
+def tracer(store: TraceStore) -> SpanTracer:
+    return own_tracer(store)
 
 
 def span(tracer: Tracer, name: str, request_id: str = "") -> str:
@@ -118,7 +116,7 @@ def test_pushing_a_span_out_costs_the_same_however_large_its_trace_is() -> None:
 
 def test_a_request_of_a_tenant_is_found_although_another_one_used_its_id_later() -> None:
     store = TraceStore(2)
-    tracer = provider_of(store).get_tracer("test")
+    tracer = own_tracer(store)
     ids = []
     for tenant in ("red", "blue"):
         attributes = {"quire.request_id": "r1", "quire.tenant": tenant}
@@ -131,7 +129,7 @@ def test_a_request_of_a_tenant_is_found_although_another_one_used_its_id_later()
 
 def test_a_correlation_id_finds_the_newest_of_its_requests() -> None:
     store = TraceStore(8)
-    tracer = provider_of(store).get_tracer("test")
+    tracer = own_tracer(store)
     traces = []
     for request, correlation in (("quire-1", "c"), ("quire-2", "c")):
         attributes = {"quire.request_id": request, "quire.correlation_id": correlation}
@@ -141,7 +139,8 @@ def test_a_correlation_id_finds_the_newest_of_its_requests() -> None:
 
 
 def test_both_ways_into_the_store_give_the_same_span(store: TraceStore) -> None:
-    own = provider().get_tracer("test")
+    ended: list[RecordedSpan] = []
+    own = tracer_to(ended.append, "quire-router")
     link = Link(own.start_span("other").get_span_context())
     attributes: dict[str, Any] = {
         "bytes": b"\x01\xff",
@@ -157,9 +156,8 @@ def test_both_ways_into_the_store_give_the_same_span(store: TraceStore) -> None:
     made.add_event("event", attributes)
     made.set_status(StatusCode.ERROR, "why")
     made.end()
-    assert isinstance(made, ReadableSpan)
-    (delivered,) = from_otlp(encode_spans([made]))
-    direct = from_sdk(made)
+    (delivered,) = from_otlp(otlp_request(ended))
+    direct = from_own(*ended)
     assert direct.message() == delivered.message()
     assert replace(direct, message=delivered.message, size=delivered.size) == delivered
     assert direct.request_id == "r1"

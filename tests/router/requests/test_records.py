@@ -30,7 +30,7 @@ TIMES = (
 async def test_a_request_makes_a_span_with_queue_route_and_stream_in_it() -> None:
     async with frontend_over(FakeWorker(automatic=True)) as harness:
         events = await harness.events(request(request_id="r1"))
-        spans = {span.name: span for span in harness.spans.get_finished_spans()}
+        spans = {span.name: span for span in harness.spans.ended()}
         assert set(spans) == {"request", "queue", "lookup", "route", "stream"}
         whole = spans["request"]
         assert whole.attributes is not None
@@ -54,7 +54,7 @@ async def test_the_trace_goes_on_from_the_clients_and_into_the_workers() -> None
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     async with frontend_over(worker) as harness:
         await harness.events(request(traceparent=parent))
-        whole = next(span for span in harness.spans.get_finished_spans() if span.name == "request")
+        whole = next(span for span in harness.spans.ended() if span.name == "request")
         assert whole.parent is not None
         assert whole.parent.span_id == 0xB7AD6B7169203331
         expected = f"00-0af7651916cd43dd8448eb211c80319c-{whole.context.span_id:016x}-01"
@@ -65,7 +65,7 @@ async def test_an_unsampled_request_costs_no_span() -> None:
     worker = FakeWorker(automatic=True)
     async with frontend_over(worker) as harness:
         await harness.events(request(traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"))
-        assert harness.spans.get_finished_spans() == ()
+        assert harness.spans.ended() == ()
         assert worker.submits[0].traceparent == ""
 
 
@@ -74,7 +74,7 @@ async def test_a_cancelled_request_ends_its_span_as_an_error() -> None:
     async with frontend_over(worker) as harness:
         async with in_background(harness, request()):
             await worker.until(lambda: bool(worker.submits))
-        whole = next(span for span in harness.spans.get_finished_spans() if span.name == "request")
+        whole = next(span for span in harness.spans.ended() if span.name == "request")
         assert (whole.status.is_ok, whole.status.description) == (False, "the client went away")
 
 

@@ -8,13 +8,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from grpc import aio
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from common.hashing import block_digests, block_hash_of, little_endian_int32, root_digest
 from common.lease import LeaseChannel
 from common.rpc.server import RpcServer, open_channel
+from common.telemetry.spans import RecordedSpan
 from common.types import KvGeometry, PoolIdentity
 from common.wire.packing import pack_hashes, unpack_u32
 from gpuworker.core.batch_plan import StepRunner
@@ -28,6 +26,7 @@ from quire.gpuworker.v1 import gpuworker_pb2_grpc as rpc
 from quire.types.v1 import types_pb2 as types
 from tests.support.gpuworker.engine_harness import EngineDriver
 from tests.support.gpuworker.fake_engine_ports import ManualRunner
+from tests.support.spans import CollectedSpans
 
 CONFIG = AgentConfig(num_blocks=16, block_size=4, max_num_batched_tokens=16, max_num_seqs=4)
 IDENTITY = PoolIdentity("model", "tokenizer", CONFIG.block_size, KvGeometry(1, 1, 1, 1, "float32"))
@@ -115,10 +114,8 @@ class Served:
     def __init__(
         self, runner: StepRunner, channel: LeaseChannel | None, config: AgentConfig, orphan_grace: float = 0.0
     ) -> None:
-        self.exporter = InMemorySpanExporter()
-        provider = TracerProvider(shutdown_on_exit=False)
-        provider.add_span_processor(SimpleSpanProcessor(self.exporter))
-        self.servicer = GpuWorkerServicer(provider.get_tracer("test"), orphan_grace)
+        self.collected = CollectedSpans()
+        self.servicer = GpuWorkerServicer(self.collected.tracer, orphan_grace)
         self.driver = EngineDriver(runner, config, channel, sink=self.servicer.deliver)
         self.engine: Engine = self.driver.engine
         self.address = ""
@@ -156,8 +153,8 @@ class Served:
                     runner.step()
                 await asyncio.sleep(0.002)
 
-    def spans(self) -> dict[str, ReadableSpan]:
-        return {span.name: span for span in self.exporter.get_finished_spans()}
+    def spans(self) -> dict[str, RecordedSpan]:
+        return {span.name: span for span in self.collected.ended()}
 
 
 @asynccontextmanager

@@ -10,15 +10,13 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import Tracer
 from prometheus_client import CollectorRegistry
 
 from common.backoff import Backoff
 from common.clock import SystemClock
 from common.decisions.ring import DecisionRing
+from common.telemetry.spans import RecordedSpan
 from common.types import BlockHash, PoolIdentity, SamplingParams
 from quire.decision.v1.decision_pb2 import ListDecisionsRequest, ListDecisionsResponse
 from router.core.admission import AdmissionLimiter, AdmissionLimits
@@ -36,6 +34,7 @@ from router.requests.frontend import RouterFrontend
 from router.workers.client import Pacing, RouterIdentity
 from router.workers.pool import WorkerPool
 from tests.support.router.fake_worker import IDENTITY, PATIENCE_S
+from tests.support.spans import CollectedSpans
 
 QUICK = Pacing(Backoff(first=0.01, longest=0.05, jitter=0.5), hello=1.0)
 CLOCK = SystemClock()
@@ -88,16 +87,15 @@ class Harness:
     admission: AdmissionLimiter
     index: FixedIndex
     decisions: DecisionRing
-    spans: InMemorySpanExporter
+    spans: CollectedSpans
     registry: CollectorRegistry
     tracer: Tracer
     # What the latest request has yielded so far.
     seen: list[GenerateEvent] = field(default_factory=list)
 
-    def span(self, name: str) -> ReadableSpan:
+    def span(self, name: str) -> RecordedSpan:
         """Return the one span of this name that has ended."""
-        (found,) = [span for span in self.spans.get_finished_spans() if span.name == name]
-        return found
+        return self.spans.named(name)
 
     def failure(self, name: str) -> str | None:
         """Return the error status of the one span of this name; None when it is ok."""
@@ -153,19 +151,16 @@ async def frontend_over(
         "", IDENTITY.tokenizer_fingerprint, IDENTITY.block_size, UNKNOWN_GEOMETRY, pooling=pooling
     )
     pool = WorkerPool(RouterIdentity("router", incarnation), identity, CLOCK, QUICK, manager_patience=manager_patience)
-    index, decisions, registry, spans = index or FixedIndex(), DecisionRing(1000), CollectorRegistry(), _spans()
+    index, decisions, registry, spans = index or FixedIndex(), DecisionRing(1000), CollectorRegistry(), CollectedSpans()
     numbers = itertools.count(1)
     new_id = lambda: f"id-{next(numbers)}"  # noqa: E731
     dispatcher = Dispatcher(pool, Router(CLOCK, new_id, seed=1), index, decisions, CLOCK, patience)
-    provider = TracerProvider(shutdown_on_exit=False)
-    provider.add_span_processor(SimpleSpanProcessor(spans))
-    tracer = provider.get_tracer("test")
     metrics = RouterMetrics(registry)
     tail = None if objective is None else _keeper(objective, decisions, metrics, spans)
-    recorder = Recorder(metrics, decisions, tracer, CLOCK, new_id, tail, MODEL)
+    recorder = Recorder(metrics, decisions, spans.tracer, CLOCK, new_id, tail, MODEL)
     admission = AdmissionLimiter(limits or AdmissionLimits())
     frontend = RouterFrontend(dispatcher, admission, assemblers or WordAssemblers(), recorder, eos)
-    harness = Harness(frontend, dispatcher, pool, admission, index, decisions, spans, registry, tracer)
+    harness = Harness(frontend, dispatcher, pool, admission, index, decisions, spans, registry, spans.tracer)
     try:
         for worker in workers:
             await worker.start()
@@ -178,19 +173,13 @@ async def frontend_over(
             await worker.kill()
 
 
-def _keeper(
-    objective: Objective, ring: DecisionRing, metrics: RouterMetrics, spans: InMemorySpanExporter
-) -> TailKeeper:
+def _keeper(objective: Objective, ring: DecisionRing, metrics: RouterMetrics, spans: CollectedSpans) -> TailKeeper:
     """Return a keeper without a KV manager."""
 
     async def nothing(calls: Sequence[ListDecisionsRequest]) -> Sequence[ListDecisionsResponse]:
         return [ListDecisionsResponse()] * len(calls)
 
-    return TailKeeper(objective, ring, KeptRecords(1 << 20), metrics, spans.export, nothing)
-
-
-def _spans() -> InMemorySpanExporter:
-    return InMemorySpanExporter()
+    return TailKeeper(objective, ring, KeptRecords(1 << 20), metrics, spans.add, nothing)
 
 
 def request(prompt: int = 10, **fields: object) -> ValidatedRequest:

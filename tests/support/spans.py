@@ -1,0 +1,40 @@
+"""A tracer whose spans a test reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace.id_generator import IdGenerator, RandomIdGenerator
+from opentelemetry.sdk.trace.sampling import DEFAULT_ON, Sampler
+
+from common.telemetry.spans import Origin, RecordedSpan, SpanTracer
+
+
+def tracer_to(
+    ended: Callable[[RecordedSpan], object],
+    service: str = "quire-test",
+    sampler: Sampler = DEFAULT_ON,
+    ids: IdGenerator | None = None,
+) -> SpanTracer:
+    """Return a tracer that hands over its spans as they end."""
+    return SpanTracer(Origin(Resource({"service.name": service})), sampler, ids or RandomIdGenerator(), ended)
+
+
+class CollectedSpans:
+    """Spans in the order of their ends, and a tracer that makes them."""
+
+    def __init__(self, sampler: Sampler = DEFAULT_ON) -> None:
+        self._ended: list[RecordedSpan] = []
+        self.tracer = tracer_to(self._ended.append, sampler=sampler)
+
+    def ended(self) -> tuple[RecordedSpan, ...]:
+        return tuple(self._ended)
+
+    def named(self, name: str) -> RecordedSpan:
+        """Return the one span of this name that has ended."""
+        (found,) = (span for span in self._ended if span.name == name)
+        return found
+
+    def add(self, spans: Iterable[RecordedSpan]) -> None:
+        self._ended.extend(spans)
