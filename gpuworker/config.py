@@ -22,6 +22,7 @@ from common.settings.options import (
     Cpus,
     DrainMode,
     DType,
+    Fraction,
     KvCacheDType,
     LoadFormat,
     ModelImpl,
@@ -145,6 +146,9 @@ class EngineSettings(Settings):
         description="what a worker that stops (SIGTERM) does with its sequences: finish: they run to their ends; "
         "migrate: routers move them at once to workers that have room, and the others run on here. Both end with "
         "--drain-timeout",
+    )
+    trace_step_ratio: Fraction = Field(
+        0.0, description="share of engine steps that get a span, with links to the traced requests in the step"
     )
     prefix_caching: bool = Field(True, description="keep blocks of finished requests, and share them")
 

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import os
+import random
 import signal
 import sys
 import time
@@ -14,6 +15,7 @@ from dataclasses import asdict
 from functools import partial
 
 from grpc import aio
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
 from common.checkpoint.hub import checkpoint_directory
 from common.clock import SystemClock
@@ -41,6 +43,7 @@ from gpuworker.plane import preflight
 from gpuworker.plane.data_plane import DataPlane, default_worker_id
 from gpuworker.server.metrics import EngineCollector, MaskCollector, OrphanCollector, lease_round_trips
 from gpuworker.server.servicer import GpuWorkerServicer, Serving
+from gpuworker.server.step_spans import StepSpans
 from gpuworker.server.submit_check import SubmitLimits
 from quire.gpuworker.v1 import gpuworker_pb2_grpc
 
@@ -79,7 +82,7 @@ class Worker:
         self.settings, self._given_channel = settings, channel
         self._tls = Identity.of(settings)
         self._telemetry = setup_telemetry("gpuworker", settings, instance=settings.worker_id or "")
-        self._servicer = GpuWorkerServicer(self._telemetry.tracer, settings.orphan_grace)
+        self._servicer = GpuWorkerServicer(self._telemetry.tracer, settings.orphan_grace, self._step_spans())
         self._server = RpcServer([SERVICE], tls=self._tls)
         self._registry = new_registry()
         self._metrics = MetricsServer(self._registry, lambda: not self._why_not_healthy(), self._why_not_healthy)
@@ -92,6 +95,9 @@ class Worker:
 
     def _attached(self) -> bool:
         return self._engine is not None and self._engine.load().manager_attached
+
+    def _step_spans(self) -> StepSpans | None:
+        return StepSpans(self._telemetry.tracer.sampling(ALWAYS_ON)) if self.settings.trace_step_ratio else None
 
     def _why_not_healthy(self) -> str:
         """Return why the worker takes no requests, or gets on with none; "" if it is well."""
@@ -164,6 +170,8 @@ class Worker:
             new_agent, new_attach, plane.runner, channel, self._servicer.deliver, SystemClock(), lambda: self._address
         )
         self._engine = engine
+        if ratio := self.settings.trace_step_ratio:
+            engine.record_steps(lambda: random.random() < ratio)
         loop = asyncio.get_running_loop()
         engine.ended.add_done_callback(lambda _: loop.call_soon_threadsafe(self._stop.set))
         if self._client is not None:

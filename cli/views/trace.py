@@ -142,7 +142,7 @@ class TraceView:
         known = self._spans.get(span_id) if trace_id == self._trace_id else None
         if known is not None:
             return f"linked to {known.name} ({_service(known)}) in this trace"
-        return f"linked to another request: quire trace {trace_id}"
+        return f"linked to another trace: quire trace {trace_id}"
 
     def _offset(self, time_ns: int) -> str:
         return "0" if time_ns == self._start else duration(time_ns - self._start)

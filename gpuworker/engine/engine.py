@@ -11,17 +11,18 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from common.clock import Clock
 from common.errors import EngineFailure, ProtocolViolation, QuireError
 from common.lease import Attach, Attached, Connected, Detached, Granted, LeaseChannel, LeaseEvent
 from common.types import FinishReason, SequenceId, SequencePhase, Usage
-from gpuworker.core.batch_plan import StepNotBuilt, StepPlan, StepResult, StepRunner
+from gpuworker.core.batch_plan import StepNotBuilt, StepResult, StepRunner
 from gpuworker.core.draft_tally import DraftKind, DraftTally, added
 from gpuworker.core.lease_agent import LeaseAgent
 from gpuworker.core.lease_session import LeaseSession
 from gpuworker.core.outcomes import Applied, Completion, SequenceFinished
+from gpuworker.engine.flight import Flight
 from gpuworker.engine.gathered_outputs import GatheredOutputs
 from gpuworker.engine.ports import EngineLoad, EngineRequest, OutputSink
 from gpuworker.engine.report_pace import ReportPace
@@ -32,24 +33,6 @@ from gpuworker.engine.traced_steps import TracedSteps
 log = logging.getLogger(__name__)
 
 _LOAD_AGE_SECONDS = 0.05
-
-
-@dataclass(slots=True)
-class _Flight:
-    """A submitted step: the plan, its future, the predicted seconds, and when the device began it."""
-
-    plan: StepPlan
-    result: Future[StepResult]
-    predicted: float
-    began: float = 0.0
-    began_ns: int = 0
-    after: float | None = None
-    """When the step before it was over, if no other step was in flight then or since."""
-    ahead: bool = False
-    """Whether it was planned while another step was in flight."""
-
-    def begin(self, clock: Clock) -> None:
-        self.began, self.began_ns = clock.monotonic(), clock.time_ns()
 
 
 class Engine:
@@ -75,8 +58,9 @@ class Engine:
         self._runner, self._channel, self._sink, self._clock = runner, channel, sink, clock
         self._requests: dict[SequenceId, EngineRequest] = {}
         self._traced = TracedSteps()
+        self._wants_step: Callable[[], bool] | None = None
         self._in_runner: set[SequenceId] = set()  # the runner holds state of these
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[Flight] = deque()
         self._commands: deque[EngineRequest | tuple[SequenceId, FinishReason]] = deque()
         self._steps, self._sampled, self._scheduled, self._rates = 0, 0, 0, StepRates()
         self._drafts = dict[DraftKind, DraftTally]()
@@ -102,6 +86,10 @@ class Engine:
 
     def start(self) -> None:
         self._thread.start()
+
+    def record_steps(self, wanted: Callable[[], bool]) -> None:
+        """Put a record of each step for which `wanted` is true into the outputs. Call it before `start`."""
+        self._wants_step = wanted
 
     def stop(self) -> None:
         """End after the steps in flight and the commands so far, and wait for that.
@@ -267,6 +255,7 @@ class Engine:
     # ------------------------------------------------------------ steps
 
     def _launch(self) -> bool:
+        planned_ns = self._clock.time_ns()
         plan = self._agent.plan(self._rates.prices)
         if plan is None:
             return False
@@ -275,7 +264,7 @@ class Engine:
         except StepNotBuilt as failure:
             self._leave_out(failure)
             return True
-        flight = _Flight(plan, result, self._rates.predict(plan))
+        flight = Flight(plan, result, self._rates.predict(plan), planned_ns)
         flight.begin(self._clock)
         flight.ahead = bool(self._flights)
         flight.after = None if flight.ahead else self._over_at
@@ -300,7 +289,7 @@ class Engine:
             self._take_result(flight, result)
         return worked
 
-    def _time(self, flight: _Flight, seconds: float) -> None:
+    def _time(self, flight: Flight, seconds: float) -> None:
         """Learn from when a step is over: the pace of steps that are planned ahead, or the gap before one alone."""
         now = self._clock.monotonic()
         if flight.ahead:
@@ -309,12 +298,15 @@ class Engine:
             self._rates.learn_gap(now - flight.after - flight.plan.guessing - seconds)
         self._over_at = None if self._flights else now
 
-    def _take_result(self, flight: _Flight, result: StepResult) -> None:
+    def _take_result(self, flight: Flight, result: StepResult) -> None:
         self._steps += 1
         self._pace.completed(flight.plan)
         self._rates.learn(flight.plan, result.seconds)
         if self._traced:
             self._outputs.chunks += self._traced.stepped(flight.plan, flight.began_ns, self._clock.time_ns())
+        if self._wants_step is not None and self._wants_step():
+            traced = self._traced.among(flight.plan)
+            self._outputs.steps.append(flight.record(result, self._clock.time_ns(), traced))
         if self._starts:
             self._outputs.started.extend(self._starts.stepped(flight.plan, flight.began, self._name_of))
         completion = self._agent.complete(result)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from common.lease import Admit
 from common.types import SequenceId, TokenLogprobs
 from gpuworker.core.outcomes import SequenceFinished
-from gpuworker.engine.ports import Chunk, EngineOutputs, Started
+from gpuworker.engine.ports import Chunk, EngineOutputs, Started, StepRecord
 
 
 @dataclass(slots=True)
@@ -23,10 +23,11 @@ class GatheredOutputs:
     prompt_logprobs: dict[SequenceId, list[TokenLogprobs]] = field(default_factory=dict)
     recounted: dict[SequenceId, int] = field(default_factory=dict)
     started: list[Started] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         events = self.tokens or self.admitted or self.finished or self.preempted or self.chunks
-        return bool(events or self.prompt_logprobs or self.recounted or self.started)
+        return bool(events or self.prompt_logprobs or self.recounted or self.started or self.steps)
 
     def pack(self, step: int) -> EngineOutputs:
         """Return the gathered outputs and clear them."""
@@ -41,10 +42,12 @@ class GatheredOutputs:
             _tuples(self.prompt_logprobs),
             self.recounted.copy(),
             tuple(self.started),
+            tuple(self.steps),
         )
-        lists = (self.admitted, self.tokens, self.logprobs, self.finished, self.preempted, self.chunks, self.started)
+        lists = (self.admitted, self.tokens, self.finished, self.preempted, self.chunks, self.started, self.steps)
         for part in lists:
             part.clear()
+        self.logprobs.clear()
         self.prompt_logprobs.clear()
         self.recounted.clear()
         return outputs

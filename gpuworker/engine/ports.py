@@ -55,6 +55,30 @@ class Started(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class StepRecord:
+    """A step that a span is made of: wall-clock begin and end in ns, what was computed, and its seconds by part.
+
+    The parts follow one another and fill the time from begin to end: the engine planned the step, and a draft model
+    guessed meanwhile; the step waited for the one before it; model and sampler ran; the engine took the result.
+    `traced` are the sequences in it that have spans.
+    """
+
+    step: int
+    begin_ns: int
+    end_ns: int
+    decodes: int
+    prefill_tokens: int
+    drafts: int
+    predicted: float
+    planning: float
+    guessing: float
+    waiting: float
+    running: float
+    finishing: float
+    traced: tuple[SequenceId, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class EngineOutputs:
     """The outputs of one turn of the engine's loop; at most one of these a step.
 
@@ -71,6 +95,7 @@ class EngineOutputs:
     prompt_logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     recounted: dict[SequenceId, int] = field(default_factory=dict)
     started: tuple[Started, ...] = ()
+    steps: tuple[StepRecord, ...] = ()
 
 
 OutputSink = Callable[[EngineOutputs], None]

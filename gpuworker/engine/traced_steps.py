@@ -49,6 +49,10 @@ class TracedSteps:
                 chunks.append(Chunk(row.sequence, row.start, row.length, begin_ns, end_ns, drafts=len(row.drafts)))
         return chunks
 
+    def among(self, plan: StepPlan) -> tuple[SequenceId, ...]:
+        """Return the traced sequences of a step."""
+        return tuple(row.sequence for row in plan.rows if row.sequence in self._traced)
+
     def ended(self, sequence: SequenceId) -> tuple[Chunk, ...]:
         """Forget a sequence; return its decode steps, if it was traced and had any."""
         one = self._traced.pop(sequence, None)

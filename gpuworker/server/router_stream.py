@@ -276,6 +276,11 @@ class RouterStream:
         """Return whether a request of this tenant and id has sequences here."""
         return any(live.request == request for live in (*self._live.values(), *self._ended))
 
+    def spans_of(self, sequence: SequenceId) -> SequenceSpans | None:
+        """Return the spans of a sequence that runs here; None when it is not traced."""
+        live = self._live.get(sequence)
+        return live.spans if live is not None else None
+
     def has(self, sequence: SequenceId) -> bool:
         """Return whether a sequence is here, also one that has ended while its router may still send its output."""
         return sequence in self._live or any(live.id == sequence for live in self._ended)

@@ -33,6 +33,8 @@ from gpuworker.engine.ports import EngineOutputs
 from gpuworker.server.codec import load_message
 from gpuworker.server.orphans import Orphans
 from gpuworker.server.router_stream import RouterStream
+from gpuworker.server.spans import SequenceSpans
+from gpuworker.server.step_spans import StepSpans
 from gpuworker.server.submit_check import SubmitLimits
 from gpuworker.structured.grammars import GrammarCompiler
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
@@ -60,11 +62,11 @@ class Serving:
 class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
     """Serves routers; `deliver` is the engine's sink and may be called from its thread.
 
-    What a lost router leaves runs on for `orphan_grace` seconds.
+    What a lost router leaves runs on for `orphan_grace` seconds. `steps` makes the spans of recorded steps.
     """
 
-    def __init__(self, tracer: Tracer, orphan_grace: float = 0.0) -> None:
-        self._tracer, self._loop = tracer, asyncio.get_running_loop()
+    def __init__(self, tracer: Tracer, orphan_grace: float = 0.0, steps: StepSpans | None = None) -> None:
+        self._tracer, self._loop, self._steps = tracer, asyncio.get_running_loop(), steps
         self.orphans = Orphans(orphan_grace, self._cancel)
         self._serving: Serving | None = None
         self._streams: set[RouterStream] = set()
@@ -110,6 +112,9 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
         self._loop.call_soon_threadsafe(self._deliver, outputs)
 
     def _deliver(self, outputs: EngineOutputs) -> None:
+        if self._steps is not None:
+            for record in outputs.steps:  # before the ends of their sequences
+                self._steps.add(record, self._spans_of)
         if len(self._streams) == 1 and not self.orphans.waits:
             concerned = self._streams
         else:
@@ -133,6 +138,11 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
             stream_of = self._owner.pop(end.sequence, None)
             if stream_of is not None and stream_of.closed and not stream_of.sequences:
                 self._streams.discard(stream_of)
+
+    def _spans_of(self, sequence: SequenceId) -> SequenceSpans | None:
+        """Return the spans of a traced sequence, unless it has ended or lost its router."""
+        stream = self._owner.get(sequence)
+        return stream.spans_of(sequence) if stream is not None else None
 
     # ------------------------------------------------------------ RPCs
 

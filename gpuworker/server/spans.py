@@ -7,7 +7,7 @@ those.
 from __future__ import annotations
 
 from opentelemetry import trace
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
+from opentelemetry.trace import Span, SpanContext, SpanKind, Status, StatusCode, Tracer
 
 from common.lease import Admit
 from common.telemetry import context_from, traceparent_of
@@ -22,13 +22,22 @@ class SequenceSpans:
     """Follows one sequence from its submission to its end."""
 
     def __init__(self, tracer: Tracer, traceparent: str, attributes: dict[str, str | int]) -> None:
-        self._tracer = tracer
+        self._tracer, self.request_id = tracer, str(attributes.get("quire.request_id", ""))
         self._root = tracer.start_span(
             "sequence", context=context_from(traceparent), kind=SpanKind.CONSUMER, attributes=attributes
         )
         self._context = trace.set_span_in_context(self._root)
         self._reserve: Span | None = tracer.start_span("reserve", context=self._context)
         self._decode_begin, self._decode_end, self._decode_steps, self._drafted = 0, 0, 0, 0
+
+    @property
+    def context(self) -> SpanContext:
+        """What a link to the sequence names."""
+        return self._root.get_span_context()
+
+    def stepped(self, context: SpanContext, step: int) -> None:
+        """Link to the span of a step that the sequence was in."""
+        self._root.add_link(context, {"quire.step": step})
 
     @property
     def reserve_traceparent(self) -> str:

@@ -157,7 +157,7 @@ request          router            0   400 ms  ━━━━━━━━━━━
 │  └─ preempted  kvmanager    200 ms  60.0 ms                            ━━━━━━━━
 │        ◆ 200 ms  preemption: req-7 (lowest priority, latest start)  req-7 gave way to req-9
 │            tokens_lost 48
-│        ↪ linked to another request: quire trace ffffffffffffffffffffffffffffffff
+│        ↪ linked to another trace: quire trace ffffffffffffffffffffffffffffffff
 │        ↪ linked to route (router) in this trace
 └─ stream        router      14.0 ms 0.000 ms   ╺
       · 14.0 ms  first token

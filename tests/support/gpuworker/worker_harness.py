@@ -19,6 +19,7 @@ from gpuworker.core.batch_plan import StepRunner
 from gpuworker.core.outcomes import AgentConfig
 from gpuworker.engine.engine import Engine
 from gpuworker.server.servicer import GpuWorkerServicer, Serving
+from gpuworker.server.step_spans import StepSpans
 from gpuworker.server.submit_check import SubmitLimits
 from gpuworker.structured.grammars import GrammarCompiler
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
@@ -115,7 +116,7 @@ class Served:
         self, runner: StepRunner, channel: LeaseChannel | None, config: AgentConfig, orphan_grace: float = 0.0
     ) -> None:
         self.collected = CollectedSpans()
-        self.servicer = GpuWorkerServicer(self.collected.tracer, orphan_grace)
+        self.servicer = GpuWorkerServicer(self.collected.tracer, orphan_grace, StepSpans(self.collected.tracer))
         self.driver = EngineDriver(runner, config, channel, sink=self.servicer.deliver)
         self.engine: Engine = self.driver.engine
         self.address = ""
@@ -164,9 +165,12 @@ async def served(
     loaded: bool = True,
     config: AgentConfig = CONFIG,
     orphan_grace: float = 0.0,
+    record_steps: Callable[[], bool] | None = None,
 ) -> AsyncIterator[Served]:
     """Run a worker's service; every sequence must be gone when it ends."""
     worker = Served(runner, channel, config, orphan_grace)
+    if record_steps is not None:
+        worker.engine.record_steps(record_steps)
     server = RpcServer(["quire.gpuworker.v1.GpuWorkerService"])
     rpc.add_GpuWorkerServiceServicer_to_server(worker.servicer, server.server)
     worker.address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
