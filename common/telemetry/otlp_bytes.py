@@ -159,7 +159,9 @@ def _value(value: object) -> bytes:
 
 
 def _other_value(value: object) -> bytes:
-    """Return the message of a rare value: bytes, a sequence, or one of a derived class."""
+    """Return the message of a rare value: nothing, bytes, a sequence, or one of a derived class."""
+    if value is None:
+        return b""
     if isinstance(value, bytes):
         return _field(b"\x3a", value[:MAX_ATTRIBUTE_CHARS])
     if isinstance(value, Sequence) and not isinstance(value, str):

@@ -1,8 +1,8 @@
 """The newest spans of the whole suite, in memory, found by trace id or request id; `quire trace` draws them.
 
-Spans come from the other services by OTLP (`otlp_receiver.py`) and from the router itself. Count
-and bytes are bounded: for all spans, for one sender, and for one sender in one trace. It is safe to use from several
-threads, because span processors may run in threads of their own.
+Spans come from the other services by OTLP (`otlp_receiver.py`) and from the router itself. Count and bytes are bounded:
+for all spans, for one sender, and for one sender in one trace. It is safe to use from several threads, because a span
+is handed over on the thread that ended it.
 """
 
 from __future__ import annotations

@@ -230,12 +230,19 @@ def test_a_span_is_bounded_and_says_what_is_missing() -> None:
 
 def test_a_value_that_the_protocol_cannot_hold_goes_as_text_and_its_span_stays() -> None:
     span = CollectedSpans().tracer.start_span("odd")
-    odd: dict[str, Any] = {"huge": 2**64, "lone": "a\ud800b", "kind": SpanKind.SERVER, "reason": FinishReason.STOP}
+    odd: dict[str, Any] = {
+        "huge": 2**64,
+        "lone": "a\ud800b",
+        "none": None,
+        "kind": SpanKind.SERVER,
+        "reason": FinishReason.STOP,
+    }
     span.set_attributes(odd)
     span.set_attribute("many", ["a", 2**70])
     span.end()
     found = {each.key: each.value for each in message(span).attributes}
     assert found["huge"].string_value == str(2**64)
+    assert found["none"].WhichOneof("value") is None
     assert found["lone"].string_value == "a?b"
     assert found["kind"].string_value == "SpanKind.SERVER"
     assert found["reason"].string_value == "stop"
