@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import ItemsView, Iterator, Mapping
+from typing import Final
 
 from opentelemetry.trace import Span
 
@@ -12,10 +14,32 @@ from common.types import Decision
 EVENT = "decision"
 
 
+class DecisionAttributes(Mapping[str, str | float | list[str]]):
+    """The attributes of a decision, made at each reading: most traces in a router's ring are never read."""
+
+    __slots__ = ("decision",)
+
+    def __init__(self, decision: Decision) -> None:
+        self.decision: Final = decision
+
+    def items(self) -> ItemsView[str, str | float | list[str]]:
+        """Return all at once; OTLP is written from these."""
+        return attributes_of(self.decision).items()
+
+    def __getitem__(self, key: str) -> str | float | list[str]:
+        return attributes_of(self.decision)[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(attributes_of(self.decision))
+
+    def __len__(self) -> int:
+        return len(attributes_of(self.decision))
+
+
 def add_decision(span: Span, decision: Decision) -> None:
     """Add a decision to the span of its request; free when the span is not recorded."""
     if span.is_recording():
-        span.add_event(EVENT, attributes_of(decision), decision.time_ns)
+        span.add_event(EVENT, DecisionAttributes(decision), decision.time_ns)
 
 
 def attributes_of(decision: Decision) -> dict[str, str | float | list[str]]:

@@ -71,8 +71,7 @@ def span_bytes(span: SpanLike) -> bytes:
         parts.append(_PARENT.pack(0x22, 8, parent.span_id))
     parts += (_named(0x2A, span.name), b"\x30", _SMALL[span.kind_number])
     parts.append(_TIMES.pack(0x39, span.start_time, 0x41, span.end_time))
-    _put_attributes(parts, b"\x4a", span.attributes)
-    _put_dropped(parts, b"\x50", len(span.attributes) - MAX_SPAN_ITEMS)
+    _put_dropped(parts, b"\x50", _put_attributes(parts, b"\x4a", span.attributes))
     parts += [_field(b"\x5a", _event(each)) for each in span.events]
     _put_dropped(parts, b"\x60", span.dropped_events)
     parts += [_field(b"\x6a", _link(each)) for each in span.links[:MAX_SPAN_ITEMS]]
@@ -104,8 +103,7 @@ def _span_field(span: bytes) -> bytes:
 
 def _event(event: SpanEvent) -> bytes:
     parts = [_TIME.pack(0x09, event.timestamp), _named(0x12, event.name)]
-    _put_attributes(parts, b"\x1a", event.attributes)
-    _put_dropped(parts, b"\x20", len(event.attributes) - MAX_SPAN_ITEMS)
+    _put_dropped(parts, b"\x20", _put_attributes(parts, b"\x1a", event.attributes))
     return b"".join(parts)
 
 
@@ -128,15 +126,16 @@ def _flags(parent: SpanContext | None) -> int:
     return _REMOTE_FLAGS if parent is not None and parent.is_remote else _LOCAL_FLAGS
 
 
-def _put_attributes(parts: list[bytes], tag: bytes, attributes: Mapping[str, object]) -> None:
-    """Append `KeyValue` messages under the tag of their field."""
-    items = attributes.items() if len(attributes) <= MAX_SPAN_ITEMS else islice(attributes.items(), MAX_SPAN_ITEMS)
-    for key, value in items:
+def _put_attributes(parts: list[bytes], tag: bytes, attributes: Mapping[str, object]) -> int:
+    """Append `KeyValue` messages under the tag of their field; return how many more there are than may go."""
+    items = attributes.items()
+    for key, value in items if len(items) <= MAX_SPAN_ITEMS else islice(items, MAX_SPAN_ITEMS):
         encoded, head = _value(value), _key(key)
         size = len(encoded)
         within = head + b"\x12" + (_SMALL[size] if size < 128 else _varint(size)) + encoded
         size = len(within)
         parts.append(tag + (_SMALL[size] if size < 128 else _varint(size)) + within)
+    return len(items) - MAX_SPAN_ITEMS
 
 
 def _put_dropped(parts: list[bytes], tag: bytes, count: int) -> None:

@@ -38,6 +38,7 @@ _SAMPLED, _UNSAMPLED = TraceFlags(TraceFlags.SAMPLED), TraceFlags(TraceFlags.DEF
 _UNSET: Final = Status(StatusCode.UNSET)
 _NUMBERS: Final = {kind: kind.value + 1 for kind in SpanKind}
 _RUNS: Final = -1
+_NONE: Final[Mapping[str, object]] = {}
 
 
 class Origin:
@@ -99,7 +100,7 @@ class RecordedSpan(Span):
         if len(self.events) == MAX_SPAN_ITEMS:
             del self.events[0]
             self.dropped_events += 1
-        self.events.append(SpanEvent(name, time_ns() if timestamp is None else timestamp, attributes or {}))
+        self.events.append(SpanEvent(name, _now(timestamp), _NONE if attributes is None else attributes))
 
     def add_link(self, context: SpanContext, attributes: Mapping[str, Any] | None = None) -> None:
         """Add a link; the oldest one goes where there are MAX_SPAN_ITEMS."""
@@ -140,7 +141,7 @@ class RecordedSpan(Span):
     def end(self, end_time: int | None = None) -> None:
         """End the span and hand it on; a second end changes nothing."""
         if self.end_time == _RUNS:
-            self.end_time = time_ns() if end_time is None else end_time
+            self.end_time = _now(end_time)
             self._ended(self)
 
 
@@ -179,8 +180,7 @@ class SpanTracer(Tracer):
             if sampling.decision is not Decision.RECORD_AND_SAMPLE:
                 return NonRecordingSpan(SpanContext(trace_id, self._ids.generate_span_id(), False, _UNSAMPLED))
         made = SpanContext(trace_id, self._ids.generate_span_id(), False, _SAMPLED)
-        start = time_ns() if start_time is None else start_time
-        span = RecordedSpan(name, made, parent, self._origin, start, self._ended)
+        span = RecordedSpan(name, made, parent, self._origin, _now(start_time), self._ended)
         span.kind = kind
         if attributes:
             span.attributes.update(attributes)
@@ -194,3 +194,8 @@ class SpanTracer(Tracer):
         use = {each: options.pop(each, True) for each in ("end_on_exit", "record_exception", "set_status_on_exception")}
         with trace.use_span(self.start_span(name, *args, **options), **use) as span:
             yield span
+
+
+def _now(time: int | None) -> int:
+    """Return a given time, else the present one."""
+    return time_ns() if time is None else time

@@ -1,14 +1,14 @@
 """Spans, over OTLP or from this process's own tracer, to the message that Quire serves.
 
-The store keeps a span as bytes of OTLP and converts it when a client asks for its trace. Few traces are asked for, and
-a conversion takes 0.06 ms of the event loop. The message of a span that came over OTLP would keep all spans that came
-with it in memory.
+The store keeps a span as it came and converts it when a client asks for its trace. Few traces are asked for, and a
+conversion takes 0.06 ms of the event loop. A span that came over OTLP is kept as bytes of its own: its message would
+keep all spans that came with it in memory.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -17,6 +17,8 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 from opentelemetry.proto.common.v1 import common_pb2
 from opentelemetry.proto.trace.v1 import trace_pb2
 
+from common.decisions.ring import record_bytes
+from common.telemetry.decisions import DecisionAttributes
 from common.telemetry.spans import RecordedSpan
 from common.untrusted.ids import is_id
 from quire.decision.v1 import decision_pb2
@@ -29,6 +31,9 @@ CORRELATION_ID: Final = "quire.correlation_id"
 UNREAD: Final = "quire.unread"
 # Bytes in CPython of a kept span without its content, with its places in the store.
 _SPAN_BYTES: Final = 1_000
+# The same of a span of this process; of what it has.
+_OWN_SPAN_BYTES: Final = 2_500
+_ATTRIBUTE_BYTES, _TEXT_BYTES, _EVENT_BYTES, _LINK_BYTES = 100, 60, 200, 500
 _MAX_SERVICE_CHARS: Final = 128
 _STATUS = {trace_pb2.Status.STATUS_CODE_OK: "ok", trace_pb2.Status.STATUS_CODE_ERROR: "error"}
 
@@ -51,11 +56,27 @@ class KeptSpan:
 
 def from_own(span: RecordedSpan) -> KeptSpan:
     """Return a span of this process, as the store keeps it."""
-    context, named, data = span.context, span.attributes, span.encoded()
+    context, named = span.context, span.attributes
     request_id, tenant, correlation_id = (str(named.get(name, "")) for name in (REQUEST_ID, TENANT, CORRELATION_ID))
     ids = f"{context.trace_id:032x}", f"{context.span_id:016x}", request_id
-    message = partial(_stored_span, data, span.origin.service)
-    return KeptSpan(*ids, message, _SPAN_BYTES + len(data), tenant, correlation_id)
+    return KeptSpan(*ids, partial(_own_span, span), own_bytes(span), tenant, correlation_id)
+
+
+def own_bytes(span: RecordedSpan) -> int:
+    """Return about how much memory a span of this process takes, with the records of decisions in it."""
+    texts = sum([_TEXT_BYTES + len(each) for each in span.attributes.values() if isinstance(each, str)])
+    size = _OWN_SPAN_BYTES + _ATTRIBUTE_BYTES * len(span.attributes) + texts + _LINK_BYTES * len(span.links)
+    return size + sum([_event_bytes(event.attributes) for event in span.events])
+
+
+def _event_bytes(attributes: Mapping[str, object]) -> int:
+    if isinstance(attributes, DecisionAttributes):
+        return _EVENT_BYTES + record_bytes(attributes.decision)
+    return _EVENT_BYTES + sum([_ATTRIBUTE_BYTES + _TEXT_BYTES + len(str(each)) for each in attributes.values()])
+
+
+def _own_span(span: RecordedSpan) -> decision_pb2.Span:
+    return _stored_span(span.encoded(), span.origin.service)
 
 
 def from_otlp(request: trace_service_pb2.ExportTraceServiceRequest) -> Iterator[KeptSpan]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+from opentelemetry.proto.trace.v1 import trace_pb2
+
 from common.telemetry.decisions import add_decision
 from common.types import Candidate, Decision, DecisionKind
 from tests.support.spans import CollectedSpans
@@ -42,3 +44,15 @@ def test_the_event_has_every_part_that_is_set() -> None:
         {"name": "w0", "cost": 0.5, "queue_delay": 0.2, "prefill_time": 0.3, "figures": {"hit_blocks": 4.0}},
         {"name": "w1", "rejected": "draining"},
     ]
+
+
+def test_the_message_of_a_span_has_the_attributes_of_its_decisions() -> None:
+    collected = CollectedSpans()
+    with collected.tracer.start_as_current_span("route") as span:
+        add_decision(span, DECISION)
+    made = collected.named("route")
+    (event,) = trace_pb2.Span.FromString(made.encoded()).events
+    (kept,) = made.events
+    assert [pair.key for pair in event.attributes] == list(kept.attributes)
+    assert len(event.attributes) == len(kept.attributes) == 6
+    assert event.attributes[1].value.string_value == kept.attributes["quire.decision.kind"] == "routing"

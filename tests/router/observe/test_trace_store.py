@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,13 +16,15 @@ from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.trace import Link, StatusCode, Tracer
+from opentelemetry.trace import Link, SpanContext, StatusCode, Tracer
 
+from bench.lib.decision_records import records_of
 from common.decisions.ring import DecisionRing
 from common.errors import NotFound
 from common.rpc.server import RpcServer, open_channel
+from common.telemetry.decisions import add_decision
 from common.telemetry.delivery import otlp_request
-from common.telemetry.spans import RecordedSpan, SpanTracer
+from common.telemetry.spans import Origin, RecordedSpan, SpanTracer
 from common.types import Decision, DecisionKind
 from quire.decision.v1 import decision_pb2 as pb
 from quire.decision.v1 import decision_pb2_grpc as rpc
@@ -161,6 +164,24 @@ def test_both_ways_into_the_store_give_the_same_span(store: TraceStore) -> None:
     assert direct.message() == delivered.message()
     assert replace(direct, message=delivered.message, size=delivered.size) == delivered
     assert direct.request_id == "r1"
+
+
+def test_the_bound_of_the_store_counts_what_spans_and_their_decisions_take() -> None:
+    store, count = TraceStore(10_000, 1 << 30), 300
+    tracer = own_tracer(store)
+    store.add_own(RecordedSpan("warm", SpanContext(1, 1, is_remote=False), None, Origin(Resource({})), 0, print))
+    before = store.bytes
+    tracemalloc.start()
+    try:
+        for decision in records_of(count):
+            names = {f"quire.{number}": f"{decision.decision_id}-{number}" for number in range(10)}
+            span = tracer.start_span("request", attributes=names)
+            add_decision(span, decision)
+            span.end()
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 0.8 < (store.bytes - before) / taken < 2.5
 
 
 def test_the_oldest_span_goes_first(store: TraceStore, tracer: Tracer) -> None:
