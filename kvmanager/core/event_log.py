@@ -29,6 +29,11 @@ class EventLog:
             self.number = events[-1].number
             self._events.extend(events)
 
+    def pass_over(self, number: int) -> None:
+        """Keep none of the events up to this number."""
+        self.number = max(self.number, number)
+        self._events.clear()
+
     def since(self, number: int) -> tuple[IndexEvent, ...] | None:
         """Return the events after a number; None when some of them are gone, or the number was never given."""
         missing = self.number - number

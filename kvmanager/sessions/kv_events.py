@@ -177,12 +177,15 @@ class KvEventHub:
         self._most_changes, self._most_subscribers = most_changes, most_subscribers
         self._sources: dict[str, _Source] = {}
         self._subscriptions: set[Subscription] = set()
+        # Without a subscriber nobody has a position to come back with, so no event is kept.
+        self._ever_subscribed = False
 
     def subscribe(self, worker_id: str, after: Mapping[str, Position]) -> Subscription:
         """Return the queue of a new subscriber; `unsubscribe` it. Raises Overloaded when there are too many."""
         if len(self._subscriptions) >= self._most_subscribers:
             what = f"there are {self._most_subscribers} already, which is the most"
             raise Overloaded(QuotaViolation("subscribers to KV events", what), 10.0)
+        self._ever_subscribed = True
         subscription = Subscription(worker_id, self._most_changes)
         self._subscriptions.add(subscription)
         for source in self._sources.values():
@@ -208,8 +211,11 @@ class KvEventHub:
         self._tell(attach.worker_id, _SnapshotDue(source, "attached"))
 
     def changed(self, worker_id: str, events: Sequence[IndexEvent]) -> None:
-        """Pass on the events of an attached worker, in their order."""
+        """Pass on the events of an attached worker, in their order; there is one at least."""
         source = self._sources[worker_id]
+        if not self._ever_subscribed:
+            source.log.pass_over(events[-1].number)
+            return
         source.log.add(events)
         if not self._subscriptions:
             return

@@ -27,6 +27,14 @@ def test_a_number_that_is_too_old_or_was_never_given_is_a_gap() -> None:
     assert log.since(4) is None
 
 
+def test_events_that_are_passed_over_are_a_gap() -> None:
+    log = EventLog()
+    log.add([stored(1)])
+    log.pass_over(3)
+    log.add([stored(4)])
+    assert (log.since(0), log.since(3)) == (None, (stored(4),))
+
+
 def test_events_from_before_the_log_are_passed_over() -> None:
     log = EventLog(number=2)
     log.add([stored(1), stored(2), stored(3)])

@@ -62,8 +62,26 @@ async def test_a_snapshot_comes_first_and_then_every_change_once() -> None:
     assert await take(items, 1) == [Changes("w0", Position(cache.stream, 5), (stored(4), stored(5)))]
 
 
-async def test_a_subscriber_goes_on_after_a_number() -> None:
+def hub_with_a_past_subscriber() -> KvEventHub:
     hub = KvEventHub()
+    hub.unsubscribe(hub.subscribe("", {}))
+    return hub
+
+
+async def test_events_from_before_the_first_subscriber_are_in_its_snapshot_alone() -> None:
+    hub = KvEventHub()
+    cache = Cache(hub)
+    cache.store(5)
+    items = hub.subscribe("", {"w0": Position(cache.stream, 3)}).items()
+    (first,) = await take(items, 1)
+    assert isinstance(first, SnapshotPart)
+    assert (first.at, len(first.entries), first.reason) == (Position(cache.stream, 5), 5, "gap")
+    cache.store()
+    assert await take(items, 1) == [Changes("w0", Position(cache.stream, 6), (stored(6),))]
+
+
+async def test_a_subscriber_goes_on_after_a_number() -> None:
+    hub = hub_with_a_past_subscriber()
     cache = Cache(hub)
     cache.store(5)
     items = hub.subscribe("", {"w0": Position(cache.stream, 3)}).items()
